@@ -51,7 +51,7 @@ _HOME = {
     "reduce": "asa.api.across",
     "save": "asa.api.files",
 }
-"""Where each export lives. Imported when first asked for (PEP 562), so that ``import asa`` costs nothing."""
+"""Module of each exported name. Imported at first use (PEP 562), so that ``import asa`` costs nothing."""
 
 
 def __getattr__(name: str) -> Any:

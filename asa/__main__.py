@@ -1,4 +1,4 @@
-"""``python -m asa`` is ``asa``."""
+"""Runs ``asa`` as ``python -m asa``."""
 
 from asa.cli import main
 

@@ -1,6 +1,6 @@
-"""Every error a user can meet, and the exit code each one ends a command with.
+"""All errors that users can get, with the exit code of a command for each.
 
-    AsaError                 1   a bug, or something nobody foresaw
+    AsaError                 1   a bug, or an unforeseen error
     ├── UsageError           2   the command line, or the arguments of a Python call
     ├── InvalidInputError    3   a file or a model that cannot be used; names the place inside it
     ├── InfeasibleError      4   no plan fits; names the binding constraint and the nearest remedy
@@ -20,31 +20,31 @@ import traceback
 from typing import ClassVar
 
 TRAINING = "asa-parallel[train]"
-"""What to install for everything that runs a model."""
+"""Package to install for everything that runs a model."""
 
 _EXTRAS = {"torch": TRAINING, "torchvision": TRAINING, "networkx": TRAINING, "matplotlib": TRAINING,
            "tensorboard": "asa-parallel[tensorboard]", "wandb": "asa-parallel[wandb]", "mlflow": "asa-parallel[mlflow]",
            "pyarrow": "asa-parallel[parquet]"}  # fmt: skip
-"""Packages that an installation may be without, and what brings them."""
+"""Packages that an installation may lack, and what installs them."""
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
 class AsaError(Exception):
-    """Root of the tree. ``exit_code`` is what the command line returns."""
+    """Base class of all errors of asa. ``exit_code`` is what the command line returns."""
 
     exit_code: ClassVar[int] = 1
 
 
 class UsageError(AsaError):
-    """The request itself is wrong: an unknown name, an impossible number."""
+    """The request is wrong: an unknown name, an impossible number."""
 
     exit_code: ClassVar[int] = 2
 
 
 class InvalidInputError(AsaError):
-    """A file or model handed in cannot be used. ``where`` is the JSON path or byte position, if there is one."""
+    """A given file or model cannot be used. ``where`` is the JSON path or byte position, if there is one."""
 
     exit_code: ClassVar[int] = 3
 
@@ -66,9 +66,9 @@ class UnavailableError(AsaError):
 
 
 class WorkersFailedError(AsaError):
-    """A worker process died, hung or disagreed. ``rank`` is the first one known to be at fault, ``step`` the one it was
-    in (0: none yet; None: not known), ``signal`` what killed it, where something did. ``lost``: it is gone, or stands
-    still; ``raised``: it failed by an error of somebody else's code, which may not come again."""
+    """A worker process died, hung or disagreed. ``rank``: the first one known to have caused it; ``step``: the step it
+    was in (0: none yet; None: unknown); ``signal``: the signal that killed it, if any. ``lost``: it is gone, or hangs;
+    ``raised``: it failed with an error outside asa's code, which may not occur again."""
 
     exit_code: ClassVar[int] = 6
 
@@ -101,13 +101,14 @@ class NoCheckpointError(AsaError):
 
 
 class PreemptedError(AsaError):
-    """Stopped on request; everything needed to resume is on disk."""
+    """The run was stopped on request; everything needed to resume is saved."""
 
     exit_code: ClassVar[int] = 75
 
 
 def place_of(error: BaseException) -> str:
-    """`` (model.py:12)``: the innermost line of the user's own code that ``error`` came through; empty without one."""
+    """Text `` (model.py:12)``: the innermost line of the user's own code in the traceback of ``error``; empty without
+    one."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         name = frame.filename
         if not (name.startswith((_HERE, "<")) or _INSTALLED in name or f"{os.sep}lib{os.sep}python" in name):
@@ -116,7 +117,7 @@ def place_of(error: BaseException) -> str:
 
 
 def lacking(package: str, what: str = "this") -> str:
-    """What to tell somebody who needs ``package`` for ``what`` and has not got it.
+    """Message that ``package``, which ``what`` needs, is not installed.
 
     >>> lacking("torch.nn")
     "this needs torch, which is not installed: pip install 'asa-parallel[train]'"

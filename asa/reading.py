@@ -1,7 +1,7 @@
-"""Files of other people, read without trusting them: regular files only, and no more bytes than a reader expects.
+"""Safe reading of foreign files: regular files only, with a limit on the number of bytes.
 
-A name may lead to a pipe that nobody writes to, to a device without end, or to a folder. Such a file is opened without
-waiting, asked what it is, and refused before a byte of it is read.
+A name may lead to a pipe without a writer, to an endless device, or to a folder. Such a file is opened without waiting,
+its type is checked, and it is refused before a byte of it is read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import IO, Any
 from asa.errors import InvalidInputError
 
 MOST_BYTES = 64 * 1024**2
-"""Most bytes of a document: a profile of thousands of components stays far below."""
+"""Largest document in bytes: a profile of thousands of components is far smaller."""
 
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
@@ -27,7 +27,7 @@ _KINDS = (
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> IO[Any]:
-    """The file at ``path``, opened with ``flags`` of :func:`os.open`, if it is a regular file.
+    """Open the file at ``path`` with ``flags`` of :func:`os.open`, if it is a regular file.
 
     Raises:
         InvalidInputError: it is something else.
@@ -36,7 +36,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> IO[Any]:
     try:
         handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket, or a pipe to be written that nobody reads
+        if error.errno == errno.ENXIO:  # a socket, or a pipe without a reader
             _check(path, os.stat(path).st_mode)
         raise
     try:
@@ -58,7 +58,7 @@ def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
     """The content of a regular file.
 
     Raises:
-        InvalidInputError: it is missing, unreadable, no regular file, or holds more than ``most`` bytes.
+        InvalidInputError: it is missing, unreadable, not a regular file, or larger than ``most`` bytes.
     """
     try:
         with open_regular(path) as stream:
@@ -75,7 +75,7 @@ def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
     """The content of a regular file of UTF-8 text.
 
     Raises:
-        InvalidInputError: as :func:`read_bytes`, or it is other text.
+        InvalidInputError: as in :func:`read_bytes`, or it is not UTF-8.
     """
     try:
         return read_bytes(path, most=most).decode("utf-8")

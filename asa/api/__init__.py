@@ -1,4 +1,4 @@
-"""For people with their own program: what the commands do, on objects instead of files.
+"""The Python interface for the user's own program: what the commands do, on objects instead of files.
 
 ::
 

@@ -1,8 +1,8 @@
-"""Numbers and tensors of all ranks in a loop of the user's own, with gradients: ``asa.gather``, ``asa.reduce``,
+"""Numbers and tensors of all ranks in the user's own loop, with gradients: ``asa.gather``, ``asa.reduce``,
 ``asa.mean_over``.
 
-A step differentiates the mean over ranks of their losses, each weighed by its samples. What crosses ranks here hands
-back gradients of that.
+A step differentiates the mean over ranks of their losses, weighted by their samples. The functions here return
+gradients of that.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def _written(result: Tensor, given: Tensor, alone: Callable[[Tensor], Tensor]) -
 
 
 def _spread(*, differentiated: bool) -> PlacedModel | None:
-    """The model whose batch is being worked on, None where there is one rank. ``differentiated``: whether what is asked
-    for enters a loss, so that the program knows what its loss is.
+    """The model whose batch is being processed; None if there is one rank. ``differentiated``: whether the result
+    enters a loss, so that the program handles its loss itself.
 
     Raises:
         UsageError: there are several ranks, and no model was called yet.
@@ -60,7 +60,7 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 class _Rows(torch.autograd.Function):
-    """The rows of all ranks that count."""
+    """Gathers the counted rows of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, votes: Votes, weight: float) -> Tensor:
@@ -80,7 +80,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks."""
+    """Sums over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, votes: Votes, weight: float) -> Tensor:
@@ -100,10 +100,11 @@ def _summed(votes: Votes, x: Tensor) -> Tensor:
 
 
 def gather(x: Tensor) -> Tensor:
-    """The rows ``x`` [n, ...] of all ranks, [N, ...] in the order of the global batch, on every rank (collective).
+    """Gather the rows ``x`` [n, ...] of all ranks to [N, ...] in the order of the global batch, on every rank
+    (collective).
 
-    Gradients go back to the rank that each row came from. So a loss that compares samples (contrastive, Dice over the
-    batch, a ranking) is computed from gathered outputs and labels on every rank, and is that of one device::
+    Gradients go back to the rank from which each row came. So a loss that compares samples (contrastive, Dice over the
+    batch, a ranking) is computed from gathered outputs and labels on every rank, and equals that of one device::
 
         loss = contrastive(asa.gather(model(x)), asa.gather(y))
 
@@ -117,11 +118,10 @@ def gather(x: Tensor) -> Tensor:
 
 
 def reduce(x: Tensor | float, op: Literal["mean", "sum"] = "mean") -> Tensor:
-    """``x`` of all ranks as one tensor on every rank (collective), with gradients.
+    """Reduce ``x`` of all ranks to one tensor on every rank (collective), with gradients.
 
-    ``mean``: by how many samples of the batch each rank has, so that a mean over a rank's samples becomes that over
-    the global batch. ``sum``: of numbers that are counted, such as right answers; a sample that two ranks computed
-    counts once.
+    ``mean``: weighted by each rank's number of samples, so that means over the ranks' samples become the mean over the
+    global batch. ``sum``: of counts, such as correct answers; a sample that two ranks computed counts once.
 
     Raises:
         UsageError: another ``op``; no model was called yet.
@@ -143,11 +143,11 @@ def reduce(x: Tensor | float, op: Literal["mean", "sum"] = "mean") -> Tensor:
 
 
 def mean_over(total: Tensor, count: Tensor | float) -> Tensor:
-    """The loss ``total / count`` where both are sums over the whole batch, from a rank's own (collective)::
+    """The loss ``total / count`` over the whole batch, from each rank's own sums (collective)::
 
         loss = asa.mean_over(F.cross_entropy(model(x), y, reduction="sum"), (y != -100).sum())
 
-    What a rank gets is its part, scaled so that the mean over ranks, and its gradient, are those of one device.
+    A rank gets its part, scaled so that the mean over ranks, and its gradient, are those of one device.
 
     Raises:
         UsageError: no model was called yet.

@@ -1,4 +1,4 @@
-"""Attributes and methods of a model, read and called on what ``asa.parallelize`` made of it."""
+"""Attributes and methods of a model, read and called on the result of ``asa.parallelize``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 
 def found(placed: PlacedModel, name: str) -> Any:
-    """The model's attribute: of a parameter what this rank sees of it, of a method one that ranks call together.
+    """The model's attribute ``name``: a parameter in the form this rank sees it, a method as one that ranks call
+    together.
 
     Raises:
-        AttributeError: the model has none of that name.
+        AttributeError: the model has none with that name.
     """
     origin, parallel = placed.origin, placed.parallel
     first = parallel.components[0] if parallel is not None else None
@@ -52,7 +53,7 @@ def found(placed: PlacedModel, name: str) -> Any:
 
 
 def at(placed: PlacedModel, value: Any) -> Any:
-    """What ranks have of a module of the model; anything else as it is."""
+    """The ranks' version of ``value`` if it is a module of the model; otherwise ``value``."""
     if not isinstance(value, nn.Module) or placed.parallel is None:
         return value
     path = next((n for n, m in placed.origin.named_modules() if m is value), "")
@@ -66,7 +67,7 @@ def at(placed: PlacedModel, value: Any) -> Any:
 
 
 def _method(placed: PlacedModel, name: str, *args: Any, **options: Any) -> Any:
-    """Call a method of the model. What gives gradients goes the way of ``model(...)``, so that ranks add them up."""
+    """Call a method of the model. If it gives gradients it is handled like ``model(...)``, so that ranks sum them."""
     parallel = placed.parallel
     assert parallel is not None
     if not parallel.called:
@@ -86,10 +87,10 @@ def _method(placed: PlacedModel, name: str, *args: Any, **options: Any) -> Any:
 
 
 def changed(placed: PlacedModel, name: str, value: Any) -> bool:
-    """Whether ``name`` was an attribute of the model, which has ``value`` now.
+    """Set an attribute of the model; returns False if the model has none called ``name``.
 
     Raises:
-        UsageError: a module or parameter of a model that was placed.
+        UsageError: it is a module or parameter of a model that is already distributed.
     """
     origin, parallel = placed.origin, placed.parallel
     if not hasattr(origin, name):

@@ -1,4 +1,4 @@
-"""The user's loader, on every rank: all ranks see one order of samples, and each loads its own rows of every batch."""
+"""The user's loader on every rank: all ranks have one order of samples, and each loads its own rows of every batch."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from asa.errors import UsageError
 from asa.executor.model.votes import Votes
 
 _LOOKED_AT = 4096
-"""Elements of a tensor by which batches are told apart."""
+"""Number of elements of each tensor by which batches are compared."""
 
 Rows = Callable[[int], list[int]]
-"""Gives the rows that this rank is to load of a batch of so many samples."""
+"""Function from the number of samples in a batch to the rows that this rank loads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What a rank has of one global batch: ``rows`` of ``total``, and the batch that was made of them (None of none).
+    """A rank's share of one global batch: ``rows`` of ``total``, and the batch made of them (None without rows).
 
-    ``first``: samples of the epoch in front of this batch.
+    ``first``: number of samples of the epoch before this batch.
     """
 
     total: int
@@ -39,10 +39,10 @@ class Share:
 
 
 def samples_in(batch: Any) -> int:
-    """Samples of a batch: the length of its first tensor, or of its first list.
+    """Number of samples in a batch: the length of its first tensor, or of its first list.
 
     Raises:
-        UsageError: it holds neither.
+        UsageError: it contains neither.
     """
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim():
@@ -51,8 +51,8 @@ def samples_in(batch: Any) -> int:
 
 
 def rows_of(batch: Any, rows: Sequence[int], total: int | None = None) -> Any:
-    """The given rows of every tensor in ``batch`` that has one per sample. ``total``: how many samples there are, where
-    that is known; otherwise what :func:`samples_in` says.
+    """The given rows of every tensor in ``batch`` that has one row per sample. ``total``: number of samples, if known;
+    otherwise :func:`samples_in` determines it.
 
     Raises:
         UsageError: no tensor has ``total`` rows.
@@ -73,13 +73,13 @@ def rows_of(batch: Any, rows: Sequence[int], total: int | None = None) -> Any:
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Every tensor of ``batch`` on ``device``."""
+    """``batch`` with every tensor on ``device``."""
     return pytree.tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def fingerprints(batch: Any) -> tuple[float, float]:
-    """A number each for what a batch says of its samples in tensors of any kind, and in those of whole numbers; 0 where
-    there are none. Equal batches have equal ones, to the bit."""
+    """Two checksums of a batch: over tensors of all types, and over those of whole numbers; 0 if there are none.
+    Batches that are bitwise equal have equal checksums."""
     everything = whole = 0
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided:
@@ -93,7 +93,7 @@ def fingerprints(batch: Any) -> tuple[float, float]:
 
 @contextmanager
 def unmoved(loader: Any) -> Iterator[None]:
-    """Inside, a loader is looked at; generators and workers are as they were afterwards."""
+    """Context in which a loader can be read without lasting effect: generators and workers are restored afterwards."""
     import random
 
     import numpy
@@ -115,7 +115,7 @@ def unmoved(loader: Any) -> Iterator[None]:
 
 
 class _Picked:
-    """A batch sampler that is told what to yield before each epoch."""
+    """A batch sampler whose batches are set before each epoch."""
 
     def __init__(self) -> None:
         self.batches: list[list[Any]] = []
@@ -128,14 +128,13 @@ class _Picked:
 
 
 class GlobalBatches:
-    """A loader of global batches, as all ranks go through it together.
+    """A loader of global batches that all ranks iterate together.
 
-    Of a ``DataLoader`` over a dataset with indices, rank 0 draws the order and the others hear it; each rank then loads
-    its own rows only, with the loader's workers and its ``collate_fn``. A ``collate_fn`` of the program's own makes the
-    whole batch on every rank, as on one device (padding, mixing), where its result can be cut into rows.
+    For a ``DataLoader`` over an indexed dataset, rank 0 draws the order and sends it to the others; each rank then
+    loads only its own rows, with the loader's workers and ``collate_fn``. A ``collate_fn`` of the program's own makes
+    the whole batch on every rank, as on one device (padding, mixing), if its result can be cut into rows.
 
-    Anything else that yields batches is gone through by every rank, which keeps its rows: it must yield the same on all
-    of them.
+    Any other iterable of batches is read by every rank, which keeps its own rows: it must yield the same on all ranks.
     """
 
     def __init__(self, loader: Any, votes: Votes, rows: Rows) -> None:
@@ -163,16 +162,16 @@ class GlobalBatches:
 
     @property
     def apart(self) -> bool:
-        """Whether each rank makes batches of its own samples by a ``collate_fn`` that may give them any shape."""
+        """Whether each rank makes batches of its own samples with a ``collate_fn`` that may give them any shape."""
         return self.own_collate and not self._together
 
     @property
     def draws_apart(self) -> bool:
-        """Whether samples or batches are made with random numbers, of which each rank draws its own."""
+        """Whether samples or batches use random numbers that each rank draws for itself."""
         return self._draws and not self._together
 
     def example(self, samples: int = 2) -> Any:
-        """A batch of a few samples, taken without moving on any sampler or generator where that can be."""
+        """A batch of a few samples, taken if possible without advancing samplers or generators."""
         if self.indexed:
             dataset, collate = self.loader.dataset, self.loader.collate_fn
             with unmoved(self.loader):
@@ -184,9 +183,9 @@ class GlobalBatches:
         return rows_of(batch, range(min(samples, samples_in(batch))))
 
     def _cuts_into_rows(self) -> bool:
-        """Whether what the loader's own ``collate_fn`` makes of samples has one row for each in every tensor, or the
-        same form for any number of them: then a batch can be made as on one device, and cut. Notes whether random
-        numbers are drawn."""
+        """Whether the result of the loader's own ``collate_fn`` has one row per sample in every tensor, or the same
+        shape for any number of samples, so that a batch can be made as on one device, and cut. Also records whether
+        random numbers are drawn."""
         found = []
         try:
             with unmoved(self.loader):
@@ -204,13 +203,13 @@ class GlobalBatches:
         return len(small) == len(large) and all(rows) and any(a and a[0] == n for a, n in small)
 
     def _reads_alike(self) -> bool:
-        """Whether the first sample is the same when it is read again."""
+        """Whether the first sample is the same when read again."""
         one, two = (pytree.tree_leaves(self.loader.dataset[0]) for _ in range(2))
         pairs = zip(one, two, strict=True)
         return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor) and a.shape == b.shape)
 
     def _first(self) -> Any:
-        """The first batch; kept for the epoch where the loader can be gone through only once (a generator)."""
+        """The first batch; it is kept for the epoch if the loader can be iterated only once (a generator)."""
         if self._ahead:
             return self._ahead[0]
         with unmoved(self.loader):
@@ -226,7 +225,7 @@ class GlobalBatches:
 
     @property
     def batch_size(self) -> int:
-        """Samples of a full global batch."""
+        """Number of samples in a full global batch."""
         size = getattr(self.loader, "batch_size", None)
         if isinstance(size, int):
             return size
@@ -237,7 +236,7 @@ class GlobalBatches:
 
     @property
     def epoch_samples(self) -> int | None:
-        """Samples of an epoch (a sampler may draw more or fewer than there are), where the loader says."""
+        """Number of samples in an epoch (a sampler may draw more or fewer than there are), if the loader knows it."""
         if not self.indexed or self.loader.batch_size is None:
             return None
         try:
@@ -249,8 +248,8 @@ class GlobalBatches:
         return len(self.loader)
 
     def epoch(self, *, order_seed: int | None = None, skip: int = 0) -> Iterator[Share]:
-        """The batches of an epoch; collective at its start. ``order_seed`` makes the order a function of it, instead of
-        torch's generator as it stands; the first ``skip`` batches are left out."""
+        """The batches of an epoch; collective at its start. ``order_seed``: the order depends on it, instead of on the
+        state of torch's generator; the first ``skip`` batches are left out."""
         if not self.indexed:
             first = 0
             ahead, self._ahead = self._ahead, []
@@ -286,8 +285,8 @@ class GlobalBatches:
             yield Share(total=len(one), rows=rows, first=first, batch=batch)
 
     def _alike(self, total: int | None, batch: Any = None) -> None:
-        """Whether every rank has the same batch of ``total`` samples next (None: no more); otherwise they would
-        wait for one another in vain, or mix what does not belong together.
+        """Check that every rank has the same batch of ``total`` samples next (None: no more). Otherwise ranks would
+        wait in vain, or combine different samples.
 
         Raises:
             UsageError: they do not.
@@ -357,7 +356,7 @@ class GlobalBatches:
 
 
 def _with_sampler(loader: DataLoader[Any], sampler: Any, rank: int) -> DataLoader[Any]:
-    """A copy of the loader that takes the sampler's samples; its workers' random numbers are the rank's own."""
+    """A copy of the loader with another sampler; its workers' random numbers are the rank's own."""
     busy = loader.num_workers > 0
     return DataLoader(
         loader.dataset,

@@ -1,4 +1,4 @@
-"""A model without its weights, from which whole ones are made."""
+"""A model without its weights, as a template for complete ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asa.tracing import histories
 
 
 class Blank:
-    """A model without its weights, from which whole ones are made."""
+    """A model without its weights, as a template for complete ones."""
 
     def __init__(self, model: nn.Module) -> None:
         empty = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}

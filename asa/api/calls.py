@@ -1,4 +1,4 @@
-"""How a model is called: one tensor, or any inputs by position and by name; guessed from a batch where nobody says."""
+"""How a model is called: with one tensor, or any inputs by position and by name; guessed from a batch if not given."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Call:
 
     @property
     def tensor(self) -> Tensor | None:
-        """The one tensor that is all there is, if so."""
+        """The only argument, if it is a tensor with a batch dimension; otherwise None."""
         if len(self.args) != 1 or self.options or not isinstance(self.args[0], Tensor) or not self.args[0].dim():
             return None
         return self.args[0]
@@ -44,7 +44,7 @@ def _said(value: Any) -> str:
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:
-    """Parameters of the model's ``forward``; none where they cannot be known."""
+    """Parameters of the model's ``forward``; empty if unknown."""
     try:
         return list(inspect.signature(model.forward).parameters.values())
     except (TypeError, ValueError):
@@ -52,8 +52,8 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def plain(model: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Call:
-    """The call in its shortest form: arguments that are None because nothing was given are left out, and the first
-    parameter, given by name alone, goes by position."""
+    """The call in its shortest form: without arguments that are None by default, and with a single argument for the
+    first parameter passed by position."""
     known = {p.name: p for p in _parameters(model)}
     short = {n: v for n, v in options.items() if v is not None or n not in known or known[n].default is not None}
     optional = [p.default is None for p in known.values()]
@@ -66,8 +66,8 @@ def plain(model: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> C
 
 
 def guesses(model: nn.Module, batch: Any) -> Iterator[Call]:
-    """How ``model`` may be called with a batch of a loader, the likeliest first: with a dictionary by the names that
-    ``forward`` has, otherwise with as many of the batch's items as it must have, then with more."""
+    """Ways in which ``model`` may be called with a batch of a loader, most likely first: with a dictionary by the names
+    of ``forward``'s parameters, otherwise with as many of the batch's items as it requires, then with more."""
     parameters = _parameters(model)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if isinstance(batch, Mapping):
@@ -89,7 +89,7 @@ def guesses(model: nn.Module, batch: Any) -> Iterator[Call]:
 
 
 def why_not(model: nn.Module, call: Call) -> str:
-    """Why ``model`` does not run when it is called so; empty where it does. It is left as it was."""
+    """Why ``model`` fails with this call; empty if it runs. The model is left unchanged."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with preserved(model), torch.no_grad():
         try:
@@ -101,15 +101,15 @@ def why_not(model: nn.Module, call: Call) -> str:
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a model is called with for ``inputs``: a tuple of them by position, a dictionary by name."""
+    """Positional and keyword arguments for ``inputs``: a tuple is passed by position, a dictionary by name."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (inputs if type(inputs) is tuple else (inputs,)), {}
 
 
 def lengths(values: Any) -> list[int]:
-    """What may be the number of samples in a call or a batch: first dimensions of tensors, lengths of lists of tensors
-    or of other things, the widest step of a packed sequence; in the order in which they come."""
+    """Candidates for the number of samples in a call or a batch, in order: first dimensions of tensors, lengths of
+    lists of tensors or of other things, the widest step of a packed sequence."""
     found: list[int] = []
 
     def look(value: Any) -> None:
@@ -131,7 +131,7 @@ def lengths(values: Any) -> list[int]:
 
 
 def samples_of(call: Call) -> int:
-    """Samples in a call, as far as its shapes say.
+    """Number of samples in a call, judged by its shapes.
 
     Raises:
         UsageError: there is no tensor and no list in it.
@@ -143,7 +143,8 @@ def samples_of(call: Call) -> int:
 
 
 class Numbered(nn.Module):
-    """A model of any inputs as one of a single tensor, to be measured: the numbers [N, 1] of samples of an example."""
+    """A model of any inputs as one of a single tensor, for measurement: its input is the numbers [N, 1] of example
+    samples."""
 
     def __init__(self, model: nn.Module, example: Call) -> None:
         super().__init__()
@@ -151,7 +152,7 @@ class Numbered(nn.Module):
         setattr(self, UNCUT, f"it is called with {example}")
 
     def forward(self, numbers: Tensor) -> Any:
-        """The model's output for those samples, again and again the example's."""
+        """The model's output for these samples of the example, which are repeated."""
         rows = (numbers[:, 0] % self._samples).tolist()
         device = numbers.device
 

@@ -1,4 +1,4 @@
-"""``asa.check``: is a loop's loss the same on parts of a batch as on the whole?"""
+"""``asa.check``: checks that a loop's loss on parts of a batch equals that on the whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asa.errors import UsageError
 
 @dataclass(frozen=True)
 class Check:
-    """What was found; ``print`` it. ``exact``: whether the loss is that of one device."""
+    """Result of a check; ``print`` it. ``exact``: whether the loss is that of one device."""
 
     exact: bool
     text: str
@@ -30,7 +30,7 @@ class Check:
 
 
 def check(step: Callable[..., Tensor], *batch: Any) -> Check:
-    """Whether the loss that ``step(*batch)`` returns is the same on the ranks' parts of a batch as on the whole of it.
+    """Check that the loss of ``step(*batch)`` on the ranks' parts of a batch equals that on the whole batch.
 
     ``step`` calls a model of ``asa.parallelize`` in training mode and returns the loss; it does not differentiate it.
     The loss is computed on this rank's samples, and again from the outputs and labels of all ranks (collective)::
@@ -39,10 +39,10 @@ def check(step: Callable[..., Tensor], *batch: Any) -> Check:
             print(asa.check(lambda: loss_fn(model(x), y)))
             break
 
-    Nothing is updated. What the model itself does with other samples (BatchNorm) is not looked at.
+    Nothing is updated. Interactions of samples inside the model (BatchNorm) are not checked.
 
     Raises:
-        UsageError: ``step`` calls no such model, or returns no loss of it.
+        UsageError: ``step`` calls no such model, or returns no loss from it.
     """
     models = [m for m in every_placed() if m.parallel is not None and m.place.ranks > 1]
     before = {id(m): m.trial for m in models}

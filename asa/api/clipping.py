@@ -1,4 +1,4 @@
-"""Clipping the gradients of a model that ranks hold in parts: one norm over all of them, torch's own call included."""
+"""Gradient clipping for a model that ranks hold in shards: one norm over all of them, also in torch's own function."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from asa.executor.model.state import held
 from asa.sharding.split import held_of
 
 _split: WeakSet[ParallelModel] = WeakSet()
-"""Models whose gradients no rank has in full."""
+"""Models whose gradients no rank holds in full."""
 _of_jobs: WeakSet[ParallelModel] = WeakSet()
-"""Parameters of which an optimizer knows only what this rank updates: what it asks for is about all of them."""
+"""Models of jobs, whose optimizer knows only the parameters that this rank updates, and means all of them."""
 
 
 @torch.no_grad()
 def total_norm(model: ParallelModel, norm_type: float = 2.0, only: set[int] | None = None) -> Tensor:
-    """The norm of all gradients, or of those of the parameters with identities ``only``, over ranks and shards
-    (collective; float64, on the host)."""
+    """Norm of all gradients, or of those of the parameters with identities ``only``, over ranks and shards (collective;
+    float64, on the host)."""
     total, most = torch.zeros((), dtype=torch.float64), norm_type == math.inf
     place = {id(t): layout for c, layout in zip(model.components, model.layouts, strict=True) for t in c.parameters()}
     for item in held(model):
@@ -63,16 +63,17 @@ def scale(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
 
 
 def clip(model: ParallelModel, max_norm: float) -> Tensor:
-    """Scale all gradients so that their norm over ranks and shards is at most ``max_norm``; the norm (collective)."""
+    """Scale all gradients so that their norm over ranks and shards is at most ``max_norm``; returns the norm
+    (collective)."""
     norm = total_norm(model)
     scale(model.parameters(), max_norm, norm)
     return norm
 
 
 def understood_by_torch(model: ParallelModel, *, job: bool = False) -> None:
-    """Have ``torch.nn.utils.clip_grad_norm_`` on parameters of ``model`` take the norm over all ranks, too: its own
-    would be of what this rank holds, another on every rank. Calls on anything else are torch's as before. ``job``: such
-    a call, in a hook of the optimizer, is on what this rank updates, and means what all ranks update."""
+    """Let ``torch.nn.utils.clip_grad_norm_`` on parameters of ``model`` use the norm over all ranks: its own would be
+    that of this rank's shards, different on every rank. Other calls are unchanged. ``job``: a call in a hook of the
+    optimizer gets the parameters that this rank updates, and means those that all ranks update."""
     whole = all(a.data.strategy == "replicate" and a.tensor.degree == 1 for a in model.plan.components)
     if whole and len(model.plan.stages) == 1:
         return

@@ -1,4 +1,4 @@
-"""A loss that was computed on the parts of a batch, computed again on the whole of it."""
+"""Comparison of a loss computed on the parts of a batch with the same loss on the whole batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ARITHMETIC = {f"{before}{name}{after}" for name in ("mul", "add", "sub", "div",
 _SURELY = 1e-3
 """By how much two readings are to be apart to be two."""
 _ROUNDING = 1e-10
-"""By how much a reading is to be nearer than one that is preferred."""
+"""Difference by which an interpretation must be closer than a preferred one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Difference:
 
 
 class Comparison:
-    """A tape on every rank, done again with the whole batch (collective, in the same order everywhere)."""
+    """Repeats each rank's tape with the whole batch (collective, in the same order on all ranks)."""
 
     def __init__(self, votes: Votes, tape: Tape, loss: Tensor, weight: float) -> None:
         self._votes, self._tape, self._loss, self._weight = votes, tape, loss, weight
@@ -54,7 +54,7 @@ class Comparison:
         self._repeated = self._stepped = self._counts = False
         self._doubt = ""
         self._apart_by: float | None = None
-        """What a tensor that has no rows, and is another on every rank, is on rank 0."""
+        """Value on rank 0 of a tensor without rows that differs between ranks."""
         self.unknown = self._prepare()
 
     def _prepare(self) -> str:
@@ -227,7 +227,7 @@ class Comparison:
         return found
 
     def difference(self, received: list[Tensor | None]) -> Difference:
-        """``received``: the gradients that the outputs had in the loop's own backward, before they were weighed."""
+        """The difference. ``received``: gradients that the outputs had in the loop's own backward, before weighting."""
         if self.unknown:
             return Difference(unknown=self.unknown)
         votes, ranks = self._votes, self._votes.num_ranks
@@ -263,7 +263,7 @@ class Comparison:
         return replace(best, stepped=self._stepped, doubt=self._doubt)
 
     def _apart(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
-        """How far all ranks' tensors are from what is wanted, relative to that (collective)."""
+        """Relative distance of all ranks' tensors from the desired ones (collective)."""
         off = size = 0.0
         for mine, want in pairs:
             if mine.shape != want.shape:
@@ -278,12 +278,12 @@ class Comparison:
 
 
 def _cut(tensor: Tensor, rows: int) -> bool:
-    """Whether ``tensor`` has so many rows, or some for each."""
+    """Whether ``tensor`` has ``rows`` rows, or a multiple of them."""
     return bool(tensor.dim()) and rows > 0 and tensor.shape[0] > 0 and tensor.shape[0] % rows == 0
 
 
 def gathered(votes: Votes, part: Tensor) -> list[Tensor]:
-    """Every rank's ``part`` (on the host, of one dtype and as many dimensions everywhere), by rank."""
+    """Every rank's ``part`` (on the host, with equal dtype and number of dimensions), by rank."""
     if votes.num_ranks == 1:
         return [part]
     shapes = [tuple(int(n) for n in s) for s in votes.gather([float(n) for n in part.shape])]

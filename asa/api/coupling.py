@@ -1,4 +1,5 @@
-"""Models that compute a sample's output or gradient from other samples of its batch, without being a BatchNorm."""
+"""Detects models whose output or gradient for a sample depends on other samples of its batch, other than by
+BatchNorm."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ from asa.tracing.preserve import preserved
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 KEEPS = -1.0
-"""What is said of a model whose output moves from one call to the next with the same samples."""
+"""Result for a model whose output changes from one call to the next with the same samples."""
 _LOOSER, _SCALE, _ELEMENTS, _FEWEST = 10.0, 1000.0, 1 << 22, 2
-"""Times the tolerance for gradients; by how much those of the halves are scaled, as a mean over fewer samples is; of
-how many numbers gradients are taken at most; samples of a half."""
+"""Factor on the tolerance for gradients; factor between the gradients of halves and whole, as for a mean over fewer
+samples; largest number of elements for gradients; least number of samples in a half."""
 
 
 class _Each(TorchFunctionMode):
-    """Inside, ``torch.nn.functional.batch_norm`` leaves statistics of the batch out: every sample stays on its own."""
+    """Context in which ``torch.nn.functional.batch_norm`` uses no batch statistics, so that samples are independent."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.batch_norm:
@@ -39,12 +40,12 @@ class _Each(TorchFunctionMode):
 
 
 def coupled(model: nn.Module, call: Call | None, *, exact: bool = False) -> float:
-    """How far outputs, or gradients of a sum over samples, move when a batch is computed in two halves, relative to
-    their size; 0 where they do not, or where that cannot be told; ``KEEPS``. Gradients that are not in proportion to
-    those of the outputs (clamped, normalised on the way) move, too.
+    """Relative change of outputs, or of gradients of a sum over samples, when a batch is computed in two halves; 0 if
+    there is none or it cannot be determined; ``KEEPS`` if the model changes from call to call. Gradients that are not
+    proportional to those of the outputs (clamped, normalized on the way) change, too.
 
-    ``call`` has two samples or more. What is drawn is left out, and BatchNorm, which is looked after elsewhere: layers
-    of it and, where it is ``exact``, whatever calls its function. The model is left as it was.
+    ``call`` has at least two samples. Dropout is ignored, and so is BatchNorm, which is handled elsewhere: its layers,
+    and with ``exact`` all calls of its function. The model is left unchanged.
     """
     if call is None:
         return 0.0
@@ -66,7 +67,7 @@ def coupled(model: nn.Module, call: Call | None, *, exact: bool = False) -> floa
 
 
 def warning_of(apart: float, plan: Plan) -> list[str]:
-    """What is to be said of it under ``plan``."""
+    """Warnings about it under ``plan``."""
     if apart == KEEPS and plan.num_microbatches > 1:
         return [
             f"the model keeps something from call to call, and its output moves by that: {plan.num_microbatches} times "
@@ -83,7 +84,7 @@ def warning_of(apart: float, plan: Plan) -> list[str]:
 
 
 def _apart(model: nn.Module, call: Call, samples: int) -> float | None:
-    """How far outputs move, as in :func:`coupled`; None where the model draws random numbers."""
+    """Change of outputs as in :func:`coupled`; None if the model draws random numbers."""
     half = samples // 2
     if not half:
         return 0.0
@@ -110,7 +111,7 @@ def _apart(model: nn.Module, call: Call, samples: int) -> float | None:
 
 
 def _doubled(call: Call, samples: int) -> Call:
-    """The call with every sample twice, one behind the other."""
+    """The call with every sample repeated once."""
 
     def twice(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -160,7 +161,7 @@ def _gradients_apart(model: nn.Module, call: Call, samples: int, device: torch.d
 
 
 def _slopes(samples: int, like: Tensor) -> Tensor:
-    """A gradient for outputs of ``samples``, other for every number."""
+    """Gradients for outputs of ``samples`` samples, different for every element."""
     shape = (samples, *like.shape[1:])
     count = like[:1].numel() * samples
     return (1.5 + torch.arange(count, device=like.device, dtype=torch.float64).sin()).reshape(shape).to(like.dtype)

@@ -1,4 +1,4 @@
-"""Epochs of training under a plan on a loader of the user's own: what the loop over epochs drives."""
+"""Training under a plan on the user's own loader, driven by the loop over epochs."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ from asa.sharding.batchnorm import SynchronisedBatchNorm
 from asa.sharding.waits import waits
 
 _UNCOUNTED = 1 << 40
-"""Samples of an epoch, for the place in a checkpoint, where the loader does not say."""
+"""Number of samples in an epoch, for positions in checkpoints, if the loader does not know it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserData:
-    """Batches to train on, how they split into input and labels, what is validated on (a loader, or None), the loss."""
+    """Batches to train on, how they split into input and labels, validation data (a loader, or None), and the loss."""
 
     batches: GlobalBatches
     split: Callable[[Any], tuple[Any, Any]]
@@ -64,7 +64,7 @@ class UserData:
 
 
 class UserExecutor(PlannedExecutor):
-    """Trains under one plan at a time. Every rank holds one, and every call is collective."""
+    """Trains under one plan at a time. Every rank has one, and every method is collective."""
 
     def __init__(
         self,
@@ -131,21 +131,21 @@ class UserExecutor(PlannedExecutor):
 
     @property
     def optimizer(self) -> Optimizer:
-        """Over what this rank updates."""
+        """The optimizer over what this rank updates."""
         return self._rebinding.optimizer
 
     @property
     def next_epoch(self) -> int:
-        """The epoch that is to run next, or to go on."""
+        """The epoch to run next, or to continue."""
         return self._epoch
 
     @property
     def step(self) -> int:
-        """Updates since the start of the run."""
+        """Number of updates since the start of the run."""
         return self._step
 
     def rows(self, total: int) -> list[int]:
-        """Rows of a batch of ``total`` samples that this rank reads, or has labels for."""
+        """Rows of a batch of ``total`` samples that this rank reads, or for which it needs labels."""
         found: set[int] = set()
         for part in microbatch_rows(self.model, total):
             for rows in (part.read, part.kept):
@@ -153,8 +153,8 @@ class UserExecutor(PlannedExecutor):
         return sorted(found)
 
     def trainable(self, total: int) -> bool:
-        """Whether a batch of ``total`` gives every rank a sample of every microbatch, or two for BatchNorm to train on
-        (fewer where the plan's own batch has no more)."""
+        """Whether a batch of ``total`` samples gives every rank a sample of every microbatch, or two for BatchNorm
+        (fewer if the plan's own batch has no more)."""
         plan = self.plan
 
         def least(samples: int) -> int:
@@ -163,7 +163,8 @@ class UserExecutor(PlannedExecutor):
         return least(total) >= min(self._fewest, least(plan.global_batch)) > 0
 
     def train_step(self, batch: Any = None) -> float:
-        """One update on ``batch`` (a global one, the same on every rank) or on the loader's next; the mean loss."""
+        """Make one update on ``batch`` (global, the same on every rank) or on the loader's next; returns the mean
+        loss."""
         self.model.train()
         if batch is None:
             share = self._next()
@@ -180,7 +181,7 @@ class UserExecutor(PlannedExecutor):
         return math.fsum(rank[0] for rank in found) / max(1.0, math.fsum(rank[2] for rank in found))
 
     def _next(self) -> Share:
-        """The loader's next batch that is large enough, in the next epoch where this one is through."""
+        """The loader's next sufficiently large batch, from the next epoch if this one has ended."""
         while True:
             if self._running is None:
                 self._running = self._batches()
@@ -197,11 +198,11 @@ class UserExecutor(PlannedExecutor):
 
     @property
     def _behind(self) -> int:
-        """Batches of the epoch that lie behind, all but its last being whole."""
+        """Number of batches of the epoch that are done; all but the last are full."""
         return -(-self._done // self._data.batches.batch_size)
 
     def _batches(self, skip: int | None = None) -> Iterator[Share]:
-        """What is left of the epoch behind its first ``skip`` batches; behind those that were taken, where None."""
+        """The rest of the epoch after its first ``skip`` batches (None: after those that are done)."""
         seed = self._settings.seed * 1_000_003 + self._epoch
         return self._data.batches.epoch(order_seed=seed, skip=self._behind if skip is None else skip)
 
@@ -269,7 +270,7 @@ class UserExecutor(PlannedExecutor):
         self._step += 1
 
     def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
-        """Train ``epoch`` (what is left of it) and validate.
+        """Train ``epoch`` (the rest of it) and validate.
 
         Raises:
             PreemptedError: a rank was asked to stop; all stopped after the same step and saved.
@@ -333,7 +334,7 @@ class UserExecutor(PlannedExecutor):
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:
-        """Nobody waits in a discipline's window for a worker that waits here for all others."""
+        """Context in which no worker of a discipline waits for this one, because it is waiting for all others."""
         conduct = self._worker.conduct
         if conduct is None:
             yield
@@ -343,7 +344,7 @@ class UserExecutor(PlannedExecutor):
         conduct.go_on()
 
     def _exchange(self, pace: EpochTimer, tally: LossCounter) -> Interval:
-        """What all ranks did since the last time, told to whoever listens."""
+        """Combine the figures of all ranks since the last exchange, and announce them."""
         with self._meeting():
             interval = pace.exchange(tally, step=self._step, stop=self.stop.asked)
         if isinstance(self._votes, StarVotes) and self._votes.coordinator is not None:
@@ -361,7 +362,7 @@ class UserExecutor(PlannedExecutor):
         return interval
 
     def _validate(self) -> float:
-        """Mean loss over the loader that was given for it; not a number without one."""
+        """Mean loss over the validation loader; NaN without one."""
         if self._data.validation is None:
             return math.nan
         return mean_loss(
@@ -370,7 +371,7 @@ class UserExecutor(PlannedExecutor):
         )  # fmt: skip
 
     def settle(self) -> None:
-        """Leave one state on all ranks (collective)."""
+        """Bring all ranks to one state (collective)."""
         self._worker.settle()
 
     def _preempt(self) -> None:
@@ -378,15 +379,15 @@ class UserExecutor(PlannedExecutor):
         raise PreemptedError(f"stopped on request after step {self._step}{where}")
 
     def save(self, epoch: int) -> None:
-        """Commit a checkpoint from which ``epoch + 1`` can start, where the job has a folder."""
+        """Commit a checkpoint from which ``epoch + 1`` can start, if the job has a folder."""
         if self._folder is not None:
             self.commit()
 
     def commit(self) -> Path:
-        """A checkpoint of here and now.
+        """Commit a checkpoint of the current state; returns its path.
 
         Raises:
-            UsageError: the job has no folder. UnavailableError: it cannot be written; earlier ones are intact.
+            UsageError: the job has no folder. UnavailableError: it cannot be written; earlier checkpoints are intact.
         """
         if self._folder is None:
             raise UsageError("nothing can be saved without out, the folder of the run")
@@ -397,10 +398,10 @@ class UserExecutor(PlannedExecutor):
         return self._saved[1]
 
     def restore(self, path: Path, manifest: Manifest) -> None:
-        """Continue where a checkpoint (that was checked) left off.
+        """Continue from a checked checkpoint.
 
         Raises:
-            UsageError: it is of another loader or optimizer. InvalidInputError: of another model.
+            UsageError: it was made with another loader or optimizer. InvalidInputError: with another model.
         """
         for name, mine in (("num_samples", self._samples), ("optimizer", self._settings.optimizer)):
             if getattr(manifest, name) != mine:
@@ -413,7 +414,7 @@ class UserExecutor(PlannedExecutor):
         self.advance()
 
     def advance(self) -> None:
-        """Goes on to the next epoch where one has begun and nothing of it is left (collective)."""
+        """Go on to the next epoch if one has begun and nothing of it is left (collective)."""
         if not self._done:
             return
         running = self._running or self._batches()
@@ -426,11 +427,12 @@ class UserExecutor(PlannedExecutor):
         self._schedules.epoch_ended(math.nan)
 
     def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
-        """Continue under ``plan``: same weights, optimizer state and sample order. All processes move, or none does.
+        """Continue under ``plan`` with the same weights, optimizer state and sample order. All processes move, or none
+        does.
 
         Raises:
             UsageError: the plan is for another model or batch, or for more ranks than there are processes.
-            WorkersFailedError: a rank could not move; the plan in force stays.
+            WorkersFailedError: a rank could not move; the current plan stays.
         """
         runs = self._continues(plan, processes)
         old_worker, scale = self._worker, self._worker.scale

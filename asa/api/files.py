@@ -1,4 +1,4 @@
-"""``asa.save`` and ``asa.load``: whole tensors in one file, whatever a plan has made of them."""
+"""``asa.save`` and ``asa.load``: full tensors in one file, independent of the plan."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from asa.sharding.split import TensorPart
 
 
 def save(state: Any, path: Path | str) -> None:
-    """Write ``state`` to ``path`` with ``torch.save``, as one device would have it (collective: call it on every rank).
+    """Write ``state`` to ``path`` with ``torch.save``, as one device would (collective: call it on every rank).
 
-    Models and optimizers in it are saved as their ``state_dict``; tensors that ranks hold in parts (parameters of the
-    model, averages of them) as whole ones, on the CPU. Rank 0 writes; the file is there in full or not at all::
+    Models and optimizers in it are saved as their ``state_dict``; tensors that ranks hold in shards (parameters of the
+    model, averages of them) as full ones, on the CPU. Rank 0 writes; the file is complete or absent::
 
         asa.save({"model": model, "optimizer": optimizer, "average": average, "epoch": 3}, "last.pt")
 
     Raises:
-        UnavailableError: it cannot be written, on every rank.
+        UnavailableError: it cannot be written; raised on every rank.
     """
     whole = _mapped(state, _saved)
     target = Path(path)
@@ -45,15 +45,16 @@ def save(state: Any, path: Path | str) -> None:
 
 
 def load(path: Path | str, into: Any = None) -> Any:
-    """What :func:`save` wrote, on the CPU; with ``into``, put in place as well (collective)::
+    """The state that :func:`save` wrote, on the CPU; with ``into``, it is also loaded into that (collective)::
 
         state = asa.load("last.pt", {"model": model, "optimizer": optimizer, "average": average})
         epoch = state["epoch"]
 
-    ``into`` is built like what was saved, or has some of its entries. Any plan loads what any other saved.
+    ``into`` has the structure of what was saved, or some of its entries. Any plan can load what any other saved.
 
     Raises:
-        InvalidInputError: no such file, or none of :func:`save`. UsageError: an entry is missing, or of another form.
+        InvalidInputError: no such file, or not one of :func:`save`. UsageError: an entry is missing, or has another
+            form.
     """
     try:
         found = torch.load(Path(path), map_location="cpu", weights_only=True)

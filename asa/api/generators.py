@@ -1,4 +1,4 @@
-"""The generators that a program draws from by default, torch's, Python's and numpy's: where they are, on every rank."""
+"""State of a program's default random generators (torch, Python, numpy) on every rank."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from asa.tracing.preserve import foreign_state
 
 
 def generators_now() -> tuple[Any, ...]:
-    """Where the generators of this process are; equal where nothing was drawn."""
+    """State of the generators of this process; unchanged if nothing was drawn."""
     return (torch.get_rng_state().numpy().tobytes(), *foreign_state())
 
 
 def as_on_rank_0(votes: Votes) -> None:
-    """Have the generators of every rank go on from where those of rank 0 are (collective)."""
+    """Set the generators of every rank to the state of those of rank 0 (collective)."""
     if votes.num_ranks == 1:
         return
     state = torch.get_rng_state()

@@ -1,9 +1,9 @@
-"""Whether ranks do the same in a loop: as many backwards and updates, with the same hyperparameters, on equal weights.
+"""Checks that ranks do the same in a loop: equally many backwards and updates, equal hyperparameters and weights.
 
-A branch that a rank takes by a number of its own (``if loss.isnan(): continue``, a learning rate made of
-``loss.item()``) makes ranks wait in vain, pair gradients of different batches, or part in silence. Counts are exchanged
-behind every batch, on a group of their own; where no exchange can come about because a rank waits inside a forward or
-backward, that rank says so in the store, and the one that left it out, or waits in another, finds it there.
+A branch that a rank takes by a number of its own (``if loss.isnan(): continue``, a learning rate computed from
+``loss.item()``) makes ranks wait in vain, combine gradients of different batches, or diverge in silence. Counts are
+exchanged after every batch, in a group of their own. If no exchange is possible because a rank waits inside a forward
+or backward, that rank writes so to the store, where the one that skipped it, or waits in another, reads it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from asa.executor.model.parallel import ParallelModel
 from asa.launch.worker import others_may_leave
 
 _LOOKS = 3
-"""Batches of an epoch behind which weights are compared, too."""
+"""Number of batches of an epoch after which weights are compared, too."""
 _ELEMENTS = 64
-"""Numbers of each parameter that are compared."""
+"""Number of elements of each parameter that are compared."""
 _SAID = ("lr", "momentum", "betas", "weight_decay")
 _PATIENCE_S = 3.0
 """In a pass, before a rank says in the store where it is, and in waiting for the others, before it looks there."""
@@ -45,7 +45,7 @@ REMEDY = (
 
 
 class InStep:
-    """What this process has done in loops so far. There is one for all models of a program."""
+    """Counts what this process has done in loops. There is one for all models of a program."""
 
     def __init__(self, timeout_s: float) -> None:
         self.world = dist.group.WORLD
@@ -76,7 +76,7 @@ class InStep:
 
     @contextlib.contextmanager
     def together(self, kind: str) -> Iterator[None]:
-        """Around a forward or backward (``kind``) in which ranks wait for one another.
+        """Context around a forward or backward (``kind``) in which ranks wait for one another.
 
         Raises:
             WorkersFailedError: another rank is gone.
@@ -92,10 +92,10 @@ class InStep:
             self._since = None
 
     def rows(self, mine: int) -> list[int]:
-        """How many samples each rank calls the model with (collective).
+        """Number of samples with which each rank calls the model (collective).
 
         Raises:
-            UsageError: another rank does something else. WorkersFailedError: one does not come.
+            UsageError: another rank does something else. WorkersFailedError: a rank does not come.
         """
         wire = torch.tensor([float(mine)], dtype=torch.float64)
         found = [torch.empty_like(wire) for _ in range(self.ranks)]
@@ -108,11 +108,11 @@ class InStep:
     def behind_batch(
         self, model: ParallelModel | None, optimizers: Sequence[Optimizer], number: int, *, asks: bool, wait: bool
     ) -> bool:
-        """Behind batch ``number`` of an epoch: tell the others, and hear of them at once (``wait``) or a batch later
-        (collective). Whether one of those that were heard ``asks``.
+        """Exchange counts after batch ``number`` of an epoch; the others' are checked at once (``wait``) or a batch
+        later (collective). Returns whether one of those that were checked ``asks``.
 
         Raises:
-            UsageError: ranks differ in what they did. WorkersFailedError: one does not come.
+            UsageError: ranks differ in what they did. WorkersFailedError: a rank does not come.
         """
         settings = tuple(_plain(g.get(k)) for o in optimizers for g in o.param_groups for k in _SAID)
         rates = [_plain(g.get("lr")) for o in optimizers for g in o.param_groups[:1]]
@@ -180,7 +180,7 @@ class InStep:
             self._store.set(f"asa/pass/{self.rank}", "0 ")
 
     def _apart(self) -> str:
-        """What another rank waits in, where this one cannot come to it; empty where there is no such rank."""
+        """Description of what another rank waits in, if this one cannot join it; empty if there is no such rank."""
         for rank in range(self.ranks):
             key = f"asa/pass/{rank}"
             if rank == self.rank or not self._store.check([key]):
@@ -197,8 +197,8 @@ class InStep:
         return ""
 
     def _watch(self) -> None:
-        """In a thread: say in the store that this rank has been in one forward or backward for long; where another
-        waits in one of another kind, neither can go on, and this process ends."""
+        """In a thread: write to the store that this rank has been in one forward or backward for long. If another waits
+        in one of another kind, neither can continue, and this process ends."""
         said = 0
         with contextlib.suppress(Exception):  # the store is gone, and with it whoever would read
             while True:
@@ -225,7 +225,7 @@ _one: list[InStep] = []
 
 
 def in_step(timeout_s: float) -> InStep:
-    """That of this process, made now where there is none (collective)."""
+    """The counter of this process, created at the first call (collective then)."""
     if not _one or _one[0].world is not dist.group.WORLD:  # a program may have formed another group since
         _one[:] = [InStep(timeout_s)]
     _one[0].begin()
@@ -233,7 +233,7 @@ def in_step(timeout_s: float) -> InStep:
 
 
 def number_of(settings: object) -> int:
-    """A number for plain ``settings`` that is the same in all processes: ``hash(None)`` and that of text are not."""
+    """A number for plain ``settings`` that is equal in all processes, unlike ``hash`` of None and of text."""
     return zlib.crc32(repr(settings).encode())
 
 
@@ -243,7 +243,7 @@ def _plain(value: Any) -> Any:
 
 @torch.no_grad()
 def _size(model: ParallelModel) -> float:
-    """The size of some elements of each parameter that every rank holds, and holds alike."""
+    """Sum of magnitudes of some elements of each parameter that all ranks hold and that must be equal."""
     total = 0.0
     whole = (c for c, layout in zip(model.components, model.layouts, strict=True) if layout.data == layout.width)
     parts = [

@@ -1,4 +1,4 @@
-"""``asa.Job``: training from end to end on a loader of the user's own, with everything a plan may ask for."""
+"""``asa.Job``: complete training on the user's own loader, with everything a plan may use."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from asa.tracing import TracedModel, called
 
 
 class Job:
-    """A model in training on the ranks that are there: pipelines, accumulation, checkpoints, re-planning, resume.
+    """A model in training on the available ranks: pipelines, accumulation, checkpoints, re-planning, resume.
 
     ::
 
@@ -64,9 +64,9 @@ class Job:
         for record in job.run(epochs=10):
             print(record.epoch, record.train_loss)
 
-    Every rank makes the job and calls the same of it: under ``torchrun``, in a process group formed before, or alone.
-    ``loss_fn(output, labels)`` is a mean over the batch; batches are ``(input, labels)``, or what ``split`` makes so.
-    A step is one batch of the loader, as on one device: its samples, its order, one update.
+    Every rank makes the job and makes the same calls: under ``torchrun``, in an existing process group, or alone.
+    ``loss_fn(output, labels)`` is a mean over the batch; batches are ``(input, labels)``, or are converted by
+    ``split``. A step is one batch of the loader, as on one device: its samples, its order, one update.
     """
 
     def __init__(
@@ -105,30 +105,30 @@ class Job:
         timeout_s: float = 300.0,
         on_event: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        """Plan (unless one is handed in) and place.
+        """Make a plan (unless one is given) and distribute the model.
 
         Args:
-            validation: a loader; after every epoch its mean loss is taken too.
+            validation: a loader; after every epoch its mean loss is computed, too.
             weight: what a loss that is a mean, but not over samples, divides by: a function of the labels. ``sum`` for
                 a loss that is a sum. A cross-entropy with class weights or ignored targets needs none.
-            out: folder of the run, for checkpoints after every epoch and on SIGTERM; without one nothing is kept.
-            resume: go on from the newest checkpoint in ``out``, written under this plan or another.
-            replan: take another plan where steps take other than predicted, and that pays. A plan that is handed in
-                stays, and so does that of a model that runs whole: rank 0 says so.
-            observe: note, step by step, what each rank computes and whom it waits for.
+            out: folder of the run, for checkpoints after every epoch and on SIGTERM; nothing is saved without it.
+            resume: continue from the newest checkpoint in ``out``, written under this plan or another.
+            replan: change the plan if step times differ from the prediction and a change pays. A given plan
+                stays, and so does that of a model that runs whole: rank 0 prints a note then.
+            observe: record for every step each rank's computation and its waiting for others.
             save_every: seconds of training (or ``"10m"``) after which a checkpoint is written inside an epoch, too.
             split: makes ``(inputs, labels)`` of a batch; by default its first and second item, and a dictionary is
-                both: ``model(**batch)`` and ``loss_fn(output, batch)``. A tuple of inputs goes by position, a
+                both: ``model(**batch)`` and ``loss_fn(output, batch)``. A tuple of inputs is passed by position, a
                 dictionary by name.
             max_norm: gradients are scaled so that their norm over the whole model is at most this, in every step.
             scheduler: of the learning rate, one or several over ``optimizer``; the job steps them (after every epoch,
-                or after every update: ``scheduler_every``), keeps them in its checkpoints and resumes them.
+                or after every update: ``scheduler_every``), saves them in its checkpoints and restores them.
             seed: of the order of samples (one order per epoch) and of dropout.
-            on_event: hears, on rank 0, what ``asa train`` writes to its log.
+            on_event: called on rank 0 with the events that ``asa train`` writes to its log.
             model, optimizer, loader, and the others: as for :func:`asa.parallelize`.
 
         Raises:
-            UsageError, InfeasibleError: as :func:`asa.parallelize`; a folder that is another's.
+            UsageError, InfeasibleError: see :func:`asa.parallelize`; a folder that belongs to another run.
             NoCheckpointError: nothing to resume.
         """
         faults.arm()
@@ -204,7 +204,8 @@ class Job:
         plain = [model]
 
         def build(wanted: Plan, processes: tuple[int, ...]) -> ParallelModel:
-            """The first time the model itself; for another plan one like it, whose weights are filled in next."""
+            """Build the model under a plan: the first time the model itself, later a copy whose weights are filled in
+            afterwards."""
             if not plain and spare is None:
                 raise UsageError("this job was made without re-planning")
             fresh = plain.pop() if plain or spare is None else spare.copy()
@@ -248,7 +249,7 @@ class Job:
 
     @property
     def plan(self) -> Plan:
-        """The plan in force."""
+        """The current plan."""
         return self._executor.plan
 
     @property
@@ -258,26 +259,27 @@ class Job:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer that was handed in, over what this rank updates."""
+        """The given optimizer, over what this rank updates."""
         return self._executor.optimizer
 
     @property
     def step(self) -> int:
-        """Updates since the start of the run."""
+        """Number of updates since the start of the run."""
         return self._executor.step
 
     @property
     def epoch(self) -> int:
-        """The epoch that is to run next, or to go on."""
+        """The epoch to run next, or to continue."""
         return self._executor.next_epoch
 
     def train_step(self, batch: Any = None) -> float:
-        """One update on a global batch, the same on every rank, or on the loader's next; its mean loss (collective)."""
+        """Make one update on a global batch, the same on every rank, or on the loader's next; returns its mean loss
+        (collective)."""
         with others_may_leave():
             return self._executor.train_step(batch)
 
     def run(self, epochs: int) -> list[EpochRecord]:
-        """Train up to and with epoch ``epochs - 1``, counted from the start of the run; a record of each.
+        """Train through epoch ``epochs - 1``, counted from the start of the run; returns a record of each epoch.
 
         Raises:
             PreemptedError: SIGTERM; everything is saved in ``out``.
@@ -286,7 +288,7 @@ class Job:
         return list(self.epochs(epochs))
 
     def epochs(self, epochs: int) -> Iterator[EpochRecord]:
-        """Yields what :meth:`run` returns, one record at a time: a place for schedules of the learning rate."""
+        """Yield the records of :meth:`run` one at a time, for instance to change the learning rate in between."""
         executor = self._executor
         with others_may_leave(), executor.stop.listening():
             executor.advance()
@@ -296,13 +298,13 @@ class Job:
             yield from adapt(executor, rounds, executor.announce, model=model, following=able)
 
     def _model(self) -> Model | None:
-        """On rank 0, which has what the plan was made from."""
+        """The costs for planning again, on rank 0, which has the origins of the plan; None elsewhere."""
         if self._origins is None:
             return None
         return would_be(self._origins, self._wishes)
 
     def save(self) -> Path:
-        """Commit a checkpoint now (collective).
+        """Commit a checkpoint now (collective); returns its path.
 
         Raises:
             UsageError: the job has no folder. UnavailableError: it cannot be written.
@@ -317,7 +319,7 @@ class Job:
         return self._names.full(self.model, self._place.votes)
 
     def close(self) -> None:
-        """Leave the plan's groups and the folder (collective)."""
+        """Destroy the plan's process groups and release the folder (collective)."""
         self._executor.close()
         self._stack.close()
 

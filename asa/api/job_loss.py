@@ -1,4 +1,4 @@
-"""The loss of a job over microbatches and ranks: known denominators are summed up, anything else is tried once."""
+"""The loss of a job over microbatches and ranks: known denominators are summed, other losses are tested once."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from asa.errors import UsageError
 LossWeight = Callable[[Any], Tensor | float] | Literal["sum"] | None
 _MEAN = 1
 _TIMES = 3
-"""Epochs in whose first step the whole batch's loss is computed, too."""
+"""Number of epochs in whose first step the whole batch's loss is computed, too."""
 
 
 class JobLoss:
-    """``loss_fn`` as microbatches need it. ``weight``: what a mean loss divides by, from the labels; ``sum`` where the
-    loss is a sum; None where it is a mean over samples, or a cross-entropy, whose denominator is seen.
-    """
+    """``loss_fn`` in the form that microbatches need. ``weight``: what a mean loss divides by, from the labels; ``sum``
+    if the loss is a sum; None if it is a mean over samples, or a cross-entropy, whose denominator is visible."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor], weight: LossWeight, place: RankContext) -> None:
         if weight is not None and weight != "sum" and not callable(weight):
@@ -38,15 +37,16 @@ class JobLoss:
         self._sum = 0.0
         self._seen: list[tuple[Any, Any]] = []
         self.rows = 0
-        """Samples of the microbatch whose loss comes next."""
+        """Number of samples in the microbatch whose loss comes next."""
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._sum = 0.0
         self._seen.clear()
 
     def __call__(self, output: Any, labels: Any, counts: bool) -> Tensor:
-        """The loss of a microbatch, as a mean over its samples. ``counts``: whether no other rank has the same rows."""
+        """The loss of a microbatch, as a mean over its samples. ``counts``: whether this rank is the one that counts
+        these rows."""
         loss = self._loss_fn(output, labels)
         if not self.tried:
             self._seen.append(pytree.tree_map(_detached, (output, labels)))
@@ -71,7 +71,7 @@ class JobLoss:
         return loss if seen == self.rows else loss * (seen / max(1, self.rows))
 
     def weighed(self, output: Any, labels: Any, rows: int) -> tuple[float, float]:
-        """The loss of ``rows`` samples that are not trained on, times what it divides by; and that."""
+        """The loss of ``rows`` samples without training, times its denominator, and the denominator."""
         with torch.enable_grad():  # the node of a cross-entropy says what it divides by
             for leaf in pytree.tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.is_floating_point() and self._weight is None:
@@ -84,7 +84,7 @@ class JobLoss:
         return (float(loss.detach()) * weight if weight else 0.0), weight
 
     def factor(self, batch: int) -> float:
-        """By what the gradients and the loss of a step over ``batch`` samples are to be multiplied (collective)."""
+        """Factor for the gradients and the loss of a step over ``batch`` samples (collective)."""
         if self._weight == "sum":
             return float(batch)
         if self._counting is False:
@@ -95,8 +95,8 @@ class JobLoss:
         return batch / total if total else 1.0
 
     def checked(self, loss: float, counts: bool, dtype: torch.dtype) -> None:
-        """Compare ``loss``, the mean over a step's samples as it was put together, and the gradients of the outputs
-        with those of its whole batch (collective, in the first steps of the first epochs).
+        """Compare ``loss``, the mean over a step's samples combined from its parts, and the gradients of the outputs
+        with those of the whole batch (collective, in the first steps of the first epochs).
 
         Raises:
             UsageError: they differ in the first.
@@ -127,11 +127,12 @@ class JobLoss:
         warnings.warn(text, stacklevel=4)
 
     def look_again(self) -> None:
-        """A loss may be another in another epoch."""
+        """Check again in a new epoch, because a loss may change between epochs."""
         self.tried = self._times >= _TIMES
 
     def _whole(self, counts: bool) -> tuple[tuple[float, float] | None, str]:
-        """The loss of the whole batch and how far gradients are from those of its parts; or why that is not known."""
+        """The loss of the whole batch and the distance of its gradients from those of the parts; or why they are
+        unknown."""
         votes = self._votes
         mine = self._seen if counts else []
         flat = [pytree.tree_flatten(one) for one in mine]
@@ -172,7 +173,7 @@ class JobLoss:
     def _by_parts(
         self, loss_fn: Any, parts: list[list[Tensor]], structure: Any, like: list[Any], device: torch.device
     ) -> tuple[float, float]:
-        """The loss over all ``parts``, and how far gradients of the outputs are from those of the parts."""
+        """The loss over all ``parts`` together, and the distance of the outputs' gradients from those of the parts."""
 
         def computed(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor], float]:
             given = iter([t.to(device) for t in tensors])
@@ -213,7 +214,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _copied(loss_fn: Any) -> Any:
-    """One like it, so that what it keeps is not moved on; itself where it cannot be copied."""
+    """A copy of the loss, so that its internal state does not change; itself if it cannot be copied."""
     try:
         return copy.deepcopy(loss_fn)
     except Exception:
@@ -225,7 +226,7 @@ def _detached(leaf: Any) -> Any:
 
 
 def _denominator(loss: Tensor) -> float | None:
-    """What a loss that is a mean cross-entropy, and nothing else, was divided by."""
+    """Denominator of a loss that is a mean cross-entropy and nothing else; None for other losses."""
     node: Any = loss.grad_fn
     if node is None or not node.name().startswith("NllLoss") or node._saved_reduction != _MEAN:
         return None

@@ -1,4 +1,5 @@
-"""``asa.parallelize``: a model, an optimizer and a loader spread over the ranks, for a loop that stays as it is."""
+"""``asa.parallelize``: distributes a model, an optimizer and a loader over the ranks, for an unchanged training
+loop."""
 
 from __future__ import annotations
 
@@ -61,11 +62,11 @@ def parallelize(
     cache: Path | str | None = "auto",
     timeout_s: float = 300.0,
 ) -> tuple[PlacedModel, Optimizer, PlacedLoader]:
-    """``model``, ``optimizer`` and ``loader`` on the ranks that are there; every rank calls this.
+    """Distribute ``model``, ``optimizer`` and ``loader`` over the available ranks; every rank calls this.
 
-    Ranks are those of ``torchrun`` (or another launcher), or of a process group formed before; alone, nothing is spread
-    and nothing measured. Rank 0 profiles the model and plans once (kept for the next time under ``cache``); its weights
-    are everybody's. The loop stays::
+    Ranks are those of ``torchrun`` (or another launcher), or of an existing process group; alone, nothing is
+    distributed and nothing measured. Rank 0 profiles the model and plans once (stored for the next time under
+    ``cache``); its weights are copied to all ranks. The loop stays::
 
         for x, y in loader:
             optimizer.zero_grad()
@@ -74,31 +75,32 @@ def parallelize(
             optimizer.step()
 
     and does what it does on one device with the loader's batch: ``loader`` yields this rank's samples of every batch,
-    and a mean loss over them counts by how many they are. So a loss must be a *mean over the batch*, and what it says
-    is this rank's mean. Every sample goes to one rank; of a last batch with fewer samples than ranks some go to
-    several, and count once. BatchNorm normalises over a rank's samples, as in data parallelism
-    (``batch_norm="exact"``: over all); its running statistics are averaged whenever the loader is through.
+    and a mean loss over them is weighted by their number. So a loss must be a *mean over the batch*, and its value is
+    this rank's mean. Every sample goes to one rank; if a last batch has fewer samples than ranks, some go to several,
+    and count once. BatchNorm normalizes over a rank's samples, as in data parallelism (``batch_norm="exact"``: over
+    all); its running statistics are averaged at the end of each pass over the loader.
 
-    A loop can have one stage only: plans are without pipelines and without accumulation. For those, :class:`asa.Job`.
+    A loop can have only one stage: plans are without pipelines and without accumulation. For those, use
+    :class:`asa.Job`.
 
     Args:
-        model: of any inputs, batch first. One of a single tensor may be cut into components; every other one runs
-            whole, under data parallelism in one of its forms.
-        optimizer: any; it goes on with the same groups, hyperparameters and state. One that does not update element by
+        model: of any inputs, batch first. One with a single tensor as input may be cut into components; every other one
+            runs whole, under a form of data parallelism.
+        optimizer: any; it keeps its groups, hyperparameters and state. One that does not update element by
             element (not of ``torch.optim``) keeps its parameters whole.
         loader: of global batches, as for one device. The samples of a ``DataLoader`` over an indexed dataset are loaded
-            on the rank that needs them, in the order rank 0 draws; anything else that yields batches is read by all.
-        plan: a plan for so many ranks, or its file.
+            on the rank that needs them, in the order rank 0 draws; any other iterable of batches is read by all.
+        plan: a plan for this number of ranks, or its file.
         example_input: what the model is called with: a tensor, a tuple of inputs, or a dictionary of them by name. By
             default it is guessed from the loader's batches.
         cluster, strategies, pins, memory_bytes, precision: as for :func:`asa.plan`.
         device: ``auto``, ``cpu`` or ``cuda``.
-        elementwise: whether ``optimizer`` updates element by element, where it is none of ``torch.optim``: only then
-            may ranks hold parts of parameters.
-        observe: say on standard error which rank is slow, and what another plan would give.
-        time_limit_s: for measuring the model, and the links between the ranks where nothing is known of them.
-        cache: a folder of plans; None keeps nothing.
-        timeout_s: how long a rank waits for the others, in seconds; the first time no longer than 60.
+        elementwise: whether ``optimizer`` updates element by element, if it is not of ``torch.optim``: only then
+            may ranks hold shards of parameters.
+        observe: print to standard error which rank is slow, and what another plan would gain.
+        time_limit_s: for measuring the model, and the links between the ranks if they are unknown.
+        cache: a folder of plans; None stores nothing.
+        timeout_s: how long a rank waits for the others, in seconds; the first time at most 60.
 
     Raises:
         UsageError: a plan for other ranks or with stages, a loader or an optimizer that cannot be used.
@@ -185,7 +187,7 @@ def parallelize(
             "sample is read: each rank draws its own, and one process others")  # fmt: skip
 
     def again(placed: PlacedModel, reason: str) -> ParallelModel:
-        """Under data parallelism of the whole model, with the weights and the optimizer's state of now."""
+        """Build the model anew as a whole under data parallelism, with current weights and optimizer state."""
         assert spare is not None
         return anew(placed, reason, spare.copy(), build, wishes, rebindings)
 
@@ -213,18 +215,18 @@ def parallelize(
 
 
 def cache_folder(cache: Path | str | None) -> Path | None:
-    """The folder that is meant."""
+    """The folder that ``cache`` means; None for none."""
     return usual_cache() if cache == "auto" else None if cache is None else Path(cache)
 
 
 def how_called(
     place: RankContext, model: nn.Module, batches: GlobalBatches, example_input: Any
 ) -> tuple[Call | None, str]:
-    """How the model is called, as far as that is known, and why it cannot be cut into components; no reason where it
-    is called with one tensor (collective).
+    """How the model is called, if known, and why it cannot be cut into components; the reason is empty if it is called
+    with one tensor (collective).
 
-    ``example_input``: a tensor, a tuple of inputs or a dictionary of them by name. Where it is None, the first way to
-    call the model with the loader's batch that runs is taken for it.
+    ``example_input``: a tensor, a tuple of inputs or a dictionary of them by name. If it is None, the first way to call
+    the model with the loader's batch that runs is used.
     """
     if example_input is not None:
         if isinstance(example_input, Mapping):

@@ -1,7 +1,7 @@
-"""Losses that are no plain mean over samples: known denominators are put right, everything else is tried once.
+"""Losses that are not a plain mean over samples: known denominators are corrected, other losses are tested once.
 
 ``cross_entropy`` with class weights or ignored targets divides by the weight of a rank's own targets; one device
-divides by that of all. Its node in autograd's graph says both, wherever the loss was computed.
+divides by that of all. Its node in autograd's graph contains both, wherever the loss was computed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MEANS, _MEAN = ("NllLossBackward0", "NllLoss2DBackward0"), 1
 
 
 class Terms:
-    """The cross-entropies in a loss, whose means count by the weight of their targets over all ranks."""
+    """The cross-entropies in a loss, whose means are weighted by their targets over all ranks."""
 
     def __init__(self, votes: Votes) -> None:
         self._votes = votes
@@ -41,11 +41,11 @@ class Terms:
 
     @property
     def counting(self) -> bool:
-        """Whether a cross-entropy of the program divides by other than its samples."""
+        """Whether a cross-entropy of the program has another denominator than its number of samples."""
         return bool(self._counting)
 
     def tell_of_means(self, place: RankContext) -> None:
-        """Say once that a mean over ranks is not that of such a loss."""
+        """Print once that a mean over ranks is not that of such a loss."""
         if not self._told:
             self._told = True
             say(place, "the loss divides by its targets (weights, ignored ones), and asa.reduce(x) weighs the mean of "
@@ -53,8 +53,8 @@ class Terms:
                 "asa.reduce(weight, 'sum')")  # fmt: skip
 
     def before(self, nodes: list[Any], weight: float, rows: int) -> Callable[[], None]:
-        """To be called before a backward through ``nodes``, by every rank; ``weight`` is that of this rank's mean,
-        ``rows`` its samples. What is returned is to be called after it."""
+        """Call this on every rank before a backward through ``nodes``; ``weight``: of this rank's mean, ``rows``: its
+        samples. Call the returned function after the backward."""
         if self._counting is None:
             odd = len(nodes) > 0 and any(_odd(node, rows) for node in nodes)
             self._counting = self._votes.anyone(odd)
@@ -122,7 +122,7 @@ def _smoothed(node: Any) -> Any:
 
 
 def mark(output: Tensor, placed: PlacedModel) -> None:
-    """Have autograd's graph say that ``output`` is one of ``placed``; of a loss inside, look further."""
+    """Mark ``output`` in autograd's graph as one of ``placed``; if it is a loss, the search continues below it."""
     node: Any = output.grad_fn
     if node is not None:
         node.metadata[_MARK] = (ref(placed), not output.dim())
@@ -159,7 +159,7 @@ def found_below(roots: Iterable[Tensor]) -> tuple[PlacedModel | None, list[Any],
 
 
 def _weight(node: Any) -> float:
-    """What the mean is divided by."""
+    """Denominator of the mean."""
     return float(node._saved_total_weight)
 
 
@@ -186,13 +186,13 @@ _heard: list[Any] = []
 
 
 def current() -> PlacedModel | None:
-    """The model that was called last, if it is still there."""
+    """The model that was called last, if it still exists; otherwise None."""
     found: PlacedModel | None = _heard[0]() if _heard else None
     return found
 
 
 def listen(placed: PlacedModel) -> None:
-    """Have backwards go by ``placed``, which was called last."""
+    """Let backwards use ``placed``, which was called last."""
     if not _heard or _heard[0]() is not placed:
         _heard[:] = [ref(placed)]
     theirs = torch.autograd.backward

@@ -1,4 +1,5 @@
-"""A model's state under its own names, from what ranks hold: tied weights have several, unused ones no component."""
+"""State of a model under its own names, from what ranks hold: tied weights have several names, unused ones no
+component."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from asa.executor.model.votes import Votes
 
 
 class StateNames:
-    """The names of a model's ``state_dict``, noted before the model is split."""
+    """The names of a model's ``state_dict``, recorded before the model is split."""
 
     def __init__(self, model: nn.Module) -> None:
         self._alike: dict[int, list[str]] = {}
@@ -22,8 +23,8 @@ class StateNames:
         self._unused: dict[str, Tensor] | None = None
 
     def full(self, model: ParallelModel, votes: Votes | None = None) -> dict[str, Tensor]:
-        """Every tensor, full, on the CPU of every rank (collective). ``votes``: of all processes of the run, where some
-        of them may run no rank of the plan."""
+        """All tensors in full, on the CPU of every rank (collective). ``votes``: of all processes of the run, if some
+        of them run no rank of the plan."""
         found = full_state(model)
         if votes is not None and len(model.processes) < votes.num_ranks:
             found = told(found, votes, model.processes[0])

@@ -1,4 +1,4 @@
-"""What differs from one device under a plan, in one sentence each: said once, before the first step."""
+"""Notes on what differs from one device under a plan, one sentence each, printed once before the first step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from asa.sharding.samples import BySample
 
 
 def trained_norms(model: nn.Module) -> list[str]:
-    """Names of BatchNorm modules that are to normalise by what they see: all but those that came in evaluation mode."""
+    """Names of BatchNorm modules that normalize with batch statistics: all except those that came in evaluation
+    mode."""
     whole = not model.training
     return [n for n, m in model.named_modules() if isinstance(m, _BatchNorm) and (m.training or whole)]
 
 
 def check_exact(plan: Plan, norms: Sequence[str]) -> None:
-    """Refuse a plan under which BatchNorm cannot see all samples of a batch, where it is to.
+    """Check that BatchNorm sees all samples of a batch under the plan, if it must.
 
     Raises:
         UsageError: the plan has microbatches.
@@ -57,7 +58,7 @@ def differing(
 
 
 def drawing(model: ParallelModel) -> str:
-    """Names of the modules that draw random numbers in training; empty where there is none."""
+    """Names of the modules that draw random numbers in training; empty if there are none."""
     modules = [
         path
         for component in model.components

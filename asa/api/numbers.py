@@ -1,4 +1,5 @@
-"""Numbers out of sharded tensors (``g.norm().item()``): torch gives each rank that of its own shard, without a word."""
+"""Numbers from sharded tensors (``g.norm().item()``), for which torch silently returns each rank's own shard's
+value."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ _LEAVE = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__comp
 
 
 def numbers_of_wholes(parameters: Iterable[Tensor]) -> None:
-    """Where any of ``parameters`` is sharded, have what leaves sharded tensors be that of the whole (collective)."""
+    """If any of ``parameters`` is sharded, let numbers taken from sharded tensors be those of the whole
+    (collective)."""
     if "item" in DTensor.__dict__ or not any(isinstance(p, DTensor) for p in parameters):
         return
     for name in _LEAVE:

@@ -1,4 +1,4 @@
-"""An optimizer's ``state_dict`` as one device would have it: full tensors, in the order the user handed them in."""
+"""An optimizer's ``state_dict`` as on one device: full tensors, in the order in which the user passed them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from asa.executor.model.state import full_optimizer_state, load_full_optimizer_s
 from asa.sharding.split import TensorPart, held_of
 
 _MEETING_S = 30.0
-"""For ranks to come to what a program easily calls on one of them only."""
+"""Seconds to wait for all ranks in calls that a program easily makes on one rank only."""
 
 Names = Sequence[Sequence[tuple[str, ...]]]
-"""Per group and parameter, as they were handed in: all names of it in the model."""
+"""For each group and parameter, in the user's order, all its names in the model."""
 
 
 def of_held(optimizer: Optimizer) -> Any:
-    """``optimizer`` as the executor knows it: over what this rank holds."""
+    """``optimizer`` in the form that the executor uses, over what this rank holds."""
     groups = optimizer.param_groups
     if not any(isinstance(p, TensorPart) for group in groups for p in group["params"]):
         return optimizer
@@ -35,7 +35,7 @@ def of_held(optimizer: Optimizer) -> Any:
 
 
 def load_states(model: ParallelModel, optimizer: Optimizer, full: dict[str, Tensor]) -> None:
-    """Put full state in place, for what this rank updates, in the form of the parameters it belongs to."""
+    """Load full state for what this rank updates, in the form of the parameters it belongs to."""
     known = of_held(optimizer)
     load_full_optimizer_state(model, known, full)
     if known is optimizer:
@@ -53,8 +53,8 @@ def load_states(model: ParallelModel, optimizer: Optimizer, full: dict[str, Tens
 
 
 def plain_states(optimizer: Optimizer, model: ParallelModel, names: Names) -> Callable[[], None]:
-    """Have ``state_dict`` and ``load_state_dict`` of ``optimizer`` speak of the plain model. Collective from then on
-    where the plan shards or splits anything. Returns what takes that back."""
+    """Let ``state_dict`` and ``load_state_dict`` of ``optimizer`` use the plain model's state. From then on they are
+    collective if the plan shards or splits anything. Returns a function that undoes this."""
     first = [sum(map(len, names[:i])) for i in range(len(names))]
 
     def saved(_optimizer: Optimizer, found: dict[str, Any]) -> dict[str, Any]:

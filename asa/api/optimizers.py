@@ -1,4 +1,4 @@
-"""The user's optimizer over the parameters a rank holds: the same object, groups and hyperparameters as they were."""
+"""The user's optimizer over the parameters a rank holds: the same object, with the same groups and hyperparameters."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from asa.sharding.split import TensorPart
 
 
 def elementwise(optimizer: Optimizer, declared: bool | None = None) -> bool:
-    """Whether a shard of a parameter is updated as the same part of the whole would be; ``declared``: what the user
-    says of it."""
+    """Whether a shard of a parameter is updated as that part of the whole would be; ``declared``: the user's own
+    statement."""
     if declared is not None:
         return declared
     return updates_parts(optimizer)
@@ -35,7 +35,7 @@ def check_shared(optimizer: Optimizer) -> None:
     """Refuse an optimizer that does not take the same steps on every rank.
 
     Raises:
-        UsageError: it decides by a loss, of which each rank has its own.
+        UsageError: its steps depend on a loss, which differs between ranks.
     """
     if isinstance(optimizer, LBFGS):
         raise UsageError(
@@ -45,7 +45,7 @@ def check_shared(optimizer: Optimizer) -> None:
 
 
 def others_over(model: nn.Module, optimizer: Optimizer) -> list[Optimizer]:
-    """Further optimizers of this process that hold parameters of ``model``: a program may step several in its loop."""
+    """Other optimizers in this process with parameters of ``model``; a program may use several in its loop."""
     own = {id(p) for p in model.parameters()}
     # By type: whoever asks a lazy object for its class may wake it.
     found = [o for o in gc.get_objects() if issubclass(type(o), Optimizer) and o is not optimizer]
@@ -53,7 +53,7 @@ def others_over(model: nn.Module, optimizer: Optimizer) -> list[Optimizer]:
 
 
 def whole_because(optimizer: Optimizer, model: nn.Module, declared: bool | None) -> str:
-    """Why no rank may update a part of a parameter; empty where any may."""
+    """Why no rank may update a shard of a parameter; empty if shards are allowed."""
     name = next((name for name, p in model.named_parameters() if hooked(p)), None)
     if name is not None:
         return f"{name} has a hook on its gradient"
@@ -66,13 +66,13 @@ def whole_because(optimizer: Optimizer, model: nn.Module, declared: bool | None)
 
 
 class Rebinding:
-    """An optimizer between the model it was made for and the one that is placed.
+    """Moves an optimizer from the model it was made for to the distributed one.
 
-    Made before the model is split (its parameters are known by name then), applied after.
+    Made before the model is split (its parameters are known by name then), applied after that.
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, *, elementwise: bool = False) -> None:
-        """``elementwise``: it is known to update element by element."""
+        """Record the optimizer's parameters by name. ``elementwise``: it is known to update element by element."""
         self._elementwise = elementwise
         named: dict[int, list[str]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
@@ -97,18 +97,19 @@ class Rebinding:
                         self._state[f"{name}/{what}"] = tensor.detach().cpu().clone()
 
     def outside(self, model: ParallelModel) -> list[str]:
-        """Names of trained parameters of the optimizer that no component of ``model`` holds: no forward reads them."""
+        """Names of the optimizer's trained parameters that are in no component of ``model``, because no forward reads
+        them."""
         here = {item.name for item in held(model)}
         asked = [names for group in self._names for names in group if names]
         return [names[0] for names in asked if names[0] in self._trained and not here.intersection(names)]
 
     def apply(self, model: ParallelModel, seen: Seen | None = None) -> Optimizer:
-        """Have the optimizer update what this rank is to update of ``model``; its state so far goes along.
+        """Let the optimizer update what this rank updates of ``model``, keeping its state.
 
-        ``seen``: as what a program of the user's sees the parameters. Its groups then hold all that this rank holds.
+        ``seen``: the user's program's view of the parameters. The groups then contain everything that this rank holds.
 
         Raises:
-            UsageError: the rank holds parts, and the optimizer needs wholes.
+            UsageError: the rank holds shards, and the optimizer needs whole parameters.
         """
         optimizer, updated = self.optimizer, {id(p) for p in model.updated}
         cut = next((name for name in cut_parameters(model) if name in self._group), None)
@@ -146,7 +147,8 @@ class Rebinding:
 
 
 def _share_updates(optimizer: Optimizer, model: ParallelModel) -> Callable[[], None]:
-    """After a step what other ranks updated arrives here, before anybody looks. Returns what takes that back."""
+    """Exchange updates between ranks after each step, before other hooks see them. Returns a function that undoes
+    this."""
 
     def stepped(_optimizer: Optimizer, _args: Any, _options: Any) -> None:
         model.share_updates()

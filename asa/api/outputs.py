@@ -1,4 +1,4 @@
-"""What leaves a model that ranks share, as autograd sees it: weighed by its samples, and open about what it cannot."""
+"""Outputs of a distributed model for autograd: weighted by samples, with errors for what is not possible."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asa.executor.model.parameter_hooks import replaced
 
 
 class Demands:
-    """What a backward through a model may be asked for."""
+    """Checks that a backward through a model asks for nothing impossible."""
 
     def __init__(self, model: ParallelModel) -> None:
         layouts = {(layout.data, layout.tensor) for layout in model.layouts}
@@ -26,7 +26,7 @@ class Demands:
         """A hook on an output.
 
         Raises:
-            UsageError: it is to be differentiated again where ranks have parts, or gives gradients that are no sums.
+            UsageError: gradients of gradients are requested while ranks hold shards, or gradients that are not sums.
         """
         if self._apart and torch.is_grad_enabled():
             raise UsageError(
@@ -52,8 +52,8 @@ class Demands:
 
 
 class _Weighed(torch.autograd.Function):
-    """The value as it is, in memory of its own (a program may change its outputs in place, which autograd forbids for
-    views made in here); its gradient times a factor."""
+    """Copies the value (a program may change its outputs in place, which autograd forbids for views made inside a
+    function); its gradient is multiplied by a factor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -70,7 +70,7 @@ def _weighed(x: Tensor, factor: float) -> Tensor:
 
 
 def leaving(x: Tensor, weight: float, demands: Demands) -> Tensor:
-    """The output ``x``, whose gradient counts by ``weight`` (other than 1 in uneven batches only)."""
+    """The output ``x`` with its gradient weighted by ``weight`` (not 1 only in uneven batches)."""
     if not x.requires_grad:
         return x
     left = x if weight == 1 else _weighed(x, weight)
@@ -81,6 +81,6 @@ def leaving(x: Tensor, weight: float, demands: Demands) -> Tensor:
 
 
 def entering(x: Tensor, weight: float) -> Tensor:
-    """The input ``x`` of a model whose outputs count by ``weight``: what is in front of it (another model, which weighs
-    its own) gets the gradient of the loss as it is."""
+    """The input ``x`` of a model whose outputs are weighted by ``weight``; its gradient is unweighted again for what
+    comes before (for instance another model, which weights its own)."""
     return _weighed(x, 1 / weight) if x.requires_grad and weight not in (0, 1) else x

@@ -1,4 +1,4 @@
-"""What ``asa.parallelize`` returns: a rank's part of a model and its share of a loader, used as the originals were."""
+"""The result of ``asa.parallelize``: a rank's part of a model and its share of a loader, used like the originals."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ from asa.ir.plan import Plan
 from asa.sharding.batchnorm import synchronised
 
 MEETING_S = 30.0
-"""For ranks to come to what a program easily calls on one of them only."""
+"""Seconds to wait for all ranks in calls that a program easily makes on one rank only."""
 
 
 def rows_here(total: int, ranks: int, rank: int, least: int = 1) -> list[int]:
-    """Rows of a batch of ``total`` that a rank computes: its share, or where there are too few for all, one of them.
-    Where a share had fewer than ``least`` (as BatchNorm needs), every rank computes the batch, and it counts once."""
+    """Rows of a batch of ``total`` samples that a rank computes: its share, or, if there are fewer than ranks, one of
+    them. If a share had fewer than ``least`` rows (as BatchNorm needs), every rank computes the whole batch, which
+    counts once."""
     if 1 < least <= total < least * ranks:
         return list(range(total))
     if total < ranks:
@@ -53,36 +54,36 @@ def rows_here(total: int, ranks: int, rank: int, least: int = 1) -> list[int]:
 
 
 def every_placed() -> list[PlacedModel]:
-    """The models that are placed now."""
+    """All models that are currently placed."""
     return list(_placed)
 
 
 class PlacedModel(nn.Module):
-    """One rank's part of a model, called as the model was: ``model(x)`` with this rank's samples gives their outputs.
+    """One rank's part of a model, called like the model: ``model(x)`` with this rank's samples returns their outputs.
 
-    Collective unless every rank computes for itself: what one rank calls, all must. ``plan``: what it runs under.
-    Attributes not found here are the model's own (:mod:`asa.api.attributes`); ``origin`` is the model as it was handed
-    in, whose weights may be elsewhere by now.
+    Collective unless every rank computes independently: all ranks must make the same calls. ``plan``: the plan it runs
+    under. Attributes that it does not have are the model's own (:mod:`asa.api.attributes`); ``origin`` is the original
+    model, whose weights may have been moved.
     """
 
     parallel: ParallelModel | None
     place: RankContext
     origin: nn.Module
     share: Share | None
-    """The batch the loader yielded last."""
+    """The batch that the loader yielded last."""
     calls: int
     names: StateNames | None
     demands: Demands | None
     seen: Seen | None
     again: Callable[[PlacedModel, str], ParallelModel] | None
-    """Places the model anew, whole, for a reason; None where that cannot be."""
+    """Function that places the model anew as a whole, given a reason; None if that is impossible."""
     weight: float
     rows: int
-    """What this rank's mean loss counts for, and its samples, in the call of training made last."""
+    """Weight of this rank's mean loss, and its number of samples, in the last call in training."""
     trial: Trial | None
     terms: Terms | None
     watch: Watch | None
-    """What steps take is watched by it; None where nobody looks."""
+    """Observer of step times; None if there is none."""
     left: float
     """By what outputs were weighed in the call made last."""
     learned: bool
@@ -91,7 +92,7 @@ class PlacedModel(nn.Module):
     held: list[tuple[int, ...]] | None
     """What parameters there were when the model was spread (numbers of objects)."""
     pace: InStep | None
-    """What ranks tell each other behind every batch; None alone."""
+    """Exchange between ranks after every batch; None for a single rank."""
     optimizers: Sequence[Optimizer]
 
     def __init__(
@@ -117,7 +118,7 @@ class PlacedModel(nn.Module):
         _placed.add(self)
 
     def adopt(self, parallel: ParallelModel | None) -> None:
-        """Be ``parallel`` from now on."""
+        """Use ``parallel`` from now on."""
         demands, seen = (None, None) if parallel is None else (Demands(parallel), Seen(parallel))
         self.__dict__.update(parallel=parallel, demands=demands, seen=seen)
         if parallel is not None:
@@ -133,8 +134,8 @@ class PlacedModel(nn.Module):
             )
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """The model's own output for this rank's samples, whatever the model takes. A model that is cut into components
-        takes one tensor; called with anything else it runs whole from then on."""
+        """The model's own output for this rank's samples, with any inputs. A model that is cut into components takes
+        one tensor; if called with anything else it runs whole from then on."""
         parallel, device = self.parallel, self.place.device
         args, options = self._handed(args, options)
         args, options = moved(args, device), moved(options, device)
@@ -169,14 +170,14 @@ class PlacedModel(nn.Module):
         return parallel.traced.assemble(weighed(value), {name: weighed(side) for name, side in sides.items()})
 
     def _handed(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the model is called with, in plain tensors: what it does with them is its own."""
+        """The model's inputs as plain tensors, because its own operations are not recorded."""
         if self.trial is not None:
             args, options = self.trial.handed((args, options))
             self.trial.trusted = False
         return args, options
 
     def call(self, method: str | None, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """What a method (None: ``forward``) of a model that runs whole gives for this rank's samples."""
+        """Result of a method (None: ``forward``) of a model that runs whole, for this rank's samples."""
         parallel, share = self.parallel, self.share
         assert parallel is not None
         args, options = self._handed(args, options)
@@ -223,14 +224,14 @@ class PlacedModel(nn.Module):
         return contextlib.nullcontext() if self._alone or self.pace is None else self.pace.together(FORWARD)
 
     def beside(self, value: Tensor) -> Tensor:
-        """A tensor that the call made last left in an attribute of the model, as one of its outputs."""
+        """A tensor that the last call left in an attribute of the model, treated as one of its outputs."""
         return self._weighed(value, self.left, self.rows)
 
     def run_whole(self, why: str) -> None:
-        """Go on as one component that is called like the model (collective).
+        """Continue as one component that is called like the model (collective).
 
         Raises:
-            UsageError: that cannot be.
+            UsageError: that is not possible.
         """
         if self.again is None:
             raise UsageError(
@@ -244,7 +245,7 @@ class PlacedModel(nn.Module):
         self.train(training)
 
     def _weight_of_outputs(self, weight: float, total: int) -> float:
-        """By what outputs are weighed, where gradients are not weighed as a whole when they are averaged."""
+        """Factor for outputs, if gradients are not weighted as a whole when they are averaged."""
         if not self._averages or not torch.is_grad_enabled() or self.parallel is None:
             return weight
         few = self.share is not None and self.share.total < self.place.ranks
@@ -264,11 +265,11 @@ class PlacedModel(nn.Module):
 
     @property
     def full(self) -> bool:
-        """Whether the batch that the loader yielded last has as many samples as the plan is for."""
+        """Whether the batch that the loader yielded last has the plan's number of samples."""
         return self.share is not None and self.plan is not None and self.share.total == self.plan.global_batch
 
     def weight_now(self) -> float:
-        """What this rank's mean over the batch that the loader yielded last counts for; 1 on the average of ranks."""
+        """Weight of this rank's mean over the batch that the loader yielded last; the average over ranks is 1."""
         share, ranks, rank = self.share, self.place.ranks, self.place.rank
         if share is None:
             return self.weight
@@ -286,9 +287,9 @@ class PlacedModel(nn.Module):
         return self.trial.follow(left, rows) if followed and self.trial is not None else left
 
     def _total(self, rows: int) -> tuple[int, float, int]:
-        """Rows that all ranks compute now, the weight of this rank's mean loss, and the number of the first row.
+        """Number of rows that all ranks compute now, weight of this rank's mean loss, and number of the first row.
 
-        Known from the loader for what it yielded; of other samples, each rank says how many it has.
+        Known from the loader for its batches; for other samples, ranks exchange their numbers.
         """
         share = self.share
         ranks = self.place.ranks
@@ -316,7 +317,7 @@ class PlacedModel(nn.Module):
         return total, rows * ranks / max(total, 1), 0
 
     def _tell_of_pieces(self, rows: int, mine: int) -> None:
-        """Warn once that a piece of a rank's samples is none of one device's."""
+        """Warn once that a piece of a rank's samples does not correspond to a piece on one device."""
         if not self._told_of_pieces:
             self.__dict__["_told_of_pieces"] = True
             warnings.warn(
@@ -328,13 +329,13 @@ class PlacedModel(nn.Module):
             )
 
     def begin(self, mode: bool) -> None:
-        """Be in training or in evaluation, every module as it came."""
+        """Set training or evaluation mode, with every module as it came."""
         self.__dict__["training"] = mode
         if self.parallel is not None:
             self.parallel.train(mode)
 
     def train(self, mode: bool = True) -> PlacedModel:
-        """Sets the mode, as for any module."""
+        """Set the mode, as for any module."""
         parallel = self.parallel
         if parallel is None:
             super().train(mode)
@@ -346,13 +347,13 @@ class PlacedModel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """What this rank holds, under the names of the model; of what the plan splits, a view of the whole."""
+        """The parameters that this rank holds, under the names of the model; for split ones, views of the whole."""
         return self._named("named_parameters", prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields buffers as :meth:`named_parameters` yields parameters."""
+        """Buffers, in the form in which :meth:`named_parameters` yields parameters."""
         return self._named("named_buffers", prefix, recurse, remove_duplicate)
 
     def _named(self, kind: str, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
@@ -369,8 +370,8 @@ class PlacedModel(nn.Module):
                 )
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Full tensors under the model's own names, on the CPU: what the plain model loads. Collective where the plan
-        splits or shards anything, so call it on every rank."""
+        """Full tensors under the model's own names, on the CPU, for loading into the plain model. Collective if the
+        plan splits or shards anything, so call it on every rank."""
         parallel = self.parallel
         if parallel is None:
             return self.parts[0].state_dict(*args, **options)
@@ -380,7 +381,7 @@ class PlacedModel(nn.Module):
         return self.names.full(parallel)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Full tensors, as :meth:`state_dict` or the plain model gives them; every rank is given all.
+        """Load full tensors from :meth:`state_dict` or the plain model; every rank must pass all of them.
 
         Raises:
             UsageError: a name is missing.
@@ -395,7 +396,7 @@ class PlacedModel(nn.Module):
         return None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clips like ``torch.nn.utils.clip_grad_norm_``, over all ranks and shards (collective)."""
+        """Clip gradients like ``torch.nn.utils.clip_grad_norm_``, over all ranks and shards (collective)."""
         parallel = self.parallel
         if parallel is None:
             return nn.utils.clip_grad_norm_(self.parts[0].parameters(), max_norm)
@@ -423,7 +424,7 @@ class PlacedModel(nn.Module):
             super().__setattr__(name, value)
 
     def __getitem__(self, key: Any) -> Any:
-        """A module of a model that is a sequence, or what else the model has at ``key``."""
+        """A module of a model that is a sequence, or whatever the model has at ``key``."""
         return attributes.at(self, self.origin[key])  # type: ignore[index]
 
     def __len__(self) -> int:
@@ -434,18 +435,18 @@ class PlacedModel(nn.Module):
 
     @property
     def module(self) -> PlacedModel:
-        """Itself: a program that was written for ``DistributedDataParallel`` finds the model here."""
+        """This model itself, for programs that were written for ``DistributedDataParallel``."""
         return self
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing: gradients may be added up over several backwards, and are those of all ranks after each."""
+        """A context that does nothing: gradients may accumulate over several backwards, and are reduced after each."""
         return contextlib.nullcontext()
 
     def alike_in_shape(self, batches: GlobalBatches, batch: Any) -> None:
-        """Refuse batches that differ in shape where ranks hand each other activations (collective).
+        """Check that batches have the same shape on all ranks if these exchange activations (collective).
 
         Raises:
-            UsageError: as said.
+            UsageError: they have not.
         """
         if self._independent or self.parallel is None or not batches.apart:
             return
@@ -485,7 +486,7 @@ class PlacedModel(nn.Module):
             )
 
     def batch_ended(self, number: int, *, last: bool, indexed: bool) -> None:
-        """Hear whether the other ranks did the same with batch ``number`` of an epoch (collective)."""
+        """Check that the other ranks did the same with batch ``number`` of an epoch (collective)."""
         if self.pace is None or self.parallel is None:
             return
         # Where a rank that is ahead would meet the others in something else, it hears of them first.
@@ -499,13 +500,13 @@ class PlacedModel(nn.Module):
                     placed.trial.look_again()
 
     def epoch_ended(self) -> None:
-        """Running statistics become those of all ranks; the loader calls this when it is through (collective)."""
+        """Average running statistics over all ranks; called by the loader at its end (collective)."""
         parallel = self.parallel
         if parallel is not None and self.training:
             parallel.average_buffers()
 
     def close(self) -> None:
-        """Leave the plan's process groups (collective)."""
+        """Destroy the plan's process groups (collective)."""
         parallel = self.parallel
         if parallel is not None:
             parallel.close()
@@ -515,7 +516,8 @@ _placed: WeakSet[PlacedModel] = WeakSet()
 
 
 class PlacedLoader:
-    """This rank's samples of every global batch, on its device. Attributes not found here are the loader's own."""
+    """This rank's samples of every global batch, on its device. Attributes that it does not have are the loader's
+    own."""
 
     def __init__(self, batches: GlobalBatches, model: PlacedModel) -> None:
         self._batches, self._model, self._told, self._told_parts = batches, model, False, False
@@ -560,7 +562,8 @@ class PlacedLoader:
             self._model.__dict__["share"] = None
 
     def _loaded(self, shares: Iterator[tuple[int, Share]] | None) -> tuple[int, Share] | None:
-        """The next of ``shares`` and its number, waited for; None behind the last, and where an epoch begins."""
+        """The next of ``shares`` and its number, with the wait for it measured; None after the last, and where an epoch
+        begins."""
         watch, began = self._model.watch, time.perf_counter()
         share = None if shares is None else next(shares, None)
         if watch is not None:

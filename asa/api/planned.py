@@ -1,4 +1,4 @@
-"""The plan that all ranks of a program of the user's own agree on: made once, kept for the next time."""
+"""The plan on which all ranks of the user's program agree: made once, stored for the next time."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ from asa.strategies import offered
 from asa.tracing import TracedModel, trace
 
 _LINKS_SHARE, _LINKS_S = 0.4, 20.0
-"""Share of the time limit for the links between the ranks where nothing is known of them; and most seconds."""
+"""Fraction of the time limit for measuring unknown links between the ranks, and largest number of seconds."""
 SOLVE_S = 1.0
-"""Seconds of search for another plan in a run, while all ranks wait for the answer."""
+"""Seconds of search for another plan during a run, while all ranks wait."""
 _LEAST_S = 1.0
-"""For the model, whatever the links took."""
+"""Least number of seconds for measuring the model, however long the links took."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """What a plan is asked for."""
+    """Requirements on a plan."""
 
     global_batch: int
     optimizer: OptimizerName
@@ -65,24 +65,25 @@ class Wishes:
     time_limit_s: float = 75.0
     cache: Path | None = None
     whole_because: str = ""
-    """Why every parameter is to stay whole; empty where ranks may hold parts."""
+    """Why every parameter must stay whole; empty if ranks may hold shards."""
     at_once: bool = False
-    """Whether a batch is to be computed at once, without microbatches."""
+    """Whether a batch must be computed at once, without microbatches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origins:
-    """What a plan was made from."""
+    """The profile and cluster from which a plan was made."""
 
     profile: Profile
     cluster: Cluster
 
 
 def agreed_plan(place: RankContext, model: nn.Module, example: Tensor, wishes: Wishes) -> tuple[Plan, Origins | None]:
-    """The plan for all ranks: rank 0 profiles and solves, or finds it in the cache; the others are told (collective).
+    """The plan for all ranks: rank 0 profiles and plans, or finds it in the cache, and sends it to the others
+    (collective).
 
     Raises:
-        AsaError: whatever stood in the way on rank 0, on every rank.
+        AsaError: raised on rank 0, and then on every rank.
     """
     votes, started = place.votes, time.perf_counter()
     if place.ranks == 1 and not wishes.pipelines:
@@ -106,7 +107,7 @@ def agreed_plan(place: RankContext, model: nn.Module, example: Tensor, wishes: W
 
 
 def _to_be_said(plan: Plan, wishes: Wishes) -> list[str]:
-    """What whoever asked may not expect of the plan."""
+    """Notes on what the plan does not provide."""
     said = []
     if wishes.whole_because and wishes.strategies is None and plan.num_ranks > 1:
         said.append(f"{wishes.whole_because}, so every rank keeps all parameters whole, and its state too")
@@ -120,7 +121,7 @@ def _to_be_said(plan: Plan, wishes: Wishes) -> list[str]:
 
 
 def _admitted(place: RankContext, wishes: Wishes) -> None:
-    """Refuse what no measuring of links or model would change."""
+    """Refuse requests that no measurement of links or model would make possible."""
     pins = tuple(parse_pin(text) for text in wishes.pins)
     asked = Request(gpus=place.ranks, global_batch=wishes.global_batch, strategies=wishes.strategies, pins=pins)
     named = None if wishes.cluster is None or place.ranks == 1 else named_cluster(wishes.cluster, place.ranks)
@@ -128,7 +129,7 @@ def _admitted(place: RankContext, wishes: Wishes) -> None:
 
 
 def _cluster(place: RankContext, wishes: Wishes) -> Cluster | None:
-    """The links, measured now between these ranks where nothing is known of them (collective)."""
+    """The links, measured now between these ranks if nothing is known of them (collective)."""
     if place.ranks == 1:
         return None
     kept = links_file(place, wishes)
@@ -154,7 +155,7 @@ def _cluster(place: RankContext, wishes: Wishes) -> Cluster | None:
 
 
 def links_file(place: RankContext, wishes: Wishes) -> Path | None:
-    """Where the links of such a machine, between so many ranks, are kept; None where nothing is."""
+    """Path of the stored links of such a machine between this number of ranks; None without a cache."""
     if wishes.cache is None:
         return None
     from asa.profiler.machine import device_record
@@ -174,7 +175,7 @@ def _read_links(path: Path | None) -> Cluster | None:
 
 
 def _measured_here(place: RankContext) -> Cluster | None:
-    """A cluster that was measured on such devices, with enough of them."""
+    """A stored cluster measured on such devices, with enough of them; None if there is none."""
     from asa.profiler.machine import device_record
 
     name = device_record(place.device).name
@@ -194,7 +195,7 @@ def _solved(
 
 
 def _links(place: RankContext, wishes: Wishes, cluster: Cluster | None, profile: Profile) -> Cluster:
-    """What is known of the links: just measured (``cluster``), named, measured before, or of the nearest machine."""
+    """The links: just measured (``cluster``), named, measured before, or of the most similar machine."""
     if cluster is not None:
         return cluster
     if place.ranks == 1:
@@ -206,14 +207,14 @@ def _links(place: RankContext, wishes: Wishes, cluster: Cluster | None, profile:
 
 
 def named_or_measured(place: RankContext, wishes: Wishes) -> Callable[[Profile], Cluster]:
-    """The links between the ranks, measured now where nothing is known of them (collective); asked on rank 0, with a
-    profile of the model."""
+    """A function that returns the links for a profile; links that are unknown are measured now (collective). It is
+    called on rank 0."""
     cluster = _cluster(place, wishes)
     return lambda profile: _links(place, wishes, cluster, profile)
 
 
 def _asked(ranks: int, wishes: Wishes, limit_s: float) -> tuple[Strategies, Request]:
-    """What the planner is asked, and of which strategies."""
+    """Strategies and request for the planner."""
     # Where an optimizer's state lies is the optimizer's own affair.
     strategies: Strategies = replace(offered(), offload=False)
     if not wishes.pipelines:
@@ -234,13 +235,13 @@ def _asked(ranks: int, wishes: Wishes, limit_s: float) -> tuple[Strategies, Requ
 
 
 def _runnable(plans: list[Plan], wishes: Wishes) -> list[Plan]:
-    """Plans among ``plans`` that compute a batch at once, where that is asked for."""
+    """The ``plans`` that compute a batch at once, if that is required; otherwise all of them."""
     any_parts = wishes.pipelines and not wishes.at_once
     return [plan for plan in plans if any_parts or plan.num_microbatches == 1]
 
 
 def on_ranks_that_pay(profile: Profile, cluster: Cluster, ranks: int, wishes: Wishes, limit_s: float) -> Plan:
-    """The best plan for at most so many ranks: the others may idle. Searched for ``limit_s`` at most.
+    """The best plan for at most ``ranks`` ranks; others may be idle. Searches at most ``limit_s`` seconds.
 
     Raises:
         InfeasibleError: none fits.
@@ -252,7 +253,8 @@ def on_ranks_that_pay(profile: Profile, cluster: Cluster, ranks: int, wishes: Wi
 
 
 def would_be(origins: Origins, wishes: Wishes) -> Model:
-    """The costs of a plan, and how :class:`asa.Job`, which may have stages and idle ranks, plans anew under them."""
+    """The cost model of a plan, with a function by which :class:`asa.Job`, which may have stages and idle ranks, plans
+    again."""
     return Model(
         profile=origins.profile, cluster=origins.cluster, strategies=offered(),
         solve=partial(_solve_again, replace(wishes, pipelines=True)),
@@ -266,7 +268,7 @@ def _solve_again(
 
 
 def on_all_ranks(profile: Profile, cluster: Cluster, ranks: int, wishes: Wishes) -> Plan:
-    """The best plan in which every rank takes part: those that were started cannot be sent home.
+    """The best plan in which every rank takes part, because started ranks cannot be dismissed.
 
     Raises:
         InfeasibleError: none fits.
@@ -301,10 +303,10 @@ _WHOLE = ("single", "ddp")
 
 
 def _of_wholes(wishes: Wishes) -> tuple[str, ...]:
-    """Strategies asked for that keep parameters whole.
+    """Requested strategies that keep parameters whole.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there are none.
     """
     wanted = wishes.strategies or _WHOLE
     found = tuple(s for s in wanted if s in _WHOLE)
@@ -317,7 +319,8 @@ def _of_wholes(wishes: Wishes) -> tuple[str, ...]:
 
 
 def _whole(plan: Plan, ranks: int) -> Plan | None:
-    """``plan`` on all ranks: one stage may be widened, the ranks too many repeat its work. None where it cannot be."""
+    """``plan`` on all ranks: one stage may be widened, with extra ranks repeating its work. None if that is not
+    possible."""
     if plan.num_ranks == ranks:
         return plan
     if len(plan.stages) > 1 or any(ranks % (c.data.degree * c.tensor.degree) for c in plan.components):
@@ -332,13 +335,13 @@ def _whole(plan: Plan, ranks: int) -> Plan | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """A plan on the disk, with what it was made from; nowhere without a ``path``."""
+    """A stored plan with its origins; without ``path`` nothing is stored."""
 
     path: Path | None
 
     @staticmethod
     def of(place: RankContext, model: nn.Module, example: Tensor, wishes: Wishes) -> Kept:
-        """Where the answer to this question is kept."""
+        """Where the plan for this request is stored."""
         if wishes.cache is None:
             return Kept(path=None)
         from asa.profiler.machine import device_record
@@ -367,7 +370,7 @@ class Kept:
         return Kept(path=wishes.cache / key)
 
     def read(self) -> tuple[Plan, Origins] | None:
-        """What was kept, if all of it can be used."""
+        """The stored plan and its origins, if all of them can be used; otherwise None."""
         if self.path is None:
             return None
         try:
@@ -377,7 +380,7 @@ class Kept:
             return None
 
     def write(self, plan: Plan, origins: Origins) -> None:
-        """Keep it for the next time; where it cannot be kept it is made again then."""
+        """Store the plan and its origins; if that fails, it is made again next time."""
         if self.path is not None:
             with contextlib.suppress(OSError):
                 codec.save(origins.profile, self._file("profile"))
@@ -390,14 +393,14 @@ class Kept:
 
 
 def usual_cache() -> Path:
-    """Where plans of one's own programs are kept."""
+    """Default folder for plans of the user's own programs."""
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("asa")) / "plans"
 
 
 def plan_of_one(model: nn.Module, example: Tensor, wishes: Wishes, *, traced: TracedModel | None = None) -> Plan:
-    """The only plan of one rank that keeps a loop as it is: nothing to choose, so nothing is measured. A model that was
+    """The only plan for one rank that keeps the loop: there is no choice, so nothing is measured. A model that was
     ``traced`` is not run."""
     classes = 1 if traced is not None else outputs_of(model, example)
     traced = traced or trace(model, example.to(device_of(model)), name=spec_of(model))
@@ -429,7 +432,7 @@ def plan_of_one(model: nn.Module, example: Tensor, wishes: Wishes, *, traced: Tr
 
 
 def checked_plan(place: RankContext, plan: Plan | Path | str) -> Plan:
-    """A plan that was handed in, as all ranks are to use it: rank 0's.
+    """A given plan, checked, the same on all ranks: rank 0's.
 
     Raises:
         UsageError: it is for another number of ranks. InvalidInputError: a file that cannot be used.

@@ -1,4 +1,4 @@
-"""``asa.plan``: what ``asa plan`` does, for a module or a profile in memory."""
+"""``asa.plan``: the planner of ``asa plan`` for a module or a profile in memory."""
 
 from __future__ import annotations
 
@@ -37,22 +37,23 @@ def plan(
     """The best plan for ``model`` on ``gpus`` devices of ``cluster``.
 
     Args:
-        model: a module, measured now on the device its parameters are on and left as it was; or a profile of one. For
-            a ``cluster`` of another kind of device it is not run: times are estimated from its structure, for which
-            it may lie on meta, without weights.
+        model: a module, measured now on the device of its parameters and left unchanged; or a profile of one. For
+            a ``cluster`` with another kind of device it is not run: times are estimated from its structure, and
+            it may be on the meta device, without weights.
         example_input: a batch of at least one sample [N, ...], tokens as int64 [N, T]; needed with a module.
-        cluster: a cluster, its file, or a preset's name (``asa cluster list``). Left out, it is chosen as ``asa plan``
-            does: measured here before (``profiles/``), or the preset of the same GPU.
+        cluster: a cluster, its file, or a preset's name (``asa cluster list``). By default it is chosen as in ``asa
+            plan``:
+            measured here before (``profiles/``), or the preset with the same GPU.
         global_batch: samples per step over all devices; by default the profile's, or 64 with a module.
-        num_classes: outputs of the model, found by running it when left out.
-        memory_bytes: what one device may hold, if less than it has.
+        num_classes: outputs of the model; by default determined by running it.
+        memory_bytes: memory that may be used of each device, if less than it has.
         strategies, pins: as ``--strategies`` and ``--pin``.
         time_limit_s: for measuring.
 
     Raises:
         UsageError: a module without an example, or a request that contradicts itself.
-        UnavailableError: no cluster is named, and none of so many such devices is known.
-        InfeasibleError: no plan fits; names what binds and the nearest remedy.
+        UnavailableError: no cluster is named, and none with so many such devices is known.
+        InfeasibleError: no plan fits; names the limiting constraint and the nearest remedy.
     """
     from asa.strategies import offered
 
@@ -103,7 +104,7 @@ def _record(device: torch.device) -> DeviceRecord:
 
 
 def named_cluster(cluster: Cluster | Path | str, gpus: int | None = None) -> Cluster:
-    """The cluster that was named; ``gpus`` are those it is asked for.
+    """The named cluster, for ``gpus`` devices.
 
     Raises:
         UsageError: no preset of that name. InvalidInputError: a file that cannot be used.
@@ -119,7 +120,7 @@ def named_cluster(cluster: Cluster | Path | str, gpus: int | None = None) -> Clu
 
 
 def nearest_cluster(device: DeviceRecord, gpus: int) -> Cluster:
-    """The nearest one known.
+    """The known cluster that fits best.
 
     Raises:
         UnavailableError: there is none.
@@ -130,8 +131,8 @@ def nearest_cluster(device: DeviceRecord, gpus: int) -> Cluster:
 
 
 def known_clusters() -> list[Cluster]:
-    """Clusters measured before: those in ``profiles/`` of the working directory, and those that come with the package.
-    Files that cannot be used are passed over."""
+    """Stored clusters: those in ``profiles/`` of the working directory, and those shipped with the package. Files that
+    cannot be used are skipped."""
     folders = (Path("profiles"), shipped.FOLDER)
     found = []
     for path in shipped.each_once(p for folder in folders for p in sorted(folder.glob("cluster.*.json"))):
@@ -146,7 +147,7 @@ def measured(
     model: nn.Module, example: Tensor, *, num_classes: int | None, global_batch: int, precision: Precision,
     limit_s: float, max_degree: int = 8, device: torch.device | None = None,
 ) -> Profile:  # fmt: skip
-    """A profile of a copy of ``model``, taken now on ``device``, or where its parameters are."""
+    """A profile of a copy of ``model``, measured now on ``device``, or on the device of its parameters."""
     import copy
 
     from asa.profiler.measure import profile_module
@@ -171,7 +172,7 @@ def estimated(
     model: nn.Module, example: Tensor, cluster: Cluster, *, num_classes: int | None, global_batch: int,
     precision: Precision, gpus: int,
 ) -> Profile:  # fmt: skip
-    """What ``model`` is expected to take on the devices of ``cluster``, from its structure."""
+    """Estimated profile of ``model`` on the devices of ``cluster``, from its structure."""
     import copy
 
     from asa.cost.machine.estimate import estimate
@@ -190,10 +191,10 @@ def estimated(
 
 
 def one_tensor(example: Any) -> Tensor:
-    """``example``, if it is what a model can be planned with.
+    """``example``, if a model can be planned with it.
 
     Raises:
-        UsageError: it is not one tensor of at least one sample.
+        UsageError: it is not one tensor with at least one sample.
     """
     import torch
 
@@ -207,7 +208,7 @@ def one_tensor(example: Any) -> Tensor:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Refuse a model that is spread over ranks already, before any rank waits for another.
+    """Refuse a model that is already distributed over ranks, before any rank waits for another.
 
     Raises:
         UsageError: it is, as a whole or in a part.
@@ -227,10 +228,10 @@ def check_plain(model: nn.Module) -> None:
 
 
 def shaped(model: nn.Module) -> None:
-    """Refuse a model whose lazy modules have not seen a sample yet.
+    """Refuse a model whose lazy modules have no shapes yet.
 
     Raises:
-        UsageError: as said.
+        UsageError: it has such modules.
     """
     from torch.nn.parameter import is_lazy
 
@@ -239,20 +240,20 @@ def shaped(model: nn.Module) -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where its parameters are."""
+    """Device of the model's parameters."""
     import torch
 
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def spec_of(model: nn.Module) -> str:
-    """What plans and profiles call a module of the user's own."""
+    """Name of a module of the user's own in plans and profiles."""
     return f"{type(model).__module__}:{type(model).__qualname__}"
 
 
 def outputs_of(model: nn.Module, example: Tensor) -> int:
-    """Classes a model tells apart: the second dimension of its main output, 1 where it has none; of a model that gives
-    one row for each token it reads, the last.
+    """Number of classes of a model: the second dimension of its main output, 1 if it has none; for a model that returns
+    one row per token, the last dimension.
 
     Raises:
         InvalidInputError: the model fails on ``example``, or returns no tensor.

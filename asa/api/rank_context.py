@@ -1,4 +1,4 @@
-"""Where a program of the user's own finds itself: its ranks, its device, and weights that are the same on all."""
+"""Context of the user's program: its ranks, its device, and equal weights on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asa.executor.model.votes import Votes
 from asa.launch import join, launched
 
 _FIRST_S = 60.0
-"""For the first meeting of all ranks; later ones have the user's limit."""
+"""Time limit in seconds for the first meeting of all ranks; later ones have the user's limit."""
 
 _open = ExitStack()
 atexit.register(_open.close)
@@ -23,38 +23,38 @@ atexit.register(_open.close)
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """This process among the ranks."""
+    """This process as one of the ranks."""
 
     votes: Votes
     device: torch.device
 
     @property
     def rank(self) -> int:
-        """Counts from 0."""
+        """Number of this rank, from 0."""
         return self.votes.rank
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return self.votes.num_ranks
 
 
 _votes: list[Votes] = []
-"""Votes of the place that was found last."""
+"""Votes of the last context."""
 
 
 def known_votes() -> Votes:
-    """The votes of the ranks that are there: those of the place found last, or new ones (collective then)."""
+    """The votes between the ranks: those created last, or new ones (collective then)."""
     if not _votes or _votes[0].num_ranks != (dist.get_world_size() if dist.is_initialized() else 1):
         _votes[:] = [Votes()]
     return _votes[0]
 
 
 def find_place(device: str, timeout_s: float) -> RankContext:
-    """Join the ranks that a launcher started, or those of the group the user formed; or be alone.
+    """Join the ranks that a launcher started, or those of the user's process group; or run alone.
 
     Raises:
-        UsageError, UnavailableError: as :func:`asa.launch.join`, or ``cuda`` on a machine without.
+        UsageError, UnavailableError: see :func:`asa.launch.join`; or ``cuda`` on a machine without it.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"unknown device {device!r}; one of auto, cpu, cuda")
@@ -81,7 +81,7 @@ def find_place(device: str, timeout_s: float) -> RankContext:
 
 @torch.no_grad()
 def same_weights(place: RankContext, model: nn.Module) -> None:
-    """Rank 0's parameters and buffers on every rank (collective)."""
+    """Copy rank 0's parameters and buffers to every rank (collective)."""
     if place.ranks > 1:
         for tensor in (*model.parameters(), *model.buffers()):
             copy = tensor.detach().cpu().contiguous()

@@ -1,4 +1,4 @@
-"""What a program of the user's own hears while it starts: one line a phase, on standard error, from rank 0 alone."""
+"""Messages to the user's program during start-up: one line per phase, on standard error, from rank 0 only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from asa.api.rank_context import RankContext
 
 
 def say(place: RankContext, text: str) -> None:
-    """Write one line."""
+    """Write one line to standard error, on rank 0."""
     if place.rank == 0:
         sys.stderr.write(f"asa: {' '.join(text.split())}\n")
         sys.stderr.flush()

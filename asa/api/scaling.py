@@ -1,5 +1,5 @@
-"""``torch.amp.GradScaler`` on a model that ranks hold in parts: all ranks skip a step or none does. A scaler of one
-rank looks at what that rank holds, and decides by that alone."""
+"""``torch.amp.GradScaler`` on a model that ranks hold in shards: all ranks skip a step or none does. The scaler alone
+would decide on each rank by that rank's gradients."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from asa.executor.model.parallel import ParallelModel
 
 _known: WeakKeyDictionary[Optimizer, ParallelModel] = WeakKeyDictionary()
-"""Optimizers over parts of a model."""
+"""Optimizers over shards of a model."""
 
 
 def understood_by_scalers(optimizer: Optimizer, model: ParallelModel) -> None:
-    """Have scalers take ``optimizer`` for one of all ranks."""
+    """Let scalers treat ``optimizer`` as one over all ranks."""
     _known.pop(optimizer, None)
     if all(a.data.strategy == "replicate" and a.tensor.degree == 1 for a in model.plan.components):
         return  # every rank has all gradients, and finds the same

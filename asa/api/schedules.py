@@ -1,4 +1,4 @@
-"""Schedules of a Job's learning rate: stepped with the training, kept in its checkpoints, resumed with it."""
+"""Learning rate schedules of a Job: stepped during training, saved in its checkpoints, restored on resume."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ class Schedules:
     def __init__(
         self, optimizer: Optimizer, schedulers: LRScheduler | Sequence[LRScheduler] | None, every: Every
     ) -> None:
-        """Raises:
-        UsageError: a scheduler of another optimizer, or one that wants a loss after every step.
+        """Check the schedulers of ``optimizer``.
+
+        Raises:
+            UsageError: a scheduler of another optimizer, or one that needs a loss after every step.
         """
         if every not in ("epoch", "step"):
             raise UsageError(f"a schedule steps every 'epoch' or every 'step', asked {every!r}")
@@ -40,14 +42,14 @@ class Schedules:
         self._optimizer, self._schedulers, self._every = optimizer, given, every
 
     def stepped(self) -> None:
-        """After an update."""
+        """Step after an update."""
         if self._every == "step":
             for each in self._schedulers:
                 each.step()
 
     def epoch_ended(self, loss: float) -> None:
-        """After an epoch, whose ``loss`` is that over the validation data where there are any; not a number where no
-        loss was taken, which a schedule that looks at it passes over."""
+        """Step after an epoch. ``loss``: over the validation data if there are any; NaN if there is no loss, and
+        schedules that need one are not stepped then."""
         if self._every == "epoch":
             for each in self._schedulers:
                 if isinstance(each, ReduceLROnPlateau):
@@ -57,17 +59,17 @@ class Schedules:
                     each.step()
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps of them."""
+        """State for a checkpoint."""
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
         buffer = io.BytesIO()
         torch.save({"groups": groups, "schedules": [s.state_dict() for s in self._schedulers]}, buffer)
         return {"schedules": torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on as :meth:`state` was.
+        """Restore the result of :meth:`state`.
 
         Raises:
-            UsageError: it is of other schedules or groups.
+            UsageError: it has other schedules or groups.
         """
         found: dict[str, Any] = torch.load(io.BytesIO(state["schedules"].numpy().tobytes()), weights_only=True)
         groups, schedules = self._optimizer.param_groups, found["schedules"]

@@ -1,4 +1,4 @@
-"""What a program sees of the tensors that ranks hold: the whole of those that a plan splits, the others as they are."""
+"""A program's view of the tensors that ranks hold: split ones look whole, others are unchanged."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from asa.sharding.split import Split, TensorPart
 
 
 class Seen:
-    """For every tensor of a model one object, by which a program may know it for good."""
+    """One permanent object for every tensor of a model, by which a program knows it."""
 
     def __init__(self, model: ParallelModel) -> None:
         self._device = model.device
         self._made: dict[int, TensorPart] = {}
         axes = zip(model.components, model.tensor_axes, strict=True)
         self.splits = [{name: self._split(s, axis) for name, s in shards_of(c).items()} for c, axis in axes]
-        """Tensors of each component, by name."""
+        """Splits of each component's tensors, by name."""
 
     def _split(self, shard: ParameterShard, axis: Axis) -> Split | None:
         return None if axis.size == 1 else Split(axis, shard, self._device)
 
     def of(self, tensor: Tensor, split: Split | None) -> Tensor:
-        """What stands for ``tensor``, of which this rank has a part where it is split."""
+        """The object for ``tensor``, of which this rank has a part if it is split."""
         if split is None:
             return tensor
         known = self._made.get(id(tensor))
@@ -34,5 +34,5 @@ class Seen:
         return known
 
     def item(self, item: Held) -> Tensor:
-        """The tensor that a program sees, for an entry that the executor enumerates."""
+        """The tensor that a program sees for an entry of the executor's list."""
         return self.of(item.tensor, None if item.shard is None else self._split(item.shard, item.axis))

@@ -1,8 +1,7 @@
-"""What a program does with a batch and a model's outputs up to its loss, written down to be done again with the whole
-batch.
+"""Records a program's operations from a batch and a model's outputs to its loss, to repeat them with the whole batch.
 
-A loss that is no mean over samples (a sum, a ratio of sums, one that compares samples) is another on each rank's part
-than on the whole. Nothing in a program says which it is; so it is tried.
+A loss that is not a mean over samples (a sum, a ratio of sums, one that compares samples) differs between each rank's
+part and the whole batch. A program does not declare which kind its loss is, so it is tested.
 """
 
 from __future__ import annotations
@@ -17,31 +16,32 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 MOST_BYTES = 1 << 28
-"""Most bytes of outputs and labels of a whole batch that are brought together on every rank, and of results that a tape
-keeps."""
+"""Largest number of bytes of a whole batch's outputs and labels that are gathered on every rank, and of results on a
+tape."""
 _MOST_OPERATIONS = 4096
 
 
 @dataclass
 class Tape:
-    """Operations on tensors that come of a batch or of ``outputs``, in order. ``rows``: samples of this rank."""
+    """Operations on tensors that come from a batch or from ``outputs``, in order. ``rows``: number of this rank's
+    samples."""
 
     rows: int
     outputs: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
-    """What the outputs were when they left the model."""
+    """Values of the outputs when they left the model."""
     received: dict[int, Tensor] = field(default_factory=dict)
-    """By number of the output: its gradient."""
+    """Gradients of the outputs, by number."""
     versions: list[int] = field(default_factory=list)
-    """Versions of the leaves, as they were first seen."""
+    """Version counters of the leaves when they were first seen."""
     changed: list[int] = field(default_factory=list)
-    """Versions of the outputs, when they left the model."""
+    """Version counters of the outputs when they left the model."""
     operations: list[tuple[Callable[..., Any], Any, Any, Any]] = field(default_factory=list)
     leaves: list[Tensor] = field(default_factory=list)
     read: int = 0
-    """How many of the leaves the loader gave."""
+    """Number of leaves that come from the loader."""
     given: list[Tensor] = field(default_factory=list)
-    """What was made of the batch and handed to the model."""
+    """Tensors made from the batch and passed to the model."""
     places: dict[int, int] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
     """By place: what was seen there. Places number outputs, leaves and results."""
@@ -49,18 +49,18 @@ class Tape:
     """Places of single samples that were taken out of a batch."""
     bytes: int = 0
     strange: str = ""
-    """Why it does not say everything."""
+    """Why the record is incomplete; empty if it is complete."""
     closed: bool = False
-    """Whether its batch is over: what is kept of it enters another as what it is then."""
+    """Whether its batch is over: later uses of its tensors belong to another record."""
     taken: bool = False
     """Whether a number was taken out of torch."""
     taken_whole: bool = False
     """Whether a tensor was, with all its numbers."""
     hooked: bool = False
-    """Whether a hook was put on the gradient of anything on it."""
+    """Whether a gradient hook was added to a tensor on it."""
 
     def follow(self, output: Tensor) -> Tensor:
-        """``output`` as what is written down from now on."""
+        """``output`` as a tensor whose operations are recorded from now on."""
         watched = output.as_subclass(Watched)
         watched.tape = self
         self._place(watched)
@@ -78,7 +78,7 @@ class Tape:
         return watched
 
     def begin(self, batch: Any) -> Any:
-        """``batch`` with its tensors as what is written down from now on."""
+        """``batch`` with tensors whose operations are recorded from now on."""
 
         def watched(leaf: Any) -> Any:
             if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.requires_grad:
@@ -93,7 +93,7 @@ class Tape:
         return found
 
     def handed(self, inputs: Any) -> Any:
-        """``inputs`` of a model as plain tensors; those that were made of the batch are remembered."""
+        """``inputs`` of a model as plain tensors; those that come from the batch are remembered."""
 
         def plain(leaf: Any) -> Any:
             if not isinstance(leaf, Watched):
@@ -134,7 +134,7 @@ class Tape:
         return len(self.kept) - 1
 
     def note(self, function: Callable[..., Any], args: Any, options: Any, result: Any) -> Any:
-        """Write down one operation."""
+        """Record one operation."""
         spec = pytree.tree_map(self._named, (args, options))
         given = [leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, Tensor)]
 
@@ -166,7 +166,7 @@ class Tape:
         return found
 
     def forget(self, why: str) -> None:
-        """Keep nothing, and write nothing down any more."""
+        """Drop everything, and stop recording, because of ``why``."""
         self.strange = why
         for held in (self.operations, self.leaves, self.versions, self.outputs, self.values, self.changed, self.given):
             held.clear()
@@ -219,13 +219,13 @@ class Tape:
         return found
 
     def place_of(self, tensor: Tensor) -> int:
-        """Where ``tensor`` is."""
+        """Index of ``tensor`` on the tape."""
         return self.places[id(tensor)]
 
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor on a tape."""
+    """Reference to a tensor on a tape."""
 
     index: int
 
@@ -234,7 +234,7 @@ _GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 
 
 class Watched(Tensor):
-    """A tensor whose operations are written down."""
+    """A tensor whose operations are recorded."""
 
     tape: Tape
 
@@ -271,7 +271,7 @@ class Watched(Tensor):
         return self.as_subclass(Tensor)
 
     def item(self) -> Any:
-        """A number of Python's; what is taken out of torch is not followed."""
+        """The value as a Python number, after which operations are not recorded."""
         return self._taken().item()
 
     def tolist(self) -> Any:
@@ -309,13 +309,13 @@ class Watched(Tensor):
         return self.as_subclass(Tensor).__repr__(**options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and files hold a plain tensor."""
+        """State for copies and files, which contain a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 def _unwatched(result: Any, args: Any, options: Any) -> Any:
-    """``result`` in plain tensors, but for those that were handed in."""
+    """``result`` with plain tensors, except those that were passed in."""
     given = {id(leaf) for leaf in pytree.tree_leaves((args, options))}
 
     def plain(leaf: Any) -> Any:
@@ -328,7 +328,8 @@ _APART = ("unbind", "__iter__", "split", "chunk", "tensor_split", "vsplit", "uns
 
 
 def _sample_by_sample(func: Any, args: Any, rows: int, result: Any) -> bool:
-    """Whether a batch is taken apart, so that what follows is written once for each of this rank's samples."""
+    """Whether a batch is taken apart into samples, so that later operations exist once for each of this rank's
+    samples."""
     name = getattr(func, "__name__", "")
     if name in _APART:
         pieces = isinstance(result, tuple | list) and rows > 1 and len(result) == rows
@@ -340,7 +341,7 @@ def _sample_by_sample(func: Any, args: Any, rows: int, result: Any) -> bool:
 
 
 def _shown(result: Any, args: Any) -> bool:
-    """Whether an attribute is part of the computation (``x.T``), not a note about it (``x.grad``)."""
+    """Whether an attribute is part of the computation (``x.T``), and not information about it (``x.grad``)."""
     return isinstance(result, Tensor) and result.requires_grad == args[0].requires_grad
 
 
@@ -350,7 +351,7 @@ def _plainly(func: Any, args: Any, options: Any) -> Any:
 
 
 def watched_in(values: Any) -> Iterator[Watched]:
-    """Yields the tensors in ``values`` whose operations are written down."""
+    """The tensors in ``values`` whose operations are recorded."""
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Watched) and hasattr(leaf, "tape"):
             yield leaf

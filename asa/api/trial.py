@@ -1,4 +1,4 @@
-"""A loop's losses, compared with what one device would have: each form of them the first times it comes."""
+"""Compares a loop's losses with those of one device, for the first occurrences of each form of loss."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _WINDOW, _TIMES, _MOST_COMPARED, _MOST_UNFINISHED = 12, 3, 18, 64
-"""Backwards that are looked at behind the last new form of a loss; batches on which each form is compared (on one it
-may be the same by chance); comparisons in all; outputs that are followed without a backward."""
+"""Number of backwards checked after the last new form of a loss; batches on which each form is compared (on one, it may
+agree by chance); comparisons in all; outputs followed without a backward."""
 _MOST_ASKED = 8
-"""Times that looking begins again because of a loss of another form."""
+"""Largest number of times that checking starts again because of a new form of loss."""
 _TRUSTED = "trusted"
 
 
 class Trial:
-    """The losses of a model that ranks share. All ranks look at the same backwards, and agree on what to do."""
+    """Checks the losses of a distributed model. All ranks check the same backwards, and agree on what to do."""
 
     def __init__(self, placed: PlacedModel) -> None:
         self._placed = ref(placed)
@@ -45,20 +45,20 @@ class Trial:
         self._graphs: set[int] = set()
         self._asked = 0
         self.asks = False
-        """Whether a loss of another form has come that was not looked at."""
+        """Whether a loss of a new form has come that was not checked."""
         self.trusted = False
-        """Whether the program says itself how its loss counts, in the backward to come."""
+        """Whether the program itself weights its loss in the next backward."""
 
     def note(self, graph: int) -> None:
-        """A backward through a ``graph`` comes. One of another form than any before is to be looked at when it comes
-        again: by all ranks, which hear of it behind the batch."""
+        """Record that a backward through a ``graph`` comes. If its form is new, all ranks check it when it occurs
+        again; they learn of it after the batch."""
         if self.watching:
             self._graphs.add(graph)
         elif graph not in self._graphs:
             self.asks = True
 
     def look_again(self) -> None:
-        """Look at the backwards to come, where some rank asked for it (on all ranks); not for ever."""
+        """Check the next backwards, because some rank asked for it (on all ranks); up to a limit."""
         self.asks = False
         if self._asked < _MOST_ASKED:
             self._asked += 1
@@ -69,16 +69,16 @@ class Trial:
 
     @property
     def watching(self) -> bool:
-        """Whether the backward to come is looked at."""
+        """Whether the next backward is checked."""
         return self._left > 0 and self._unfinished < _MOST_UNFINISHED
 
     def epoch_began(self) -> None:
-        """Look again: a program may have another loss in another epoch."""
+        """Check again: a program may have another loss in another epoch."""
         self._left = max(self._left, 2) if self._compared < _MOST_COMPARED else self._left
         self._unfinished = 0
 
     def begin(self, batch: Any, rows: int) -> Any:
-        """A batch of the loader as it is, written down until the next."""
+        """A batch of the loader, recorded until the next one."""
         self._close()
         if not self.watching or not rows:
             return batch
@@ -88,7 +88,7 @@ class Trial:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is written down of the batch for a while: its tensors are like any others."""
+        """Context in which nothing is recorded: the batch's tensors are like any others."""
         tape = self._tape
         if tape is None:
             yield
@@ -100,11 +100,11 @@ class Trial:
             tape.strange = strange
 
     def handed(self, inputs: Any) -> Any:
-        """What the model is called with, in plain tensors."""
+        """The model's inputs as plain tensors."""
         return (self._tape or Tape(0)).handed(inputs)
 
     def follow(self, output: Tensor, rows: int) -> Tensor:
-        """``output`` as it is, written down until its loss is differentiated."""
+        """``output``, recorded until its loss is differentiated."""
         if not self.watching or not output.requires_grad or not output.is_floating_point():
             return output
         self._unfinished += 1
@@ -116,8 +116,8 @@ class Trial:
         return output if self._tape.strange else self._tape.follow(output)
 
     def around(self, loss: Tensor, backward: Callable[[], None], strange: str = "") -> None:
-        """Run ``backward`` of ``loss``; compare it where it is of a new form (collective). ``strange``: why it cannot
-        be compared."""
+        """Run ``backward`` of ``loss``, and compare the loss if its form is new (collective). ``strange``: why it
+        cannot be compared."""
         placed = self._placed()
         if placed is None or not self.watching:
             if self._left > 0 and self._unfinished >= _MOST_UNFINISHED:
@@ -173,14 +173,14 @@ class Trial:
         self._close()
 
     def _close(self) -> None:
-        """From here on what is kept of a batch is a tensor like any other."""
+        """Stop recording: tensors of the batch are like any others from here on."""
         if self._tape is not None:
             self._tape.closed = True
             self._said_own = self._said_own or self._tape.taken
             self._tape = None
 
     def _rest(self) -> None:
-        """Let go of what was followed, where no backward to come is looked at."""
+        """Drop the record if no further backward is checked."""
         if self._tape is not None and self._tape.taken and not self._said_own:
             self._said_own = True
             placed = self._placed()
@@ -210,7 +210,7 @@ _SEES_ITS_OWN = (
 
 
 def _look_for_hooks(placed: PlacedModel) -> bool:
-    """Warn of a hook on the gradient of a parameter; whether there is one."""
+    """Warn of a hook on the gradient of a parameter; returns whether there is one."""
     with torch._C.DisableTorchFunctionSubclass():  # a part of a parameter refuses what it does not know
         name = next((n for n, p in placed.named_parameters() if p._backward_hooks), None)
     if name is not None and placed.place.rank == 0:
@@ -219,12 +219,12 @@ def _look_for_hooks(placed: PlacedModel) -> bool:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """The relative distance up to which two gradients of that type are the same."""
+    """Relative distance up to which two gradients of that type count as equal."""
     return _TOLERANCES.get(dtype, 5e-2)
 
 
 def told(found: Difference, dtype: torch.dtype) -> list[str]:
-    """What differs, in a line each; nothing where it is the same."""
+    """What differs, one line each; empty if nothing does."""
     said = []
     differs = found.gradients > tolerance(dtype)
     if found.own is not None and not (differs and found.own.is_integer()):  # a count of samples is named below

@@ -1,4 +1,4 @@
-"""The loss over a loader that is not trained on, every sample counted once over all ranks."""
+"""The loss over a validation loader, with every sample counted once over all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asa.launch import faults
 
 
 def _wanted(model: ParallelModel, total: int) -> list[int]:
-    """Rows of a batch that this rank reads, or has outputs of."""
+    """Rows of a batch that this rank reads, or whose outputs it gets."""
     return sorted({*range(*model.input_rows(total)), *range(*model.output_rows(total))})
 
 
@@ -33,8 +33,8 @@ def mean_loss(
     votes: Votes,
     precision: Precision,
 ) -> float:
-    """Mean of ``loss_fn`` over the samples of ``loader``, or over what it divides by (collective). A batch too
-    small for all ranks is filled up by its last sample, which is not counted again."""
+    """Mean of ``loss_fn`` over the samples of ``loader``, or over its denominators (collective). A batch that is too
+    small for all ranks is padded with its last sample, which is not counted again."""
     widest = max(layout.least for layout in model.plan.layouts())
 
     def rows(total: int) -> list[int]:

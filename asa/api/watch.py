@@ -1,7 +1,7 @@
-"""What the ranks of a loop of the user's own take, step by step: which one is slow, and what another plan would give.
+"""Step times of the ranks in the user's own loop: which one is slow, and what another plan would gain.
 
-A loop keeps its plan, so all that comes of it is a line on standard error. A step is counted where a backward has
-averaged gradients: all ranks are there, however the loop goes about it.
+The loop keeps its plan, so the only result is a line on standard error. A step is counted when a backward has averaged
+gradients: all ranks take part in that, whatever the loop looks like.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from asa.scheduler.policy import seconds
 from asa.scheduler.relative import Compared
 
 _LOOK_EVERY = 50
-"""Steps between two looks at most; where they are long, a look is taken about once a second."""
+"""Largest number of steps between two observations; with long steps there is one about every second."""
 
 _watches = 0
-"""Models that were ever watched in this process: of several, steps cannot be told apart."""
+"""Number of models observed in this process; with several, steps cannot be attributed."""
 
 
 class _LoopClock(StepClock):
-    """Seconds from one backward to the next. What the loader was waited for is none of a step."""
+    """Measures seconds from one backward to the next. Waiting for the loader is not part of a step."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -40,7 +40,7 @@ class _LoopClock(StepClock):
         self._data: list[float] = []
 
     def tick(self) -> None:
-        """A step ends, and the next begins."""
+        """End a step and begin the next."""
         if self._marks:
             self.mark()
             self._data.append(self.data_s)
@@ -49,7 +49,7 @@ class _LoopClock(StepClock):
         self.mark()
 
     def collect(self) -> list[StepTimes]:
-        """The times of every step since the last call."""
+        """Times of all steps since the last call."""
         found, waited = super().collect(), self._data
         self._data = []
         return [
@@ -58,8 +58,8 @@ class _LoopClock(StepClock):
 
 
 class Watch:
-    """Watches one model's steps under ``plan``. ``model``: on rank 0, the costs that the plan was made from, where it
-    was made of any; without them ranks are only compared with each other."""
+    """Observes one model's steps under ``plan``. ``model``: on rank 0, the cost model of the plan, if there is one;
+    without it ranks are only compared with each other."""
 
     def __init__(self, place: RankContext, plan: Plan, model: Model | None) -> None:
         global _watches
@@ -77,24 +77,24 @@ class Watch:
 
     @staticmethod
     def wanted(place: RankContext, plan: Plan) -> bool:
-        """Whether a step is one for all ranks: not where each computes all by itself."""
+        """Whether a step involves all ranks together; not if each computes independently."""
         return place.ranks > 1 and any(layout.data * layout.tensor > 1 for layout in plan.layouts())
 
     def _timer_of(self, votes: Votes, plan: Plan, before: EpochTimer | None = None) -> EpochTimer:
-        """For one look; what it has seen is not wanted afterwards."""
+        """A timer for one observation, which is not used afterwards."""
         warm, interval = (0, 1) if before is None else (before.warm, before.interval)
         return EpochTimer(plan, self._placement.processes, votes, self._clock, _LOOK_EVERY, warm, interval)
 
     def loaded(self, seconds: float) -> None:
-        """The loader was waited for, for so many seconds."""
+        """Record ``seconds`` of waiting for the loader."""
         self._clock.data_s += seconds
 
     def odd(self) -> None:
-        """Something else than a step is done before the next one is through: an epoch begins, or ends."""
+        """Mark the next step as unusual, because an epoch begins or ends in it."""
         self._alike = False
 
     def stepped(self, *, full: bool) -> None:
-        """A backward has averaged gradients (collective), of a batch as large as the plan's if it was ``full``."""
+        """Record that a backward has averaged gradients (collective); ``full``: the batch has the plan's size."""
         if self._mine != _watches:
             return
         first, alike = self._steps == 0, self._alike
@@ -110,7 +110,7 @@ class Watch:
                 say(self._place, line)
 
     def _lines(self, measured: Measurements, steps: int) -> Sequence[str]:
-        """What there is to say of a window of ``steps``."""
+        """Lines about a window of ``steps`` steps."""
         decider = self._decider
         found = self._compared.window(measured, steps)
         if decider is None:
@@ -121,7 +121,7 @@ class Watch:
 
 
 def offer(change: Change) -> str:
-    """What another plan would give, in one line."""
+    """Description of the gain of another plan, in one line."""
     target, ranks = change.target, sorted(change.target.processes)
     stage = target.plan.stages[0]
     named = ", ".join(map(str, ranks))

@@ -1,7 +1,7 @@
-"""The plan of a model that is not cut into components: data parallelism of the whole of it, in one of its forms.
+"""The plan of a model that is not cut into components: a form of data parallelism for the whole model.
 
-A model of several inputs, of inputs by name or of lists has no one tensor that could be handed from component to
-component. Every form of data parallelism runs it as it is.
+A model of several inputs, of inputs by name or of lists has no single tensor that could be passed from component to
+component. Every form of data parallelism runs it unchanged.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
     from asa.api.placed import PlacedModel
 
 DATA: dict[str, DataStrategyName] = {"ddp": "replicate", "zero1": "zero1", "zero2": "zero2", "fsdp": "zero3"}
-"""Strategies of a whole model, by the names that are asked for."""
+"""Strategies for a whole model, by the names that users give."""
 _FULL = 0.7
-"""Share of a device's memory that weights, gradients and optimizer state may take before they are sharded unasked."""
+"""Fraction of a device's memory for weights, gradients and optimizer state, above which they are sharded by default."""
 _SAMPLES = 2
 
 
 def wanted(wishes: Wishes, why: str) -> tuple[str, ...] | None:
-    """Strategies asked for that run a whole model; None where any will do.
+    """Requested strategies that run a whole model; None if any will do.
 
     Raises:
-        UsageError: there is none among them.
+        UsageError: there are none among them.
     """
     allowed = ("ddp",) if wishes.whole_because else tuple(DATA)
     if wishes.strategies is None:
@@ -70,11 +70,11 @@ def wanted(wishes: Wishes, why: str) -> tuple[str, ...] | None:
 def whole_plan(
     place: RankContext, model: nn.Module, traced: TracedModel, call: Call | None, wishes: Wishes, why: str
 ) -> Plan:  # fmt: skip
-    """The plan for all ranks of a model that is called as a whole, as ``traced`` has it (collective). ``call``: how it
-    is called, with two samples or more; where that is not known nothing is measured.
+    """The plan for all ranks of a model that is called as a whole, traced as ``traced`` (collective). ``call``: how it
+    is called, with at least two samples; if unknown, nothing is measured.
 
     Raises:
-        AsaError: whatever stood in the way on rank 0, on every rank.
+        AsaError: raised on rank 0, and then on every rank.
     """
     votes = place.votes
     kept = votes.once(lambda: _kept(place, traced, call, wishes))
@@ -144,8 +144,8 @@ def _solved(
 def by_hand(
     place: RankContext, model: nn.Module, traced: TracedModel, wishes: Wishes, names: tuple[str, ...] | None, why: str
 ) -> Plan:  # fmt: skip
-    """A plan that nothing was measured for: what was asked for, otherwise replicas, and shards where weights and
-    optimizer state would fill a device."""
+    """A plan without measurements: the requested strategy, otherwise replicas, or shards if weights and optimizer state
+    would fill a device."""
     from asa.profiler.machine import device_record
 
     room = wishes.memory_bytes or device_record(place.device).memory_bytes
@@ -192,8 +192,8 @@ def _kept(place: RankContext, traced: TracedModel, call: Call | None, wishes: Wi
 
 
 def spare_of(model: nn.Module) -> Blank | None:
-    """A model like this one without weights, for a model that may have to be placed anew: one whose ``forward`` takes
-    more than one input, or that has methods of its own. None where it needs no other, or cannot be copied."""
+    """A template of the model, in case it must be distributed anew; None if it cannot be copied. Needed if its
+    ``forward`` takes more than one input, or it has methods of its own."""
     try:
         return Blank(model)
     except Exception:  # whatever a model's own code raises when it is copied
@@ -204,9 +204,8 @@ def anew(
     placed: PlacedModel, why: str, fresh: nn.Module, build: Callable[[Plan, TracedModel], ParallelModel],
     wishes: Wishes, rebindings: Sequence[Rebinding],
 ) -> ParallelModel:  # fmt: skip
-    """The placed model as one component, under data parallelism in the form nearest to its plan (collective).
-    Weights and the optimizer's state go along; parameters are other objects from then on.
-    """
+    """Convert the placed model to one component, under the form of data parallelism closest to its plan (collective).
+    Weights and the optimizer's state are kept; parameters are new objects."""
     place, old = placed.place, placed.parallel
     assert old is not None
     assert placed.names is not None

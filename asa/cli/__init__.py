@@ -1,10 +1,11 @@
-"""The command line: parse, call, print. One module a verb; what is heavy is imported inside the verb."""
+"""The command line: parses options, calls the library, prints. One module per command; heavy imports are inside
+commands."""
 
 from __future__ import annotations
 
 
 def main() -> None:
-    """The console script ``asa``; ends the process with the exit code of :mod:`asa.errors`."""
+    """Run the console script ``asa``; ends the process with an exit code of :mod:`asa.errors`."""
     import os
     import sys
     from contextlib import suppress
@@ -12,19 +13,19 @@ def main() -> None:
     from asa.cli.entry import run
     from asa.cli.heap import start_again
 
-    for number in (0, 1, 2):  # one that is closed would be taken by the next file that is opened
+    for number in (0, 1, 2):  # the next opened file would take a closed number
         with suppress(OSError):
             os.close(os.dup(number))
             continue
         os.dup2(os.open(os.devnull, os.O_RDWR), number)
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
-    # Said once by every rank whose memory is looked at for a step, and of no use to anybody.
+    # torch's C++ code logs a useless line on every rank whose memory is recorded during a step.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     start_again(sys.argv[1:])
     code = run(sys.argv[1:])
     if sys.argv[1:2] == ["plan"] and "torch" not in sys.modules:
-        # Nothing is left to be done, and to take a search's millions of objects apart takes half a second.
+        # The work is done; exit at once, since freeing the millions of objects of a search takes half a second.
         with suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""``asa bench``: the same training under every strategy, measured side by side."""
+"""``asa bench``: one training under every strategy, measured side by side."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ STUDY = (
     "cluster", "memory", "optimizer", "lr", "data", "data_root", "seed", "epochs", "dry_run", "target_accuracy",
     "price", "microbatches", "study", "out", "json", "verbose",
 )  # fmt: skip
-"""Options that a study heeds: all but those of sealed predictions."""
+"""Options that have an effect on a study: all but those of sealed predictions."""
 
 
 def run(args: Arguments, console: Console) -> None:
-    """Plan everything, write it down, measure, show, draw."""
+    """Make and store all plans, measure them, show results and figures."""
     from functools import partial
 
     if args.study:
@@ -85,10 +85,10 @@ _LISTS = ("gpus", "global_batch", "data", "seed")
 
 
 def one_of_each(args: Arguments) -> None:
-    """The one value of every option that a study takes several of.
+    """Replace every option that takes a list for studies by its only value.
 
     Raises:
-        UsageError: there are several.
+        UsageError: an option has several values.
     """
     for name in _LISTS:
         value = getattr(args, name)

@@ -1,4 +1,4 @@
-"""What ``asa bench`` stands on: devices, links, images; what is wrong with them is said before any measuring."""
+"""Preparation of ``asa bench``: devices, links and images; reports errors before anything is measured."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ DeviceType = Literal["cpu", "cuda"]
 STRATEGIES = ("single", "ddp", "tensor", "hybrid", "asa")
 MEASURE_LIMIT_S = 30.0
 RANKS_PER_CORE = 32
-"""More processes than that on a core are a slip of the pen."""
+"""Largest number of processes on a core; more are taken for a mistake."""
 
 
 def device_of(args: Arguments) -> tuple[DeviceType, int]:
-    """The kind of device to compare on, and how many of them.
+    """Kind and number of devices to compare on.
 
     Raises:
-        UnavailableError: CUDA was asked for and there is none, or fewer than asked for.
+        UnavailableError: CUDA was requested and there is none, or fewer devices than requested.
         UsageError: more ranks than the cores could ever run.
     """
     from asa.launch import cuda_devices, usable_cores
@@ -53,10 +53,10 @@ def device_of(args: Arguments) -> tuple[DeviceType, int]:
 
 
 def check(args: Arguments, folder: Path, gpus: int) -> None:
-    """What can be known to be wrong before minutes of measuring: names, files, where results are to go.
+    """Check names, files and the output folder before minutes of measuring.
 
     Raises:
-        UsageError: no such model or strategy, or data with more classes than asked for.
+        UsageError: no such model or strategy, or data with more classes than requested.
         InvalidInputError: files of the data set that cannot be used.
         UnavailableError: ``folder`` cannot be written.
     """
@@ -83,7 +83,8 @@ def check(args: Arguments, folder: Path, gpus: int) -> None:
 
 
 def check_data(args: Arguments, train: ImageSet, num_classes: int, global_batch: int) -> None:
-    """Whether a model of so many classes can be trained on ``train`` in batches of that size.
+    """Check that a model with ``num_classes`` classes can be trained on ``train`` in batches of ``global_batch``
+    samples.
 
     Raises:
         UsageError: it cannot.
@@ -101,10 +102,10 @@ def check_data(args: Arguments, train: ImageSet, num_classes: int, global_batch:
 
 
 def cluster_here(args: Arguments, console: Console, device: DeviceType, gpus: int) -> Cluster:
-    """The named cluster, or one measured on this machine: the newest there is, or one made now.
+    """The named cluster, or one measured on this machine: the newest stored one, or a new measurement.
 
     Raises:
-        UsageError: the named one is of another kind of device, or too small.
+        UsageError: the named cluster has another kind of device, or is too small.
     """
     if args.cluster:
         named = choose.named_cluster(args.cluster)
@@ -123,7 +124,7 @@ def cluster_here(args: Arguments, console: Console, device: DeviceType, gpus: in
     known = [c for _, c in places.clusters(console) if c.device.type == device and c.device.name == name]
     enough = [c for c in known if c.num_devices >= gpus]
     if enough:
-        # Measured with the fewest idle ranks beside those that worked.
+        # The smallest cluster was measured with the fewest idle ranks beside the working ones.
         return min(enough, key=lambda c: c.num_devices)
     with console.progress(f"measuring {gpus} ranks") as report:
         made = measure_cluster(
@@ -134,7 +135,7 @@ def cluster_here(args: Arguments, console: Console, device: DeviceType, gpus: in
 
 
 def images(name: str, root: str | None, shape: tuple[int, ...]) -> tuple[ImageSet, ImageSet]:
-    """Training and test images in the shape a model takes; called on every rank."""
+    """Training and test images in the model's input shape; called on every rank."""
     from asa.zoo.data import open_split
 
     where = Path(root) if root else None
@@ -143,24 +144,24 @@ def images(name: str, root: str | None, shape: tuple[int, ...]) -> tuple[ImageSe
 
 
 def stand_in(shape: tuple[int, ...], classes: int) -> tuple[ImageSet, ImageSet]:
-    """Made-up images for a model of any number of classes, where only the time of a step counts."""
+    """Synthetic images for a model with any number of classes, if only the time of a step matters."""
     found = [replace(s, **_fewer(s, classes)) for s in images("synthetic", None, shape)]
     return found[0], found[1]
 
 
 def _fewer(images: ImageSet, classes: int) -> dict[str, Any]:
-    """What changes where a model tells only so many classes apart, or knows only so many tokens."""
+    """Replacements for the fields of an image set, if a model has fewer classes or knows fewer tokens."""
     found: dict[str, Any] = {"labels": images.labels % classes, "num_classes": min(classes, images.num_classes)}
     return found | ({"images": images.images % classes} if len(images.shape) == 1 else {})
 
 
 def environment(device: DeviceType, cluster: Cluster, gpus: int) -> nouns.BenchEnvironment:
-    """This machine."""
+    """Description of this machine."""
     return machine(device, gpus, cluster.backend)
 
 
 def machine(device: DeviceType, gpus: int, backend: Literal["gloo", "nccl"]) -> nouns.BenchEnvironment:
-    """This machine, as ``gpus`` ranks on ``backend``."""
+    """Description of this machine with ``gpus`` ranks on ``backend``."""
     import torch
 
     from asa.launch import usable_cores

@@ -1,4 +1,4 @@
-"""Which profile and which cluster a verb works with, when the user has not named a file."""
+"""Choice of the profile and the cluster for a command, if the user has not named a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROFILE_LIMIT_S = 75.0
 
 
 def named_cluster(name: str, gpus: int | None = None) -> Cluster:
-    """A cluster file, a measured cluster by its name, or a preset; ``gpus`` are those it is asked for.
+    """A cluster file, a measured cluster by its name, or a preset; for ``gpus`` devices.
 
     Raises:
         InvalidInputError: a file that cannot be used.
@@ -44,7 +44,7 @@ def named_cluster(name: str, gpus: int | None = None) -> Cluster:
 
 
 def wide_enough(cluster: Cluster, gpus: int | None, console: Console) -> Cluster:
-    """``cluster``, or with as many more nodes of its kind as ``gpus`` ask for, which is said."""
+    """``cluster``, extended by nodes of the same kind if ``gpus`` needs more devices; prints a note about that."""
     from asa.cost.machine import widen
 
     if gpus is None or len(cluster.levels) < 2 or not widen.possible(cluster, gpus):
@@ -54,7 +54,7 @@ def wide_enough(cluster: Cluster, gpus: int | None, console: Console) -> Cluster
 
 
 def default_cluster(console: Console, device: DeviceRecord, gpus: int | None) -> Cluster:
-    """See :func:`asa.cost.machine.nearest.nearest`."""
+    """The stored cluster that fits best; see :func:`asa.cost.machine.nearest.nearest`."""
     from asa.cost.machine.nearest import nearest
 
     return nearest([c for _, c in places.clusters(console)], device, gpus)
@@ -67,15 +67,15 @@ def profile(
     cluster: Cluster | None,
     admit: Callable[[Cluster], None],
 ) -> tuple[Profile, str]:
-    """The profile to plan from, and a sentence saying which: a file, the newest that fits, one measured now, or an
-    estimate where the devices are elsewhere.
+    """The profile to plan with, and a sentence about it: from a file, the newest that fits, measured now, or an
+    estimate if the devices are elsewhere.
 
-    Before anything is measured, ``admit`` is asked about the cluster that will be planned for, and refuses it where no
-    plan could be made or run.
+    Before anything is measured, ``admit`` is called with the cluster to plan for, and raises if no plan could be made
+    or run.
 
     Raises:
         InvalidInputError: no profile, or one that cannot be used.
-        UsageError: a profile was named, and options that say otherwise.
+        UsageError: a profile was named together with options that contradict it.
         UnavailableError: a GPU is needed to measure, and there is none.
     """
     if model is not None and places.looks_like_file(model):
@@ -119,7 +119,7 @@ def profile(
 
 
 def _device_here(asked: str) -> DeviceRecord:
-    """The device that would be measured."""
+    """Description of the device on which a measurement would run."""
     from asa.profiler.machine import choose_device, device_record
 
     return device_record(choose_device(asked))
@@ -128,8 +128,8 @@ def _device_here(asked: str) -> DeviceRecord:
 def profile_here(
     args: Arguments, console: Console, model: str, device: str, gpus: int, *, limit_s: float = PROFILE_LIMIT_S
 ) -> tuple[Profile, str]:
-    """A profile taken on this very device up to the batch asked for, of the model's own input size where none is: the
-    newest there is, or one measured now."""
+    """A profile for this device, up to the requested batch (at the model's own input size by default): the newest
+    stored one, or a new measurement."""
     found = known_here(args, console, model, device)
     if found is not None:
         return found
@@ -137,7 +137,7 @@ def profile_here(
 
 
 def known_here(args: Arguments, console: Console, model: str, device: str) -> tuple[Profile, str] | None:
-    """The newest profile taken on this very device that will do, and a sentence saying which."""
+    """The newest fitting profile measured on this device, and a sentence about it; None if there is none."""
     from asa.zoo.models import default_input
 
     name = _device_here(device).name
@@ -159,7 +159,8 @@ def measured(
     max_degree: int = 8,
     output: Path | None = None,
 ) -> tuple[Profile, str]:
-    """Profile ``model`` here and now, and keep the profile in ``profiles/`` or at ``output``; says where."""
+    """Profile ``model`` now, and store the profile in ``profiles/`` or at ``output``; returns it with a sentence about
+    it."""
     from asa.profiler.machine import choose_device
     from asa.profiler.measure import profile_model
     from asa.profiler.paths import profile_path
@@ -188,12 +189,12 @@ def measured(
 
 
 def origins(plan: Plan, console: Console, args: Arguments | None = None) -> tuple[Profile, Cluster]:
-    """The profile and the cluster a plan was made from, named or found by their fingerprints.
+    """The profile and the cluster from which a plan was made: as named, or identified by their fingerprints.
 
-    ``args`` of a command that has ``--profile`` and ``--cluster``.
+    ``args``: of a command with ``--profile`` and ``--cluster``.
 
     Raises:
-        InvalidInputError: they are gone, or those named are others.
+        InvalidInputError: they no longer exist, or the named ones are others.
     """
     profile_file, cluster_name = (None, None) if args is None else (args.profile, args.cluster)
     remedy = "put it there" if args is None else "name it with {}"
@@ -233,7 +234,7 @@ def origins(plan: Plan, console: Console, args: Arguments | None = None) -> tupl
 
 
 def fits(p: Profile, args: Arguments, model: str | None) -> bool:
-    """Whether a profile is of what was asked for; anything that was not asked for is no reason against it."""
+    """Whether a profile satisfies all given options; options that were not given do not count."""
     return (
         (model is None or p.model_spec == model)
         and (input_shape(args) is None or p.graph.input_shape == input_shape(args))
@@ -245,13 +246,13 @@ def fits(p: Profile, args: Arguments, model: str | None) -> bool:
 
 
 def _given(args: Arguments, name: str) -> bool:
-    """Whether the verb has that option, and it was said."""
+    """Whether the command has the option ``name``, and it was set."""
     return hasattr(args, name) and args.given(name)
 
 
 def fastest(first: Profile, others: list[tuple[Path, Profile]]) -> tuple[Path, Profile] | None:
-    """The profile of the same model on the same device as ``first`` whose measured step is the fastest of those that
-    differ from it in how components are computed alone; None where that is ``first``. Of each way the newest counts."""
+    """The profile of the same model and device as ``first``, computed in another way, with the fastest measured step;
+    None if ``first`` itself is the fastest. For each way, the newest profile counts."""
     ways: dict[str, tuple[Path, Profile]] = {}
     for path, p in others:
         same = all(getattr(p, what) == getattr(first, what) for what in ("model_fingerprint", "device", "precision"))
@@ -269,14 +270,15 @@ def described(p: Profile) -> str:
 
 
 def _for_cluster(p: Profile, cluster: Cluster | None, said: str) -> tuple[Profile, str]:
-    """``p``, and a word of warning where it was taken on another kind of device: the planner then estimates."""
+    """``p`` with its sentence, extended by a warning if it was measured on another kind of device and must be
+    converted."""
     if cluster is None or p.device.type == cluster.device.type:
         return p, said
     return p, f"{said} was taken on {p.device.name}; times on {cluster.device.name} are estimated from it, uncalibrated"
 
 
 def _has_cuda() -> bool:
-    """Whether there is a CUDA (or ROCm) device; where the system shows none, torch is not asked."""
+    """Whether there is a CUDA (or ROCm) device; does not import torch if the system shows none."""
     shown = [*Path("/dev").glob("nvidia*"), *(p for p in (Path("/dev/kfd"), Path("/dev/dxg")) if p.exists())]
     if sys.platform == "linux" and not shown:
         return False

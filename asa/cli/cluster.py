@@ -1,4 +1,4 @@
-"""``asa cluster``: devices and links, as presets and as measured."""
+"""``asa cluster``: lists, shows and measures clusters of devices and links."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOTABLY_LONGER = 1.5
 
 
 def run_list(_: Arguments, console: Console) -> None:
-    """Measured clusters, then presets."""
+    """List measured clusters, then presets."""
     from asa.cost.machine import presets
     from asa.report import cluster as report
 
@@ -39,7 +39,7 @@ def run_list(_: Arguments, console: Console) -> None:
 
 
 def run_show(args: Arguments, console: Console) -> None:
-    """One cluster in full."""
+    """Show one cluster in full."""
     from asa.cli.choose import named_cluster
     from asa.report import cluster as report
 
@@ -48,7 +48,7 @@ def run_show(args: Arguments, console: Console) -> None:
 
 
 def run_measure(args: Arguments, console: Console) -> None:
-    """Measure collectives between this machine's ranks, save, show."""
+    """Measure collectives between this machine's ranks, store and show the cluster."""
     from asa.cli.bench_setup import device_of
     from asa.launch import usable_cores
     from asa.profiler.interconnect import measure_cluster

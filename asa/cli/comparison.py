@@ -1,4 +1,4 @@
-"""The parts of ``asa bench``: what to compare, the plans sealed before anything is measured, and what came of it."""
+"""Parts of ``asa bench``: plans of all strategies, stored before anything is measured, and their results."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 SCALES = (1, 2, 4, 8)
 FILLED = 0.9
-"""Share of free memory that the plans of a comparison may promise to take together."""
+"""Fraction of free memory that the plans of a comparison may be predicted to take together."""
 
 
 @dataclass
 class ModelBench:
-    """One model's strategies: the plan of each, or why there is none; and the cells they were measured in.
+    """Strategies for one model: the plan of each, or why there is none, and the measured cells.
 
-    ``emulated`` says what stood for the devices, where they are none.
+    ``emulated``: description of what replaces the devices, if they are emulated.
     """
 
     model: str
@@ -52,7 +52,7 @@ class ModelBench:
     comparisons: list[nouns.Comparison] = field(default_factory=list)
 
     def distinct(self) -> list[Plan]:
-        """Plans that differ in what they run, the one predicted fastest first: it is the one compared with itself."""
+        """Plans that differ in what they run, with the predicted fastest first, which is also compared with itself."""
         found: dict[object, Plan] = {}
         for plan in self.plans.values():
             found.setdefault(conduct(plan), plan)
@@ -60,17 +60,17 @@ class ModelBench:
 
 
 def conduct(plan: Plan) -> object:
-    """What a plan runs, apart from what it is called."""
+    """Everything that determines how a plan runs, without names."""
     return plan.conduct
 
 
 def now() -> str:
-    """The time, as documents state it."""
+    """Current time in the form used by documents."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def prepare(args: Arguments, console: Console, model: str, cluster: Cluster, gpus: int, folder: Path) -> ModelBench:
-    """Profile if need be, plan every strategy, and write the plans down."""
+    """Profile the model if necessary, plan every strategy, and store the plans."""
     if isinstance(args.device, EmulatedName):
         profile, cluster, said = emulated.stage(args, args.device, model, cluster)
     else:
@@ -104,10 +104,10 @@ def prepare(args: Arguments, console: Console, model: str, cluster: Cluster, gpu
 
 
 def side_by_side(contest: ModelBench, free: int, *, shared: bool) -> list[Plan]:
-    """The distinct plans that fit into ``free`` bytes at once, as taking turns asks for; the others move to
-    ``why_not``. The choice and plain data parallelism come first, then what is predicted fastest; one always stays.
+    """Choose the distinct plans that together fit in ``free`` bytes, as taking turns requires; move the others to
+    ``why_not``. asa's choice and plain data parallelism have priority, then the predicted fastest; at least one stays.
 
-    ``shared``: all ranks take from the same memory, as on CPUs, rather than each from its own device's.
+    ``shared``: all ranks use the same memory, as on CPUs, rather than that of their own device.
     """
     distinct = contest.distinct()
     named = {conduct(contest.plans[s]) for s in ("asa", "ddp") if s in contest.plans}
@@ -138,7 +138,7 @@ def measure(
     data: Callable[[], tuple[ImageSet, ImageSet]],
     epochs: int | None = None,
 ) -> None:
-    """Run the distinct plans against each other, for so many ``epochs`` or as long as the budget goes, and fill in
+    """Run the distinct plans against each other, for ``epochs`` epochs or until the budget is used, and fill in
     ``cells`` and ``comparisons``."""
     from asa.executor.measuring.benchmark import BenchOptions, compare, turn_steps
     from asa.executor.measuring.benchmark import measure as run
@@ -175,7 +175,7 @@ def measure(
     taken = None if device == "cuda" else others.cores
     contest.comparisons = [compare(contest.model, cells[0], cells[0], others_cores=taken)]
     own = contest.cells.get("asa")
-    # A cell goes by the first strategy that ran its plan; here it stands for asa.
+    # A cell has the name of the first strategy that ran its plan; here it is compared as asa.
     contest.comparisons += [
         replace(compare(contest.model, own, c, others_cores=taken), left="asa")
         for c in cells
@@ -184,13 +184,13 @@ def measure(
 
 
 def results(args: Arguments, contest: ModelBench) -> list[nouns.BenchResult]:
-    """A row a strategy, those that could not be run last."""
+    """One result per strategy; those that could not run come last."""
     batch = args.global_batch or contest.profile.global_batch
     return [_result(contest, s, batch) for s in (*contest.plans, *contest.why_not)]
 
 
 def scaling(contest: ModelBench) -> list[nouns.ScalingPoint]:
-    """The predictions for 1, 2, 4, 8 ranks, with what was measured at one of them."""
+    """Predictions for 1, 2, 4, 8 ranks, with the measurement at one of them."""
     measured = {
         (s, contest.plans[s].num_ranks if s == "single" else contest.plans[s].gpus): cell.step_time.median
         for s, cell in contest.cells.items()
@@ -208,7 +208,7 @@ def scaling(contest: ModelBench) -> list[nouns.ScalingPoint]:
 
 
 def notes(contest: ModelBench) -> list[str]:
-    """What a reader should know: what was not real, which strategies are the same plan, what plans say themselves."""
+    """Remarks for the reader: emulated devices, strategies with the same plan, notes of plans."""
     first: dict[object, str] = {}
     said = [f"{contest.model}: {contest.emulated}"] if contest.emulated else []
     for strategy, plan in contest.plans.items():
@@ -221,7 +221,7 @@ def notes(contest: ModelBench) -> list[str]:
 
 
 def settings(args: Arguments, contests: Sequence[ModelBench], gpus: int, train: ImageSet) -> nouns.BenchSettings:
-    """What was asked for, defaults filled in."""
+    """The settings of the benchmark, including defaults."""
     from asa.executor.measuring.benchmark import turn_steps
     from asa.executor.training.settings import LEARNING_RATE
 
@@ -333,21 +333,21 @@ def _result(contest: ModelBench, strategy: str, global_batch: int) -> nouns.Benc
 
 
 FORWARD_AND_BACKWARD = 3
-"""FLOPs of a training step over those of forward alone: backward computes gradients of inputs and of weights."""
+"""FLOPs of a training step over those of forward: backward computes gradients of inputs and of weights."""
 
 
 def flops_per_sample(profile: Profile) -> float:
-    """FLOPs that a sample's forward and backward ask for, recomputation not counted."""
+    """FLOPs of a sample's forward and backward, without recomputation."""
     return FORWARD_AND_BACKWARD * sum(c.flops_per_sample for c in profile.graph.components)
 
 
 def peak_flops(cluster: Cluster, precision: str) -> float:
-    """What a device could do a second at that precision; 0 where that is not known."""
+    """Peak FLOP/s of a device at ``precision``; 0 if unknown."""
     return cluster.device.peak_fp32_flops if precision == "fp32" else cluster.device.peak_bf16_flops
 
 
 def _usage(cell: Cell) -> dict[str, Any]:
-    """What devices did: the mean share of time they computed, energy of all a step, the slowest clock and why."""
+    """Use of the devices: mean fraction of time computing, energy of all per step, slowest clock and its reasons."""
     from asa.instruments.nvml import reasons
 
     busy = [u.busy for u in cell.usage if u.busy is not None]

@@ -1,6 +1,6 @@
 """``asa completion``: a script that completes commands, options and their values in bash, zsh or fish.
 
-It is made from the same option data as the help, and asks nobody while it completes.
+It is made from the same option data as the help, and runs no other program during completion.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def run(args: Arguments, console: Console) -> None:
 
 
 def flags(verb: Verb) -> list[str]:
-    """What may follow a command, dashes and all."""
+    """All flags of a command, with dashes."""
     return [f for opt in verb.options if not opt.positional for f in (opt.short, f"--{opt.name}") if f]
 
 
 def values(verb: Verb, option: Option) -> Sequence[str]:
-    """Words that ``option`` takes; none where any text will do."""
+    """Possible values of ``option``; empty if any text is accepted."""
     if option.name == "cluster":
         from asa.cost.machine import presets
 
@@ -44,7 +44,7 @@ def values(verb: Verb, option: Option) -> Sequence[str]:
 
 
 def words(every: Sequence[Verb]) -> dict[str, list[str]]:
-    """First words of commands, and the second ones where there are any."""
+    """First words of commands, each with its second words, if any."""
     found: dict[str, list[str]] = {}
     for verb in every:
         first, *rest = verb.name.split()
@@ -53,7 +53,7 @@ def words(every: Sequence[Verb]) -> dict[str, list[str]]:
 
 
 def bash(every: Sequence[Verb]) -> str:
-    """For ``source <(asa completion bash)``; words without a rule complete as files."""
+    """Script for ``source <(asa completion bash)``; words without a rule are completed as files."""
     cases = []
     for verb in sorted(every, key=lambda v: -len(v.name.split())):
         rules = [
@@ -95,7 +95,7 @@ def bash(every: Sequence[Verb]) -> str:
 
 
 def zsh(every: Sequence[Verb]) -> str:
-    """For a file ``_asa`` in a folder of ``$fpath``, or ``source <(asa completion zsh)``."""
+    """Script for a file ``_asa`` in a folder of ``$fpath``, or ``source <(asa completion zsh)``."""
     top = [f"    '{first}:{_quoted(_help(first))}'" for first in words(every)]
     cases = []
     for verb in sorted(every, key=lambda v: -len(v.name.split())):
@@ -136,7 +136,7 @@ def _zsh_option(verb: Verb, option: Option) -> list[str]:
 
 
 def fish(every: Sequence[Verb]) -> str:
-    """For ``asa completion fish | source``, or a file in ``~/.config/fish/completions``."""
+    """Script for ``asa completion fish | source``, or a file in ``~/.config/fish/completions``."""
     found = ["# fish completion of asa: asa completion fish | source"]
     for first, rest in words(every).items():
         described = _quoted(_help(first))
@@ -166,7 +166,7 @@ def _help(first: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """``text`` without what ends a quoted description in zsh or fish."""
+    """``text`` without characters that end a quoted description in zsh or fish."""
     return re.sub(r"['\"\[\]:\\`$]", "", text)
 
 

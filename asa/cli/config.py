@@ -1,4 +1,4 @@
-"""``asa config show``: every setting and where its value comes from."""
+"""``asa config show``: every setting, its value and its source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asa.ir import codec
 
 
 def run(args: Arguments, console: Console) -> None:
-    """Resolve every option of every verb without a command line."""
+    """Resolve and show every option of every command, as without flags."""
     from asa.cli.settings import resolve
     from asa.cli.verbs import VERBS as WORDS
     from asa.cli.verbs import verbs

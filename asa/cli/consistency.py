@@ -1,4 +1,4 @@
-"""What ``asa plan --consistency any`` and ``--target`` add to a plan."""
+"""Additions of ``asa plan --consistency any`` and ``--target`` to a plan."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["compared", "report"]
 def compared(
     args: Arguments, console: Console, profile: Profile, cluster: Cluster, request: Request, answer: Plan
 ) -> Consistency:
-    """The table, with the curves of staleness that are kept beside profiles.
+    """Comparison of disciplines of consistency, using the staleness curves stored beside profiles.
 
     Raises:
-        UsageError: there is nobody to wait for.
+        UsageError: there is only one worker.
     """
     from asa.strategies import offered
 

@@ -1,4 +1,4 @@
-"""Where words go: data to stdout, everything else to stderr; under --json stdout holds exactly one document."""
+"""Output: data to stdout, everything else to stderr; with --json stdout contains exactly one document."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 Report = Callable[[float, str], None]
-"""What long work calls: the fraction done, and what is being done."""
+"""Progress function of long work: gets the fraction done, and what is being done."""
 
 
 class Console:
-    """One per process. Silent but for data on ranks other than 0; progress only on a terminal."""
+    """Output of a process. Ranks other than 0 print nothing but data; progress is shown only on a terminal."""
 
     def __init__(self, *, as_json: bool = False) -> None:
         self.as_json = as_json
@@ -32,7 +32,7 @@ class Console:
         self._bars: Progress | None = None
 
     def show(self, *parts: RenderableType) -> None:
-        """Tables and lines for people, on stdout; nothing under --json."""
+        """Print tables and lines for people to stdout; nothing with --json."""
         if self.as_json or not self.first_rank:
             return
         from rich.text import Text
@@ -43,15 +43,15 @@ class Console:
             console.print(part, soft_wrap=isinstance(part, Text) and not console.is_terminal)
 
     def say(self, message: str) -> None:
-        """A message on stderr. Nothing ends because it cannot be written (a full disk, a terminal that is gone)."""
+        """Print a message to stderr. Failure to write (a full disk, a closed terminal) is ignored."""
         if self.first_rank:
             console = self._bars.console if self._bars is not None else _rich(stderr=True)
             with _unheard(2):
                 console.print(message, markup=False, highlight=False, soft_wrap=True)
 
     def line(self, text: str) -> None:
-        """A line of a report that grows while work goes on: on stdout, under --json on stderr. Work that is under way
-        does not end because nobody reads on."""
+        """Print a line of a report that grows during work: to stdout, with --json to stderr. Failure to write is
+        ignored, so that work goes on when nobody reads."""
         if self.as_json or (self._bars is not None and sys.stdout.isatty()):
             self.say(text)  # above the bar, which is on the same terminal
         elif self.first_rank:
@@ -60,8 +60,8 @@ class Console:
                 sys.stdout.flush()
 
     def document(self, data: dict[str, Any]) -> None:
-        """The one JSON document on stdout; nothing without --json, nor after the first: what ends a command then
-        is told by its exit code."""
+        """Print the one JSON document to stdout; nothing without --json, nor after the first document: the end of a
+        command is then reported by its exit code."""
         if not self.as_json or not self.first_rank or self._told:
             return
         text = json.dumps(data, indent=1, allow_nan=False) + "\n"
@@ -77,7 +77,8 @@ class Console:
 
     @contextmanager
     def keeping_stdout(self) -> Iterator[None]:
-        """Under --json, send whatever libraries and workers print to stderr; only the document gets through."""
+        """Context in which, with --json, output of libraries and workers goes to stderr; only the document reaches
+        stdout."""
         if not self.as_json:
             yield
             return
@@ -95,18 +96,18 @@ class Console:
             if ours is sys.stdout:
                 os.close(kept)
             else:
-                with suppress(OSError):  # what could not be written was told when it was flushed
+                with suppress(OSError):  # a failure to write was reported when flushing
                     ours.close()
 
     def result(self, data: dict[str, Any], parts: Callable[[], Iterable[RenderableType]]) -> None:
-        """Prints the document under --json, tables otherwise."""
+        """Print the document with --json, tables otherwise."""
         if self.as_json:
             self.document(data)
         else:
             self.show(*parts())
 
     def _now_and_then(self, title: str) -> Report:
-        """Says where work is, on stderr, ten seconds after it began or after the last line."""
+        """A progress function that prints a line to stderr ten seconds after the start or the last line."""
         began = last = time.monotonic()
 
         def report(fraction: float, what: str) -> None:
@@ -122,7 +123,7 @@ class Console:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Report]:
-        """A bar with an ETA on stderr while the block runs; where stderr is no terminal, a line every ten seconds."""
+        """Context with a progress bar and ETA on stderr; if stderr is not a terminal, a line every ten seconds."""
         if not self.first_rank:
             yield _quiet
             return
@@ -156,22 +157,22 @@ class Console:
 
 
 LINE_EVERY_S = 10.0
-"""How often long work says a line where there is no terminal."""
+"""Seconds between lines of progress if there is no terminal."""
 
 
 @contextmanager
 def _unheard(descriptor: int) -> Iterator[None]:
-    """Where what is written within cannot be, the rest of it and all that follows goes nowhere."""
+    """Context in which a failure to write to ``descriptor`` redirects all later output there to nowhere."""
     try:
         yield
-    except (OSError, SystemExit):  # the latter is what rich makes of a closed pipe
+    except (OSError, SystemExit):  # rich raises SystemExit for a closed pipe
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, descriptor)
         os.close(nowhere)
 
 
 def _quiet(fraction: float, what: str) -> None:
-    """Progress nobody watches."""
+    """Ignore progress."""
 
 
 def _rich(*, stderr: bool) -> RichConsole:
@@ -184,7 +185,7 @@ def _rich(*, stderr: bool) -> RichConsole:
 
 
 def _is_descriptor_1(stream: TextIO) -> bool:
-    """Whether ``stream`` is the process's own stdout and no stand-in (a notebook's, a test's)."""
+    """Whether ``stream`` is the process's own stdout, and not a replacement (of a notebook, of a test)."""
     try:
         return stream.fileno() == 1
     except (OSError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""``asa doctor``: what this machine can do, and how to repair what it cannot."""
+"""``asa doctor``: checks what this machine can do, and says how to repair the rest."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from asa.report.checks import Check
 
 _SHOWN = 4
-"""Files named in one line."""
+"""Largest number of files named in one line."""
 
 
 def run(_: Arguments, console: Console) -> int:
-    """Look at everything; 5 if something needed is missing."""
+    """Run all checks; returns exit code 5 if something needed is missing."""
     from asa.report.checks import render
 
     found = [_looked(look, console) for look in LOOKS]
@@ -39,7 +39,7 @@ def run(_: Arguments, console: Console) -> int:
 
 
 def _looked(look: Callable[[Console], Check], console: Console) -> Check:
-    """One check; where it cannot even be made (there is no torch), that."""
+    """Run one check; if it fails itself (for instance without torch), return that as its result."""
     from asa.report.checks import Check
 
     try:
@@ -97,7 +97,7 @@ def _cuda(_: Console) -> Check:
     from asa.report.checks import Check
 
     count = torch.cuda.device_count()
-    # Asked of the management library: a process in which CUDA has started can fork no ranks that use it.
+    # NVML gives the names without starting CUDA, after which this process could not fork ranks that use it.
     named = ", ".join(nvml.names(count)) or (f"{count} devices" if count else "")
     fix = "training runs on CPU; for GPUs install a driver that torch " + str(torch.version.cuda) + " can use"
     return Check(name="cuda", ok=count > 0, detail=named or "no device", needed=False, fix=fix)
@@ -140,7 +140,7 @@ def _meet(rank: int) -> float:
 
 
 def _solver(_: Console) -> Check:
-    """Solves a problem of two variables by the very calls that a plan makes."""
+    """Check the solver: solve a problem of two variables with the same calls as a plan."""
     from importlib import metadata
 
     from asa.errors import AsaError
@@ -153,7 +153,7 @@ def _solver(_: Console) -> Check:
         found = ilp.solve(_two_variables(), time_limit_s=10.0)
     except (AsaError, metadata.PackageNotFoundError) as error:
         return Check(name="solver", ok=False, detail=str(error), fix=fix)
-    except Exception as error:  # whatever another version of the solver does to these calls
+    except Exception as error:  # another version of the solver may raise anything
         return Check(name="solver", ok=False, detail=f"{versions}: {type(error).__name__}: {error}", fix=fix)
     ok = found.choice == (1,) and found.proved and abs(found.value - 3.0) < 1e-6
     told = "solved 2 variables" if ok else f"wrong answer to 2 variables: {found.choice}, {found.value:g} for 3"
@@ -161,7 +161,7 @@ def _solver(_: Console) -> Check:
 
 
 def _two_variables() -> Problem:
-    """One component that takes 4 ms one way and 3 ms another."""
+    """A problem with one component that takes 4 ms in one way and 3 ms in another."""
     from asa.ir.layout import Layout
     from asa.ir.plan import DataDegree, TensorDegree
     from asa.planner.stage.problem import Config, Problem
@@ -194,7 +194,7 @@ def _clusters(console: Console) -> Check:
 
 
 def _few(files: list[str]) -> str:
-    """The first files by name, and how many more there are."""
+    """The first files by name, and the number of others."""
     more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
     return ", ".join(files[:_SHOWN]) + more or "none"
 

@@ -1,4 +1,4 @@
-"""``--device emulated:PROFILE[?dilation=X]``: the ranks of a fast device on the cores that are there."""
+"""``--device emulated:PROFILE[?dilation=X]``: emulates the ranks of a fast device on the available cores."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ METAVAR = "auto|cpu|cuda|emulated:PROFILE[?dilation=X]"
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedName:
-    """What was typed. ``dilation``: how many times as long the device takes for everything it computes."""
+    """A parsed ``emulated:`` option. ``dilation``: factor on the times of all computation."""
 
     path: Path
     dilation: float = 1.0
 
     @property
     def slower(self) -> str:
-        """The dilation in words, where there is one."""
+        """Description of the dilation; empty if it is 1."""
         return f", {self.dilation:g} times slower" if self.dilation != 1 else ""
 
     def told(self, profile: Profile) -> str:
-        """What stands for the devices, where results are kept."""
+        """Description of the emulated devices, stored with results."""
         return f"emulated {profile.device.name} from {self.path}{self.slower}; nothing is trained"
 
     def profile(self) -> Profile:
-        """The profile, dilated.
+        """The profile, with dilation applied.
 
         Raises:
             InvalidInputError: the file cannot be used.
@@ -57,7 +57,7 @@ class EmulatedName:
 
 
 def device(text: str) -> str | EmulatedName:
-    """A kind of device, or an emulated one.
+    """Parse a kind of device, or an emulated one.
 
     >>> device("cpu"), device("emulated:gpu.json?dilation=5").dilation
     ('cpu', 5.0)
@@ -77,14 +77,14 @@ def device(text: str) -> str | EmulatedName:
 
 
 def bandwidth(of: Device, dilation: float) -> float:
-    """Bytes/s of the memory of a device that takes ``dilation`` times as long."""
+    """Memory bandwidth in bytes/s of a device slowed down by ``dilation``."""
     return of.memory_bandwidth / dilation
 
 
 def joined(profile: Profile, cluster: Cluster, of: Device | None = None, dilation: float = 1.0) -> Cluster:
-    """The links of ``cluster`` between emulated devices, which neither slow each other down nor are slowed by messages.
+    """A cluster of emulated devices with the links of ``cluster``, without contention or interference with messages.
 
-    ``of``: what the device states of itself, where it is known.
+    ``of``: the known properties of the device.
     """
     record = profile.device
     known = of if of is not None and of.type == record.type else None
@@ -98,12 +98,12 @@ def joined(profile: Profile, cluster: Cluster, of: Device | None = None, dilatio
 
 
 def pretended(name: EmulatedName, plan: Plan, console: Console) -> tuple[EmulatedDevice, Plan]:
-    """The device for the executor, and ``plan`` with what is to be expected of it there.
+    """The device for the executor, and ``plan`` with its prediction for that device.
 
     Raises:
         UsageError: the profile is of another model.
     """
-    profile = name.profile()  # before torch is imported: what is wrong here is said at once
+    profile = name.profile()  # before the slow import of torch, so that errors appear at once
     if tuple(c.name for c in profile.graph.components) != tuple(c.name for c in plan.components):
         raise UsageError(
             f"{name.path} is a profile of {profile.model_spec} ({len(profile.graph.components)} components), the plan "
@@ -134,8 +134,8 @@ def pretended(name: EmulatedName, plan: Plan, console: Console) -> tuple[Emulate
 
 
 def mark(result: dict[str, Any], told: str, out: Path) -> dict[str, Any]:
-    """The document of a run that says in ``emulated`` what stood for the devices, in its folder too: a loss or an
-    accuracy in it says nothing."""
+    """Add the field ``emulated`` to the document of a run, also in its folder: its losses and accuracies mean
+    nothing."""
     made = {**result, "emulated": told}
     temporary = out / ".result.json.tmp"
     temporary.write_text(json.dumps(made, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -144,10 +144,10 @@ def mark(result: dict[str, Any], told: str, out: Path) -> dict[str, Any]:
 
 
 def stage(args: Arguments, name: EmulatedName, model: str, cluster: Cluster) -> tuple[Profile, Cluster, str]:
-    """What ``asa bench`` plans from: the profile, the measured links between emulated devices, and a sentence.
+    """Inputs of ``asa bench`` with emulated devices: profile, measured links between them, and a sentence about it.
 
     Raises:
-        UsageError: the profile is of another model, or of other inputs than asked for.
+        UsageError: the profile is of another model, or of other inputs than requested.
     """
     profile = name.profile()
     if profile.model_spec != model:
@@ -161,7 +161,7 @@ def stage(args: Arguments, name: EmulatedName, model: str, cluster: Cluster) -> 
 
 
 def cells(profile: Profile, cluster: Cluster, plans: Sequence[Plan], console: Console, budget_s: float) -> list[Cell]:
-    """Every plan on emulated devices, one after the other; step times are all there is to measure."""
+    """Measure step times of every plan on emulated devices, one after the other."""
     import torch
 
     from asa.executor.measuring.benchmark import Cell

@@ -1,5 +1,5 @@
-"""SIGTERM, as Slurm, Kubernetes and ``timeout`` send it: a command with nothing to save ends in order, as by Ctrl-C.
-Its ranks are killed, and under --json a document says how it ended; a second one ends it at once."""
+"""Handling of SIGTERM, as Slurm, Kubernetes and ``timeout`` send it: a command without state to save ends like after
+Ctrl-C. Its ranks are killed, and with --json a document reports the end; a second signal ends it at once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""Exit code of a process ended by SIGTERM, as a shell names it."""
+"""Exit code of a process ended by SIGTERM, as reported by a shell."""
 
 
 class Terminated(BaseException):
-    """The signal came. Like KeyboardInterrupt no error that anybody on the way could handle."""
+    """Raised by SIGTERM. Like KeyboardInterrupt it is not an error that other code should handle."""
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Inside, SIGTERM raises :class:`Terminated`, unless somebody else answers or ignores it. Processes that are forked
-    here end by it, as ever."""
+    """Context in which SIGTERM raises :class:`Terminated`, unless it is already handled or ignored. Processes forked
+    here are ended by it as usual."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield  # only the main thread may set handlers
         return
@@ -41,8 +41,8 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def left_to_ranks() -> Iterator[None]:
-    """Inside, SIGTERM waits for the ranks, who save first: they take it as soon as they run; a second one ends
-    everything at once, without a word."""
+    """Context in which SIGTERM is held back for the ranks, which save first, until they run; a second one ends
+    everything at once, without output."""
     before = signal.getsignal(signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     taken = threading.current_thread() is threading.main_thread() and callable(before)

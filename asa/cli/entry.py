@@ -1,4 +1,4 @@
-"""From words to a verb, and from whatever happens to an exit code and one line."""
+"""Dispatch of the command line to a command, and conversion of every outcome to an exit code and one line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REMEDIES = {
 
 
 def run(argv: Sequence[str]) -> int:
-    """One command; returns the exit code and never raises."""
+    """Run one command; returns the exit code and never raises."""
     from asa.cli.settings import wants_json
 
     console = Console(as_json=wants_json(argv, os.environ))
@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
     except AsaError as error:
         return _end(console, str(error), error.exit_code, debug)
     except OSError as error:
-        # Of two names the second is where something was to go; the first may be a temporary one.
+        # Of two names (a rename) the second is the target; the first may be a temporary file.
         if error.errno == errno.ENOMEM:
             return _internal(console, error, debug)
         name = error.filename2 or error.filename
@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def dispatch(argv: Sequence[str], console: Console) -> int | None:
-    """Find the verb, read its options, run it."""
+    """Find the command, parse its options, run it."""
     from asa.cli.settings import arguments
 
     words = list(argv)
@@ -91,7 +91,7 @@ def dispatch(argv: Sequence[str], console: Console) -> int | None:
 
 
 def overview() -> str:
-    """What ``asa --help`` prints; imports no verb."""
+    """Text of ``asa --help``; imports no command."""
     return _listing("asa", [(name, text) for name, (_, text) in VERBS.items()])
 
 
@@ -121,7 +121,7 @@ def _end(console: Console, message: str, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
     line = " ".join(message.split())
-    with suppress(OSError):  # nobody can be told more than the exit code
+    with suppress(OSError):  # stderr may be closed; the exit code remains
         sys.stderr.write(f"asa: {line}\n")
     with suppress(OSError, UnavailableError):
         console.document({"schema_version": SCHEMA_VERSION, "kind": "error", "exit_code": code, "error": line})
@@ -130,12 +130,12 @@ def _end(console: Console, message: str, code: int, debug: bool) -> int:
 
 @contextmanager
 def _quiet_libraries(debug: bool) -> Iterator[None]:
-    """Warnings of libraries are for developers; asa's own log goes to stderr."""
+    """Context that hides warnings of libraries, which are for developers; asa's own log goes to stderr."""
     import logging
     import warnings
 
     if not debug:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported, and by the ranks
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read by torch's import, here and in the ranks
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("asa: %(message)s"))
     logger = logging.getLogger("asa")

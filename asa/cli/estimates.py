@@ -1,4 +1,4 @@
-"""Profiles from a model's structure alone, for devices that are elsewhere: traced once, estimated as often as asked."""
+"""Estimated profiles from a model's structure alone, for devices that are elsewhere; the model is traced only once."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from asa.ir.graph import LayerGraph
 
 _ROOMS = ("tracing", "sharding", "zoo", "ir")
-"""Packages of ``asa`` that decide what comes out of tracing a model."""
+"""Packages of ``asa`` that determine the result of tracing a model."""
 _BATCH = 256
 
 
 def estimated(args: Arguments, model: str, cluster: Cluster) -> tuple[Profile, str]:
-    """What ``model`` is expected to take on the devices of ``cluster``, and a sentence saying so.
+    """Estimated profile of ``model`` on the devices of ``cluster``, and a sentence about it.
 
-    A model that was traced before by the same versions is not traced again, which spares importing torch. Kept in
-    ``runs/estimates`` apart from what was measured, for `asa explain` and `asa simulate` too.
+    A model traced before by the same versions is not traced again, which avoids importing torch. Stored in
+    ``runs/estimates``, apart from measured profiles, also for `asa explain` and `asa simulate`.
 
     Raises:
-        UsageError: the model cannot be built as asked.
-        InvalidInputError: it fails, or the devices' data sheet is not known.
+        UsageError: the model cannot be built as requested.
+        InvalidInputError: it fails, or the devices' data sheet is unknown.
     """
     key = _key(model, args)
     graph, fingerprint, on_one = (_remembered(model, key) if key else None) or _traced(model, args)
@@ -57,7 +57,7 @@ def estimated(args: Arguments, model: str, cluster: Cluster) -> tuple[Profile, s
 
 
 def _traced(model: str, args: Arguments) -> tuple[LayerGraph, str, bool]:
-    """The structure, its fingerprint, and whether the model trains on a batch of one sample."""
+    """The structure, its fingerprint, and whether the model can train on a batch of one sample."""
     from asa.sharding.structure import structure_of
     from asa.zoo.inputs import example
     from asa.zoo.models import build, default_input
@@ -72,7 +72,7 @@ def _traced(model: str, args: Arguments) -> tuple[LayerGraph, str, bool]:
 
 
 def _remembered(model: str, key: str) -> tuple[LayerGraph, str, bool] | None:
-    """What was found when the same model was traced before."""
+    """Result of an earlier trace of the same model; None if there is none."""
     for path in sorted(places.ESTIMATES.glob(f"{places.slug(model)}.{key}.*.json")):
         try:
             found = codec.load(Profile, path)
@@ -84,7 +84,8 @@ def _remembered(model: str, key: str) -> tuple[LayerGraph, str, bool] | None:
 
 
 def _key(model: str, args: Arguments) -> str:
-    """A key of all that decides what a trace finds; empty where that is code or a configuration of the user's own."""
+    """Key of everything that determines the result of a trace; empty if that includes code or configuration of the
+    user."""
     origin, colon, name = model.partition(":")
     if colon and model not in SHAPES and (origin not in PACKAGES or "/" in name or Path(name).exists()):
         return ""
@@ -105,6 +106,6 @@ def _version(package: str) -> str:
 
 
 def traced_before(model: str, args: Arguments) -> bool:
-    """Whether an estimate needs no tracing, because the same model was traced by the same versions."""
+    """Whether an estimate needs no trace, because the same model was traced before by the same versions."""
     key = _key(model, args)
     return bool(key) and _remembered(model, key) is not None

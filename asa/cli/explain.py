@@ -1,4 +1,4 @@
-"""``asa explain``: why this plan, and why not another; or the story of a run."""
+"""``asa explain``: reasons for a plan and against others, or the history of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asa.ir import codec
 
 LOG = "log.jsonl"
 _MOST_LOG = 2**30
-"""Bytes of a log that are read: years of a line every few seconds."""
+"""Largest number of bytes of a log: years of a line every few seconds."""
 
 
 def run(args: Arguments, console: Console) -> None:
@@ -59,7 +59,7 @@ def run(args: Arguments, console: Console) -> None:
 
 
 def _tell(args: Arguments, console: Console) -> None:
-    """The story of the run in a folder."""
+    """Show the history of the run in a folder."""
     from asa.report.story import render, story
 
     for name in ("why_not", "profile", "cluster", "memory"):
@@ -84,10 +84,10 @@ def _tell(args: Arguments, console: Console) -> None:
 
 
 def events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events in a run's log, in order; lines that are torn or none of ours are passed over.
+    """Events in a run's log, in order; broken and foreign lines are skipped.
 
     Raises:
-        InvalidInputError: the file is missing, unreadable, too large, or no regular file.
+        InvalidInputError: the file is missing, unreadable, too large, or not a regular file.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer

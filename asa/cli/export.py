@@ -1,4 +1,4 @@
-"""``asa export``: what was trained, or what was planned, for other tools."""
+"""``asa export``: exports trained weights or a plan for other tools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TARGETS = ("safetensors", "torch", "accelerate", "fabric", "deepspeed", "torchti
 
 
 def run(args: Arguments, console: Console) -> None:
-    """Weights of a run, or a snippet of the plan."""
+    """Export weights of a run, or a configuration snippet for the plan."""
     data = _weights(args, console) if args.to == "safetensors" else _snippet(args, console)
     console.document({"schema_version": codec.SCHEMA_VERSION, "kind": "export", "to": args.to, **data})
 
@@ -37,7 +37,7 @@ def _weights(args: Arguments, console: Console) -> dict[str, Any]:
 
 
 def _run_of(args: Arguments) -> tuple[Path, Plan]:
-    """The run named, else the newest that saved anything, of the plan named if one is.
+    """The named run, otherwise the newest with a checkpoint; of the named plan, if one is named.
 
     Raises:
         NoCheckpointError: there is none.
@@ -51,7 +51,7 @@ def _run_of(args: Arguments) -> tuple[Path, Plan]:
     runs = sorted(places.TRAINING.glob("*/plan.json"), key=lambda p: p.stat().st_mtime, reverse=True)
     for path in runs:
         if not any((path.parent / "checkpoints").glob("step_*")):
-            continue  # on emulated devices, or ended before its first
+            continue  # no checkpoint: emulated devices, or ended too early
         plan = codec.load(Plan, path)
         if wanted in (None, codec.fingerprint(plan)):
             return path.parent, plan

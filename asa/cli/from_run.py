@@ -1,4 +1,4 @@
-"""``asa plan --from-run``: what a run learnt of its devices and links, as the files of the next plan."""
+"""``asa plan --from-run``: uses the profile and cluster that a run has corrected for the next plan."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from asa.ir.profile import Profile
 
 
 def origins(args: Arguments, console: Console) -> tuple[Profile, Cluster]:
-    """The corrected profile and cluster of the run in ``args.from_run``, kept where plans find what they were made
-    from. What ``args`` leave open (devices, batch, optimizer) becomes that of the run's plan.
+    """The corrected profile and cluster of the run in ``args.from_run``, stored as origins of plans. Options that
+    ``args`` leave open (devices, batch, optimizer) are taken from the run's plan.
 
     Raises:
         UsageError: a model or a cluster is named too.

@@ -1,9 +1,9 @@
-"""The environment in which a command that trains is to run: with a heap that takes back what was freed.
+"""Restart of commands that train, with a heap setting that lets freed memory be reused.
 
-glibc caches small blocks per thread. Of every aligned block, as torch asks for them, it splits a few bytes off at
-either end and caches those, so that the block, once freed, is too short for the next of its own size: a step finds no
-room in what the step before has left, and the heap grows to up to 3.5 times of what is in use. The cache is switched
-off by a variable that glibc reads when a process starts, hence a new start (docs/decisions/0014).
+glibc caches small blocks per thread. It splits a few bytes off either end of every aligned block, as torch requests
+them, and caches those pieces, so that the block, once freed, is too short for the next one of the same size: a step
+cannot reuse the memory of the step before, and the heap grows up to 3.5 times. The cache is switched off by a variable
+that glibc reads when a process starts, hence the restart (docs/decisions/0014).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ TRAINING = ("train", "bench", "verify", "profile")
 
 
 def start_again(words: Sequence[str]) -> None:
-    """Where ``words`` train, and glibc has not been told, replace this process by one whose glibc has."""
+    """If ``words`` are a command that trains and the setting is missing, replace this process by one with it."""
     if not words or words[0] not in TRAINING or sys.orig_argv[-len(words) :] != list(words):
-        return  # called by a program with words of its own, it would begin from that program's beginning
+        return  # called from another program, whose own start would be repeated
     start_program_again()
 
 
 def start_program_again() -> None:
-    """Where glibc has not been told, replace this process, whatever program it is, by one whose glibc has."""
+    """If the setting is missing, replace this process, whatever program it is, by one with it."""
     present = os.environ.get(VARIABLE, "")
     if SETTING in present or not _glibc() or not sys.executable:
         return
     os.environ[VARIABLE] = ":".join(filter(None, (present, f"{SETTING}=0")))
-    with suppress(OSError):  # as it is, then
+    with suppress(OSError):  # continue without the setting
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 

@@ -1,8 +1,8 @@
-"""Options that would do nothing beside the others: refused, since whoever typed one meant something by it; said where
-that does no harm.
+"""Refuses options that have no effect in combination with others, since whoever gave one meant something by it; only
+prints a note if that is harmless.
 
-Options say so themselves (``needs``, ``unless``, ``heeds`` of :class:`asa.cli.verb.Option`). Only what stands on the
-command line is held to it: a variable or a file is for many commands.
+Options declare this themselves (``needs``, ``unless``, ``heeds`` of :class:`asa.cli.verb.Option`). Only flags on the
+command line are checked: variables and files are for many commands.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _LOG = logging.getLogger("asa")
 
 
 def check(verb: Verb, args: Arguments) -> None:
-    """Whether every option that was typed does something.
+    """Check that every given flag has an effect.
 
     Raises:
-        UsageError: naming the first that does not, beside or without which other.
+        UsageError: names the first that has none, and the option that causes it.
     """
     on = [o for o in verb.options if not _off(getattr(args, o.field))]
     for o in verb.options:
@@ -40,7 +40,7 @@ def check(verb: Verb, args: Arguments) -> None:
 
 
 def condition(verb: Verb, o: Option) -> str:
-    """What the help of an option adds on where it does something; empty where its own words tell."""
+    """Text for the help of an option on when it has an effect; empty if its own text says so."""
     if o.unless:
         return f"not beside --{o.unless.replace('_', '-')}"
     if not o.needs:
@@ -60,11 +60,11 @@ def _off(value: object) -> bool:
 
 
 def _needed(verb: Verb, o: Option) -> tuple[Option, tuple[str, ...]]:
-    """The option that ``o`` needs, and of which values one, if any will not do."""
+    """The option that ``o`` needs, and the values of which it needs one (empty: any)."""
     field, _, values = o.needs.partition("=")
     return next(p for p in verb.options if p.field == field), tuple(filter(None, values.split("|")))
 
 
 def _setting(o: Option) -> str:
-    """What stands before a value of it."""
+    """Name of the option as it stands before a value."""
     return "" if o.positional else f"{o.shown} "

@@ -1,4 +1,4 @@
-"""``asa launch``: a plan as a job for a cluster's scheduler."""
+"""``asa launch``: writes a job that runs a plan under a cluster's scheduler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SYSTEMS = ("slurm", "k8s", "ray")
 _SUBMIT = {"slurm": "sbatch {}", "k8s": "kubectl apply -f {}", "ray": "ray job submit --working-dir . -- python {}"}
 
 _IMAGE = "asa:latest"
-"""Where none is named: a pod cannot go without."""
+"""Default container image, because a pod needs one."""
 
 
 _MOST_CARRIED = 900_000
@@ -29,12 +29,12 @@ _SCREEN = 100
 
 
 def run(args: Arguments, console: Console) -> None:
-    """Lay the plan out on machines, write the job, and say how to submit it."""
+    """Assign the plan's ranks to machines, write the job, and print how to submit it."""
     from asa.report import jobs
 
     path, plan = places.newest_plan(args.plan)
     out = args.out or str(places.TRAINING / f"{places.slug(plan.model_spec)}-{codec.fingerprint(plan)[:6]}")
-    apart = args.system == "ray"  # what is submitted is a copy of the working directory: no place for a run
+    apart = args.system == "ray"  # Ray runs in a copy of the working directory, where a run would be lost
     job = jobs.Job(
         plan=plan,
         plan_file="/plan/plan.json"
@@ -77,7 +77,8 @@ def run(args: Arguments, console: Console) -> None:
 
 
 def _origins(plan: Plan, system: str, console: Console) -> dict[str, str]:
-    """What the plan was made from, to go where it goes; nothing, which is said, where it is gone or too large."""
+    """Profile and cluster of the plan, to be sent with the job; empty, with a note, if they are missing or too
+    large."""
     from asa.cli.choose import origins
 
     try:
@@ -92,7 +93,7 @@ def _origins(plan: Plan, system: str, console: Console) -> dict[str, str]:
 
 
 def _cluster(plan: Plan, args: Arguments, console: Console) -> Cluster | None:
-    """The cluster named, or the one the plan was made for if it is still known."""
+    """The named cluster, or the one the plan was made for if it still exists."""
     from asa.cli.choose import named_cluster, origins
 
     if args.cluster:
@@ -117,14 +118,14 @@ def _deliver(text: str, output: str | None, data: dict[str, object], console: Co
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Words as a shell would see them.
+    """Options for ``asa train``, split as in a shell.
 
     >>> words("--epochs 90 --data cifar100")
     ('--epochs', '90', '--data', 'cifar100')
 
     Raises:
-        ValueError: they are no words, or say what the job says.
-        UsageError: ``asa train`` would not take them.
+        ValueError: they cannot be split, or set what the job sets.
+        UsageError: ``asa train`` does not accept them.
     """
     found = tuple(shlex.split(text))
     for own in ("--out", "--resume", "--json"):

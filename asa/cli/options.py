@@ -1,4 +1,4 @@
-"""The options that several verbs share, and how their text becomes a value."""
+"""Options that several commands share, and parsers for their values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNITS = {"tib": 2**40, "gib": 2**30, "mib": 2**20, "kib": 2**10, "tb": 10**12, 
 
 
 def count(text: str) -> int:
-    """A whole number from 1."""
+    """Parse a whole number from 1."""
     try:
         value = int(text)
     except ValueError:
@@ -30,7 +30,7 @@ def count(text: str) -> int:
 
 
 def several(text: str) -> int:
-    """A whole number from 2."""
+    """Parse a whole number from 2."""
     value = count(text)
     if value < 2:
         raise ValueError(f"{value} is below 2, the fewest that can be compared")
@@ -38,14 +38,14 @@ def several(text: str) -> int:
 
 
 def natural(text: str) -> int:
-    """A whole number from 0."""
+    """Parse a whole number from 0."""
     if text.strip().startswith("-") and text.strip()[1:].isdecimal() and int(text):
         raise ValueError(f"{text.strip()} is below 0")
     return 0 if text.strip() in ("0", "-0") else count(text)
 
 
 def seed(text: str) -> int:
-    """A whole number from 0 that every generator takes."""
+    """Parse a whole number from 0 that is a valid seed for all generators."""
     value = natural(text)
     if value > _MOST_SEED:
         raise ValueError(f"{value} is above {_MOST_SEED}")
@@ -53,7 +53,7 @@ def seed(text: str) -> int:
 
 
 def positive(text: str) -> float:
-    """A number above 0."""
+    """Parse a number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -66,7 +66,7 @@ def positive(text: str) -> float:
 
 
 def price(text: str) -> float:
-    """The price of a device for an hour: a number, with or without what it is per.
+    """Parse the price of a device per hour: a number, with or without its unit.
 
     >>> price("2.49"), price("2.49/gpu-h"), price("$2.49/h")
     (2.49, 2.49, 2.49)
@@ -80,7 +80,7 @@ def price(text: str) -> float:
 
 
 def gibibytes(text: str) -> int:
-    """GiB, as bytes; another unit where one is named.
+    """Parse a number of GiB, or of another named unit; returns bytes.
 
     >>> gibibytes("1.5"), gibibytes("1.5GiB"), gibibytes("512 MiB"), gibibytes("80GB")
     (1610612736, 1610612736, 536870912, 80000000000)
@@ -98,7 +98,7 @@ def gibibytes(text: str) -> int:
 
 
 def budget(text: str) -> float:
-    """A time span: ``90s``, ``10m``, ``2h``; a bare number is seconds.
+    """Parse a time span: ``90s``, ``10m``, ``2h``; a bare number is seconds.
 
     >>> budget("90s"), budget("10m"), budget("1.5h")
     (90.0, 600.0, 5400.0)
@@ -107,12 +107,12 @@ def budget(text: str) -> float:
 
 
 def target(text: str) -> Target:
-    """What is to be reached: ``accuracy=0.9`` or ``loss=0.5``."""
+    """Parse a target of training: ``accuracy=0.9`` or ``loss=0.5``."""
     return parse_target(text)
 
 
 def shape(text: str) -> tuple[int, int, int]:
-    """Channels x height x width.
+    """Parse channels x height x width.
 
     >>> shape("3x32x32")
     (3, 32, 32)
@@ -124,7 +124,7 @@ def shape(text: str) -> tuple[int, int, int]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Names between commas, each once.
+    """Parse names separated by commas; duplicates are removed.
 
     >>> names("ddp, tensor")
     ('ddp', 'tensor')
@@ -136,7 +136,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Whole numbers from 1 between commas, each once.
+    """Parse whole numbers from 1 separated by commas; duplicates are removed.
 
     >>> counts("1,2, 4")
     (1, 2, 4)
@@ -145,12 +145,12 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def seeds(text: str) -> tuple[int, ...]:
-    """Seeds between commas, each once."""
+    """Parse seeds separated by commas; duplicates are removed."""
     return tuple(dict.fromkeys(seed(part) for part in names(text)))
 
 
 def share(text: str) -> float:
-    """A share, as a number up to 1 or in per cent.
+    """Parse a fraction, as a number up to 1 or in per cent.
 
     >>> share("0.9"), share("90%")
     (0.9, 0.9)
@@ -162,10 +162,10 @@ def share(text: str) -> float:
 
 
 def input_shape(args: Arguments) -> tuple[int, ...] | None:
-    """The shape of a sample that ``--input`` or ``--tokens`` asks for; None where neither does.
+    """Shape of a sample from ``--input`` or ``--tokens``; None if neither is given.
 
     Raises:
-        UsageError: both do.
+        UsageError: both are given.
     """
     if args.tokens and args.input:
         raise UsageError("--input is the size of images, --tokens the length of sequences: a model reads one of them")
@@ -173,16 +173,16 @@ def input_shape(args: Arguments) -> tuple[int, ...] | None:
 
 
 def several_data(text: str) -> tuple[str, ...]:
-    """Data sets between commas.
+    """Parse data sets separated by commas.
 
     Raises:
-        ValueError: one is none.
+        ValueError: one is not a data set.
     """
     return tuple(data(name) for name in names(text))
 
 
 def data(text: str) -> str:
-    """A data set by its name, or by where it is.
+    """Parse a data set: its name or its location.
 
     Raises:
         ValueError: it is neither.
@@ -192,7 +192,7 @@ def data(text: str) -> str:
 
 
 def option(base: Option, **changes: Any) -> Option:
-    """A shared option with another default or help."""
+    """A shared option with changed fields, such as default or help."""
     return dataclasses.replace(base, **changes)
 
 

@@ -1,7 +1,7 @@
-"""Where files are looked for and put.
+"""Locations of files.
 
 Profiles and measured clusters: ``profiles/`` of the working directory, then those shipped with the package. Plans:
-``runs/plans/``. Runs: ``runs/train/``, comparisons: ``runs/bench/``. The newest wins wherever nothing is named.
+``runs/plans/``. Runs: ``runs/train/``, comparisons: ``runs/bench/``. If nothing is named, the newest is used.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ COMPARISONS = Path("runs/bench")
 ESTIMATES = Path("runs/estimates")
 CORRECTED = Path("runs/corrected")
 ORIGINS = Path("runs/plans/origins")
-"""What plans were made from, by fingerprint: a profile may be measured anew, a cluster's file lie elsewhere."""
+"""Profiles and clusters of plans, by fingerprint, since a profile may be measured anew, or a cluster's file may be
+moved."""
 
 CLUSTER_PREFIX = "cluster."
 STALENESS_SUFFIX = ".staleness.json"
 
 SHIPPED = shipped.FOLDER
-"""Profiles and clusters that come with the package."""
+"""Profiles and clusters that are shipped with the package."""
 
 
 def shown(path: Path) -> str:
-    """A path as it is told to people: what comes with the package by its name."""
+    """A path as shown to people; files of the package are shown by name."""
     return f"{path.name} (shipped)" if path.is_absolute() else str(path)
 
 
 def slug(text: str) -> str:
-    """``text`` as a piece of a file name.
+    """``text`` as a part of a file name.
 
     >>> slug("package.module:factory")
     'package-module-factory'
@@ -55,7 +56,7 @@ def slug(text: str) -> str:
 
 
 def looks_like_file(text: str) -> bool:
-    """Whether a user who typed this meant a file and not a model (``hf:owner/name``), a preset or a strategy.
+    """Whether ``text`` means a file, and not a model (``hf:owner/name``), a preset or a strategy.
 
     >>> looks_like_file("./resnet50.json"), looks_like_file("hf:owner/name"), looks_like_file("resnet50")
     (True, False, False)
@@ -69,14 +70,14 @@ def no_file(path: Path) -> str:
 
 
 def profiles(console: Console) -> list[tuple[Path, Profile]]:
-    """Every profile that can be read, newest first by its own date; others are named on stderr and passed over."""
+    """All readable profiles, newest first by their own date; unreadable ones are named on stderr."""
     wanted = _files(lambda p: not p.name.startswith(CLUSTER_PREFIX) and not p.name.endswith(STALENESS_SUFFIX))
     found = list(_readable(wanted, Profile, console))
     return sorted(found, key=lambda item: item[1].provenance.created, reverse=True)
 
 
 def staleness_path(profile: Path, optimizer: str) -> Path:
-    """Where the curves of a profile's model are kept: beside the profile.
+    """Path of the staleness curves for a profile's model, beside the profile.
 
     >>> str(staleness_path(Path("profiles/cnn.cpu.fp32.json"), "sgd"))
     'profiles/cnn.cpu.fp32.sgd.staleness.json'
@@ -85,7 +86,7 @@ def staleness_path(profile: Path, optimizer: str) -> Path:
 
 
 def staleness(console: Console, profile: Path | None = None) -> list[tuple[Path, Staleness]]:
-    """Every file of staleness curves that can be read, those beside ``profile`` too, newest first by its own date."""
+    """All readable files of staleness curves, including those beside ``profile``, newest first by their own date."""
     here = [] if profile is None else sorted(profile.parent.glob(f"*{STALENESS_SUFFIX}"))
     files = [*here, *(p for p in _files(lambda p: p.name.endswith(STALENESS_SUFFIX)) if p not in here)]
     found = list(_readable(files, Staleness, console))
@@ -93,22 +94,22 @@ def staleness(console: Console, profile: Path | None = None) -> list[tuple[Path,
 
 
 def estimates(console: Console) -> list[Profile]:
-    """Profiles that were estimated for a plan and never measured, as far as they can be read."""
+    """All readable profiles that were estimated for a plan and never measured."""
     return [p for _, p in _readable(sorted(ESTIMATES.glob("*.json")), Profile, console)]
 
 
 def corrected(cls: type[T], console: Console) -> list[T]:
-    """Profiles or clusters that runs have corrected and that plans were made from, as far as they can be read."""
+    """All readable profiles or clusters that runs have corrected and plans were made from."""
     return [x for _, x in _readable(sorted(CORRECTED.glob(f"*.{cls.__name__.lower()}.json")), cls, console)]
 
 
 def clusters(console: Console) -> list[tuple[Path, Cluster]]:
-    """Every measured cluster that can be read: those of the working directory first, newest first."""
+    """All readable measured clusters, those of the working directory first, newest first."""
     return list(_readable(_files(lambda p: p.name.startswith(CLUSTER_PREFIX)), Cluster, console))
 
 
 def beside(path: Path, profile: Profile) -> Path:
-    """Where ``profile`` goes that would lie at ``path``: there, unless that is of another input or other classes."""
+    """Path for ``profile``: ``path``, or another one if that holds a profile for other inputs or classes."""
     try:
         kept = codec.load(Profile, path).graph
     except InvalidInputError:
@@ -121,17 +122,17 @@ def beside(path: Path, profile: Profile) -> Path:
 
 
 def cluster_path(cluster: Cluster) -> Path:
-    """Where a measured cluster is kept."""
+    """Path of a measured cluster."""
     return PROFILES / f"{CLUSTER_PREFIX}{slug(cluster.name)}.json"
 
 
 def plan_path(plan: Plan) -> Path:
-    """Where a plan is kept when nothing is named."""
+    """Default path of a plan."""
     return PLANS / f"{slug(plan.model_spec)}.{slug(plan.cluster)}.{plan.gpus}.json"
 
 
 def keep_origins(*made_from: Profile | Cluster) -> None:
-    """Keep what a plan was made from, for whoever explains it, runs it elsewhere or plans again."""
+    """Store the profile and cluster of a plan, for explaining it, running it elsewhere, or planning again."""
     for noun in made_from:
         path = ORIGINS / f"{codec.fingerprint(noun)}.json"
         if not path.is_file():
@@ -139,7 +140,7 @@ def keep_origins(*made_from: Profile | Cluster) -> None:
 
 
 def origin(cls: type[T], fingerprint: str) -> list[T]:
-    """The profile or cluster of that fingerprint, if it was kept and can be read."""
+    """The stored profile or cluster with that fingerprint, as a list of one; empty if it is missing or unreadable."""
     try:
         return [codec.load(cls, ORIGINS / f"{fingerprint}.json")]
     except InvalidInputError:
@@ -147,15 +148,15 @@ def origin(cls: type[T], fingerprint: str) -> list[T]:
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """A folder for one more run, not made yet: the name and the time."""
+    """Path for the folder of a new run (not created): the name and the time."""
     return parent / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
 
 
 def check_writable(path: Path, flag: str) -> None:
-    """Whether a file can be put at ``path``, asked before minutes of work go into it.
+    """Check that a file can be written to ``path``, before minutes of work go into it.
 
     Raises:
-        UnavailableError: it cannot; ``flag`` is the option that names another place.
+        UnavailableError: it cannot; ``flag`` is the option that sets another path.
     """
     folder = next(p for p in (path.parent, *path.parent.parents) if p.exists() or p == p.parent)
     if path.is_dir():
@@ -165,7 +166,7 @@ def check_writable(path: Path, flag: str) -> None:
     elif not os.access(folder, os.W_OK | os.X_OK):
         reason = f"no permission to write in {folder}"
     else:
-        try:  # a full disk, a file system of the kernel's: only writing tells
+        try:  # only writing shows a full disk, or a file system such as /proc
             with tempfile.TemporaryFile(dir=folder) as probe:
                 probe.write(b"\0" * 4096)
             return

@@ -1,4 +1,4 @@
-"""``asa plan``: from a profile to a plan."""
+"""``asa plan``: makes a plan from a profile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def run(args: Arguments, console: Console) -> None:
-    """Find what to plan from, solve, save, show."""
+    """Find profile and cluster, make the plan, store and show it."""
     from rich.text import Text
 
     from asa.cli import choose, verify_plans
@@ -41,7 +41,7 @@ def run(args: Arguments, console: Console) -> None:
     pins = tuple(parse_pin(text) for text in args.pin)
 
     def admit(chosen: Cluster) -> None:
-        """What can be told before the model is looked at, which takes longer."""
+        """Check the request before the model is examined, which takes longer."""
         asked = Request(
             gpus=args.gpus or chosen.num_devices, global_batch=args.global_batch or 1, strategies=args.strategies,
             pins=pins, offload=args.offload,
@@ -129,7 +129,7 @@ def _next(cluster: Cluster) -> list[str]:
 
 
 def _frontier(args: Arguments, profile: Profile, cluster: Cluster, request: Request, answer: Plan) -> Frontier:
-    """The curves asked for."""
+    """The requested curves of step time against memory and cost."""
     from asa.planner.questions import frontier as f
     from asa.strategies import offered
 

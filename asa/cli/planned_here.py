@@ -1,4 +1,4 @@
-"""``asa train MODEL``: a plan for this machine, made before training, where a model is named and no plan file."""
+"""``asa train MODEL``: makes a plan for this machine before training, if a model is named instead of a plan file."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def wanted(args: Arguments) -> bool:
     """Whether a model is named, rather than the file of a plan.
 
     Raises:
-        UsageError: options that decide a plan beside a plan that is made already.
+        UsageError: options for planning are given together with a finished plan.
     """
     if args.plan is not None and not places.looks_like_file(args.plan) and not Path(args.plan).exists():
-        if "RANK" in os.environ:  # ranks of a launcher would each measure, and might plan differently
+        if "RANK" in os.environ:  # each rank of a launcher would measure, and could get another plan
             raise UsageError(
                 f"a launcher's ranks need a plan that is made: `asa plan {args.plan}` first, then its file"
             )
@@ -52,7 +52,7 @@ def wanted(args: Arguments) -> bool:
 
 
 def words(args: Arguments, path: Path) -> tuple[str, ...]:
-    """The words of a command that trains under the plan at ``path`` as this one does, without what decided that."""
+    """Command words that train under the plan at ``path`` in the same way, without the options for planning."""
     kept: list[str] = []
     typed = iter(args.words)
     named = {f"--{option.name}" for option in OPTIONS}
@@ -67,10 +67,10 @@ def words(args: Arguments, path: Path) -> tuple[str, ...]:
 
 
 def planned(args: Arguments, console: Console) -> tuple[Path, Plan]:
-    """A plan of ``args.plan``, a model, for the devices that are here, and the file it is kept in.
+    """Make a plan for the model ``args.plan`` on the available devices; returns it with the path of its file.
 
     Raises:
-        UsageError, InfeasibleError: as ``asa plan``.
+        UsageError, InfeasibleError: as in ``asa plan``.
     """
     model = args.plan
     check(model)

@@ -1,4 +1,4 @@
-"""``asa profile``: measure a model on this machine."""
+"""``asa profile``: measures a model on this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asa.ir import codec
 
 
 def run(args: Arguments, console: Console) -> None:
-    """Measure, save, show."""
+    """Measure the model, store and show its profile."""
     from asa.cli import places
     from asa.cli.choose import measured
     from asa.report import profile as report

@@ -1,4 +1,5 @@
-"""``asa train --rehearse``: one rank of a plan for more devices than there are, on one, beside its prediction."""
+"""``asa train --rehearse``: runs one rank of a plan for many devices on one device, and compares it with its
+prediction."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def rehearse(args: Arguments, console: Console, plan: Plan) -> None:
 
     Raises:
         UsageError: the plan has no such rank, or the device is an emulated one.
-        InvalidInputError: the profile or the cluster the plan was made from is gone.
+        InvalidInputError: the profile or the cluster of the plan no longer exists.
     """
     if not isinstance(args.device, str):
         raise UsageError("--rehearse computes for real, an emulated device sleeps; choose --device auto, cpu or cuda")
@@ -72,7 +73,7 @@ def _run(args: Arguments, console: Console, plan: Plan) -> tuple[Spans, str]:
     if device.type == "cuda" and not cuda_devices():
         raise UnavailableError("the plan is for CUDA devices and there is none here; choose --device cpu")
     if device.type == "cpu":
-        torch.set_num_threads(1)  # a rank is a core, which is how components were profiled
+        torch.set_num_threads(1)  # one core per rank, as components were profiled
     model = build(plan.model_spec, num_classes=plan.num_classes, input_shape=plan.sample_shape, seed=args.seed)
     with console.progress(f"rehearsing rank {args.rehearse} of {plan.num_ranks}") as report:
         found = run(
@@ -89,7 +90,7 @@ def _run(args: Arguments, console: Console, plan: Plan) -> tuple[Spans, str]:
 
 
 def alone(profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
-    """Both for a rank that works alone and waits for nobody: no contention, no interference, no spread."""
+    """Profile and cluster for a rank that works alone: no contention, no interference, no spread."""
 
     def steady(s: Stat) -> Stat:
         return Stat(median=s.median, p10=s.median, p90=s.median, n=s.n)
@@ -105,7 +106,7 @@ def alone(profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
 
 
 def compare(plan: Plan, profile: Profile, cluster: Cluster, spans: Spans, device: str) -> Rehearsal:
-    """What was measured beside the price of the rank's stage, taken for a rank alone."""
+    """The measurement beside the price of the rank's stage for a rank alone."""
     from asa.cost.planned import price_plan
     from asa.report.tables import short
     from asa.strategies import offered

@@ -1,4 +1,5 @@
-"""What ``asa train`` hands to the loop over epochs: the costs to correct, how to solve again, where to keep them."""
+"""Functions that ``asa train`` passes to the loop over epochs: correcting costs, planning again, storing corrected
+files."""
 
 from __future__ import annotations
 
@@ -36,8 +37,9 @@ SOLVE_S = 1.0
 
 
 def adapting(plan: Plan, console: Console, *, replan: bool, out: Path | None = None) -> tuple[Adapt, Relieve | None]:
-    """The loop over epochs, and what makes another plan when memory runs out. Without the profile and cluster the plan
-    was made from nothing is ever planned again, and it is said. Corrected ones are kept in the folder ``out``."""
+    """The loop over epochs, and the function that makes another plan after a shortage of memory. If the profile or
+    cluster of the plan is missing, the plan never changes, and a note says so. Corrected files are stored in the folder
+    ``out``."""
     from asa.scheduler import Model, adapt
     from asa.strategies import offered
 
@@ -59,11 +61,11 @@ def adapting(plan: Plan, console: Console, *, replan: bool, out: Path | None = N
 
 
 def solve_again(plan: Plan, measured: Measurements, profile: Profile, cluster: Cluster, gpus: int) -> Plan:
-    """The best plan for at most ``gpus`` ranks on a corrected profile and cluster, with as much memory as ``plan`` was
-    seen to take.
+    """The best plan for at most ``gpus`` ranks on a corrected profile and cluster, with the memory use observed under
+    ``plan``.
 
     Raises:
-        InfeasibleError: none fits; names the number that binds.
+        InfeasibleError: none fits; names the limiting quantity.
     """
     from asa.scheduler.memory import observed, plan_again
     from asa.strategies import offered
@@ -73,11 +75,11 @@ def solve_again(plan: Plan, measured: Measurements, profile: Profile, cluster: C
 
 
 def regroup(console: Console, plan: Plan, ranks: int) -> Plan:
-    """The best plan for at most ``ranks`` ranks of the model, batch and memory of ``plan``.
+    """The best plan for at most ``ranks`` ranks with the model, batch and memory of ``plan``.
 
     Raises:
-        InvalidInputError: the profile or the cluster it was made from is gone. InfeasibleError: nothing fits.
-        UsageError: the plan is under a discipline that was asked for by name: another would train otherwise.
+        InvalidInputError: the profile or the cluster of the plan no longer exists. InfeasibleError: nothing fits.
+        UsageError: the plan has a discipline that was requested by name: another plan would train differently.
     """
     from asa.scheduler.memory import Correction, plan_again
     from asa.strategies import offered
@@ -94,7 +96,7 @@ def relieve(profile: Profile, cluster: Cluster, shortage: Shortage, attempt: int
     for as many ranks as ran out of it, one for fewer, which have more of the memory of their host each.
 
     Raises:
-        InfeasibleError: none; names the number that binds.
+        InfeasibleError: there is none; names the limiting quantity.
     """
     from asa.scheduler.memory import among, corrected, plan_again
     from asa.strategies import offered
@@ -112,8 +114,8 @@ def relieve(profile: Profile, cluster: Cluster, shortage: Shortage, attempt: int
 
 
 def keep_corrected(model: Model, out: Path, slowness: Slowness) -> None:
-    """Write the profile and the cluster as the run has corrected them into its folder, the fastest device first, for
-    ``asa plan --from-run``. A folder that cannot be written is the checkpoints' affair."""
+    """Write the profile and cluster, as corrected by the run and with the fastest device first, to the run's folder for
+    ``asa plan --from-run``. Failure to write is ignored here; checkpoints report it."""
     profile, cluster = model.corrected(slowness, model.order(slowness, ()))
     with contextlib.suppress(UnavailableError, OSError):
         codec.save(profile, out / CORRECTED_PROFILE)

@@ -20,11 +20,11 @@ FILES = {
     "rehearsal": ("asa.ir.rehearsal", "Rehearsal"),
     "epochrecord": ("asa.ir.measurements", "EpochRecord"),
 }
-"""Kinds of documents, and the noun each is of."""
+"""Kinds of documents with the module and class of each."""
 
 
 def run(args: Arguments, console: Console) -> None:
-    """Print the schema: the types are the schema, nothing is written down twice."""
+    """Print the schema, which is made from the types."""
     from asa.ir import codec
 
     found = of(args.kind)

@@ -1,4 +1,4 @@
-"""``asa bench --check-sealed``: predictions that were written down before, against this very machine."""
+"""``asa bench --check-sealed``: compares stored predictions with measurements on this machine."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from asa.ir.bench import BenchEnvironment
 
 FOLDER = Path("benchmarks/sealed")
-"""In the working directory: a clone has it, the package has not."""
+"""Folder in the working directory: a clone has it, the package has not."""
 
 
 def run(args: Arguments, console: Console) -> None:
-    """Read, match, measure, score. A wrong prediction is in the score and no error; nor is a machine nobody sealed."""
+    """Read predictions, select those for this machine, measure, score. Wrong predictions affect the score and are no
+    error; neither is a machine without predictions."""
     from asa.report import sealed as report
 
     if not isinstance(args.device, str):
@@ -55,10 +56,10 @@ def run(args: Arguments, console: Console) -> None:
 
 
 def of_models(seals: Sequence[Seal], models: Sequence[str]) -> list[Seal]:
-    """Seals of ``models``.
+    """The seals of ``models``.
 
     Raises:
-        UsageError: there are none of one of them.
+        UsageError: a model has none.
     """
     known = dict.fromkeys(map(_model, seals))
     for model in models:
@@ -68,10 +69,10 @@ def of_models(seals: Sequence[Seal], models: Sequence[str]) -> list[Seal]:
 
 
 def every(folder: Path) -> list[Seal]:
-    """All seals of a folder, every hash checked.
+    """All seals of a folder, with every hash checked.
 
     Raises:
-        InvalidInputError: there are none, or one was tampered with.
+        InvalidInputError: there are none, or one was changed.
     """
     found = [seal for path in sorted(folder.glob("*.jsonl")) for seal in read(path)]
     if not found:
@@ -80,12 +81,12 @@ def every(folder: Path) -> list[Seal]:
 
 
 def environment(device: bench_setup.DeviceType, count: int) -> BenchEnvironment:
-    """This machine, as bench documents name one."""
+    """Description of this machine as in bench documents."""
     return bench_setup.machine(device, count, backend="nccl" if device == "cuda" else "gloo")
 
 
 def matches(seal: Seal, machine: BenchEnvironment) -> bool:
-    """Whether a prediction speaks of such a machine: one node of as many of the same devices."""
+    """Whether a prediction is for such a machine: one node with as many of the same devices."""
     claim = seal.claim
     if claim.num_nodes != 1 or claim.num_devices != machine.num_devices:
         return False
@@ -97,7 +98,7 @@ def matches(seal: Seal, machine: BenchEnvironment) -> bool:
 
 
 def measured(args: Arguments, group: Sequence[Seal], budget_s: float) -> list[CheckedCell]:
-    """The cells of one model and batch, run against each other; a failure is a cell without a time."""
+    """Measure the cells of one model and batch against each other; a failed cell has no time."""
     from asa.executor.measuring.benchmark import BenchOptions, measure
     from asa.strategies import offered
     from asa.zoo.models import build
@@ -113,7 +114,7 @@ def measured(args: Arguments, group: Sequence[Seal], budget_s: float) -> list[Ch
     except AsaError as error:
         if len(group) == 1:
             return [_failed(group[0], str(error))]
-        # One that fails takes the others along: each by itself, then.
+        # One failure ends the whole group, so measure each cell by itself.
         return [c for s in group for c in measured(args, [s], budget_s / len(group))]
     by_conduct = dict(zip(plans, found, strict=True))
     return [

@@ -1,8 +1,8 @@
-"""Where a value comes from: the flag, else ``ASA_<NAME>``, else a configuration file, else the default.
+"""Sources of a value: the flag, else ``ASA_<NAME>``, else a configuration file, else the default.
 
 The file is ``asa.toml`` in the working directory, or ``[tool.asa]`` of a ``pyproject.toml`` there. A key at its top
-goes to every verb that has such an option; a table called like a verb (``[plan]``, ``[cluster.measure]``) goes to that
-verb and wins over the top.
+applies to every command with such an option; a table named like a command (``[plan]``, ``[cluster.measure]``) applies
+to that command and overrides the top.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, but a mistake is a UsageError of one line."""
+    """An argparse parser whose errors are one-line UsageErrors."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message[:1].lower()}{message[1:]}{self._meant(message)}; see `{self.prog} --help`")
 
     def _meant(self, message: str) -> str:
-        """The flags that may have been meant by those that there are not."""
+        """Suggestion of flags that are similar to unknown ones."""
         unknown = [word for word in message.split() if word.startswith("--")] if "unrecognized" in message else []
         near = [match for word in unknown for match in get_close_matches(word, self._option_string_actions, n=1)]
         return f"; did you mean {', '.join(near)}?" if near else ""
 
 
 def parser(verb: Verb) -> argparse.ArgumentParser:
-    """The argparse parser of one verb; every value stays text and is absent unless given."""
+    """The argparse parser of one command; values stay text and are absent unless given."""
     made = _Parser(
         prog=f"asa {verb.name}",
         usage=_usage(verb),
@@ -89,8 +89,8 @@ def arguments(verb: Verb, argv: Sequence[str], environment: Mapping[str, str] | 
     """All options of ``verb`` with their values.
 
     Raises:
-        UsageError: on the command line or in an environment variable.
-        InvalidInputError: in the configuration file.
+        UsageError: an error on the command line or in an environment variable.
+        InvalidInputError: an error in the configuration file.
     """
     given = vars(parser(verb).parse_args(list(argv)))
     found = resolve(verb, given, os.environ if environment is None else environment, words=tuple(argv))
@@ -101,7 +101,7 @@ def arguments(verb: Verb, argv: Sequence[str], environment: Mapping[str, str] | 
 def resolve(
     verb: Verb, given: Mapping[str, Any], environment: Mapping[str, str], *, words: tuple[str, ...] = ()
 ) -> Arguments:
-    """Flags, then environment, then file, then defaults."""
+    """Values of all options: from flags, then environment, then file, then defaults."""
     path, table = configuration(Path.cwd())
     from_file = _for_verb(table, verb)
     values: dict[str, Any] = {}
@@ -126,9 +126,9 @@ def resolve(
 
 
 def wants_json(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether the answer is to be a document: known before the verb is, because errors are documents then, too.
+    """Whether output is to be a document; needed before the command is known, because errors are documents then, too.
 
-    Help is never one. A configuration file that cannot be read says nothing here; the verb will refuse it.
+    Help is never a document. An unreadable configuration file is ignored here and refused by the command.
     """
     if not argv or argv[0] == "help" or {"--help", "-h", "--version", "-V"} & {*argv}:
         return False
@@ -147,7 +147,7 @@ def wants_json(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
 
 
 def configuration(folder: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The configuration file of a folder and what it says; nothing where there is none.
+    """Path and content of the configuration file in a folder; (None, {}) if there is none.
 
     Raises:
         InvalidInputError: the file is not TOML.
@@ -167,7 +167,7 @@ def configuration(folder: Path) -> tuple[Path | None, dict[str, Any]]:
 
 
 def _for_verb(table: Mapping[str, Any], verb: Verb) -> dict[str, tuple[Any, str]]:
-    """Values of options by their names, each with its place in the file."""
+    """Values of a command's options by name, each with its location in the file."""
     own: Any = table
     for word in verb.name.split():
         own = own.get(word, {}) if isinstance(own, dict) else {}
@@ -184,10 +184,10 @@ def _for_verb(table: Mapping[str, Any], verb: Verb) -> dict[str, tuple[Any, str]
 
 
 def _check_names(table: Mapping[str, Any], own: Verb) -> None:
-    """Whether every key at the top of a configuration file is an option of a verb, and every table a verb's.
+    """Check that every key at the top of a configuration file is an option of a command, and every table a command.
 
     Raises:
-        InvalidInputError: naming the one that is not, and the nearest there is.
+        InvalidInputError: names the one that is not, and the most similar name.
     """
     every = [own, *(v for word in VERBS for v in verbs(word))]
     words, options = {v.name.split()[0] for v in every}, {o.name for v in every for o in v.options if not o.positional}
@@ -217,7 +217,7 @@ def _value(o: Option, raw: Any, where: str) -> Any:
 
 
 def _text(o: Option, raw: Any, where: str) -> str:
-    """What a user would have typed for a value of a configuration file, whose types must be those of the option."""
+    """A value of a configuration file as a user would have typed it; its type must fit the option."""
     numeric = isinstance(raw, int | float) and not isinstance(raw, bool)
     if not isinstance(raw, str) and not (numeric and (o.switch or o.parse is not str)):
         kinds = {bool: "true or false", dict: "a table", list: "a list", int: "a number", float: "a number"}

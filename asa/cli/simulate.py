@@ -1,4 +1,4 @@
-"""``asa simulate``: the timeline of a plan, without running it."""
+"""``asa simulate``: shows the timeline of a plan without running it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``asa profile --staleness`` measures: curves of training beside the profile."""
+"""Measurements of ``asa profile --staleness``: curves of training, stored beside the profile."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from asa.profiler.staleness import Task
 
 _LOOKS = 40
-"""Looks at a run; a run of fewer steps is looked at after each."""
+"""Number of evaluations in a run; a shorter run is evaluated after each step."""
 
 
 def check(args: Arguments) -> None:
-    """Whether the data can be opened, before minutes go into the profile.
+    """Check that the data can be opened, before minutes go into the profile.
 
     Raises:
-        UsageError: data or a batch that do not go together.
-        InvalidInputError: no such files.
+        UsageError: data and model or batch do not fit together.
+        InvalidInputError: files are missing or unusable.
     """
     from asa.cli.options import input_shape
     from asa.zoo.data.split import open_split
@@ -50,7 +50,7 @@ def check(args: Arguments) -> None:
 
 
 def measure(args: Arguments, console: Console, profile: Profile, profile_path: Path) -> tuple[Staleness, Path]:
-    """Curves of the model of ``profile`` on this machine, and the file that they are kept in."""
+    """Measure the curves of ``profile``'s model on this machine; returns them with the path of their file."""
     import torch
 
     from asa import __version__
@@ -93,7 +93,7 @@ def measure(args: Arguments, console: Console, profile: Profile, profile_path: P
 
 
 def task_of(args: Arguments, profile: Profile) -> Task:
-    """What is trained: the model of ``profile`` on the data asked for, at the usual rate where none is."""
+    """The training task: the model of ``profile`` on the requested data, at the default learning rate unless given."""
     import torch
 
     from asa.executor.model.loss import hits_of, loss_of

@@ -1,4 +1,4 @@
-"""``asa bench --study``: a grid of cells, run block by block, kept as it goes, and merged into one table."""
+"""``asa bench --study``: a grid of cells, run block by block, stored as it grows, and merged into one table."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 FILE = "study.json"
 _OVERSUBSCRIBED = 4
-"""Ranks that are measured on CPUs even where there are fewer cores: they show memory, losses and who waits for whom."""
+"""Number of ranks that are measured on CPUs even with fewer cores, to show memory, losses and waiting."""
 _ROUNDING = 0.01
-"""The part of an epoch that a run may lack of what was asked."""
+"""Fraction of an epoch by which a run may be shorter than requested."""
 _LEAST_S = 3.0
-"""What a block gets for measuring at least."""
+"""Least number of seconds for measuring a block."""
 _START_S, _TRACE_S, _PLAN_S = 8.0, 40.0, 2.0
-"""About what starting ranks, tracing a model for an estimate, and a plan take."""
+"""Approximate seconds for starting ranks, for tracing a model for an estimate, and for a plan."""
 
 
 def run(args: Arguments, console: Console) -> None:
-    """Say what there is to do, or do what is not done yet, and write the table."""
+    """List the open work, or do it, and write the table."""
     if isinstance(args.device, EmulatedName):
         raise UsageError("a study measures real devices; leave out --device emulated:... (`asa bench` takes it)")
     device, most, name = _here(args)
@@ -76,7 +76,7 @@ def run(args: Arguments, console: Console) -> None:
 
 
 def _here(args: Arguments) -> tuple[bench_setup.DeviceType, int, str]:
-    """The kind of device, how many ranks are measured at most, and the device's name."""
+    """Kind of device, largest number of ranks to measure, and name of the device."""
     import torch
 
     from asa.launch import cuda_devices, usable_cores
@@ -89,7 +89,7 @@ def _here(args: Arguments) -> tuple[bench_setup.DeviceType, int, str]:
 
 
 def _elsewhere(args: Arguments, device: bench_setup.DeviceType, name: str) -> bool:
-    """Whether the cluster that was named has other devices than this machine: all is then predicted for it."""
+    """Whether the named cluster has other devices than this machine, so that all cells are predicted for it."""
     if not args.cluster:
         return False
     from asa.cli.choose import named_cluster
@@ -107,7 +107,7 @@ def _cluster_size(args: Arguments) -> int | None:
 
 
 def _before(folder: Path) -> Study | None:
-    """The study that is there already, which is gone on with.
+    """The stored study, which is continued; None if there is none.
 
     Raises:
         InvalidInputError: it cannot be read.
@@ -127,15 +127,14 @@ def _cells(block: Block, strategy: str, args: Arguments, name: str, shape: tuple
 
 
 def _open(block: Block, args: Arguments, rows: dict[StudyCell, StudyRow], name: str) -> tuple[str, ...]:
-    """Strategies of a block of which some cell has no figures yet, or of fewer epochs; what was refused is tried
-    again."""
+    """Strategies of a block with a cell that has no result yet, or too few epochs; refused cells are tried again."""
     shape = _shape(block, args)
     done = {c for c, row in rows.items() if row.state in ("measured", "predicted") and not _short(row)}
     return tuple(s for s in block.strategies if not done.issuperset(_cells(block, s, args, name, shape)))
 
 
 def _short(row: StudyRow) -> bool:
-    """Whether the budget ended a run before its epochs."""
+    """Whether the budget ended a run before all its epochs."""
     if row.state != "measured" or row.result is None or not row.result.accuracy:
         return False
     return row.result.accuracy[-1].epoch < row.cell.epochs - _ROUNDING
@@ -157,7 +156,7 @@ def _block(
     folder: Path,
     budget_s: float,
 ) -> None:
-    """Run or predict the cells of a block, and keep what came of them."""
+    """Run or predict the cells of a block, and store their results."""
     from asa.cli import study_runners
 
     mine = _with(args, block)
@@ -187,7 +186,7 @@ def _site(
     folder: Path,
     budget_s: float,
 ) -> Site:
-    """The links and the profile of a block, measured if need be; what is left of its budget is for measuring."""
+    """Links and profile of a block, measured if necessary; the rest of its budget is for measuring."""
     from asa.cli import choose
     from asa.cli.study_runners import Site
 
@@ -203,7 +202,7 @@ def _site(
 
 
 def _with(args: Arguments, block: Block) -> Arguments:
-    """The command's values with those of a block in place of its lists."""
+    """The command's values, with lists replaced by the values of the block."""
     values = {
         **vars(args), "models": (block.model,), "data": block.data, "gpus": block.gpus, "seed": block.seed,
         "global_batch": block.global_batch, "precision": block.precision, "strategies": block.strategies,
@@ -230,7 +229,7 @@ def _keep(
     refused: bool = False,
     notes: tuple[str, ...] = (),
 ) -> None:
-    """Notes a row for every epoch count of every strategy: figures, or why there are none."""
+    """Store a row for every strategy and number of epochs: results, or why there are none."""
     from asa.launch import usable_cores
 
     crowded = block.mode == "measured" and block.gpus > usable_cores()
@@ -255,14 +254,14 @@ def _keep(
 
 
 def _until(result: BenchResult, epochs: int) -> BenchResult:
-    """What was known of a run after so many epochs."""
+    """Results of a run up to ``epochs`` epochs."""
     if not result.accuracy or result.accuracy[-1].epoch <= epochs:
         return result
     return replace(result, accuracy=tuple(a for a in result.accuracy if a.epoch <= epochs) or result.accuracy[:1])
 
 
 def _write(study: Definition, args: Arguments, rows: dict[StudyCell, StudyRow], folder: Path) -> Study:
-    """The study as it stands, in its folder."""
+    """Write the current study to its folder, and return it."""
     made = Study(
         name=study.name, title=study.title, created=c.now(), rows=tuple(rows.values()), published=study.published,
         differs=study.differs, target=args.target_accuracy, price=args.price,
@@ -279,7 +278,7 @@ def _tell(
     folder: Path,
     device: bench_setup.DeviceType,
 ) -> None:
-    """What would be done, and about how long it takes."""
+    """Show the open work and its estimated duration."""
     from asa.report import study as report
 
     items = []
@@ -304,7 +303,7 @@ def _about(
     device: bench_setup.DeviceType,
     profiled: set[tuple[str, int]],
 ) -> tuple[float, str]:
-    """Seconds that the cells left of a block take, and what they rest on."""
+    """Estimated seconds of the open cells of a block, and the basis of the estimate."""
     from asa.cli import choose
     from asa.cli.estimates import traced_before
 
@@ -330,7 +329,7 @@ def _about(
 
 
 def alone(profile: Profile, batch: int) -> float:
-    """About the seconds of a step on one device: forward and backward of every component, at the batch."""
+    """Approximate seconds of a step on one device: forward and backward of every component at the batch."""
     largest = max(t.microbatch for t in profile.timings)
     each = sum(
         t.forward.median + t.backward.median

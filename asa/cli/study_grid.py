@@ -1,4 +1,4 @@
-"""What a study consists of: its definition, the grid made of it, and the blocks of cells that are run together."""
+"""Definition of a study, its grid, and the blocks of cells that run together."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from asa.errors import UsageError
 from asa.ir.study import Mode, Published, StudyCell
 
 GRID = "grid"
-"""The study that is nothing but what the options say."""
+"""Name of the study that consists only of the given options."""
 
 ALONE = ("ddp", "zero1", "zero2", "fsdp")
-"""Strategies that on one device are the single device, as published tables have them."""
+"""Strategies that on one device equal the single device, as in published tables."""
 _SEVERAL = (
     "tensor",
     "sequence",
@@ -34,15 +34,15 @@ _SEVERAL = (
 """Strategies that need several devices."""
 
 SAMPLES = {"cifar10": 50_000, "cifar100": 50_000, "mnist": 60_000, "digits": 1437}
-"""Training samples of official data sets: what an epoch of them is, where nothing is read."""
+"""Number of training samples of official data sets, for epochs of cells in which no data is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Cells that differ in strategy and epochs alone, so that strategies can take turns on the same ranks.
+    """Cells that differ only in strategy and epochs, so that strategies can take turns on the same ranks.
 
     ``input_shape`` is empty for the model's own; ``cluster`` names the devices of a predicted block; ``microbatches``:
-    None for as many as are fastest.
+    None for the fastest number.
     """
 
     model: str
@@ -60,18 +60,18 @@ class Block:
 
     @property
     def title(self) -> str:
-        """Its place in the grid, in words."""
+        """Description of its place in the grid."""
         where = f" of {self.cluster}" if self.cluster else ""
         seed = f", seed {self.seed}" if self.seed else ""
         ranks = "1 rank" if self.gpus == 1 else f"{self.gpus} ranks"
         return f"{self.model}, {self.data}, {ranks}{where}, batch {self.global_batch}{seed}"
 
     def with_strategies(self, strategies: Sequence[str]) -> Block:
-        """The block with only these."""
+        """The block with only the given strategies."""
         return replace(self, strategies=tuple(strategies))
 
     def cell(self, strategy: str, epochs: int, *, shape: tuple[int, ...], optimizer: str, devices: str) -> StudyCell:
-        """The cell of one strategy after so many epochs."""
+        """The cell of one strategy after ``epochs`` epochs."""
         return StudyCell(
             model=self.model, data=self.data, input_shape=shape, gpus=self.gpus, global_batch=self.global_batch,
             strategy=strategy, epochs=epochs, seed=self.seed, precision=self.precision,  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Definition:
-    """A study: its name and title, the blocks of it, and what was published of the same."""
+    """A study: its name and title, its blocks, and published results for the same configurations."""
 
     name: str
     title: str
@@ -91,15 +91,15 @@ class Definition:
 
 
 def known() -> tuple[str, ...]:
-    """Names of the studies, the open grid last."""
+    """Names of all studies, with the free grid last."""
     return (*_definitions(), GRID)
 
 
 def define(args: Arguments, *, most: int, cluster_gpus: int | None) -> Definition:
-    """The study that ``args`` ask for; options of the grid replace what the definition has.
+    """The study that ``args`` ask for; options of the grid replace those of the definition.
 
-    ``most``: ranks that are measured on this machine; larger counts are predicted, on the study's cluster or the one
-    that ``--cluster`` names, of ``cluster_gpus`` devices.
+    ``most``: largest number of ranks measured on this machine; larger numbers are predicted, on the study's cluster or
+    the one that ``--cluster`` names, with ``cluster_gpus`` devices.
 
     Raises:
         UsageError: a grid without a model.
@@ -149,8 +149,8 @@ def define(args: Arguments, *, most: int, cluster_gpus: int | None) -> Definitio
 
 
 def _those(strategies: tuple[str, ...], gpus: int, fewest: int) -> tuple[str, ...]:
-    """Strategies of a block: one device is a row of its own, and not repeated on more ranks where there is such a row;
-    on one rank nothing is split and nothing planned again."""
+    """Strategies of a block. The strategy for one device is not repeated on more ranks if the study has a block for
+    one; on one rank, strategies that split or plan again are left out."""
     if gpus == 1:
         return tuple(s for s in strategies if s in (*ALONE, "single", "asa") or s not in _SEVERAL) or ("single",)
     return tuple(s for s in strategies if s != "single" or fewest > 1)

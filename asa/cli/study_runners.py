@@ -1,4 +1,4 @@
-"""Who runs which strategy of a study: the executor side by side, a whole training run, or nobody, as a prediction."""
+"""Runners for the strategies of a study: side by side, as a complete training run, or as a prediction."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from asa.zoo.data import ImageSet
 
 REPLANNED = "asa+replan"
-"""The plan of ``asa`` in a run that may take another one while it goes on."""
+"""The plan of ``asa`` in a run that may change its plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Where a block is run: what it is, and all that a runner needs.
+    """A block with everything that a runner needs.
 
     ``args`` are the command's with the block's values; ``budget_s`` is for measuring; ``folder`` is the block's own.
-    Runners add to ``notes`` what a reader should know of the block.
+    Runners add remarks on the block to ``notes``.
     """
 
     block: Block
@@ -52,16 +52,16 @@ class Site:
         return self.profile.graph.input_shape
 
     def images(self) -> tuple[ImageSet, ImageSet]:
-        """Samples to train and to validate on, in the model's shape."""
+        """Training and validation samples in the model's shape."""
         return bench_setup.images(self.block.data, self.args.data_root, self.shape)
 
 
 Runner = Callable[[Site, Sequence[str]], dict[str, BenchResult]]
-"""Runs some strategies of a block; a result for each, with ``why_not`` where it cannot be run."""
+"""Function that runs some strategies of a block and returns a result for each, with ``why_not`` if it cannot run."""
 
 
 def side_by_side(site: Site, strategies: Sequence[str]) -> dict[str, BenchResult]:
-    """Strategies that take turns on the same ranks, samples and seed, for all the epochs of the block."""
+    """Run strategies in turns on the same ranks, samples and seed, for all the epochs of the block."""
     block = site.block
     contest = c.ModelBench(model=block.model, profile=site.profile, cluster=site.cluster)
     refused: dict[str, str] = {}
@@ -80,7 +80,7 @@ def side_by_side(site: Site, strategies: Sequence[str]) -> dict[str, BenchResult
 
 
 def verdicts(site: Site, contest: c.ModelBench) -> list[str]:
-    """What paired turns say of ``asa`` beside the others, and how far from 1 a ratio gets by noise alone."""
+    """Sentences on paired turns of ``asa`` and the others, and on how far from 1 a ratio gets by noise alone."""
     from asa.launch import usable_cores
     from asa.report.verdicts import comparison, crowded
 
@@ -92,8 +92,8 @@ def verdicts(site: Site, contest: c.ModelBench) -> list[str]:
 
 
 def trained(site: Site, strategies: Sequence[str]) -> dict[str, BenchResult]:
-    """A training run for each strategy: of ``asa`` planned again while it goes on, and of disciplines in which workers
-    do not wait for one another, and so cannot take turns with others."""
+    """Run a complete training for each strategy: ``asa`` with replanning, and disciplines whose workers do not wait for
+    one another and so cannot take turns with others."""
     return {strategy: _trained(site, strategy) for strategy in strategies}
 
 
@@ -166,15 +166,15 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
 
 
 DISCIPLINES: tuple[str, ...] = get_args(DisciplineName)
-"""Strategies of which data-parallel workers do not take every step together."""
+"""Strategies whose data-parallel workers do not take every step together."""
 
 RUNNERS: dict[str, Runner] = {REPLANNED: trained, **dict.fromkeys(DISCIPLINES, trained)}
-"""Who runs a strategy, by its name; every other takes turns with the rest of its block."""
+"""Runners by name of the strategy; every other strategy takes turns with the rest of its block."""
 
 
 def run(site: Site, done: Callable[[dict[str, BenchResult]], None]) -> None:
-    """Runs every strategy of a block, and hands over what came of each group as soon as it is there. What cannot be run
-    is handed over, too, with the reason."""
+    """Run all strategies of a block, and call ``done`` with the results of each group as soon as they exist; strategies
+    that cannot run are passed with the reason."""
     groups: dict[Runner, list[str]] = {}
     for strategy in site.block.strategies:
         groups.setdefault(RUNNERS.get(strategy, side_by_side), []).append(strategy)
@@ -188,10 +188,10 @@ def run(site: Site, done: Callable[[dict[str, BenchResult]], None]) -> None:
 
 
 def predict(block: Block, args: Arguments, console: Console) -> tuple[dict[str, BenchResult], tuple[int, ...]]:
-    """What every strategy of a block is predicted to take on the devices of its cluster; the shape of a sample.
+    """Predicted results of every strategy of a block on the devices of its cluster, and the shape of a sample.
 
     Raises:
-        UsageError: no such cluster or model. InvalidInputError: the model fails, or the devices are not known.
+        UsageError: no such cluster or model. InvalidInputError: the model fails, or the devices are unknown.
     """
     if block.cluster is None:
         raise UsageError(f"{block.gpus} ranks are more than this machine measures; name a cluster with --cluster")
@@ -233,14 +233,14 @@ def plan_of(site: Site, strategy: str) -> Plan:
     """The plan of one whole strategy for a block.
 
     Raises:
-        UsageError: there is no such strategy, or it is not run. InfeasibleError: it does not fit, or cannot be built.
+        UsageError: there is no such strategy, or it cannot run. InfeasibleError: it does not fit, or cannot be built.
     """
     from asa.planner import Request, plan
     from asa.planner.space import baselines
     from asa.strategies import offered
 
     if site.block.gpus == 1 and strategy in ALONE:
-        strategy = "single"  # nothing to replicate, and nobody to share a state with
+        strategy = "single"  # on one device all of them are the same
     if strategy not in DISCIPLINES:
         baselines.check((strategy,), offered(), site.block.gpus)
     pipeline = strategy in ("gpipe", "1f1b", "interleaved", "zero_bubble")
@@ -256,7 +256,7 @@ def plan_of(site: Site, strategy: str) -> Plan:
 
 
 def refusal(block: Block, strategy: str, why: str) -> BenchResult:
-    """A cell that is not run, and why."""
+    """Result for a cell that does not run, with the reason."""
     return BenchResult(
         model=block.model, strategy=strategy, ranks=0, global_batch=block.global_batch, step_time_s=None,
         predicted_step_time_s=None, why_not=why,
@@ -264,7 +264,7 @@ def refusal(block: Block, strategy: str, why: str) -> BenchResult:
 
 
 def _profile_for(block: Block, args: Arguments, console: Console, cluster: Cluster) -> tuple[Profile, str]:
-    """The structure of the model with times estimated for the cluster's devices, or a measured profile of them."""
+    """A measured profile for the cluster's devices, or the structure of the model with estimated times."""
     for path, p in places.profiles(console):
         there = p.device.name == cluster.device.name and p.precision == block.precision
         if there and choose.fits(p, args, block.model):

@@ -1,4 +1,4 @@
-"""What ``asa doctor`` asks of the system around a run: shared memory, open files, threads, disk, modes of the GPUs."""
+"""Checks of ``asa doctor`` on the system: shared memory, open files, threads, disk, modes of the GPUs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from asa.report.checks import Check
 from asa.report.units import size
 
 _SHARED_BYTES = 2**30
-"""Containers get 64 MiB unless told otherwise; NCCL and a loader's workers want more."""
+"""Recommended bytes of shared memory: containers get 64 MiB by default; NCCL and data loaders need more."""
 _FILES = 1024
 _DISK_BYTES = 2 * 2**30
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -29,7 +29,7 @@ def driver() -> bool:
 
 
 def shared_memory(_: Console) -> Check:
-    """Room in ``/dev/shm``, through which ranks and loaders of one machine hand each other data."""
+    """Check the space in ``/dev/shm``, which ranks and data loaders of one machine use to exchange data."""
     folder = Path("/dev/shm")
     if not folder.is_dir():
         return Check(name="shm", ok=True, detail="no /dev/shm on this system", needed=False)
@@ -44,7 +44,7 @@ def shared_memory(_: Console) -> Check:
 
 
 def open_files(_: Console) -> Check:
-    """How many files a process may hold open: sockets between ranks are files."""
+    """Check how many files a process may have open; sockets between ranks count as files."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -59,7 +59,7 @@ def open_files(_: Console) -> Check:
 
 
 def threads(_: Console) -> Check:
-    """``OMP_NUM_THREADS``, which decides how many threads a rank computes with where a launcher sets it."""
+    """Check ``OMP_NUM_THREADS``, which sets the number of threads per rank under a launcher."""
     text, have = os.environ.get("OMP_NUM_THREADS"), cores()
     if text is None:
         return Check(name="threads", ok=True, detail="OMP_NUM_THREADS is not set: ranks share the cores", needed=False)
@@ -69,7 +69,7 @@ def threads(_: Console) -> Check:
 
 
 def disk(_: Console) -> Check:
-    """Room where profiles and runs are written: the working directory."""
+    """Check the space in the working directory, where profiles and runs are written."""
     free = shutil.disk_usage(Path.cwd()).free
     if not os.access(Path.cwd(), os.W_OK | os.X_OK):
         detail, fix = f"{Path.cwd()} cannot be written", "change to a folder of your own: profiles and runs go there"
@@ -79,7 +79,7 @@ def disk(_: Console) -> Check:
 
 
 def gpu_modes(_: Console) -> Check:
-    """MIG and ECC of every GPU, memory errors since the machine started, and who else is there; nothing is changed."""
+    """Check MIG and ECC of every GPU, memory errors since boot, and other processes on it; nothing is changed."""
     with nvml.opened() as n:
         if n is None:
             return _without_nvml()
@@ -100,7 +100,7 @@ def gpu_modes(_: Console) -> Check:
 
 
 def _without_nvml() -> Check:
-    """One line: there is no GPU to ask about, or the library to ask with is missing."""
+    """Result without NVML: there is no GPU, or the library is missing."""
     if not Path("/dev/nvidiactl").exists():
         return Check(name="gpus", ok=True, detail="no NVIDIA driver, so no MIG and no ECC", needed=False)
     detail = "there is a driver, but NVML does not answer: clocks, energy and other processes are not seen"
@@ -108,7 +108,7 @@ def _without_nvml() -> Check:
 
 
 def topology(_: Console) -> Check:
-    """What joins the GPUs, pair by pair: NVLink, or how far up PCIe they meet."""
+    """Check the connection of each pair of GPUs: NVLink, or the level of PCIe at which they meet."""
     told = nvml.topology()
     fix = "GPUs of several NUMA nodes exchange data slowly: measure with `asa cluster measure`"
     ok = "several NUMA nodes" not in told
@@ -117,5 +117,5 @@ def topology(_: Console) -> Check:
 
 
 def _which(found: list[int], handles: list[Any]) -> str:
-    """Names the GPUs of which something is so: off, on, or on for some."""
+    """Description of the GPUs in ``found``: off, on, or on for some."""
     return "off" if not found else "on" if len(found) == len(handles) else f"on for {', '.join(map(str, found))}"

@@ -1,4 +1,4 @@
-"""``asa train``: train under a plan, predicted against measured after every epoch."""
+"""``asa train``: trains under a plan, and compares prediction and measurement after every epoch."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from asa.executor.training.logs import Work
 
 _NOTABLE = 0.05
-"""Share of a step spent waiting for data from which a run says so as it goes."""
+"""Fraction of a step spent waiting for data from which on a run reports it."""
 
 
 def run(args: Arguments, console: Console) -> None:
-    """Find the plan, hand it to the executor with the loop over epochs, and say what happens."""
-    # Before torch is imported, as a rule: what is wrong here is said at once.
+    """Find the plan, pass it to the executor with the loop over epochs, and print events."""
+    # Usually before the slow import of torch, so that errors appear at once.
     path, plan, out = plan_and_folder(args, console)
-    if args.origin["gpus"] == "flag" and args.gpus != plan.gpus:  # a file's is for every command, and other plans
+    if args.origin["gpus"] == "flag" and args.gpus != plan.gpus:  # a settings file applies to all commands and plans
         raise UsageError(f"the plan is for {plan.gpus} devices, asked for {args.gpus}; plan again with --gpus")
     if args.rehearse is not None:
         rehearse(args, console, plan)
@@ -80,7 +80,7 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         seed=args.seed,
         device="cpu" if pretended else args.device,
         resume=args.resume,
-        # Another plan would be another discipline, which nobody asked for.
+        # A new plan could change the discipline, which the user did not ask for.
         replan=not (args.no_replan or pretended or plan.consistency),
         tensorboard=args.tensorboard,
         track=args.track,
@@ -104,7 +104,7 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
             model=model,
             work=None if pretended else work_of(plan, console),
         )
-    if told and "kind" in result:  # which those of a launcher's other ranks have not
+    if told and "kind" in result:  # absent on a launcher's other ranks
         result = emulated.mark(result, told, out)
     if result.get("summary"):
         from asa.report.training import summary
@@ -118,7 +118,7 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
 
 
 def work_of(plan: Plan, console: Console) -> Work | None:
-    """FLOPs of a sample and of a device, for MFU; None where the profile or the cluster of the plan is gone."""
+    """FLOPs of a sample and of a device, for MFU; None if the profile or the cluster of the plan is missing."""
     from asa.cli.choose import origins
     from asa.cli.comparison import flops_per_sample, peak_flops
     from asa.executor.training.logs import Work
@@ -131,7 +131,7 @@ def work_of(plan: Plan, console: Console) -> Work | None:
 
 
 def beside(plan: Plan, out: Path, console: Console) -> str:
-    """Put what was planned and what was measured into one trace; says where it is."""
+    """Combine planned and measured timelines in one trace; returns a sentence with its path."""
     from asa.cli.choose import origins
     from asa.report import trace
 
@@ -152,7 +152,7 @@ def beside(plan: Plan, out: Path, console: Console) -> str:
 
 
 def tell(event: dict[str, Any], console: Console, progress: Report, *, trained: bool = True) -> None:
-    """One event of a run, for people: epoch lines on stdout, the rest on stderr; not ``trained``: emulated."""
+    """Print one event of a run for people: epoch lines to stdout, the rest to stderr. ``trained`` False: emulated."""
     from asa.report.story import PREFIX, kind_of
     from asa.report.tables import folded
     from asa.report.training import epoch_line, replan_line
@@ -181,7 +181,7 @@ def tell(event: dict[str, Any], console: Console, progress: Report, *, trained: 
 
 
 def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path]:
-    """The plan with its file, and the run's folder: a new one, or with ``--resume`` the one named or the newest.
+    """The plan with its file, and the run's folder: a new one, or with ``--resume`` the named or newest one.
 
     Raises:
         InvalidInputError: no plan, or one that cannot be used; no folder of data.
@@ -210,7 +210,7 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
     left = out / "plan.json"
     if not args.plan and not left.is_file():
         raise NoCheckpointError(f"no run in {out} to resume: it has no plan.json; leave out --resume to start anew")
-    if fresh:  # the run goes on under a plan that is made now, or under another discipline
+    if fresh:  # continue under a new plan or another discipline
         return *planned_here.planned(args, console), out
     path, plan = places.newest_plan(args.plan or str(left))
     return path, plan, out
@@ -222,8 +222,8 @@ _RECALLED = (
 
 
 def recall(args: Arguments, out: Path, console: Console) -> None:
-    """What the run in ``out`` was last given, for what this command line (and the environment) leaves open: the rest of
-    a run is that run's, whatever a configuration file has for new ones."""
+    """Fill in settings that command line and environment leave open from the run in ``out``. They take precedence over
+    a configuration file, which is for new runs."""
     from asa.executor.running.given import recalled
 
     known, notes = recalled(out)
@@ -246,7 +246,7 @@ def recall(args: Arguments, out: Path, console: Console) -> None:
 
 
 def saving(text: str) -> float | None:
-    """A time span, or None for ``never``."""
+    """Parse a time span, or ``never`` as None."""
     return None if text.strip() == "never" else o.budget(text)
 
 
@@ -254,7 +254,7 @@ TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 
 def trackers(text: str) -> tuple[str, ...]:
-    """Names of trackers, each once.
+    """Parse names of trackers; duplicates are removed.
 
     Raises:
         UsageError: an unknown one.

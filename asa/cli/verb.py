@@ -1,4 +1,4 @@
-"""What a verb is: a name, options as data, a short function. Help, configuration and tests read the same data."""
+"""A command: a name, options as data, a short function. Help, configuration and tests read the same data."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ if TYPE_CHECKING:
     from asa.cli.console import Console
 
 TRUE = ("1", "true", "yes", "on")
-"""Words that turn a switch on, in a variable or a file."""
+"""Values that switch an option on, in a variable or a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One argument of a verb.
+    """One argument of a command.
 
-    ``parse`` turns the text a user typed into the value and raises ValueError, whose message is shown, when it
-    cannot; the same text may come from the command line, from ``ASA_<NAME>`` or from a configuration file.
-    A ``switch`` takes no value. A ``repeated`` option collects a tuple. A positional one has no dashes.
+    ``parse`` converts the text a user typed into the value and raises ValueError, whose message is shown, if it cannot;
+    the same text may come from the command line, from ``ASA_<NAME>`` or from a configuration file. A ``switch`` takes
+    no value. A ``repeated`` option collects a tuple. A positional one has no dashes.
 
-    Beside which others it does something (:mod:`asa.cli.idle`; others go by their ``field``): ``needs`` one that is
-    given (``"verify"``) or has one of some values (``"to=safetensors"``); ``unless`` one is given. One that ``heeds``
-    others turns the verb to other work, in which only these have a say. ``harmless``: said, not refused.
+    Conditions under which it has an effect (:mod:`asa.cli.idle`; other options are named by their ``field``): ``needs``
+    one that is given (``"verify"``) or has one of some values (``"to=safetensors"``); ``unless`` one is given. An
+    option with ``heeds`` changes the command's work, and only the options listed there have an effect with it.
+    ``harmless``: prints a note instead of an error.
     """
 
     name: str
@@ -49,19 +50,19 @@ class Option:
 
     @property
     def shown(self) -> str:
-        """What people read for it."""
+        """Its name as shown to people."""
         return (self.metavar or self.name.upper()) if self.positional else f"--{self.name}"
 
     @property
     def variable(self) -> str:
-        """The environment variable it is read from."""
+        """The environment variable for it."""
         return f"ASA_{self.field.upper()}"
 
     def value(self, text: str) -> Any:
-        """``text`` as the option's value.
+        """Convert ``text`` to the option's value.
 
         Raises:
-            ValueError: saying what is wrong with it.
+            ValueError: says what is wrong with it.
         """
         if self.switch:
             if text.lower() not in (*TRUE, "0", "false", "no", "off", ""):
@@ -75,7 +76,7 @@ class Option:
 
 
 class Arguments:
-    """The values of a verb's options as attributes; where each came from (``origin[field]``); the words as typed."""
+    """Values of a command's options as attributes; their sources (``origin[field]``); the command words."""
 
     def __init__(self, values: dict[str, Any], origin: dict[str, str], words: tuple[str, ...] = ()) -> None:
         self.__dict__.update(values)
@@ -85,11 +86,11 @@ class Arguments:
         raise AttributeError(f"this verb has no option {name!r}")
 
     def replace(self, **values: Any) -> None:
-        """Other values for some options."""
+        """Set other values for some options."""
         self.__dict__.update(values)
 
     def given(self, name: str) -> bool:
-        """Whether anything but the default set it."""
+        """Whether the option was set by anything other than its default."""
         return self.origin.get(name, "default") != "default"
 
 

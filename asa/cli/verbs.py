@@ -1,4 +1,4 @@
-"""Every command there is, and the module that has it; one is imported when it is asked for."""
+"""All commands with their modules, each imported when it is called."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ VERBS: dict[str, tuple[str, str]] = {
     "schema": ("asa.cli.schema", "print the JSON Schema of a kind of file"),
     "completion": ("asa.cli.completion", "print completion for bash, zsh or fish"),
 }
-"""First word of a command: the module that has it, and its line in the overview."""
+"""First word of each command, with its module and its line in the overview."""
 
 
 def verbs(word: str) -> tuple[Verb, ...]:
-    """The verbs that begin with ``word``.
+    """The commands whose first word is ``word``.
 
     Raises:
-        UsageError: there is none; names the nearest.
+        UsageError: there is none; names the most similar.
     """
     if word not in VERBS:
         near = get_close_matches(word, VERBS, n=1)

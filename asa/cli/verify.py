@@ -1,4 +1,4 @@
-"""``asa verify``: is training under a plan numerically the same as on one device?"""
+"""``asa verify``: checks that training under a plan is numerically the same as on one device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from asa.ir import codec
 
 
 def run(args: Arguments, console: Console) -> int:
-    """Train a few steps both ways, compare, show; 1 if they differ.
+    """Train a few steps both ways, compare and show the result; returns 1 if they differ.
 
     Raises:
         UnavailableError: too few CUDA devices.
     """
-    path, plan = places.newest_plan(args.plan)  # before torch is imported: what is wrong here is said at once
+    path, plan = places.newest_plan(args.plan)  # before the slow import of torch, so that errors appear at once
 
     from functools import partial
 

@@ -1,4 +1,4 @@
-"""``asa plan --verify K``: the likeliest plans run against each other here, and what was measured decides."""
+"""``asa plan --verify K``: runs the most promising plans against each other here, and chooses by the measurements."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 BUDGET_S = 60.0
 FEWEST = 2
 ENOUGH = 0.005
-"""Expected regret below which no more is measured."""
+"""Expected regret below which measuring stops."""
 
 
 def check(cluster: Cluster, gpus: int, console: Console) -> None:
-    """Whether plans for ``gpus`` devices of ``cluster`` can be measured on this machine, asked before any search.
+    """Check that plans for ``gpus`` devices of ``cluster`` can be measured on this machine, before any search.
 
-    CPU ranks may share cores, which is said.
+    If CPU ranks must share cores, prints a note.
 
     Raises:
         UnavailableError: too few CUDA devices.
@@ -51,10 +51,10 @@ def check(cluster: Cluster, gpus: int, console: Console) -> None:
 def verify(
     profile: Profile, cluster: Cluster, request: Request, count: int, budget_s: float, console: Console
 ) -> list[Plan]:
-    """Plan, run up to ``count`` finalists for ``budget_s`` seconds, and put the one to choose first.
+    """Plan, run up to ``count`` finalists for ``budget_s`` seconds; returns the plans with the chosen one first.
 
     Raises:
-        As :func:`asa.planner.plan`; WorkersFailedError: a rank died.
+        WorkersFailedError: a rank died. Others as :func:`asa.planner.plan`.
     """
     from asa.cost.work.spread import drift
     from asa.planner.answer.posterior import NOISE, Policy, choose
@@ -84,7 +84,7 @@ def verify(
 def _side_by_side(
     plans: list[Plan], draws: np.ndarray, cluster: Cluster, console: Console
 ) -> tuple[list[Plan], np.ndarray]:
-    """The first plans, as many as fit into memory at the same time, since all of them stay in it."""
+    """The first plans, as many as fit into memory together, since all of them stay there."""
     from asa.profiler.machine import choose_device, free_memory
 
     free = free_memory(choose_device(cluster.device.type))
@@ -166,7 +166,7 @@ def _measured(
 
 
 def _said(plans: Sequence[Plan], best: int, measured: Measured) -> str:
-    """What measuring changed, in one sentence."""
+    """Sentence on what the measurements changed."""
     own = measured.trials[0].step_time_s
     verdict = "measured: the plan stays"
     if best and own is not None:
@@ -181,7 +181,7 @@ def _said(plans: Sequence[Plan], best: int, measured: Measured) -> str:
 
 
 def _as_answer(first: Plan, best: Plan, note: str) -> Plan:
-    """``best`` in the place of ``first``: with its bound, its baselines and its name."""
+    """``best`` as the answer in place of ``first``, with its bound, baselines and name."""
     if best is first:
         return replace(first, notes=(*first.notes, note))
     answer = best.prediction.step_time_s

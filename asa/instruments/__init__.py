@@ -1,1 +1,1 @@
-"""Looking at the machine while it works: what any wing may use to measure, and none owns."""
+"""Instruments that observe devices, memory and other processes during work."""

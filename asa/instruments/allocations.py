@@ -1,5 +1,5 @@
-"""The allocator's own record of a stretch of work, from torch's profiler: every allocation and release, on CPU and
-CUDA alike, also those inside operators, in backward and in communication buckets."""
+"""The allocator's record of a piece of work, from torch's profiler: every allocation and release, on CPU and CUDA,
+including those inside operators, in backward and in communication buckets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.autograd.profiler import profile
 
 @dataclass(frozen=True)
 class Event:
-    """``size`` bytes were allocated at ``pointer``, or released when negative, at ``at`` nanoseconds."""
+    """``size`` bytes allocated at address ``pointer``, or released if negative; ``at`` is in nanoseconds."""
 
     at: int
     pointer: int
@@ -25,7 +25,7 @@ class Event:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Kineto greets on standard error at its first use unless told not to by then."""
+    """Context that keeps Kineto from printing a message on its first use."""
     before = os.environ.get("KINETO_LOG_LEVEL")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     try:
@@ -36,8 +36,8 @@ def quiet() -> Iterator[None]:
 
 
 def record(work: Callable[[], object], device: torch.device, marks: str = "") -> tuple[list[Event], dict[str, int]]:
-    """Run ``work``; allocations on ``device`` in order of time, and when each ``record_function`` range whose name
-    starts with ``marks`` began, in nanoseconds."""
+    """Run ``work``; return the allocations on ``device`` in order of time, and the start (in nanoseconds) of every
+    ``record_function`` range whose name begins with ``marks``."""
     with quiet(), profile(profile_memory=True) as recording:
         work()
     results = recording.kineto_results
@@ -63,9 +63,9 @@ def _walk(entries: Sequence[Any]) -> Iterator[Any]:
 
 
 def completed(events: Sequence[Event], surviving: Collection[int]) -> list[Event]:
-    """``events`` with the releases that they lack. The record is of the threads that do the work: what gloo's own
-    threads let go of, the copies its collectives work on, is not in it. A block that is neither released nor at one of
-    the addresses ``surviving`` was such a copy, and gone as soon as the collective was over: the next thing noted."""
+    """``events`` with missing releases added. The record covers only the threads that do the work, not gloo's own
+    threads, which release the copies that its collectives make. A block that is neither released nor at one of the
+    addresses ``surviving`` was such a copy, and is released here at the next event."""
     last: dict[int, int] = {}
     missing: set[int] = set()
     for i, event in enumerate(events):
@@ -85,7 +85,7 @@ def completed(events: Sequence[Event], surviving: Collection[int]) -> list[Event
 
 
 def peak(events: Iterable[Event]) -> int:
-    """The most bytes alive at once among those allocated in ``events``; older memory does not count."""
+    """Largest number of bytes alive at once among those allocated in ``events``; earlier allocations do not count."""
     living: dict[int, int] = {}
     alive = highest = 0
     for event in events:

@@ -1,4 +1,4 @@
-"""The device of a rank, and how busy devices are: by NVML for GPUs, by the processor time of a rank for CPUs."""
+"""The device of a rank, and how busy devices are: from NVML for GPUs, from a rank's processor time for CPUs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from asa.instruments.nvml import Card, watching
 
 
 def device_of_rank(kind: str, local_rank: int) -> torch.device:
-    """A rank's device on its machine: the GPU of its number for ``cuda``, else the processor."""
+    """Device of a rank: for ``cuda``, the GPU with its local number; otherwise the CPU."""
     return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
 
 
 @dataclass
 class Usage:
-    """What a device did from the beginning to the end of :func:`watched`.
+    """Use of a device inside :func:`watched`.
 
-    ``busy``: the share of time, 0 to 1, in which it computed; None where nobody tells. ``energy_j`` in joules,
-    ``clock_mhz`` of its processors, ``throttled`` the bits of what held them back at some time
-    (:func:`asa.instruments.nvml.reasons`): all of GPUs alone.
+    ``busy``: fraction of the time, 0 to 1, in which it computed; None if unknown. Only for GPUs: ``energy_j`` in
+    joules, ``clock_mhz``, and ``throttled``, the bits of the reasons for reduced clocks
+    (:func:`asa.instruments.nvml.reasons`).
     """
 
     seconds: float = 0.0
@@ -36,7 +36,7 @@ class Usage:
 
 @contextmanager
 def watched(card: Card | None = None) -> Iterator[Usage]:
-    """Fills in a :class:`Usage` until the end of the block: of that GPU, or of this process where None."""
+    """Context that fills in a :class:`Usage` at its end: of the GPU ``card``, or of this process if None."""
     usage = Usage()
     began, processor = time.monotonic(), time.process_time()
     with watching(card) as looks:

@@ -1,5 +1,4 @@
-"""Having torch compute a component in a given way: in a profile and in training alike, or neither would tell of the
-other."""
+"""Settings of how torch computes a component; the same in a profile and in training, so that times can be compared."""
 
 from __future__ import annotations
 
@@ -13,27 +12,27 @@ from asa.ir.execution import Compiled, MemoryFormat
 
 
 def require(device: torch.device, compiled: Compiled) -> None:
-    """Refuse what ``device`` has not.
+    """Check that ``device`` supports this kind of compilation.
 
     Raises:
-        UnavailableError: CUDA graphs elsewhere than on CUDA.
+        UnavailableError: CUDA graphs on another device than CUDA.
     """
     if compiled == "graphs" and device.type != "cuda":
         raise UnavailableError(f"CUDA graphs need a CUDA device, this is {device.type}; choose --compile components")
 
 
 def settle_kernels(device: torch.device) -> None:
-    """Let cuDNN try its kernels on every new shape and keep the fastest. It does so in the first step of a shape, which
-    nobody times."""
+    """Let cuDNN try its kernels on every new shape and keep the fastest. That happens in the first step of a shape,
+    which is not timed."""
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = True
 
 
 def apply(components: Iterable[nn.Module], compiled: Compiled, *, eager: type[nn.Module] | None = None) -> None:
-    """Have every component compiled, in place, when it is first called with a shape.
+    """Compile every component, in place, at its first call with each shape.
 
-    A component with more shapes than torch keeps (8) falls back to what it does uncompiled. ``eager``: modules that
-    stay as they are, since what they compute is another function in every step, which would be compiled each time.
+    A component with more shapes than torch keeps (8) runs uncompiled for further ones. ``eager``: modules that are not
+    compiled, since they compute another function in every step and would be compiled each time.
     """
     if compiled == "none":
         return
@@ -47,8 +46,8 @@ def apply(components: Iterable[nn.Module], compiled: Compiled, *, eager: type[nn
 
 
 def _keep(components: int) -> None:
-    """Have torch keep its usual number of shapes for every component: all share one ``forward``, and it counts by
-    function."""
+    """Raise torch's limit of compiled shapes to the usual number for each component: all share one ``forward``, and
+    torch counts by function."""
     from torch._dynamo import config
 
     each = 8
@@ -57,7 +56,8 @@ def _keep(components: int) -> None:
 
 
 def laid_out(x: Tensor, memory_format: MemoryFormat) -> Tensor:
-    """A batch in that order in memory: images [N, C, H, W] only. Convolutions hand the order on to what follows."""
+    """A batch in the given memory format (images [N, C, H, W] only). Convolutions pass the format on to later
+    layers."""
     if memory_format == "channels_last" and x.dim() == 4:
         return x.contiguous(memory_format=torch.channels_last)
     return x

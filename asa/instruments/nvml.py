@@ -1,6 +1,6 @@
-"""What NVIDIA's management library (NVML) says of GPUs. It is only ever asked: no setting of a card is changed.
+"""State of GPUs from NVIDIA's management library (NVML). Only queries: no setting of a card is changed.
 
-Where there is no driver, or no library, nothing is known and nothing is said (``asa doctor`` says which of them it is).
+Without a driver or the library, nothing is reported (``asa doctor`` says which of them is missing).
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ if TYPE_CHECKING:
     import torch
 
 _REASONS = {0x04: "the power limit", 0x08: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "the power brake"}
-"""Bits of nvmlClocksEventReasons that hold clocks back under load."""
+"""Bits of nvmlClocksEventReasons that mean reduced clocks under load."""
 _USUAL = {"the power limit"}
-"""What holds back a card in good order, in training as in a profile."""
+"""Reasons that are normal for a card in good order, in training as in a profile."""
 _OFTEN = 0.1
-"""Share of the readings from which on a reason counts."""
+"""Fraction of the readings from which on a reason counts."""
 _EVERY_S = 0.25
 _SM_CLOCK = 1
 """NVML_CLOCK_SM."""
 _MOST_LINKS = 18
 _PATHS = {0: "one board", 10: "one PCIe switch", 20: "PCIe switches", 30: "the host bridge", 40: "one NUMA node"}
-"""NVML's names of where two GPUs meet (nvmlGpuTopologyLevel_t); anything else is the link between processors."""
+"""Names for NVML's levels at which two GPUs meet (nvmlGpuTopologyLevel_t); all others are the link between
+processors."""
 
 
 @contextmanager
 def opened() -> Iterator[Any]:
-    """``pynvml``, started; None where there is no driver, or no library."""
+    """Context with ``pynvml`` initialized; None without a driver or the library."""
     try:
         import pynvml
 
@@ -49,7 +50,7 @@ def opened() -> Iterator[Any]:
 
 
 def told(n: Any, default: Any, ask: str, *about: Any) -> Any:
-    """What NVML's function ``ask`` answers; ``default`` where a GPU, or this version of it, does not know it."""
+    """Result of NVML's function ``ask``; ``default`` if the GPU, or this version of NVML, does not support it."""
     try:
         return getattr(n, ask)(*about)
     except (n.NVMLError, AttributeError):
@@ -57,7 +58,7 @@ def told(n: Any, default: Any, ask: str, *about: Any) -> Any:
 
 
 def handles(n: Any) -> list[Any]:
-    """The GPUs of this machine, whether this process may use them or not."""
+    """Handles of all GPUs of this machine, whether this process may use them or not."""
     return [n.nvmlDeviceGetHandleByIndex(i) for i in range(n.nvmlDeviceGetCount())]
 
 
@@ -66,7 +67,7 @@ def _text(value: Any) -> str:
 
 
 def names(count: int) -> list[str]:
-    """Names of the first ``count`` GPUs that this process sees, CUDA not started; empty where NVML is not there."""
+    """Names of the first ``count`` GPUs visible to this process, without starting CUDA; empty without NVML."""
     with opened() as n:
         if n is None:
             return []
@@ -79,14 +80,14 @@ def names(count: int) -> list[str]:
 
 
 def _named(n: Any, every: Sequence[Any], name: str) -> Any:
-    """The GPU, or the part of one, that a name in ``CUDA_VISIBLE_DEVICES`` means."""
+    """Handle of the GPU, or part of one, that an entry of ``CUDA_VISIBLE_DEVICES`` names; None if unknown."""
     if name.isdecimal():
         return every[int(name)] if int(name) < len(every) else None
     return told(n, None, "nvmlDeviceGetHandleByUUID", name.encode())
 
 
 def joined(n: Any, every: Sequence[Any]) -> dict[str, int]:
-    """Pairs of GPUs by what joins them: NVLink, or how far up PCIe they meet."""
+    """Number of pairs of GPUs by their connection: NVLink, or the level of PCIe at which they meet."""
     found: Counter[str] = Counter()
     for a, b in combinations(every, 2):
         nvlink = told(n, None, "nvmlDeviceGetP2PStatus", a, b, n.NVML_P2P_CAPS_INDEX_NVLINK) == 0
@@ -96,12 +97,12 @@ def joined(n: Any, every: Sequence[Any]) -> dict[str, int]:
 
 
 def links(n: Any, gpu: Any) -> int:
-    """How many NVLink links of a GPU are up."""
+    """Number of a GPU's NVLink links that are up."""
     return sum(told(n, 0, "nvmlDeviceGetNvLinkState", gpu, link) == 1 for link in range(_MOST_LINKS))
 
 
 def topology() -> str:
-    """What joins this machine's GPUs, in words; empty where there are fewer than two, or NVML is not there."""
+    """Description of the connections between this machine's GPUs; empty with fewer than two, or without NVML."""
     with opened() as n:
         every = [] if n is None else handles(n)
         pairs = joined(n, every)
@@ -115,8 +116,8 @@ def topology() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """A card at one moment. ``held_by``: bits of what holds its clock back; ``others``: processes on it but this one;
-    ``energy_j`` since its driver was loaded."""
+    """State of a card at one moment. ``held_by``: bits of the reasons for reduced clocks; ``others``: number of other
+    processes on it; ``energy_j``: joules since the driver was loaded."""
 
     clock_mhz: int | None
     most_mhz: int | None
@@ -127,12 +128,12 @@ class Reading:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """What holds the clock back."""
+        """Reasons for reduced clocks, in words."""
         return reasons(self.held_by)
 
 
 def reasons(held_by: int) -> tuple[str, ...]:
-    """What holds a clock back, in words: of NVML's bits those that mean so under load."""
+    """Reasons for reduced clocks, in words, from those of NVML's bits that mean a reduction under load."""
     return tuple(dict.fromkeys(name for bit, name in _REASONS.items() if held_by & bit))
 
 
@@ -143,7 +144,7 @@ class Card:
         self._n, self._handle = n, handle
 
     def read(self) -> Reading:
-        """What it does now."""
+        """Current state of the card."""
         n, gpu = self._n, self._handle
         rates = told(n, None, "nvmlDeviceGetUtilizationRates", gpu)
         energy = told(n, None, "nvmlDeviceGetTotalEnergyConsumption", gpu)
@@ -164,7 +165,7 @@ class Card:
 
 
 def _in_container() -> bool:
-    """Whether this process has another number outside: the first of all processes is no ``init`` seen from within."""
+    """Whether this process has another process number outside its container."""
     try:
         with open("/proc/self/status") as status:
             numbers = next((line.split()[1:] for line in status if line.startswith("NSpid:")), [])
@@ -174,9 +175,9 @@ def _in_container() -> bool:
 
 
 def card_of(device: torch.device) -> Card | None:
-    """The card behind a CUDA ``device``; None for any other, and where NVML is not there.
+    """The card of a CUDA ``device``; None for other devices, and without NVML.
 
-    Starts CUDA, and keeps NVML for as long as the process runs.
+    Starts CUDA, and keeps NVML open for the rest of the process.
     """
     if device.type != "cuda":
         return None
@@ -187,7 +188,7 @@ def card_of(device: torch.device) -> Card | None:
 
 
 def card(uuid: str) -> Card | None:
-    """The card of that identifier; None where NVML is not there, or does not know it. NVML stays open."""
+    """The card with the identifier ``uuid``; None without NVML, or if it is unknown. NVML stays open."""
     try:
         import pynvml
 
@@ -198,22 +199,22 @@ def card(uuid: str) -> Card | None:
 
 
 class Meter:
-    """What a card spends and does between two looks; knows nothing where there is none."""
+    """Energy and state of a card between two calls; reports nothing if there is no card."""
 
     def __init__(self, card: Card | None) -> None:
         self._card = card
         self._last = None if card is None else card.read()
 
     def joules(self) -> float | None:
-        """Since the last call of any kind; None where the card does not count them."""
+        """Joules since the previous call of any method; None if the card does not count energy."""
         if self._card is None or self._last is None:
             return None
         before, self._last = self._last.energy_j, self._card.read()
         return None if before is None or self._last.energy_j is None else self._last.energy_j - before
 
     def line(self, seconds: float) -> dict[str, Any]:
-        """For the log, of the ``seconds`` since the last call: ``gpu`` with what is known of utilisation (0 to 1, of
-        the last moments), clock, power, and what holds the clock back; nothing where nothing is known."""
+        """Log entry for the ``seconds`` since the last call: ``gpu`` with what is known of utilization (0 to 1, of the
+        last moments), clock, power, and reasons for reduced clocks; empty if nothing is known."""
         joules = self.joules()
         if self._last is None:
             return {}
@@ -229,25 +230,25 @@ class Meter:
 
 @dataclass
 class Watched:
-    """A card over a stretch of time."""
+    """Readings of a card over a period of time."""
 
     readings: list[Reading] = field(default_factory=list)
 
     @property
     def held_back(self) -> tuple[str, ...]:
-        """Why clocks were held back in a good part of the readings."""
+        """Reasons for reduced clocks that appear in a large part of the readings."""
         counts = Counter(reason for r in self.readings for reason in r.reasons)
         return tuple(reason for reason, count in counts.items() if count >= _OFTEN * len(self.readings))
 
     @property
     def others(self) -> int:
-        """Other processes on the card, where they were there in a good part of the readings."""
+        """Number of other processes on the card, if there were any in a large part of the readings; otherwise 0."""
         often = sum(r.others > 0 for r in self.readings) >= max(1.0, _OFTEN * len(self.readings))
         return max((r.others for r in self.readings), default=0) if often else 0
 
     @property
     def disturbed(self) -> str:
-        """Why what was measured meanwhile is not what the card can do, in words; empty where nothing speaks against."""
+        """Why measurements in this period do not show what the card can do, in words; empty if there is no reason."""
         found = []
         if slowed := [r for r in self.held_back if r not in _USUAL]:
             found.append(f"the GPU's clocks were held back by {' and '.join(slowed)}")
@@ -257,7 +258,7 @@ class Watched:
 
     @property
     def clocks(self) -> str:
-        """Median clock of the largest, in words; empty where it is not told."""
+        """Median clock and largest clock, in words; empty if unknown."""
         told_ = [r.clock_mhz for r in self.readings if r.clock_mhz is not None]
         most = next((r.most_mhz for r in self.readings if r.most_mhz is not None), None)
         if not told_ or most is None:
@@ -267,20 +268,20 @@ class Watched:
 
     @property
     def energy_j(self) -> float | None:
-        """Joules between the first reading and the last; None where the card does not count them."""
+        """Joules between the first and the last reading; None if the card does not count energy."""
         counted = [r.energy_j for r in self.readings if r.energy_j is not None]
         return counted[-1] - counted[0] if len(counted) > 1 else None
 
     @property
     def utilisation(self) -> float | None:
-        """Mean share of time in which a kernel ran, 0 to 1; None where the card does not tell."""
+        """Mean fraction of time in which a kernel ran, 0 to 1; None if unknown."""
         rates = [r.utilisation for r in self.readings if r.utilisation is not None]
         return sum(rates) / len(rates) if rates else None
 
 
 @contextmanager
 def watching(card: Card | None) -> Iterator[Watched]:
-    """What ``card`` does until the end of the block, read by a thread a few times a second; nothing where None."""
+    """Context that reads ``card`` a few times a second in a thread; no readings if None."""
     found = Watched()
     if card is None:
         yield found

@@ -1,4 +1,4 @@
-"""Cores that other processes keep busy while something is measured here."""
+"""Number of cores that other processes keep busy during a measurement."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import psutil
 
 
 class OthersCores:
-    """``cores`` that others kept busy, on average; None before the end of :func:`watching`."""
+    """``cores``: mean number of cores that other processes kept busy; None before the end of :func:`watching`."""
 
     cores: float | None = None
 
 
 @contextmanager
 def watching() -> Iterator[OthersCores]:
-    """Measures until the end of the block. What this process and children that have ended by then used is its own."""
+    """Context that measures until its end. Time of this process, and of its children that have ended, is not
+    counted."""
     found = OthersCores()
     busy, own, began = _busy_s(), _own_s(), time.monotonic()
     yield found

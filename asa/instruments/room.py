@@ -1,4 +1,4 @@
-"""How much memory this process holds, and how much it may hold before an allocation fails or the process is killed."""
+"""Memory that this process holds, and how much it may hold before an allocation fails or the process is killed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _KIB = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """``used`` bytes of what ``limit`` bounds are this process's. ``full``: from 0 to 1, with what others hold of it.
+    """A memory limit. ``used``: bytes of this process under ``limit``. ``full``: fraction in use, 0 to 1, by all
+    processes.
 
-    ``kind``: ``device`` (the allocator's active peak), ``data`` and ``address`` (the process's own limits), ``group``
-    (of its control group), ``host``.
+    ``kind``: ``device`` (the allocator's peak of active memory), ``data`` and ``address`` (the process's own limits),
+    ``group`` (its control group), ``host``.
     """
 
     kind: str
@@ -28,20 +29,20 @@ class Room:
 
 
 def tightest(device: torch.device, asked: int = 0) -> Room | None:
-    """The limit that is reached first; that in whose way an allocation of ``asked`` bytes stood, if one did. None where
-    the system tells of none."""
+    """The limit that is closest to being reached; if an allocation of ``asked`` bytes failed, one that it exceeds. None
+    if the system reports no limits."""
     found = rooms(device)
     in_the_way = [r for r in found if r.used + asked > r.limit] if asked else []
     return max(in_the_way or found, key=lambda r: r.full, default=None)
 
 
 def fullness(device: torch.device) -> float:
-    """The share of the limit that is reached first that is used; 0 where nothing is known."""
+    """Largest fraction in use of any limit, 0 to 1; 0 if nothing is known."""
     return max((r.full for r in rooms(device)), default=0.0)
 
 
 def held(device: torch.device) -> dict[str, int]:
-    """What this process holds now of what each kind of limit bounds, whether there is such a limit or not yet."""
+    """Bytes that this process holds now, by kind of limit, whether or not such a limit is set."""
     if device.type == "cuda":
         return {"device": torch.cuda.memory_allocated(device)}
     status = _numbers(Path("/proc/self/status"))
@@ -50,7 +51,7 @@ def held(device: torch.device) -> dict[str, int]:
 
 
 def rooms(device: torch.device) -> list[Room]:
-    """Every limit that holds for what a rank allocates on ``device``."""
+    """All memory limits that apply to a rank's allocations on ``device``."""
     if device.type == "cuda":
         return [_on_cuda(device)]
     own, found = held(device), []
@@ -80,7 +81,8 @@ def free_on_host() -> int | None:
 
 
 def _on_cuda(device: torch.device) -> Room:
-    """The caching allocator gives back what it holds in reserve before it fails."""
+    """Limit of a CUDA device. The caching allocator frees its reserve before it fails, so the reserve counts as
+    available."""
     free, _ = torch.cuda.mem_get_info(device)
     limit = free + torch.cuda.memory_reserved(device)
     peak = torch.cuda.max_memory_allocated(device)
@@ -88,13 +90,16 @@ def _on_cuda(device: torch.device) -> Room:
 
 
 def _shared(kind: str, own: int, all_used: int, limit: int) -> Room:
-    """Room under a limit that others draw on, too: what this process holds and what is free."""
+    """A limit shared with other processes: the memory of this process plus what is free."""
     return Room(kind=kind, used=own, limit=own + max(0, limit - all_used), full=all_used / max(1, limit))
 
 
 def _group() -> tuple[int, int] | None:
-    """Bytes in use and at most of this process's control group, of version 2 or 1, or of the group around it that is
-    fullest. Caches of files are not in use; memory that processes share is."""
+    """Bytes in use and limit of this process's control group (version 2 or 1), or of the fullest group that contains
+    it.
+
+    File caches do not count as in use; memory that processes share does.
+    """
     try:
         lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:
@@ -122,7 +127,7 @@ def _group() -> tuple[int, int] | None:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Lines ``Name:  123 kB`` in bytes."""
+    """Lines of the form ``Name:  123 kB``, in bytes."""
     try:
         text = path.read_text()
     except OSError:
@@ -131,7 +136,7 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def kernel_kills() -> int:
-    """How many processes the kernel has killed for memory since the machine started; 0 where it does not say."""
+    """Number of processes that the kernel has killed for lack of memory since boot; 0 if unknown."""
     try:
         found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
     except OSError:

@@ -1,1 +1,1 @@
-"""The nouns: frozen, keyword-only records that every other room speaks in. No torch, no behaviour beyond laws."""
+"""The records that all other packages exchange: frozen dataclasses with keyword-only fields. No torch."""

@@ -1,4 +1,4 @@
-"""One training under every strategy, measured side by side: what ``asa bench`` writes."""
+"""Results of ``asa bench``: one training under every strategy, measured side by side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asa.ir.profile import Precision, Stat
 
 @noun
 class AccuracyPoint:
-    """Validation after ``epoch`` epochs (a fraction inside one), ``seconds`` of training into the run."""
+    """Validation results after ``epoch`` epochs (fractional inside an epoch) and ``seconds`` of training."""
 
     epoch: float
     seconds: float
@@ -26,19 +26,19 @@ class AccuracyPoint:
 class BenchResult:
     """One cell: one model under one strategy on ``ranks`` ranks.
 
-    A cell that could not be run is still here, with ``why_not`` saying why and no ``step_time_s``.
-    ``step_time_s`` is the measured step over all rounds; ``communication_s`` the exposed part of it, None where
-    it was not tracked. Memory is the active peak of the rank that holds most, by the same count on both sides.
-    ``components`` is the assignment that ran, ``plan_fingerprint`` the plan it came from. ``communication_low_s`` and
-    ``communication_high_s`` bound the exposed part with 95 %; below six pairs they are the least and the largest.
+    A cell that could not run has no ``step_time_s``, and ``why_not`` gives the reason. ``step_time_s`` is the measured
+    step over all rounds; ``communication_s`` the exposed communication in it, None if it was not measured. Memory is
+    the peak of active memory on the rank with most, counted the same in both columns. ``components`` is the assignment
+    that ran, ``plan_fingerprint`` the plan it came from. ``communication_low_s`` and ``communication_high_s``: 95 %
+    interval of the exposed communication; minimum and maximum below six pairs.
 
-    ``samples_per_s`` is of steps with their ``data_wait_s``, the median wait for input. ``utilisation``, 0 to 1: the
-    share of time in which the devices computed while this alone ran, by NVML, on CPUs the ranks' processor time over
-    the wall's; of a prediction, the share of the step that computes. ``flops_per_s`` of all ranks, from the model's
-    structure (backward: twice forward); ``mfu`` is that over the devices' peak. ``predicted_bubble_s``: the part of
-    the predicted step in which stages wait for each other. ``state_memory_bytes``: weights, gradients and optimizer
-    state of the fullest rank; ``reserved_memory_bytes``: what its allocator took from the device (CUDA). ``energy_j``
-    of all devices a step; ``clock_mhz`` the slowest device's, ``throttled`` why clocks were held down.
+    ``samples_per_s`` includes ``data_wait_s``, the median wait for input per step. ``utilisation``, 0 to 1: fraction of
+    time in which the devices computed while this plan ran alone, from NVML, on CPUs processor time over wall time; for
+    a prediction, the fraction of the step that computes. ``flops_per_s``: of all ranks, from the model's structure
+    (backward counts twice forward); ``mfu``: that over the devices' peak. ``predicted_bubble_s``: the part of the
+    predicted step in which stages wait for each other. ``state_memory_bytes``: weights, gradients and optimizer state
+    of the fullest rank; ``reserved_memory_bytes``: reserved by its allocator (CUDA). ``energy_j``: joules of all
+    devices per step; ``clock_mhz``: of the slowest device, ``throttled``: reasons for reduced clocks.
     """
 
     model: str
@@ -77,7 +77,7 @@ class BenchResult:
 
     @property
     def whole_step_s(self) -> float | None:
-        """Seconds from one step to the next, waiting for input included."""
+        """Seconds from one step to the next, including the wait for input."""
         return None if self.step_time_s is None else self.step_time_s.median + (self.data_wait_s or 0.0)
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class BenchResult:
 
 @noun
 class ScalingPoint:
-    """Step time of one strategy on ``ranks`` ranks; ``measured_s`` where that many ranks were really run."""
+    """Step time of one strategy on ``ranks`` ranks; ``measured_s`` only if that many ranks have run."""
 
     model: str
     strategy: str
@@ -98,11 +98,12 @@ class ScalingPoint:
 
 @noun
 class Comparison:
-    """Paired, interleaved rounds of two strategies: median of time(left) / time(right) and its 95 % interval.
+    """Comparison of two strategies in paired, interleaved rounds: median of time(left) / time(right) and its 95 %
+    interval.
 
-    With ``left == right`` it is the A/A comparison: how far from 1 a ratio gets by noise alone. Below six pairs
-    ``low`` and ``high`` are the least and the largest ratio, which cover less. ``others_cores``: cores that other
-    processes kept busy meanwhile, beyond those that the ranks left idle; None where nobody looked.
+    With ``left == right`` it is the A/A comparison: how far from 1 a ratio gets by noise alone. Below six pairs ``low``
+    and ``high`` are minimum and maximum ratio, which cover less. ``others_cores``: mean number of cores that other
+    processes kept busy meanwhile, beyond those that the ranks left idle; None if not measured.
     """
 
     model: str
@@ -117,7 +118,7 @@ class Comparison:
 
 @noun
 class SealedPlan:
-    """A plan as it stood before the first measurement, and the profile and cluster it was made from."""
+    """A plan stored before the first measurement, with the profile and cluster it was made from."""
 
     model: str
     strategy: str
@@ -131,7 +132,7 @@ class SealedPlan:
 
 @noun
 class BenchEnvironment:
-    """The machine and the versions."""
+    """The machine, and versions of the software."""
 
     device_type: Literal["cpu", "cuda"]
     device_name: str
@@ -145,8 +146,8 @@ class BenchEnvironment:
 
 @noun
 class BenchSettings:
-    """What was asked for. ``data_source`` says which images were really read; ``steps_per_turn`` how many steps a
-    strategy takes before the next has its turn."""
+    """Settings of the benchmark. ``data_source``: which images were read; ``steps_per_turn``: number of steps of a
+    strategy before the next one's turn."""
 
     models: tuple[str, ...]
     strategies: tuple[str, ...]
@@ -167,7 +168,7 @@ class BenchSettings:
 
 @noun
 class Bench:
-    """A whole comparison. ``started`` is when the first step was measured, after every plan was sealed."""
+    """A complete benchmark. ``started``: time of the first measured step, after every plan was stored."""
 
     created: str
     started: str
@@ -183,7 +184,7 @@ class Bench:
         return self.summary()
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the summary, and every cell."""
+        """HTML for notebooks: the summary, and a table of all cells."""
         rows = [
             (
                 r.model,
@@ -201,7 +202,7 @@ class Bench:
         return shown(self.summary(), columns, rows)
 
     def summary(self) -> str:
-        """The strategy of the lowest median step of every model, in one line."""
+        """For every model the strategy with the lowest median step time, in one line."""
         said = []
         for model in self.settings.models:
             timed = [(r.step_time_s.median, r.strategy) for r in self.of(model) if r.step_time_s is not None]
@@ -214,5 +215,5 @@ class Bench:
         )
 
     def of(self, model: str) -> tuple[BenchResult, ...]:
-        """The cells of one model, in the order they were asked for."""
+        """Cells of one model, in the order in which they were requested."""
         return tuple(r for r in self.results if r.model == model)

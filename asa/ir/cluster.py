@@ -1,4 +1,4 @@
-"""The devices and the links between them, as tables of measured times."""
+"""Devices and the links between them, as tables of measured times."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ MOST_SLOWDOWN = 1e6
 MOST_SPEED = 1e6
 
 Status = Literal["measured", "measured-plateau-only", "derived", "rule", "measured-hearsay", "estimated"]
-"""How a figure came about, from a benchmark on the machine down to a guess from its data sheet."""
+"""Origin of a value, from a benchmark on the machine to a guess from its data sheet."""
 
 
 @noun
 class Device:
-    """One kind of device. Peaks are per second at dense arithmetic; zero where unknown.
+    """One kind of device. Peaks are per second at dense arithmetic; 0 if unknown.
 
-    ``host_bandwidth``: bytes/s between a device and its host's memory, each way, all devices of the host at once.
+    ``host_bandwidth``: bytes/s between a device and its host's memory, in each direction, with all devices of the host
+    at once.
     """
 
     name: str
@@ -45,10 +46,10 @@ class Device:
 
 @noun
 class RankDevice:
-    """The device of one rank, where they are not all alike.
+    """The device of one rank, if not all are equal.
 
-    ``speed``: what takes the cluster's ``device`` one second takes this one ``1 / speed``; ``memory_bytes``: that of
-    the cluster's ``device`` where None.
+    ``speed``: work that takes the cluster's ``device`` one second takes this one ``1 / speed``; ``memory_bytes``: None
+    for that of the cluster's ``device``.
     """
 
     name: str
@@ -81,7 +82,7 @@ class CollectiveTable:
 
 @noun
 class Level:
-    """Links that join up to ``devices`` neighbours (ranks k*devices ... (k+1)*devices - 1)."""
+    """Links between groups of up to ``devices`` consecutive ranks (k*devices ... (k+1)*devices - 1)."""
 
     name: str
     devices: int
@@ -90,10 +91,10 @@ class Level:
 
 @noun
 class Contention:
-    """How much longer a rank takes when ``ranks`` of them work at once on this machine.
+    """Slowdown of a rank when ``ranks`` ranks work at once on this machine.
 
-    ``slowdown`` is of arithmetic (convolutions, matrix products), ``memory_slowdown`` of what only moves memory, as an
-    optimizer step does; the same where it was not measured apart.
+    ``slowdown``: of arithmetic (convolutions, matrix products); ``memory_slowdown``: of work that only moves memory,
+    such as an optimizer step; None if it was not measured separately, and equal then.
     """
 
     ranks: int
@@ -102,16 +103,16 @@ class Contention:
 
     @property
     def of_memory(self) -> float:
-        """``memory_slowdown``, or ``slowdown`` where there is none."""
+        """``memory_slowdown``, or ``slowdown`` if there is none."""
         return self.slowdown if self.memory_slowdown is None else self.memory_slowdown
 
 
 @noun
 class Waiting:
-    """By what factor a stretch of work grows when ``ranks`` that work at once meet at its end, over the median of one.
+    """Factor by which a stretch of work grows if ``ranks`` ranks synchronize at its end, relative to one rank's median.
 
-    ``points``: (seconds of the stretch, factor), by rising seconds. Short stretches grow more: what disturbs a rank is
-    then nobody else's.
+    ``points``: (seconds of the stretch, factor), by ascending seconds. Short stretches grow more, because a disturbance
+    then affects only one rank.
     """
 
     ranks: int
@@ -120,9 +121,9 @@ class Waiting:
 
 @noun
 class Sharding:
-    """What stock ``fully_shard`` costs a rank beside its collectives: seconds per unit that is gathered or scattered,
-    per tensor in it (``moved_tensor_s``), and per byte of the whole message (copies in and out of it); ``tensor_s``
-    per tensor in an optimizer step, which is handed the parts that a rank holds."""
+    """Cost of stock ``fully_shard`` per rank beside its collectives: seconds per unit that is gathered or scattered,
+    per tensor in it (``moved_tensor_s``), and per byte of the whole message (copies in and out of it); ``tensor_s``:
+    per tensor in an optimizer step on sharded tensors."""
 
     unit_s: float
     byte_s: float
@@ -139,7 +140,7 @@ class Sharding:
 
 @noun
 class Overlap:
-    """How much computation and communication slow each other down while both run (1: not at all)."""
+    """Slowdown of computation and of communication while both run (1: none)."""
 
     compute_slowdown: float = 1.0
     communication_slowdown: float = 1.0
@@ -154,12 +155,12 @@ class Overlap:
 class Cluster:
     """Devices, one per rank, and the levels of links between them, innermost first.
 
-    The last level joins all devices. ``backend`` is what its tables were measured with. ``devices`` says of every rank
-    what it has where they are unequal; ``device`` is then the one that profiles are of, of speed 1. ``waiting`` and
-    ``sharding`` are None where they were not measured. ``devices_per_host`` is said where the innermost level is not a
-    host's. ``drift`` is how the machine's speed changed while the links were measured; times are at its mean speed.
-    ``shared_memory``: ranks bring what they sum up, gather and scatter to memory that all of them map, with their own
-    hands: nothing of it goes on beside computation.
+    The last level connects all devices. ``backend``: with which tables were measured. ``devices``: the device of each
+    rank if they are unequal; ``device`` is then the one that profiles are for, with speed 1. ``waiting`` and
+    ``sharding`` are None if not measured. ``devices_per_host``: given if the innermost level is not one host.
+    ``drift``: changes of the machine's speed during the measurement; times are at its mean speed. ``shared_memory``:
+    ranks sum, gather and scatter through memory that all of them map, by their own processors, so nothing of it
+    overlaps with computation.
     """
 
     name: str
@@ -186,11 +187,11 @@ class Cluster:
         return len({self.speed(r) for r in range(self.num_devices)}) > 1 or len(set(self.memories())) > 1
 
     def speed(self, rank: int) -> float:
-        """Speed of that rank's device, relative to ``device``."""
+        """Speed of the device of ``rank``, relative to ``device``."""
         return 1.0 if self.devices is None else self.devices[rank].speed
 
     def speeds(self, ranks: Sequence[int]) -> tuple[float, ...]:
-        """Speeds of ``ranks``; empty where all have the speed of ``device``.
+        """Speeds of ``ranks``; empty if all have the speed of ``device``.
 
         Raises:
             InvalidInputError: there are fewer ranks.
@@ -206,8 +207,8 @@ class Cluster:
         return () if all(s == 1.0 for s in found) else found
 
     def fastest_first(self) -> tuple[int, ...] | None:
-        """The devices in an order in which no slower one is in front of a faster one: inside each node, and nodes by
-        what all their devices do together; None where they are so already, or alike."""
+        """An order of the devices in which no slower one comes before a faster one inside a node, and nodes are sorted
+        by the total speed of their devices; None if they are already in such an order, or equal."""
         if self.devices is None:
             return None
         nodes = [list(range(a, min(a + self.node, self.num_devices))) for a in range(0, self.num_devices, self.node)]
@@ -218,7 +219,11 @@ class Cluster:
         return None if order == tuple(range(self.num_devices)) else order
 
     def ordered(self, order: tuple[int, ...] | None) -> Cluster:
-        """A cluster of these devices, the one of number ``order[r]`` as rank r; itself where None."""
+        """A cluster of these devices in which device ``order[r]`` is rank r; this cluster if None.
+
+        Raises:
+            InvalidInputError: ``order`` is not a permutation of the devices.
+        """
         if order is None or self.devices is None:
             return self
         if sorted(order) != list(range(self.num_devices)):
@@ -229,22 +234,23 @@ class Cluster:
         return replace(self, devices=tuple(self.devices[r] for r in order))
 
     def memories(self) -> tuple[int, ...]:
-        """Bytes of every rank's device."""
+        """Bytes of memory of every rank's device."""
         own = self.device.memory_bytes
         return tuple(d.memory_bytes or own for d in self.devices) if self.devices else (own,) * self.num_devices
 
     @property
     def host(self) -> int:
-        """Devices that share a host and its memory."""
+        """Number of devices that share a host and its memory."""
         return self.devices_per_host or self.node
 
     @property
     def node(self) -> int:
-        """Devices that the innermost level joins; all of them where there is one level."""
+        """Number of devices that the innermost level connects; all of them if there is one level."""
         return self.levels[0].devices if len(self.levels) > 1 else self.num_devices
 
     def hop(self, offset: int) -> int:
-        """Index of the level that joins rank ``offset`` to the one in front: the innermost of which it is no border."""
+        """Index of the level that connects rank ``offset`` with the one before: the innermost level without a border
+        there."""
         return next((i for i, level in enumerate(self.levels) if offset % level.devices), len(self.levels) - 1)
 
     def __post_init__(self) -> None:
@@ -305,7 +311,7 @@ class Cluster:
 
 
 def alone(device: Device) -> Cluster:
-    """One device, which sends nothing to anybody."""
+    """A cluster of one device, without links."""
     return Cluster(
         name="alone",
         backend="nccl" if device.type == "cuda" else "gloo",

@@ -1,8 +1,8 @@
-"""Nouns to JSON and back: strict, fingerprinted, never silently wrong.
+"""Conversion of records to JSON and back: strict, with fingerprints.
 
-A *noun* is a frozen, keyword-only dataclass. A *document* is a noun that is a file: it carries ``kind``,
-``schema_version`` and ``fingerprint``, the SHA-256 of everything else in it, so that a file edited or
-truncated after it was written is refused. A file without a fingerprint was written by hand, and is taken at its word.
+A *noun* (record) is a frozen, keyword-only dataclass. A *document* is a noun stored as a file, with ``kind``,
+``schema_version`` and ``fingerprint``, the SHA-256 of everything else in it, so that a file edited or truncated after
+it was written is refused. A file without a fingerprint was written by hand, and is accepted without that check.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 SCHEMA_VERSION = 1
 
 _DIGITS = 18
-"""Largest whole number in a file: what fits 64 bits, and more bytes than there are."""
+"""Largest number of digits of a whole number in a file, which fits 64 bits."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -37,7 +37,7 @@ def noun(cls: type[T]) -> type[T]:
 
 
 def hashed(cls: type[T]) -> type[T]:
-    """Have a noun that is looked up far more often than made remember its hash."""
+    """Cache the hash of a noun class whose objects are hashed far more often than made."""
     plain: Any = cls.__hash__
 
     def remembered(self: Any) -> int:
@@ -57,8 +57,8 @@ def hashed(cls: type[T]) -> type[T]:
 
 
 def later(default: Any = None) -> Any:
-    """The default of a field that files written before it do not have: with it the field is in no file either, so
-    that documents kept from then are still what would be written now."""
+    """Default of a field that was added to a noun later: a field with this value is not written to files either, so
+    that older documents are still equal to what would be written now."""
     return dataclasses.field(default=default, metadata={"later": True})
 
 
@@ -71,7 +71,7 @@ def _adapter(cls: type[Any]) -> Any:
 
 @cache
 def _fields(cls: type[Any]) -> tuple[tuple[str, Any, bool], ...]:
-    """(name, default, whether files written before it lack it) of every field."""
+    """(name, default, whether it was added :func:`later`) of every field."""
     return tuple((f.name, f.default, "later" in f.metadata) for f in dataclasses.fields(cls))
 
 
@@ -95,7 +95,7 @@ def to_data(value: Any) -> Any:
 def fingerprint(value: Any) -> str:
     """Sixteen hex digits that change whenever any field of the noun changes.
 
-    Fields at their default do not count, so that a noun may gain one and the files written before keep theirs.
+    Fields with their default value do not count, so a new field does not change the fingerprints of older files.
     """
     key = id(value)
     known = _FINGERPRINTS.get(key)
@@ -105,8 +105,8 @@ def fingerprint(value: Any) -> str:
 
 
 _FINGERPRINTS: dict[int, tuple[weakref.ref[Any], str]] = {}
-"""Fingerprints by identity: nouns do not change, and a profile of a thousand components is asked for
-its own several times in a command."""
+"""Cached fingerprints by identity: records do not change, and that of a large profile is needed several times in a
+command."""
 
 
 def _fingerprint(value: Any) -> str:
@@ -115,7 +115,8 @@ def _fingerprint(value: Any) -> str:
 
 
 def _canonical(value: Any) -> Any:
-    """Data of :func:`to_data` without fields at their default, and 1.0 as 1: JSON does not keep them apart."""
+    """Data as from :func:`to_data`, without fields at their default, and with 1.0 as 1, which JSON does not
+    distinguish."""
     kind: Any = type(value)
     if kind is float:
         return int(value) if value.is_integer() else value
@@ -134,7 +135,7 @@ def _canonical(value: Any) -> Any:
 
 
 def document(value: Any) -> dict[str, Any]:
-    """The JSON document of a noun that is a file: its fields between ``kind`` and ``fingerprint``."""
+    """The JSON document of a noun: ``schema_version``, ``kind``, its fields, and ``fingerprint``."""
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": type(value).__name__.lower(),
@@ -144,8 +145,8 @@ def document(value: Any) -> dict[str, Any]:
 
 
 def schema(cls: type[Any]) -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of the documents of a noun, made from its types; a file that it refuses
-    :func:`loads` refuses too. A fingerprint may be left out, as in a file written by hand."""
+    """JSON Schema (draft 2020-12) for the documents of a noun, from its types; :func:`loads` refuses every file that
+    the schema refuses. The fingerprint is optional, as in a file written by hand."""
     found: dict[str, Any] = _adapter(cls).json_schema()  # type: ignore[arg-type]
     own = {
         "schema_version": {"const": SCHEMA_VERSION},
@@ -220,7 +221,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse(text: str, *, source: str) -> dict[str, Any]:
-    """JSON text to a dict, refusing NaN, infinities, numbers out of range and duplicate keys.
+    """Parse JSON text to a dict; refuses NaN, infinities, numbers out of range and duplicate keys.
 
     Raises:
         InvalidInputError: the text is not one JSON object of that kind.
@@ -242,10 +243,10 @@ def parse(text: str, *, source: str) -> dict[str, Any]:
 
 
 def build(cls: type[T], data: Any, *, source: str) -> T:
-    """Plain data to a noun of type ``cls``, every field checked.
+    """Make a noun of type ``cls`` from plain data, checking every field.
 
     Raises:
-        InvalidInputError: naming the JSON path of the first field that is wrong.
+        InvalidInputError: names the JSON path of the first wrong field.
     """
     from pydantic import ValidationError
 
@@ -266,7 +267,7 @@ def build(cls: type[T], data: Any, *, source: str) -> T:
 
 
 def loads(cls: type[T], text: str, *, source: str) -> T:
-    """The noun in a document's text.
+    """Read the noun in a document's text.
 
     Raises:
         InvalidInputError: other kind, other schema version, wrong field, or a fingerprint that does not match.
@@ -308,7 +309,7 @@ def loads(cls: type[T], text: str, *, source: str) -> T:
 
 
 def load(cls: type[T], path: Path) -> T:
-    """The noun in the file at ``path``.
+    """Read the noun in the file at ``path``.
 
     Raises:
         InvalidInputError: the file is missing, unreadable, or not a document of that kind.

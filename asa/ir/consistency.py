@@ -1,13 +1,13 @@
-"""Who waits for whom: the disciplines of consistency, as a plan carries them.
+"""Disciplines of consistency: what data-parallel workers wait for, as stored in a plan.
 
-Data-parallel workers need not take every step together. A *discipline* says what a worker waits for, and what a worker
-computes with when it does not wait. Everything here is a declaration: :mod:`asa.executor.consistency` conducts it.
+Data-parallel workers need not take every step together. A *discipline* says what a worker waits for, and with which
+weights it computes if it does not wait. This file only declares them; :mod:`asa.executor.consistency` implements them.
 
 - *Bulk-synchronous*: every step waits for every worker (``ps_sync``; ``ddp`` itself).
 - *Stale-synchronous* (after Ho et al. 2013): no gradient gets older than a ``window`` (``ps_bounded``).
-- *Asynchronous* (Recht et al. 2011, Dean et al. 2012): nobody waits (``ps_async``, ``downpour``, ``hogwild``).
-- *Local*: workers train apart for ``period`` steps, and then meet (``local_sgd``, ``diloco``, ``fedavg``).
-- *Pipelined*: stages go on with the next batch before the last one's update arrived (``pipedream``).
+- *Asynchronous* (Recht et al. 2011, Dean et al. 2012): no worker waits (``ps_async``, ``downpour``, ``hogwild``).
+- *Local*: workers train independently for ``period`` steps, then average (``local_sgd``, ``diloco``, ``fedavg``).
+- *Pipelined*: stages begin the next batch before the last one's update has arrived (``pipedream``).
 
 >>> parse("ps_bounded:window=2").max_age
 3
@@ -69,7 +69,7 @@ CHANGES: Mapping[DisciplineName, str] = {
     "fedavg": "clients see only data of their own, and some rounds leave some of them out",
     "pipedream": "every gradient is taken at weights one update old",
 }
-"""In what training under a discipline differs from plain data parallelism."""
+"""How training under each discipline differs from plain data parallelism."""
 
 PARAMETERS: Mapping[DisciplineName, Mapping[str, Any]] = {
     "ps_sync": {"servers": 1, "placement": "beside"},
@@ -85,35 +85,36 @@ PARAMETERS: Mapping[DisciplineName, Mapping[str, Any]] = {
     "fedavg": {"period": 10, "fraction": 1.0, "spread": 0.0, "message": "fp32"},
     "pipedream": {},
 }  # fmt: skip
-"""The parameters of every discipline and their usual figures."""
+"""Parameters of every discipline, with their default values."""
 
 
 @noun
 class Discipline:
-    """A discipline of consistency and its figures; those that a discipline does not have are at their defaults.
+    """A discipline of consistency and its parameters; parameters that a discipline does not have are at their defaults.
 
     Attributes:
-        period: optimizer steps of a worker between two meetings, or between two pushes; at least 1.
-        growth: of the quadratic synchronisation rule (Gu et al. 2024): at learning rate r the period is
+        period: optimizer steps of a worker between two averages, or between two pushes; at least 1.
+        growth: of the quadratic synchronization rule (Gu et al. 2024): at learning rate r the period is
             ``max(period, floor((growth / r)**2))`` steps; 0 for a fixed period.
-        window: how old, in global batches, a gradient that is under way may get before other workers wait for it; at 0
-            every step waits for all workers. None where nobody waits.
+        window: age, in global batches, that a gradient in flight may reach before other workers wait for it; with 0
+            every step waits for all workers. None if no worker waits.
         max_age: gradients older than this are rejected. The age of a gradient is how many whole global batches of
             *other* workers' gradients were applied since its worker pulled. None: none is rejected.
-        servers: parameter servers, each of which holds about as many bytes of the weights.
-        momentum: of SGD at servers whose workers do not wait for all others, in the place of the run's own. None: as
-            much less than that as ``workers`` such workers bring with them, ``1 - 1 / workers`` (Mitliagkas et al.
+        servers: number of parameter servers, each of which holds about as many bytes of the weights.
+        momentum: of SGD at servers whose workers do not wait for all others, instead of the run's own. None: the run's
+            own less the momentum that asynchrony of ``workers`` workers adds, ``1 - 1 / workers`` (Mitliagkas et al.
             2016, "Asynchrony begets momentum"), and at least 0.
         placement: servers ``beside`` the first workers, in their processes, or on ranks of their ``own`` (the last).
-        outer_rate, outer_momentum: of the outer optimizer, SGD with Nesterov momentum where momentum is above 0.
-        fragments: parts of the weights, one of which meets every ``period / fragments`` steps.
-        message: of what numbers a meeting's messages consist: ``fp32``, or ``int8`` with one scale a tensor.
-        quorum: workers that a meeting needs; None for all. With fewer than all it waits ``grace_s`` seconds more.
-        fraction: of the clients, how many take part in a round, above 0 and at most 1.
-        groups: of equally many ranks, each of which is one worker and trains under a synchronous plan of its own,
-            whatever is in it; ranks with the same place in their groups meet. None: every rank is a worker.
-        spread: how unlike the clients' data are: 0 for alike, else classes are drawn from a Dirichlet distribution of
-            concentration ``1 / spread``.
+        outer_rate, outer_momentum: of the outer optimizer, SGD with Nesterov momentum if momentum is above 0.
+        fragments: parts of the weights, one of which is averaged every ``period / fragments`` steps.
+        message: number format of messages when averaging: ``fp32``, or ``int8`` with one scale per tensor.
+        quorum: number of workers needed for an average; None for all. Otherwise it waits ``grace_s`` more seconds.
+        fraction: of the clients that take part in a round, above 0 and at most 1.
+        groups: number of equally large groups of ranks, each of which is one worker and trains under a synchronous
+            plan;
+            ranks with the same position in their groups average. None: every rank is a worker.
+        spread: how different the clients' data are: 0 for equal distributions, otherwise classes follow a Dirichlet
+            distribution of concentration ``1 / spread``.
     """
 
     name: DisciplineName
@@ -180,12 +181,12 @@ class Discipline:
 
     @property
     def waiting(self) -> Waiting:
-        """Who waits, in one word."""
+        """The kind of waiting, in one word."""
         return WAITING[self.name]
 
     @property
     def lockstep(self) -> bool:
-        """Whether all workers count the same steps on shares of the same global batches."""
+        """Whether all workers take the same steps, each on a share of the same global batch."""
         return (self.waiting in ("bulk", "local", "pipelined") and self.quorum is None) or self.window == 0
 
     @property
@@ -195,12 +196,12 @@ class Discipline:
 
     @property
     def synchronous(self) -> bool:
-        """Whether servers apply one update of all workers' gradients at a time."""
+        """Whether servers apply the gradients of all workers as one update."""
         return self.name == "ps_sync" or (self.name == "ps_bounded" and self.window == 0 and self.max_age == 0)
 
     def exact(self, optimizer: str) -> bool:
-        """Whether training with ``optimizer`` is what plain data parallelism does, up to rounding: where every step has
-        the gradients of all workers, or where plain averages of what they did come to the same."""
+        """Whether training with ``optimizer`` equals plain data parallelism up to rounding, because every step has the
+        gradients of all workers, or because averaging weights gives the same result."""
         if self.synchronous:
             return True
         if self.name not in ("local_sgd", "diloco", "fedavg") or optimizer != "sgd":
@@ -211,7 +212,7 @@ class Discipline:
         return self.period == 1 and self.growth == 0 and plain
 
     def period_at(self, rate: float) -> int:
-        """Steps until the next meeting, at a learning rate.
+        """Steps until the next average, at learning rate ``rate``.
 
         >>> [Discipline(name="local_sgd", period=4, growth=0.2).period_at(r) for r in (0.1, 0.05, 0.02)]
         [4, 16, 100]
@@ -221,7 +222,7 @@ class Discipline:
         return max(self.period, int((self.growth / rate) ** 2 + 1e-9)) if rate > 0 else MOST_STEPS
 
     def momentum_at(self, own: float, workers: int) -> float:
-        """Momentum of SGD at the servers of so many workers, where the run's own is ``own``.
+        """Momentum of SGD at the servers of ``workers`` workers, if the run's own is ``own``.
 
         >>> [round(parse("ps_async").momentum_at(0.9, n), 3) for n in (1, 2, 4, 16)]
         [0.9, 0.4, 0.15, 0.0]
@@ -231,10 +232,10 @@ class Discipline:
         return max(0.0, own - (1 - 1 / workers)) if self.momentum is None else self.momentum
 
     def workers(self, ranks: int) -> int:
-        """Workers among ``ranks`` ranks: those that are no server, or their groups.
+        """Number of workers among ``ranks`` ranks: ranks that are not servers, or groups.
 
         Raises:
-            UsageError: there are more servers than ranks, too few workers for the quorum, or no equal groups.
+            UsageError: more servers than ranks, too few workers for the quorum, or ranks that do not form equal groups.
         """
         if self.groups is not None:
             if ranks % self.groups:
@@ -269,7 +270,7 @@ class Discipline:
 
 
 MOST_STEPS = 1_000_000_000
-"""A period that no run is as long as."""
+"""A period longer than any run."""
 
 
 def _has(name: DisciplineName) -> str:
@@ -279,13 +280,13 @@ def _has(name: DisciplineName) -> str:
 def _filled(name: DisciplineName, asked: Mapping[str, Any]) -> Discipline:
     values = {**PARAMETERS[name], **asked}
     if name == "ps_bounded" and values["max_age"] is None and "max_age" not in asked:
-        values["max_age"] = values["window"] + 1  # Ringmaster's threshold, just beyond what the window leads to
+        values["max_age"] = values["window"] + 1  # Ringmaster's threshold, just above the largest age within the window
     return Discipline(name=name, **values)
 
 
 def bearable_one_late(momentum: float) -> float:
-    """Share of the largest learning rate at which SGD with that momentum is stable that it bears with gradients one
-    update old: a quadratic of curvature c is stable up to ``rate * c = 2 (1 + m)``, one update late up to ``1 - m``.
+    """Largest stable learning rate of SGD with gradients one update old, as a fraction of that without delay: on a
+    quadratic of curvature c it is stable up to ``rate * c = 2 (1 + m)``, and with the delay up to ``1 - m``.
 
     >>> [round(1 / bearable_one_late(m), 1) for m in (0.0, 0.5, 0.9)]
     [2.0, 6.0, 38.0]
@@ -294,15 +295,15 @@ def bearable_one_late(momentum: float) -> float:
 
 
 def is_discipline(text: str) -> bool:
-    """Whether a whole strategy's name is that of a discipline, with or without figures behind it."""
+    """Whether ``text`` names a discipline, with or without parameters."""
     return text.partition(":")[0] in NAMES
 
 
 def parse(text: str) -> Discipline:
-    """The discipline in ``NAME[:PARAMETER=VALUE]...``, with usual figures for what is not said.
+    """The discipline in ``NAME[:PARAMETER=VALUE]...``, with default values for other parameters.
 
     Raises:
-        UsageError: no such name or parameter, or a figure that makes no sense.
+        UsageError: no such name or parameter, or an impossible value.
     """
     name, *pairs = text.split(":")
     if name not in NAMES:
@@ -318,7 +319,7 @@ def parse(text: str) -> Discipline:
 
 
 def _value(text: str, key: str, value: str) -> Any:
-    """``value`` as the field ``key`` takes it."""
+    """``value`` converted to the type of the field ``key``."""
     kind = next(f.type for f in fields(Discipline) if f.name == key)
     choices = {"Placement": get_args(Placement), "Message": get_args(Message)}.get(str(kind))
     if choices is not None:

@@ -1,4 +1,4 @@
-"""How much the machine itself changed while something was measured on it."""
+"""Changes of a machine's speed during a measurement."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from asa.ir.units import MOST_SECONDS
 
 @noun
 class Drift:
-    """One piece of work, timed again and again over the time of a measurement.
+    """Times of one piece of work, repeated throughout a measurement.
 
     ``readings``: (seconds since the measurement began, seconds the work took), in order. ``noise``: relative standard
-    error of one reading, from how much repeats made at once differ.
+    error of one reading, from the differences of immediate repeats.
     """
 
     readings: tuple[tuple[float, float], ...]
@@ -32,12 +32,13 @@ class Drift:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of the logarithm of the machine's speed: that of the readings, less their noise."""
+        """Standard deviation of the logarithm of the machine's speed: that of the readings, corrected for noise."""
         return sqrt(max(0.0, self._variance - self.noise**2))
 
     @property
     def ahead(self) -> float:
-        """Spread of a later moment around the mean of the readings, which is itself known to 1 / sqrt(n) of it."""
+        """Standard deviation of the speed at a later moment around the mean of the readings, whose own error is 1 /
+        sqrt(n) of it."""
         return self.deviation * sqrt(1 + 1 / len(self.readings))
 
     @property

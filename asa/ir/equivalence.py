@@ -1,4 +1,4 @@
-"""The verdict of ``asa verify``: how far training under a plan is from training on one device."""
+"""Result of ``asa verify``: the difference between training under a plan and training on one device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from asa.ir.plan import CompressionName
 
 @noun
 class TensorError:
-    """One tensor: ``||plan - reference|| / ||reference||`` and what is allowed for it."""
+    """Error of one tensor, ``||plan - reference|| / ||reference||``, and the error allowed for it."""
 
     name: str
     error: float
@@ -18,26 +18,26 @@ class TensorError:
 
 @noun
 class Equivalence:
-    """``equivalent`` if every tensor, every loss and the first fp32 gradients are within their tolerance.
+    """Verdict: ``equivalent`` if every tensor, every loss and the first fp32 gradients are within their tolerance.
 
-    ``max_rel_error`` is that of ``worst_tensor``, the tensor with the largest share of its allowance after ``steps``
-    steps in ``dtype``; ``noise_floor`` is the largest error of one device against itself with samples permuted
-    inside the batch. ``loss_error`` is that of the loss with the largest share of its allowance, ``loss_allowed``;
-    ``gradient_error_fp32`` that of such a first-step gradient in fp32. Where fp32 gradients alone differ, other batches
-    are compared, and figures are those of the one on which they agree: ``gradient_batches`` says which that was.
+    ``max_rel_error`` is that of ``worst_tensor``, the tensor with the largest ratio of error to allowance after
+    ``steps`` steps in ``dtype``; ``noise_floor`` is the largest error of one device against itself with samples
+    permuted inside the batch. ``loss_error`` and ``loss_allowed``: of the loss with the largest ratio;
+    ``gradient_error_fp32``: likewise of first-step gradients in fp32. If only fp32 gradients differ, other batches are
+    compared, and the values are those of the batch on which they agree, whose number is ``gradient_batches``.
 
     A plan with ``compression`` is never equivalent: then errors are those of all weights, and of all gradients, as one
     vector, and ``within_tolerance`` says whether gradients are within ``gradient_allowed_fp32``, and weights and losses
     within ``allowed``.
 
-    Beside that, the code that trains (under the plan, dropping nothing) is held against the model as it was written,
-    with stock modules in a plain loop: ``training_error`` is that of ``training_tensor``, a tensor, ``losses``, or the
-    mean of what dropout leaves, whichever has the largest share of its allowance.
+    Separately, the training code (under the plan, without dropout) is compared with the original model with stock
+    modules in a plain loop: ``training_error`` is that of ``training_tensor`` (a tensor, ``losses``, or the mean of
+    dropout's output), whichever has the largest ratio of error to allowance.
 
-    ``discipline``: the plan's, where it changes training: such a plan is never equivalent, whatever five steps show.
+    ``discipline``: the plan's, if it changes training: such a plan is never equivalent, whatever five steps show.
 
-    ``reasons``: where a plan is not equivalent, or held against a floor above 1e-6, what of the model explains it, in
-    sentences; empty where nothing was found.
+    ``reasons``: for a plan that is not equivalent, or was compared with a floor above 1e-6, the properties of the model
+    that explain it, in sentences; empty if none were identified.
     """
 
     equivalent: bool

@@ -1,4 +1,4 @@
-"""How a device is made to compute a component: choices that change times, and results by rounding alone."""
+"""Ways for a device to compute a component: they change times, and results only by rounding."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Literal
 MemoryFormat = Literal["contiguous", "channels_last"]
 """The order of an image's numbers in memory: channel by channel, or pixel by pixel, as tensor cores read them."""
 Compiled = Literal["none", "components", "graphs"]
-"""What torch.compile makes of a component: nothing, its kernels, or these replayed as one CUDA graph, which spares a
-launch each."""
+"""What torch.compile does with a component: nothing, compile kernels, or also replay them as one CUDA graph, which
+saves their launches."""
 
 
 def execution(memory_format: MemoryFormat, compiled: Compiled) -> str:
-    """In a few words; empty for torch's defaults.
+    """Description of the settings in a few words; empty for torch's defaults.
 
     >>> execution("contiguous", "none"), execution("channels_last", "components")
     ('', 'channels_last, compiled')

@@ -1,4 +1,4 @@
-"""The model as the planner sees it: a chain of components and what each one weighs."""
+"""The model from the planner's view: a chain of components with their memory, FLOPs and possible splits."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MOST_TENSORS = 100_000
 
 
 def check_form(input_shape: Sequence[int], num_classes: int, *, where: str) -> None:
-    """Whether there can be such inputs and such a number of classes.
+    """Check that input shape and number of classes are possible.
 
     Raises:
-        InvalidInputError: there cannot.
+        InvalidInputError: they are not.
     """
     if any(size < 1 for size in input_shape):
         raise InvalidInputError(f"inputs of {list(input_shape)}: sizes are at least 1", where=f"{where}.input_shape")
@@ -33,10 +33,10 @@ def check_form(input_shape: Sequence[int], num_classes: int, *, where: str) -> N
 
 
 def check_count(model: object, count: int) -> None:
-    """Refuse a graph of too many components.
+    """Check that a graph does not have too many components.
 
     Raises:
-        InvalidInputError: naming their number.
+        InvalidInputError: it has; gives their number.
     """
     if count > _MOST_COMPONENTS:
         raise InvalidInputError(
@@ -59,14 +59,13 @@ class InnerCollective:
 
 @noun
 class SequenceSplit:
-    """What sequence parallelism divides in a component beyond its :class:`TensorSplit`: what works on single tokens.
+    """What sequence parallelism divides in a component beyond its :class:`TensorSplit`: operations on single tokens.
 
-    ``tokens``: in its input, dimension 1; ``exit``: whether its output has them too, and is handed on cut (it is whole
-    otherwise). ``collectives`` take the place of the split's own,
-    and of its partial entry and exit: gathers of tokens and scatters by them. ``summed_parameter_bytes``: of the
-    parameters that every rank holds whole but of which it sees some tokens only: their gradients are summed over the
-    tensor group, in one all_reduce a microbatch. ``saved_bytes_per_sample``: what tensor parallelism alone leaves on
-    every rank, and tokens divide.
+    ``tokens``: number in its input, dimension 1; ``exit``: whether its output also has them and stays split (otherwise
+    it is whole). ``collectives`` replace the split's own, and its partial entry and exit: all-gathers and
+    reduce-scatters of tokens. ``summed_parameter_bytes``: of parameters that every rank holds whole but uses for some
+    tokens only, so that their gradients are summed over the tensor group, in one all-reduce per microbatch.
+    ``saved_bytes_per_sample``: what every rank saves under tensor parallelism alone, and sequence parallelism divides.
     """
 
     tokens: int
@@ -83,30 +82,30 @@ class SequenceSplit:
 
     @property
     def exit_tokens(self) -> int:
-        """Tokens of the output that are handed on cut; 0 for none."""
+        """Number of tokens of the output that stays split; 0 if it is whole."""
         return self.tokens if self.exit else 0
 
     def share(self, degree: int) -> float:
-        """The largest part of the tokens that a rank has, from 0 to 1."""
+        """Largest fraction of the tokens that a rank has, 0 to 1."""
         return largest_shard(self.tokens, degree) / self.tokens
 
     def spared(self, degree: int) -> float:
-        """Saved bytes per sample that a rank holds less than under tensor parallelism alone."""
+        """Reduction in saved bytes per sample on a rank, compared with tensor parallelism alone."""
         return (1 - self.share(degree)) * self.saved_bytes_per_sample
 
 
 @noun
 class TensorSplit:
-    """What tensor parallelism may divide in a component.
+    """What tensor parallelism can divide in a component.
 
-    A degree t divides ``parameter_bytes``, ``flops_per_sample`` and ``saved_bytes_per_sample`` (each the
-    *divisible part* of the component's own figure) by t, to the granularity of the narrowest split
-    dimension; ``max_degree`` is that dimension.
+    A degree t divides ``parameter_bytes``, ``flops_per_sample`` and ``saved_bytes_per_sample`` (each the *divisible
+    part* of the component's own value) by t, to the granularity of the narrowest split dimension; ``max_degree`` is the
+    size of that dimension.
 
-    ``entry_partial``: the gradient with respect to the component's input leaves backward as a partial sum
-    over the tensor group (the boundary in front reduces it). ``exit_partial``: likewise the output in
-    forward. Neither is listed in ``collectives``: the boundary prices and performs them. ``sequence``: what tokens
-    divide beside, where they do (None, too, in files from before it was known).
+    ``entry_partial``: the gradient with respect to the component's input leaves backward as a partial sum over the
+    tensor group (the boundary before it reduces it). ``exit_partial``: likewise the output in forward. Neither is
+    listed in ``collectives``: the boundary prices and performs them. ``sequence``: what sequence parallelism divides in
+    addition, if possible (None also in older files).
     """
 
     max_degree: int
@@ -128,13 +127,13 @@ class TensorSplit:
 
 @noun
 class Component:
-    """A piece of the model between two single-tensor cut points.
+    """A part of the model between two single-tensor cut points.
 
-    Bytes are per sample where the name says so, at the precision activations have in this graph;
-    ``parameter_bytes`` and ``buffer_bytes`` are those of the stored (master) tensors.
-    ``saved_bytes_per_sample`` is what autograd keeps from forward to backward, its output included where
-    something keeps it, parameters excluded. ``flops_per_sample`` counts the forward (a multiply-add is 2).
-    ``tied``: it shares a parameter with other components, and runs as they do: replicated, on all ranks of its stage.
+    Bytes are per sample where the name says so, at the precision activations have in this graph; ``parameter_bytes``
+    and ``buffer_bytes`` are those of the stored (master) tensors. ``saved_bytes_per_sample``: bytes that autograd saves
+    from forward to backward, including its output if that is saved, without parameters. ``flops_per_sample`` counts the
+    forward (a multiply-add is 2). ``tied``: it shares a parameter with other components, and runs like them:
+    replicated, on all ranks of its stage.
     """
 
     name: str
@@ -155,12 +154,11 @@ class Component:
 
 @noun
 class LayerGraph:
-    """Components in topological order. Component i feeds component i+1 with exactly one tensor.
+    """Components in topological order. Component i passes exactly one tensor to component i+1.
 
-    ``input_bytes_per_sample`` is the size of what the first component reads. ``uncut``: components in front of which no
-    stage may begin, because something that is not handed from stage to stage crosses there (the output of an auxiliary
-    head on its way out, a weight that is used on both sides). ``notes``: what a user should know of the model itself:
-    what could not be traced, what draws random numbers of its own.
+    ``input_bytes_per_sample``: size of the first component's input. ``uncut``: components at which no stage may begin,
+    because something else than that tensor would cross (the output of an auxiliary head, a weight that is used on both
+    sides). ``notes``: remarks on the model itself: what could not be traced, what draws random numbers.
     """
 
     model: str
@@ -214,7 +212,11 @@ class LayerGraph:
         return len(self.components)
 
     def component(self, name: str) -> Component:
-        """The component called ``name``; KeyError where there is none."""
+        """The component called ``name``.
+
+        Raises:
+            KeyError: there is none.
+        """
         for c in self.components:
             if c.name == name:
                 return c

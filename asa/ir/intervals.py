@@ -1,4 +1,4 @@
-"""Intervals that cover what they say at their number of observations."""
+"""Confidence intervals that hold exactly for small numbers of observations."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import math
 from collections.abc import Sequence
 
 FEWEST = 6
-"""Observations from which on an interval between two of them covers the median with 95 %: 1 - 2 / 2**6 is 97 %."""
+"""Number of observations from which on an interval between two of them covers the median with 95 %: 1 - 2 / 2**6 is 97
+%."""
 
 
 def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
-    """The narrowest interval between observations, equally far from both ends, that covers the median with ``level``.
+    """The narrowest interval between observations, symmetric in their order, that covers the median with probability
+    ``level``.
 
-    Below :data:`FEWEST` observations no such interval exists: the least and the largest are returned. Exact for
-    independent observations of any distribution: the number of them below the median is binomial with one half (David
-    and Nagaraja, "Order Statistics", 7.1).
+    Below :data:`FEWEST` observations no such interval exists: minimum and maximum are returned. Exact for independent
+    observations of any distribution: the number of them below the median is binomial with one half (David and Nagaraja,
+    "Order Statistics", 7.1).
 
     >>> median_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
     (1.0, 8.0)

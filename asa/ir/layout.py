@@ -1,20 +1,20 @@
-"""The law of parallel layouts inside a stage: who holds what, and what a boundary between two layouts moves.
+"""Parallel layouts inside a stage: which rank holds what, and what a boundary between two layouts moves.
 
-A stage of ``width`` ranks runs a component in a layout (d, t): its batch is cut into d shards, and the
-``width / d`` ranks that share a shard split the component's tensors t ways; where t is smaller than that,
-the remaining ranks repeat the same work on the same data. Ranks of one tensor group are neighbours.
+A stage of ``width`` ranks runs a component in a layout (d, t): its batch is cut into d shards, and the ``width / d``
+ranks that share a shard split the component's tensors t ways; if t is smaller than that, the remaining ranks repeat the
+same work on the same data. Ranks of one tensor group are consecutive.
 
-Cuts are ``floor(i * total / parts)``: balanced to one element, defined for any total, and *nested*: whenever
-d2 divides d1, every cut of d2 is a cut of d1, so that a boundary never moves more than it must.
+Cuts are ``floor(i * total / parts)``: balanced to one element, defined for any total, and *nested*: whenever d2 divides
+d1, every cut of d2 is a cut of d1, so that a boundary never moves more than it must.
 
-Where devices are unequal the ranks of a stage have *weights*, whole numbers, and a batch is cut in proportion: a shard
-weighs what its ranks do together, and a cut lies at ``floor(total * weight in front / weight of all)``. Equal weights
-give the cuts above, and because weights in front are of ranks, cuts stay nested. Tensors are always cut evenly.
+On unequal devices the ranks of a stage have *weights*, whole numbers, and a batch is cut in proportion: the weight of a
+shard is the sum over its ranks, and a cut lies at ``floor(total * weight before / total weight)``. Equal weights give
+the cuts above, and because the weights belong to ranks, cuts stay nested. Tensors are always cut evenly.
 
-Gradient convention: in a layout of data degree d the loss each rank differentiates is the mean over its own
-shard, so gradients are d times that shard's contribution to the mean over the batch (what averaging data
-parallelism expects), complete on each of the ranks that share the shard. A boundary from d1 to d2 therefore
-scales gradients by d1 / d2 on the way back.
+Gradient convention: in a layout of data degree d the loss each rank differentiates is the mean over its own shard, so
+gradients are d times that shard's contribution to the mean over the batch (what averaging data parallelism expects),
+complete on each of the ranks that share the shard. A boundary from d1 to d2 therefore scales gradients by d1 / d2 in
+backward.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from asa.ir.codec import hashed, noun
 from asa.ir.traffic import Collective, Phase
 
 MOST_WEIGHT = 2**24
-"""Largest weight of a rank: more than there are samples in a global batch."""
+"""Largest weight of a rank: larger than any global batch."""
 
 
 def bounds(total: int, parts: int, index: int) -> tuple[int, int]:
-    """Half-open range of the ``index``-th of ``parts`` shards of ``total`` elements.
+    """Half-open range of shard number ``index`` of ``parts`` shards of ``total`` elements.
 
     >>> [bounds(100, 3, i) for i in range(3)]
     [(0, 33), (33, 66), (66, 100)]
@@ -38,17 +38,16 @@ def bounds(total: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def largest_shard(total: int, parts: int) -> int:
-    """Elements in the largest of ``parts`` shards of ``total``."""
+    """Number of elements in the largest of ``parts`` shards of ``total`` elements."""
     return -(-total // parts)
 
 
 @hashed
 @noun
 class Layout:
-    """One component's layout in a stage: see the module. ``data * tensor`` divides ``width``; ``weights`` is one per
-    rank of the stage, or none where batches are cut evenly. ``sequence``: what enters the component (and, if it
-    has tokens, what leaves it) is cut by tokens, dimension 1, over its tensor group; otherwise every rank of the group
-    has all of them."""
+    """One component's layout in a stage; see the module. ``data * tensor`` divides ``width``; ``weights``: one per rank
+    of the stage, or empty if batches are cut evenly. ``sequence``: the component's input (and, if it has tokens, its
+    output) is split by tokens, dimension 1, over its tensor group; otherwise every rank of the group has all tokens."""
 
     width: int
     data: int
@@ -65,7 +64,7 @@ class Layout:
             check_weights(self.weights, self.width)
 
     def rows(self, total: int, index: int) -> tuple[int, int]:
-        """Half-open range of a batch of ``total`` that is its ``index``-th shard.
+        """Half-open range of shard ``index`` in a batch of ``total`` rows.
 
         >>> layout = Layout(width=3, data=3, tensor=1, weights=(2, 1, 1))
         >>> [layout.rows(9, i) for i in range(3)]
@@ -79,52 +78,52 @@ class Layout:
         return front * total // all_of_it, behind * total // all_of_it
 
     def rows_of(self, total: int, rank: int) -> tuple[int, int]:
-        """First row and one past the last of the shard that ``rank`` holds."""
+        """Half-open range of the shard that ``rank`` holds."""
         return self.rows(total, self.data_index(rank))
 
     def sizes(self, total: int) -> tuple[int, ...]:
-        """Elements of every shard."""
+        """Number of elements in each shard."""
         return tuple(stop - start for start, stop in (self.rows(total, i) for i in range(self.data)))
 
     def fewest(self, total: int) -> int:
-        """Elements in the smallest shard."""
+        """Number of elements in the smallest shard."""
         return min(self.sizes(total)) if self.weights else total // self.data
 
     @property
     def least(self) -> int:
-        """The smallest batch of which every shard has something, and every larger one's has."""
+        """The smallest batch size from which on no shard is empty."""
         if not self.weights:
             return self.data
         blocks = [sum(self.weights[i : i + self.inner]) for i in range(0, self.width, self.inner)]
         return -(-sum(self.weights) // min(blocks))
 
     def share(self, index: int) -> float:
-        """The part of a batch, from 0 to 1, that the ``index``-th shard is, but for rounding."""
+        """Fraction of a batch, 0 to 1, in shard ``index``, without rounding."""
         if not self.weights:
             return 1 / self.data
         return sum(self.weights[index * self.inner : (index + 1) * self.inner]) / sum(self.weights)
 
     @property
     def largest_share(self) -> float:
-        """That of the heaviest shard."""
+        """Fraction of a batch in the largest shard, without rounding."""
         return max(self.share(i) for i in range(self.data)) if self.weights else 1 / self.data
 
     @property
     def inner(self) -> int:
-        """Ranks that share one batch shard."""
+        """Number of ranks that share one batch shard."""
         return self.width // self.data
 
     @property
     def copies(self) -> int:
-        """Ranks that repeat the very same work."""
+        """Number of ranks that repeat the same work."""
         return self.inner // self.tensor
 
     def data_index(self, rank: int) -> int:
-        """Which batch shard ``rank`` holds."""
+        """Index of the batch shard that ``rank`` holds."""
         return rank // self.inner
 
     def tensor_index(self, rank: int) -> int:
-        """Which tensor shard ``rank`` holds."""
+        """Index of the tensor shard that ``rank`` holds."""
         return rank % self.inner % self.tensor
 
     def data_group(self, rank: int) -> tuple[int, ...]:
@@ -137,12 +136,13 @@ class Layout:
         return tuple(range(first, first + self.tensor))
 
     def inside_group(self, rank: int, shards: int) -> tuple[int, ...]:
-        """The ``shards`` neighbours in ``rank``'s data group, itself among them, that cut one copy of the state."""
+        """The ``shards`` consecutive ranks of ``rank``'s data group, including itself, that shard one copy of the
+        state."""
         first = self.data_index(rank) // shards * shards
         return self.data_group(rank)[first : first + shards]
 
     def across_group(self, rank: int, shards: int) -> tuple[int, ...]:
-        """Ranks of its data group that hold the same part of the other copies."""
+        """Ranks of its data group that hold the same shard of other copies."""
         return self.data_group(rank)[self.data_index(rank) % shards :: shards]
 
     def data_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -155,7 +155,7 @@ class Layout:
 
 
 def check_weights(weights: tuple[int, ...], ranks: int) -> None:
-    """Refuse weights of ranks that no batch can be cut by.
+    """Check that a batch can be cut by these weights of ranks.
 
     Raises:
         ValueError: not one per rank, or one out of range.
@@ -167,7 +167,7 @@ def check_weights(weights: tuple[int, ...], ranks: int) -> None:
 
 
 def lowest_terms(weights: tuple[int, ...]) -> tuple[int, ...]:
-    """Weights in the same proportions and the smallest whole numbers; empty where they are equal.
+    """The smallest whole-number weights in the same proportions; empty if all are equal.
 
     >>> lowest_terms((6, 2)), lowest_terms((3, 3))
     ((3, 1), ())
@@ -181,7 +181,7 @@ def lowest_terms(weights: tuple[int, ...]) -> tuple[int, ...]:
 def gather_group(width: int, fine: int, coarse: int, rank: int) -> tuple[int, ...]:
     """The ``fine / coarse`` ranks whose distinct shards of degree ``fine`` make up ``rank``'s coarse shard.
 
-    ``coarse`` divides ``fine`` divides ``width``.
+    ``coarse`` must divide ``fine``, and ``fine`` must divide ``width``.
     """
     step = width // fine
     block = width // coarse
@@ -196,16 +196,15 @@ def gather_groups(width: int, fine: int, coarse: int) -> tuple[tuple[int, ...], 
 
 @noun
 class Boundary:
-    """What converts the activations of one layout into another's, forward and back.
+    """Conversion of activations from one layout to another, forward and backward.
 
-    ``entry_partial``: the target component hands back its input gradient as a partial sum over its tensor
-    group. ``exit_partial``: the source hands on its output as one. A *fused* boundary turns that reduction
-    and the change of batch shard into one reduce_scatter.
+    ``entry_partial``: the target component returns its input gradient as a partial sum over its tensor group.
+    ``exit_partial``: the source returns its output as one. A *fused* boundary combines that reduction and the change of
+    batch shard in one reduce-scatter.
 
-    ``exit_tokens`` and ``entry_tokens``: how many the source hands on cut, if its layout is of that kind, and the
-    target takes so, if its is; 0 where they do not. Between equal layouts tokens stay as they are. Otherwise they are
-    gathered behind the source, and cut in front of the target, forward; the other way round in backward. What is cut
-    by tokens is never partial.
+    ``exit_tokens`` and ``entry_tokens``: number of tokens in the source's output and the target's input if they can be
+    split; 0 otherwise. Between equal layouts tokens stay as they are. Otherwise they are gathered after the source and
+    cut before the target in forward, and the reverse in backward. A value split by tokens is never partial.
     """
 
     source: Layout
@@ -221,22 +220,23 @@ class Boundary:
 
     @property
     def meeting(self) -> int:
-        """The coarser data degree both layouts nest in: where neither divides the other, data meets there."""
+        """The greatest common divisor of both data degrees, in which both layouts nest; data is gathered to this
+        degree."""
         return gcd(self.source.data, self.target.data)
 
     @property
     def gathers(self) -> int:
-        """Size of the forward gather group (1: none)."""
+        """Number of ranks in the gather group of forward (1: none)."""
         return self.source.data // self.meeting
 
     @property
     def slices(self) -> int:
-        """Into how many parts each rank's data is cut in forward (1: not at all)."""
+        """Number of parts into which each rank's data is cut in forward (1: not cut)."""
         return self.target.data // self.meeting
 
     @property
     def silent(self) -> bool:
-        """Whether nothing is moved, cut or scaled, forward or back."""
+        """Whether nothing is moved, cut or scaled, forward or backward."""
         s, t = self.source, self.target
         tokens = self.gathers_tokens or self.cuts_tokens
         return s.data == t.data and not (tokens or self.reduces_exit or self.reduces_entry)
@@ -267,21 +267,21 @@ class Boundary:
 
     @property
     def fused_entry(self) -> bool:
-        """Backward: reduce the partial gradient and re-shard the batch in one reduce_scatter."""
+        """Whether backward reduces the partial gradient and re-shards the batch in one reduce-scatter."""
         t = self.target
         return self.reduces_entry and self.slices == 1 and t.copies == 1 and self.gathers == t.tensor
 
     @property
     def fused_exit(self) -> bool:
-        """Forward: reduce the partial output and re-shard the batch in one reduce_scatter."""
+        """Whether forward reduces the partial output and re-shards the batch in one reduce-scatter."""
         s = self.source
         return self.reduces_exit and self.gathers == 1 and s.copies == 1 and self.slices == s.tensor
 
     def traffic(self, size: float, *, gradient: bool = True) -> tuple[Collective, ...]:
         """Collectives of one crossing of ``size`` bytes (the tensor of the whole microbatch, all shards).
 
-        ``gradient`` is false where nothing in front needs one (the model's input). Uneven shards travel padded to the
-        largest one, so that is what counts.
+        ``gradient`` is False if nothing before the boundary needs one (the model's input). Uneven shards are padded to
+        the largest one, and counted so.
         """
         s, t = self.source, self.target
         at_source, at_meeting, at_target = (size / d for d in (s.data, self.meeting, t.data))
@@ -321,6 +321,6 @@ class Boundary:
 
 
 def _gathered(layout: Layout, phase: Phase, size: float, tokens: int) -> Collective:
-    """The gather of all tokens of a rank's rows, ``size`` bytes; shards of them travel padded to the largest one."""
+    """The all-gather of all tokens of a rank's rows, ``size`` bytes; shards are padded to the largest one."""
     padded = layout.tensor * largest_shard(tokens, layout.tensor) / tokens
     return Collective(op="all_gather", phase=phase, bytes=size * padded, ranks=layout.tensor)

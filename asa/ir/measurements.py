@@ -1,4 +1,4 @@
-"""What a run really took, and what the scheduler makes of it."""
+"""Measurements of a run, and the scheduler's verdict on them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from asa.ir.profile import Stat
 class RankTiming:
     """Medians of one rank over the measured steps, in seconds per step.
 
-    ``own_s``: the step less every wait, i.e. computing and preparing. ``waiting_s``: waiting in collectives for a
-    rank that came later, without the transfer itself. ``data_wait_s``: waiting for input. ``stolen_share``: share
-    of the step in which this rank was ready to run while other processes had its core, 0 to 1; None where the
-    system does not tell. ``mean_own_s``: the mean beside the median ``own_s``, which some slow steps move and the
-    median does not; None where it was not taken. ``core``: number of the only core that the rank's process may use,
-    those of every host apart; None where it may use several.
+    ``own_s``: the step without any waiting, i.e. computing and preparing. ``waiting_s``: waiting in collectives for a
+    later rank, without the transfer itself. ``data_wait_s``: waiting for input. ``stolen_share``: fraction of the step
+    in which this rank was ready to run while other processes had its core, 0 to 1; None if the system does not report
+    it. ``mean_own_s``: the mean, beside the median ``own_s``; a few slow steps change only the mean; None if not
+    measured. ``core``: number of the only core that the rank's process may use, over all hosts; None if it may use
+    several.
     """
 
     own_s: float
@@ -30,10 +30,10 @@ class RankTiming:
 
 @noun
 class Transfer:
-    """Seconds that one kind of communication took from the last rank's arrival on: a median over ``n`` of them.
+    """Median seconds of one kind of communication, from the last rank's arrival on, over ``n`` transfers.
 
     ``op``: the collective, by the names of the cluster's tables, or ``send``. ``level``: index of the level of links
-    that the group crosses. ``group_size``: ranks that take part. ``num_bytes``: payload, counted as in those tables.
+    that the group crosses. ``group_size``: number of ranks. ``num_bytes``: payload, counted as in those tables.
     """
 
     op: str
@@ -46,13 +46,13 @@ class Transfer:
 
 @noun
 class Measurements:
-    """Timing and memory of training steps under one plan.
+    """Times and memory of training steps under one plan.
 
-    ``peak_memory_bytes`` by rank of the plan is the active peak, by the same count as the prediction; None where it was
-    not tracked. ``communication_s`` is the exposed part; ``data_wait_s`` the wait for input, both per step.
-    ``per_rank``: by process of the run, idle ones included with an ``own_s`` of 0; empty where ranks were not observed;
-    ``links``: likewise. ``mean_step_s``: the mean beside the median of ``step_time``; None where it was not taken.
-    ``energy_j``: joules that the plan's GPUs spent in the epoch; None where they do not count them.
+    ``peak_memory_bytes``: peak of active memory by rank of the plan, counted like the prediction; None if not measured.
+    ``communication_s``: exposed communication; ``data_wait_s``: wait for input, both per step. ``per_rank``: by process
+    of the run; idle ones have an ``own_s`` of 0; empty if ranks were not observed, and so is ``links``.
+    ``mean_step_s``: the mean, beside the median of ``step_time``; None if not measured. ``energy_j``: joules of the
+    plan's GPUs in the epoch; None if they do not count energy.
     """
 
     plan_fingerprint: str
@@ -72,8 +72,8 @@ class Measurements:
 
     @property
     def slowest(self) -> tuple[int, float] | None:
-        """The process that takes longest for what is its own to do, input included, and the share of a step, 0 to 1,
-        that the others wait at most. None where ranks were not observed, or there is only one."""
+        """The process with the longest own work, input included, and the largest fraction of a step, 0 to 1, that
+        others wait. None if ranks were not observed, or there is only one."""
         if not self.per_rank or self.num_ranks < 2 or self.step_time.median <= 0:
             return None
         own = [rank.own_s + rank.data_wait_s for rank in self.per_rank]
@@ -87,13 +87,13 @@ class Measurements:
 
     @property
     def step_error(self) -> float:
-        """Predicted over measured step time, minus one."""
+        """Predicted over measured step time, minus 1."""
         return self.predicted_step_time_s / self.step_time.median - 1
 
 
 @noun
 class Verdict:
-    """Keep the plan or solve again, why, and the figures the decision rests on."""
+    """Decision to keep the plan or to plan again, its reason, and the numbers behind it."""
 
     action: Literal["keep", "replan"]
     reason: str

@@ -1,4 +1,4 @@
-"""What a notebook shows of a noun: a line and a table, as HTML that any page may hold."""
+"""HTML of a record for notebooks: a line and a table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from html import escape
 
 
 def shown(summary: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A paragraph and a table; every cell is text.
+    """HTML with a paragraph and a table; all cells are escaped as text.
 
     >>> shown("1 < 2", ("a",), [("x",)])
     '<p>1 &lt; 2</p><table><thead><tr><th scope="col">a</th></tr></thead><tbody><tr><td>x</td></tr></tbody></table>'

@@ -1,4 +1,4 @@
-"""Optimizers by name: which there are, and what the planner takes each for."""
+"""Names of optimizers, and how the planner treats each."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ OPTIMIZERS = {
         "SGD", "AdamW", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop", "Rprop",
     )
 }  # fmt: skip
-"""Classes of ``torch.optim`` by the name they are asked for. All update element by element: shards add up to wholes."""
+"""Classes of ``torch.optim`` by name on the command line. All update element by element, so shards may be updated
+separately."""
 _ONE_WORD = {"sgd", "adagrad", "rmsprop"}
 
 
 def planned_as(optimizer: str) -> OptimizerName:
-    """What the planner takes an optimizer for, by the name of its class: its state is one word a parameter, or two."""
+    """The optimizer with the same memory for the planner, by class name: ``sgd`` for one word of state per parameter,
+    ``adamw`` for two."""
     return "sgd" if optimizer.lower() in _ONE_WORD else "adamw"
 
 
 def check_optimizer(name: str) -> str:
-    """``name``, if it has the form of an optimizer's.
+    """Return ``name`` if it is a valid name of an optimizer.
 
     Raises:
-        UsageError: it has not.
+        UsageError: it is not.
     """
     if ":" not in name and name not in OPTIMIZERS:
         raise UsageError(

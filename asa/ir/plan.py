@@ -1,4 +1,4 @@
-"""The plan: which component runs how, where, and what that is predicted to cost."""
+"""The plan: how and where each component runs, and the prediction of its cost."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ TensorStrategyName = Literal["none", "tensor", "sequence"]
 ScheduleName = Literal["none", "layers", "gpipe", "1f1b", "interleaved", "zero_bubble"]
 OptimizerName = Literal["sgd", "adamw"]
 CompressionName = Literal["none", "fp16", "bf16", "powersgd"]
-"""What gradients become on their way between ranks."""
+"""Compression of gradients in messages between ranks."""
 
 POWERSGD_RANK = 2
-"""Columns of the factors that ``powersgd`` sends in place of a gradient."""
+"""Number of columns of the factors that ``powersgd`` sends instead of a gradient."""
 
 
 @hashed
 @noun
 class DataDegree:
-    """Data strategy of a component: into how many shards its batch is cut, and what is kept where.
+    """Data strategy of a component, and the number of shards into which its batch is cut.
 
-    ``shards`` is said of ``hsdp`` only: over how many neighbours in the data group its state is cut, which is repeated
-    from there on. It is in the plan so that whoever runs it, anywhere, needs no cluster to know.
+    ``shards``, for ``hsdp`` only: number of consecutive ranks of the data group over which its state is sharded; all
+    such sets hold the same. It is stored in the plan, so that running it needs no cluster file.
     """
 
     strategy: DataStrategyName
@@ -49,7 +49,7 @@ class DataDegree:
 
     @property
     def text(self) -> str:
-        """In a few characters.
+        """Short description.
 
         >>> DataDegree(strategy="zero3", degree=4).text, DataDegree(strategy="hsdp", degree=8, shards=4).text
         ('zero3 x4', 'hsdp x8 (shards of 4)')
@@ -61,7 +61,7 @@ class DataDegree:
 @hashed
 @noun
 class TensorDegree:
-    """Tensor strategy of a component."""
+    """Tensor strategy of a component, and its degree."""
 
     strategy: TensorStrategyName
     degree: int
@@ -75,7 +75,7 @@ class TensorDegree:
 class Assignment:
     """How one component runs. ``stage`` counts from 0.
 
-    ``checkpoint``: activations are made again in backward; ``offload``: optimizer state and update are on the host.
+    ``checkpoint``: activations are recomputed in backward; ``offload``: optimizer state and update are on the host.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Assignment:
     offload: bool = later(False)
 
     def layout(self, width: int, weights: tuple[int, ...] = ()) -> Layout:
-        """Its layout in a stage of ``width`` ranks with such weights (none: equal)."""
+        """Layout of the component in a stage of ``width`` ranks with ``weights`` (empty: equal)."""
         sequence = self.tensor.strategy == "sequence" and self.tensor.degree > 1
         return Layout(
             width=width, data=self.data.degree, tensor=self.tensor.degree, weights=weights, sequence=sequence
@@ -95,9 +95,9 @@ class Assignment:
 
 @noun
 class Stage:
-    """The ranks that run a stage, counting from 0.
+    """The ranks of a stage, counting from 0.
 
-    ``weights``: one whole number per rank where batches are not cut evenly (:mod:`asa.ir.layout`).
+    ``weights``: one whole number per rank if batches are not cut evenly (:mod:`asa.ir.layout`).
     """
 
     ranks: tuple[int, ...]
@@ -108,17 +108,18 @@ class Stage:
             check_weights(self.weights, len(self.ranks))
 
     def shares(self) -> tuple[float, ...]:
-        """The part of a batch, from 0 to 1, that each rank has in a layout of as many shards as ranks."""
+        """Fraction of a batch, 0 to 1, for each rank in a layout with as many shards as ranks."""
         weights = self.weights or (1,) * len(self.ranks)
         return tuple(w / sum(weights) for w in weights)
 
 
 @noun
 class Prediction:
-    """One training step. ``compute_s`` and ``exposed_communication_s`` and ``bubble_s`` add up to ``step_time_s``.
+    """Prediction of one training step. ``compute_s``, ``exposed_communication_s`` and ``bubble_s`` add up to
+    ``step_time_s``.
 
-    ``step_time_low_s`` to ``step_time_high_s`` is the 90 % interval from the measured spread.
-    ``memory_bytes_per_rank`` is the active peak, at an upper quantile.
+    ``step_time_low_s`` to ``step_time_high_s`` is the 90 % interval from the measured spread. ``memory_bytes_per_rank``
+    is the peak of active memory, at an upper quantile.
     """
 
     step_time_s: float
@@ -146,7 +147,7 @@ class Prediction:
 
 @noun
 class CurvePoint:
-    """What a search had after ``seconds``: its best plan (None: none yet), and the bound it had proved."""
+    """State of a search after ``seconds``: step time of its best plan (None: none yet), and the proved lower bound."""
 
     seconds: float
     best_s: float | None
@@ -155,9 +156,9 @@ class CurvePoint:
 
 @noun
 class Certificate:
-    """How good the plan is *in the stated space under the stated costs*: no plan there beats ``lower_bound_s``.
+    """Quality of the plan *in the stated space under the stated costs*: no plan there is faster than ``lower_bound_s``.
 
-    ``curve``: how the search came to it.
+    ``curve``: progress of the search.
     """
 
     solver: str
@@ -171,9 +172,9 @@ class Certificate:
 
 @noun
 class Confidence:
-    """What uncertain costs leave of a certificate, over ``draws`` joint draws of their errors among ``finalists``
-    plans: in which share of them this plan is the fastest, or within 1 % of it, and by how much of the fastest time it
-    is slower on average."""
+    """Confidence in a plan under uncertain costs, from ``draws`` joint draws of their errors for ``finalists`` plans.
+    ``p_best``: fraction of draws in which this plan is the fastest, or within 1 % of it; ``expected_regret``: mean
+    slowdown relative to the fastest."""
 
     p_best: float
     expected_regret: float
@@ -183,10 +184,10 @@ class Confidence:
 
 @noun
 class Trial:
-    """One finalist among those that were measured. ``runs`` is its assignment in words.
+    """One measured finalist. ``runs`` describes its assignment in words.
 
-    ``step_time_s`` is None where the steps were better spent on others. ``p_best_before`` and ``p_best_after``: how
-    likely it is the fastest of them, or within 1 % of it, by the costs alone, and with what was measured.
+    ``step_time_s`` is None if it was not measured because others were more promising. ``p_best_before`` and
+    ``p_best_after``: probability that it is the fastest, or within 1 % of it, from costs alone and with measurements.
     """
 
     strategy: str
@@ -199,9 +200,9 @@ class Trial:
 
 @noun
 class Measured:
-    """What a plan took before it was chosen, taking turns with the other finalists on real devices.
+    """Measurement of a plan before it was chosen, in turns with the other finalists on real devices.
 
-    ``step_time_s`` is of the slowest rank; ``steps`` counts warm-up too; ``seconds`` is the whole contest.
+    ``step_time_s``: of the slowest rank; ``steps``: number, including warm-up; ``seconds``: of the whole contest.
     ``before`` and ``after`` measuring: the confidence in the plan that would have been chosen then.
     """
 
@@ -221,12 +222,12 @@ class Measured:
 
 
 KEPT_OUT = "not allowed by the pins"
-"""Why a whole strategy that fits is no choice."""
+"""Reason why a whole strategy that fits cannot be chosen."""
 
 
 @noun
 class Baseline:
-    """A whole strategy beside the plan. ``why_not`` says why it does not fit, or cannot be built."""
+    """A whole strategy, compared with the plan. ``why_not``: why it does not fit, or cannot be built."""
 
     name: str
     step_time_s: float | None
@@ -237,18 +238,16 @@ class Baseline:
 
 @noun
 class Plan:
-    """Everything an executor needs, and what to hold it to afterwards.
+    """Everything an executor needs to run a training, and the prediction for it.
 
-    ``strategy`` is the whole-strategy identifier the plan came from (``asa`` for the search's own answer).
-    ``origin`` is ``estimated`` where the profile or the cluster was not measured: the prediction is then one.
-    ``compression`` is what gradients become on their way; anything but ``none`` trains a little otherwise.
-    ``measured`` is there where finalists were run against each other and this one was chosen.
-    ``memory_bytes``: what a device was planned with, where that is not its own. ``memory_scale``: how many times what
-    the profile says of saved and transient bytes was predicted, after a run that showed it to be too little.
-    ``devices``: of every rank, and of those that are left, the device of the cluster that it runs on, where unequal
-    ones are not listed fastest first.
-    ``consistency``: the discipline by which data-parallel workers wait for one another; None where they take every
-    step together.
+    ``strategy``: identifier of the whole strategy the plan came from (``asa`` for a result of the search). ``origin``
+    is ``estimated`` if the profile or the cluster was not measured. ``compression``: of gradients in messages; anything
+    but ``none`` changes training slightly. ``measured``: present if finalists were run against each other and this one
+    was chosen. ``memory_bytes``: memory per device used for planning, if that is not the device's own.
+    ``memory_scale``: factor on the profile's saved and transient bytes, after a run that showed them to be too small.
+    ``devices``: device number in the cluster for every rank, then the unused ones; given if unequal devices are not
+    listed fastest first. ``consistency``: the discipline by which data-parallel workers wait for one another; None if
+    they take every step together.
     """
 
     model_spec: str
@@ -334,10 +333,10 @@ class Plan:
                 raise InvalidInputError(f"component {c.name!r}: {error}", where=where) from None
 
     def check_loaded(self) -> None:
-        """Whether what a file says fits together where plans made here always do.
+        """Check consistency of a plan read from a file; plans made here are always consistent.
 
         Raises:
-            InvalidInputError: it does not.
+            InvalidInputError: it is inconsistent.
         """
         promised = len(self.prediction.memory_bytes_per_rank)
         if promised != self.num_ranks * self.groups:
@@ -348,7 +347,7 @@ class Plan:
         return self.summary()
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the summary, and what every component does."""
+        """HTML for notebooks: the summary, and a table of all components."""
         rows = [
             (c.name, c.stage, f"{c.data.strategy} x {c.data.degree}", f"{c.tensor.strategy} x {c.tensor.degree}")
             for c in self.components
@@ -356,8 +355,8 @@ class Plan:
         return shown(self.summary(), ("component", "stage", "data", "tensor"), rows)
 
     def summary(self) -> str:
-        """The plan in one line: what runs on how many ranks, the step time it promises, and how that compares with
-        plain data parallelism."""
+        """The plan in one line: strategy, model, number of ranks, predicted step time, and comparison with plain data
+        parallelism."""
         stages = f", {len(self.stages)} stages" if len(self.stages) > 1 else ""
         pieces = f", {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
         ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
@@ -374,7 +373,7 @@ class Plan:
         return said
 
     def save(self, path: Path | str) -> Path:
-        """Write the plan as JSON, for ``plan=`` of another run, ``asa explain`` and ``asa export``; the file's path.
+        """Write the plan as JSON, for ``plan=`` of another run, ``asa explain`` and ``asa export``; returns the path.
 
         Raises:
             OSError: it cannot be written.
@@ -384,12 +383,12 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that take part (fewer than ``gpus`` when fewer are faster)."""
+        """Number of ranks that take part (less than ``gpus`` if fewer are faster)."""
         return sum(len(s.ranks) for s in self.stages)
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """Channels, height and width of an image, or how many tokens an input has.
+        """Channels, height and width of an image, or number of tokens of an input.
 
         Raises:
             InvalidInputError: inputs are neither.
@@ -401,21 +400,21 @@ class Plan:
 
     @property
     def conduct(self) -> tuple[object, ...]:
-        """What it runs, apart from what it is called."""
+        """Everything that determines how the plan runs, without names."""
         return (
             self.components, self.stages, self.num_microbatches, self.schedule, self.compression, self.consistency,
         )  # fmt: skip
 
     @property
     def num_processes(self) -> int:
-        """Ranks of all groups, and servers with processes of their own."""
+        """Number of ranks of all groups, plus servers with processes of their own."""
         served = self.consistency
         own = served.servers if served is not None and served.placement == "own" else 0
         return self.num_ranks * self.groups + own
 
     @property
     def groups(self) -> int:
-        """Groups that each run what the stages and components say, on an equal share of the batch; 1 as a rule."""
+        """Number of groups that each run the stages and components on an equal share of the batch; usually 1."""
         return (self.consistency.groups if self.consistency is not None else None) or 1
 
     def of_group(self) -> Plan:
@@ -424,13 +423,13 @@ class Plan:
         return replace(self, gpus=self.gpus // count, global_batch=self.global_batch // count, consistency=None)
 
     def fewest(self, rows: int, microbatches: int | None = None) -> int:
-        """How many of a batch of ``rows`` the smallest shard has in one of its ``microbatches`` (the plan's own number
-        where None)."""
+        """Smallest number of rows that any shard gets in one of the ``microbatches`` (None: the plan's number) of a
+        batch of ``rows`` rows."""
         m = self.num_microbatches if microbatches is None else microbatches
         return min(x.fewest(n) for x in set(self.layouts()) for n in {rows // m, -(-rows // m)})
 
     def starts(self) -> tuple[int, ...]:
-        """The first component of every stage."""
+        """Index of the first component of every stage."""
         found = {c.stage: i for i, c in reversed(list(enumerate(self.components)))}
         return tuple(found[s] for s in range(len(self.stages)))
 

@@ -1,4 +1,4 @@
-"""What was measured (or estimated) of a model on a device."""
+"""The profile: measured (or estimated) times and memory of a model on a device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Stat:
 
     @staticmethod
     def of(samples: Iterable[float]) -> Stat:
-        """Nearest-rank percentiles of ``samples`` (at least one)."""
+        """Nearest-rank percentiles and median of ``samples`` (at least one)."""
         ordered = sorted(samples)
         last = len(ordered) - 1
         middle = (ordered[last // 2] + ordered[(last + 1) // 2]) / 2
@@ -46,10 +46,10 @@ class Stat:
 class Timing:
     """Forward and backward of one component at one microbatch and tensor degree, without communication.
 
-    ``saved_bytes``: what stays allocated from forward to backward. ``transient_bytes``: the most that was
+    ``saved_bytes``: bytes that stay allocated from forward to backward. ``transient_bytes``: the largest amount
     allocated beyond that (and beyond parameters, gradients and the component's input) while it computed.
-    ``unmade_bytes``: by how much less that is where all gradients of the component are counted, too, which backward
-    makes one by one.
+    ``unmade_bytes``: reduction of ``transient_bytes`` if all gradients of the component are counted from the start,
+    although backward makes them one by one.
     """
 
     component: str
@@ -64,7 +64,7 @@ class Timing:
 
 @noun
 class UpdateTiming:
-    """Optimizer step on one component's parameters, as held at one tensor degree."""
+    """Time of the optimizer step on one component's parameters, as held at one tensor degree."""
 
     component: str
     tensor_degree: int
@@ -74,7 +74,7 @@ class UpdateTiming:
 
 @noun
 class WholeStep:
-    """The check of a profile: forward + backward of the whole model against the sum over its components."""
+    """Check of a profile: forward and backward of the whole model against the sum over its components."""
 
     microbatch: int
     whole: Stat
@@ -83,8 +83,8 @@ class WholeStep:
 
 @noun
 class DeviceRecord:
-    """The device a profile speaks of. ``memory_bytes`` is what one rank may use; ``virtual``: the cores are a virtual
-    machine's, whose speed may change with what else its host does."""
+    """The device of a profile. ``memory_bytes``: memory that one rank may use; ``virtual``: the cores belong to a
+    virtual machine, whose speed may change with other load of its host."""
 
     type: Literal["cpu", "cuda"]
     name: str
@@ -95,7 +95,7 @@ class DeviceRecord:
 
 @noun
 class Ceilings:
-    """The most a device reaches at the profile's precision: FLOP/s in a large matrix product, bytes/s in a copy."""
+    """Peak rates of a device at the profile's precision: FLOP/s of a large matrix product, bytes/s of a copy."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -107,8 +107,8 @@ class Ceilings:
 
 @noun
 class Provenance:
-    """How a profile came about. ``disturbed``: why figures that were measured are not what the device can do (it was
-    held back, or shared), in words; empty where nothing speaks against them."""
+    """Origin of a profile. ``disturbed``: why measurements do not show what the device can do (reduced clocks, other
+    processes), in words; empty if there is no reason."""
 
     origin: Origin
     created: str
@@ -119,7 +119,7 @@ class Provenance:
 
     @property
     def trusted(self) -> bool:
-        """Whether the figures were measured, and undisturbed."""
+        """Whether the profile was measured without disturbance."""
         return self.origin == "measured" and not self.disturbed
 
 
@@ -127,13 +127,12 @@ class Provenance:
 class Profile:
     """Times and memory of every component on one device, at one precision.
 
-    ``model_spec`` is what a user types to get the model (``resnet50``, ``package.module:factory``).
-    ``skipped`` lists, in words, what could not be measured (for instance a microbatch of one that
-    BatchNorm cannot train on). ``by_tokens``: as ``timings``, of shards whose tokens are cut, too (of some microbatches
-    only; None in files from before they were measured, and of models that have none). ``drift`` is how the machine's
-    speed changed while all this was measured; times are at its mean speed. ``memory_format`` and ``compiled``: how the
-    components were computed (:mod:`asa.ir.execution`); ``compile_s``: what compiling them took, once a run.
-    ``ceilings``: the most that the device reaches, measured in the same run.
+    ``model_spec``: how users name the model (``resnet50``, ``package.module:factory``). ``skipped``: descriptions of
+    what could not be measured (for instance a microbatch of one, on which BatchNorm cannot train). ``by_tokens``: like
+    ``timings``, for shards with split tokens (some microbatches only; None in older files, and for models without such
+    shards). ``drift``: changes of the machine's speed during the measurement; times are at its mean speed.
+    ``memory_format`` and ``compiled``: how components were computed (:mod:`asa.ir.execution`); ``compile_s``: seconds
+    of compilation, once a run. ``ceilings``: peak rates of the device, measured in the same run.
     """
 
     model_spec: str
@@ -159,7 +158,7 @@ class Profile:
         return self.summary()
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the summary, and every component at the largest microbatch."""
+        """HTML for notebooks: the summary, and a table of all components at the largest microbatch."""
         times = {t.component: t for t in self._whole_timings()}
         rows = [
             (
@@ -175,7 +174,7 @@ class Profile:
         return shown(self.summary(), ("component", "forward, ms", "backward, ms", "weights, MiB", "kept, MiB"), rows)
 
     def summary(self) -> str:
-        """The model, what it was profiled on, and what its components take together at the largest microbatch."""
+        """The model, the device, and the total time of its components at the largest microbatch, in one line."""
         whole = self._whole_timings()
         seconds = self.step_s
         shape = "x".join(map(str, self.graph.input_shape))
@@ -187,16 +186,16 @@ class Profile:
 
     @property
     def execution(self) -> str:
-        """How the components were computed, in words; empty for torch's defaults."""
+        """Description of how the components were computed; empty for torch's defaults."""
         return execution(self.memory_format, self.compiled)
 
     @property
     def step_s(self) -> float:
-        """Seconds of forward and backward of all components at the largest microbatch they share."""
+        """Seconds of forward and backward of all components at the largest common microbatch."""
         return sum(t.forward.median + t.backward.median for t in self._whole_timings())
 
     def _whole_timings(self) -> list[Timing]:
-        """Timings of whole components at the largest microbatch that all of them have."""
+        """Timings of unsplit components at the largest common microbatch."""
         whole = [t for t in self.timings if t.tensor_degree == 1]
         of_each: dict[str, set[int]] = {}
         for t in whole:
@@ -206,10 +205,10 @@ class Profile:
 
     @staticmethod
     def foresee(data: dict[str, Any]) -> None:
-        """Refuse a document of too many components before each of them is looked at.
+        """Refuse a document with too many components before reading each of them.
 
         Raises:
-            InvalidInputError: naming their number.
+            InvalidInputError: gives their number.
         """
         graph = data.get("graph")
         parts = graph.get("components") if isinstance(graph, dict) else None
@@ -257,10 +256,10 @@ class Profile:
 
 
 def _check_timings(timings: tuple[Timing, ...], names: set[str], field: str) -> set[str]:
-    """The components that are timed whole.
+    """Names of the components that are timed unsplit.
 
     Raises:
-        InvalidInputError: a timing is of no component, impossible, or there twice.
+        InvalidInputError: a timing has no component, is impossible, or occurs twice.
     """
     timed: set[str] = set()
     seen: set[tuple[str, int, int]] = set()

@@ -1,8 +1,8 @@
-"""Who holds what of a tensor that ranks hold in parts, and what must travel when they are to hold other parts.
+"""Regions of tensors that ranks hold, and the transfers needed when ranks are to hold other regions.
 
-A *region* says which elements: along every dimension some runs of indices, ascending; an element belongs to it if each
-of its indices lies in a run. Shards of one dimension are of that form, those of fused query, key and value, and shards
-of shards. What a rank holds is the region's elements in their order.
+A *region* is a set of elements: along every dimension, some ascending runs of indices; an element belongs to it if each
+of its indices lies in a run. Shards of one dimension have that form, also those of fused query, key and value, and
+shards of shards. A rank holds the region's elements in order.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from itertools import pairwise, product
 from math import prod
 
 Run = tuple[int, int]
-"""Indices from the first up to, and without, the second."""
+"""Range of indices from the first up to, but without, the second."""
 Region = tuple[tuple[Run, ...], ...]
 Box = tuple[Run, ...]
-"""One run along every dimension."""
+"""One run for every dimension."""
 
 
 def everything(shape: Sequence[int]) -> Region:
@@ -28,17 +28,17 @@ def everything(shape: Sequence[int]) -> Region:
 
 
 def extent(region: Region) -> tuple[int, ...]:
-    """Indices in every dimension: the shape in which the region is held."""
+    """Number of indices in every dimension: the shape in which the region is held."""
     return tuple(sum(stop - start for start, stop in runs) for runs in region)
 
 
 def size(box: Box) -> int:
-    """Elements in ``box``."""
+    """Number of elements in ``box``."""
     return prod(stop - start for start, stop in box)
 
 
 def narrowed(runs: Sequence[Run], first: int, last: int) -> tuple[Run, ...]:
-    """Indices in ``runs`` at places ``first`` up to ``last``: what is left where a shard is cut again.
+    """Indices at positions ``first`` up to ``last`` of ``runs``: the rest after a shard is cut again.
 
     >>> narrowed(((0, 4), (8, 12)), 2, 6)
     ((2, 4), (8, 10))
@@ -53,7 +53,7 @@ def narrowed(runs: Sequence[Run], first: int, last: int) -> tuple[Run, ...]:
 
 
 def places(region: Region, box: Box) -> Box:
-    """Where ``box``, which lies within one run of ``region`` along every dimension, is found in what is held.
+    """Position of ``box`` in the held tensor of ``region``; along every dimension it must lie within one run.
 
     >>> places((((0, 4), (8, 12)),), ((9, 12),))
     ((5, 8),)
@@ -72,7 +72,7 @@ def places(region: Region, box: Box) -> Box:
 
 
 def within(region: Region, box: Box) -> bool:
-    """Whether ``region`` has all of ``box``, in one run along every dimension."""
+    """Whether ``region`` contains ``box``, in one run along every dimension."""
     return all(
         any(start <= first and last <= stop for start, stop in runs)
         for runs, (first, last) in zip(region, box, strict=True)
@@ -82,17 +82,17 @@ def within(region: Region, box: Box) -> bool:
 def transfers(
     held: Mapping[int, Region], wanted: Mapping[int, Region], sent: dict[int, int], weight: int = 1
 ) -> list[tuple[int, int, Box]]:
-    """(from, to, what) of every part that is needed where ``wanted`` by those who have what they have ``held``.
+    """(source, target, box) of every part that ranks need for ``wanted``, from ranks that have it in ``held``.
 
-    What a rank holds already it takes from itself. Of others, one sends that has sent least so far: ``sent`` counts
-    that, in elements times ``weight``, from one tensor to the next.
+    A rank takes what it already holds from itself. Among others, the one that has sent least so far sends: ``sent``
+    counts that over all tensors, in elements times ``weight``.
 
     >>> halves = {0: (((0, 2),),), 1: (((2, 4),),)}
     >>> transfers(halves, {1: (((0, 4),),)}, {0: 0, 1: 0})
     [(0, 1, ((0, 2),)), (1, 1, ((2, 4),))]
 
     Raises:
-        ValueError: nobody holds a part that is wanted.
+        ValueError: no rank holds a wanted part.
     """
     found: list[tuple[int, int, Box]] = []
     for target, region in wanted.items():
@@ -115,7 +115,7 @@ def transfers(
 
 
 def _cut(runs: Sequence[Run], others: Sequence[Sequence[Run]]) -> list[Run]:
-    """``runs`` in pieces, none of which crosses the edge of a run of ``others``."""
+    """``runs`` in pieces, none of which crosses the edge of a run in ``others``."""
     edges = sorted({edge for other in others for run in other for edge in run})
     found = []
     for start, stop in runs:

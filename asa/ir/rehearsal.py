@@ -1,4 +1,4 @@
-"""One rank of a plan, run alone: what it really computed and held, beside what the plan is priced at."""
+"""Results of one rank of a plan, run alone: computation and memory, compared with the prediction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asa.ir.profile import Stat
 class ComponentSpan:
     """One component in a step on one rank: seconds of all its microbatches, bytes of one.
 
-    ``saved_bytes`` is what was allocated in its forward and still lived when the forward of the whole stage was over.
+    ``saved_bytes``: allocated in its forward and still alive after the forward of the whole stage.
     """
 
     name: str
@@ -21,8 +21,8 @@ class ComponentSpan:
 
 @noun
 class Spans:
-    """What a rank did by itself, communication left out. ``update_s`` is the optimizer's step; ``peak_memory_bytes``
-    the active peak; ``step_s`` a step from its first forward to the end of its update, nothing in it recorded."""
+    """A rank's own work, without communication. ``update_s``: optimizer step; ``peak_memory_bytes``: peak of active
+    memory; ``step_s``: from a step's first forward to the end of its update, without recording."""
 
     rank: int
     steps: int
@@ -33,13 +33,13 @@ class Spans:
 
     @property
     def compute_s(self) -> float:
-        """Forward and backward of every component, and the update."""
+        """Seconds of forward and backward of all components, and the update."""
         return sum(c.forward_s + c.backward_s for c in self.components) + self.update_s
 
 
 @noun
 class RehearsedComponent:
-    """A :class:`ComponentSpan` and what was foreseen, for a rank that works alone."""
+    """A :class:`ComponentSpan` and its prediction, for a rank that works alone."""
 
     name: str
     assignment: str
@@ -53,11 +53,11 @@ class RehearsedComponent:
 
 @noun
 class Rehearsal:
-    """Rank ``rank`` of ``num_ranks``, run on one device.
+    """Results of rank ``rank`` of ``num_ranks``, run on one device.
 
-    ``predicted_compute_s`` is what the rank's own work in a step is priced at without contention and without waiting
-    for slower ranks; ``plan_compute_s`` and ``plan_step_time_s`` are the plan's own figures, with both.
-    ``priced_communication_s`` is the exposed communication of the plan's price: it was not run.
+    ``predicted_compute_s``: predicted own work of the rank in a step, without contention and without waiting for slower
+    ranks; ``plan_compute_s`` and ``plan_step_time_s``: the plan's own values, with both. ``priced_communication_s``:
+    exposed communication in the plan's prediction; it was not run.
     """
 
     model: str

@@ -1,8 +1,8 @@
-"""Predictions written down before anybody measures them, in files that only grow.
+"""Predictions that are stored before anything is measured, in append-only files.
 
-A file holds a seal a line. Every seal carries the SHA-256 of its own content and of the seal in front of it, so that
-none can be changed, taken out or put in between without breaking all behind it. A later prediction of the same cell is
-a further seal of a higher ``revision``; the earlier one stays.
+A file has one seal per line. Every seal contains the SHA-256 of its own content and of the previous seal, so that none
+can be changed, removed or inserted without breaking all later ones. A later prediction of the same cell is another seal
+with a higher ``revision``; the earlier one stays.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from asa.ir.profile import Origin, Stat
 from asa.reading import read_text
 
 FIRST = "0" * 64
-"""What the first seal of a file follows."""
+"""The ``previous`` hash of the first seal in a file."""
 
 
 @noun
 class Claim:
-    """What is foretold of one cell: one model, batch and strategy on one kind of machine.
+    """Prediction for one cell: one model, batch and strategy on one kind of machine.
 
-    ``plan`` is what runs (without the table of baselines), with its predicted step time, interval and memory.
-    ``place`` of ``among``: 1 is the one foretold to be the fastest of its model and batch on this machine.
+    ``plan``: what runs (without the table of baselines), with its predicted step time, interval and memory. ``place``
+    of ``among``: predicted rank by speed for its model and batch on this machine, 1 for the fastest.
     """
 
     machine: str
@@ -44,20 +44,20 @@ class Claim:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for predictions of the same cell."""
+        """Key that is equal for predictions of the same cell."""
         p = self.plan
         return (self.machine, p.model_spec, p.input_shape, p.num_classes, p.global_batch, p.precision, p.optimizer,
                 self.strategy)  # fmt: skip
 
     @property
     def contest(self) -> tuple[object, ...]:
-        """Equal for cells that are compared with each other."""
+        """Key that is equal for cells that are compared with each other."""
         return self.key[:-1]
 
 
 @noun
 class Seal:
-    """A claim as it was written down. ``previous`` is the hash of the seal in front, ``sha256`` its own."""
+    """A stored claim. ``previous`` is the hash of the previous seal, ``sha256`` its own."""
 
     claim: Claim
     revision: int
@@ -68,13 +68,13 @@ class Seal:
 
 
 def digest(content: dict[str, Any]) -> str:
-    """SHA-256 of a seal's content, its own hash left out: of what stands in the file, whatever noun reads it."""
+    """SHA-256 of a seal's content without its own hash, computed from the file's data, whatever class reads it."""
     stated = {k: v for k, v in content.items() if k != "sha256"}
     return hashlib.sha256(json.dumps(stated, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def sealed(claim: Claim, *, revision: int, written: str, asa_version: str, previous: str) -> str:
-    """The line of a new seal."""
+    """Line of text for a new seal."""
     content = {
         "claim": codec.to_data(claim),
         "revision": revision,
@@ -86,10 +86,10 @@ def sealed(claim: Claim, *, revision: int, written: str, asa_version: str, previ
 
 
 def read(path: Path) -> list[Seal]:
-    """All seals of a file, in order, every hash checked.
+    """Read all seals of a file, in order, and check every hash.
 
     Raises:
-        InvalidInputError: a line that is no seal, or one that was changed, moved or taken out.
+        InvalidInputError: a line is not a seal, or was changed, moved or removed.
     """
     text = read_text(path)
     found: list[Seal] = []
@@ -108,7 +108,7 @@ def read(path: Path) -> list[Seal]:
 
 
 def newest(seals: Iterable[Seal]) -> list[Seal]:
-    """The last prediction of every cell, in the order of the first ones."""
+    """The latest prediction of every cell, in the order in which cells first appear."""
     found: dict[tuple[object, ...], Seal] = {}
     for seal in seals:
         key = seal.claim.key
@@ -119,7 +119,7 @@ def newest(seals: Iterable[Seal]) -> list[Seal]:
 
 @noun
 class CheckedCell:
-    """A sealed prediction beside what was measured; ``why_not`` says why nothing was."""
+    """A sealed prediction and the measurement; ``why_not``: why there is none."""
 
     machine: str
     model: str
@@ -142,7 +142,7 @@ class CheckedCell:
 
 @noun
 class SealedCheck:
-    """Sealed predictions against one machine. ``sealed`` counts all of the models asked for, for ``machines``."""
+    """Sealed predictions compared with one machine. ``sealed``: number of all seals for the models and ``machines``."""
 
     created: str
     environment: BenchEnvironment

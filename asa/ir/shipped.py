@@ -1,4 +1,4 @@
-"""Profiles and measured clusters that come with the package, as files: data of it, found wherever it is installed.
+"""Profiles and measured clusters that are shipped with the package, as data files.
 
 In a clone they are links to ``profiles/``, so that there is one copy of each (docs/decisions/0060).
 """
@@ -10,9 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 
 FOLDER = Path(str(files("asa").joinpath("data", "profiles")))
-"""Where they lie. Installers unpack packages, so this is a folder of the file system."""
+"""Folder of the shipped files. Installers unpack packages, so it is in the file system."""
 
 
 def each_once(paths: Iterable[Path]) -> list[Path]:
-    """``paths`` without those that lead to a file an earlier one leads to."""
+    """``paths`` without those that resolve to the same file as an earlier one."""
     return list({path.resolve(): path for path in reversed(list(paths))}.values())[::-1]

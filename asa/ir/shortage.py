@@ -1,4 +1,4 @@
-"""Memory that ran out on a rank, or was about to: what there is to go by in planning again."""
+"""A shortage of memory on a rank, with what is known for planning again."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ASKED = re.compile(r"(?:tried to allocate|allocate) (\d+(?:\.\d+)?) ?(bytes|byt
 
 @noun
 class Shortage:
-    """Rank ``rank`` under ``plan``, in optimizer step ``step`` of the run (counted from 0).
+    """Shortage on rank ``rank`` under ``plan``, in optimizer step ``step`` of the run (counted from 0).
 
     ``cause``: an allocation failed (``exhausted``), the operating system killed the process for its memory
-    (``killed``), or the ranks agreed between two steps that one of them was about to (``tight``).
+    (``killed``), or the ranks agreed between two steps that one was about to run out (``tight``).
 
     Bytes that the model and its training take, what the process had before aside: ``used_bytes`` the most the rank had
     of them (on CUDA the allocator's active peak, on a CPU what the process held), ``asked_bytes`` what it asked for in
@@ -42,13 +42,13 @@ class Shortage:
 
     @property
     def promised_bytes(self) -> int:
-        """What the plan predicted of this rank."""
+        """Bytes that the plan predicted for this rank."""
         predicted = self.plan.prediction.memory_bytes_per_rank
         return predicted[self.rank] if self.rank < len(predicted) else max(predicted, default=0)
 
 
 def is_exhaustion(error: BaseException) -> bool:
-    """Whether ``error`` says that memory ran out, of the device or of the host."""
+    """Whether ``error`` means that memory of the device or the host ran out."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
         return True
     if isinstance(error, OSError):
@@ -57,7 +57,7 @@ def is_exhaustion(error: BaseException) -> bool:
 
 
 def asked(error: BaseException) -> int:
-    """Bytes of the allocation that failed; 0 where the message does not say.
+    """Bytes of the allocation that failed; 0 if the message does not say.
 
     >>> asked(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     2147483648

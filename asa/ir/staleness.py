@@ -1,9 +1,9 @@
-"""What stale gradients and local steps cost in convergence: curves of training on one device, kept beside a profile.
+"""Effect of stale gradients and local steps on convergence: curves of training on one device, stored beside a profile.
 
-Every run sees the same global batches. A *setting* says how they are applied: all of a batch at once (one worker, no
+Every run has the same global batches. A *setting* says how they are applied: a whole batch at once (one worker, no
 delay: plain training); cut into the shares of ``workers``, each applied ``delay`` updates after it was computed; or by
-workers that train apart for ``period`` global batches and then average. Runs of one setting differ in their seed. What
-no run reached is unknown, and is never extrapolated.
+workers that train independently for ``period`` global batches and then average. Runs of one setting differ in their
+seed. Values outside the measured range are unknown; nothing is extrapolated.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ class Setting:
     """How global batches are applied.
 
     Attributes:
-        workers: shares of a global batch, each an update by itself at the rate over ``workers``; or models that train
-            apart, where ``period`` is above 0.
-        delay: updates between the one before which a gradient was computed and the one that it becomes.
+        workers: number of shares of a global batch, each an update by itself at the rate over ``workers``; or number of
+            models that train independently, if ``period`` is above 0.
+        delay: number of updates between the one before which a gradient was computed and the one that it becomes.
         weighted: whether an update of age a (whole global batches of others' gradients) is weighted by 1 / (1 + a).
-        period: global batches between two meetings; 0 where gradients are applied to one model.
-        momentum: of SGD in the place of the run's own; None: that.
-        outer_rate, outer_momentum: of the outer optimizer (SGD, Nesterov) that steps along what the mean has moved.
+        period: global batches between two averages; 0 if gradients are applied to one model.
+        momentum: of SGD, instead of the run's own; None: the run's own.
+        outer_rate, outer_momentum: of the outer optimizer (SGD, Nesterov), whose gradient is the mean change of
+            weights.
     """
 
     workers: int = 1
@@ -59,12 +60,12 @@ class Setting:
 
     @property
     def age(self) -> float:
-        """Global batches of other gradients that are applied between a gradient's weights and its update."""
+        """Number of global batches of other gradients applied between the computation of a gradient and its update."""
         return self.delay / self.workers
 
     @property
     def words(self) -> str:
-        """A setting as people read it."""
+        """Description of the setting."""
         if self.period:
             outer = f", outer rate {self.outer_rate:g}" if self.outer_rate != 1 else ""
             return f"{self.workers} workers meet every {self.period} batches{outer}"
@@ -76,13 +77,12 @@ class Setting:
 
 PLAIN = Setting()
 ONE_LATE = Setting(delay=1)
-"""Every update is one late, as in a pipeline that is not drained."""
+"""Every update is delayed by one, as in a pipeline that is not drained."""
 
 
 @noun
 class TrainingRun:
-    """One run, looked at every so many global batches: validation loss and accuracy (0 to 1) from the first look on.
-    A run that diverged ends with the look before."""
+    """Validation loss and accuracy (0 to 1) of one run, at regular intervals. A run that diverged ends before that."""
 
     seed: int
     losses: tuple[float, ...]
@@ -98,7 +98,7 @@ class TrainingRun:
 
 @noun
 class Target:
-    """What is to be reached: a validation accuracy of at least ``value``, or a loss of at most that."""
+    """Goal of a training: a validation accuracy of at least ``value``, or a loss of at most ``value``."""
 
     what: str
     value: float
@@ -108,13 +108,13 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """``accuracy=0.9`` or ``loss=0.5`` as a :class:`Target`.
+    """Parse ``accuracy=0.9`` or ``loss=0.5``.
 
     >>> str(parse_target("accuracy=0.9"))
     'accuracy=0.9'
 
     Raises:
-        ValueError: another form, or a figure that no run has.
+        ValueError: another form, or an impossible value.
     """
     found = re.fullmatch(r"\s*(accuracy|loss)\s*=\s*([0-9.eE+-]+)\s*", text)
     try:
@@ -130,8 +130,8 @@ def parse_target(text: str) -> Target:
 
 @noun
 class Steps:
-    """Global batches to a target: the mean of the seeds that reached it, the lowest and the highest; None where that is
-    unknown. With ``reached`` below ``seeds`` the highest is, and below half of them the mean, too."""
+    """Global batches to a target: mean, minimum and maximum over the seeds; None if unknown. With ``reached`` below
+    ``seeds`` the maximum is unknown, and below half of them also the mean."""
 
     mean: float | None
     low: float | None
@@ -142,7 +142,7 @@ class Steps:
 
 @noun
 class Curve:
-    """Runs of one setting."""
+    """Validation curves of the runs of one setting."""
 
     setting: Setting
     runs: tuple[TrainingRun, ...]
@@ -154,10 +154,10 @@ class Curve:
 
 @noun
 class Staleness:
-    """The statistical price of one model, data set, optimizer and global batch.
+    """Convergence of one model, data set, optimizer and global batch under stale gradients.
 
-    ``workers`` are those of its delayed and averaged settings; ``every``: global batches between two looks; ``steps``:
-    the most that a run took. ``skipped`` says in words what there was no time for.
+    ``workers``: of its delayed and averaged settings; ``every``: global batches between two evaluations; ``steps``: the
+    most that a run took. ``skipped``: descriptions of runs there was no time for.
     """
 
     model_spec: str
@@ -198,11 +198,11 @@ class Staleness:
                 )
 
     def curve(self, setting: Setting) -> Curve | None:
-        """The runs of a setting, if it was measured."""
+        """The runs of a setting; None if it was not measured."""
         return next((c for c in self.curves if c.setting == setting), None)
 
     def steps_to(self, target: Target, setting: Setting) -> Steps | None:
-        """Global batches to ``target`` under a setting that was measured; None where it was not."""
+        """Global batches to ``target`` under a measured setting; None if it was not measured."""
         curve = self.curve(setting)
         if curve is None:
             return None
@@ -217,11 +217,11 @@ class Staleness:
     def at_age(
         self, target: Target, age: float, *, weighted: bool = False, momentum: float | None = None
     ) -> Steps | None:
-        """Global batches to ``target`` where gradients are ``age`` global batches old on average and are applied with
-        ``momentum`` (None: the run's own): between the two measured ages next to it; None beyond those that were
-        measured, and where there are none.
+        """Global batches to ``target`` if gradients are ``age`` global batches old on average and applied with
+        ``momentum`` (None: the run's own), interpolated between the two nearest measured ages; None outside the
+        measured range.
 
-        A weight is 1 while the age is below 1, so that settings without one stand for those with one there.
+        The weight is 1 for ages below 1, so unweighted settings also stand for weighted ones there.
         """
         known = {
             c.setting.age: c.setting
@@ -238,7 +238,8 @@ class Staleness:
     def at_period(
         self, target: Target, period: float, *, outer_rate: float = 1.0, outer_momentum: float = 0.0
     ) -> Steps | None:
-        """Global batches to ``target`` where workers meet every ``period`` of them, as :meth:`at_age`."""
+        """Global batches to ``target`` if workers average every ``period`` of them; interpolated as in
+        :meth:`at_age`."""
         known = {
             float(c.setting.period): c.setting
             for c in self.curves
@@ -279,11 +280,11 @@ def _of(reached: Sequence[int], seeds: int) -> Steps:
 
 
 def usual_settings(workers: int, momentum: float = 0.0) -> tuple[Setting, ...]:
-    """Settings that a curve has unless asked otherwise: plain, ages up to 4 global batches with as much less than
-    ``momentum`` as servers take (:meth:`asa.ir.consistency.Discipline.momentum_at`), and meetings.
+    """Default settings of a curve: plain training, ages up to 4 global batches with ``momentum`` reduced as at servers
+    (:meth:`asa.ir.consistency.Discipline.momentum_at`), and averaging.
 
     Raises:
-        UsageError: fewer than 2 workers, which have nobody to be late for.
+        UsageError: fewer than 2 workers, which have no staleness.
     """
     if workers < 2:
         raise UsageError(f"staleness among {workers} workers: at least 2 are needed")

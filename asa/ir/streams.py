@@ -1,4 +1,4 @@
-"""How a timeline is drawn, planned or measured: one process a rank, one thread a stream, the same for both."""
+"""Common form of planned and measured timelines: one process per rank, one thread per stream."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Literal
 Stream = Literal["compute", "communication", "sending on", "sending back"]
 
 THREADS: dict[Stream, int] = {"compute": 0, "communication": 1, "sending on": 2, "sending back": 3}
-"""Number of each stream's thread."""
+"""Thread number of each stream."""
 
 
 def process(
     rank: int, stage: int, num_stages: int, what: Literal["planned", "measured"], used: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Events of Chrome's trace format that name a rank's process and the threads of the streams it ``used``."""
+    """Events of Chrome's trace format that name a rank's process and the threads of its streams ``used``."""
     title = f"rank {rank} ({what})" if num_stages < 2 else f"rank {rank}, stage {stage} ({what})"
     named: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": rank, "args": {"name": title}}]
     for stream, thread in THREADS.items():
@@ -26,7 +26,7 @@ def process(
 def piece(
     name: str, kind: str, stream: Stream, rank: int, start_s: float, end_s: float, microbatch: int | None
 ) -> dict[str, Any]:
-    """An event of Chrome's trace format: a piece of work."""
+    """An event of Chrome's trace format for a piece of work."""
     return {
         "name": f"{name} {kind}",
         "cat": kind,

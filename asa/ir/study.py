@@ -1,4 +1,4 @@
-"""A study: cells over models, data sets, device counts, batches, strategies, epochs and seeds, and their figures."""
+"""A study: cells over models, data sets, device counts, batches, strategies, epochs and seeds, with their results."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ State = Literal["measured", "predicted", "refused", "open"]
 
 @noun
 class StudyCell:
-    """What one cell is: everything that decides its figures, and by which it is found again.
+    """Identity of one cell: everything that determines its results.
 
-    ``devices``: the device's name where the cell is measured, the cluster's where it is predicted. ``data`` is a name
-    as ``--data`` takes it; ``epochs`` how many passes over it.
+    ``devices``: the device's name if the cell is measured, the cluster's if it is predicted. ``data``: a name accepted
+    by ``--data``; ``epochs``: number of passes over it.
     """
 
     model: str
@@ -37,9 +37,9 @@ class StudyCell:
 
 @noun
 class StudyRow:
-    """A cell and what came of it. ``refused`` and ``open`` cells say ``why``; ``notes``: what a reader should know.
+    """A cell and its result. ``why``: reason of ``refused`` and ``open`` cells; ``notes``: remarks for the reader.
 
-    ``samples_per_epoch`` makes epochs of steps; ``data_source`` says which samples were really read.
+    ``samples_per_epoch`` converts steps to epochs; ``data_source``: which samples were read.
     """
 
     cell: StudyCell
@@ -55,7 +55,7 @@ class StudyRow:
 
 @noun
 class Published:
-    """A figure that somebody else published. ``model`` is empty where they do not say which."""
+    """A number from another publication. ``model`` is empty if it does not say which."""
 
     strategy: str
     model: str
@@ -69,8 +69,8 @@ class Published:
 
 @noun
 class Study:
-    """A whole study. ``target``: the validation accuracy, 0 to 1, that runs are timed to; ``price`` of a device for an
-    hour. ``differs``: why figures cannot be those that were published."""
+    """A complete study. ``target``: validation accuracy, 0 to 1, to which time is measured; ``price``: of a device per
+    hour. ``differs``: why results cannot equal the published ones."""
 
     name: str
     title: str

@@ -1,4 +1,4 @@
-"""What moves and what is held: the words in which strategies declare and the cost model prices."""
+"""Traffic and memory, in the form in which strategies declare them and the cost model prices them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all
 COLLECTIVE_OPS: tuple[CollectiveOp, ...] = get_args(CollectiveOp)
 
 Phase = Literal["forward", "backward", "gradient", "update"]
-"""When a collective runs: blocking in forward or backward; ``gradient``: overlapped with what is left of
-backward; ``update``: blocking, around the optimizer step."""
+"""When a collective runs: blocking in forward or backward; ``gradient``: overlapped with the rest of backward;
+``update``: blocking, around the optimizer step."""
 
 
 @noun
 class Collective:
     """One collective of one step (or of one microbatch, for ``forward`` and ``backward``).
 
-    ``bytes`` is the *whole* tensor: the reduced buffer of an all_reduce, the gathered output of an all_gather,
-    the input of a reduce_scatter, what one rank sends in all in an all_to_all, the message of the others.
-    ``ranks`` is the size of the group; ``stride`` the distance between neighbours in it, in ranks, which with
-    the cluster's levels decides what links it crosses.
+    ``bytes`` is the *whole* tensor: the reduced buffer of an all_reduce, the gathered output of an all_gather, the
+    input of a reduce_scatter, what one rank sends in all in an all_to_all, the message of the others. ``ranks`` is the
+    size of the group; ``stride`` the distance between its consecutive members, in ranks, which with the cluster's
+    levels determines the links it crosses.
     """
 
     op: CollectiveOp
@@ -33,9 +33,9 @@ class Collective:
 
 @noun
 class Share:
-    """What one rank computes and holds of a component after tensor parallelism, before data parallelism.
+    """One rank's computation and memory for a component after tensor parallelism, before data parallelism.
 
-    ``saved_bytes_per_sample`` is the share of activations kept for backward.
+    ``saved_bytes_per_sample``: the rank's activations saved for backward.
     """
 
     parameter_bytes: float
@@ -48,11 +48,11 @@ class Share:
 
 @noun
 class Adjacent:
-    """What is around a component in a rank's backward, for strategies whose buffers meet those of the neighbours.
+    """The components around a component in a rank's backward, for strategies whose buffers exist together with theirs.
 
-    ``front`` and ``behind`` are the parameter bytes of the nearest component on either side that has any, ``rest``
-    those of the component and all behind it; ``saved`` are the activations it lets go of. ``copying``: what a
-    scatter receives takes memory of its own, before it is added up (messages between CPU ranks).
+    ``front`` and ``behind``: parameter bytes of the nearest component before and after that has any; ``rest``: those of
+    the component and all after it; ``saved``: the activations it frees. ``copying``: data received by a scatter takes
+    extra memory before it is added up (messages between CPU ranks).
     """
 
     front: float = 0.0
@@ -67,12 +67,12 @@ class Adjacent:
 class Memory:
     """Bytes one rank holds for one component.
 
-    ``parameters``, ``gradients``, ``optimizer`` and ``buffers`` last the whole step; ``buckets`` are the
-    communication copies of gradients; ``transient`` lives only while the component itself computes
-    (gathered weights, workspace). ``accumulated`` is what takes the place of ``gradients`` while several microbatches
-    add theirs up, where that is more. ``kept`` is there from the first forward of a step to the last backward: like an
-    activation with one microbatch, like state with several. ``updating`` is allocated around the optimizer step, when
-    ``transient`` is gone. Activations are counted apart: they depend on the microbatch.
+    ``parameters``, ``gradients``, ``optimizer`` and ``buffers`` last the whole step; ``buckets`` are the communication
+    copies of gradients; ``transient`` exists only while the component itself computes (gathered weights, workspace).
+    ``accumulated`` replaces ``gradients`` while several microbatches accumulate theirs, if it is more. ``kept`` lasts
+    from the first forward of a step to the last backward: like an activation with one microbatch, like state with
+    several. ``updating`` is allocated around the optimizer step, when ``transient`` is gone. Activations are counted
+    separately, because they depend on the microbatch.
     """
 
     parameters: float
@@ -87,5 +87,5 @@ class Memory:
 
     @property
     def state(self) -> float:
-        """What stays from step to step."""
+        """Bytes that stay from step to step."""
         return self.parameters + self.optimizer + self.buffers + self.buckets

@@ -1,10 +1,10 @@
-"""The law of transfers between pipeline stages: which rank sends which rows of a microbatch to which rank.
+"""Transfers between pipeline stages: which rank sends which rows of a microbatch to which rank.
 
-Where a stage ends, its last component's output is whole (:func:`whole`: tensor degree 1) and cut into as many batch
+At the end of a stage, its last component's output is whole (:func:`whole`: tensor degree 1) and cut into as many batch
 shards as that component's data degree; every rank of a shard holds it. The next stage reads it cut by its first
 component's data degree, again on every rank of a shard. Each target rank receives the rows it needs, and no others:
-from every source shard that has some, one message, sent by whichever of the ranks that hold the shard has sent
-fewest rows so far. Gradients go back by the same law with the two sides exchanged, and change scale as in a boundary
+from every source shard with some of them, one message, sent by whichever of the shard's ranks has sent fewest rows so
+far. Gradients are sent back by the same rule with the two sides exchanged, and are scaled as at a boundary
 (:mod:`asa.ir.layout`): each rank's are those of the mean over its own shard.
 """
 
@@ -21,7 +21,8 @@ from asa.ir.layout import Boundary, Layout
 from asa.ir.plan import Plan
 
 UNDER_WAY = 2
-"""Gradients that may wait for the stage before to take them. It never waits for this one to go on, so none is stuck."""
+"""Number of gradients that may wait to be received by the previous stage. It never waits for this one, so none is
+stuck."""
 
 
 @noun
@@ -35,7 +36,7 @@ class Message:
 
     @property
     def rows(self) -> int:
-        """How many rows."""
+        """Number of rows."""
         return self.stop - self.start
 
 
@@ -43,7 +44,7 @@ class Message:
 def transfers(
     source: Layout, source_ranks: tuple[int, ...], target: Layout, target_ranks: tuple[int, ...], rows: int
 ) -> tuple[Message, ...]:
-    """Every message of one microbatch of ``rows`` rows, in the order in which each rank sends and receives its own.
+    """All messages of one microbatch of ``rows`` rows, in the order in which each rank sends and receives its own.
 
     The ranks of a stage are in the order of its layouts. Empty shards send and receive nothing.
 
@@ -58,7 +59,7 @@ def transfers(
 
 
 def messages(source: Layout, target: Layout, rows: int) -> Iterator[tuple[int, int, int, int]]:
-    """Messages as (sender's place in its stage, receiver's place in its own, first row, one past the last)."""
+    """Messages as (sender's index in its stage, receiver's index in its stage, first row, one past the last)."""
     shards = [source.rows(rows, i) for i in range(source.data)]
     ends = [stop for _, stop in shards]
     # Every rank holds one shard, so of each shard it is enough to know who of its holders has sent fewest rows.
@@ -80,10 +81,10 @@ def messages(source: Layout, target: Layout, rows: int) -> Iterator[tuple[int, i
 
 @noun
 class Hop:
-    """Where one stage hands over to the next. ``source`` and ``target``: layouts of the components on either side.
+    """The transfer from one stage to the next. ``source`` and ``target``: layouts of the components on either side.
 
-    ``exit`` and ``entry`` are what happens inside the two stages: the output is made whole, and a partial gradient of
-    the input is summed. Between them go the messages.
+    ``exit`` and ``entry`` are the work inside the two stages: making the output whole, and summing a partial gradient
+    of the input. The messages are in between.
     """
 
     source: Layout
@@ -93,15 +94,15 @@ class Hop:
 
     @property
     def gradient_scale(self) -> float:
-        """Factor on gradients on their way back."""
+        """Factor on gradients in backward."""
         return self.source.data / self.target.data
 
     def exit(self, exit_partial: bool = False, tokens: int = 0) -> Boundary:
-        """The boundary behind the source's last component; ``exit_partial`` as that component's split says."""
+        """The boundary after the source's last component; ``exit_partial`` as in that component's split."""
         return Boundary(source=self.source, target=whole(self.source), exit_partial=exit_partial, exit_tokens=tokens)
 
     def entry(self, entry_partial: bool = False, tokens: int = 0) -> Boundary:
-        """The boundary in front of the target's first component."""
+        """The boundary before the target's first component."""
         return Boundary(source=whole(self.target), target=self.target, entry_partial=entry_partial, entry_tokens=tokens)
 
     def forward(self, rows: int) -> tuple[Message, ...]:
@@ -114,12 +115,12 @@ class Hop:
 
 
 def whole(layout: Layout) -> Layout:
-    """A layout of the same batch shards with nothing split: what enters and leaves a stage."""
+    """``layout`` with the same batch shards and nothing split: the layout at both ends of a stage."""
     return replace(layout, tensor=1, sequence=False)
 
 
 def hops(plan: Plan) -> tuple[Hop, ...]:
-    """The hand-overs of ``plan``: one fewer than it has stages."""
+    """The transfers between the stages of ``plan``, one fewer than stages."""
     layouts = plan.layouts()
     return tuple(
         Hop(

@@ -1,5 +1,5 @@
-"""Names for powers, so that no number needs a comment. Nouns hold plain seconds, bytes and FLOPs; bytes are written out
-here for the errors of every room, and the rest in ``asa.report``."""
+"""Named units. Records contain plain seconds, bytes and FLOPs; bytes are formatted here for error messages of all
+packages, other units in ``asa.report``."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ MIB = 1024**2
 GIB = 1024**3
 
 MOST_SECONDS = 1e9
-"""Longest time in a file, 30 years: sums and products of times then stay far from infinity."""
+"""Longest time in a file, 30 years, so that sums and products of times stay far from infinity."""
 
 MOST_SAMPLES = 2**24
 """Largest global batch: far more than any training has used."""
 
 MOST_VALUES = 2**28
-"""Most numbers of one input: an image of 3 x 9,459 x 9,459, far beyond any that is trained on."""
+"""Largest number of values of one input: an image of 3 x 9,459 x 9,459, larger than any in training."""
 
 MOST_CLASSES = 2**24
-"""Most classes of a model: more than any vocabulary has."""
+"""Largest number of classes of a model: larger than any vocabulary."""
 
 MOST_SCALE = 1e6
-"""Times that memory is more than a profile says: a correction beyond that is none."""
+"""Largest factor on a profile's memory; a larger one is not a plausible correction."""
 
 MOST_AMOUNT = 1e30
 """Largest number of bytes, FLOPs, or either per second in a file, for the same reason."""
 
 LEAST_RATE = 1e6
-"""Least FLOPs or bytes per second of a device: less is a number in another unit (900 GB/s, 35 TFLOPS)."""
+"""Smallest FLOP/s or bytes/s of a device: less would be a number in another unit (900 GB/s, 35 TFLOPS)."""
 
 
 def time_span(text: str) -> float:
@@ -38,7 +38,7 @@ def time_span(text: str) -> float:
     (90.0, 5400.0, 0.5)
 
     Raises:
-        ValueError: it is none, or not above 0.
+        ValueError: it is not a time span, or not above 0.
     """
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([smh]?)", text.strip())
     if not found:
@@ -50,7 +50,7 @@ def time_span(text: str) -> float:
 
 
 def binary(value: float) -> str:
-    """Bytes in the binary unit that suits.
+    """Bytes as text, in the binary unit that fits.
 
     >>> [binary(v) for v in (17, 2048, 3.5 * 1024**2, 80 * 1024**3)]
     ['17 B', '2.00 KiB', '3.50 MiB', '80.0 GiB']
@@ -62,7 +62,7 @@ def binary(value: float) -> str:
 
 
 def figures(value: float) -> str:
-    """Three significant figures; whole numbers from a hundred up."""
+    """Number as text with three significant digits; whole numbers from a hundred up."""
     magnitude = abs(value)
     if magnitude >= 99.95:
         return f"{value:.0f}"

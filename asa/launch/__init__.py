@@ -1,4 +1,5 @@
-"""Processes: start ranks, join those that a launcher started, talk to the parent, name who failed.
+"""Processes: starting ranks, joining those a launcher started, messages to the parent, and finding the rank that
+failed.
 
 ::
 

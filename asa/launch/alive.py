@@ -1,7 +1,7 @@
-"""Signs of life: every rank counts the points it passes, in memory it shares with the process that started it.
+"""Heartbeats: every rank counts the points it passes, in memory shared with the process that started it.
 
-A rank that nobody waits for (the only one, or all at once) may stand still for ever, and no collective ends for it.
-Whoever started the ranks looks at the counters instead, and knows the one that has stood still the longest.
+A rank that no other waits for (the only one, or all at once) may hang for ever without any collective timing out. The
+process that started the ranks therefore watches the counters, and knows which rank has been silent longest.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 _SLACK_S = 1.5
-"""Beyond the timeout: ranks that wait for one that hangs give up first, and say more of it."""
+"""Seconds beyond the timeout: ranks that wait for a hanging one give up first, and report more."""
 _LONGEST = 3.0
-"""Times the longest silence that a rank has come back from: steps may take longer than the timeout, and are no hang."""
+"""Factor on a rank's longest silence so far: steps may take longer than the timeout without being a hang."""
 
 
 class _Mine:
@@ -25,32 +25,32 @@ class _Mine:
 
 
 def shared_counters(context: BaseContext, num_ranks: int) -> Any:
-    """One counter per rank, at 0, for this process and for those that ``context`` starts."""
+    """One counter per rank, initially 0, shared by this process and those that ``context`` starts."""
     return context.RawArray(ctypes.c_uint64, num_ranks)
 
 
 def count_in(counters: Any, rank: int, steps: Any = None) -> None:
-    """From here on :func:`beat` counts as ``rank`` in ``counters``, and :func:`at_step` notes in ``steps``, where they
-    are not None."""
+    """Let :func:`beat` count as ``rank`` in ``counters`` from now on, and :func:`at_step` write to ``steps``, unless
+    None."""
     _Mine.counters, _Mine.steps, _Mine.rank = counters, steps, rank
 
 
 def beat() -> None:
-    """This rank is alive, and has come further."""
+    """Record that this rank is alive and has made progress."""
     if _Mine.counters is not None:
         _Mine.counters[_Mine.rank] += 1
 
 
 def at_step(step: int) -> None:
-    """This rank begins ``step``."""
+    """Record that this rank begins ``step``."""
     if _Mine.steps is not None:
         _Mine.steps[_Mine.rank] = step
 
 
 class Watch:
-    """The silence of each rank, in seconds of this process's own life: what passes while it is stopped itself (Ctrl-Z,
-    a laptop that sleeps) does not count. A rank is looked at from its first beat on. ``together``: silence counts only
-    while all are silent."""
+    """Measures the silence of each rank, in seconds during which this process itself was running: time in which it was
+    stopped (Ctrl-Z, a laptop that sleeps) does not count. A rank is watched from its first heartbeat on. ``together``:
+    silence counts only while all ranks are silent."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Watch:
         self._looked = clock()
 
     def late(self, ranks: Sequence[int]) -> tuple[int, float] | None:
-        """The one of ``ranks`` that has been silent the longest and its seconds, where that is too long."""
+        """The one of ``ranks`` that has been silent longest, and for how many seconds; None if that is not too long."""
         now = self._clock()
         passed, self._looked = min(now - self._looked, 2 * self.interval_s), now
         for rank, count in enumerate(self._counters):

@@ -1,4 +1,4 @@
-"""Ranks that live apart: each in surroundings of its own (a network namespace), meeting at an address all reach."""
+"""Ranks in separate environments (such as network namespaces), which connect at an address that all can reach."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """``enter(rank)`` is called first thing in a rank's process. ``host`` is this process's address as ranks see it,
-    ``interface`` what a rank's own address is on; None leaves that to the machine."""
+    """Environment of ranks. ``enter(rank)`` is called first in a rank's process. ``host``: this process's address as
+    ranks see it; ``interface``: network interface of a rank's own address, None for the system's choice."""
 
     host: str = "127.0.0.1"
     interface: str | None = None
@@ -19,19 +19,19 @@ class Surroundings:
 
 
 HERE = Surroundings()
-"""Side by side with the process that starts them."""
+"""The environment of the process that starts the ranks, unchanged."""
 
 _CURRENT: ContextVar[Surroundings] = ContextVar("surroundings", default=HERE)
 
 
 def surroundings() -> Surroundings:
-    """Where ranks are started now."""
+    """The environment in which ranks are currently started."""
     return _CURRENT.get()
 
 
 @contextmanager
 def apart(where: Surroundings) -> Iterator[None]:
-    """Inside, ranks are started ``where``."""
+    """Context in which ranks are started in the environment ``where``."""
     token = _CURRENT.set(where)
     try:
         yield

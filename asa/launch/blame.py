@@ -1,4 +1,4 @@
-"""Who is at fault when ranks fail: usually not the one that complained first."""
+"""Finds the rank that caused a failure, which usually is not the one that reported first."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from asa.launch.worker import Failure
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a rank ended: with a ``result``, or in ``failure``."""
+    """How a rank ended: with a ``result`` or a ``failure``."""
 
     result: Any = None
     failure: Failure | None = None
 
     @staticmethod
     def of_exit(code: int | None, backend: str) -> Outcome:
-        """A process that is gone without a word. ``code`` is negative for a signal, as in :mod:`subprocess`."""
+        """Outcome of a process that ended without a report. ``code`` is negative for a signal, as in
+        :mod:`subprocess`."""
         if code is not None and code < 0:
             try:
                 name = signal.Signals(-code).name
@@ -42,10 +43,10 @@ class Outcome:
 
 
 def culprit(outcomes: Mapping[int, Outcome], num_ranks: int, timeout_s: float) -> tuple[int, Failure] | None:
-    """The rank at fault and how, or None where every outcome is a result.
+    """The rank that caused a failure, and how it failed; None if every outcome is a result.
 
-    ``outcomes`` is in order of arrival and may miss ranks. Evidence, strongest first: a rank that died or failed by
-    itself; a rank that says nothing while others failed in waiting for it; the first to fail in waiting.
+    ``outcomes`` is in order of arrival and may lack ranks. Evidence, strongest first: a rank that died or failed by
+    itself; a rank that is silent while others failed waiting for it; the first to fail while waiting.
     """
     failed = {rank: o.failure for rank, o in outcomes.items() if o.failure is not None}
     if not failed:

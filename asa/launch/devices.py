@@ -1,19 +1,22 @@
-"""What this machine has, asked in ways that leave the process fit to fork."""
+"""Cores and devices of this machine, queried without making the process unfit to fork."""
 
 from __future__ import annotations
 
 import os
 
-# With this, torch asks the management library whether there is CUDA; the runtime, once asked, survives no fork.
+# Makes torch look for CUDA through NVML, since the CUDA runtime cannot be used after a fork once initialized.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 _shared: int | None = None
-"""Cores that this process could run on before it was bound to one of them."""
+"""Number of cores that this process could use before it was bound to one."""
 
 
 def usable_cores() -> int:
-    """Cores for this process and those beside it (its affinity, not the machine's count), bound to one or not."""
+    """Number of cores that this process and its siblings may use (its affinity, not the machine's count).
+
+    If the process has bound itself to one core, this is the number before that.
+    """
     if _shared is not None:
         return _shared
     if hasattr(os, "sched_getaffinity"):
@@ -22,10 +25,10 @@ def usable_cores() -> int:
 
 
 def bind_to_core(local_rank: int, ranks_here: int) -> None:
-    """Keep this process on a core of its own, where there are as many cores as ranks on this machine.
+    """Bind this process to a core of its own, if there are as many cores as ranks on this machine.
 
-    Whatever else then has that core slows down this rank and no other: the system would have ranks take turns, and all
-    would seem slow. With cores to spare it finds a better place than any rule; with too few, nobody has one.
+    Other work on that core then slows down this rank only; unbound ranks would take turns, and all seem slow. With more
+    cores than ranks the system's scheduler does better than any fixed rule; with fewer, no rank can have its own.
     """
     global _shared
     if not hasattr(os, "sched_setaffinity"):
@@ -37,22 +40,22 @@ def bind_to_core(local_rank: int, ranks_here: int) -> None:
 
 
 def default_threads(num_ranks: int) -> int:
-    """Threads per rank when all ranks work at once: an equal share of the cores, at least one."""
+    """Threads per rank if all ranks work at once: an equal share of the cores, at least one."""
     return max(1, usable_cores() // num_ranks)
 
 
 def leave_device_out(index: int) -> None:
-    """From here on ranks that are started see all CUDA devices but the one that rank ``index`` had."""
+    """Hide the CUDA device of rank ``index`` from ranks that are started from now on."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(i) for i in range(cuda_devices())] if seen is None else seen.split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(name for i, name in enumerate(names) if i != index)
 
 
 def cuda_devices() -> int:
-    """CUDA devices that ranks may use.
+    """Number of CUDA devices that ranks may use.
 
-    Asks the management library, never the CUDA runtime: a process that has initialised CUDA can fork no rank that
-    uses it.
+    Asks the management library, never the CUDA runtime: a process that has initialized CUDA cannot fork ranks that use
+    it.
     """
     import torch
 

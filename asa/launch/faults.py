@@ -1,21 +1,21 @@
-"""Faults on purpose, to see what a run makes of them.
+"""Fault injection, for tests of how a run handles failures.
 
-``ASA_FAULT="KIND[:ARGUMENT]@rank=R,step=N,point=P,once=FILE"``, several of them with ``;`` between. When a rank reaches
-a point that all conditions name (those left out hold always), it suffers. ``once``: the first time only, over restarts
-too: the file is made then, with a line that says what happened. Without ``ASA_FAULT`` nothing is ever looked up.
+``ASA_FAULT="KIND[:ARGUMENT]@rank=R,step=N,point=P,once=FILE"``; several are separated by ``;``. The fault occurs when a
+rank reaches a point that meets all conditions (omitted ones always hold). ``once``: the first time only, also across
+restarts: the file is then created, with a line that says what happened. Without ``ASA_FAULT`` nothing is looked up.
 
 ==================  ==================================================================================================
 ``exception:TEXT``  a ``RuntimeError``
 ``memory``          a ``MemoryError``
 ``disk``            an ``OSError``: no space left on device
 ``kill``            SIGKILL; ``segfault``: SIGSEGV; ``stop``: SIGSTOP; ``term``: SIGTERM; ``signal:NAME``: any other
-``parent:NAME``     that signal to the process that started the ranks (SIGKILL unless named)
-``exit:CODE``       gone without a word, with code 0 unless given
-``hang:SECONDS``    sleeps, a day unless given; ``gil``: the same, and no other thread of it runs either
+``parent:NAME``     that signal to the process that started the ranks (SIGKILL if not named)
+``exit:CODE``       exit without a report, with code 0 if not given
+``hang:SECONDS``    sleeps, for a day if not given; ``gil``: the same while holding the interpreter lock
 ==================  ==================================================================================================
 
 Points: ``rendezvous`` (on joining the others), ``restore``, ``data``, ``forward``, ``backward``, ``all_reduce``
-(gradients are there), ``optimizer``, ``validation``, ``checkpoint.begin`` (on every rank; the others on rank 0, which
+(gradients are ready), ``optimizer``, ``validation``, ``checkpoint.begin`` (on every rank; the others on rank 0, which
 writes), ``checkpoint.files``, ``checkpoint.manifest`` (all written, nothing visible), ``checkpoint.commit`` (all have
 voted for it), ``checkpoint.renamed``, ``checkpoint.done``, ``replan.agree`` (after every epoch), ``replan.solve``,
 ``replan.build``, ``replan.move``, ``replan.swap``.
@@ -48,7 +48,7 @@ _DAY_S = 86_400
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What happens, and where. ``rank`` and ``step`` (updates since the start of the run), None: any."""
+    """A fault and its conditions. ``rank`` and ``step`` (updates since the start of the run): None for any."""
 
     kind: str
     argument: str
@@ -68,24 +68,24 @@ _armed = _Armed()
 
 
 def arm(text: str | None = None) -> None:
-    """Have ``text`` (or what the environment says) in force from now on, here and in ranks forked from here.
+    """Activate the faults in ``text`` (default: the environment variable), here and in ranks forked from here.
 
     Raises:
-        UsageError: it cannot be understood.
+        UsageError: ``text`` cannot be parsed.
     """
     text = os.environ.get(VARIABLE, "") if text is None else text
     _armed.faults = [_parsed(part.strip()) for part in text.split(";") if part.strip()]
 
 
 def at_step(step: int) -> None:
-    """Points reached from here on are of this step."""
+    """Set the current step for the points reached from here on."""
     alive.at_step(step)
     if _armed.faults:
         _armed.step = step
 
 
 def reached(point: str) -> None:
-    """A named point: a sign of life, and what is to happen here happens."""
+    """Count a heartbeat at the named ``point``, and cause the faults whose conditions are met."""
     alive.beat()
     if _armed.faults:
         rank = int(os.environ.get("RANK", "0"))
@@ -122,7 +122,7 @@ def _parsed(text: str) -> Fault:
 
 
 def _first(fault: Fault, rank: int, point: str) -> bool:
-    """Whether it is to happen now; says so."""
+    """Whether the fault is to occur now (with ``once``: for the first time); writes a line about it."""
     line = f"{fault.kind} on rank {rank} at {point}, step {_armed.step}\n"
     if fault.once is not None:
         try:

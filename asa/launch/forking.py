@@ -1,4 +1,4 @@
-"""Forking beside threads: what is harmless, what hangs, and how to tell."""
+"""Forking a process that has threads: which threads are harmless, which make children hang."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _hung = False
 
 @contextlib.contextmanager
 def fork_beside_threads() -> Iterator[None]:
-    """Python 3.12 warns of any fork beside threads, and numpy's BLAS starts some at import, never to use them here.
+    """Context without Python 3.12's warning about forking a process with threads, which numpy's BLAS starts at import
+    and never uses here.
 
-    What could really hang a rank, torch's own threads, is looked after by :func:`safe_threads`.
+    Torch's own threads, which could hang a rank, are handled by :func:`safe_threads`.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork.*", category=DeprecationWarning)
@@ -33,10 +34,13 @@ def fork_beside_threads() -> Iterator[None]:
 
 
 def safe_threads(asked: int | None, num_ranks: int) -> int:
-    """Threads per rank that cannot hang it.
+    """Number of threads per rank that cannot hang it.
 
-    A process that has computed with several OpenMP threads leaves its forked children a pool of threads that do not
-    exist there: a child that computes with one thread never notices, one with more waits for ever.
+    A process that has computed with several OpenMP threads leaves its forked children a thread pool whose threads do
+    not exist there: a child that computes with one thread is not affected, one with more waits for ever.
+
+    Raises:
+        UsageError: several threads were requested and would hang.
     """
     threads = default_threads(num_ranks) if asked is None else asked
     if threads == 1 or torch.cuda.is_initialized() or _fork_computes(threads):
@@ -51,7 +55,7 @@ def safe_threads(asked: int | None, num_ranks: int) -> int:
 
 
 def _fork_computes(threads: int) -> bool:
-    """Whether a forked child computes with ``threads`` threads: tried, since no library tells."""
+    """Whether a forked child can compute with ``threads`` threads; found by trying, since no library tells."""
     global _hung
     if _hung:  # the pool of threads behind it stays
         return False

@@ -1,4 +1,4 @@
-"""Memory that training gives back and takes again at every step."""
+"""Memory that training frees and allocates again in every step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _PAD_BYTES = 64 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Have this process keep what it frees, for as long as it lives; whether that was possible (glibc).
+    """Let this process keep freed memory for the rest of its life; returns whether that was possible (glibc only).
 
-    glibc maps every block above 32 MiB anew and gives it back when freed, so that each step faults in the pages of its
-    large activations, gradients and gathered weights again: a third of a step of AlexNet on one core. Processes forked
-    from this one do as it does. Nothing changes on other systems, or for memory of a GPU.
+    By default glibc maps every block above 32 MiB anew and unmaps it when freed, so each step faults in the pages of
+    its large activations, gradients and gathered weights again: a third of a step of AlexNet on one core. Forked
+    processes inherit the setting. It has no effect on other systems, or on GPU memory.
     """
     if sys.platform != "linux":
         return False
@@ -31,9 +31,9 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Return what this process no longer uses to the system (glibc): for once, after work unlike what follows. What
-    only refers to itself is looked for first: traced modules do, and would stay, with a whole model's weights, until
-    the collector's next full round."""
+    """Collect reference cycles, then return unused memory to the system (glibc's malloc_trim). Call it once after a
+    phase of work; traced modules form cycles, and would stay, with a whole model's weights, until the collector's next
+    full run."""
     gc.collect()
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):

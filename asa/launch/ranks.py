@@ -1,4 +1,4 @@
-"""Start ranks on this machine, listen to them, and end them all: no orphan, in bounded time, on every path."""
+"""Starts ranks on this machine, receives their messages, and ends them all in bounded time, without orphans."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ T = TypeVar("T")
 _log = logging.getLogger("asa")
 
 _GRACE_S = 1.5
-"""After a rank failed in a collective: how long the one to blame has to show itself."""
+"""Seconds after a failure in a collective in which the rank that caused it may report."""
 _LAST_WORDS_S = 0.1
 _LEAVE_S = 10.0
-"""How long a rank whose result is here may take to leave."""
+"""Seconds that a rank may take to exit after its result has arrived."""
 
 
 class _Terminated(BaseException):
-    """The signal ``number`` arrived, and the ranks are not the ones to answer it."""
+    """Raised when signal ``number`` arrives and is not forwarded to the ranks."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -65,32 +65,32 @@ def run_ranks(
 ) -> list[T]:
     """Call ``function(rank, *args)`` on ``num_ranks`` new processes that form one process group.
 
-    Ranks are forked (spawned where this process has initialised CUDA, which does not survive a fork: ``function``
-    and ``args`` must then pickle). Results must pickle; tensors in them arrive as copies.
+    Ranks are forked (spawned if this process has initialized CUDA, which does not survive a fork: ``function`` and
+    ``args`` must then be picklable). Results must be picklable; tensors in them arrive as copies.
 
     Args:
         backend: ``gloo``, or ``nccl`` (rank r on CUDA device r; CPU tensors still go through gloo).
-        threads: per rank; the cores divided by the ranks where None.
-        timeout_s: seconds a rank waits for the others in any collective, and in coming up.
+        threads: per rank; if None, the number of cores divided by the number of ranks.
+        timeout_s: seconds a rank waits for the others in any collective, and during start-up.
         limit_s: seconds for everything; None for a training run.
-        watched: a rank that gives no sign of life (:func:`asa.launch.alive.beat`) for ``timeout_s``, or three times
-            the longest silence it has come back from, is taken for hung, whether anybody waits for it or not.
-        silence_s: all ranks that give no sign of life for so long are taken for hung.
-        forward_sigterm: pass SIGTERM on to the ranks and go on listening (they save and return; it waits for their
-            :func:`~asa.launch.signals.take_sigterm`); a second one kills them. Otherwise the first does. SIGHUP, where
-            it is not ignored, becomes a SIGTERM to the ranks.
-        on_message: called here as ``on_message(rank, message)`` for whatever ranks :func:`~asa.launch.tell`.
-        once_started: called here when all ranks run: what only they need can go. (Without it, ranks that gloo lets lose
-            each other in coming up are started again, once.)
-        spare: whether the others go on where a rank is lost (None: they never do); its result is then None.
+        watched: a rank without a heartbeat (:func:`asa.launch.alive.beat`) for ``timeout_s``, or for three times
+            its longest silence so far, counts as hung, whether another waits for it or not.
+        silence_s: if no rank has a heartbeat for this many seconds, they count as hung.
+        forward_sigterm: forward SIGTERM to the ranks and go on listening (they save and return; it waits for their
+            :func:`~asa.launch.signals.take_sigterm`); a second one kills them. Otherwise the first does. SIGHUP, unless
+            it is ignored, becomes a SIGTERM to the ranks.
+        on_message: called here as ``on_message(rank, message)`` for what ranks :func:`~asa.launch.tell`.
+        once_started: called here when all ranks run, to free what only they need. (Without it, ranks that lose each
+            other in gloo during start-up are started again, once.)
+        spare: whether the others continue without a given rank if it is lost (None: never); its result is then None.
 
     Returns:
         The results, by rank.
 
     Raises:
-        WorkersFailedError: names the first rank at fault; the others were killed.
-        AsaError: one that a rank raised, as it raised it.
-        UnavailableError: more nccl ranks than CUDA devices.
+        WorkersFailedError: names the rank that caused the failure; the others were killed.
+        AsaError: raised by a rank, and raised here unchanged.
+        UnavailableError: there are more nccl ranks than CUDA devices.
         UsageError: a number below 1, or ``threads > 1`` in a process that has itself computed with several threads.
     """
     if num_ranks < 1 or (threads is not None and threads < 1):
@@ -108,7 +108,7 @@ def run_ranks(
         )
         with _sigterm(crew, forward_sigterm):
             try:
-                with held_while_starting(forward_sigterm):  # by ranks that do not listen yet; they take it when they do
+                with held_while_starting(forward_sigterm):  # delivered once ranks have their handlers
                     crew.start(function, args)
                 if once_started is not None:
                     once_started()
@@ -123,7 +123,7 @@ def run_ranks(
 
 
 class _Crew:
-    """The processes of one call, and what each of them has said."""
+    """The processes of one call of :func:`run_ranks`, and their outcomes so far."""
 
     def __init__(
         self, num_ranks: int, backend: str, threads: int, timeout_s: float, silence_s: float | None, *, together: bool,
@@ -150,8 +150,8 @@ class _Crew:
             self.steps = alive.shared_counters(context, self.num_ranks)
             self.watch = alive.Watch(counters, self.silence_s, together=self.together)
         with socket.socket() as listener:
-            # The port is taken from here on, and the store answers on this very socket: no race for it. Ranks
-            # queue in its backlog until the store's thread runs, which starts last: nothing is forked beside it.
+            # The store uses this bound socket, so no other process can take the port in between. Ranks
+            # queue in its backlog until the store's thread runs, which starts after all forks.
             listener.bind((where.host, 0))
             listener.listen(4 * self.num_ranks + 16)
             port = listener.getsockname()[1]
@@ -189,10 +189,10 @@ class _Crew:
             )
 
     def listen(self, on_message: Callable[[int, Any], None] | None, deadline: float | None) -> list[Any]:
-        """Results by rank, once all are here.
+        """Wait for all results, and return them by rank.
 
         Raises:
-            WorkersFailedError, AsaError: as :func:`run_ranks`.
+            WorkersFailedError, AsaError: see :func:`run_ranks`.
         """
         first_failure: float | None = None
         done: float | None = None
@@ -223,12 +223,12 @@ class _Crew:
         return [self.outcomes[rank].result for rank in range(self.num_ranks)]
 
     def _needed_are_done(self) -> bool:
-        """Whether all ranks that the others cannot do without have a result; who hangs then need not be waited for."""
+        """Whether all ranks that are not spare have a result; the others are then not waited for."""
         needed = [r for r in range(self.num_ranks) if self.spare is None or not self.spare(r)]
         return all(r in self.outcomes and self.outcomes[r].failure is None for r in needed)
 
     def _spared(self, rank: int) -> bool:
-        """Whether ``rank`` is lost, and the others go on without it."""
+        """Whether ``rank`` is lost and the others continue without it."""
         failure = self.outcomes[rank].failure
         if failure is None or self.spare is None or not self.spare(rank):
             return False
@@ -236,23 +236,23 @@ class _Crew:
         return failure.lost or (isinstance(error, WorkersFailedError) and error.lost)
 
     def _look(self) -> None:
-        """Take a rank that has given no sign of life for too long for lost."""
+        """Mark a rank as lost that has been silent for too long."""
         running = [r for r in range(self.num_ranks) if r not in self.outcomes]
         found = None if self.watch is None else self.watch.late(running)
         if found is not None:
             line = f"hung: it gave no sign of life for {found[1]:.0f} s"
             if self.spare is not None and self.spare(found[0]):
-                self.processes[found[0]].kill()  # so that whoever still waits for it hears of it
+                self.processes[found[0]].kill()  # closes its connections, so that ranks waiting for it get an error
             self.outcomes[found[0]] = Outcome(failure=Failure(line=line, collective=False, lost=True))
 
     def _settle(self, on_message: Callable[[int, Any], None] | None) -> None:
-        """Take in what the others were about to say: they will be killed, and their last words are worth having."""
+        """Receive the last messages of the other ranks before they are killed."""
         until = time.monotonic() + _LAST_WORDS_S
         while len(self.outcomes) < self.num_ranks and (left := until - time.monotonic()) > 0:
             self._hear(on_message, left)
 
     def _hear(self, on_message: Callable[[int, Any], None] | None, patience: float | None) -> None:
-        """Wait until a rank speaks or dies, and take in all that has arrived."""
+        """Wait until a rank sends a message or dies, and handle all messages that have arrived."""
         waiting = [r for r in range(self.num_ranks) if r not in self.outcomes]
         sources = {self.connections[r]: r for r in waiting}
         ready = multiprocessing.connection.wait([*sources, *(self.processes[r].sentinel for r in waiting)], patience)
@@ -269,7 +269,7 @@ class _Crew:
                     else:
                         self.outcomes[rank] = Outcome(**{kind: content})
             except (EOFError, OSError, pickle.UnpicklingError):
-                # The process is going: its exit status says more than its closed pipe.
+                # The process is exiting; its exit status says more than its closed pipe.
                 self.processes[rank].join(_LEAVE_S)
             if rank not in self.outcomes and not self.processes[rank].is_alive():
                 self.outcomes[rank] = Outcome.of_exit(self.processes[rank].exitcode, self.backend)
@@ -295,19 +295,19 @@ class _Crew:
 
     @property
     def unmet(self) -> bool:
-        """Whether no rank has failed but in coming up, and none has come further."""
+        """Whether ranks have failed only during start-up, and none got further."""
         failures = [o.failure for o in self.outcomes.values()]
         return not self.spoken and bool(failures) and all(f is not None and f.unmet for f in failures)
 
     def signal(self, number: int) -> None:
-        """Send ``number`` to every rank that lives."""
+        """Send signal ``number`` to every living rank."""
         for process in self.processes:
             if process.pid is not None and process.is_alive():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
     def end(self) -> None:
-        """Let ranks that are done leave, kill the others, reap all, free the port."""
+        """Let finished ranks exit, kill the others, reap all, and free the port."""
         done = {r for r, o in self.outcomes.items() if o.failure is None}
         everyone = len(done) == self.num_ranks
         for rank, connection in enumerate(self.connections):
@@ -329,8 +329,8 @@ class _Crew:
 
 @contextlib.contextmanager
 def _sigterm(crew: _Crew, forward: bool) -> Iterator[None]:
-    """Answer SIGTERM, and the end of the terminal, while ranks run; afterwards the old handlers are back, and a signal
-    not forwarded takes effect."""
+    """Context that handles SIGTERM, and SIGHUP from a closed terminal, while ranks run. At its end the old handlers are
+    restored, and a signal that was not forwarded takes effect."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers; ranks still die with this process
         return

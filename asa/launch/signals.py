@@ -1,5 +1,5 @@
-"""Requests to stop that come too early: held back until somebody is there who saves the state, never lost and never
-fatal. A terminal that goes away (SIGHUP) is such a request to whoever started the ranks."""
+"""Signals that arrive too early: SIGTERM is held back until there is a handler that saves the state, so that it is
+neither lost nor fatal. For the process that started the ranks, a closed terminal (SIGHUP) has the same meaning."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _TERM = {signal.SIGTERM, signal.SIGHUP}
 
 
 def hold_sigterm() -> None:
-    """From here on SIGTERM (and SIGHUP) waits, for this thread and what it starts, until :func:`take_sigterm`."""
+    """Block SIGTERM and SIGHUP, in this thread and processes it starts, until :func:`take_sigterm`."""
     if threading.current_thread() is threading.main_thread():
         signal.pthread_sigmask(signal.SIG_BLOCK, _TERM)
 
 
 def take_sigterm() -> None:
-    """Deliver a SIGTERM that was held back, and hold back no more. Called with a handler in place."""
+    """Unblock SIGTERM and SIGHUP, and deliver one that was held back. Call it when a handler is installed."""
     if threading.current_thread() is threading.main_thread():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERM)
 
 
 @contextlib.contextmanager
 def held_while_starting(held: bool) -> Iterator[None]:
-    """With ``held``, processes started within hold SIGTERM back; afterwards this one takes it."""
+    """Context in which started processes hold SIGTERM back if ``held``; this process unblocks it afterwards."""
     if held:
         hold_sigterm()
     try:
@@ -37,7 +37,8 @@ def held_while_starting(held: bool) -> Iterator[None]:
 
 
 def leave_terminal() -> None:
-    """Where standard streams are a terminal, which is gone, words go nowhere: nobody ends for not being heard."""
+    """Redirect standard streams to nowhere if they are a terminal, which is gone, so that writing to them cannot
+    fail."""
     for stream in (0, 1, 2):
         with contextlib.suppress(OSError):
             if os.isatty(stream):

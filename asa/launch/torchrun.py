@@ -1,4 +1,4 @@
-"""Ranks that somebody else started: torchrun, Slurm, Ray, or a caller who has a process group already."""
+"""Ranks started by others: torchrun, Slurm, Ray, or a caller that already has a process group."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from asa.launch.heap import keep_freed_memory
 from asa.launch.worker import form_group
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""Set to 1: torchrun has ranks meet in a store made for them, not in that of an agent."""
+"""If set to 1, torchrun creates a store for the ranks instead of sharing that of an agent."""
 _LOOK_S = 0.01
-"""Between two looks of rank 0 for others that come."""
+"""Seconds between two checks of rank 0 for arriving ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchrunRank:
-    """Who this process is: ``rank`` of ``num_ranks``, ``local_rank`` on its machine."""
+    """Identity of this process: ``rank`` of ``num_ranks``, and ``local_rank`` on its machine."""
 
     rank: int
     num_ranks: int
@@ -38,13 +38,15 @@ class TorchrunRank:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is one of several ranks: in a group, or told so by a launcher."""
+    """Whether this process is one of several ranks: in a process group, or with the environment variables of a
+    launcher."""
     in_group: bool = dist.is_available() and dist.is_initialized()
     return in_group or ("RANK" in environment and "WORLD_SIZE" in environment)
 
 
 def agent(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Which of torchrun's agents has started this process: its host, number and start; None where none has."""
+    """Identifier of the torchrun agent that started this process: host, process number and start time; None without
+    one."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
     number = os.getppid()
@@ -57,14 +59,14 @@ def agent(environment: Mapping[str, str] = os.environ) -> str | None:
 
 @contextlib.contextmanager
 def join(*, backend: str = "gloo", timeout_s: float = 600) -> Iterator[TorchrunRank]:
-    """Be the rank the launcher says: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT`` of the environment.
+    """Context in which this process is the rank given by ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``.
 
-    A group that exists is used as it is and left as it was. One formed here is destroyed at the end: an ordinary
-    end only, since after an error its peers may be gone.
+    An existing group is used and left as it is. A group formed here is destroyed at the end, but not after an error,
+    since its peers may be gone.
 
     Raises:
-        UsageError: no launcher, or what it says is not a number or not possible.
-        UnavailableError: the rendezvous did not come about, or there are fewer CUDA devices than local ranks.
+        UsageError: there is no launcher, or its variables are not valid numbers.
+        UnavailableError: the rendezvous failed, or there are fewer CUDA devices than local ranks.
     """
     if dist.is_initialized():
         yield TorchrunRank(rank=dist.get_rank(), num_ranks=dist.get_world_size(), local_rank=_number("LOCAL_RANK", 0))
@@ -94,22 +96,22 @@ def join(*, backend: str = "gloo", timeout_s: float = 600) -> Iterator[TorchrunR
 
 
 def _remedy(environment: Mapping[str, str]) -> str:
-    """What to do where ranks are sent to the stores of their agents: an agent keeps to the one it met others in first,
-    so that two may send theirs to different ones when a node has come or left."""
+    """Advice for ranks that use the stores of their agents: an agent keeps the one at which it first met others, so
+    after a node has come or left, two agents may send their ranks to different stores."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""
     return f"; where nodes come and leave, start every torchrun with {OWN_STORE}=1"
 
 
 def _meeting(store: Store, rank: int, num_ranks: int, timeout_s: float) -> str:
-    """A name that rank 0 has made up for those who meet now, the same on every rank.
+    """A random name chosen by rank 0 for this rendezvous; the same on every rank.
 
-    A store may outlive the ranks, and hold what those before them left. How often a launcher has started ranks again
-    tells nothing: an elastic one does not count that for a node that came or left, and each node counts for itself. So
-    every rank asks under a name of its own, and rank 0 answers whoever asks until all have heard it.
+    A store may outlive the ranks, and contain entries of earlier ranks. The launcher's count of restarts does not tell
+    them apart: an elastic launcher does not count a node that came or left, and each node counts for itself. So every
+    rank asks under a name of its own, and rank 0 answers until all have their answer.
 
     Raises:
-        DistError: not all came in time.
+        DistError: not all ranks came in time.
     """
     mine = secrets.token_hex(8)
     if rank:

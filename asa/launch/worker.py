@@ -1,4 +1,4 @@
-"""One rank: from a fresh process to a member of the group, the user's function, and a report to the parent."""
+"""One rank's process: it joins the process group, runs the user's function, and reports to the parent."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from asa.launch.heap import keep_freed_memory
 
 _PR_SET_PDEATHSIG = 1
 
-# gloo puts the place in its own source in front of what it says.
+# gloo's messages begin with a position in its source code.
 _PLACE = re.compile(r"\[[^\]]*\.(cc|cpp|h):\d+\] ?")
-# What a rank sees when somebody *else* is gone: such errors name a victim.
+# Errors of a rank whose peer is gone; the rank that reports one is a victim, not the cause.
 _UNMET = re.compile(r"connectFullMesh failed.*Connection (closed|reset) by peer", re.DOTALL)
 _COLLECTIVE = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|Timed out|[Tt]imeout|Broken pipe|TCPStore")
 
@@ -41,11 +41,11 @@ _parent: Connection | None = None
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How a rank failed. ``collective``: in waiting for others, so most likely a victim. ``unmet``: gloo lost another
-    rank in coming up, which happens where ports are taken and left by many groups at once.
+    """How a rank failed. ``collective``: while waiting for others, so it is most likely a victim. ``unmet``: gloo lost
+    another rank during start-up, which happens if many groups use and free ports at once.
 
-    ``error`` is the exception itself where it is one of ours; ``line`` says it in one line; ``signal`` killed it.
-    ``lost``: it is gone without a word, or stands still.
+    ``error``: the exception itself if it is an :class:`AsaError`; ``line``: description in one line; ``signal``: the
+    signal that killed it. ``lost``: it ended without a report, or hangs.
     """
 
     line: str
@@ -59,8 +59,8 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a rank is told at its start. ``parent`` is the process whose death is its own; ``counters`` of signs of
-    life and the ``steps`` that ranks are in, where somebody looks at them."""
+    """What a rank is given at its start. It dies with the process ``parent``; ``counters`` receives its heartbeats and
+    ``steps`` its current step, if they are watched."""
 
     rank: int
     num_ranks: int
@@ -75,17 +75,17 @@ class Setting:
 
 
 def tell(message: Any) -> None:
-    """Hand ``message`` (anything that pickles) to the parent's ``on_message``; nothing happens without a parent."""
+    """Send ``message`` (anything picklable) to the parent's ``on_message``; does nothing without a parent."""
     if _parent is not None:
         _send(_parent, ("message", message))
 
 
 _SOONER = 500
-"""How much more a rank counts for, of a thousand, when the kernel chooses whom to kill."""
+"""Points, of a thousand, that a rank adds to its score when the kernel chooses a process to kill."""
 
 
 def _go_first() -> None:
-    """Have the kernel, where memory runs out, kill a rank rather than whoever has started it and can plan again."""
+    """Let the kernel kill this rank, if memory runs out, rather than its parent, which can plan again."""
     with contextlib.suppress(OSError, ValueError):
         score = Path("/proc/self/oom_score_adj")
         score.write_text(str(min(1000, int(score.read_text()) + _SOONER)))
@@ -100,14 +100,14 @@ def work(
 ) -> None:
     """Body of a rank's process. Never returns: every path ends in ``os._exit``, after a report if one can be made.
 
-    (A plain exit would run destructors of a group whose peers are gone, which abort, and the wrong rank is blamed.)
+    (A plain exit would run destructors of a group whose peers are gone; these abort, and the wrong rank is blamed.)
     """
     global _parent
     code, met = 1, False
     try:
         _guard(setting.parent)
         _go_first()
-        gc.freeze()  # looking for garbage among what the parent made would copy every page of it
+        gc.freeze()  # garbage collection of the parent's objects would copy all their pages
         for item in inherited:
             item.close()
         _parent = connection
@@ -118,7 +118,7 @@ def work(
         met = True
         result = function(setting.rank, *args)
         _send(connection, ("result", result))
-        # Leaving closes sockets from which a slower rank may still have to read: wait for the parent's word.
+        # Exiting closes sockets that a slower rank may still read from, so wait for the parent's message.
         with contextlib.suppress(EOFError, OSError):
             connection.recv_bytes()
         code = 0
@@ -137,7 +137,7 @@ def work(
 
 
 def failure(error: BaseException) -> Failure:
-    """The report on ``error``, in one line and in full."""
+    """Report on ``error``: one line, and the full traceback."""
     text = " ".join(_PLACE.sub("", _first_and_last(str(error))).split())
     if isinstance(error, SystemExit):
         line = f"called sys.exit({error.code!r}) before it was done"
@@ -156,13 +156,13 @@ def failure(error: BaseException) -> Failure:
 
 
 def _first_and_last(text: str) -> str:
-    """Without the traceback that a loader's worker process puts between where it failed and how."""
+    """``text`` without the traceback that a data loader's worker process puts in the middle of its message."""
     head, found, trace = text.partition("Original Traceback (most recent call last)")
     return head + trace.strip().splitlines()[-1] if found else text
 
 
 def _in_waiting(error: BaseException | None) -> bool:
-    """Whether ``error`` is what a rank sees when somebody else is gone."""
+    """Whether ``error`` is of the kind that a rank sees when another rank is gone."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError)
         and not isinstance(error, NotImplementedError)
@@ -172,7 +172,7 @@ def _in_waiting(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def others_may_leave() -> Iterator[None]:
-    """Inside, what a lost peer makes of a collective becomes one line.
+    """Context that turns the error of a collective after a lost rank into one line.
 
     Raises:
         WorkersFailedError: another rank is gone.
@@ -200,18 +200,18 @@ def _send(connection: Connection, message: tuple[str, Any]) -> None:
 
 
 def _guard(parent: int) -> None:
-    """Die with the parent, and leave Ctrl-C and the terminal to it; its own handlers are not for this process."""
+    """Make this process die with its parent, and ignore Ctrl-C and SIGHUP, which are the parent's to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the line above took effect
+    if os.getppid() != parent:  # the parent died before prctl took effect
         os._exit(1)
 
 
 def _enter(setting: Setting) -> None:
-    """Threads, memory, standard output, device and process group."""
+    """Set up threads, memory, standard output, device and process group."""
     torch.set_num_threads(setting.threads)
     keep_freed_memory()
     # gloo writes lines of its own to descriptor 1, which belongs to the parent's one JSON document.
@@ -239,7 +239,7 @@ def _enter(setting: Setting) -> None:
 
 
 def form_group(backend: str, store: Store, rank: int, num_ranks: int, local_rank: int, timeout: timedelta) -> None:
-    """Join the default process group. ``nccl`` also gets gloo, for votes that must not wait for the device."""
+    """Join the default process group. With ``nccl`` there is also gloo, for votes that must not wait for the device."""
     if backend == "nccl":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""LOOKS: times and memory of a model's components on a device, and of messages between ranks, measured.
+"""Measures times and memory of a model's components on a device, and of messages between ranks.
 
 ::
 

@@ -1,5 +1,5 @@
-"""What a device reaches at best: the two ceilings of the roofline (Williams, Waterman & Patterson 2009), in seconds
-of measuring that are part of the profile, so that both know the same clocks."""
+"""Measures a device's peak rates, the two ceilings of the roofline model (Williams, Waterman & Patterson 2009). This
+takes seconds and is part of the profile, so that both are measured at the same clocks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from asa.profiler.clock import solo_clock_of, time_repeatedly
 
 _SIDE = {"cuda": 4096, "cpu": 512}
 _COPIED = {"cuda": 1 << 28, "cpu": 1 << 25}
-"""Bytes, beyond what caches hold."""
+"""Bytes to copy, more than caches hold."""
 _LEAST_S = 1e-9
 
 
 def measure_ceilings(device: torch.device, precision: Precision, *, slice_s: float = 0.25) -> Ceilings | None:
-    """FLOP/s of a square matrix product and bytes/s of a copy, which reads and writes; None where neither fits."""
+    """FLOP/s of a square matrix product and bytes/s (read and written) of a copy; None if either does not fit in
+    memory."""
     clock, side = solo_clock_of(device), _SIDE[device.type]
     try:
         a = torch.ones(side, side, device=device, dtype=AUTOCAST.get(precision, torch.float32))

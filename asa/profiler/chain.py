@@ -1,10 +1,10 @@
-"""A training step over a chain of components, with a mark at every boundary, forward and back.
+"""A training step over a chain of components, with a time mark at every boundary, forward and backward.
 
-Components are timed *in place*, inside one step of the whole chain: a component alone would find its own data in
-the cache and the allocator ready, the model in training finds neither. Backward needs no cut in the graph either:
-autograd runs nodes in the reverse order of their creation and accumulates a parameter's gradient as soon as it
-is known, so the gradient that reaches the boundary between two components says that everything behind is done.
-The times of all components therefore add up to the step, whatever they share.
+Components are timed *in place*, inside one step of the whole chain: a component alone would find its own data in the
+cache and the allocator ready, which is not so in training. Backward needs no cut in the graph either: autograd runs
+nodes in the reverse order of their creation and accumulates a parameter's gradient as soon as it is known, so when a
+gradient reaches the boundary between two components, everything behind it is done. The times of all components
+therefore add up to the step, including what they share.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AUTOCAST: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float1
 
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
-    """What a forward at ``precision`` runs in; master parameters stay fp32."""
+    """Context for a forward pass at ``precision``; master parameters stay in fp32."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=AUTOCAST[precision])
@@ -33,7 +33,7 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
 
 @dataclass(frozen=True)
 class Lap:
-    """Seconds of every component in one step, in chain order; ``host_s`` is what the host took to issue it all."""
+    """Seconds of every component in one step, in chain order; ``host_s``: seconds in which the host issued the work."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -41,22 +41,23 @@ class Lap:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward of all components."""
+        """Sum of forward and backward seconds of all components."""
         return sum(self.forward) + sum(self.backward)
 
 
 @dataclass(frozen=True)
 class Marks:
-    """``forward[i]`` to ``forward[i + 1]``: component i ran forward; ``backward[i + 1]`` to ``backward[i]``: backward.
+    """Time marks of one step. Component i runs forward from ``forward[i]`` to ``forward[i + 1]``, and backward from
+    ``backward[i + 1]`` to ``backward[i]``.
 
-    A component without a backward (nothing in it or before it has parameters) has two equal marks there.
+    A component without a backward (no parameters in it or before it) has two equal marks there.
     """
 
     forward: list[Any]
     backward: list[Any]
 
     def read(self, clock: Clock) -> Lap:
-        """The times between the marks."""
+        """Times between the marks."""
         back = list(reversed(self.backward))
         host = sum(clock.host_seconds(self.forward)) + sum(clock.host_seconds(back))
         forward, backward = clock.seconds(self.forward), clock.seconds(back)
@@ -64,9 +65,9 @@ class Marks:
 
 
 class Chain:
-    """Components to be run one after the other, on ``device``, at ``precision``, in training mode.
+    """Components that run one after the other, on ``device``, at ``precision``, in training mode.
 
-    Each takes one tensor and returns (main, *sides): main goes to the next, sides leave the model.
+    Each takes one tensor and returns (main, side outputs): the main output goes to the next component.
     """
 
     def __init__(self, components: Sequence[nn.Module], device: torch.device, precision: Precision) -> None:
@@ -76,14 +77,14 @@ class Chain:
         self._parameters = tuple(dict.fromkeys(p for c in components for p in c.parameters()))
 
     def clear(self) -> None:
-        """Forget gradients, as a training loop does before each step."""
+        """Set gradients to None, as a training loop does before each step."""
         for p in self._parameters:
             p.grad = None
 
     def step(self, x: Tensor, mark: Callable[[], Any]) -> Marks:
-        """Forward and backward of ``x`` (a batch, without gradient) with synthetic gradients at the outputs.
+        """Run forward and backward of ``x`` (a batch, without gradient), with synthetic gradients at the outputs.
 
-        ``mark`` is called at every boundary, in order of time. Gradients are left in place.
+        ``mark`` is called at every boundary, in order of time. Gradients are kept.
         """
         last = len(self.components)
         before: list[Any] = [None] * (last + 1)
@@ -94,7 +95,7 @@ class Chain:
             for i, component in enumerate(self.components, 1):
                 value, *extra = component(value)
                 if extra:
-                    # A node of its own, younger than those of the side outputs: they then run before the mark.
+                    # An autograd node of its own, newer than those of the side outputs, which then run before the mark.
                     sides.extend(extra)
                     value = value.view_as(value)
                 if i < last and value.requires_grad:
@@ -108,7 +109,7 @@ class Chain:
         return Marks(forward=forward, backward=[before[0] if b is None else b for b in before])
 
     def lap(self, x: Tensor, clock: Clock) -> Lap:
-        """One timed step from cleared gradients."""
+        """Run and time one step, after clearing gradients."""
         self.clear()
         clock.settle()
         return self.step(x, clock.mark).read(clock)
@@ -122,7 +123,7 @@ def _setter(marks: list[Any], index: int, mark: Callable[[], Any]) -> Callable[[
 
 
 def synthetic_gradients(outputs: Sequence[Tensor], samples: int) -> list[Tensor]:
-    """Random gradients of the size a mean over ``samples`` has (equal ones would vanish in a normalisation)."""
+    """Random gradients with the magnitude of a mean over ``samples`` (equal values would vanish in a normalization)."""
     return [torch.randn_like(t) / samples for t in outputs]
 
 

@@ -1,10 +1,10 @@
-"""Time: one interface over the host's clock and CUDA events, and how often a measurement is repeated.
+"""Clocks with one interface for the host and for CUDA events, and the number of repeats of a measurement.
 
-A clock sets *marks* on the timeline of its device and afterwards reads the seconds between neighbouring marks.
-On the host a mark is a reading of ``perf_counter_ns``, or of the thread's processor time where other processes
-must not count; on CUDA it is an event in the current stream, so that the interval between two marks holds the
-kernels between them *and* the device's wait for the host to launch them, which is what a training step pays. The
-host's own clock beside it shows which of the two it was.
+A clock sets *marks* on the timeline of its device and afterwards reads the seconds between consecutive marks. On the
+host a mark is a reading of ``perf_counter_ns``, or of the thread's processor time if other processes must not count. On
+CUDA it is an event in the current stream, so the interval between two marks contains the kernels between them *and* the
+device's waiting for the host to launch them, both of which a training step pays. The host's clock is recorded beside it
+and shows which of the two dominates.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _JUDGED = 5
 
 
 class Clock(ABC):
-    """Marks on one device's timeline."""
+    """Sets marks on one device's timeline."""
 
     @abstractmethod
     def mark(self) -> Any:
-        """A mark at this point of the work issued so far."""
+        """Set a mark after all work issued so far."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -37,25 +37,25 @@ class Clock(ABC):
 
     @abstractmethod
     def seconds(self, marks: Sequence[Any]) -> list[float]:
-        """Device seconds between neighbouring marks (one fewer than ``marks``); waits for the last one."""
+        """Device seconds between consecutive marks (one fewer than ``marks``); waits for the last one."""
 
     @abstractmethod
     def host_seconds(self, marks: Sequence[Any]) -> list[float]:
-        """Host seconds between the calls that set neighbouring marks."""
+        """Host seconds between the calls that set consecutive marks."""
 
 
 class HostClock(Clock):
-    """For a device whose operations are done when they return."""
+    """Wall clock of a device whose operations are finished when they return."""
 
     def mark(self) -> int:
         """Nanoseconds of the host's monotonic clock."""
         return time.perf_counter_ns()
 
     def settle(self) -> None:
-        """Nothing is outstanding."""
+        """Do nothing: no work is outstanding."""
 
     def seconds(self, marks: Sequence[int]) -> list[float]:
-        """Seconds between neighbouring marks."""
+        """Seconds between consecutive marks."""
         return [(b - a) / 1e9 for a, b in pairwise(marks)]
 
     def host_seconds(self, marks: Sequence[int]) -> list[float]:
@@ -64,10 +64,10 @@ class HostClock(Clock):
 
 
 class CoreClock(HostClock):
-    """Time this thread had its core, page faults included: what other processes took belongs to no component.
+    """Processor time of this thread, including page faults, so that time of other processes is not counted.
 
-    For a thread that computes by itself and never waits. On an idle machine the same as :class:`HostClock`; on a
-    busy one it still tells what the device can do, where wall time tells who else was there.
+    For a thread that computes alone and never waits. On an idle machine it equals :class:`HostClock`; on a busy one it
+    still shows the device's own speed.
     """
 
     def mark(self) -> int:
@@ -76,13 +76,13 @@ class CoreClock(HostClock):
 
 
 class CudaClock(Clock):
-    """Events in the current stream of one CUDA device."""
+    """Clock made of events in the current stream of one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def mark(self) -> tuple[torch.cuda.Event, int]:
-        """An event recorded now, and the host's clock beside it."""
+        """An event recorded now, and the host's clock."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event, time.perf_counter_ns()
@@ -92,31 +92,31 @@ class CudaClock(Clock):
         torch.cuda.synchronize(self.device)
 
     def seconds(self, marks: Sequence[tuple[torch.cuda.Event, int]]) -> list[float]:
-        """Seconds between neighbouring events on the device."""
+        """Seconds between consecutive events on the device."""
         if marks:
             marks[-1][0].synchronize()
         return [a[0].elapsed_time(b[0]) / 1e3 for a, b in pairwise(marks)]
 
     def host_seconds(self, marks: Sequence[tuple[torch.cuda.Event, int]]) -> list[float]:
-        """Seconds the host took to issue the work between neighbouring marks."""
+        """Seconds in which the host issued the work between consecutive marks."""
         return [(b[1] - a[1]) / 1e9 for a, b in pairwise(marks)]
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock of ``device`` for work that may wait for others: wall time."""
+    """A wall clock of ``device``, for work that may wait for other ranks."""
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
 def solo_clock_of(device: torch.device) -> Clock:
-    """The clock of ``device`` for work that one thread does alone."""
+    """A clock of ``device`` for work that one thread does alone."""
     return CudaClock(device) if device.type == "cuda" else CoreClock()
 
 
 def relative_error(samples: Sequence[float]) -> float:
-    """Standard error of the median over the median, infinite below three samples.
+    """Standard error of the median divided by the median; infinite for fewer than three samples.
 
-    The spread of a normal distribution is (p90 - p10) / 2.563; the median's standard error is 1.2533 times
-    the mean's. Nearest-rank percentiles keep one interrupted repeat in ten from deciding.
+    The spread of a normal distribution is (p90 - p10) / 2.563; the median's standard error is 1.2533 times that of the
+    mean. Nearest-rank percentiles make it robust against one interrupted repeat in ten.
     """
     if len(samples) < 3:
         return float("inf")
@@ -132,9 +132,10 @@ def scaled(stat: Stat, factor: float) -> Stat:
 
 
 class Repeats:
-    """Whether another round is worth its time: at least ``least``, then until settled, out of time, or ``most``.
+    """Decides whether to measure another round: at least ``least``, then until the error is small, the time is over, or
+    ``most`` rounds are done.
 
-    Settled: the medians are known to ``tolerance``, judged from ``_JUDGED`` samples on (fewer agree by chance).
+    The error is small if all medians are known to ``tolerance``, judged after at least ``_JUDGED`` samples.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Repeats:
         self._end = self._last + slice_s
 
     def again(self, series: Sequence[Sequence[float]]) -> bool:
-        """Call before every round with what was measured so far, one sequence for each thing measured."""
+        """Whether to measure another round; call it before each, with one sequence of samples per measured quantity."""
         now, rounds = self._now(), min((len(s) for s in series), default=self._most)
         cost, self._last = now - self._last, now
         if rounds < self._least:
@@ -164,7 +165,7 @@ class Repeats:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the garbage collector out of a measurement: a step leaves no cycles for it to find."""
+    """Context without garbage collection: a step leaves no reference cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -176,7 +177,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def one_thread(device: torch.device) -> Iterator[None]:
-    """On a CPU a rank is one core: compute with one thread inside, and as before afterwards."""
+    """Context that computes with one thread on a CPU, where a rank is one core."""
     before = torch.get_num_threads()
     if device.type == "cpu" and before != 1:
         torch.set_num_threads(1)
@@ -196,7 +197,8 @@ def time_repeatedly(
     least: int = 3,
     most: int = 30,
 ) -> Stat:
-    """Device seconds of ``work()``, repeated until the spread is small or ``slice_s`` is used."""
+    """Statistics of the device seconds of ``work()``, repeated until the spread is small or ``slice_s`` seconds are
+    used."""
     for _ in range(warmups):
         work()
     samples: list[float] = []

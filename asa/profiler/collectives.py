@@ -1,4 +1,4 @@
-"""Collectives, timed over message sizes on one group of ranks. Sizes as in :class:`asa.ir.traffic.Collective`."""
+"""Times of collectives over message sizes on one group of ranks. Sizes as in :class:`asa.ir.traffic.Collective`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from asa.profiler.rounds import LEAST_SAMPLES, agree, time_together
 from asa.sharding import direct
 
 SIZES: tuple[int, ...] = (*(KIB << (2 * k) for k in range(10)),)
-"""1 KiB to 256 MiB; a bucket of gradients has 25 MiB, unless one parameter has more."""
+"""Message sizes: 1 KiB to 256 MiB. A gradient bucket has 25 MiB, unless one parameter has more."""
 
 _WORD = 4
 _LEAST_SHARE = 0.5
-"""Least part of an equal share of the time: the last collectives have that, whatever the others took."""
+"""Smallest fraction of an equal share of the time, guaranteed to the last collectives."""
 _SHORTEST = 64 * KIB
 CALM_S = 0.1
-"""What one message of many may take. Between processes of one machine, and over any network made for this, the longest
-that are sent here take less; over slow ones they would fill minutes."""
+"""Seconds that one of many messages may take. Between processes of one machine, and over fast networks, even the
+longest messages here take less; over slow ones they would take minutes."""
 
 
 def measure_tables(
@@ -40,10 +40,10 @@ def measure_tables(
     say: Callable[[float, str], None],
     between: Callable[[], None] = lambda: None,
 ) -> list[CollectiveTable]:
-    """Tables of every collective on ``group``; called by all its ranks and by no other.
+    """Measure tables of every collective on ``group``; called by all its ranks and by no other.
 
-    Messages grow; one that would take a collective's whole share of the time is left out with all larger ones.
-    ``between`` is called after each collective; its time does not count.
+    Messages grow; if one would take a collective's whole share of the time, it and all larger ones are left out.
+    ``between`` is called after each collective; its time is not counted.
     """
     ranks = dist.get_world_size(group)
     ops = [op for op in COLLECTIVE_OPS if op != "send_recv" or ranks == 2]
@@ -75,8 +75,8 @@ def measure_tables(
 def message_within(
     most: int, group: dist.ProcessGroup, device: torch.device, clock: Clock, *, seconds: float = CALM_S
 ) -> int:
-    """Bytes of the longest message that ``group`` sums up in that time: ``most``, or less by a power of four, down to
-    64 KiB. Called by all its ranks."""
+    """Bytes of the longest message that ``group`` can all-reduce within ``seconds``: ``most``, or less by a power of
+    four, down to 64 KiB. Called by all its ranks."""
     fits = most
     while fits >= 4 * _SHORTEST:
         fits //= 4
@@ -92,7 +92,7 @@ def message_within(
 
 
 def _once(work: Callable[[], object], clock: Clock, group: dist.ProcessGroup) -> float:
-    """Seconds of the slowest rank, the better of two."""
+    """Seconds of the slowest rank; the shorter of two runs."""
     taken = []
     for _ in range(2):
         agree(group=group)
@@ -104,7 +104,7 @@ def _once(work: Callable[[], object], clock: Clock, group: dist.ProcessGroup) ->
 
 
 def operation(op: CollectiveOp, words: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """What to call to run ``op`` once on ``words`` fp32 elements per rank; ``send_recv`` there and back."""
+    """A function that runs ``op`` once on ``words`` fp32 elements per rank; ``send_recv`` runs there and back."""
     ranks = dist.get_world_size(group)
     whole = torch.zeros(words * ranks, device=device)
     part = torch.zeros(words, device=device)

@@ -1,11 +1,11 @@
-"""The sweep: every component at every microbatch and tensor degree, in place, beside the whole model.
+"""The measurement of every component at every microbatch and tensor degree, in place, beside the whole model.
 
-Microbatches are the powers of two up to the global batch and the global batch itself, the largest first (the
-allocator then reuses what it has). At each of them the chains of all tensor degrees run their laps, the first of
-each untimed, recording its memory; at every third microbatch the whole model's laps alternate with the unsplit
-chain's, so that a disturbance hits both alike. Time is divided by what laps cost. Where it does not suffice, what a
-plan can do without is left out first, and said: degrees at microbatches too small for them (see
-:func:`~asa.profiler.effort.is_wanted`), then the check against the whole model.
+Microbatches are the powers of two up to the global batch and the global batch itself, the largest first (the allocator
+then reuses its memory). At each of them the chains of all tensor degrees run laps (steps), the first of each untimed to
+record memory; at every third microbatch, laps of the whole model alternate with those of the unsplit chain, so that a
+disturbance affects both. Time is divided in proportion to the cost of laps. If it is too short, what plans need least
+is left out first, with a note: degrees at microbatches too small for them (see :func:`~asa.profiler.effort.is_wanted`),
+then the comparison with the whole model.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from asa.sharding.collectives import stand_ins_kept
 _LEAST = 3
 _MOST = 15
 _FIRST = 1.25
-"""The largest microbatch, where every degree is measured, gets that much more than its share of time."""
+"""Factor on the time for the largest microbatch, where every degree is measured."""
 _CHECKED = 3
 """The whole model runs at every third microbatch."""
 _PROBED, _PROBING = 16, 0.1
-"""Samples that single steps are tried with before anything is measured, and the share of time one size may take."""
+"""Number of samples in single steps before any measurement, and the share of time that one size may take."""
 _READINGS, _REFERENCE_LAPS, _REFERENCE_SHARE = 16, 4, 0.08
-"""How often the reference is read, what a reading costs in its laps, and the share of time that all may take."""
+"""Number of readings of the reference, laps per reading, and the share of time that all may take."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured.
+    """The model and the chains to measure.
 
-    ``names`` of the components, in order; ``chains`` by tensor degree, below 0 where tokens are cut, too;
-    ``split[t]``: the components that degree t really splits (all of them at 1); ``batch(n)`` is an input of n samples;
-    ``weight`` the bytes of the parameters. ``like``: components that are equal to one of those, and not measured.
+    ``names`` of the components, in order; ``chains`` by tensor degree, negative if tokens are split, too; ``split[t]``:
+    the components that degree t really splits (all of them at 1); ``batch(n)``: an input of n samples; ``weight``:
+    bytes of the parameters. ``like``: components that equal a measured one, and are not measured themselves.
     """
 
     model: nn.Module
@@ -58,13 +58,14 @@ class Subject:
     like: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def alike(self, name: str) -> tuple[str, ...]:
-        """The component itself and those that its figures are of, too."""
+        """Names of the component and of those that its measurements also stand for."""
         return (name, *self.like.get(name, ()))
 
 
 @dataclass
 class Sweep:
-    """What was found. ``host_share``: host seconds over device seconds of a lap, at most 1 where the device waits."""
+    """Results of a measurement. ``host_share``: host seconds over device seconds of a lap; close to 1 if the device
+    waits for the host."""
 
     timings: list[Timing] = field(default_factory=list)
     by_tokens: list[Timing] = field(default_factory=list)
@@ -74,7 +75,7 @@ class Sweep:
 
 
 class Surveyor:
-    """Measures one subject within ``time_s`` seconds, as far as ``free_bytes`` of memory allow."""
+    """Measures one subject within ``time_s`` seconds and ``free_bytes`` of memory."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class Surveyor:
         self._checks: list[tuple[float, float]] = []  # of each check against the whole model
 
     def survey(self) -> Sweep:
-        """Measure."""
+        """Run the whole measurement."""
         sizes = self._possible(microbatches(self.global_batch))
         self.top = sizes[0]
         self.reference = self._reference(sizes)
@@ -105,7 +106,7 @@ class Surveyor:
         for i, size in enumerate(sizes):
             self.progress(1 - max(0.0, self.end - time.perf_counter()) / self.time_s, f"microbatch {size}")
             slice_s = self._slice(sizes[i:], checked, first=i == 0)
-            # A profile without any check would be one to take on trust.
+            # A profile has to contain at least one check against the whole model.
             unchecked = size == sizes[-1] and not self.sweep.whole
             chosen = [d for d in self._wanted(size, checked) if not (unchecked and d == WHOLE)]
             degrees, least = self._affordable(size, chosen, slice_s, first=i == 0)
@@ -121,8 +122,8 @@ class Surveyor:
         return self.sweep
 
     def _slice(self, sizes: Sequence[int], checked: Collection[int], *, first: bool) -> float:
-        """Seconds for the first of the ``sizes`` that are left: what the fewest laps of all that is wanted there cost,
-        and its share of what those leave; of all that is left, where that is not enough for them everywhere."""
+        """Seconds to spend on the first of the remaining ``sizes``: the cost of its least number of laps, and a share
+        of the time that is left after those of all sizes; a share of all remaining time if it is too short for them."""
         left = max(0.0, self.end - time.perf_counter())
         share = self.forecast.seconds(sizes[0]) / sum(self.forecast.seconds(s) for s in sizes)
         share = min(1.0, _FIRST * share) if first else share
@@ -131,8 +132,8 @@ class Surveyor:
         return least[0] + share * spare if spare > 0 else share * left
 
     def _wanted(self, size: int, checked: Collection[int]) -> list[int]:
-        """Degrees to measure at ``size`` if there is time; those of cut tokens, which differ by little from those of
-        whole ones, where it is ``checked`` against the whole model."""
+        """Degrees to measure at ``size`` if time allows. Degrees with split tokens, whose times are close to those with
+        whole tokens, only if the size is ``checked`` against the whole model."""
         degrees = [
             d
             for d in sorted(self.subject.chains, key=lambda d: (abs(d), -d))
@@ -141,7 +142,7 @@ class Surveyor:
         return [WHOLE, *degrees] if size in checked else degrees
 
     def _reference(self, sizes: Sequence[int]) -> Reference:
-        """Laps of the unsplit chain at a microbatch small enough to be read often."""
+        """A reference from laps of the unsplit chain, at a microbatch small enough to be measured often."""
         affordable = _REFERENCE_SHARE * self.time_s / (_READINGS * _REFERENCE_LAPS)
         size = next((s for s in sizes if self.forecast.seconds(s) <= affordable), sizes[-1])
         chain, x = self.subject.chains[1], self.subject.batch(size)
@@ -155,7 +156,7 @@ class Surveyor:
         return Reference(lap, every_s=max(self.time_s / _READINGS, each / _REFERENCE_SHARE))
 
     def steadied(self) -> Sweep:
-        """What :meth:`survey` found, at the machine's usual speed over all readings of ``reference``."""
+        """Results of :meth:`survey`, converted to the machine's mean speed over all readings of ``reference``."""
         timings = self._steadied(self.sweep.timings, self._spans)
         by_tokens = self._steadied(self.sweep.by_tokens, self._token_spans)
         whole = [
@@ -172,14 +173,14 @@ class Surveyor:
         ]
 
     def _possible(self, sizes: Sequence[int]) -> list[int]:
-        """Leave out what normalisation, memory or time rule out, judging by single steps at small microbatches."""
+        """The sizes that normalization, memory and time allow, judged from single steps at small microbatches."""
         possible = [s for s in sizes if s >= self._least_trainable(sizes)]
         probes: list[tuple[int, float]] = []
         chain, saved = self.subject.chains[1], 0
         for size in reversed(possible):
             if probes and size < 4 * probes[-1][0]:
                 continue
-            # A step that notes its memory and a timed one.
+            # Two steps: one records memory, one is timed.
             if probes and 2 * probes[-1][1] * size / probes[-1][0] > _PROBING * self.time_s:
                 break
             x = self.subject.batch(size)
@@ -210,7 +211,7 @@ class Surveyor:
         return possible
 
     def _least_trainable(self, sizes: Sequence[int]) -> int:
-        """The smallest microbatch that normalisation layers accept in training; what they refuse is noted."""
+        """The smallest microbatch that normalization layers accept in training; notes what they refuse."""
         for size in reversed(sizes):
             try:
                 with torch.no_grad():
@@ -229,10 +230,10 @@ class Surveyor:
         )
 
     def _affordable(self, size: int, chosen: list[int], slice_s: float, *, first: bool) -> tuple[list[int], int]:
-        """Which of the degrees ``chosen`` at ``size`` to measure, and how often at least; 1 always is among them.
+        """The degrees among ``chosen`` to measure at ``size``, always including 1, and the least number of laps.
 
-        At the ``first`` (largest) microbatch no degree is left out, since a planner would know nothing of it:
-        there one lap must do where three do not fit.
+        At the ``first`` (largest) microbatch all degrees are measured, since a planner would know nothing of the
+        others; if time is too short for three laps, they get one.
         """
         wanted, with_whole = [d for d in chosen if d != WHOLE], WHOLE in chosen
         fits = self.forecast.fits(size, chosen, _LEAST, slice_s)
@@ -256,9 +257,10 @@ class Surveyor:
         self._leave_out(f"{what} at microbatch {size}: no time left for it")
 
     def _measure(self, size: int, degrees: Sequence[int], slice_s: float, least: int) -> None:
-        """Laps of each degree, one degree after the other; the whole model's laps alternate with those of degree 1.
+        """Run laps of each degree, one degree after the other; laps of the whole model alternate with those of degree
+        1.
 
-        A lap finds the allocator as the last one left it, so like must follow like, as in training.
+        A lap depends on the state in which the last one left the allocator, so equal laps must follow each other.
         """
         x, end = self.subject.batch(size), time.perf_counter() + slice_s
         left = sum(self.forecast.lap(size, d) for d in degrees)
@@ -283,7 +285,7 @@ class Surveyor:
                 chain.clear()
                 if beside:
                     whole.append(self._whole(x))
-        # The forecast is of wall time, which other processes and the marks themselves add to.
+        # The forecast is of wall time, which includes other processes and the overhead of the marks.
         taken = [sum(lap.seconds for lap in laps), sum(whole)]
         stretch = (time.perf_counter() - started) / max(sum(taken), 1e-9) / len(laps)
         self.forecast.learn(size, degree, taken[0] * stretch)
@@ -308,8 +310,8 @@ class Surveyor:
     def _record(
         self, size: int, degree: int, laps: Sequence[Lap], memory: StepMemory, span: tuple[float, float]
     ) -> None:
-        # Interruptions are rare in any one component and common in a lap: medians of components fall short of the
-        # median lap by what is nobody's own. Each carries its part of that.
+        # Interruptions are rare in one component but common in a lap, so the medians of the components sum to less than
+        # the median lap. All are scaled by one factor, so that they sum to it.
         forward = [Stat.of(times) for times in zip(*(lap.forward for lap in laps), strict=True)]
         backward = [Stat.of(times) for times in zip(*(lap.backward for lap in laps), strict=True)]
         parts = sum(stat.median for stat in (*forward, *backward))

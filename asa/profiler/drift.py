@@ -1,13 +1,13 @@
-"""A reference beside what is measured: how fast the machine is just now, and what a time would be at its usual speed.
+"""A reference measured beside everything else: the current speed of the machine, and times converted to its mean speed.
 
-A shared machine is some per cent faster or slower from one ten seconds to the next, so components measured one after
-the other are measured on different machines. One and the same piece of work is therefore timed between them, and each
-time is stated at the mean speed of the whole measurement (of the logarithms, as errors are stated of them):
+The speed of a shared machine changes by some per cent within ten seconds, so components measured one after the other
+see different machines. The same piece of work is therefore timed between them, and each time is converted to the mean
+speed of the whole measurement (the mean of logarithms, because errors are relative):
 
     time * (mean reference / reference around it) ** trust,    trust = drift^2 / (drift^2 + noise^2 / 2)
 
-since the reference around it is the mean of two readings, which have noise of their own: on a machine that does not
-drift nothing is corrected.
+The reference around it is the mean of two readings, which have noise of their own: on a machine without drift, nothing
+is corrected.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _EFFICIENCY = 1.2533
 class Reference:
     """Readings of ``work``, which runs once and returns its seconds.
 
-    Read at most once in ``every_s`` seconds, unless told otherwise. ``now`` is the clock that places readings and what
-    is measured between them.
+    Read at most once in ``every_s`` seconds, unless told otherwise. ``now``: the clock for the times of readings and
+    measurements.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Reference:
         self._squares: list[float] = []
 
     def read(self, *, due: bool = False) -> None:
-        """Take a reading; with ``due`` only where the last one is old enough. The first run of the work warms up."""
+        """Take a reading; with ``due``, only if the last one is old enough. The first run of the work is a warm-up."""
         if due and self._at and self.now() - self._began - self._at[-1] < self._every_s:
             return
         self._work()
@@ -55,14 +55,14 @@ class Reference:
 
     @property
     def drift(self) -> Drift | None:
-        """What was read; None where nothing was."""
+        """Summary of all readings; None if there are none."""
         if not self._at:
             return None
         noise = _EFFICIENCY * sqrt(fmean(self._squares) / _REPEATS)
         return Drift(readings=tuple(zip(self._at, self._taken, strict=True)), noise=min(1.0, noise))
 
     def factor(self, begun: float, ended: float) -> float:
-        """By what to multiply times measured between two moments of ``now``."""
+        """Factor for times measured between two moments of ``now``, which converts them to the mean speed."""
         drift = self.drift
         if drift is None or drift.deviation == 0:
             return 1.0
@@ -71,7 +71,7 @@ class Reference:
         return exp(trust * (fmean(log(s) for s in self._taken) - around))
 
     def _around(self, at: float) -> float:
-        """Logarithm of the reference at a moment: on the line between the readings before and after it."""
+        """Logarithm of the reference at a moment, interpolated between the readings before and after it."""
         logs = [log(s) for s in self._taken]
         after = bisect_left(self._at, at)
         if after == 0 or after == len(logs):

@@ -1,14 +1,14 @@
-"""Which microbatches and tensor degrees are worth measuring, and what that will cost."""
+"""Choice of microbatches and tensor degrees to measure, and a forecast of the cost."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
 WHOLE = 0
-"""Where a tensor degree is expected: the whole, unsplit model. Below it are degrees at which tokens are cut, too."""
+"""Value of a tensor degree for the whole, unsplit model. Negative degrees are those with split tokens."""
 
 _WARMUP_LAPS = 1.2
-"""What the lap that records memory costs, in laps."""
+"""Cost of the lap that records memory, in laps."""
 
 
 def microbatches(global_batch: int) -> list[int]:
@@ -22,7 +22,7 @@ def microbatches(global_batch: int) -> list[int]:
 
 
 def degrees_up_to(largest: int, splittable: Iterable[int]) -> list[int]:
-    """1, 2, 4, ... as far as ``largest`` and the most divisible component (its ``max_degree``) allow."""
+    """Powers of two up to ``largest`` and the largest ``max_degree`` in ``splittable``."""
     limit = min(largest, max(splittable, default=1))
     return [1 << k for k in range(limit.bit_length()) if 1 << k <= limit] or [1]
 
@@ -41,9 +41,9 @@ def is_wanted(size: int, degree: int, batch: int, largest: int) -> bool:
 
 
 def line_through(first: tuple[int, float], second: tuple[int, float]) -> Callable[[int], float]:
-    """Seconds over a size as a line through two measured points; proportional through a single one.
+    """Seconds as a function of size: a line through two measured points; proportional to size if there is only one.
 
-    Never falling: a later point that came out faster was the first one's bad luck.
+    Never decreasing: if the larger size took less time, the slope is 0.
     """
     (n, a), (m, b) = first, second
     slope = max((b - a) / (m - n), 0.0) if m > n else a / n
@@ -51,29 +51,30 @@ def line_through(first: tuple[int, float], second: tuple[int, float]) -> Callabl
 
 
 class Forecast:
-    """Expected seconds of a lap at a microbatch and degree: from a first line, then from what laps really took."""
+    """Expected seconds of a lap at a microbatch and degree: from a first line, then from the laps so far."""
 
     def __init__(self, first: tuple[int, float], second: tuple[int, float], whole: float = 1.0) -> None:
-        """``whole``: how many times as long as a lap a step of the whole model takes."""
+        """``first``, ``second``: (size, seconds) of two laps. ``whole``: seconds of a whole model's step over those of
+        a lap."""
         self.whole = whole
         self.seconds = line_through(first, second)
         self._taken: dict[int, tuple[int, float]] = {}
 
     def learn(self, size: int, degree: int, seconds: float) -> None:
-        """A lap of ``degree`` took ``seconds`` at microbatch ``size``."""
+        """Record that a lap of ``degree`` took ``seconds`` at microbatch ``size``."""
         self._taken[degree] = (size, seconds)
 
     def lap(self, size: int, degree: int) -> float:
-        """Seconds: scaled from the last size of that degree, guessed where it has not run yet."""
+        """Expected seconds, scaled from the last lap of that degree; a guess if there was none."""
         if degree in self._taken:
             last, seconds = self._taken[degree]
             return seconds * self.seconds(size) / self.seconds(last)
         return self.seconds(size) * (self.whole if degree == WHOLE else 0.25 + 0.75 / abs(degree))
 
     def fits(self, size: int, degrees: Sequence[int], laps: int, slice_s: float) -> bool:
-        """Whether so many laps of each degree, and the one that warms up, end within ``slice_s``."""
+        """Whether ``laps`` laps of each degree, and one for warm-up, end within ``slice_s`` seconds."""
         return self.cost(size, degrees, laps) <= slice_s
 
     def cost(self, size: int, degrees: Sequence[int], laps: int) -> float:
-        """Seconds of so many laps of each degree, and the one that warms up."""
+        """Expected seconds of ``laps`` laps of each degree, and one for warm-up."""
         return sum(self.lap(size, d) for d in degrees) * (laps + _WARMUP_LAPS)

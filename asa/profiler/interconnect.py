@@ -1,4 +1,4 @@
-"""The machine's own ranks as a cluster: what messages cost between them, and what they do to each other."""
+"""Measures the machine's own ranks as a cluster: cost of messages, and how ranks slow each other down."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ Backend = Literal["gloo", "nccl"]
 
 _TABLES_SHARE, _CONTENTION_SHARE, _OVERLAP_SHARE, _WAITING_SHARE, _SHARDING_SHARE = 0.55, 0.17, 0.12, 0.06, 0.1
 _BRIEF_S = 10.0
-"""In less time than that messages of every other size are measured, beside less work: readings are as many as ever."""
+"""Time limit below which only every other message size is measured, with less work but as many readings."""
 _LEAST_BYTES = 64
 _IN_TURN = Overlap(compute_slowdown=2.0, communication_slowdown=2.0)
-"""Overlap of messages that a rank's own thread carries: while it does, nothing is computed and nothing is saved."""
+"""Overlap of messages that a rank's own thread carries: nothing is computed meanwhile, and nothing is saved."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ def measure_cluster(
 ) -> Cluster:
     """Start ``num_ranks`` ranks on this machine and measure between them.
 
-    Every collective on groups of 2, 3, ... all ranks (rank 0 and its neighbours) over message sizes; the slowdown
-    of computation when several ranks compute at once; and how computation and messages slow each other down.
+    Every collective on groups of 2, 3, ... all ranks (rank 0 and its neighbours) over message sizes; the slowdown of
+    computation when several ranks compute at once; and how computation and messages slow each other down.
 
     Args:
         backend: ``gloo`` (a rank is one core, one thread) or ``nccl`` (a rank is one CUDA device).
-        sizes: bytes of whole messages; 1 KiB to 256 MiB where None.
-        time_limit_s: about how long to take; each figure is still taken three times, on less work in little time.
-        name: of the cluster; ``local-<backend>-<ranks>`` where None.
+        sizes: message sizes in bytes; 1 KiB to 256 MiB if None.
+        time_limit_s: approximate duration; if it is short, each quantity is still measured three times, on less work.
+        name: of the cluster; ``local-<backend>-<ranks>`` if None.
         progress: called as ``progress(fraction done, what is being done)``.
 
     Raises:
@@ -113,15 +113,15 @@ def measure_cluster(
 
 
 def _sizes(time_limit_s: float) -> tuple[int, ...]:
-    """Bytes of the messages there is time for."""
+    """Message sizes in bytes for which there is time."""
     return tuple(SIZES[::2] if time_limit_s < _BRIEF_S else SIZES)
 
 
 def measure_group(*, backend: Backend = "gloo", time_limit_s: float = 20.0, name: str | None = None) -> Cluster:
-    """A cluster measured between the ranks of the group that this process is in already. Collective.
+    """Measure a cluster between the ranks of the process group that this process is already in. Collective.
 
-    All links count as one level, at the speed at which groups of so many ranks were seen to run. Rank 0's answer is
-    the one to use: what others return lacks the groups that they are not in.
+    All links count as one level, with the measured speed of groups of each size. Use the result of rank 0: those of
+    others lack the groups that they are not in.
     """
     today = datetime.now(UTC).date().isoformat()
     source = f"measured in the running group, {today}, asa {__version__}, torch {torch.__version__}, {backend}"
@@ -156,7 +156,7 @@ def _cluster(found: _Found, task: _Task, num_ranks: int, name: str | None) -> Cl
 
 
 def _circumstances(task: _Task, found: _Found) -> str:
-    """What joins the GPUs, and what disturbed them, in words; nothing of CPUs."""
+    """Connections between the GPUs, and disturbances of the measurement, in words; empty for CPUs."""
     said = [
         topology() if task.backend == "nccl" else "",
         f"not to be trusted: {found.disturbed}" * bool(found.disturbed),
@@ -165,7 +165,7 @@ def _circumstances(task: _Task, found: _Found) -> str:
 
 
 def _on_rank(rank: int, task: _Task) -> _Found:
-    """What each rank does; all of them return the same, but for rank 0's device and tables."""
+    """Measurement on each rank; all results are equal except for rank 0's device and tables."""
     if task.backend != "nccl":
         return _measured(rank, task)
     with watching(card_of(torch.device("cuda", torch.cuda.current_device()))) as card:
@@ -246,7 +246,7 @@ def _at_speed(table: CollectiveTable, factor: float) -> CollectiveTable:
 
 
 def _nested_groups(rank: int, ranks: int) -> dict[int, dist.ProcessGroup | None]:
-    """Groups of ranks 0 to n - 1, for n from 2 to all; None where this rank is no member."""
+    """Groups of ranks 0 to n - 1, for n from 2 to all; None for groups without this rank."""
     groups: dict[int, dist.ProcessGroup | None] = {}
     for size in range(2, ranks + 1):
         group = dist.new_group(list(range(size)))
@@ -261,8 +261,8 @@ def _tables(
     say: Callable[[float, str], None],
     reference: Reference,
 ) -> tuple[tuple[CollectiveTable, ...], list[tuple[float, float]]]:
-    """Tables of all groups this rank is in, and when each was measured; the other ranks wait. Larger groups get more
-    of the time; all read the ``reference`` after each group, the largest between its collectives as well."""
+    """Tables of all groups this rank is in, and when each was measured; other ranks wait. Larger groups get more of the
+    time. All read the ``reference`` after each group, and the largest also between its collectives."""
     found: list[CollectiveTable] = []
     spans: list[tuple[float, float]] = []
     last = reference.now()
@@ -301,7 +301,7 @@ def _say_part(say: Callable[[float, str], None], base: float, part: float, fract
 
 
 def _worst_overlap(device: torch.device, groups: dict[int, dist.ProcessGroup | None], *, slice_s: float) -> Overlap:
-    """The larger slowdown of two ranks and of all of them, on either side."""
+    """The larger slowdowns of computation and communication, among two ranks and all ranks."""
     clock = clock_of(device)
     sizes = sorted({2, max(groups)})
     found = []

@@ -1,8 +1,8 @@
-"""What ranks on one machine do to each other: computing at once, and computing while messages travel.
+"""Measures how ranks on one machine slow each other down, when computing at once and when computing during messages.
 
-Cores share caches, memory and clocks; gloo adds up gradients on the very cores that compute, and NCCL's kernels
-take multiprocessors. Three kernels stand for training: a convolution with its gradients, a matrix product with
-its gradients, and an optimizer's step over more memory than a cache holds.
+Cores share caches, memory and clocks; gloo adds up gradients on the same cores that compute, and NCCL's kernels use
+multiprocessors. Three kernels represent training: a convolution with its gradients, a matrix product with its
+gradients, and an optimizer's step over more memory than a cache holds.
 """
 
 from __future__ import annotations
@@ -31,32 +31,33 @@ _MATRIX = 1024
 _BUCKET_BYTES = 16 * MIB  # less over slow links
 _BUCKETS = 4
 _GPU_SCALE = 32
-"""A GPU is given that much more of everything, or its kernels would be over before they meet."""
+"""Factor on the work for a GPU, whose kernels would otherwise end before they run together."""
 _SCALE_BYTES = 256 * MIB
-"""Free memory for each time as much; buckets, kernels and their gradients take about half of it."""
+"""Free memory for each unit of that factor; buckets, kernels and their gradients take about half of it."""
 _SAMPLE_S = 0.02
 _MOST_ROUNDS = 15
 _TRIES, _TRIES_S = 5, 0.5
 _PRODUCT_S = 0.03
-"""A matrix product of so many seconds is long enough to tell the rate of longer ones."""
+"""Seconds of a matrix product that is long enough to show the rate of longer ones."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Work that stands for training, and what rate the device reaches on it."""
+    """Kernels that represent training."""
 
     work: dict[str, Callable[[], object]]
 
     def step(self) -> None:
-        """Each of them once."""
+        """Run each of them once."""
         for run in self.work.values():
             run()
 
 
 def training_kernels(device: torch.device, group: dist.ProcessGroup | None = None, *, small: bool = False) -> Kernels:
-    """Convolution, matrix product and optimizer step: about 5 ms each on one core, a few tenths of one on a GPU.
+    """Convolution, matrix product and optimizer step: about 5 ms each on one core, a few tenths of a millisecond on a
+    GPU.
 
-    Called by all ranks of ``group`` (None: all there are), which get equally much to do. ``small``: a tenth of it.
+    Called by all ranks of ``group`` (None: all there are), which get equal work. ``small``: a tenth of it.
     """
     scale = _common_scale(device, group)
     convolution = torch.nn.Conv2d(64, 64, 3, padding=1, bias=False).to(device)
@@ -84,21 +85,21 @@ def training_kernels(device: torch.device, group: dist.ProcessGroup | None = Non
 
 
 def _common_scale(device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """What the device of ``group`` with the least memory allows; called by all its ranks."""
+    """Scale of work that fits the device with the least memory in ``group``; called by all its ranks."""
     return int(-agree(-float(_scale(device)), group=group)[0]) if device.type == "cuda" else 1
 
 
 def _scale(device: torch.device) -> int:
-    """How much more of everything ``device`` is given than a core."""
+    """Scale of the work on ``device`` relative to one core."""
     return max(1, min(_GPU_SCALE, free_memory(device) // _SCALE_BYTES)) if device.type == "cuda" else 1
 
 
 def measure_contention(
     device: torch.device, clock: Clock, *, slice_s: float, small: bool = False
 ) -> tuple[Contention, ...]:
-    """Slowdown of the kernels when 1, 2, ... all ranks run them at once, the slowest counting; called by all ranks.
+    """Slowdown of the slowest rank's kernels when 1, 2, ... all ranks run them at once; called by all ranks.
 
-    Counts take turns, so that a drift of the machine hits all of them. ``small``: samples of a quarter of the time.
+    Numbers of ranks take turns, so that drift of the machine affects all. ``small``: samples of a quarter of the time.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     kernels = training_kernels(device, small=small)
@@ -122,7 +123,7 @@ def measure_contention(
                 if rank < active:
                     seconds = _timed(run, clock, inner[kind])
                 else:
-                    # Waiting inside a collective takes processor time that those at work would miss.
+                    # Waiting inside a collective would take processor time from the working ranks.
                     time.sleep(pause[kind])
                 taken.setdefault((kind, active), []).append(agree(seconds)[0])
     found = []
@@ -142,10 +143,10 @@ def _timed(run: Callable[[], object], clock: Clock, times: int) -> float:
 
 
 def measure_overlap(device: torch.device, clock: Clock, group: dist.ProcessGroup, *, slice_s: float) -> Overlap:
-    """How much kernels and queued all_reduces slow each other down on ``group``; called by all its ranks.
+    """Measure how much kernels and queued all-reduces slow each other down on ``group``; called by all its ranks.
 
-    Both sides are first taken alone, all ranks at it, then together: kernels run for as long as messages are under
-    way, so that neither has the machine to itself.
+    Both are first measured alone, on all ranks at once, then together: kernels run for as long as messages are in
+    flight, so that neither has the machine to itself.
     """
     scale = _common_scale(device, group)
     kernels = training_kernels(device, group)
@@ -183,18 +184,19 @@ def measure_overlap(device: torch.device, clock: Clock, group: dist.ProcessGroup
 
 
 def _send(buckets: list[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-    """Start an all_reduce of every bucket, as data parallelism does in backward."""
+    """Start an all-reduce of every bucket, as data parallelism does in backward."""
     started = (dist.all_reduce(bucket, group=group, async_op=True) for bucket in buckets)
     return [work for work in started if work is not None]
 
 
 def _while_pending(pending: list[dist.Work], kernels: Kernels, clock: Clock) -> float:
-    """Run kernels until all messages are through: seconds of one of each beside them, 0 where they were too quick."""
+    """Run kernels until all messages have arrived; seconds of one of each kernel meanwhile, 0 if messages were too
+    short."""
     taken: dict[str, list[float]] = {kind: [] for kind in kernels.work}
     for kind, run in cycle(kernels.work.items()):
         if all(work.is_completed() for work in pending):
             break
-        start = clock.mark()  # in this stream alone: nothing here waits for the messages
+        start = clock.mark()  # on this stream only, so that it does not wait for the messages
         run()
         taken[kind].append(clock.seconds([start, clock.mark()])[0])
     return sum(median(times) for times in taken.values()) if all(taken.values()) else 0.0
@@ -203,8 +205,9 @@ def _while_pending(pending: list[dist.Work], kernels: Kernels, clock: Clock) -> 
 def measure_together(
     device: torch.device, clock: Clock, group: dist.ProcessGroup, *, small: bool = False
 ) -> Callable[[], float]:
-    """What shows how fast the ranks of ``group`` are just now, in seconds of the slowest: each of the kernels, and an
-    all_reduce of a bucket. Called by all of them. ``small``: a tenth of the kernels, a sixteenth of the bucket."""
+    """A function that measures the current speed of the ranks of ``group``: seconds of the slowest rank for each kernel
+    and an all-reduce of a bucket. Called by all of them. ``small``: a tenth of the kernels, a sixteenth of the bucket.
+    """
     most = _common_scale(device, group) * _BUCKET_BYTES // (16 if small else 1)
     words = message_within(most, group, device, clock) // 4
     kernels, bucket = training_kernels(device, group, small=small), torch.zeros(words, device=device)
@@ -221,10 +224,10 @@ def measure_together(
 
 
 def measure_peaks(device: torch.device, clock: Clock) -> tuple[float, float, float]:
-    """fp32 and bf16 FLOP/s of a large matrix product, and bytes/s of a copy: best of a few, on one rank alone.
+    """fp32 and bf16 FLOP/s of a large matrix product, and bytes/s of a copy: best of a few runs on one rank alone.
 
-    The product doubles its sides until it takes ``_PRODUCT_S`` or is as large as is asked for: a CPU without
-    instructions for bf16 takes seconds for what it does in hundredths in fp32.
+    The matrix doubles its sides until a product takes ``_PRODUCT_S`` or the largest size is reached: a CPU without
+    instructions for bf16 is about a hundred times slower than in fp32.
     """
 
     scale = _scale(device)

@@ -1,5 +1,5 @@
-"""A component, or a model, with the loss of tokens behind it: where there is a row of logits for each token, that is a
-part of the step in time and in memory."""
+"""A component or model with the loss of tokens after it. For models with logits for each token, the loss is a
+considerable part of the step's time and memory."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor, nn
 
 
 def of_each_token(output: Tensor, x: Tensor) -> bool:
-    """Whether ``output`` are logits [N, T, words] of the tokens ``x`` int64 [N, T]."""
+    """Whether ``output`` contains logits [N, T, words] for the tokens ``x`` int64 [N, T]."""
     return not x.is_floating_point() and output.dim() == 3 and output.shape[:2] == x.shape
 
 
 class WithLoss(nn.Module):
-    """Gives the cross-entropy in place of the logits."""
+    """Returns the cross-entropy instead of the logits."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The loss against tokens that mean nothing, and the side outputs."""
+        """The loss against arbitrary tokens, and the side outputs."""
         found = self.module(x)
         logits, *sides = found if isinstance(found, tuple) else (found,)
         rows = logits.flatten(0, 1)

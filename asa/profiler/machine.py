@@ -1,4 +1,4 @@
-"""The device that is looked at: its name, and the memory one rank may use of it."""
+"""The measured device: its name, and the memory that one rank may use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def choose_device(name: str) -> torch.device:
 
     Raises:
         UsageError: any other name.
-        UnavailableError: ``cuda`` on a machine without.
+        UnavailableError: ``cuda`` on a machine without a usable CUDA device.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise UsageError(f"unknown device {name!r}; one of auto, cpu, cuda")
@@ -38,7 +38,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def require_precision(device: torch.device, precision: Precision) -> None:
-    """Refuse a precision the device cannot train in.
+    """Check that the device can train in ``precision``.
 
     Raises:
         UnavailableError: bf16 on a GPU that only emulates it, slower than fp32.
@@ -48,7 +48,8 @@ def require_precision(device: torch.device, precision: Precision) -> None:
 
 
 def device_record(device: torch.device) -> DeviceRecord:
-    """``device`` as profiles and clusters name it. A CPU's memory is shared evenly among its cores: a rank is one."""
+    """``device`` in the form used by profiles and clusters. A CPU's memory is divided equally among its cores, one per
+    rank."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return DeviceRecord(type="cuda", name=properties.name, memory_bytes=properties.total_memory, threads=1)
@@ -57,17 +58,17 @@ def device_record(device: torch.device) -> DeviceRecord:
 
 
 def cpu_name() -> str:
-    """Model name of the processor, as the system tells it."""
+    """Model name of the processor, as the system reports it."""
     return _cpu_info("model name") or platform.processor() or platform.machine() or "cpu"
 
 
 def is_virtual() -> bool:
-    """Whether the cores are a virtual machine's, as far as the processor says so (x86 on Linux)."""
+    """Whether the cores belong to a virtual machine, as far as the processor reports it (x86 on Linux)."""
     return "hypervisor" in _cpu_info("flags").split()
 
 
 def _cpu_info(field: str) -> str:
-    """What Linux says of the first processor; nothing elsewhere."""
+    """A field of Linux's description of the first processor; empty on other systems."""
     try:
         found = re.search(rf"^{field}\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
@@ -76,12 +77,12 @@ def _cpu_info(field: str) -> str:
 
 
 def total_memory() -> int:
-    """Bytes of main memory this process may use at most: the machine's, or its control group's where that is less."""
+    """Bytes of main memory that this process may use: the machine's, or its control group's if that is less."""
     return min([int(psutil.virtual_memory().total), *_cgroup_limits()])
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be allocated now."""
+    """Bytes that could be allocated on ``device`` now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
     return min([int(psutil.virtual_memory().available), *_cgroup_limits()])

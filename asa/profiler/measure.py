@@ -1,4 +1,4 @@
-"""From a model to its profile: build, trace, measure, sign."""
+"""Makes the profile of a model: builds, traces and measures it."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ Progress = Callable[[float, str], None]
 _UPDATES_SHARE = 0.15
 _EXAMPLE_SAMPLES = 2
 _BEYOND_CACHES = 2**26
-"""Bytes of weights beyond which a component finds none of its own in a cache, whoever ran before it."""
+"""Bytes of weights from which on a component's weights are never in a cache when it starts."""
 _DISTURBED = 0.03
-"""Share of the core lost to others from which on a profile says so."""
+"""Fraction of the core's time used by others from which on a profile reports it."""
 
 
 def profile_model(
@@ -72,8 +72,8 @@ def profile_model(
         input_shape: of one sample: (channels, height, width), or (tokens,).
         device: ``auto``, ``cpu`` or ``cuda``.
         time_limit_s: seconds for everything, tracing included. Three repeats of the smallest microbatch are made
-            even where they take longer; what there was no time for is listed in ``skipped``.
-        max_tensor_degree: the largest tensor degree of which shards are built and timed.
+            even if they take longer; what there was no time for is listed in ``skipped``.
+        max_tensor_degree: the largest tensor degree for which shards are built and timed.
 
     Raises:
         UsageError: unknown model, impossible number.
@@ -121,8 +121,8 @@ def profile_module(
 ) -> Profile:
     """Measure ``model`` as it is; ``example`` is a batch of a few samples.
 
-    The model is left on ``device`` in training mode, its weights and the random state untouched; the running
-    statistics of its normalisation layers have seen random samples.
+    The model is left on ``device`` in training mode; weights and random state are unchanged, but the running statistics
+    of its normalization layers have seen random samples.
     """
     started = time.perf_counter()
     say = progress or (lambda _fraction, _what: None)
@@ -213,11 +213,11 @@ def profile_module(
 
 
 def _compiled(subject: Subject, compiled: Compiled, global_batch: int) -> float:
-    """Seconds that compiling the components took for a step of ``global_batch`` samples."""
+    """Compile the components, and return the seconds this took for a step of ``global_batch`` samples."""
     began, x = time.perf_counter(), subject.batch(global_batch)
     for chain in subject.chains.values():
         execution.apply(chain.components, compiled, eager=BySample)
-    execution.apply([subject.model], compiled, eager=BySample)  # what compiling across components would gain
+    execution.apply([subject.model], compiled, eager=BySample)  # to see the gain of compiling across components
     subject.chains[1].step(x, lambda: None)
     subject.chains[1].clear()
     return time.perf_counter() - began
@@ -231,7 +231,11 @@ def _check(global_batch: int, time_limit_s: float, max_tensor_degree: int) -> No
 
 
 def _check_room(shape: Shape, samples: int, device: torch.device) -> None:
-    """Whether the samples of a batch alone could lie on the device."""
+    """Check that the samples of a batch alone fit on the device.
+
+    Raises:
+        UnavailableError: they do not.
+    """
     each = math.prod(shape) * (8 if of_tokens(shape) else 4)
     free = free_memory(device)
     if each * max(samples, _EXAMPLE_SAMPLES) > free:
@@ -253,12 +257,11 @@ def _subject(
     max_tensor_degree: int,
     memory_format: MemoryFormat = "contiguous",
 ) -> Subject:
-    """The chains to measure: the traced one, and one per tensor degree with the real shard of every split component;
-    where components take their tokens cut, another with those shards, at minus that degree.
+    """The chains to measure: the traced one, and one per tensor degree t with the real shard of every split component;
+    if components can split their tokens, another with those shards, under the key -t.
 
-    The shard is the last rank's, which is never smaller than another's (see :func:`asa.ir.layout.bounds`).
-    Components that a degree does not split run in its chain as they are, so that those it splits find the caches
-    they will find in training.
+    The shard is the last rank's, which is never smaller than another's (see :func:`asa.ir.layout.bounds`). Components
+    that a degree does not split run unsplit in its chain, so that caches are in the same state as in training.
     """
     context = SampleContext()
     make_reproducible(traced.components, context)
@@ -306,15 +309,16 @@ def _subject(
 
 
 def _measured_in_place_of(components: list[TracedComponent]) -> list[int]:
-    """Per component the index of the one whose figures it gets: its own, but inside long rows of equal ones whose
-    weights are many times what a cache holds. Those of smaller models find in a cache what they left there."""
+    """For each component, the index of the one whose measurements it gets: usually its own. In long rows of equal
+    components with many times more weights than a cache holds, only a few are measured; smaller weights would stay in
+    the cache."""
     places = stand_ins([signature(c) for c in components])
     held = [sum(p.nbytes for p in components[i].parameters()) for i in set(places)]
     return places if sum(held) > _BEYOND_CACHES else list(range(len(components)))
 
 
 def _words(traced: TracedModel, x: Tensor) -> int:
-    """Size of the vocabulary of a model that gives logits of every token, 0 of any other."""
+    """Size of the vocabulary of a model with logits for every token; 0 for any other model."""
     if x.is_floating_point():
         return 0
     with torch.no_grad():

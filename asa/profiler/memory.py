@@ -1,14 +1,14 @@
 """Memory of one training step, component by component, from the allocator's own record.
 
-The profiler of torch notes every allocation and release, also those inside operators and in backward, on CPU and
-CUDA alike. What was allocated while a component ran forward and still lives when forward is over is what it
-*saved*. What a step holds on top of that is *transient*. The planner's bound on a rank's peak,
+Torch's profiler records every allocation and release, also those inside operators and in backward, on CPU and CUDA.
+What was allocated in a component's forward and is still alive after the whole forward is what it *saved*. What a step
+needs beyond that is *transient*. The planner's bound on a rank's peak,
 
     state + sum_{l <= k} saved_l + sum_{l >= k} gradients_l + transient_k        (the largest over all k)
 
-is therefore never below what was recorded: ``transient_k`` is whatever its other terms leave unexplained. Gradients
-of parameters are left out of that as they are made: where several microbatches add theirs up, or buckets hold them,
-all are there when the first is about to be made. Where they are not, less is left unexplained: by what is *unmade*.
+is therefore never below the record: ``transient_k`` is whatever its other terms leave unexplained. Gradients of
+parameters are not counted as they are made: if several microbatches accumulate them, or buckets hold them, all exist
+before the first is computed. Otherwise the unexplained part is smaller, by *unmade*.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _MARK = "asa.mark."
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one component in one step: ``saved`` from forward to backward, and the most beyond that, ``unmade`` less
-    where its gradients are not there before they are made."""
+    """Bytes of one component in one step: ``saved`` from forward to backward, the largest amount beyond that
+    (``transient``), and ``unmade``, by which that is less if gradients do not exist before they are computed."""
 
     saved: int
     transient: int
@@ -38,14 +38,14 @@ class Held:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Every component's memory, and the highest sum of all that the step allocated, in bytes."""
+    """Memory of every component, and the peak of all allocations of the step, in bytes."""
 
     components: tuple[Held, ...]
     peak: int
 
 
 def measure_memory(chain: Chain, x: Tensor) -> StepMemory:
-    """Run one step of ``x`` and account for what it allocated. Gradients are cleared before and after."""
+    """Run one step of ``x`` and account for its allocations. Gradients are cleared before and after."""
     chain.clear()
     names: list[str] = []
 
@@ -70,7 +70,7 @@ def measure_memory(chain: Chain, x: Tensor) -> StepMemory:
 
 
 def account(events: Sequence[Event], marks: Marks, gradients: Sequence[int]) -> StepMemory:
-    """Charge ``events`` (sorted by time) to components; ``gradients`` are their parameters' gradient bytes."""
+    """Assign ``events`` (sorted by time) to components; ``gradients``: bytes of each component's gradients."""
     count = len(gradients)
     done = marks.forward[count]
     made = _surviving(events, done)
@@ -107,7 +107,7 @@ def account(events: Sequence[Event], marks: Marks, gradients: Sequence[int]) -> 
 
 
 def _surviving(events: Sequence[Event], since: int) -> set[int]:
-    """Which of the allocations after ``since`` outlive the step: gradients."""
+    """Indices of allocations after ``since`` that outlive the step: gradients."""
     last = {}
     for number, event in enumerate(events):
         if event.size > 0:
@@ -118,7 +118,7 @@ def _surviving(events: Sequence[Event], since: int) -> set[int]:
 
 
 def _component(rising: Sequence[int], at: int) -> int:
-    """Index of the interval between neighbouring marks that holds ``at``; the outermost ones are open."""
+    """Index of the interval between consecutive marks that contains ``at``; the outermost intervals are open."""
     for i in range(1, len(rising) - 1):
         if at < rising[i]:
             return i - 1

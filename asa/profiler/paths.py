@@ -1,4 +1,4 @@
-"""Where a profile is kept. No torch: the command line looks here before it knows whether it needs any."""
+"""Paths of stored profiles. No torch: the command line looks here before it knows whether it needs any."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asa.ir.profile import DeviceRecord, Precision, Profile
 
 
 def slug(text: str) -> str:
-    """``text`` as a piece of a file name: lower case, other characters than letters, digits and ``_-`` as ``-``.
+    """``text`` as a part of a file name: lower case, with ``-`` for all characters but letters, digits and ``_-``.
 
     >>> slug("timm:resnet50.a1"), slug("NVIDIA H100 80GB HBM3")
     ('timm-resnet50-a1', 'nvidia-h100-80gb-hbm3')
@@ -18,12 +18,12 @@ def slug(text: str) -> str:
 
 
 def device_slug(device: DeviceRecord) -> str:
-    """``cpu``, or the name of the GPU: profiles of several GPUs live side by side."""
+    """``cpu``, or the name of the GPU, so that profiles of several GPUs can be stored side by side."""
     return "cpu" if device.type == "cpu" else slug(device.name)
 
 
 def profile_path(profile: Profile, folder: Path = Path("profiles")) -> Path:
-    """``<folder>/<model>.<device>[-<execution>].<precision>.json``."""
+    """Path ``<folder>/<model>.<device>[-<execution>].<precision>.json``."""
     way = f"-{slug(profile.execution)}" if profile.execution else ""
     return folder / f"{slug(profile.model_spec)}.{device_slug(profile.device)}{way}.{profile.precision}.json"
 

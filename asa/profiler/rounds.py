@@ -1,4 +1,4 @@
-"""Measuring on several ranks at once: agree on numbers, start together, let the slowest count."""
+"""Measurements on several ranks at once: agreed numbers, common start, time of the slowest rank."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ LEAST_SAMPLES = 3
 
 
 def agree(*values: float, group: dist.ProcessGroup | None = None) -> list[float]:
-    """The largest of each value over ``group``, the same on all its ranks. Also a barrier (never on a device)."""
+    """Maximum of each value over ``group``, on all its ranks. Also a barrier (on the host, never on a device)."""
     tensor = torch.tensor(values or (0.0,), dtype=torch.float64)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return [float(v) for v in tensor]
 
 
 def slowest(samples: Sequence[float], group: dist.ProcessGroup | None = None) -> float:
-    """Median over samples of the slowest rank's time in each; every rank passes equally many."""
+    """Median over samples of the slowest rank's time; every rank passes equally many samples."""
     return median(agree(*samples, group=group))
 
 
 def time_together(
     work: Callable[[], object], clock: Clock, *, slice_s: float, group: dist.ProcessGroup | None = None
 ) -> float:
-    """Seconds of ``work()``, run by all ranks of ``group`` at once, as the slowest of them sees it.
+    """Seconds of ``work()`` on the slowest rank, when all ranks of ``group`` run it at once.
 
-    How often is decided from an agreed first guess, so that no rank waits for one that has stopped.
+    The number of repeats follows from an agreed first guess, so that all ranks run equally many.
     """
     guess = float("inf")
     for _ in range(2):  # the first call connects, allocates and pages in

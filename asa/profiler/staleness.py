@@ -1,9 +1,9 @@
-"""Training on one device with gradients that wait in a queue, or with workers that meet now and then.
+"""Training on one device with delayed gradients, or with simulated workers that average at intervals.
 
-A gradient is computed at the weights there are, goes to the end of a queue, and the oldest one in it becomes the next
-update: with an empty queue that is plain training to the last bit, and with one of ``delay`` entries every gradient is
-``delay`` updates old when it is applied. Workers of their own are models of their own, stepped in turn. No cluster is
-needed for either, and nothing is assumed of what staleness does.
+A gradient is computed at the current weights and goes to the end of a queue, and the oldest one becomes the next
+update: an empty queue is plain training to the last bit, and with one of ``delay`` entries every gradient is ``delay``
+updates old when it is applied. Separate workers are separate models, stepped in turn. Neither needs a cluster, and
+nothing is assumed about the effect of staleness.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Loss = Callable[[object, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained. ``build(seed)`` makes the model; ``train`` and ``test`` are inputs [N, ...] and labels [N] on
-    the device; ``loss`` is the mean over a batch, ``hits`` is 1 for every row that is predicted right."""
+    """The training task. ``build(seed)`` makes the model; ``train`` and ``test`` are inputs [N, ...] and labels [N] on
+    the device; ``loss`` is the mean over a batch, ``hits`` is 1 for every row that is predicted correctly."""
 
     build: Callable[[int], nn.Module]
     train: tuple[Tensor, Tensor]
@@ -42,14 +42,14 @@ class Task:
     global_batch: int
 
     def made(self, parameters: Sequence[nn.Parameter], momentum: float | None = None) -> torch.optim.Optimizer:
-        """An optimizer over ``parameters`` at the whole rate, with another ``momentum`` where one is given."""
+        """Make an optimizer over ``parameters`` at the full learning rate; with another ``momentum`` if given."""
         if self.optimizer == "sgd":
             own = self.momentum if momentum is None else momentum
             return torch.optim.SGD(parameters, lr=self.lr, momentum=own, weight_decay=self.weight_decay)
         return torch.optim.AdamW(parameters, lr=self.lr, weight_decay=self.weight_decay)
 
     def batches(self, seed: int) -> Iterator[Tensor]:
-        """Indices of one global batch after the other, every epoch in an order of its own."""
+        """Indices of global batches without end; each epoch has its own order."""
         count, size = len(self.train[1]), min(self.global_batch, len(self.train[1]))
         draws = torch.Generator().manual_seed(seed)
         while True:
@@ -65,7 +65,7 @@ class Task:
         return [p.grad for p in model.parameters() if p.requires_grad]
 
     def judged(self, model: nn.Module) -> tuple[float, float]:
-        """Loss and accuracy on what it was not trained on."""
+        """Loss and accuracy on the test data."""
         model.eval()
         with torch.no_grad():
             output = model(self.test[0])
@@ -75,7 +75,7 @@ class Task:
 
 
 def trained(task: Task, setting: Setting, *, seed: int, steps: int, every: int) -> tuple[TrainingRun, nn.Module]:
-    """One run of ``steps`` global batches, judged after every ``every`` of them, and the model it ends with."""
+    """One run of ``steps`` global batches, evaluated after every ``every`` of them, and the final model."""
     device = task.train[0].device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -101,7 +101,7 @@ def _run(seed: int, losses: list[float], accuracies: list[float], *, diverged: b
 
 
 def _delayed(task: Task, setting: Setting, model: nn.Module, batches: Iterator[Tensor]) -> Iterator[None]:
-    """Updates of one model; yields once per global batch that was *applied*."""
+    """Train one model with delayed updates; yields once per global batch that was *applied*."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = task.made(parameters, setting.momentum)
     weight = 1 / (1 + int(setting.age)) if setting.weighted else 1.0
@@ -127,9 +127,9 @@ def _delayed(task: Task, setting: Setting, model: nn.Module, batches: Iterator[T
 
 
 def _averaged(task: Task, setting: Setting, model: nn.Module, batches: Iterator[Tensor]) -> Iterator[None]:
-    """Workers with models and optimizers of their own; ``model`` is their mean, with an outer optimizer's step.
+    """Train workers with their own models and optimizers; ``model`` is their mean after an outer optimizer step.
 
-    Running statistics are averaged as weights are. Between two meetings ``model`` stays what the last one made it.
+    Running statistics are averaged like weights. Between two averages ``model`` does not change.
     """
     workers = [deepcopy(model) for _ in range(setting.workers)]
     optimizers = [task.made([p for p in w.parameters() if p.requires_grad]) for w in workers]
@@ -165,9 +165,9 @@ def measured(
     task: Task, settings: Sequence[Setting], *, seeds: int, steps: int, every: int, time_limit_s: float,
     progress: Progress | None = None,
 ) -> tuple[tuple[Curve, ...], tuple[str, ...]]:  # fmt: skip
-    """Curves of ``settings`` over seeds 0 to ``seeds - 1``, and in words what there was no time for.
+    """Curves of ``settings`` over seeds 0 to ``seeds - 1``, and a description of the runs there was no time for.
 
-    All settings take a seed before any takes the next one. The plain one's first run is made whatever it takes.
+    All settings run with one seed before any runs with the next. The first run is made even beyond the time limit.
     """
     began, found, skipped = time.perf_counter(), {s: [] for s in settings}, []  # type: float, dict[Setting, list[TrainingRun]], list[str]
     longest = 0.0

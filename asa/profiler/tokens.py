@@ -1,4 +1,5 @@
-"""Chains of shards whose tokens are cut, too: what such a component computes when its neighbours hand tokens over."""
+"""Chains of shards with split tokens: the computation of a component between neighbours that also split their
+tokens."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from asa.tracing.component import TracedComponent
 
 
 class _Beside(nn.Module):
-    """A component that runs whole between others that do not: ``arriving`` tokens come in shards and are gathered in
-    front of it, ``leaving`` ones are cut behind it; 0 where they are whole."""
+    """A component that runs whole between others whose tokens are split: ``arriving`` tokens come in shards and are
+    gathered before it, ``leaving`` ones are cut after it; 0 where tokens are whole."""
 
     def __init__(self, component: nn.Module, axis: Axis, *, arriving: int, leaving: int) -> None:
         super().__init__()
         self.component, self.axis, self.arriving, self.leaving = component, axis, arriving, leaving
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """(main, *sides)."""
+        """Outputs (main, side outputs)."""
         if self.arriving:
             x = gather(x, 1, shard_sizes(self.arriving, self.axis), self.axis)
         main, *sides = self.component(x)
@@ -33,7 +34,7 @@ class _Beside(nn.Module):
 
 
 def cut_by_tokens(graph: LayerGraph, degree: int) -> frozenset[str]:
-    """Names of the components that take their tokens cut so many ways."""
+    """Names of the components that can take their tokens split ``degree`` ways."""
     splits = {c.name: c.split for c in graph.components}
     return frozenset(
         name
@@ -45,7 +46,7 @@ def cut_by_tokens(graph: LayerGraph, degree: int) -> frozenset[str]:
 def token_chain(
     components: Sequence[TracedComponent], graph: LayerGraph, axis: Axis, device: torch.device
 ) -> list[nn.Module]:
-    """``components`` with the last rank's shard of all that take their tokens cut; the others run whole."""
+    """``components`` with the last rank's shard of all that can split their tokens; the others run whole."""
     names = cut_by_tokens(graph, axis.size)
     splits = [c.split.sequence if c.split is not None and c.name in names else None for c in graph.components]
     reads = [*(0 if s is None else s.tokens for s in splits), 0]
@@ -62,13 +63,13 @@ def token_chain(
 
 
 class _Cutting(nn.Module):
-    """A component whose input comes whole."""
+    """A component that receives its input whole and splits the tokens itself."""
 
     def __init__(self, component: nn.Module, tokens: int, axis: Axis) -> None:
         super().__init__()
         self.component, self.tokens, self.axis = component, tokens, axis
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """(main, *sides)."""
+        """Outputs (main, side outputs)."""
         found: tuple[Tensor, ...] = self.component(cut(x, 1, shard_sizes(self.tokens, self.axis), self.axis))
         return found

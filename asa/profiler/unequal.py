@@ -1,4 +1,4 @@
-"""Ranks with devices of several kinds: how fast each is, beside the first."""
+"""Measures the speeds of ranks with devices of several kinds, relative to the first."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SAMPLE_S = 5e-3
 
 
 def measure_devices(device: torch.device, record: DeviceRecord, clock: Clock) -> tuple[RankDevice, ...] | None:
-    """Every rank's device, of speed 1 the first, by the kernels that stand for training; None where all bear the same
-    name and have the same memory. Collective.
+    """Every rank's device with its speed relative to the first, from the training kernels; None if all have the same
+    name and memory. Collective.
 
-    Ranks take turns, so that none disturbs another. Devices of one kind have one speed, their median.
+    Ranks take turns, so that none disturbs another. Devices of one kind get the same speed, their median.
     """
     records: list[DeviceRecord] = [record] * dist.get_world_size()
     dist.all_gather_object(records, record)
@@ -36,9 +36,9 @@ def measure_devices(device: torch.device, record: DeviceRecord, clock: Clock) ->
 
 
 def described(found: Sequence[tuple[str, int]], seconds: Sequence[Sequence[float]]) -> tuple[RankDevice, ...]:
-    """The devices called so and with so many bytes, of which each takes so many ``seconds`` for each kernel.
+    """Devices with the names and bytes in ``found``, and speeds from their ``seconds`` for each kernel.
 
-    A speed is the geometric mean over kernels, to two digits: two devices of one kind are not told apart.
+    A speed is the geometric mean over kernels, rounded to two digits; devices of one kind have one speed.
     """
     speeds: dict[str, float] = {}
     for name in dict.fromkeys(n for n, _ in found):
@@ -49,7 +49,7 @@ def described(found: Sequence[tuple[str, int]], seconds: Sequence[Sequence[float
 
 
 def _seconds(device: torch.device, clock: Clock) -> list[list[float]]:
-    """Per rank the median seconds of each kernel, alone."""
+    """For each rank, the median seconds of each kernel, run alone."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     kernels = training_kernels(device)
     kernels.step()
@@ -77,7 +77,7 @@ def _seconds(device: torch.device, clock: Clock) -> list[list[float]]:
 
 
 def without_speeds(contention: tuple[Contention, ...], devices: tuple[RankDevice, ...]) -> tuple[Contention, ...]:
-    """``contention`` as measured, the slowest rank against the first alone, without what is due to slower devices."""
+    """``contention`` (the slowest rank against the first alone), corrected for the speeds of slower devices."""
     found = []
     for c in contention:
         slowest = min(1.0, *(d.speed for d in devices[: c.ranks]))

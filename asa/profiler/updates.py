@@ -1,4 +1,4 @@
-"""Optimizer steps, component by component, and the least a single operation costs."""
+"""Times of optimizer steps, component by component, and of the smallest operation."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _DISPATCHES = 200
 
 
 def build_optimizer(name: OptimizerName, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """The optimizer as a run has it (momentum and weight decay cost time), with a learning rate of zero.
+    """The optimizer of a real run (momentum and weight decay take time), with a learning rate of zero.
 
-    The arithmetic is that of a real step, and the weights stay what they were.
+    The arithmetic is that of a real step, but weights do not change.
     """
     held = list(parameters)
-    # As in training: one pass that allocates nothing, where torch has it.
+    # As in training: the fused kernel, which allocates nothing, where torch has it.
     fused = bool(held) and all(p.is_floating_point() for p in held)
     if name == "sgd":
         return torch.optim.SGD(held, lr=0.0, momentum=0.9, weight_decay=5e-4, fused=fused)
@@ -39,12 +39,12 @@ def measure_updates(
 ) -> list[UpdateTiming]:
     """Step time of every component with parameters, under every optimizer, in about ``slice_s`` seconds.
 
-    Components are stepped in turn, so that each finds its parameters as far from the cache as in training.
+    Components are stepped in turn, so that parameters are as far from the cache as in training.
 
     Args:
         shards: components by name, as held at each tensor degree; degree 1 holds all of them.
-        fused: whether one optimizer over a whole model computes several components in one kernel launch (it does
-            where None, on GPUs). The times at degree 1 are then scaled so that they add up to that one step, and those
+        fused: whether one optimizer over a whole model computes several components in one kernel launch (None: true on
+            GPUs). The times at degree 1 are then scaled so that they add up to that one step, and those
             of the other degrees by the same factor.
     """
     fused = device.type != "cpu" if fused is None else fused
@@ -73,7 +73,7 @@ def measure_updates(
 def _sweep(
     name: OptimizerName, components: Mapping[str, Sequence[Tensor]], clock: Clock, slice_s: float
 ) -> dict[str, Stat]:
-    """Step every component in turn, over and over; gradients and optimizer state are gone afterwards."""
+    """Step every component in turn, repeatedly; gradients and optimizer state are dropped afterwards."""
     if not components:
         return {}
     optimizers = {n: build_optimizer(name, ps) for n, ps in components.items()}
@@ -102,7 +102,7 @@ def _sweep(
 
 
 def measure_dispatch(device: torch.device, *, slice_s: float = 0.2) -> float:
-    """Seconds that an operation on next to nothing takes: the host's cost of every launch, forward or back."""
+    """Seconds of an operation on a single element: the host's cost of every launch, forward or backward."""
     tiny = torch.zeros(1, device=device)
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""What ranks lose by being in step: waiting for the slowest, and the costs of stock sharding beside its messages."""
+"""Measures what ranks lose by synchronizing: waiting for the slowest, and the cost of FSDP besides its messages."""
 
 from __future__ import annotations
 
@@ -26,40 +26,41 @@ from asa.sharding.direct import directly
 from asa.sharding.parts import step_over_parts
 
 _MEETINGS = {1: 48, 3: 24, 6: 24, 12: 12, 24: 6, 48: 3, 96: 3, 192: 3}
-"""By kernels between one meeting of the ranks and the next: meetings in a sample. A step adds up dozens of them, of
-which every few take several times as long as most, so that one alone says little. All kernels have a turn in each."""
+"""Number of synchronizations in a sample, by kernels between two of them. Some take several times as long as most, and
+a step adds up dozens, so a few say little. All kernels have a turn in each."""
 _LEAST_MEETINGS = 0.25
-"""Share of those meetings that is made however little time there is."""
+"""Fraction of these synchronizations that is made however short the time is."""
 _FEWEST_STRETCHES = 3
 _LONG_S, _ALONE = 0.1, 24
-"""A stretch of work beside which meeting does not count; and the least kernels that tell how long one takes alone."""
+"""Stretch of work for which synchronization can be neglected; and the least number of kernels to time one alone."""
 _MESSAGE_BYTES, _MESSAGE_S = MIB, 0.02
-"""Bytes that ranks exchange where they meet: about an activation; less where it would take longer."""
+"""Bytes that ranks exchange when they synchronize: about an activation; less if it would take longer than these
+seconds."""
 _MESSAGES = 16
-"""Messages take turns: one that a step has just made was not sent before."""
+"""Number of messages that take turns, so that each is new, like one that a step has just made."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 40
 _LEAST_TURNS, _MOST_TURNS = 5, 25
-"""Turns of a sharded chain, a whole one and the messages alone: short and many, since the machine's speed changes."""
+"""Number of turns of a sharded chain, a whole one, and the messages alone: short and many, because the speed drifts."""
 _UNITS, _MANY = 6, 32
-"""Units of a chain, and the tensors of each where many are looked at."""
+"""Number of units of a chain, and of tensors in each when many are measured."""
 _FEWER, _BRIEF_S = 8, 1.0
-"""Tensors of each where there is less time than that."""
+"""Number of tensors in each if there is less time than that."""
 _SMALL, _LARGE = 64, 2048
-"""Sides of the weights of a unit: next to nothing, and 16 MiB (less over slow links, or in little time)."""
+"""Sides of the weights of a unit: tiny, and 16 MiB (less over slow links, or with little time)."""
 _LARGE_SHARE = 0.35
 _MESSAGES_A_TURN = 2 * 5 * 3 * _UNITS
-"""Messages of a turn with large units: sharded steps and their messages alone, five times each, three a unit."""
+"""Number of messages in a turn with large units: sharded steps and messages alone, five times each, three per unit."""
 
 
 def measure_waiting(
     device: torch.device, clock: Clock, groups: Mapping[int, dist.ProcessGroup | None], *, slice_s: float
 ) -> tuple[Waiting, ...]:
-    """How much a stretch of work grows when ranks meet at its end; called by all ranks, ``groups`` by their size.
+    """Growth of a stretch of work when ranks synchronize at its end; called by all ranks, ``groups`` by their size.
 
-    Ranks run a kernel, or all of them 1, 2, 4 ... times, make a message and sum it up, again and again; and kernels,
-    and all_reduces, by themselves. What the first takes longer than the others together is lost by meeting: waiting for
-    the slowest, caches that hold the work and not the message (the kernels go through more memory than a cache
-    holds, as a component does), a core that is not free at once.
+    Ranks run a kernel, or all of them 1, 2, 4 ... times, then all-reduce a message, again and again; and kernels and
+    all-reduces by themselves. The difference is lost by synchronizing: waiting for the slowest, caches that hold the
+    work and not the message (the kernels go through more memory than a cache holds, as a component does), a core that
+    is not free at once.
     """
     found = []
     for ranks, group in sorted(groups.items()):
@@ -100,7 +101,7 @@ def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: 
         return step * sum(k * max(1.0, share * _MEETINGS[k]) + max(k, _ALONE) for k in taken)
 
     while len(taken) > _FEWEST_STRETCHES and seconds_of_a_round(_LEAST_MEETINGS) > slice_s:
-        del taken[max(taken)]  # in little time the longest, beside which meeting counts least
+        del taken[max(taken)]  # if time is short, drop the longest stretches, where synchronization counts least
     round_s = seconds_of_a_round(1.0)
     share = min(1.0, max(_LEAST_MEETINGS, slice_s / (2 * round_s)))
     meetings = {k: max(1, round(share * _MEETINGS[k])) for k in taken}
@@ -119,15 +120,15 @@ def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: 
 
 
 def goes_on(rounds: int, least: int, started: float, slice_s: float, group: dist.ProcessGroup) -> bool:
-    """Whether there is time for another round, to be asked by all ranks of ``group``: until ``slice_s`` seconds since
-    ``started`` are over, twice as long where fewer than ``least`` rounds were made by then, and two in any case."""
+    """Whether there is time for another round; called by all ranks of ``group``. Ends ``slice_s`` seconds after
+    ``started``, or after twice that if there were fewer than ``least`` rounds; there are always at least two."""
     spent = agree(time.perf_counter() - started, group=group)[0]
     return rounds < 2 or spent < slice_s or (rounds < least and spent < 2 * slice_s)
 
 
 def _falling(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """By rising seconds, no longer stretch growing by more than a shorter one: the closest such curve, by pooling
-    neighbours that are the wrong way round (Barlow et al. 1972)."""
+    """``points`` by ascending seconds, made non-increasing in the factor: the closest such curve, by pooling adjacent
+    violators (Barlow et al. 1972)."""
     pooled: list[tuple[list[float], float]] = []
     for seconds, factor in sorted(points):
         held = [seconds]
@@ -140,12 +141,12 @@ def _falling(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float]
 
 
 def measure_sharding(device: torch.device, clock: Clock, group: dist.ProcessGroup, *, slice_s: float) -> Sharding:
-    """What ``fully_shard`` adds to a step beside its collectives; called by all ranks of ``group``.
+    """Cost of ``fully_shard`` in a step besides its collectives; called by all ranks of ``group``.
 
-    A chain of linear layers, each a unit, is trained whole and sharded. The difference, less what the collectives take
-    by themselves, is what gathering and scattering cost the ranks: per unit and per tensor (seen on tiny weights, one
-    and many in a unit) and per byte moved (on large ones). Two gathers and one scatter of each unit a step, as ZeRO-3
-    does it.
+    A chain of linear layers, each a unit, is trained whole and sharded. The difference, less the time of the
+    collectives alone, is the ranks' cost of gathering and scattering: per unit and per tensor (from tiny weights, one
+    and many in a unit) and per byte moved (from large ones). As in ZeRO-3, there are two all-gathers and one
+    reduce-scatter of each unit per step.
     """
     large_s = _LARGE_SHARE * slice_s
     longest_s = min(CALM_S, large_s / (2 * _MESSAGES_A_TURN))
@@ -165,7 +166,7 @@ def measure_sharding(device: torch.device, clock: Clock, group: dist.ProcessGrou
 
 
 def _update(device: torch.device, clock: Clock, group: dist.ProcessGroup, *, slice_s: float) -> float:
-    """Seconds per tensor by which an optimizer step over small sharded ones exceeds that over small whole ones."""
+    """Seconds per tensor by which an optimizer step over small sharded tensors exceeds one over small whole ones."""
     plain, shards = _chain(_SMALL, device), _chain(_SMALL, device)
     _shard(shards, DeviceMesh.from_group(group, device.type))
     steps = []
@@ -176,7 +177,7 @@ def _update(device: torch.device, clock: Clock, group: dist.ProcessGroup, *, sli
             step_over_parts(optimizer)  # as the executor has it
         steps.append(optimizer.step)
     taken: list[float] = []
-    for _ in range(_LEAST_ROUNDS):  # in turns: what slows the machine for a while slows both
+    for _ in range(_LEAST_ROUNDS):  # alternating, so that a temporary slowdown affects both
         times = [time_together(step, clock, slice_s=slice_s / (2 * _LEAST_ROUNDS), group=group) for step in steps]
         taken.append(times[1] - times[0])
     return max(0.0, median(taken)) / _UNITS
@@ -192,8 +193,8 @@ def _shard(chain: nn.Sequential, mesh: DeviceMesh) -> None:
 def _beside(
     side: int, tensors: Sequence[int], device: torch.device, clock: Clock, group: dist.ProcessGroup, *, slice_s: float
 ) -> list[tuple[float, ...]]:  # fmt: skip
-    """Seconds per unit and step that sharding adds, less the time of its collectives, of units of so many tensors: in
-    every turn."""
+    """Seconds per unit and step that sharding adds besides its collectives, for units with ``tensors`` tensors; one
+    tuple per turn."""
     torch.manual_seed(0)
     mesh = DeviceMesh.from_group(group, device.type)
     x = torch.randn(4, side, device=device)
@@ -231,7 +232,7 @@ def _beside(
 
 
 def _chain(side: int, device: torch.device, tensors: int = 1) -> nn.Sequential:
-    """Units of so many linear layers."""
+    """A chain of units with ``tensors`` linear layers each."""
 
     def unit() -> nn.Module:
         layers = [nn.Linear(side, side, bias=False) for _ in range(tensors)]

@@ -1,1 +1,1 @@
-"""Nouns as tables, figures and one self-contained page. Numbers get their units here and nowhere else. No torch."""
+"""Formats results as tables, figures and self-contained pages. Numbers get their units only here. No torch."""

@@ -1,4 +1,4 @@
-"""A comparison, for reading: every cell predicted and measured, and what the ratios are worth."""
+"""Text of a benchmark: predictions and measurements of every cell, and what the ratios show."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asa.report.verdicts import between, busy, comparison, noise_of
 
 _WIDEST, _LEAST_SHARE = 0.25, 0.9
 _CHANCE = 2.0
-"""Accuracies below so many times that of guessing say nothing about learning."""
+"""Multiple of the accuracy of guessing below which an accuracy shows nothing about learning."""
 TIMES = ("strategy", "ranks", "step", "p10 - p90", "n", "predicted", "error", "samples/s")
 COSTS = ("peak memory", "predicted memory", "memory error", "communication", "accuracy")
 
@@ -36,8 +36,9 @@ def times(r: BenchResult) -> tuple[str, ...]:
 
 
 def costs(r: BenchResult, num_classes: int, single: BenchResult | None = None) -> tuple[str, ...]:
-    """Memory, communication where it is told apart from noise and from computing (which ``single``, the cell of one
-    device, bounds), and accuracy (the loss where that is near chance) with the epochs it took."""
+    """Memory, exposed communication, and accuracy of a cell, as text. Communication is shown if it can be told from
+    noise and from computing (bounded by ``single``, the cell of one device); near chance, the loss replaces the
+    accuracy."""
     last = r.accuracy[-1] if r.accuracy else None
     return (
         size(r.peak_memory_bytes),
@@ -49,7 +50,7 @@ def costs(r: BenchResult, num_classes: int, single: BenchResult | None = None) -
 
 
 def exposed(r: BenchResult) -> str:
-    """The exposed share of communication with its interval, in per cent of a step."""
+    """Exposed communication with its interval, in per cent of a step."""
     share, low, high = communication_share(r), r.communication_low_s, r.communication_high_s
     if share is None or r.step_time_s is None:
         return NOTHING
@@ -60,17 +61,17 @@ def exposed(r: BenchResult) -> str:
 
 
 def communication_share(r: BenchResult) -> float | None:
-    """Exposed communication over step time; None where either is unknown."""
+    """Exposed communication over step time; None if either is unknown."""
     if r.communication_s is None or r.step_time_s is None or not r.step_time_s.median:
         return None
     return r.communication_s / r.step_time_s.median
 
 
 def told_apart(r: BenchResult, single: BenchResult | None) -> bool:
-    """Whether the exposed communication of a cell is known well enough to be drawn.
+    """Whether the exposed communication of a cell is known well enough to be shown.
 
-    It is not where its interval is wider than a quarter of a step, nor where what is left for computation is less than
-    a rank's share of the single device's step: no rank computes faster than that.
+    It is not if its interval is wider than a quarter of a step, or if the rest for computation is less than a rank's
+    share of the single device's step, because no rank computes faster than that.
     """
     if r.communication_s is None or r.step_time_s is None:
         return False
@@ -84,22 +85,22 @@ def told_apart(r: BenchResult, single: BenchResult | None) -> bool:
 
 
 def learnt_by(last: AccuracyPoint, num_classes: int) -> str:
-    """Accuracy, or the loss where that is near chance, with the epochs it took."""
+    """Accuracy, or the loss if accuracy is near chance, with the number of epochs."""
     if last.validation_accuracy <= _CHANCE / num_classes:
         return f"loss {last.validation_loss:.3f} after {last.epoch:.2g} epochs"
     return f"{percent(last.validation_accuracy)} after {last.epoch:.2g} epochs"
 
 
 def throughput(r: BenchResult) -> float | None:
-    """Samples per second at the median step."""
+    """Samples per second at the median step; None if it was not measured."""
     if r.samples_per_s is not None:
         return r.samples_per_s
     return r.global_batch / r.step_time_s.median if r.step_time_s and r.step_time_s.median else None
 
 
 def story(bench: Bench, model: str) -> str:
-    """One sentence: how fast the fastest cell is, and what that is beside plain data parallelism and one device, where
-    pairs tell it from noise."""
+    """One sentence: the fastest cell, compared with plain data parallelism and one device as far as pairs differ by
+    more than noise."""
     timed = {r.strategy: r.step_time_s.median for r in bench.of(model) if r.step_time_s is not None}
     if not timed:
         return f"{model}: nothing could be measured."
@@ -117,7 +118,7 @@ def story(bench: Bench, model: str) -> str:
 
 
 def sentences(bench: Bench, model: str) -> list[str]:
-    """What the cells of one model say: the fastest, the failures, the ratios beside their noise."""
+    """Sentences on the cells of one model: the fastest, the failures, the ratios and their noise."""
     said = []
     timed = [(r.step_time_s.median, r.strategy) for r in bench.of(model) if r.step_time_s is not None]
     if timed:
@@ -132,7 +133,7 @@ def sentences(bench: Bench, model: str) -> list[str]:
 
 
 def machine(bench: Bench) -> str:
-    """Device, versions, settings: what a figure is worth nothing without."""
+    """Device, versions and settings, in one line."""
     e, s = bench.environment, bench.settings
     return (
         f"{e.num_devices} x {e.device_name} ({e.device_type}, {e.cpu_cores} cores), {e.backend}, torch "
@@ -143,7 +144,7 @@ def machine(bench: Bench) -> str:
 
 
 def sealed(bench: Bench) -> list[tuple[str, ...]]:
-    """Rows: model, strategy, plan, profile and cluster fingerprints, when each was written."""
+    """Rows: model, strategy, fingerprints of plan, profile and cluster, and when each was written."""
     return [
         (p.model, p.strategy, p.plan_fingerprint, p.profile_fingerprint, p.profile_created, p.cluster, p.written)
         for p in bench.sealed
@@ -171,7 +172,7 @@ CSV_COLUMNS = (
 
 
 def csv_rows(bench: Bench) -> list[tuple[object, ...]]:
-    """Every cell, in plain seconds and bytes."""
+    """Rows of all cells, in plain seconds and bytes."""
     found: list[tuple[object, ...]] = []
     for r in bench.results:
         t = r.step_time_s

@@ -1,4 +1,4 @@
-"""A comparison on a screen: a few lines and a table of 80 columns, or all of it."""
+"""A benchmark on a terminal: a few lines and a table of 80 columns, or everything."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from asa.report.units import NOTHING, percent, rate, seconds, size
 from asa.report.verdicts import against, busy, noise_of
 
 AIM = 0.1
-"""Relative error up to which a prediction counts as right."""
+"""Relative error up to which a prediction counts as correct."""
 
 
 def render(bench: Bench, *, verbose: bool = False) -> list[RenderableType]:
-    """What was fastest, beside what, how right predictions were and how loud noise was; then a row a strategy.
+    """The fastest strategy and comparisons, accuracy of predictions, and noise; then one row per strategy.
 
-    ``verbose``: spreads, communication, every paired ratio, and what figures rest on.
+    ``verbose``: also spreads, communication, every paired ratio, and the conditions of the measurement.
     """
     said: list[RenderableType] = []
     for model in bench.settings.models:
@@ -34,7 +34,7 @@ def render(bench: Bench, *, verbose: bool = False) -> list[RenderableType]:
 
 
 def headline(bench: Bench, model: str) -> str:
-    """What was compared, on what, for which batch."""
+    """Model, devices, batch and settings, in one line."""
     e, s = bench.environment, bench.settings
     return (
         f"{model} on {e.num_devices} x {e.device_name}, batch {s.global_batch}, {s.precision}, {s.optimizer}, measured"
@@ -42,7 +42,8 @@ def headline(bench: Bench, model: str) -> str:
 
 
 def standing(bench: Bench, model: str) -> list[str]:
-    """The fastest, what it was held against, how right predictions were, and what a ratio has to beat."""
+    """Lines on the fastest strategy, its comparisons, the accuracy of predictions, and the ratio that noise alone
+    reaches."""
     timed = [r for r in bench.of(model) if r.step_time_s is not None]
     if not timed:
         return ["Fastest  nothing could be measured"]
@@ -74,7 +75,7 @@ def standing(bench: Bench, model: str) -> list[str]:
 
 
 def _brief(bench: Bench, model: str) -> RenderableType:
-    """A row a strategy, in 80 columns."""
+    """A table with one row per strategy, in 80 columns."""
     made = table("", ("strategy", "ranks", "step", "samples/s", "predicted", "error", "memory", "learnt"))
     made.title = None
     for r in sorted(bench.of(model), key=lambda r: r.step_time_s.median if r.step_time_s else float("inf")):

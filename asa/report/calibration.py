@@ -1,4 +1,4 @@
-"""Whether predictions know how sure they are: intervals against measurements, P(best) and regret against the truth."""
+"""Calibration of predictions: intervals compared with measurements, P(best) and regret compared with the outcome."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asa.report.drawing import ASA, INK, Row
 
 LEVELS = (0.1, 0.25, 0.5, 0.68, 0.8, 0.9, 0.95, 0.99)
 STATED = 0.9
-"""The level of the intervals that predictions state."""
+"""Level of the intervals in predictions."""
 BINS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
 _SURE = 0.95
 PANELS = ("intervals", "P(best)", "regret")
@@ -24,7 +24,7 @@ PANELS = ("intervals", "P(best)", "regret")
 
 @noun
 class Told:
-    """A 90 % interval and what was measured, in seconds."""
+    """A 90 % interval and the measurement, in seconds."""
 
     low_s: float
     high_s: float
@@ -32,16 +32,16 @@ class Told:
 
     @property
     def least(self) -> float:
-        """The lower end, above zero."""
+        """The lower end, at least slightly above zero."""
         return max(self.low_s, 1e-9 * self.high_s)
 
     @property
     def half_width(self) -> float:
-        """By what factor the interval reaches beyond its middle, minus 1."""
+        """Factor by which the interval reaches beyond its middle, minus 1."""
         return sqrt(self.high_s / self.least) - 1
 
     def inside(self, level: float = STATED) -> bool:
-        """Whether the measurement lies in the interval of that level, for errors that are a log-normal factor."""
+        """Whether the measurement lies in the interval of ``level``, if errors are log-normal factors."""
         middle, half = log(self.least * self.high_s) / 2, log(self.high_s / self.least) / 2
         wider = NormalDist().inv_cdf((1 + level) / 2) / NormalDist().inv_cdf((1 + STATED) / 2)
         return abs(log(self.measured_s) - middle) <= wider * half * (1 + 1e-9)
@@ -49,7 +49,7 @@ class Told:
 
 @noun
 class Outcome:
-    """What was said of a choice, and whether it was the best of all that were run, and by what it missed it."""
+    """The stated confidence in a choice, whether it was the best of all plans that ran, and its regret."""
 
     p_best: float
     expected_regret: float
@@ -58,7 +58,7 @@ class Outcome:
 
 
 def binomial(hits: int, trials: int, level: float = _SURE) -> tuple[float, float]:
-    """Clopper and Pearson's exact interval of a probability (1934).
+    """Exact confidence interval of a probability (Clopper and Pearson 1934).
 
     >>> [round(x, 3) for x in binomial(9, 10)]
     [0.555, 0.997]
@@ -75,7 +75,7 @@ def binomial(hits: int, trials: int, level: float = _SURE) -> tuple[float, float
 
 
 def _where(holds: Callable[[float], bool]) -> float:
-    """The largest p of 0 to 1 for which it holds, of something that holds up to a point."""
+    """Largest p in 0 to 1 for which ``holds`` is true, if it is true up to some point."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2
@@ -84,9 +84,9 @@ def _where(holds: Callable[[float], bool]) -> float:
 
 
 def scores(intervals: Sequence[Told], choices: Sequence[Outcome]) -> dict[str, Any]:
-    """Coverage with its exact interval; of choices, how often and by how much they missed, and were said to.
+    """Coverage with its exact interval; for choices, stated and observed frequency of the best, and regret.
 
-    ``brier`` is the mean of (P(best) - outcome)^2; ``brier_constant`` that of always saying the overall share.
+    ``brier``: mean of (P(best) - outcome)^2; ``brier_constant``: the same for always stating the overall frequency.
     """
     inside = sum(t.inside() for t in intervals)
     low, high = binomial(inside, len(intervals)) if intervals else (0.0, 1.0)
@@ -111,7 +111,7 @@ def scores(intervals: Sequence[Told], choices: Sequence[Outcome]) -> dict[str, A
 
 
 def chart(intervals: Sequence[Told], choices: Sequence[Outcome]) -> Chart:
-    """Stated against observed, in three panels; bars are exact 95 % intervals."""
+    """Stated against observed values in three panels; bars are exact 95 % intervals."""
     rows: list[Row] = []
     for level in LEVELS if intervals else ():
         hits = sum(t.inside(level) for t in intervals)
@@ -136,7 +136,7 @@ def chart(intervals: Sequence[Told], choices: Sequence[Outcome]) -> Chart:
 
 
 def reliability(rows: Sequence[Row]) -> Figure:
-    """Rows: panel, stated, observed, low, high, count."""
+    """Figure of rows: panel, stated, observed, low, high, count."""
     figure = Figure(figsize=(11.4, 3.9), layout="constrained")
     words = {
         PANELS[0]: ("level of the interval", "share of measurements inside"),

@@ -1,4 +1,4 @@
-"""The figures: what each shows, as rows anybody can plot again. Drawing them is :mod:`asa.report.drawing`."""
+"""Data of all figures, as rows that can be plotted again. Drawing is in :mod:`asa.report.drawing`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One figure: its data, what to read in it, and how it is drawn."""
+    """One figure: its data, its caption, and how it is drawn."""
 
     name: str
     title: str
@@ -29,7 +29,8 @@ class Chart:
 
 
 def charts(bench: Bench) -> tuple[Chart, ...]:
-    """Training time first, then what was predicted, speed-up, communication, learning, memory and the strategies."""
+    """Figures of a benchmark: training time first, then predictions, speed-up, communication, learning, memory,
+    strategies."""
     return (
         training_time(bench),
         predicted_measured(bench),
@@ -44,7 +45,7 @@ def charts(bench: Bench) -> tuple[Chart, ...]:
 
 
 def training_time(bench: Bench) -> Chart:
-    """Measured step time with spread, the prediction beside it, and what an epoch takes."""
+    """Measured step time with spread, its prediction, and the time of an epoch."""
     steps = -(-bench.settings.samples_per_epoch // bench.settings.global_batch)
     rows: list[Row] = []
     for r in bench.results:
@@ -71,7 +72,7 @@ def training_time(bench: Bench) -> Chart:
 
 
 def predicted_measured(bench: Bench) -> Chart:
-    """Every cell's predicted step against its measured one, with the interval of the prediction."""
+    """Predicted against measured step time of every cell, with the interval of the prediction."""
     rows: list[Row] = [
         (r.model, r.strategy, r.step_time_s.median, r.predicted_step_time_s, r.predicted_low_s, r.predicted_high_s)
         for r in bench.results
@@ -88,7 +89,7 @@ def predicted_measured(bench: Bench) -> Chart:
 
 
 def speedup(bench: Bench) -> Chart:
-    """Speed over a single device: predicted on 1, 2, 4, 8 ranks, measured where that many ran."""
+    """Speed-up over a single device: predicted for 1, 2, 4, 8 ranks, measured where that many ran."""
     alone_p = {p.model: p.predicted_s for p in bench.scaling if p.strategy == "single" and p.ranks == 1}
     alone_m = {p.model: p.measured_s for p in bench.scaling if p.strategy == "single" and p.ranks == 1}
     rows: list[Row] = [
@@ -118,7 +119,7 @@ def speedup(bench: Bench) -> Chart:
 
 
 def compute_communication(bench: Bench) -> Chart:
-    """A measured step, split into computation and the communication it could not hide."""
+    """A measured step, divided into computation and exposed communication."""
     rows: list[Row] = []
     alone = {r.model: r for r in bench.results if r.strategy == "single"}
     for r in bench.results:
@@ -181,7 +182,7 @@ def loss(bench: Bench) -> Chart:
 
 
 def memory(bench: Bench) -> Chart:
-    """Active peak of the fullest rank, beside what was promised."""
+    """Peak of active memory on the fullest rank, and its prediction."""
     rows: list[Row] = [
         (r.model, r.strategy, r.ranks, r.peak_memory_bytes, r.predicted_memory_bytes) for r in bench.results
     ]
@@ -196,7 +197,7 @@ def memory(bench: Bench) -> Chart:
 
 
 def assignment(bench: Bench) -> Chart:
-    """What every component runs as, under every strategy."""
+    """Assignment of every component under every strategy."""
     rows: list[Row] = [
         (r.model, r.strategy, i, c.name, c.data.strategy, c.data.degree, c.tensor.strategy, c.tensor.degree, short(c))
         for r in bench.results

@@ -1,4 +1,4 @@
-"""What ``asa doctor`` found: a tick or a cross a line, and the repair."""
+"""Results of ``asa doctor``: one line per check, with a mark and the repair."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asa.report.tables import line
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing looked at. ``needed`` is false for what asa can do without; ``fix`` is empty where ``ok``."""
+    """Result of one check. ``needed`` is False for what asa can do without; ``fix`` is empty if ``ok``."""
 
     name: str
     ok: bool
@@ -22,7 +22,7 @@ class Check:
 
 
 def render(checks: Sequence[Check]) -> list[RenderableType]:
-    """What is missing and what could be better in one line, then a line a check."""
+    """What is missing, in one line, then one line per check."""
     wide = max((len(c.name) for c in checks), default=0)
     missing = [c.name for c in checks if not c.ok and c.needed]
     without = [c.name for c in checks if not c.ok and not c.needed]

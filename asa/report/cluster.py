@@ -1,4 +1,4 @@
-"""Clusters, for reading, in the columns of nccl-tests."""
+"""Text of clusters, in the columns of nccl-tests."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from asa.report.units import percent, seconds, size
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """What turns algorithm bandwidth (bytes / time) into bus bandwidth, as nccl-tests defines it.
+    """Factor from algorithm bandwidth (bytes / time) to bus bandwidth, as defined by nccl-tests.
 
-    All-reduce moves 2 (n - 1) / n of its bytes over each link, gathers, scatters and all-to-all (n - 1) / n,
-    the rest all of them. Source: nccl-tests, doc/PERFORMANCE.md.
+    All-reduce moves 2 (n - 1) / n of its bytes over each link, gathers, scatters and all-to-all (n - 1) / n, the others
+    all of them. Source: nccl-tests, doc/PERFORMANCE.md.
 
     >>> bus_factor("all_reduce", 4), bus_factor("all_gather", 4), bus_factor("send_recv", 2)
     (1.5, 0.75, 1.0)
@@ -26,7 +26,7 @@ def bus_factor(op: str, ranks: int) -> float:
 
 
 def overview(found: Sequence[tuple[str, Cluster]]) -> RenderableType:
-    """One line a cluster: (where it comes from, cluster)."""
+    """A table with one line for each (origin, cluster)."""
     made = table("Clusters", ("name", "device", "status", "from", "devices", "memory", "backend"), left=4)
     for origin, c in found:
         made.add_row(
@@ -37,7 +37,7 @@ def overview(found: Sequence[tuple[str, Cluster]]) -> RenderableType:
 
 
 def drifted(drift: Drift) -> str:
-    """One line on how the machine changed while it was measured."""
+    """One line on the change of the machine's speed during the measurement."""
     return (
         f"the machine's speed changed by {percent(drift.deviation)} (standard deviation of {len(drift.readings)} "
         "readings) while this was measured; times are at its mean"
@@ -45,7 +45,7 @@ def drifted(drift: Drift) -> str:
 
 
 def render(cluster: Cluster) -> list[RenderableType]:
-    """Device, contention, and a bandwidth table per level."""
+    """Text of a cluster: device, contention, and a bandwidth table per level."""
     d = cluster.device
     said: list[RenderableType] = [
         line(f"{cluster.name}: {cluster.num_devices} x {d.name} ({d.type}, {size(d.memory_bytes)}), {cluster.backend}"),
@@ -79,7 +79,7 @@ def render(cluster: Cluster) -> list[RenderableType]:
 
 
 def unequal(cluster: Cluster) -> dict[tuple[str, float, int], str]:
-    """The kinds of devices (name, speed, bytes of memory), and which ranks have them, in a few characters."""
+    """Kinds of devices (name, speed, bytes of memory), each with a short list of the ranks that have it."""
     found: dict[tuple[str, float, int], list[list[int]]] = {}
     for rank, (d, memory) in enumerate(zip(cluster.devices or (), cluster.memories(), strict=False)):
         runs = found.setdefault((d.name, d.speed, memory), [])
@@ -94,7 +94,7 @@ def unequal(cluster: Cluster) -> dict[tuple[str, float, int], str]:
 
 
 def rows(t: CollectiveTable) -> list[tuple[str, ...]]:
-    """The points of one table as nccl-tests would print them."""
+    """The points of one table in the form of nccl-tests."""
     found: list[tuple[str, ...]] = []
     for i, (count, time) in enumerate(t.points):
         bandwidth = count / time / 1e9

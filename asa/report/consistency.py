@@ -1,4 +1,4 @@
-"""Disciplines of consistency side by side, for reading."""
+"""Table of disciplines of consistency, side by side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asa.report.units import NOTHING, percent, seconds, size
 
 
 def render(found: Consistency) -> list[RenderableType]:
-    """The table, fastest first, and what it means."""
+    """The table, fastest first, and its explanation."""
     aimed = bool(found.target)
     columns = ["who waits", "a global batch", "waiting", "age", "memory"]
     made = table("Consistency", (*columns, *([f"steps to {found.target}", "time to it"] if aimed else [])))

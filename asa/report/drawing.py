@@ -1,4 +1,4 @@
-"""How the figures are drawn: one panel a model, one colour a strategy everywhere, no global plotting state."""
+"""Drawing of figures: one panel per model, the same colour for a strategy everywhere, no global plotting state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 Row = tuple[str | float | int | None, ...]
-"""A line of the data behind a figure."""
+"""A row of the data of a figure."""
 
 # Okabe and Ito's palette: told apart by people with any colour vision, and in print.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#999999", "#332288", "#117733", "#882255")
@@ -24,9 +24,9 @@ KNOWN = (
 )  # fmt: skip
 MARKERS = "osD^vPX*<>"
 _MOST_TOLD = 12
-"""Points of a line that are told in words."""
+"""Largest number of points of a line with texts."""
 _ACROSS = 3
-"""Panels beside each other at most."""
+"""Largest number of panels side by side."""
 
 
 def colour(strategy: str) -> str:
@@ -40,7 +40,7 @@ def colour(strategy: str) -> str:
 
 
 def training_time(rows: Sequence[Row]) -> Figure:
-    """Rows: model, strategy, median, p10, p90, predicted, epoch."""
+    """Figure of rows: model, strategy, median, p10, p90, predicted, epoch."""
     figure, panels = _panels(rows, height=_bar_height(rows))
     for axes, found in panels:
         for y, row in enumerate(found):
@@ -55,7 +55,7 @@ def training_time(rows: Sequence[Row]) -> Figure:
 
 
 def predicted_measured(rows: Sequence[Row]) -> Figure:
-    """Rows: model, strategy, measured, predicted, low, high."""
+    """Figure of rows: model, strategy, measured, predicted, low, high."""
     figure, panels = _panels(rows, height=3.6)
     for axes, found in panels:
         times = [v for row in found for i in (2, 3) if (v := _number(row[i])) is not None]
@@ -82,7 +82,7 @@ def predicted_measured(rows: Sequence[Row]) -> Figure:
 
 
 def memory(rows: Sequence[Row]) -> Figure:
-    """Rows: model, strategy, ranks, measured bytes, predicted bytes."""
+    """Figure of rows: model, strategy, ranks, measured bytes, predicted bytes."""
     figure, panels = _panels(rows, height=_bar_height(rows))
     for axes, found in panels:
         for y, row in enumerate(found):
@@ -96,7 +96,8 @@ def memory(rows: Sequence[Row]) -> Figure:
 
 
 def compute_communication(rows: Sequence[Row]) -> Figure:
-    """Rows: model, strategy, compute, communication, share, least and most communication (None: not known)."""
+    """Figure of rows: model, strategy, compute, communication, share, lowest and highest communication (None:
+    unknown)."""
     figure, panels = _panels(rows, height=_bar_height(rows))
     for axes, found in panels:
         for y, row in enumerate(found):
@@ -126,7 +127,7 @@ def compute_communication(rows: Sequence[Row]) -> Figure:
 
 
 def speedup(rows: Sequence[Row]) -> Figure:
-    """Rows: model, strategy, ranks, predicted and measured seconds, predicted and measured speed-up."""
+    """Figure of rows: model, strategy, ranks, predicted and measured seconds, predicted and measured speed-up."""
     figure, panels = _panels(rows, height=3.4)
     for axes, found in panels:
         counts = sorted({int(n) for row in found if (n := _number(row[2])) is not None})
@@ -146,7 +147,7 @@ def speedup(rows: Sequence[Row]) -> Figure:
 
 
 def over_ranks(rows: Sequence[Row]) -> Figure:
-    """Rows: panel, strategy, ranks, state, samples a second, devices."""
+    """Figure of rows: panel, strategy, ranks, state, samples per second, devices."""
     figure, panels = _panels(rows, height=3.4)
     for axes, found in panels:
         counts = sorted({int(n) for row in found if (n := _number(row[2])) is not None})
@@ -169,17 +170,17 @@ def over_ranks(rows: Sequence[Row]) -> Figure:
 
 
 def accuracy_over_time(rows: Sequence[Row]) -> Figure:
-    """Rows as for :func:`accuracy`."""
+    """Figure over seconds of training; rows as for :func:`accuracy`."""
     return _over(rows, 3, "seconds of training", 6, 100.0, "validation accuracy, %")
 
 
 def accuracy(rows: Sequence[Row]) -> Figure:
-    """Rows: model, strategy, epoch, seconds, train loss, validation loss, validation accuracy."""
+    """Figure of rows: model, strategy, epoch, seconds, train loss, validation loss, validation accuracy."""
     return _over(rows, 2, "epochs", 6, 100.0, "validation accuracy, %")
 
 
 def loss(rows: Sequence[Row]) -> Figure:
-    """Rows as for :func:`accuracy`."""
+    """Figure of the validation loss; rows as for :func:`accuracy`."""
     return _over(rows, 2, "epochs", 5, 1.0, "validation loss")
 
 
@@ -204,7 +205,7 @@ def _over(rows: Sequence[Row], across: int, what: str, column: int, scale: float
 
 
 def assignment(rows: Sequence[Row]) -> Figure:
-    """Rows: model, strategy, index, component, data, degree, tensor, degree, label."""
+    """Figure of rows: model, strategy, index, component, data, degree, tensor, degree, label."""
     labels = list(dict.fromkeys(str(row[8]) for row in rows))
     shade = {label: PALETTE[i % len(PALETTE)] for i, label in enumerate(labels)}
     figure, panels = _panels(rows, height=0.6 + 0.2 * max((int(_number(row[2]) or 0) for row in rows), default=8))
@@ -251,7 +252,7 @@ def _panels(rows: Sequence[Row], *, height: float) -> tuple[Figure, list[tuple[A
 
 
 def single(height: float, *, width: float = 6.4) -> tuple[Figure, Any]:
-    """A figure of one panel, in inches, and its axes."""
+    """A figure with one panel (sizes in inches), and its axes."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
@@ -262,7 +263,7 @@ def single(height: float, *, width: float = 6.4) -> tuple[Figure, Any]:
 
 
 def hovering(figure: Figure) -> dict[str, str]:
-    """What bars and lines of ``figure`` say where a pointer rests on them, by the ids that they get in its SVG."""
+    """Texts for bars and lines of ``figure`` under the pointer, by the ids that these get in its SVG."""
     told: dict[str, str] = {}
 
     def say(artist: Any, text: str) -> None:
@@ -294,7 +295,7 @@ def hovering(figure: Figure) -> dict[str, str]:
 
 
 def _named(artist: Any) -> bool:
-    """Whether it is in the legend."""
+    """Whether ``artist`` is in the legend."""
     return not str(artist.get_label()).startswith("_")
 
 

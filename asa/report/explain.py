@@ -1,4 +1,4 @@
-"""A plan taken apart, and beside another, for reading."""
+"""Text of an explanation of a plan, and of its comparison with another."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from asa.report.tables import fitted, line, table
 from asa.report.units import NOTHING, difference, error, seconds, size
 
 _ROWS = 8
-"""Components shown without ``-v``."""
+"""Number of components shown without ``-v``."""
 
 
 def render(found: Explanation, *, verbose: bool = False) -> list[RenderableType]:
-    """What holds the plan back, and components with what they cost and what the best other choice would.
+    """What limits the plan, and components with their costs and the cost of the best alternative.
 
-    Without ``verbose`` the costliest ones, in 80 columns.
+    Without ``verbose`` only the costliest ones, in 80 columns.
     """
     return _every(found) if verbose else _costliest(found)
 
@@ -51,16 +51,16 @@ _LIMIT = {
     "communication": "communication: faster links would make it faster",
     "compute": "computing: only faster or more devices would make it faster",
 }
-"""What keeps a plan from being faster."""
+"""Texts on what limits a plan's speed."""
 
 
 def computes(c: ComponentExplanation) -> float:
-    """Seconds of a step that ``c`` computes on the busiest rank."""
+    """Seconds of a step in which ``c`` computes on the busiest rank."""
     return c.forward_s + c.backward_s + c.update_s
 
 
 def communicates(c: ComponentExplanation) -> float:
-    """Seconds of a step that ``c`` sends or waits for, whether hidden or not."""
+    """Seconds of a step in which ``c`` communicates, exposed or hidden."""
     return c.inside_s + c.boundary_s + c.sync_s
 
 
@@ -97,7 +97,7 @@ def _next_best(other: Alternative) -> str:
 
 
 def versus(found: Difference) -> list[RenderableType]:
-    """Why not the other one."""
+    """Reasons against the other plan."""
     if found.other_s is None:
         return [line(f"{found.other} cannot be run: {found.why_not}")]
     made = table(f"This plan beside {found.other}", ("term", "this plan", found.other, "difference"))
@@ -118,7 +118,7 @@ def versus(found: Difference) -> list[RenderableType]:
 
 
 def way(data: DataDegree, tensor: TensorDegree, checkpoint: bool = False, offload: bool = False) -> str:
-    """How a component runs, in a few characters.
+    """Short description of how a component runs.
 
     >>> way(DataDegree(strategy="replicate", degree=2), TensorDegree(strategy="none", degree=1))
     'replicate x2'

@@ -1,4 +1,4 @@
-"""Curves of a plan, for reading: step time against memory, and time against cost of an epoch."""
+"""Tables of a plan's curves: step time against memory, and time against cost of an epoch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asa.report.units import NOTHING, error, percent, seconds, size
 
 
 def render(found: Frontier) -> list[RenderableType]:
-    """The curves that were asked for."""
+    """The requested curves."""
     parts: list[RenderableType] = []
     if found.memory:
         parts += [line(""), memory(found.memory)]
@@ -22,7 +22,7 @@ def render(found: Frontier) -> list[RenderableType]:
 
 
 def memory(points: Sequence[MemoryPoint]) -> RenderableType:
-    """What the step takes in smaller devices, and what changes to get there."""
+    """Step time on devices with less memory, and the changes of the plan for that."""
     made = table(
         "Time against memory", ("device memory", "used", "step", "against most", "gap", "what changes"), left=1
     )
@@ -41,7 +41,7 @@ def memory(points: Sequence[MemoryPoint]) -> RenderableType:
 
 
 def cost(points: Sequence[CostPoint]) -> RenderableType:
-    """What an epoch takes and costs on more and more devices."""
+    """Time and cost of an epoch on increasing numbers of devices."""
     made = table(
         "Time against cost", ("offered", "used", "step", "epoch", "cost of an epoch", "gap", "worth it"), left=1
     )

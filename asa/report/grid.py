@@ -1,4 +1,4 @@
-"""A plan as a uniform grid of ranks: so many replicas or shards, times tensors, times stages, as other tools count."""
+"""A plan as a uniform grid of ranks: replicas or shards, times tensor degree, times stages, as other tools count."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from asa.ir.plan import DataStrategyName, Plan
 
 STAGED = ("layers", "gpipe", "1f1b")
-"""Whole strategies of several stages."""
+"""Whole strategies with several stages."""
 _DATA: dict[str, DataStrategyName] = {"ddp": "replicate", "zero1": "zero1", "zero2": "zero2", "fsdp": "zero3"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """``data`` ranks hold other samples, cut over ``shards`` of them where state is sharded (1: whole everywhere);
-    ``tensor`` ranks hold parts of a layer, and of its tokens too where ``sequence``; ``stages`` follow each other."""
+    """A uniform grid. ``data`` ranks have different samples, with state sharded over ``shards`` of them (1: not
+    sharded); ``tensor`` ranks split layers, and tokens too if ``sequence``; ``stages`` are consecutive."""
 
     strategy: DataStrategyName
     data: int
@@ -25,14 +25,14 @@ class Grid:
 
     @property
     def text(self) -> str:
-        """In a few characters, as ``hybrid:d2t4``."""
+        """Short description, such as ``hybrid:d2t4``."""
         sizes = zip("dtp", (self.data, self.tensor, self.stages), strict=True)
         return "hybrid:" + "".join(f"{letter}{n}" for letter, n in sizes if n > 1)
 
 
 def grid_of(plan: Plan) -> Grid | None:
-    """The grid a plan is; None where stages are of unequal width or components of unequal layout. Components that
-    cannot be split by tensors are held whole by every rank of their tensor group."""
+    """The grid of a plan; None if stages differ in width or components in layout. Components that cannot be split are
+    held whole by every rank of their tensor group."""
     widths = {len(s.ranks) for s in plan.stages}
     if len(widths) != 1 or any(s.weights for s in plan.stages):
         return None
@@ -55,7 +55,7 @@ def grid_of(plan: Plan) -> Grid | None:
 
 
 def grid_as(plan: Plan, name: str) -> Grid:
-    """The grid of the plan's ranks under the whole strategy ``name``; its own where that is ``hybrid``."""
+    """The grid of the plan's ranks under the whole strategy ``name``; the plan's own for ``hybrid``."""
     own, ranks = grid_of(plan), plan.num_ranks
     if own is not None and name in ("hybrid", "hsdp", "tensor"):
         return own

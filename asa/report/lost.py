@@ -1,4 +1,4 @@
-"""What of a plan another tool's snippet leaves out beside the strategy itself, in sentences."""
+"""Sentences on what another tool's snippet leaves out of a plan, besides the strategy itself."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from asa.zoo.sizes import shape_of
 
 
 def parts_of(plan: Plan, name: str) -> int:
-    """Into how many parts a batch is cut under the whole strategy ``name``: shards times microbatches."""
+    """Number of parts into which a batch is cut under the whole strategy ``name``: shards times microbatches."""
     return plan.num_microbatches * grid_as(plan, name).data
 
 
 def even_batch(plan: Plan, name: str) -> int:
-    """The largest batch up to the plan's whose parts are equal; at least one sample for each."""
+    """The largest batch, up to the plan's, whose parts are equal; at least one sample per part."""
     parts = parts_of(plan, name)
     return max(1, plan.global_batch // parts) * parts
 
 
 def short(plan: Plan, name: str) -> bool:
-    """Whether torch refuses 1F1B for having fewer microbatches than stages; GPipe computes the same."""
+    """Whether torch refuses 1F1B because there are fewer microbatches than stages; GPipe computes the same."""
     staged = plan.schedule if name == "hybrid" else name
     return staged == "1f1b" and plan.num_microbatches < len(plan.stages)
 
 
 def lost(plan: Plan, name: str, tool: str) -> tuple[str, ...]:
-    """What ``tool`` leaves out of ``plan`` where it runs the whole strategy ``name``."""
+    """Sentences on what ``tool`` leaves out of ``plan`` when it runs the whole strategy ``name``."""
     notes = []
     if plan.compression != "none":
         notes.append(f"{tool} sends gradients as they are, the plan as {plan.compression}")
@@ -53,7 +53,7 @@ def lost(plan: Plan, name: str, tool: str) -> tuple[str, ...]:
 
 
 def _of_tool(plan: Plan, name: str, tool: str) -> list[str]:
-    """Gaps of one tool's snippets."""
+    """Sentences on what the snippets of one tool cannot express."""
     notes = []
     recomputed = sum(c.checkpoint for c in plan.components)
     if short(plan, name):

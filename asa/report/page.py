@@ -1,4 +1,4 @@
-"""A comparison as files: JSON, CSV, every figure in three formats, and one page that needs no network."""
+"""Files of a benchmark: JSON, CSV, every figure in three formats, and one page that needs no network."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ul { padding-left: 1.2rem; } code { font-size: .85em; overflow-wrap: anywhere; }
 
 
 def write(bench: Bench, folder: Path) -> list[Path]:
-    """Write everything into ``folder``; returns the paths, the page first."""
+    """Write all files into ``folder``; returns the paths, the page first."""
     page, data, table = folder / "report.html", folder / "bench.json", folder / "results.csv"
     codec.save(bench, data)
     words.write_csv(table, words.CSV_COLUMNS, words.csv_rows(bench))
@@ -55,7 +55,7 @@ def write(bench: Bench, folder: Path) -> list[Path]:
 
 
 def html(bench: Bench, drawn: list[tuple[Chart, str]]) -> str:
-    """The page; ``drawn`` are the figures with their inline SVG."""
+    """The page; ``drawn`` contains the figures with their inline SVG."""
     first, *others = drawn
     models = escape(", ".join(bench.settings.models))
     parts = [
@@ -81,11 +81,12 @@ def html(bench: Bench, drawn: list[tuple[Chart, str]]) -> str:
 
 
 def figure(chart: Chart, svg: str, beside: str = "bench.json") -> str:
-    """A figure with its title, what it shows for those who cannot see it, and that its data are ``beside`` a file."""
+    """A figure with its title, its caption as alternative text, and a reference to the file ``beside`` with its
+    data."""
     name = escape(chart.name)
     told = f'role="img" aria-labelledby="{name}-title" aria-describedby="{name}-caption"'
     drawn = re.search(r'<svg[^>]* width="([\d.]+)pt"', svg)
-    if drawn:  # narrower its letters cannot be read, and it scrolls; much wider they shout
+    if drawn:  # scrolls rather than shrink to unreadable letters; not enlarged much
         told += f' style="min-width: {0.75 * float(drawn[1]):.0f}pt; max-width: {1.8 * float(drawn[1]):.0f}pt"'
     return (
         f'<h2 id="{name}-title">{escape(chart.title)}</h2><figure id="{name}">'
@@ -105,7 +106,7 @@ def head(title: str) -> str:
 
 
 def contents(links: list[tuple[str, str]]) -> str:
-    """A list of links to places of the page: (id, text)."""
+    """A list of links to sections of the page, from (id, text)."""
     items = "".join(f'<li><a href="#{escape(at)}">{escape(text)}</a></li>' for at, text in links)
     return f'<nav aria-label="Contents"><ul>{items}</ul></nav>'
 
@@ -137,7 +138,7 @@ def _sealed(bench: Bench) -> str:
 
 
 def html_table(caption: str, columns: tuple[str, ...], rows: Sequence[tuple[str, tuple[str, ...]]]) -> str:
-    """A table that scrolls where it is too wide; rows are (class, cells), the first cell the row's heading."""
+    """A table that scrolls if it is too wide; rows are (class, cells), and the first cell is the row's heading."""
     head = "".join(f'<th scope="col">{escape(c)}</th>' for c in columns)
     body = "".join(
         f'<tr class="{kind}"><th scope="row">{escape(row[0])}</th>'
@@ -152,7 +153,7 @@ def html_table(caption: str, columns: tuple[str, ...], rows: Sequence[tuple[str,
 
 
 def draw(chart: Chart, folder: Path) -> tuple[list[Path], str]:
-    """SVG, PDF, PNG and CSV of one figure, and the SVG as it goes into the page."""
+    """Write SVG, PDF, PNG and CSV of one figure; returns the paths, and the SVG for inclusion in the page."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "svg.fonttype": "none",
@@ -176,14 +177,14 @@ def draw(chart: Chart, folder: Path) -> tuple[list[Path], str]:
 
 
 def titled(svg: str, values: Mapping[str, str]) -> str:
-    """``svg`` in which the element of every id tells its value where a pointer rests on it."""
+    """``svg`` with a title on every element whose id is in ``values``, shown under the pointer."""
     for key, told in values.items():
         svg = svg.replace(f'<g id="{key}">', f'<g id="{key}"><title>{escape(told)}</title>', 1)
     return svg
 
 
 def inline(svg: str, prefix: str) -> str:
-    """An SVG document as an element of a page: no prolog, and ids that no other figure has."""
+    """An SVG document as an element of a page: without prolog, and with ids that are unique on the page."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     body = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', body)

@@ -1,4 +1,4 @@
-"""A plan, for reading: who runs how, what that should cost, how sure that is, and every baseline beside it."""
+"""Text of a plan: assignment of components, cost, confidence, and comparison with every baseline."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from asa.report.tables import groups, line, runs, short, table
 from asa.report.units import NOTHING, error, percent, rate, seconds, size
 
 _POINTS = 5
-"""Most points shown of the curve of a search."""
+"""Largest number of points of a search's curve that are shown."""
 _PROVED = 1e-6
-"""A gap that is none."""
+"""Gap that counts as zero."""
 _ROWS, _NAMES, _BAR = 8, 4, 12
-"""Most whole strategies shown without ``-v``, most names of those left out, characters of a bar for all of a step."""
+"""Largest number of whole strategies shown without ``-v``, of names of others, and of characters of a bar for a whole
+step."""
 
 
 def render(plan: Plan, *, verbose: bool = False, shares: Sequence[float] = ()) -> list[RenderableType]:
-    """What the plan is, what it is held against and how sure it is, its components, and the best whole strategies.
+    """The plan, its comparison and confidence, its components, and the best whole strategies.
 
-    ``shares``: of a step, per component, where they are known. ``verbose``: every strategy with its refusal, what the
-    step is made of, the space of the certificate and the course of the search.
+    ``shares``: of a step, per component, if known. ``verbose``: every strategy with its refusal, the parts of the step,
+    the space of the certificate and the course of the search.
     """
     found: list[RenderableType] = [headline(plan), *standing(plan), line("")]
     found += [assignments(plan, shares), line(""), *baselines(plan, verbose=verbose)]
@@ -33,7 +34,7 @@ def render(plan: Plan, *, verbose: bool = False, shares: Sequence[float] = ()) -
 
 
 def headline(plan: Plan) -> RenderableType:
-    """What is planned, on what, for which batch."""
+    """Model, devices, batch and settings, in one line."""
     where = f"{plan.gpus} x {plan.device_type}"
     if plan.num_ranks * plan.groups < plan.gpus:
         where = f"{plan.num_ranks * plan.groups} of {where}"
@@ -47,7 +48,7 @@ def headline(plan: Plan) -> RenderableType:
 
 
 def standing(plan: Plan) -> list[RenderableType]:
-    """Four lines: the plan's figures, what it is faster than, what is proved, and how sure that is."""
+    """Four lines: the plan's predicted values, what it is faster than, the proof, and the confidence."""
     p, c, sure = plan.prediction, plan.certificate, plan.confidence
     said = [
         f"Plan     {seconds(p.step_time_s)} a step (90 %: {seconds(p.step_time_low_s)} to "
@@ -88,7 +89,7 @@ def _faster(other_s: float, step_s: float) -> str:
 
 
 def assignments(plan: Plan, shares: Sequence[float] = ()) -> RenderableType:
-    """Components with the same assignment share a line; with their share of the step where that is known."""
+    """Table of assignments; components with the same one share a line, with their share of the step if known."""
     staged = len(plan.stages) > 1
     made = table("", ("components", "runs as", *["stage"] * staged), left=2)
     if shares:
@@ -106,7 +107,7 @@ def assignments(plan: Plan, shares: Sequence[float] = ()) -> RenderableType:
 
 
 def baselines(plan: Plan, *, verbose: bool = False) -> list[RenderableType]:
-    """Whole strategies beside the plan, fastest first: the best ones, those that are one and the same joined.
+    """Whole strategies beside the plan, fastest first: the best ones, with equal ones joined.
 
     ``verbose``: all of them, with the reason for each that does not fit.
     """
@@ -134,7 +135,7 @@ def baselines(plan: Plan, *, verbose: bool = False) -> list[RenderableType]:
 
 
 def _joined(order: Sequence[Baseline]) -> list[list[Baseline]]:
-    """Strategies that are the same to the last figure, together."""
+    """Strategies with equal time and memory, grouped."""
     found: list[list[Baseline]] = []
     for b in order:
         if found and (found[-1][0].step_time_s, found[-1][0].memory_bytes_max) == (b.step_time_s, b.memory_bytes_max):
@@ -145,7 +146,7 @@ def _joined(order: Sequence[Baseline]) -> list[list[Baseline]]:
 
 
 def _shown(rows: list[list[Baseline]], here: Baseline) -> list[list[Baseline]]:
-    """The fastest rows; the plan, plain data parallelism and the single device always among them."""
+    """The fastest rows; always including the plan, plain data parallelism and the single device."""
     kept = {id(r) for r in rows if any(b is here or b.name in ("ddp", "single") for b in r)}
     for r in rows:
         if len(kept) < _ROWS:
@@ -154,7 +155,7 @@ def _shown(rows: list[list[Baseline]], here: Baseline) -> list[list[Baseline]]:
 
 
 def _folded(plan: Plan, more: int) -> list[RenderableType]:
-    """What the short table leaves out, on one line."""
+    """One line on what the short table leaves out."""
     run = [b for b in plan.baselines if not _only_asked(b)]
     said = [f"{more} more"] if more else []
     for what, names in (
@@ -169,12 +170,12 @@ def _folded(plan: Plan, more: int) -> list[RenderableType]:
 
 
 def _only_asked(b: Baseline) -> bool:
-    """Whether a strategy is priced beside every plan and chosen only by name."""
+    """Whether a strategy is priced beside every plan but only chosen by name."""
     return b.name.startswith("ps_")
 
 
 def prediction(plan: Plan) -> RenderableType:
-    """The prediction with its interval, and what it is made of."""
+    """The prediction with its interval and its parts."""
     p = plan.prediction
     return line(
         f"step {seconds(p.step_time_s)} (90 %: {seconds(p.step_time_low_s)} to {seconds(p.step_time_high_s)}), "
@@ -185,7 +186,7 @@ def prediction(plan: Plan) -> RenderableType:
 
 
 def doubt(plan: Plan) -> list[RenderableType]:
-    """What uncertain costs leave of the certificate."""
+    """Confidence in the plan under uncertain costs."""
     c = plan.confidence
     if c is None or c.finalists < 2 or plan.measured is not None:
         return []
@@ -198,7 +199,7 @@ def doubt(plan: Plan) -> list[RenderableType]:
 
 
 def measured(plan: Plan) -> list[RenderableType]:
-    """What the finalists took where they were run against each other, and what that changed."""
+    """Measurements of the finalists, if they were run against each other, and what these changed."""
     m = plan.measured
     if m is None:
         return []
@@ -237,7 +238,7 @@ def measured(plan: Plan) -> list[RenderableType]:
 
 
 def certificate(plan: Plan) -> RenderableType:
-    """How far from optimal the plan can be."""
+    """The proved distance from the optimum."""
     c = plan.certificate
     return line(
         f"certificate: {c.status}, no plan in the space is faster than {seconds(c.lower_bound_s)} "
@@ -246,7 +247,7 @@ def certificate(plan: Plan) -> RenderableType:
 
 
 def search(plan: Plan) -> list[RenderableType]:
-    """How the search came to its plan and to its bound, in at most five points."""
+    """Progress of the search for plan and bound, in at most five points."""
     curve = plan.certificate.curve or ()
     if len(curve) < 2:
         return []
@@ -262,7 +263,7 @@ def search(plan: Plan) -> list[RenderableType]:
 
 
 def several(plans: Sequence[Plan]) -> RenderableType:
-    """The best plans side by side. What they are goes last: it folds where it is long, and numbers stay in sight."""
+    """The best plans side by side. The assignment comes last, because it wraps if it is long."""
     made = table("Best plans", ("plan", "step", "against best", "memory per rank", "schedule"), left=1)
     made.add_column("assignment", overflow="fold")
     for i, p in enumerate(plans):

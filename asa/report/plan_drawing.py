@@ -1,4 +1,4 @@
-"""How the figures of one plan, and of one run, are drawn. Rows as :mod:`asa.report.plan_page` and ``run_page`` give."""
+"""Drawing of the figures of one plan, and of one run. Rows come from :mod:`asa.report.plan_page` and ``run_page``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from asa.report.drawing import ASA, INK, MARKERS, PALETTE, Row, colour, single
 from asa.report.tables import fitted
 
 _ACROSS = 5
-"""Boxes of a network beside each other."""
+"""Number of boxes of a network side by side."""
 _COMPUTE, _SENT = "#8DA0B3", ASA
 
 
 def network(rows: Sequence[Row]) -> Figure:
-    """Rows: index, component, runs as, stage, share of the step. Boxes in the order of the data, line by line."""
+    """Figure of rows: index, component, assignment, stage, share of the step. Boxes in the order of the data, line by
+    line."""
     down = -(-len(rows) // _ACROSS)
     figure, axes = single(0.8 + 0.72 * down, width=8.4)
     labels = list(dict.fromkeys(str(row[2]) for row in rows))
@@ -54,7 +55,7 @@ def _place(index: int) -> tuple[int, int]:
 
 
 def component_times(rows: Sequence[Row]) -> Figure:
-    """Rows: component, seconds computing, seconds communicating."""
+    """Figure of rows: component, seconds computing, seconds communicating."""
     figure, axes = single(0.9 + 0.22 * max(4, len(rows)))
     ys = range(len(rows))
     computes, sends = ([1e3 * float(row[i] or 0.0) for row in rows] for i in (1, 2))
@@ -68,7 +69,7 @@ def component_times(rows: Sequence[Row]) -> Figure:
 
 
 def search(rows: Sequence[Row]) -> Figure:
-    """Rows: seconds of search, best step found (None: nothing yet), what no plan is faster than."""
+    """Figure of rows: seconds of search, best step time (None: none yet), lower bound."""
     figure, axes = single(3.2)
     at = [float(row[0] or 0.0) for row in rows]
     best = [(t, float(row[1])) for t, row in zip(at, rows, strict=True) if row[1] is not None]
@@ -84,7 +85,8 @@ def search(rows: Sequence[Row]) -> Figure:
 
 
 def trade(rows: Sequence[Row]) -> Figure:
-    """Rows: kind (``plan``, ``strategy``, ``frontier``), name, bytes, seconds. Memory across, time up."""
+    """Figure of rows: kind (``plan``, ``strategy``, ``frontier``), name, bytes, seconds. Memory is horizontal, time
+    vertical."""
     figure, axes = single(3.6)
     curve = sorted((float(r[2] or 0) / 2**30, 1e3 * float(r[3] or 0)) for r in rows if r[0] == "frontier")
     if curve:
@@ -105,7 +107,7 @@ def trade(rows: Sequence[Row]) -> Figure:
 
 
 def cost(rows: Sequence[Row]) -> Figure:
-    """Rows: devices, seconds of an epoch, its cost, whether no other is as fast and as cheap."""
+    """Figure of rows: devices, seconds of an epoch, its cost, whether it is on the frontier."""
     figure, axes = single(3.2)
     for row in rows:
         axes.plot(float(row[1] or 0), float(row[2] or 0), marker="o", markersize=7, linestyle="none",
@@ -120,7 +122,8 @@ def cost(rows: Sequence[Row]) -> Figure:
 
 
 def beside(rows: Sequence[Row]) -> Figure:
-    """Rows: term, seconds in this plan, seconds in the other; the first row is (term, this name, other name)."""
+    """Figure of rows: term, seconds in this plan, seconds in the other; the first row is (term, this name, other
+    name)."""
     figure, axes = single(0.9 + 0.5 * max(3, len(rows) - 1))
     names, terms = rows[0][1:3], rows[1:]
     for side, shade in ((0, ASA), (1, PALETTE[0])):
@@ -135,7 +138,7 @@ def beside(rows: Sequence[Row]) -> Figure:
 
 
 def step_times(rows: Sequence[Row]) -> Figure:
-    """Rows: kind (``measured``, ``expected``, ``change``, ``finding``), step, seconds, words."""
+    """Figure of rows: kind (``measured``, ``expected``, ``change``, ``finding``), step, seconds, words."""
     figure, axes = single(3.6, width=8.4)
     for kind, style in (
         ("measured", {"color": INK, "linewidth": 1.3, "label": "measured"}),
@@ -161,7 +164,7 @@ def step_times(rows: Sequence[Row]) -> Figure:
 
 
 def rank_memory(rows: Sequence[Row]) -> Figure:
-    """Rows: rank, bytes promised, bytes measured (None: not tracked)."""
+    """Figure of rows: rank, bytes predicted, bytes measured (None: not measured)."""
     figure, axes = single(0.9 + 0.34 * max(3, len(rows)))
     for y, row in enumerate(rows):
         if row[2] is not None:

@@ -1,4 +1,4 @@
-"""A plan as one page that needs no network: its network, where time goes, how it was found, what it is held against."""
+"""Page of a plan that needs no network: its components, where time goes, the search, and comparisons."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write(
     plan: Plan, folder: Path, found: Explanation | None = None, other: Difference | None = None,
     curves: Frontier | None = None,
 ) -> Path:  # fmt: skip
-    """``report.html`` with ``plan.json`` and ``figures/`` beside it; returns the page's path."""
+    """Write ``report.html``, with ``plan.json`` and ``figures/`` beside it; returns the page's path."""
     codec.save(plan, folder / "plan.json")
     drawn = [(c, page.draw(c, folder / "figures")[1]) for c in charts(plan, found, other, curves)]
     path = folder / "report.html"
@@ -33,7 +33,7 @@ def write(
 
 
 def html(plan: Plan, drawn: list[tuple[Chart, str]]) -> str:
-    """The page; ``drawn`` are the figures with their inline SVG."""
+    """The page; ``drawn`` contains the figures with their inline SVG."""
     told = plain([words.headline(plan), *words.standing(plan)], width=1000)
     said = [re.sub(r" {2,}", ": ", text) for text in told.splitlines()]
     first, *others = drawn
@@ -64,7 +64,7 @@ def html(plan: Plan, drawn: list[tuple[Chart, str]]) -> str:
 def charts(
     plan: Plan, found: Explanation | None = None, other: Difference | None = None, curves: Frontier | None = None
 ) -> tuple[Chart, ...]:
-    """The network, then what is known: time per component, another plan beside, the search, time against memory and
+    """Figures of the plan, as far as known: network, time per component, another plan, search, time against memory and
     cost."""
     made = [network(plan, found)]
     made += [component_times(found)] if found is not None else []
@@ -76,7 +76,7 @@ def charts(
 
 
 def network(plan: Plan, found: Explanation | None = None) -> Chart:
-    """Every component in the order of the data, coloured by what it runs as."""
+    """Components in the order of the data, coloured by assignment."""
     times = _times(found) if found is not None else {}
     whole = sum(a + b for a, b in times.values())
     rows: list[Row] = [
@@ -112,7 +112,7 @@ def component_times(found: Explanation) -> Chart:
 
 
 def search(plan: Plan) -> Chart:
-    """The best plan and the bound over the time of the search."""
+    """The best plan and the lower bound over the time of the search."""
     return Chart(
         name="search",
         title="Course of the search",
@@ -124,7 +124,7 @@ def search(plan: Plan) -> Chart:
 
 
 def trade(plan: Plan, points: Sequence[MemoryPoint] = ()) -> Chart:
-    """Step time against memory: the plan, whole strategies, and the frontier where it is known."""
+    """Step time against memory: the plan, whole strategies, and the frontier if known."""
     p = plan.prediction
     rows: list[Row] = [("plan", "this plan", max(p.memory_bytes_per_rank), p.step_time_s)]
     rows += [
@@ -145,7 +145,7 @@ def trade(plan: Plan, points: Sequence[MemoryPoint] = ()) -> Chart:
 
 
 def cost(points: Sequence[CostPoint]) -> Chart:
-    """Time and cost of an epoch on more and more devices."""
+    """Time and cost of an epoch on increasing numbers of devices."""
     rows = [(p.gpus, p.epoch_s, p.epoch_cost, p.on_frontier) for p in points if p.epoch_s and p.epoch_cost is not None]
     return Chart(
         name="cost",

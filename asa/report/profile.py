@@ -1,4 +1,4 @@
-"""A profile, for reading."""
+"""Text of a profile."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from asa.report.tables import fitted, folded, line, table
 from asa.report.units import flops, percent, seconds, size
 
 _ROWS, _BAR = 8, 12
-"""Components shown without ``-v``, and characters of a bar for all of a step."""
+"""Number of components shown without ``-v``, and of characters of a bar for a whole step."""
 
 
 def render(profile: Profile, *, verbose: bool = False) -> list[RenderableType]:
-    """The model, what a step takes, whether the parts add up, and the components that take longest.
+    """The model, the time of a step, the check of the sum, and the components that take longest.
 
     ``verbose``: every component, the whole model over microbatches and degrees, and all remarks.
     """
@@ -32,7 +32,7 @@ def render(profile: Profile, *, verbose: bool = False) -> list[RenderableType]:
 
 
 def headline(profile: Profile) -> str:
-    """What was measured, on what."""
+    """Model, device and origin, in one line."""
     shape = "x".join(map(str, profile.graph.input_shape))
     device = profile.device
     return (
@@ -42,7 +42,7 @@ def headline(profile: Profile) -> str:
 
 
 def standing(profile: Profile) -> list[RenderableType]:
-    """Three lines and those that the sum check adds: the model, a step of it, the best microbatch."""
+    """Lines on the model, a step of it, the best microbatch, and the check of the sum."""
     parts = profile.graph.components
     sums = whole_sums(profile)
     largest = max(sums, default=None)
@@ -74,7 +74,7 @@ def standing(profile: Profile) -> list[RenderableType]:
 
 
 def whole_sums(profile: Profile) -> dict[int, float]:
-    """Seconds of forward and backward of all components with whole weights, by microbatch, where all were timed."""
+    """Seconds of forward and backward of all unsplit components, by microbatch, if all were timed."""
     at = _by_key(profile)
     names = [c.name for c in profile.graph.components]
     found = {}
@@ -86,7 +86,7 @@ def whole_sums(profile: Profile) -> dict[int, float]:
 
 
 def _longest(profile: Profile) -> RenderableType:
-    """The components that take longest at the largest microbatch, in 80 columns."""
+    """Table of the components that take longest at the largest microbatch, in 80 columns."""
     at = _by_key(profile)
     largest = max(t.microbatch for t in profile.timings if t.tensor_degree == 1)
     taken = {c.name: at[c.name, largest, 1] for c in profile.graph.components if (c.name, largest, 1) in at}
@@ -179,8 +179,8 @@ def _check(profile: Profile) -> Sequence[RenderableType]:
 
 
 def _roofline(profile: Profile) -> list[RenderableType]:
-    """What the device reaches, what the step reaches of it, and the time that no way of computing it goes below: per
-    component the arithmetic at the one ceiling, or what must be read and written at the other."""
+    """Lines on the device's peak rates, the fraction that the step reaches, and a lower bound of its time: for each
+    component the larger of its arithmetic and its memory traffic at these rates."""
     found = profile.ceilings
     if found is None:
         return []
@@ -212,7 +212,7 @@ def _remarks(profile: Profile) -> list[RenderableType]:
 
 
 def _warnings(profile: Profile) -> list[RenderableType]:
-    """What makes the times worth less than measured ones are."""
+    """Warnings about times that are less reliable than measured ones."""
     said: list[RenderableType] = []
     if profile.drift is not None:
         said.append(line(folded(drifted(profile.drift))))
@@ -224,7 +224,7 @@ def _warnings(profile: Profile) -> list[RenderableType]:
 
 
 def _by_reason(skipped: Sequence[str]) -> dict[str, list[str]]:
-    """What was skipped, under the reason each entry states behind its last colon.
+    """Skipped measurements, grouped by the reason after the last colon of each entry.
 
     >>> _by_reason(["degree 2: no time", "degree 4: no time", "microbatch 1"])
     {'no time': ['degree 2', 'degree 4'], 'unmeasured': ['microbatch 1']}

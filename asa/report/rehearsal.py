@@ -1,4 +1,4 @@
-"""A rehearsed rank beside its prediction, for reading."""
+"""Text of a rehearsed rank and its prediction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asa.report.units import error, seconds, size
 
 
 def render(found: Rehearsal) -> list[RenderableType]:
-    """Every component, then the step and the peak."""
+    """Table of all components, then step time and peak memory."""
     made = table(
         f"Rank {found.rank} of {found.num_ranks} (stage {found.stage}), {found.model}, {found.samples} samples per "
         f"step, alone on one {found.device} device",

@@ -1,4 +1,4 @@
-"""A run as one page that needs no network: step time with changes of plan and what was slow, promised and measured."""
+"""Page of a run that needs no network: step time with changes of plan and findings, prediction and measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHANGES = ("switch", "rollback", "memory", "lost")
 
 
 def write(found: Story, events: Iterable[Mapping[str, Any]], folder: Path, plan: Plan | None = None) -> Path:
-    """``report.html`` with ``figures/`` beside it in ``folder``; returns the page's path."""
+    """Write ``report.html`` with ``figures/`` beside it to ``folder``; returns the page's path."""
     drawn = [(c, page.draw(c, folder / "figures")[1]) for c in charts(list(events), plan)]
     path = folder / "report.html"
     codec.write(html(found, drawn, folder.name), path)
@@ -27,7 +27,7 @@ def write(found: Story, events: Iterable[Mapping[str, Any]], folder: Path, plan:
 
 
 def html(found: Story, drawn: list[tuple[Chart, str]], name: str) -> str:
-    """The page; ``drawn`` are the figures with their inline SVG."""
+    """The page; ``drawn`` contains the figures with their inline SVG."""
     first, *others = drawn
     told = [
         f"after step {h.step}{'' if h.epoch is None else f' (epoch {h.epoch + 1})'}: {PREFIX.get(h.kind, '')}{h.line}"
@@ -54,7 +54,7 @@ def html(found: Story, drawn: list[tuple[Chart, str]], name: str) -> str:
 
 
 def first_sentence(found: Story) -> str:
-    """How many steps, how often the plan changed, and what the changes were worth."""
+    """Number of steps and of changes of plan, and the gain of these."""
     steps = max((s.last_step for s in found.stretches), default=0)
     slow = sum(h.kind == "finding" for h in found.happenings)
     often = f"changed {_times(len(found.changes))}" if found.changes else "never changed"
@@ -71,7 +71,7 @@ def _times(count: int) -> str:
 
 
 def charts(events: list[Mapping[str, Any]], plan: Plan | None = None) -> tuple[Chart, ...]:
-    """Step time first, then learning, memory of the last epoch, and the plan it began with."""
+    """Figures of a run: step time first, then learning, memory of the last epoch, and the first plan."""
     made = [timeline(events)]
     learnt = learning(events)
     made += [learnt] if learnt.rows else []
@@ -82,7 +82,7 @@ def charts(events: list[Mapping[str, Any]], plan: Plan | None = None) -> tuple[C
 
 
 def timeline(events: Iterable[Mapping[str, Any]]) -> Chart:
-    """Measured and promised step time over the steps, changes of plan and findings marked."""
+    """Measured and predicted step time over the steps, with marks for changes of plan and findings."""
     rows: list[Row] = []
     step = 0
     for event in events:
@@ -118,7 +118,7 @@ def timeline(events: Iterable[Mapping[str, Any]]) -> Chart:
 
 
 def learning(events: Iterable[Mapping[str, Any]]) -> Chart:
-    """Validation accuracy, or the loss where there is none, after every epoch."""
+    """Validation accuracy, or the loss if there is none, after every epoch."""
     rows: list[Row] = []
     took = 0.0
     for event in events:
@@ -142,7 +142,7 @@ def learning(events: Iterable[Mapping[str, Any]]) -> Chart:
 
 
 def memory(events: Iterable[Mapping[str, Any]]) -> Chart:
-    """Promised and measured memory of every rank in the last epoch."""
+    """Predicted and measured memory of every rank in the last epoch."""
     last = None
     for event in events:
         if event.get("event") == "epoch" and isinstance(event.get("measurements"), Mapping):

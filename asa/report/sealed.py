@@ -1,4 +1,4 @@
-"""Sealed predictions beside what a machine measured, failures included."""
+"""Text of sealed predictions compared with measurements, failures included."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from asa.report.tables import line, table
 from asa.report.units import NOTHING, error, percent, seconds, size
 
 FAR = 0.1
-"""By how much two medians differ before their order counts."""
+"""Relative difference of two medians from which on their order counts."""
 
 
 def render(check: SealedCheck) -> list[RenderableType]:
-    """Every cell, then the score; one line where nothing speaks of this machine."""
+    """All cells, then the score; one line if there are no predictions for this machine."""
     here = check.environment
     machine = f"{here.num_devices} x {here.device_name} ({here.device_type})"
     if not check.cells:
@@ -61,7 +61,7 @@ def render(check: SealedCheck) -> list[RenderableType]:
 
 
 def scores(check: SealedCheck) -> dict[str, Any]:
-    """The figures of the summary; None where no cell says anything of it."""
+    """Numbers of the summary; None if no cell determines them."""
     told = [c for c in check.cells if c.measured is not None]
     errors = [_error(c) for c in told]
     ordered = list(_pairs(told))
@@ -82,7 +82,7 @@ def scores(check: SealedCheck) -> dict[str, Any]:
 
 
 def inside(cell: CheckedCell) -> bool:
-    """Whether what was measured lies in the interval foretold."""
+    """Whether the measurement lies in the predicted interval."""
     return cell.measured is not None and cell.low_s <= cell.measured.median <= cell.high_s
 
 
@@ -109,7 +109,7 @@ def _pairs(cells: Sequence[CheckedCell]) -> Iterator[bool]:
 
 
 def _regret(group: Sequence[CheckedCell]) -> float | None:
-    """Regret of the cell predicted fastest; None where it could not be measured."""
+    """Regret of the cell predicted fastest; None if it could not be measured."""
     times = [c.measured.median for c in group if c.measured is not None]
     first = min(group, key=lambda c: c.predicted_s)
     return first.measured.median / min(times) - 1 if first.measured is not None else None

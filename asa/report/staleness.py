@@ -1,4 +1,4 @@
-"""Curves of stale and local training, for reading."""
+"""Text of curves of stale and local training."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from asa.report.tables import line, table
 from asa.report.units import NOTHING
 
 _SHARE = 0.95
-"""Share of the plain run's best accuracy that is the target of the table."""
+"""Fraction of the plain run's best accuracy that is the target in the table."""
 
 
 def render(curves: Staleness) -> list[RenderableType]:
-    """Per setting the accuracy at the end, and global batches to an accuracy that the plain runs come close to."""
+    """For each setting the final accuracy, and global batches to an accuracy close to that of plain runs."""
     plain = curves.curve(PLAIN)
     best = [max(r.accuracies, default=0.0) for r in plain.runs] if plain is not None else []
     goal = int(100 * _SHARE * sum(best) / len(best)) / 100 if best else 0.0
@@ -32,7 +32,7 @@ def render(curves: Staleness) -> list[RenderableType]:
 
 
 def _ends(curve: Curve) -> str:
-    """Lowest and highest accuracy at the end of a run, and how many diverged."""
+    """Lowest and highest final accuracy of runs, and the number that diverged."""
     ends = sorted(r.accuracies[-1] for r in curve.runs if r.accuracies and not r.diverged)
     gone = sum(r.diverged for r in curve.runs)
     said = f"{ends[0]:.3f} to {ends[-1]:.3f}" if ends else NOTHING
@@ -40,7 +40,7 @@ def _ends(curve: Curve) -> str:
 
 
 def batches(steps: Steps | None, most: int) -> str:
-    """A mean with its range; what no run reached as such."""
+    """Mean with its range, as text; says so if no run reached the target."""
     if steps is None:
         return NOTHING
     if steps.reached == 0:

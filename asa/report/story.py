@@ -1,4 +1,4 @@
-"""The story of a run, from its log: what was slow when, what was done about it, and what that was worth."""
+"""The history of a run from its log: what was slow and when, what was done about it, and the gain."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from asa.report.units import NOTHING, percent, seconds
 
 @noun
 class Stretch:
-    """Steps under one plan in the same circumstances: from one finding or change to the next. ``step_s`` is their mean;
-    ``plan`` its fingerprint."""
+    """Steps under one plan without finding or change in between. ``step_s``: their mean; ``plan``: its fingerprint."""
 
     first_step: int
     last_step: int
@@ -26,11 +25,12 @@ class Stretch:
 
 
 PREFIX = {"finding": "slow: ", "quick": "fast: ", "over": "over: "}
-"""Beginning of a line on a happening, by its kind."""
+"""Beginning of the line for an event, by kind."""
 
 
 def kind_of(finding: Mapping[str, Any]) -> str:
-    """The kind of happening of a finding: something is slow, all ranks are faster than predicted, or it is over."""
+    """Kind of a finding: something is slow (``finding``), all ranks are faster than predicted (``quick``), or it is
+    ``over``."""
     if finding.get("ended"):
         return "over"
     everywhere = finding.get("where") is None and finding.get("cause") in ("compute", "everything")
@@ -39,9 +39,9 @@ def kind_of(finding: Mapping[str, Any]) -> str:
 
 @noun
 class Happening:
-    """What was found (``finding``, ``quick`` if all is faster than predicted) or is over (``over``), decided
-    (``switch``, ``rollback``, ``keep``, ``wait``, ``outcome``, ``memory``) or met (``start``, ``note``, ``end``) after
-    ``step`` steps, in words."""
+    """An event after ``step`` steps, described in ``line``: a finding (``finding``, ``quick`` if all is faster than
+    predicted) or its end (``over``), a decision (``switch``, ``rollback``, ``keep``, ``wait``, ``outcome``,
+    ``memory``), or another (``start``, ``note``, ``end``)."""
 
     step: int
     epoch: int | None
@@ -51,8 +51,8 @@ class Happening:
 
 @noun
 class Worth:
-    """A change of plan: the parts of a step promised and measured to be saved, seconds that the change took, and
-    seconds won by it until the next finding or change (None where no step came before or after it)."""
+    """A change of plan: predicted and measured gain as fractions of a step, seconds of the change, and seconds won by
+    it until the next finding or change (None if there was no step before or after it)."""
 
     step: int
     plan: str
@@ -64,7 +64,7 @@ class Worth:
 
 @noun
 class Story:
-    """All of it, in order of steps."""
+    """The complete history, in order of steps."""
 
     stretches: tuple[Stretch, ...]
     happenings: tuple[Happening, ...]
@@ -72,7 +72,7 @@ class Story:
 
 
 def story(events: Iterable[Mapping[str, Any]]) -> Story:
-    """The story that the events of a log tell; what is no event of a run is passed over."""
+    """The history that the events of a log contain; anything else is skipped."""
     teller = _Teller()
     for event in events:
         try:
@@ -92,7 +92,7 @@ class _Teller:
         self._seconds, self._steps = 0.0, 0
 
     def hear(self, event: Mapping[str, Any]) -> None:
-        """One event, as ``log.jsonl`` has it."""
+        """Process one event of ``log.jsonl``."""
         match event["event"]:
             case "start":
                 self._end()
@@ -103,7 +103,7 @@ class _Teller:
             case "steps":
                 self._stepped(int(event["step"]), float(event["step_time_s"]))
             case "epoch":
-                # Where no line of the log was in the epoch, its own figures stand for it.
+                # An epoch without a logged step is shown by its own measurements.
                 if int(event["step"]) > self.step:
                     self._stepped(int(event["step"]), float(event["measurements"]["step_time"]["median"]))
             case "finding":
@@ -150,7 +150,7 @@ class _Teller:
         )
 
     def _end(self) -> None:
-        """A stretch is over."""
+        """End the current stretch."""
         if self._first is not None and self._steps:
             self.stretches.append(
                 Stretch(first_step=self._first, last_step=self.step, plan=self.plan, step_s=self._seconds / self._steps)
@@ -158,7 +158,7 @@ class _Teller:
         self._first, self._seconds, self._steps = None, 0.0, 0
 
     def told(self) -> Story:
-        """All that was heard."""
+        """The complete history."""
         self._end()
         found = []
         for change in self.changes:
@@ -173,7 +173,7 @@ class _Teller:
 
 
 def render(found: Story) -> list[RenderableType]:
-    """The story for reading: what happened, how long steps took between, what every change was worth."""
+    """Text of the history: events, step times in between, and the gain of every change."""
     parts: list[RenderableType] = []
     for h in found.happenings:
         at = f"step {h.step}" + ("" if h.epoch is None else f" (epoch {h.epoch + 1})")

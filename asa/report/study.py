@@ -1,4 +1,4 @@
-"""A study, for reading: one merged table on the screen and in files, with published figures beside it."""
+"""Text of a study: one merged table on the terminal and in files, compared with published numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MARKS = {"measured": "", "predicted": "~", "refused": "-", "open": "..."}
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A block that would be run: its title, what is done, and about how many seconds it takes, by ``how``."""
+    """A block to run: its title, what is done, its estimated seconds and their basis ``how``."""
 
     title: str
     mode: str
@@ -32,7 +32,7 @@ class Planned:
 
 
 def planned(name: str, title: str, items: Sequence[Planned], budget_s: float, folder: Path) -> list[RenderableType]:
-    """What a study would do, and how long it takes."""
+    """The open work of a study, and its estimated duration."""
     said: list[RenderableType] = [line(f"study {name}: {title}", "bold")]
     for item in items:
         last = "done" if item.how == "done" else f"about {seconds(item.seconds)}, {item.how}"
@@ -46,7 +46,7 @@ def planned(name: str, title: str, items: Sequence[Planned], budget_s: float, fo
 
 
 def planned_document(name: str, folder: Path, items: Sequence[Planned], budget_s: float) -> dict[str, Any]:
-    """Returns what :func:`planned` shows, as a document."""
+    """The content of :func:`planned` as a document."""
     return {
         "kind": "study-plan",
         "schema_version": 1,
@@ -62,7 +62,7 @@ def planned_document(name: str, folder: Path, items: Sequence[Planned], budget_s
 
 
 def render(study: Study) -> list[RenderableType]:
-    """A table for every model, data set and place, narrow enough for 80 columns; refusals and notes under them."""
+    """A table for every model, data set and place, in 80 columns; refusals and notes below."""
     said: list[RenderableType] = [line(f"study {study.name}: {study.title}", "bold")]
     rows = figures.of(study)
     for heading in dict.fromkeys(f.place for f in rows):
@@ -99,7 +99,7 @@ def render(study: Study) -> list[RenderableType]:
 
 
 def folded(study: Study) -> list[str]:
-    """Reasons, each once with the cells it is of; notes; what is still to do."""
+    """Lines with each reason of refusal and its cells, notes, and the open work."""
     found = [f"refused ({n}): {_few(cells)}: {why}" for n, (why, cells) in enumerate(_reasons(study).items(), 1)]
     short = [row for row in study.rows if row.result is not None and row.result.accuracy
              and row.result.accuracy[-1].epoch < row.cell.epochs - 0.01]  # fmt: skip
@@ -116,7 +116,7 @@ def folded(study: Study) -> list[str]:
 
 
 def _reasons(study: Study) -> dict[str, list[str]]:
-    """Why cells were refused, and which; a reason goes by its place in this order."""
+    """Reasons of refusals, each with its cells; a reason's number is its position."""
     said: dict[str, list[str]] = {}
     for row in study.rows:
         if row.state == "refused":
@@ -138,7 +138,7 @@ READ = (
 
 
 def cells(f: Figures, reasons: Sequence[str], *, price: bool) -> tuple[str, ...]:
-    """A row of :data:`READ`, as text. Refusals have the number of their reason in place of figures."""
+    """A row with the columns :data:`READ`, as text. Refused cells have the number of their reason."""
     c, r = f.row.cell, f.row.result
     place = (c.model, c.data, str(c.gpus), str(c.global_batch), c.strategy, str(c.epochs))
     if r is None:
@@ -154,7 +154,7 @@ def cells(f: Figures, reasons: Sequence[str], *, price: bool) -> tuple[str, ...]
 
 
 def markdown(study: Study, rows: Sequence[Figures]) -> str:
-    """The table, and everything a reader should know of it."""
+    """The table and all notes, as Markdown."""
     kept, made = columns(study, rows)
     out = [f"# {study.title}", "", f"Study `{study.name}`, {study.created}.", ""]
     out += [f"| {' | '.join(READ[i] for i in kept)} |", f"|{'---|' * len(kept)}"]
@@ -181,7 +181,7 @@ _SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textas
 
 
 def latex(study: Study, rows: Sequence[Figures]) -> str:
-    """The table for a paper that uses ``booktabs``."""
+    """The table in LaTeX with ``booktabs``."""
     kept, made = columns(study, rows)
     left = {"model", "data", "strategy", "state"}
     out = [
@@ -203,7 +203,7 @@ def _escaped(text: str) -> str:
 
 
 def columns(study: Study, rows: Sequence[Figures]) -> tuple[list[int], list[tuple[str, ...]]]:
-    """Columns in which any row has a figure, and all rows."""
+    """Indices of columns in which any row has a value, and all rows."""
     reasons = list(_reasons(study))
     made = [cells(f, reasons, price=study.price is not None) for f in rows]
     kept = [i for i in range(len(READ)) if i < 8 or any(row[i] != NOTHING for row in made)]

@@ -1,4 +1,4 @@
-"""The figures of a study's cells: what follows from a result, and what was published of the same."""
+"""Derived values of a study's cells, and published numbers for the same."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """One row and what follows from it. Seconds and bytes; None where it is not known.
+    """One row with derived values. Seconds and bytes; None if unknown.
 
-    ``run_s``: training for all its epochs; ``target``: the first point of the run that has the accuracy asked for.
-    ``published``: figures of others for the same, each with the figure here.
+    ``run_s``: training for all its epochs; ``target``: the first point of the run with the requested accuracy.
+    ``published``: published numbers for the same, each with the value measured here.
     """
 
     row: StudyRow
@@ -39,7 +39,7 @@ class Figures:
 
     @property
     def place(self) -> str:
-        """What a table is of."""
+        """Title of the table for this row."""
         c = self.row.cell
         shape = "x".join(map(str, c.input_shape))
         seed = f", seed {c.seed}" if c.seed else ""
@@ -47,7 +47,7 @@ class Figures:
 
     @property
     def learnt(self) -> str:
-        """Accuracy, with the epochs it took; the loss where nothing tells classes apart."""
+        """Accuracy, or the loss if there are no classes, with the number of epochs."""
         if self.last is None:
             return NOTHING
         if self.last.validation_accuracy <= 0:
@@ -56,12 +56,12 @@ class Figures:
 
     @property
     def to_target(self) -> str:
-        """Epochs and time to the accuracy asked for."""
+        """Epochs and time to the requested accuracy."""
         return NOTHING if self.target is None else f"{self.target.epoch:.3g} epochs, {seconds(self.target.seconds)}"
 
 
 def of(study: Study) -> list[Figures]:
-    """Every row with what follows from it, models and counts together, in the order of the study."""
+    """All rows with derived values, sorted by model and number of ranks, otherwise in the order of the study."""
     rows = sorted(study.rows, key=_order(study.rows))
     found = [_figures(row, study) for row in rows]
     by_cell = {f.row.cell: f for f in found}
@@ -69,7 +69,7 @@ def of(study: Study) -> list[Figures]:
 
 
 def _order(rows: Sequence[StudyRow]) -> Callable[[StudyRow], Any]:
-    """A key to sort by: models, places and strategies as they first appear, counts by size."""
+    """A sort key: models, places and strategies in their order of first appearance, counts by size."""
     seen: dict[str, dict[object, int]] = {}
 
     def place(field: str, value: object) -> int:
@@ -133,14 +133,14 @@ def _beside(f: Figures, every: dict[StudyCell, Figures], published: Iterable[Pub
         if p.strategy == c.strategy
         and p.model in ("", c.model)
         and p.gpus == c.gpus
-        # What is foreseen could be of the very data; what is measured here is of another machine anyway.
+        # Predictions are compared only for equal data; measurements here are of another machine anyway.
         and (c.mode == "measured" or p.data == c.data)
     ]
     return replace(f, published=tuple((p, _own(p.metric, f, every)) for p in mine)) if mine else f
 
 
 def _own(metric: str, f: Figures, every: dict[StudyCell, Figures]) -> float | None:
-    """The figure here that a published one is compared with; None where a row does not say it."""
+    """The value here to compare with a published one; None if the row has none."""
     from dataclasses import replace
 
     r = f.row.result
@@ -163,13 +163,13 @@ def _own(metric: str, f: Figures, every: dict[StudyCell, Figures]) -> float | No
 
 
 def unmatched(study: Study, rows: Sequence[Figures]) -> list[Published]:
-    """Published figures that no row stands beside."""
+    """Published numbers without a corresponding row."""
     matched = {p for f in rows for p, own in f.published if own is not None}
     return [p for p in study.published if p not in matched]
 
 
 def grouped(published: Sequence[Published]) -> str:
-    """Which they are, in a few words."""
+    """Short description of ``published``."""
     found: dict[str, int] = {}
     for p in published:
         key = f"{p.strategy} {p.metric.replace('_', ' ')}"
@@ -187,11 +187,11 @@ COLUMNS = (
     "validation_accuracy", "training_s", "epochs_to_target", "seconds_to_target", "cost_per_epoch", "cost_of_run",
     "cost_to_target", "published", "created",
 )  # fmt: skip
-"""Columns of the CSV: plain seconds, bytes and shares from 0 to 1."""
+"""Columns of the CSV: plain seconds, bytes and fractions from 0 to 1."""
 
 
 def plain(f: Figures) -> tuple[object, ...]:
-    """A row of :data:`COLUMNS`."""
+    """A row with the columns :data:`COLUMNS`."""
     c, r, last = f.row.cell, f.row.result, f.last
     t = r.step_time_s if r is not None else None
     return (

@@ -1,4 +1,4 @@
-"""A study as one page that needs no network: its figures first, then the merged table and what was published."""
+"""Page of a study that needs no network: figures first, then the merged table and published numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asa.report.study_figures import Figures
 
 
 def write(study: Study, folder: Path) -> list[Path]:
-    """``report.html`` and the figures beside it; returns the page's path."""
+    """Write ``report.html`` with figures beside it; returns the page's path."""
     rows = figures.of(study)
     drawn = [(chart, page.draw(chart, folder / "figures")[1]) for chart in charts(rows) if chart.rows]
     path = folder / "report.html"
@@ -32,7 +32,7 @@ def charts(rows: list[Figures]) -> tuple[Chart, ...]:
 
 
 def _longest(rows: list[Figures]) -> list[Figures]:
-    """Rows without those of fewer epochs of the same run, whose figures are the same."""
+    """Rows without those of fewer epochs of the same run, which have the same values."""
     found: dict[object, Figures] = {}
     for f in rows:
         key = replace(f.row.cell, epochs=0)
@@ -42,7 +42,7 @@ def _longest(rows: list[Figures]) -> list[Figures]:
 
 
 def first_sentence(study: Study, rows: list[Figures]) -> str:
-    """How many cells there are, and which strategy was the fastest of each model that was measured."""
+    """Number of cells, and the fastest strategy of each measured model."""
     states = [row.state for row in study.rows]
     counted = ", ".join(f"{states.count(s)} {s}" for s in ("measured", "predicted", "refused", "open") if s in states)
     fastest = []

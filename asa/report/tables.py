@@ -1,4 +1,4 @@
-"""What the tables of this room have in common: one look, and runs of equal components on one line."""
+"""Common parts of all tables: their style, and equal consecutive components on one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asa.ir.plan import Assignment
 
 
 def table(title: str, columns: Sequence[str], *, left: int = 1) -> Table:
-    """An open table; the first ``left`` columns are flush left, the others (numbers) flush right."""
+    """An empty table; the first ``left`` columns are left-aligned, the others (numbers) right-aligned."""
     made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", title_style="bold")
     for i, name in enumerate(columns):
         made.add_column(name, justify="left" if i < left else "right", overflow="fold", no_wrap=i < left)
@@ -22,12 +22,12 @@ def table(title: str, columns: Sequence[str], *, left: int = 1) -> Table:
 
 
 def line(text: str, style: str = "") -> Text:
-    """One line of prose, never read as markup."""
+    """One line of text without markup."""
     return Text(text, style=style)
 
 
 def folded(text: str, width: int = 80) -> str:
-    """Prose in lines of at most ``width`` characters, those behind the first indented by four; a long word stays whole.
+    """Text wrapped to at most ``width`` characters, with later lines indented by four; a long word is not broken.
 
     >>> print(folded("loss 5.687; this plan stays the best", 20))
     loss 5.687; this
@@ -40,7 +40,7 @@ def folded(text: str, width: int = 80) -> str:
 
 
 def plain(parts: Iterable[RenderableType], *, width: int = 100) -> str:
-    """Plain text of ``parts`` without colour: for files, and for tests."""
+    """``parts`` as plain text without colour, for files and tests."""
     console = Console(width=width, color_system=None, force_terminal=False, legacy_windows=False)
     with console.capture() as captured:
         for part in parts:
@@ -49,7 +49,7 @@ def plain(parts: Iterable[RenderableType], *, width: int = 100) -> str:
 
 
 def runs(names: Sequence[str]) -> str:
-    """First to last of neighbours, with their count.
+    """First and last of consecutive names, with their number.
 
     >>> runs(["stem"]), runs(["layer1.0", "layer1.1", "layer1.2"])
     ('stem', 'layer1.0 .. layer1.2 (3)')
@@ -58,7 +58,7 @@ def runs(names: Sequence[str]) -> str:
 
 
 def fitted(name: str, width: int = 24) -> str:
-    """A name in at most ``width`` characters; of a longer one the end, which tells components apart.
+    """A name in at most ``width`` characters; the end of a longer one, which distinguishes components.
 
     >>> fitted("encoder.layers.encoder_layer_11", 20), fitted("stem")
     ('....encoder_layer_11', 'stem')
@@ -67,7 +67,7 @@ def fitted(name: str, width: int = 24) -> str:
 
 
 def groups(components: Sequence[Assignment]) -> list[tuple[Assignment, tuple[str, ...]]]:
-    """Neighbours with equal assignment, in order: one of them, and the names of all."""
+    """Consecutive components with equal assignment: one assignment, and the names of all."""
     found: list[tuple[Assignment, list[str]]] = []
     for c in components:
         if found and _same(found[-1][0], c):
@@ -78,7 +78,7 @@ def groups(components: Sequence[Assignment]) -> list[tuple[Assignment, tuple[str
 
 
 def short(assignment: Assignment) -> str:
-    """An assignment in a few characters: ``replicate x2``, ``replicate x2, tensor x4``, ``repeated``."""
+    """Short description of an assignment: ``replicate x2``, ``replicate x2, tensor x4``, ``repeated``."""
     words = []
     if assignment.data.degree > 1 or assignment.data.strategy != "replicate":
         words.append(assignment.data.text)

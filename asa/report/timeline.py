@@ -1,4 +1,4 @@
-"""A simulated step, for reading: the streams of every stage in letters, and what each kind of work adds up to."""
+"""Text of a simulated step: the streams of every stage in letters, and sums for each kind of work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LETTERS = {
 
 
 def render(found: Timeline, *, width: int = 72) -> list[RenderableType]:
-    """Streams, legend, sums."""
+    """Streams, legend and sums."""
     made = table(
         "Work of a step" + (", all stages" if len(found.stages) > 1 else " on the busiest rank"),
         ("kind", "letter", "pieces", "time", "share of the step"),
@@ -40,7 +40,8 @@ def render(found: Timeline, *, width: int = 72) -> list[RenderableType]:
 
 
 def strip(found: Timeline, stream: str, width: int, stage: int = 0) -> str:
-    """``width`` letters over the step: in each the work that fills most of its share, a dot where there is none."""
+    """``width`` letters over the step: each shows the kind of work with the largest share there, or a dot if there is
+    none."""
     cell = found.step_time_s / width
     filled: list[dict[str, float]] = [{} for _ in range(width)]
     for e in found.events:

@@ -1,4 +1,4 @@
-"""The timeline of a plan and that of its run in one file: Perfetto shows every rank twice, planned above measured."""
+"""Planned and measured timelines in one file: Perfetto shows every rank twice, planned above measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asa.simulator import Timeline, chrome_trace
 
 
 def together(planned: Timeline, measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One document in Chrome's trace format; processes keep their names, and are numbered and sorted by rank."""
+    """One document in Chrome's trace format; processes keep their names, and are sorted by rank."""
     plan = chrome_trace(planned)
     events: list[dict[str, Any]] = []
     for side, documents in enumerate(([plan], measured)):

@@ -1,4 +1,4 @@
-"""A run, for reading: an epoch in two lines of 80 columns, predicted beside measured."""
+"""Text of a run: two lines of 80 columns per epoch, with prediction and measurement."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from asa.report.units import NOTHING, error, percent, rate, seconds, size
 
 
 def epoch_line(record: EpochRecord, *, trained: bool = True) -> str:
-    """One epoch: loss, accuracy, speed; below it the slowest rank, and the scheduler's words on predicted against
-    measured."""
+    """One epoch: loss, accuracy, speed; below it the slowest rank, and the scheduler's verdict on prediction and
+    measurement."""
     learnt = (
         f"loss {record.train_loss:.3f}, validation loss {record.validation_loss:.3f}, "
         f"accuracy {percent(record.validation_accuracy)}"
@@ -30,7 +30,7 @@ def epoch_line(record: EpochRecord, *, trained: bool = True) -> str:
 
 
 def replan_line(event: Mapping[str, Any]) -> str:
-    """A change of plan, its roll-back, or what came of it, from the event that announced it."""
+    """A change of plan, its roll-back, or its outcome, from the event that announced it."""
     gain = percent(event.get("predicted_gain"), signed=True)
     if event["kind"] == "outcome":
         return f"the new plan: {gain} of a step promised, {percent(event['measured_gain'], signed=True)} measured"
@@ -56,7 +56,7 @@ def replan_line(event: Mapping[str, Any]) -> str:
 
 
 def _placed(event: Mapping[str, Any]) -> str:
-    """On which ranks, where fewer or more than before take part."""
+    """The ranks of a plan, if their number has changed."""
     if event.get("rung") not in ("fewer", "more"):
         return ""
     ranks = ", ".join(map(str, sorted(event["processes"])))
@@ -64,7 +64,7 @@ def _placed(event: Mapping[str, Any]) -> str:
 
 
 def epochs(records: Sequence[EpochRecord]) -> RenderableType:
-    """The whole run as a table."""
+    """Table of the whole run."""
     made = table(
         "Epochs", ("epoch", "train loss", "val. loss", "val. accuracy", "time", "step", "predicted", "error"), left=0
     )
@@ -98,7 +98,7 @@ def _said(predicted: float | None, measured: float | None) -> str:
 
 
 def summary(found: Mapping[str, Any]) -> list[str]:
-    """What the run made of the plan's prediction (``summary`` of ``result.json``): step, memory per rank, waiting."""
+    """Lines comparing prediction and measurement (``summary`` of ``result.json``): step, memory per rank, waiting."""
     step, memory = found["step_time_s"], found["memory_bytes_per_rank"]
     lines = [
         f"step: predicted {seconds(step['predicted'])}, measured {seconds(step['measured'])} "

@@ -1,4 +1,4 @@
-"""Plain seconds, bytes and counts as people read them."""
+"""Plain seconds, bytes and counts as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NOTHING = "-"
 
 
 def seconds(value: float | None) -> str:
-    """Three significant figures with the unit that suits.
+    """Seconds as text: three significant digits with the unit that fits.
 
     >>> [seconds(v) for v in (0.0000123, 0.00456, 1.236, 83.5, 4000)]
     ['12.3 us', '4.56 ms', '1.24 s', '83.5 s', '66.7 min']
@@ -24,7 +24,7 @@ def seconds(value: float | None) -> str:
 
 
 def difference(value: float, *, plus: bool = False) -> str:
-    """Seconds that may be below zero; ``plus`` shows the sign of what is not, too. Nothing has no sign to lose.
+    """Signed seconds as text; ``plus`` also shows a positive sign. Zero has no sign.
 
     >>> difference(-2e-3), difference(2e-3), difference(2e-3, plus=True), difference(-1e-12)
     ('-2.00 ms', '2.00 ms', '+2.00 ms', '0 s')
@@ -35,7 +35,7 @@ def difference(value: float, *, plus: bool = False) -> str:
 
 
 def size(value: float | None) -> str:
-    """Bytes in binary units.
+    """Bytes as text, in binary units.
 
     >>> [size(v) for v in (17, 2048, 3.5 * 1024**2, 80 * 1024**3)]
     ['17 B', '2.00 KiB', '3.50 MiB', '80.0 GiB']
@@ -44,7 +44,7 @@ def size(value: float | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Samples per second, three figures.
+    """Samples per second as text, with three digits.
 
     >>> rate(1528.3), rate(34.56)
     ('1528/s', '34.6/s')
@@ -53,7 +53,7 @@ def rate(value: float | None) -> str:
 
 
 def percent(value: float | None, *, signed: bool = False) -> str:
-    """A share, to a tenth of a per cent.
+    """A fraction as text in per cent, with one decimal.
 
     >>> percent(0.1234), percent(-0.02, signed=True)
     ('12.3 %', '-2.0 %')
@@ -64,7 +64,7 @@ def percent(value: float | None, *, signed: bool = False) -> str:
 
 
 def flops(value: float | None) -> str:
-    """Floating-point operations in powers of a thousand.
+    """Floating-point operations as text, in powers of a thousand.
 
     >>> flops(2.6e9)
     '2.60 GFLOP'
@@ -78,7 +78,7 @@ def flops(value: float | None) -> str:
 
 
 def error(predicted: float | None, measured: float | None) -> str:
-    """Predicted over measured, minus one.
+    """Predicted over measured, minus 1, as text.
 
     >>> error(1.1, 1.0), error(1.0, None)
     ('+10.0 %', '-')

@@ -1,4 +1,4 @@
-"""What paired ratios of a comparison show beside their noise, and when nothing may be said."""
+"""Conclusions from paired ratios of a benchmark and their noise, and conditions under which there are none."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from asa.ir.intervals import FEWEST
 from asa.report.units import percent
 
 _BUSY = 0.1
-"""Cores that others may take of each rank's before no verdict is given."""
+"""Number of cores per rank that others may use before there is no verdict."""
 
 
 def noise_of(bench: Bench, model: str) -> Comparison | None:
-    """The A/A comparison: one strategy against itself."""
+    """The A/A comparison of ``model``: one strategy against itself; None if there is none."""
     return next((c for c in bench.comparisons if c.model == model and c.left == c.right), None)
 
 
 def between(bench: Bench, model: str, one: str, other: str) -> str:
-    """The faster of two strategies, or why that cannot be told; empty where machine or pairs do not allow it."""
+    """The faster of two strategies, or why that is unknown; empty if the machine was busy or there are no pairs."""
     pairs = [c for c in bench.comparisons if c.model == model and {c.left, c.right} == {one, other}]
     return verdict(pairs[0], noise_of(bench, model), disturbed=bool(busy(bench, model))) if pairs else ""
 
 
 def busy(bench: Bench, model: str) -> str:
-    """What other processes took while the cells of ``model`` were measured, where that is too much; else empty."""
+    """Text on the cores that other processes used while ``model`` was measured, if too many; otherwise empty."""
     taken = next((c.others_cores for c in bench.comparisons if c.model == model and c.others_cores is not None), None)
     ranks = max((r.ranks for r in bench.of(model)), default=1)
     return crowded(taken, bench.environment.cpu_cores, ranks)
 
 
 def crowded(taken: float | None, cores: int, ranks: int) -> str:
-    """What is said of cores that others took while so many ranks were measured; empty where it is not too much."""
+    """Text on cores that other processes used while ``ranks`` ranks were measured, if too many; otherwise empty."""
     if taken is None or taken <= max(0, cores - ranks) + _BUSY * min(ranks, cores):
         return ""
     return (
@@ -39,7 +39,7 @@ def crowded(taken: float | None, cores: int, ranks: int) -> str:
 
 
 def against(c: Comparison, noise: Comparison | None, *, disturbed: bool = False) -> str:
-    """How much less or more time the left one takes than the right one, in words of one line."""
+    """How much less or more time the left strategy takes than the right one, in one line."""
     low, high = sorted((1 - c.low, 1 - c.high))
     spread = f"{'all' if c.pairs < FEWEST else '95 %'}: {100 * low:.1f} to {100 * high:.1f} %, {c.pairs} pairs"
     found = verdict(c, noise, disturbed=disturbed)
@@ -52,7 +52,7 @@ def against(c: Comparison, noise: Comparison | None, *, disturbed: bool = False)
 
 
 def verdict(c: Comparison, noise: Comparison | None, *, disturbed: bool = False) -> str:
-    """The one that is faster, or why that cannot be told; empty on a busy machine."""
+    """The faster strategy, or why that is unknown; empty on a busy machine."""
     if disturbed:
         return ""
     if noise is None:
@@ -66,7 +66,7 @@ def verdict(c: Comparison, noise: Comparison | None, *, disturbed: bool = False)
 
 
 def comparison(c: Comparison, noise: Comparison | None, *, disturbed: bool = False) -> str:
-    """A paired ratio with its interval, and what it shows beside ``noise``, the A/A comparison."""
+    """A paired ratio with its interval, and the conclusion given ``noise``, the A/A comparison."""
     few = c.pairs < FEWEST
     interval = f"{c.ratio:.3f} ({'all' if few else '95 %'}: {c.low:.3f} to {c.high:.3f}, {c.pairs} pairs)"
     if c.left == c.right:

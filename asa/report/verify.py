@@ -1,4 +1,4 @@
-"""The verdict of ``asa verify``, for reading."""
+"""Text of the verdict of ``asa verify``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asa.report.tables import line, table
 
 
 def render(found: Equivalence, *, worst: int = 5) -> list[RenderableType]:
-    """The verdict, what it rests on, and the ``worst`` tensors by share of their allowance."""
+    """The verdict, its basis, and the ``worst`` tensors by ratio of error to allowance."""
     made = table("Tensors nearest to their limit", ("tensor", "error", "floor", "allowed"))
     batches = "" if found.gradient_batches == 1 else f", {found.gradient_batches} batches compared"
     for t in sorted(found.tensors, key=lambda t: t.error / t.allowed, reverse=True)[:worst]:
@@ -33,7 +33,7 @@ def render(found: Equivalence, *, worst: int = 5) -> list[RenderableType]:
 
 
 def trained(found: Equivalence) -> list[RenderableType]:
-    """What the code that trains is worth beside a plain loop, if that was looked at."""
+    """Line on the training code compared with a plain loop, if that was checked."""
     if found.training_error is None or found.training_allowed is None:
         return []
     fine = found.training_error <= found.training_allowed
@@ -45,7 +45,7 @@ def trained(found: Equivalence) -> list[RenderableType]:
 
 
 def verdict(found: Equivalence) -> str:
-    """One sentence."""
+    """The verdict in one sentence."""
     numbers = f"{found.worst_tensor} differs by {found.max_rel_error:.2e}, allowed {found.allowed:.2e}"
     if found.equivalent:
         return f"equivalent: training under this plan is training on one device ({numbers})"

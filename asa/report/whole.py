@@ -1,4 +1,5 @@
-"""What a plan is when a tool knows one strategy for the whole network: itself, or the nearest that runs there."""
+"""Replacement of a plan for tools that know one strategy for the whole network: the plan itself, or the best they can
+run."""
 
 from __future__ import annotations
 
@@ -14,19 +15,19 @@ from asa.report.units import percent, seconds
 
 _DATA = {"replicate": "ddp", "zero1": "zero1", "zero2": "zero2", "zero3": "fsdp", "hsdp": "hsdp"}
 _SPLITS_BLOCKS = ("torchtitan", "megatron")
-"""Tools that split attention and vocabulary of the language models they have, too."""
+"""Tools that also split attention and vocabulary of their language models."""
 _WHOLE = (*_DATA.values(), "tensor", *STAGED)
 
 
 def name_of(plan: Plan) -> str | None:
-    """The whole strategy the plan amounts to; None where components or stages differ."""
+    """The whole strategy that equals the plan; None if components or stages differ."""
     ranks = plan.num_ranks
     if ranks == 1:
         return "single"
     if any(s.weights for s in plan.stages) or any(c.tensor.strategy == "sequence" for c in plan.components):
         return None
     if plan.strategy in _WHOLE and (plan.strategy not in STAGED or all(len(s.ranks) == 1 for s in plan.stages)):
-        return plan.strategy  # components that refuse their part of it are run whole there, too
+        return plan.strategy  # the strategy itself also runs unsupported components whole
     data = {c.data.strategy for c in plan.components}
     degrees = {c.data.degree for c in plan.components}
     tensor = {c.tensor.degree for c in plan.components}
@@ -42,18 +43,18 @@ def name_of(plan: Plan) -> str | None:
 
 @dataclass(frozen=True)
 class Choice:
-    """The strategy a tool is to run in a plan's stead. ``notes`` say what of the plan is lost, in sentences."""
+    """The strategy that a tool runs instead of a plan. ``notes``: sentences on what is lost."""
 
     name: str
     notes: tuple[str, ...]
 
     @property
     def exact(self) -> bool:
-        """Whether it is the plan itself."""
+        """Whether it equals the plan."""
         return not self.notes
 
     def placed(self, plan: Plan) -> Plan:
-        """``plan`` on the ranks that the strategy takes: one for a single device in a wider plan's stead."""
+        """``plan`` on the number of ranks that the strategy uses: one for a single device."""
         return _placed(plan, self.name)
 
 
@@ -73,10 +74,10 @@ def choose(
     recompute: Literal["each", "all", "none"],
     grids: Callable[[Grid], bool] = lambda _grid: False,
 ) -> Choice:
-    """What ``tool``, which runs the whole strategies ``able``, makes of ``plan``: itself where it is one of them, else
-    the fastest of its baselines of one stage that fit (where others are cut, no plan says). ``recompute``: what the
-    tool can recompute, ``each`` component by itself, or only ``all`` of them. ``grids``: whether it runs a uniform grid
-    that is no whole strategy, which is then called ``hybrid``.
+    """The strategy with which ``tool``, able to run the whole strategies ``able``, replaces ``plan``: the same if
+    possible, else the fastest fitting baseline of one stage (for several stages no plan gives the cuts). ``recompute``:
+    whether the tool can recompute ``each`` component separately, only ``all`` of them, or none. ``grids``: whether it
+    runs a uniform grid that is no whole strategy, which is then called ``hybrid``.
 
     Raises:
         UsageError: none of them fits.
@@ -124,7 +125,7 @@ def choose(
 
 
 def _why(plan: Plan, own: str | None) -> str:
-    """What stands in the way, in the plan's terms."""
+    """Description of the plan that says why the tool cannot run it."""
     if own is not None:
         return f"the whole strategy {own}"
     layouts = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""The adaptive loop: run, look, find what is slow, and change the plan if that pays."""
+"""The adaptive loop: runs, observes, finds what is slow, and changes the plan if that pays."""
 
 from __future__ import annotations
 

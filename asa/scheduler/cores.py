@@ -1,4 +1,4 @@
-"""Which processes have one core in common: they take turns on it, and one that idles leaves its turns to the others."""
+"""Processes that share one core: they take turns on it, and an idle one leaves its time to the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def groups_of(measured: Measurements) -> Groups:
-    """Processes that may use one core only, by core, where there are several of them."""
+    """Groups of two or more processes that may use only the same one core."""
     found: dict[int, list[int]] = {}
     for process, rank in enumerate(measured.per_rank):
         if rank.core is not None:
@@ -21,15 +21,15 @@ def groups_of(measured: Measurements) -> Groups:
 
 @dataclass
 class Cores:
-    """``seen``: the groups in the last window; ``believed``: those that figures of ranks were measured under, which is
-    some steps later."""
+    """Groups of processes that share a core. ``seen``: in the last window; ``believed``: those under which the current
+    estimates for ranks were measured, which follow some steps later."""
 
     seen: Groups = ()
     believed: Groups = ()
     _steps: int = 0
 
     def window(self, measured: Measurements, steps: int) -> None:
-        """A window of ``steps``."""
+        """Update the groups from a window of ``steps`` steps."""
         now = groups_of(measured)
         self._steps = self._steps + steps if now == self.seen else 0
         self.seen = now

@@ -1,11 +1,12 @@
-"""By what factor each process computes, and each level of links carries, slower than the original files say.
+"""Estimates of the factors by which each process computes, and each level of links carries, slower than the original
+files.
 
-Every factor is measured over what the *original* profile and cluster predict of the plan in force, whatever plan that
-is: factors of several plans are then of one kind, and a factor that is applied once is not measured again.
+Every factor is measured relative to what the *original* profile and cluster predict for the current plan: factors from
+several plans are then comparable, and a correction is not measured again.
 
-A factor is the logarithm of a ratio with a variance (a Kalman filter of one number): a new window counts by how sure it
-is, older ones are forgotten as the variance grows from window to window. A window that lies further off than
-:data:`LIKE` and than three standard deviations begins a new estimate: a change point.
+A factor is the logarithm of a ratio with a variance (a one-dimensional Kalman filter): a new window is weighted by its
+certainty, and older ones are forgotten as the variance grows from window to window. A window that differs by more than
+:data:`LIKE` and by more than three standard deviations begins a new estimate: a change point.
 """
 
 from __future__ import annotations
@@ -21,32 +22,32 @@ from asa.ir.codec import noun
 from asa.ir.measurements import Measurements, Transfer
 
 LIKE = math.log(1.1)
-"""Ranks whose factors differ by less, or by no more than four standard deviations, count as equal, and levels as they
-were measured: noise leaves no rank out."""
+"""Difference of factors below which ranks count as equal, and levels as originally measured (so do differences of up to
+four standard deviations), so that noise excludes no rank."""
 STOLEN_SHARE, _MOST_STOLEN = 0.1, 0.25
-"""Shares of the time in which others had a rank's core: from which on it is said, and from which on its transfers tell
-nothing of the links: where the processor copies messages, whoever waits for it seems to wait for them."""
+"""Fractions of the time in which others used a rank's core: from the first on it is reported, from the second on its
+transfers are not used for links, because a processor that copies messages makes other ranks wait."""
 MIN_STEPS = 10
-"""Steps of a window, or of windows in a row, that can show a change."""
+"""Number of steps, in one window or several successive ones, that can show a change."""
 _PROBES = 3
-"""Probes in a row of which the shortest counts."""
+"""Number of successive probes of which the shortest counts."""
 _PRIOR = 0.3**2
 _FORGETTING = 0.01**2
-"""Variance that the logarithm of a factor gains in :data:`_USUAL` steps without a look."""
+"""Variance added to the logarithm of a factor in :data:`_USUAL` steps without a measurement."""
 _USUAL = 20
 _FLOOR = 0.03**2
-"""Variance of the logarithm of a figure however many steps it is of: what slowly changes is no mean of many."""
+"""Variance of the logarithm of a value from any number of steps, because slow changes do not average out."""
 _UNLIKE = 0.15**2
-"""The most variance that kinds of transfers add by which one factor is not true of all: some lost more than others."""
+"""Largest variance added because kinds of transfers differ, so that no single factor fits all."""
 _SURE, _SURER = 3.0, 4.0
-"""Standard deviations: of what is a change of a factor, and of a difference that plans are chosen by."""
+"""Numbers of standard deviations for a change of a factor, and for a difference on which plans depend."""
 _NORMAL_P90 = 1.2816
 
 
 @noun
 class Factor:
-    """``mean`` and ``variance`` of the logarithm of measured over expected, after ``steps`` of them. ``doubt``: the
-    mean of ``doubtful`` steps that lie elsewhere, too few so far to believe them."""
+    """Estimate of one factor: ``mean`` and ``variance`` of the logarithm of measured over expected, after ``steps``
+    steps. ``doubt``: the mean over ``doubtful`` steps that differ, too few so far to be believed."""
 
     mean: float = 0.0
     variance: float = _PRIOR
@@ -56,20 +57,20 @@ class Factor:
 
     @property
     def known(self) -> bool:
-        """Whether it rests on steps enough to act on."""
+        """Whether it is based on enough steps to act on."""
         return self.steps >= MIN_STEPS
 
     @property
     def ratio(self) -> float:
-        """Measured over expected."""
+        """Ratio of measured to expected time."""
         return math.exp(self.mean)
 
     def aged(self, steps: int) -> Factor:
-        """So many steps later, without having been looked at."""
+        """The estimate after ``steps`` steps without a measurement."""
         return replace(self, variance=min(_PRIOR, self.variance + _FORGETTING * steps / _USUAL))
 
     def seen(self, value: float, variance: float, steps: int) -> Factor:
-        """With a window of ``steps`` whose logarithm is ``value``, give or take a ``variance``."""
+        """The estimate after a window of ``steps`` steps with logarithm ``value`` and variance ``variance``."""
         if not self.steps:
             return Factor(mean=value, variance=variance, steps=steps)
         away = abs(value - self.mean)
@@ -87,9 +88,9 @@ class Factor:
 
 @noun
 class Slowness:
-    """What the factors come to, as logarithms: ``common`` to all compute, ``ranks`` by process beyond that, ``levels``
-    by level of links. ``residual``: what the step takes longer than all of that explains. ``sharing``: groups of
-    processes with one core, and how many of each worked while all of that was measured."""
+    """Estimated slowdowns, as logarithms: ``common`` to all computation, ``ranks`` by process in addition, ``levels``
+    by level of links. ``residual``: of the step, beyond what these explain. ``sharing``: groups of processes with one
+    core, and how many of each worked during the measurements."""
 
     common: float
     ranks: tuple[float, ...]
@@ -98,7 +99,7 @@ class Slowness:
     sharing: tuple[tuple[tuple[int, ...], int], ...] = ()
 
     def under(self, processes: Sequence[int]) -> Slowness:
-        """Slowness while only ``processes`` work: of those with one core, as many more or fewer take turns."""
+        """Slowness if only ``processes`` work, corrected for the numbers of processes that share a core."""
         if not self.sharing:
             return self
         ranks = list(self.ranks)
@@ -110,7 +111,7 @@ class Slowness:
         return replace(self, common=self.common + least, ranks=tuple(r - least for r in ranks), sharing=())
 
     def apart(self, other: Slowness) -> float:
-        """The largest difference in any of the figures that plans are chosen by."""
+        """Largest difference in any of the estimates that plans are chosen by."""
         if [g for g, _ in self.sharing] != [g for g, _ in other.sharing]:
             return math.inf
         pairs = [(self.common, other.common), *zip(self.ranks, other.ranks, strict=True)]
@@ -118,7 +119,7 @@ class Slowness:
 
 
 class Promise(Protocol):
-    """What a plan should take: see :class:`asa.scheduler.expected.Expected`."""
+    """Expected times of a plan; see :class:`asa.scheduler.expected.Expected`."""
 
     @property
     def step_s(self) -> float:
@@ -127,44 +128,44 @@ class Promise(Protocol):
 
     @property
     def own_s(self) -> Sequence[float]:
-        """Seconds that each rank computes."""
+        """Seconds of computation of each rank."""
         ...
 
     def transfer_s(self, transfer: Transfer) -> float | None:
-        """Seconds of a transfer; None where that is not known."""
+        """Seconds of a transfer; None if unknown."""
         ...
 
 
 def turns(group: Sequence[int], processes: Sequence[int], worked: int) -> float:
-    """Logarithm of what every process of ``group``, which has one core, takes longer if ``processes`` work than when
-    ``worked`` of it did."""
+    """Logarithm of the change in the times of ``group``, which has one core, if ``processes`` work instead of
+    ``worked`` of its members."""
     return math.log(max(1, sum(p in group for p in processes)) / max(1, worked))
 
 
 class Costs:
-    """The factors of ``processes`` processes and ``levels`` levels of links, as far as they were measured.
+    """Estimates of the factors of ``processes`` processes and ``levels`` levels of links.
 
-    ``apart``: whether anything was ever measured rank by rank; until then one factor of the whole step stands for all.
+    ``apart``: whether anything was ever measured for each rank; until then one factor of the whole step stands for all.
     """
 
     def __init__(self, processes: int, levels: int) -> None:
         self.ranks = [Factor() for _ in range(processes)]
         self.levels = [Factor() for _ in range(levels)]
         self.pace = Factor()
-        """Factor of the whole step under the plan in force."""
+        """Factor of the whole step under the current plan."""
         self.biases = [0.0] * levels
-        """Logarithms by level: what transfers take longer under the plan in force than it loses by them."""
+        """Logarithms by level: slowdown of transfers under the current plan that the step does not show."""
         self.apart = False
         self._probes: dict[int, deque[float]] = {}
         self._last: Slowness | None = None
 
     def moved(self) -> None:
-        """Another plan is in force: what was of the old one alone is forgotten."""
+        """Forget what holds only for the previous plan."""
         self.pace, self.biases = Factor(), [0.0] * len(self.levels)
         self._probes = {}
 
     def leave(self, group: Sequence[int], shift: float) -> None:
-        """Processes of ``group`` have more or less of the core that is theirs in common from now on."""
+        """Change the estimates of ``group`` by ``shift``, because its members get more or less of their common core."""
         for p in group:
             self.ranks[p] = replace(self.ranks[p], mean=self.ranks[p].mean + shift)
 
@@ -177,9 +178,9 @@ class Costs:
         self, measured: Measurements, expected: Promise, processes: Sequence[int], steps: int, ignored: Iterable[int],
         exposed: tuple[int, float] | None = None,
     ) -> None:  # fmt: skip
-        """Take in a window of ``steps`` under a plan that ``expected`` prices, on ``processes``; figures of the
-        processes ``ignored`` are not looked at. ``exposed``: a level and its logarithm, by what communication adds to a
-        step, where single transfers do not tell."""
+        """Update the estimates from a window of ``steps`` steps under a plan with the expected times ``expected``, run
+        by ``processes``; values of the processes ``ignored`` are not used. ``exposed``: a level and its logarithm,
+        derived from exposed communication, if single transfers do not show it."""
         spread = (_spread(measured) + _FLOOR * max(0, MIN_STEPS - steps)) / steps + _FLOOR
         self._age(steps)
         self.pace = self.pace.seen(math.log(typical(measured) / expected.step_s), spread, steps)
@@ -203,8 +204,9 @@ class Costs:
                 self.levels[exposed[0]] = self.levels[exposed[0]].seen(exposed[1], _UNLIKE, steps)
 
     def probed(self, probe: Probe, processes: Sequence[int], expected: Promise, steps: int) -> None:
-        """Take in a probe: of idle processes, compared with those that run the plan, and of levels that it does not
-        cross. It is believed like the ``steps`` since the last one, and two in a row at least."""
+        """Update the estimates from a probe: of idle processes, compared with those that run the plan, and of levels
+        the plan does not cross. It counts as much as the ``steps`` since the last one, and only after at least two in a
+        row."""
         steps = max(steps, MIN_STEPS // 2)
         for p, seconds in enumerate(probe.compute_s[: len(self.ranks)]):
             if seconds > 0 and math.isfinite(seconds):
@@ -234,11 +236,11 @@ class Costs:
             self.levels[level] = self.levels[level].seen(value, _FLOOR + min(off / len(found), _UNLIKE), steps)
 
     def slowness(self) -> Slowness:
-        """The figures to plan with: the fastest ranks are what is common to all; ranks that are alike count as equal,
-        and what lies within :data:`LIKE` of the original files is taken from those.
+        """The estimates to plan with: the fastest ranks define what is common to all; similar ranks count as equal, and
+        estimates within :data:`LIKE` of the original files are set to those.
 
-        What counted as apart the last time is alike again only where it comes half as near: figures about the limit
-        do not go to and fro.
+        A rank that counted as different the last time counts as similar again only within half that distance, so that
+        estimates near the limit do not alternate.
         """
         self._last = found = self._slowness()
         return found
@@ -264,8 +266,8 @@ class Costs:
         )
 
     def _sure(self, common: float, group: Sequence[tuple[float, int]]) -> float:
-        """``common``, or what it was, where it lies off that by more than :data:`LIKE`, but neither beyond doubt nor by
-        twice as much."""
+        """``common``, or its previous value if it differs from that by more than :data:`LIKE` but neither significantly
+        nor by twice as much."""
         before = 0.0 if self._last is None else self._last.common
         deviation = math.sqrt(sum(self.ranks[p].variance for _, p in group)) / len(group)
         return before if LIKE < abs(common - before) <= min(_SURER * deviation, 2 * LIKE) else common
@@ -276,32 +278,32 @@ class Costs:
         return factor.mean if slow else 0.0
 
     def _alike(self, process: int, group: Sequence[tuple[float, int]]) -> float:
-        """How far the logarithm of a process may lie above the mean of a group that it belongs to."""
+        """How far the logarithm of a process may be above the mean of a group to belong to it."""
         variances = [self.ranks[p].variance for _, p in group]
         last = self._last
         was_apart = last is not None and any(last.ranks[p] != last.ranks[process] for _, p in group)
         return _apart(self.ranks[process].variance + sum(variances) / len(variances) ** 2) / (2 if was_apart else 1)
 
     def deviations(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Standard deviations of the logarithms, of ranks and of levels."""
+        """Standard deviations of the logarithms of ranks and of levels."""
         return tuple(math.sqrt(f.variance) for f in self.ranks), tuple(math.sqrt(f.variance) for f in self.levels)
 
 
 def _apart(variance: float) -> float:
-    """From what difference on, of a logarithm with such a variance, it is one."""
+    """The difference from which on a logarithm with this variance counts as different."""
     return max(LIKE, _SURER * math.sqrt(variance))
 
 
 def typical(measured: Measurements) -> float:
-    """Seconds of a step: its mean, but for what a few freaks add to it (no more than the 90th percentile); its median
-    where no mean was taken."""
+    """Typical seconds of a step: its mean, but at most the 90th percentile, so that outliers count little; its median
+    if no mean was measured."""
     step = measured.step_time
     mean = step.median if measured.mean_step_s is None else measured.mean_step_s
     return min(max(mean, step.median), max(step.p90, step.median))
 
 
 def own_s(measured: Measurements, process: int) -> float:
-    """Seconds that a process computes in a step, likewise."""
+    """Typical seconds that a process computes in a step, like :func:`typical`."""
     rank, step = measured.per_rank[process], measured.step_time
     if rank.mean_own_s is None or rank.own_s <= 0 or step.median <= 0:
         return rank.own_s
@@ -309,7 +311,7 @@ def own_s(measured: Measurements, process: int) -> float:
 
 
 def _spread(measured: Measurements) -> float:
-    """Variance of the logarithm of one step."""
+    """Variance of the logarithm of one step's time."""
     step = measured.step_time
     if step.median <= 0:
         return 1.0

@@ -1,10 +1,10 @@
-"""What the leading rank makes of a window of steps: corrected costs, what is slow, and whether another plan pays.
+"""Decisions of the leading rank after each window of steps: corrected costs, findings, and whether another plan pays.
 
-A plan is looked for when the factors have moved since that was last done. Both plans are priced under the same factors,
-and the gain is their ratio times the step as measured: a machine that is merely slower promises nothing. Nobody knows
-how long a disturbance will last, so a change waits until what was lost to it so far would have paid for it (ski rental:
-never more than twice what hindsight would pay), and it is made if, over joint draws of the factors, it pays over the
-steps that are left with enough confidence.
+Another plan is searched for when the factors have changed since the last search. Both plans are priced under the same
+factors, and the gain is their ratio times the measured step: a machine that is merely slower promises no gain. Since it
+is unknown how long a disturbance will last, a change waits until the loss so far would have paid for it (ski rental: at
+most twice the cost of the best decision in hindsight), and it is made if, over joint draws of the factors, it pays over
+the remaining steps with enough confidence.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from asa.scheduler.model import Answer, Asked, Model, Question, rung, same
 from asa.scheduler.policy import Policy, seconds
 
 _CLEAR = 5
-"""Steps from which on a change may be judged, if its effect is beyond doubt."""
+"""Number of steps from which on a change may be judged, if its effect is clear."""
 _BEYOND_DOUBT = 0.10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A change of plan: ``kind`` is ``switch`` or ``rollback``; ``step_s`` measured before it, ``promised_s`` what the
-    new plan should take in the same circumstances, ``cost_s`` what the change itself should."""
+    """A change of plan: ``kind`` is ``switch`` or ``rollback``; ``step_s``: measured before it, ``promised_s``:
+    predicted for the new plan in the same circumstances, ``cost_s``: predicted seconds of the change itself."""
 
     target: Placement
     before: Placement
@@ -49,14 +49,14 @@ class Change:
 
     @property
     def gain(self) -> float:
-        """The part of a step that is promised to be saved."""
+        """Predicted gain as a fraction of a step."""
         return 1 - self.promised_s / self.step_s
 
 
 @dataclass(kw_only=True)
 class _Option:
-    """Another plan that seems faster: what is lost without it so far, in seconds, and since how many steps; ``owed``:
-    steps before it was looked for that count, too, since what is slow was seen to be over so many."""
+    """Another plan that seems faster: seconds lost without it so far, and over how many steps; ``owed``: steps before
+    the search that count, too, because the slowness was observed over so many."""
 
     target: Placement
     ratio: float
@@ -75,11 +75,11 @@ class _Probation:
 
 
 class Decider:
-    """The memory of the rank that leads, for ``processes`` processes.
+    """State of the leading rank, for ``processes`` processes.
 
-    After each window: ``found``, what is slow, ``said``, events on decisions, ``reason`` in words, ``predicted_s``, the
-    corrected prediction that the window is held to, and ``bound``, the most that any plan could still save of a step as
-    far as the last search proved it under the corrected costs.
+    After each window: ``found``, findings; ``said``, events on decisions; ``reason`` in words; ``predicted_s``, the
+    corrected prediction with which the window is compared; and ``bound``, the largest fraction of a step that any plan
+    could still save, as proved by the last search under the corrected costs.
     """
 
     def __init__(self, model: Model, processes: int, policy: Policy) -> None:
@@ -112,7 +112,8 @@ class Decider:
     def window(
         self, current: Placement, measured: Measurements, *, steps: int, left: int | None, probe: Probe | None = None
     ) -> Change | None:
-        """A window of ``steps`` under ``current``, ``left`` steps before the end (None: nobody knows)."""
+        """Process a window of ``steps`` steps under ``current``, with ``left`` steps before the end (None: unknown);
+        returns the change to make, if any."""
         self.found, self.said, self._windows = [], [], self._windows + 1
         bad = awry(measured)
         self.found += self._findings.bad_figures(bad)
@@ -182,7 +183,7 @@ class Decider:
             self._search_beside = None
 
     def corrected(self, current: Placement) -> Slowness:
-        """All that was learnt, what is left of the step under ``current`` included."""
+        """All estimates, including the residual of the step under ``current``."""
         found = self._slowness(current)
         if not self.costs.pace.known:
             return found
@@ -205,10 +206,10 @@ class Decider:
         return known[2]
 
     def _credible(self, current: Placement, measured: Measurements, slowness: Slowness) -> Slowness:
-        """``slowness``, but for links that seem to be slower (or faster) than the step bears out.
+        """``slowness``, unless links seem slower (or faster) than the step time confirms.
 
-        A transfer beside computation takes longer than one alone, as which tables have it: where the step is better
-        explained without, it is the manner of measuring, and is taken off from here on.
+        A transfer during computation takes longer than one alone, for which the tables are: if the step is explained
+        better without that, it is an artefact of the measurement, and subtracted from here on.
         """
         before = self._solved.levels
         if max((abs(a - b) for a, b in zip(slowness.levels, before, strict=True)), default=0.0) <= LIKE:
@@ -243,7 +244,7 @@ class Decider:
         return without
 
     def _step_s(self, current: Placement, measured: Measurements) -> float:
-        """Seconds of a step now: over the windows since something changed."""
+        """Seconds of a step at present: over the windows since the last change."""
         pace = self.costs.pace
         return self._expectation(current).step_s * pace.ratio if pace.known else typical(measured)
 
@@ -301,7 +302,7 @@ class Decider:
     def _weigh(
         self, current: Placement, measured: Measurements, slowness: Slowness, steps: int, left: int | None
     ) -> Change | None:
-        """Whether the other plan pays by now."""
+        """The change to the other plan if it pays by now; otherwise None."""
         option = self._option
         if option is None:
             return None
@@ -345,7 +346,7 @@ class Decider:
     def _confidence(
         self, current: Placement, option: _Option, slowness: Slowness, step_s: float, horizon: int
     ) -> float:  # fmt: skip
-        """The part of joint draws of the factors in which the change pays over ``horizon`` steps."""
+        """Fraction of joint draws of the factors in which the change pays over ``horizon`` steps."""
         policy, seed = self.policy, self._windows
         noise = random.Random(-seed)
         answer, self._drawn, pair = self._drawn, None, (current, option.target)
@@ -370,7 +371,7 @@ class Decider:
         return max(0.0, -slowness.common) / 2 if other and not known else 0.0
 
     def _review(self, probation: _Probation, measured: Measurements, steps: int) -> Change | None:
-        """The first steps after a change: did it help?"""
+        """Judge a change after its first steps; returns its rollback if it did not help."""
         change = probation.change
         probation.steps += steps
         probation.seconds += steps * typical(measured)
@@ -401,7 +402,7 @@ class Decider:
         )
 
     def moved(self, change: Change, took_s: float) -> None:
-        """``change`` was made in so many seconds."""
+        """Record that ``change`` was made in ``took_s`` seconds."""
         state_s = max(0.0, change.cost_s - self._rebuild_s)
         self._rebuild_s = max(0.0, took_s - state_s)
         self.costs.moved()
@@ -420,7 +421,7 @@ class Decider:
             self.reason = change.why
 
     def failed(self) -> None:
-        """An agreed change could not be made: the plan in force stays."""
+        """Record that an agreed change could not be made, so that the current plan stays."""
         self._rest()
         self._probation = None
 
@@ -438,7 +439,7 @@ class Decider:
         self.said.append({"event": "replan", "kind": kind, "why": why})
 
     def _wait(self, option: _Option, why: str) -> None:
-        """Said once; the reason stays up to date."""
+        """Announce once that the change waits, and keep the reason up to date."""
         if not option.asked_at:
             option.asked_at = 1
             self._say("wait", why)
@@ -446,6 +447,6 @@ class Decider:
 
 
 _TOLD = 0.01
-"""Difference of the logarithms of two times that a step can tell apart."""
+"""Difference of the logarithms of two times that a step can show."""
 _SAME = 0.005
-"""Difference of factors below which a plan is not priced anew, and of times that count as equal."""
+"""Difference of factors below which a plan is not priced again, and of times that count as equal."""

@@ -1,4 +1,4 @@
-"""What the plan in force should take, rank by rank and transfer by transfer, by the files that the run began with."""
+"""Expected times of the current plan, by rank and by transfer, from the run's original files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asa.planner import verify
 
 
 class Expected:
-    """Seconds of a step, of each rank's own computing, and of transfers, under one plan and one set of costs.
+    """Expected seconds of a step, of each rank's computation, and of transfers, under one plan and one set of costs.
 
     Raises:
         InvalidInputError: the plan is of another model than the profile.
@@ -34,7 +34,7 @@ class Expected:
         self._alone = Links(cluster)
 
     def transfer_s(self, transfer: Transfer) -> float | None:
-        """Seconds that ``transfer`` should take; None where the cluster's tables cannot tell."""
+        """Expected seconds of ``transfer``; None if the cluster's tables do not contain it."""
         level = transfer.level
         if not 0 <= level < len(self._cluster.levels) or not transfer.num_bytes > 0:
             return None

@@ -1,5 +1,5 @@
-"""How slow links are by what communication adds to a step, where no single transfer tells: gradients that travel by
-messages are seen as that alone, and a link that lets small messages through at once may be full of large ones."""
+"""Estimates the slowness of links from exposed communication where no single transfer shows it: gradients sent as
+messages are only visible so, and a link that sends small messages immediately may be full of large ones."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from asa.scheduler.costs import LIKE, Slowness
 from asa.scheduler.expected import Expected
 
 _WORTH = 0.1
-"""Share of a step that communication must add beyond what is expected, to be looked into."""
+"""Fraction of a step that communication must add beyond the prediction to be examined."""
 _MOST = math.log(1000.0)
 _LOOKS = 4
 _NEAR = 0.03
 _CLEARLY = 0.25
-"""By how much, in logarithms, one explanation must be nearer than the other."""
+"""Difference of logarithms by which one explanation must be closer than the other."""
 
 
 def _own(current: Placement, expected: Expected, known: Slowness) -> float:
-    """Seconds that the slowest rank computes."""
+    """Seconds of computation of the slowest rank."""
     logs = [known.common + known.ranks[p] for p in current.processes]
     return max(s * math.exp(log) for s, log in zip(expected.own_s, logs, strict=True))
 
 
 class Exposed:
-    """Remembers the last answer, which prices of whole steps had to be asked for."""
+    """Remembers the last answer, because prices of whole steps are expensive."""
 
     def __init__(self, price: Callable[[Placement, Slowness], float]) -> None:
         self._price = price
@@ -37,9 +37,9 @@ class Exposed:
     def level(
         self, current: Placement, measured: Measurements, expected: Expected, known: Slowness, steps: int
     ) -> tuple[int, float] | None:
-        """The outermost level that ``current`` sends over, and the logarithm of how many times as long as in the tables
-        its transfers take, in a window of ``steps`` whose ranks are ``known``. None where the transfers that were timed
-        one by one are most of it, or nothing is out of the ordinary."""
+        """The outermost level that ``current`` uses, and the logarithm of the slowdown of its transfers relative to the
+        tables, in a window of ``steps`` steps with the slowness ``known``. None if single transfers that were timed
+        account for most of it, or nothing is unusual."""
         seen = measured.communication_s
         if seen is None or not expected.levels or not measured.per_rank:
             return None
@@ -60,8 +60,8 @@ class Exposed:
     def told_apart(
         self, current: Placement, measured: Measurements, expected: Expected, one: Slowness, other: Slowness
     ) -> bool | None:
-        """Whether what communication adds to a step is clearly nearer to what it would under ``one`` than under
-        ``other``; None where it is not known."""
+        """Whether exposed communication is clearly closer to its prediction under ``one`` than under ``other``; None if
+        it is unknown."""
         seen = measured.communication_s
         if not seen or not measured.per_rank:
             return None
@@ -72,7 +72,7 @@ class Exposed:
         return far[0] + _CLEARLY < far[1]
 
     def _inverted(self, current: Placement, level: int, known: Slowness, own: float, seen: float) -> float:
-        """The logarithm under which a step's price has ``seen`` beyond ``own``."""
+        """The logarithm under which the predicted step has ``seen`` seconds beyond ``own``."""
 
         def added(log: float) -> float:
             levels = tuple(log if i == level else old for i, old in enumerate(known.levels))

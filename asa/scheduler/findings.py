@@ -1,4 +1,4 @@
-"""What is slow, in one line each: the cause, where, by how much, and the figures that show it."""
+"""Findings: what is slow, in one line each with cause, place, factor and the numbers that show it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from asa.scheduler.lasting import ALL_ALIKE, Lasting, Moods, disturbed
 
 Cause = Literal["compute", "link", "data", "memory", "everything", "figures"]
 DATA_SHARE = 0.10
-"""Share of a step waiting for input: what is above is worth a line, and so is another such share more."""
+"""Fraction of a step spent waiting for input from which on it is reported, and again for each further such fraction."""
 _EVERYBODY = -1
 _AWRY = 2.0
-"""Times the step that a part of it may take before it is taken for a clock that jumped."""
+"""Multiple of the step from which on the time of a part is attributed to an error of the clock."""
 
 
 @noun
 class Finding:
-    """``where``: the process, or the level of links; None for what is everywhere. ``factor``: over what was predicted
-    (of data: the share of a step; of memory: of what was promised). ``ended``: what was found before is over."""
+    """One finding. ``where``: process or level of links; None for everywhere. ``factor``: relative to the prediction
+    (for data: fraction of the step). ``ended``: an earlier finding is over."""
 
     cause: Cause
     where: int | None
@@ -37,7 +37,7 @@ class Finding:
 
 
 def awry(measured: Measurements) -> dict[int, str]:
-    """Processes whose figures cannot be, and why; under None's stand-in -1 those of the step itself."""
+    """Processes with impossible values, and why; key -1 stands for the step itself."""
     step = measured.step_time
     if not all(math.isfinite(x) and x > 0 for x in (step.median, step.p10, step.p90)) or step.n < 1:
         return {-1: f"a step of {step.median:g} s"}
@@ -57,7 +57,8 @@ def _finite(seconds: float) -> float:
 
 
 def finite(measured: Measurements) -> Measurements:
-    """``measured`` with 0 for figures of ranks that are no numbers, which no log could hold; without such transfers."""
+    """``measured`` with 0 for values of ranks that are not finite, which a log cannot contain, and without such
+    transfers."""
     ranks = [
         replace(r, own_s=_finite(r.own_s), waiting_s=_finite(r.waiting_s), data_wait_s=_finite(r.data_wait_s))
         for r in measured.per_rank
@@ -79,7 +80,7 @@ def _times(log: float) -> str:
 
 
 def _others(measured: Measurements, processes: Sequence[int]) -> str:
-    """That other processes had the cores of all ranks for a part of the time, where they had."""
+    """Text saying that other processes used the cores of all ranks for a part of the time; empty if they did not."""
     shares = [measured.per_rank[p].stolen_share or 0.0 for p in processes if p < len(measured.per_rank)]
     if not shares or min(shares) < STOLEN_SHARE:
         return ""
@@ -88,8 +89,8 @@ def _others(measured: Measurements, processes: Sequence[int]) -> str:
 
 @dataclass
 class Findings:
-    """What was said so far, so that nothing is said twice. ``said``: the factors that have lasted, which plans are
-    chosen by, too."""
+    """Findings so far, so that nothing is reported twice. ``said``: the lasting factors, by which plans are chosen,
+    too."""
 
     cluster: Cluster
     said: Slowness
@@ -100,10 +101,10 @@ class Findings:
     lasting: Lasting = field(default_factory=Lasting)
     moods: Moods = field(default_factory=Moods)
     stolen: set[int] = field(default_factory=set)
-    """Slow processes whose cores others have, or had when they became slow."""
+    """Slow processes whose cores others use, or used when they became slow."""
 
     def bad_figures(self, bad: dict[int, str]) -> list[Finding]:
-        """Processes whose figures are no longer looked at, or are again."""
+        """Findings on processes whose values are ignored from now on, or used again."""
         found = []
         for p in sorted(set(bad) - self.ignored):
             who, where = ("the figures of this window", None) if p < 0 else (f"figures of rank {p}", p)
@@ -115,7 +116,7 @@ class Findings:
         return found
 
     def memory(self, measured: Measurements, placement: Placement) -> list[Finding]:
-        """Ranks that needed more than the plan promised; once for each plan."""
+        """Findings on ranks that needed more memory than predicted; once for each plan."""
         promised = measured.predicted_memory_bytes
         key = placement.plan.conduct
         peaks = measured.peak_memory_bytes or ()
@@ -127,7 +128,7 @@ class Findings:
         return []
 
     def sharing(self, groups: tuple[tuple[int, ...], ...]) -> list[Finding]:
-        """Ranks that may use one core only, and the same one, or no longer."""
+        """Findings on ranks that may use only the same one core, or no longer."""
         found = []
         for group, ended in [(g, False) for g in groups if g not in self.groups] + [
             (g, True) for g in self.groups if g not in groups
@@ -141,7 +142,7 @@ class Findings:
         return found
 
     def waiting_for_data(self, measured: Measurements) -> list[Finding]:
-        """Waiting for input that no plan can answer."""
+        """Findings on waiting for input, which no plan can change."""
         step = measured.step_time.median + measured.data_wait_s
         share = measured.data_wait_s / step if step > 0 else 0.0
         if share < self.data + DATA_SHARE:
@@ -165,8 +166,8 @@ class Findings:
         self, now: Slowness, measured: Measurements, expected: Expected, processes: Sequence[int], *, apart: bool,
         steps: int = 1,
     ) -> list[Finding]:  # fmt: skip
-        """What changed of the factors since it was last said, and has lasted for a while: at once where the system
-        tells that others have (or no longer have) the core of a rank, or where it tells nothing of that."""
+        """Findings on factors that have changed since the last report and lasted for a while. They are immediate if the
+        system reports that other programs began (or stopped) to use a rank's core, or does not report this at all."""
         self.moods.window(measured, processes)
         others = disturbed(measured, processes) if apart else None
         like = LIKE if others is None else self.moods.like
@@ -210,7 +211,7 @@ class Findings:
         self, now: Slowness, measured: Measurements, expected: Expected, processes: Sequence[int],
         differ: tuple[bool, list[bool], list[bool]], *, apart: bool,
     ) -> list[Finding]:  # fmt: skip
-        """A line on everything that is said to ``differ``: what is common, ranks, levels."""
+        """Findings on everything that is said to ``differ``: common factor, ranks, levels."""
         found, (common, ranks, levels) = [], differ
         step, should = typical(measured), expected.step_s
         seen = f"{step:.3g} s a step, {should:.3g} s expected"

@@ -1,4 +1,4 @@
-"""Whether something lasts long enough to be worth a line: machines have moods of a second or two."""
+"""Decides whether a difference lasts long enough to be reported; machines vary for a second or two at a time."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from asa.ir.measurements import Measurements
 from asa.scheduler.costs import LIKE, STOLEN_SHARE
 
 _LOOKS, _STEPS, _SECONDS = 2, 5, 3.0
-"""Further looks, steps and seconds for which a difference must last that nothing but the time itself bears out."""
+"""Further observations, steps and seconds for which a difference must last without other evidence."""
 ALL_ALIKE = 4
-"""Times as long where it is all ranks alike: no plan answers that."""
+"""Factor on that duration if all ranks are affected equally, for which no plan helps."""
 _WINDOWS = 80
 _FEW = 10
 _SURE = 3.0
 _NORMAL_P90 = 1.6449
-"""That quantile of an absolute value, in standard deviations."""
+"""90th percentile of the absolute value of a normal variable, in standard deviations."""
 
 
 def disturbed(measured: Measurements, processes: Sequence[int]) -> list[int] | None:
-    """Which of ``processes`` had to share their cores for a part of the time; None where the system does not tell."""
+    """The ``processes`` that had to share their cores for a part of the time; None if the system does not report it."""
     shares = {p: measured.per_rank[p].stolen_share for p in processes if p < len(measured.per_rank)}
     if not shares or any(s is None for s in shares.values()):
         return None
@@ -32,14 +32,14 @@ def disturbed(measured: Measurements, processes: Sequence[int]) -> list[int] | N
 
 @dataclass
 class Moods:
-    """How far the windows of a run lie apart while nothing happens, learned from the ranks' own times, from one window
-    to the next; nine of ten of those differences, so that what happens is none of it."""
+    """Usual difference between successive windows of a run, learned from the ranks' own times; from the 90th
+    percentile, so that real changes are not part of it."""
 
     _last: dict[int, float] = field(default_factory=dict)
     _apart: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOWS))
 
     def window(self, measured: Measurements, processes: Sequence[int]) -> None:
-        """What ranks computed in a window."""
+        """Record the computation of ranks in a window."""
         for p in processes:
             own = measured.per_rank[p].own_s if p < len(measured.per_rank) else 0.0
             if own > 0 and math.isfinite(own):
@@ -50,7 +50,7 @@ class Moods:
 
     @property
     def like(self) -> float:
-        """From what difference on, of logarithms, it is one."""
+        """The difference of logarithms from which on it counts as one."""
         if len(self._apart) < _FEW:
             return LIKE
         return max(LIKE, _SURE * quantiles(self._apart, n=10)[-1] / (_NORMAL_P90 * math.sqrt(2)))
@@ -58,7 +58,7 @@ class Moods:
 
 @dataclass
 class Lasting:
-    """For how long differences have lasted, by what they are of. ``patience``: as of the policy."""
+    """For how long differences have lasted, by their subject. ``patience``: of the policy."""
 
     patience: float = 1.0
     _since: dict[Hashable, list[float]] = field(default_factory=dict)
@@ -66,8 +66,8 @@ class Lasting:
     def holds(
         self, key: Hashable, *, differs: bool, steps: int, seconds: float, borne_out: bool, times: int = 1
     ) -> bool:
-        """Whether ``key`` has differed for long enough, in a window of ``steps`` that took ``seconds`` again.
-        ``borne_out``: something else than its time says so, too. ``times``: as long as is usual."""
+        """Whether ``key`` has differed for long enough, after another window of ``steps`` steps and ``seconds``
+        seconds. ``borne_out``: other evidence confirms it. ``times``: factor on the usual duration."""
         if not differs:
             self._since.pop(key, None)
             return False

@@ -1,4 +1,5 @@
-"""Epoch by epoch: run, look, agree, perhaps change the plan, save. A change that does not help is taken back."""
+"""The loop over epochs: run, observe, agree, change the plan if it pays, save. A change that does not help is
+undone."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ Announce = Callable[[dict[str, Any]], None]
 
 
 class _Loop:
-    """What one process remembers of the run. The leading one decides, the others follow what is agreed."""
+    """State of the run on one process. The leading process decides, the others follow."""
 
     def __init__(
         self, executor: Executor, announce: Announce, model: Model | None, policy: Policy, following: bool
@@ -39,7 +40,7 @@ class _Loop:
         self.change: Change | None = None
 
     def begin(self, epoch: int, epochs: range) -> None:
-        """A new epoch of so many."""
+        """Begin an epoch of ``epochs``."""
         self.epoch, self.looked, self.changed = epoch, False, False
         if self.executor.steps_per_epoch is not None:
             self.total = self.executor.steps_per_epoch * epochs.stop
@@ -47,14 +48,14 @@ class _Loop:
             self.decider.reason = ""
 
     def look(self, measured: Measurements, step: int) -> None:
-        """Between two steps, on every process: judge what was measured, and change the plan if that is agreed."""
+        """Between two steps, on every process: judge the measurements, and change the plan if that is agreed."""
         self.looked = True
         agreed = self.judge(measured, step)
         if agreed is not None:
             self.move(agreed)
 
     def judge(self, measured: Measurements, step: int) -> Placement | None:
-        """What all processes are to change to, if anything (collective)."""
+        """The placement that all processes change to, if any (collective)."""
         steps, self.step = step - self.step, step
         self.looks += 1
         if not self.may_change:
@@ -74,11 +75,11 @@ class _Loop:
         return executor.agree(None if self.change is None else self.change.target)
 
     def _due(self) -> bool:
-        """Whether it is time for a probe: the same on all processes."""
+        """Whether a probe is due; the same on all processes."""
         return not self.looked or self.looks % self.policy.probe_every == 0
 
     def move(self, target: Placement) -> bool:
-        """Change to ``target`` (collective); whether that went well."""
+        """Change to ``target`` (collective); returns whether it succeeded."""
         old, change = self.executor.plan, self.change
         began = time.monotonic()
         try:
@@ -115,7 +116,7 @@ class _Loop:
         return True
 
     def verdict(self, measured: Measurements) -> Verdict:
-        """The verdict of an epoch: what was predicted and measured at its end, and what was decided in it."""
+        """Verdict of an epoch: prediction and measurement at its end, and the decisions in it."""
         decider = self.decider
         predicted = measured.predicted_step_time_s
         if decider is not None and decider.predicted_s is not None:
@@ -140,14 +141,13 @@ def adapt(
     policy: Policy | None = None,
     keep: Callable[[Slowness], None] | None = None,
 ) -> Iterator[EpochRecord]:
-    """Train ``epochs`` and yield a record after each, its checkpoint committed. Every process runs this loop.
+    """Train ``epochs`` and yield a record after each, when its checkpoint is committed. Every process runs this loop.
 
-    Where the executor can be looked at between two steps, the rank that leads looks about once a line of its log, else
-    after every epoch: it corrects ``model`` (None: nothing is ever changed) by what was measured, names what is slow,
-    and all processes move to a plan that is faster under the corrected costs if that pays. The next steps show whether
-    it does: a slower one is taken back, and nothing is tried for a while. ``following``: another
-    rank leads and has the model. ``keep``: is handed what was learnt of the
-    costs after every epoch, on the rank that leads.
+    If the executor can be observed between steps, the leading rank does so about once per line of its log, otherwise
+    after every epoch: it corrects ``model`` (None: the plan never changes) by the measurements, reports what is slow,
+    and all processes change to a plan that is faster under the corrected costs if that pays. The next steps show
+    whether it does: a slower one is undone, and nothing is tried for a while. ``following``: another rank leads and has
+    the model. ``keep``: called with the estimated costs after every epoch, on the leading rank.
     """
     loop = _Loop(executor, announce, model, policy or Policy(), following)
     try:

@@ -1,9 +1,9 @@
-"""A run that needs more memory than was promised, or has less: the memory model corrected, and what follows from it.
+"""Corrects the memory model after a run needed more memory than predicted, or has less, and plans again.
 
-What a rank needs is state, known exactly, and what is saved and passing, measured component by component. The
-correction is one factor on the latter: the smallest under which the plan that ran is predicted to need what it did.
-Where that much is there and allocations failed all the same (fragments, other processes), the limit is what was
-reached. Every correction after a shortage asks for less than the plan that failed, so that it cannot come back.
+A rank needs state, which is known exactly, and saved and transient memory, measured component by component. The
+correction is one factor on the latter: the smallest for which the prediction for the plan reaches the observed need. If
+allocations failed although that much memory exists (fragmentation, other processes), the limit is what was reached.
+Every correction after a shortage allows less than the plan that failed, so that it cannot be chosen again.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from asa.planner import Request, verify
 from asa.planner import plan as solve
 
 MOST_SCALE = 16.0
-"""What is beyond has other reasons than the model of a component."""
+"""Largest correction; more has other causes than the model of a component."""
 _LESS = (0.95, 0.85, 0.65)
-"""Shares of what the failed plan is now predicted to need, at the first, second and later attempts: most that a rank
-may be promised."""
+"""Largest predicted memory of a rank at the first, second and later attempts, as a fraction of the corrected prediction
+for the failed plan."""
 
 
 @noun
 class Correction:
-    """``scale``: of saved and transient bytes; ``memory_bytes``: of a device to plan with, None its own."""
+    """Correction of the memory model. ``scale``: factor on saved and transient bytes; ``memory_bytes``: memory of a
+    device to plan with, None for its own."""
 
     scale: float
     memory_bytes: int | None
@@ -41,8 +42,8 @@ class Correction:
 def scale_of(
     plan: Plan, rank: int, needed_bytes: int, profile: Profile, cluster: Cluster, strategies: Strategies
 ) -> float:
-    """The least factor from ``plan.memory_scale`` on, up to :data:`MOST_SCALE`, under which ``plan`` is predicted to
-    need ``needed_bytes`` on ``rank``."""
+    """The smallest factor, from ``plan.memory_scale`` up to :data:`MOST_SCALE`, for which the prediction for ``plan``
+    reaches ``needed_bytes`` on ``rank``."""
     low, high = plan.memory_scale, MOST_SCALE
     if needed_bytes <= plan.prediction.memory_bytes_per_rank[rank] or low >= high:
         return low
@@ -56,7 +57,7 @@ def scale_of(
 def corrected(
     shortage: Shortage, attempt: int, profile: Profile, cluster: Cluster, strategies: Strategies
 ) -> Correction:
-    """What a shortage says of the memory model. ``attempt`` counts from 1.
+    """The correction that follows from a shortage. ``attempt`` counts from 1.
 
     Raises:
         InvalidInputError: the plan is of another model than the profile.
@@ -91,8 +92,8 @@ def among(ranks: int, correction: Correction, shortage: Shortage, attempt: int) 
 
 
 def _needed(shortage: Shortage, cluster: Cluster) -> int | None:
-    """The least that the rank needs, by the prediction's own count: a host tells what a process holds, not what of that
-    is alive."""
+    """Bytes that the rank needs at least, counted like the prediction: a host reports what a process holds, not what of
+    it is alive. None if unknown."""
     used = shortage.used_bytes
     if used is None:
         return None
@@ -102,7 +103,7 @@ def _needed(shortage: Shortage, cluster: Cluster) -> int | None:
 def observed(
     plan: Plan, measured: Measurements, profile: Profile, cluster: Cluster, strategies: Strategies
 ) -> Correction:
-    """What an epoch's peaks say of it: the factor alone, since the memory there is was enough."""
+    """The correction that follows from an epoch's memory peaks: only the factor, since the memory was enough."""
     scale = plan.memory_scale
     profile = on_device(profile, cluster)
     for rank, used in enumerate(measured.peak_memory_bytes or ()):
@@ -120,10 +121,11 @@ def plan_again(
     *,
     time_limit_s: float = 10.0,
 ) -> Plan:
-    """The best plan for at most ``gpus`` ranks under the corrected memory model, after ``time_limit_s`` of search.
+    """The best plan for at most ``gpus`` ranks under the corrected memory model, after ``time_limit_s`` seconds of
+    search.
 
     Raises:
-        InfeasibleError: nothing fits; names the number that binds.
+        InfeasibleError: nothing fits; names the limiting quantity.
     """
     request = Request(
         gpus=gpus,

@@ -1,7 +1,7 @@
-"""The cost model as measurements have corrected it: what plans take on it, and the best one there.
+"""The cost model corrected by measurements: prices of plans, and the best plan.
 
-Speeds go into the cluster's devices, slow links into the tables of their level, what is common to all compute into the
-profile, and what is left of the step into both. Corrections are always made to the original files.
+Slow ranks change the cluster's devices, slow links the tables of their level, the common factor the profile, and the
+residual of the step both. Corrections are always applied to the original files.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from asa.scheduler.costs import Slowness
 from asa.scheduler.expected import Expected
 
 Solve = Callable[[Plan, Measurements, Profile, Cluster, int], Plan]
-"""The best plan for at most so many ranks on a corrected profile and cluster, to follow a plan under which something
-was measured. Raises :class:`asa.errors.InfeasibleError` where none fits."""
+"""Function that returns the best plan for at most the given number of ranks on a corrected profile and cluster, after a
+plan with measurements. Raises :class:`asa.errors.InfeasibleError` if none fits."""
 
 
 Deviations = tuple[tuple[float, ...], tuple[float, ...]]
@@ -88,13 +88,13 @@ class Model:
     apart: Callable[[Question], Asked] | None = None
 
     def expected(self, plan: Plan, processes: Sequence[int]) -> Expected:
-        """What ``plan`` on ``processes`` should take by the original files."""
+        """Expected times of ``plan`` on ``processes`` by the original files."""
         cluster = self._devices(self.cluster, Slowness(common=0.0, ranks=(), levels=()), processes)
         return Expected(plan, self.profile, cluster, self.strategies)
 
     def corrected(self, slowness: Slowness, order: Sequence[int]) -> tuple[Profile, Cluster]:
-        """Profile and cluster under ``slowness``, in which process ``order[i]`` is device ``i``; devices of no process
-        follow as they are."""
+        """Profile and cluster under ``slowness``, in which process ``order[i]`` is device ``i``; devices without a
+        process follow unchanged."""
         whole = slowness.common + slowness.residual
         profile = slower_profile(self.profile, math.exp(whole)) if whole else self.profile
         return profile, self._devices(self._links(slowness), slowness, order)
@@ -121,8 +121,8 @@ class Model:
         return replace(cluster, devices=tuple(devices))
 
     def order(self, slowness: Slowness, current: Sequence[int]) -> tuple[int, ...]:
-        """Processes as plans number them: the fastest first, without tearing apart what an inner level joins; of equals
-        those in front that work already, each in its place."""
+        """Processes in the order in which plans number them: the fastest first, without separating those that an inner
+        level connects; among equals, working ones first, in their current order."""
         place = {p: i for i, p in enumerate([*current, *(p for p in range(len(slowness.ranks)) if p not in current)])}
 
         def slow(process: int) -> float:
@@ -144,15 +144,15 @@ class Model:
         return tuple(ordered(list(range(len(slowness.ranks))), len(self.cluster.levels) - 2))
 
     def step_s(self, placement: Placement, slowness: Slowness) -> float:
-        """Seconds of a step of a placed plan under ``slowness``."""
+        """Seconds of a step of ``placement`` under ``slowness``."""
         slowness = slowness.under(placement.processes)
         profile, cluster = self.corrected(slowness, _filled(placement.processes, len(slowness.ranks)))
         return price_plan(placement.plan, profile, cluster, self.strategies).cost.total_s
 
     def best(self, placement: Placement, measured: Measurements, slowness: Slowness) -> list[Placement]:
-        """The best plan under ``slowness`` for the same processes, and which of them run it; where some are slow, also
-        the best one without those, which is found surely: devices are alike then, and a search is short. Where some
-        have one core, also the best one with one process on every core.
+        """The best plan under ``slowness`` for the same processes, and which of them run it. If some are slow, also the
+        best one without those, which a short search finds reliably, since devices are then equal. If some share a core,
+        also the best one with one process on every core.
 
         Raises:
             InfeasibleError: nothing fits.
@@ -202,7 +202,8 @@ class Model:
     def draws(
         self, deviations: Deviations, slowness: Slowness, placements: Sequence[Placement], count: int, seed: int
     ) -> list[tuple[float, ...]]:
-        """Seconds of a step of each placement under ``count`` joint draws of the factors: the same for all of them."""
+        """Seconds of a step of each placement under ``count`` joint draws of the factors, the same draws for all of
+        them."""
         generator = random.Random(seed)
         ranks, levels = deviations
         kinds = sorted(set(slowness.ranks))
@@ -221,8 +222,8 @@ class Model:
         return found
 
     def move_s(self, old: Placement, new: Placement, slowness: Slowness) -> float:
-        """Seconds to bring the state of ``old`` to where ``new`` wants it: all of it over the links as they are now;
-        nothing where only the batch is split otherwise."""
+        """Seconds to move the state of ``old`` to where ``new`` needs it: all of it over the links in their present
+        state; 0 if only the split of the batch changes."""
         if rung(old, new) == "split":
             return 0.0
         everyone = sorted({*old.processes, *new.processes})
@@ -235,7 +236,7 @@ class Model:
 
 
 def rung(old: Placement, new: Placement) -> str:
-    """The kind of a change: ``none``, another ``split`` of the batch or ``layout``, ``fewer`` or ``more`` ranks."""
+    """Kind of a change: ``none``, another ``split`` of the batch or ``layout``, ``fewer`` or ``more`` ranks."""
     if set(new.processes) < set(old.processes):
         return "fewer"
     if set(new.processes) > set(old.processes):
@@ -249,7 +250,7 @@ def rung(old: Placement, new: Placement) -> str:
 
 
 def same(one: Placement, other: Placement) -> bool:
-    """Whether the same is run by the same processes, whatever is predicted of it."""
+    """Whether both run the same on the same processes, whatever is predicted."""
     if one is other:
         return True
     return one.plan.conduct == other.plan.conduct and one.processes == other.processes
@@ -260,5 +261,5 @@ def _first(group: Sequence[int], order: Sequence[int]) -> int:
 
 
 def _filled(processes: Sequence[int], count: int) -> tuple[int, ...]:
-    """``processes``, and then those of ``count`` that are not named."""
+    """``processes``, followed by the others of ``count`` processes."""
     return (*processes, *(p for p in range(count) if p not in set(processes)))

@@ -1,4 +1,4 @@
-"""Over how many rows BatchNorm averages under a plan: another number is another network to train."""
+"""Number of rows over which BatchNorm averages under a plan; another number trains another network."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from asa.ir.plan import Plan
 
 
 def norm_groups(plan: Plan, graph: LayerGraph) -> tuple[int, ...]:
-    """The sizes of the groups, in samples of one microbatch, largest first; empty without BatchNorm."""
+    """Sizes of the groups in samples of one microbatch, largest first; empty without BatchNorm."""
     microbatch = -(-plan.global_batch // plan.num_microbatches)
     found: set[int] = set()
     for layout, component in zip(plan.layouts(), graph.components, strict=True):
@@ -17,7 +17,7 @@ def norm_groups(plan: Plan, graph: LayerGraph) -> tuple[int, ...]:
 
 
 def changed(old: Plan, new: Plan, graph: LayerGraph) -> str:
-    """What changes for BatchNorm from one plan to another, in words; empty where nothing does."""
+    """Description of what changes for BatchNorm between two plans; empty if nothing does."""
     before, after = norm_groups(old, graph), norm_groups(new, graph)
     if before == after:
         return ""

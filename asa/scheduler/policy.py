@@ -1,4 +1,4 @@
-"""When to act on what was measured."""
+"""Policy for acting on measurements."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from asa.ir.measurements import Measurements
 
 @noun
 class Policy:
-    """``min_gain``: relative gain below which a change is not worth its risk. ``confidence``: the least probability
-    that a change pays. ``draws``: joint draws of the factors that it is estimated from; ``model_error``: standard
-    deviation of the ratio of two predictions on top of theirs. ``rebuild_s``: what a change takes beside moving state,
-    before one was ever timed. ``probation_steps``: steps after which a change is judged at the latest. ``cool_down``:
-    steps without another change after one was taken back; doubles each time. ``probe_every``: looks between two probes
-    of idle processes. ``patience``: times as long as is usual that a difference must last which nothing else bears out,
-    before it is believed. ``keep_batch_norm``: offer no plan under which BatchNorm averages over groups of other sizes.
-    """
+    """When to change the plan. ``min_gain``: relative gain below which a change is not worth its risk. ``confidence``:
+    required probability that a change pays. ``draws``: number of joint draws of the factors for it; ``model_error``:
+    standard deviation of the ratio of two predictions in addition to theirs. ``rebuild_s``: seconds of a change besides
+    moving state, before one was timed. ``probation_steps``: steps after which a change is judged at the latest.
+    ``cool_down``: steps without another change after one was undone; doubles each time. ``probe_every``: number of
+    observations between two probes of idle processes. ``patience``: factor on the usual duration for which a difference
+    must last before it is believed without other evidence. ``keep_batch_norm``: allow no plan that changes BatchNorm's
+    group sizes."""
 
     min_gain: float = 0.03
     confidence: float = 0.9
@@ -30,9 +30,9 @@ class Policy:
 
 
 def describe(measured: Measurements, predicted_s: float | None = None) -> str:
-    """Predicted against measured, in words; the error is predicted over measured, less one, as everywhere.
+    """Prediction and measurement in words; the error is predicted over measured, minus 1, as everywhere.
 
-    ``predicted_s``: under costs corrected by what was measured before; the plan's own prediction where None.
+    ``predicted_s``: under costs corrected by earlier measurements; the plan's own prediction if None.
 
     >>> describe(measurements)  # doctest: +SKIP
     'predicted 0.742 s/step, measured 0.751 s (-1.2 %)'
@@ -46,7 +46,7 @@ def describe(measured: Measurements, predicted_s: float | None = None) -> str:
 
 
 def seconds(value: float) -> str:
-    """Three significant digits, without an exponent.
+    """Seconds as text with three significant digits, without an exponent.
 
     >>> [seconds(v) for v in (0.7421, 12.34, 0.00012)]
     ['0.742 s', '12.3 s', '0.00012 s']

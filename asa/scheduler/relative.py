@@ -1,4 +1,4 @@
-"""Ranks of equal shares compared with each other, where no prediction says how long they should take."""
+"""Comparison of ranks with equal shares, without a prediction of their times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asa.scheduler.lasting import Lasting, Moods, disturbed
 
 
 class _Alike:
-    """That all ranks take equally long is all that is expected."""
+    """An expectation that only says that all ranks take equally long."""
 
     step_s = 1.0
 
@@ -20,12 +20,12 @@ class _Alike:
         self.own_s: Sequence[float] = (1.0,) * ranks
 
     def transfer_s(self, transfer: Transfer) -> float | None:
-        """Nothing is known of transfers."""
+        """None: transfers are unknown."""
         return None
 
 
 class Compared:
-    """What was said of ``ranks`` so far."""
+    """What was reported about ``ranks`` so far."""
 
     def __init__(self, ranks: int) -> None:
         self._costs, self._alike = Costs(ranks, 0), _Alike(ranks)
@@ -34,7 +34,7 @@ class Compared:
         self._stolen: set[int] = set()
 
     def window(self, measured: Measurements, steps: int) -> list[str]:
-        """Lines on ranks that are slower than others now, or no longer; a window of ``steps``."""
+        """Lines on ranks that are now slower than others, or no longer, after a window of ``steps`` steps."""
         if not measured.per_rank or -1 in (bad := awry(measured)):
             return []
         every, steps = range(len(self._said)), max(1, steps)

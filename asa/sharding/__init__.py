@@ -1,1 +1,1 @@
-"""Splitting modules over ranks, and the boundaries between layouts. Torch at work; reached from ``apply()`` only."""
+"""Splits modules over ranks, and converts activations between layouts. Uses torch; imported only by ``apply()``."""

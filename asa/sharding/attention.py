@@ -1,5 +1,5 @@
-"""Attention of any form whose dropout is a function of the sample: what does not split by heads, or is out of reach
-inside one of torch's own layers (``nn.TransformerEncoderLayer``)."""
+"""Attention whose dropout is a function of the sample, for attention that does not split by heads, or is inside one of
+torch's own layers (``nn.TransformerEncoderLayer``)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from asa.sharding.samples import SampleDropout
 
 
 def with_masks_by_sample(module: nn.MultiheadAttention, dropout: SampleDropout) -> bool:
-    """Have ``module`` use ``dropout`` on its weights in training, from now on; False where it cannot (keys of another
-    width, learned or zero keys)."""
+    """Let ``module`` apply ``dropout`` to its attention weights in training from now on; returns False if it cannot
+    (keys of another width, learned or zero keys)."""
     if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
         return False
     module.__dict__["forward"] = _BySample(module, dropout)
@@ -23,7 +23,7 @@ def with_masks_by_sample(module: nn.MultiheadAttention, dropout: SampleDropout) 
 
 
 class _BySample:
-    """Stands in for the module's ``forward``."""
+    """Replaces the module's ``forward``."""
 
     def __init__(self, module: nn.MultiheadAttention, dropout: SampleDropout) -> None:
         self._module, self._dropout = module, dropout

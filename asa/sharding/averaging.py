@@ -1,10 +1,10 @@
-"""The end of a backward: whatever of the gradients has not been averaged by then is averaged, on all ranks alike.
+"""Completes the averaging of gradients at the end of a backward, with the same collectives on all ranks.
 
-A parameter that the samples of some ranks did not reach has no gradient there, which counts as zero. One that no rank's
-samples reached keeps what it had before, nothing as a rule, so that an optimizer leaves it alone as on one device.
-Which it is, sums say: who has none hands in a negative zero, and only a sum of negative zeros is one.
+A parameter that the samples of some ranks did not reach has no gradient there, which counts as zero. If no rank's
+samples reached it, its gradient stays what it was, usually None, so that an optimizer skips it as on one device. The
+sums show this: a rank without a gradient contributes negative zeros, and only a sum of negative zeros is one.
 
-So the sequence of collectives is a function of what is trained, and of nothing that a rank's samples decide.
+So the sequence of collectives depends on what is trained, and not on a rank's samples.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from asa.sharding.sharded import Unreached
 from asa.sharding.waits import waits
 
 _NONE, _DENSE = -1, -2
-"""In the place of the number of rows of a sparse gradient: there is none, or it is not sparse."""
+"""Replacements for the number of rows of a sparse gradient: there is no gradient, or it is not sparse."""
 
 
 def at_the_end_of_backward(call: Callable[[], None]) -> None:
-    """Have ``call`` called when the backward that is under way is over."""
+    """Call ``call`` when the current backward is over."""
     Variable._execution_engine.queue_callback(call)
 
 
 class Averaging:
-    """The gradients of what a rank holds whole, ``replicas`` in the order of the network, and those that ``unreached``
-    parameters of sharded units lack. ``on``: whether backwards average; of others gradients add up where they are."""
+    """Averages the gradients of parameters that a rank holds whole (``replicas``, in the order of the network), and of
+    ``unreached`` parameters of sharded units. ``on``: whether backwards average; otherwise gradients accumulate
+    locally."""
 
     def __init__(self, replicas: Sequence[Replicated], unreached: Sequence[Unreached]) -> None:
         self.on = True
@@ -54,9 +55,9 @@ class Averaging:
         self._sparse: list[tuple[Replicated, nn.Parameter]] = []
         self._under_way = False
         self.weight = 1.0
-        """Weight of this rank's gradients in the mean; over all ranks they add up to as many as there are."""
+        """Weight of this rank's gradients in the mean; the weights of all ranks sum to the number of ranks."""
         self.done = 0
-        """Backwards after which gradients were averaged."""
+        """Number of backwards after which gradients were averaged."""
         for each in unreached:
             each.at_the_end(self._ended)
 
@@ -89,7 +90,7 @@ class Averaging:
             self._handles.append(p.register_post_accumulate_grad_hook(partial(_began, this)))
 
     def begin(self) -> None:
-        """In a backward: a gradient has come."""
+        """Start averaging in the current backward, when its first gradient arrives."""
         if self.on and not self._under_way:
             self._open()
             at_the_end_of_backward(self._ended)
@@ -102,7 +103,7 @@ class Averaging:
 
     @torch.no_grad()
     def arrived(self, number: int, i: int) -> None:
-        """The gradient of parameter ``i`` of bucket ``number`` has been accumulated."""
+        """Record that the gradient of parameter ``i`` of bucket ``number`` has been accumulated."""
         if not self.on:
             return
         self.begin()
@@ -129,12 +130,12 @@ class Averaging:
         self._waits.append(replica.send(bucket))
 
     def _ended(self) -> None:
-        # Sharded units have their say at the end, too, and some of them begin to reduce only then.
+        # FSDP's own callbacks run at the end of backward, too, and some start a reduction there; come after them.
         at_the_end_of_backward(self.finish)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Average what has not been (collective)."""
+        """Average the remaining gradients (collective)."""
         if self._under_way:
             self._under_way = False
             self.done += 1
@@ -159,7 +160,7 @@ class Averaging:
             each.settle()
 
     def complete(self) -> None:
-        """Behind a backward that was to average, and did nothing of the kind here: do it (collective)."""
+        """Average all gradients after a backward in which no gradient arrived on this rank (collective)."""
         if self._buckets or self._sparse:
             self._open()
         self.finish()
@@ -167,8 +168,8 @@ class Averaging:
 
 @torch.no_grad()
 def average_rows(p: nn.Parameter, axis: Axis, weight: float = 1.0) -> None:
-    """Make the sparse gradient of ``p``, this rank's weighed by ``weight``, its mean over ``axis``, with the rows that
-    any rank has (collective)."""
+    """Replace the sparse gradient of ``p``, weighted by ``weight`` on this rank, by its mean over ``axis``; it has all
+    rows that any rank has (collective)."""
     gradient, group = p.grad, axis.group
     if gradient is not None and gradient.layout == torch.sparse_coo:
         gradient = gradient.coalesce()

@@ -1,4 +1,4 @@
-"""One mesh axis as a rank sees it: how many ranks, which one it is, and the process group that joins them."""
+"""One mesh axis from the view of a rank: number of ranks, its own index, and their process group."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from asa.ir.plan import CompressionName
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """``index`` of ``size`` ranks. ``group`` is None on an axis of one, and in *rehearsal*.
+    """Index ``index`` of ``size`` ranks. ``group`` is None on an axis of one rank, and in *rehearsal*.
 
-    Rehearsal (``size > 1`` without a group) builds the real shard of one rank and computes with it, every
-    collective replaced by a local stand-in of the right shape: how a shard is timed on a single device.
+    Rehearsal (``size > 1`` without a group) builds the real shard of one rank and computes with it, with every
+    collective replaced by a local stand-in of the right shape: so a shard is timed on a single device.
 
-    ``parts``: the same ranks in two dimensions where state is cut among some of them only: (inside, across), the
-    neighbours that cut it and the ranks that repeat this one's part. ``compression``: of gradients on this axis.
-    ``alike``: all its ranks are known to begin with the same weights, so that none need be sent.
+    ``parts``: the same ranks in two dimensions, if state is sharded among some of them only: (inside, across), the
+    ranks among which it is sharded and the ranks with the same shard. ``compression``: of gradients on this axis.
+    ``alike``: all its ranks are known to start with the same weights, so that none need be sent.
     """
 
     size: int

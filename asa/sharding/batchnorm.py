@@ -1,8 +1,8 @@
 """BatchNorm over all ranks that share a microbatch, on any device (``torch.nn.SyncBatchNorm`` runs on GPUs only).
 
-Statistics are those of the whole microbatch, so training equals one device's on the same microbatch, to rounding.
-Mean and centred sum of squares are reduced in two rounds: the one-pass form loses digits that float64
-equivalence tests see.
+Statistics are those of the whole microbatch, so training equals one device's on the same microbatch, to rounding. Mean
+and centred sum of squares are reduced in two rounds: the one-pass form loses digits, which float64 equivalence tests
+detect.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Normalise(torch.autograd.Function):
 
 
 class SynchronisedBatchNorm(nn.Module):
-    """A BatchNorm layer whose batch is the microbatch of all ranks of ``axis``; same parameters and buffers."""
+    """A BatchNorm layer over the microbatch of all ranks of ``axis``, with the same parameters and buffers."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -85,17 +85,18 @@ class SynchronisedBatchNorm(nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The layer's that it replaces: a program finds its BatchNorm layers by ``isinstance``, to freeze them."""
+        """Class of the layer that it replaces, because programs find BatchNorm layers by ``isinstance``, to freeze
+        them."""
         found: type = self.__dict__.get("_source", type(self))
         return found
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` [samples, channels, ...]."""
+        """Normalize ``x`` [samples, channels, ...]."""
         if not self.training and self.running_mean is not None:
             return nn.functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
-        # Gradients are scaled by the data degree uniformly over the axis, which backward is linear in.
+        # All ranks scale gradients by the same data degree, and backward is linear, so no correction is needed.
         y, mean, variance, count = _Normalise.apply(x, self.axis, self.eps)
         if self.training:
             self._track(mean, variance * (count / (count - 1)))
@@ -106,7 +107,7 @@ class SynchronisedBatchNorm(nn.Module):
     @torch.no_grad()
     def _track(self, mean: Tensor, unbiased: Tensor) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return  # never kept, or computed a second time
+            return  # no running statistics, or a recomputation
         self.num_batches_tracked += 1
         factor = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
@@ -114,8 +115,8 @@ class SynchronisedBatchNorm(nn.Module):
 
 
 class _Meeting(TorchFunctionMode):
-    """Inside, ``torch.nn.functional.batch_norm`` normalises over the microbatch of all ranks of ``axis``: whoever calls
-    it, a subclass of BatchNorm or a model's own code."""
+    """Context in which ``torch.nn.functional.batch_norm`` normalizes over the microbatch of all ranks of ``axis``,
+    whether called by a subclass of BatchNorm or by a model's own code."""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ def _over(axis: Axis) -> Callable[..., Tensor]:
 
 
 class _Within:
-    """Stands in for a component's ``forward``: inside, BatchNorm is that of all ranks."""
+    """Replaces a component's ``forward``; inside it, BatchNorm is over all ranks."""
 
     def __init__(self, component: TracedComponent, axis: Axis) -> None:
         self._run = component.__dict__.get("forward", partial(TracedComponent.forward, component))
@@ -162,8 +163,8 @@ class _Within:
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm of inputs of any number of dimensions, in place of ``torch.nn.SyncBatchNorm``, whose name it has: plans
-    are for either."""
+    """BatchNorm of inputs with any number of dimensions; it replaces ``torch.nn.SyncBatchNorm`` and has its name, so
+    that plans are valid for both."""
 
     __module__ = nn.SyncBatchNorm.__module__
 
@@ -173,8 +174,8 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def without_torch_groups(model: nn.Module) -> bool:
-    """Whether there is ``torch.nn.SyncBatchNorm`` over all ranks in ``model``. Each becomes a :class:`SyncBatchNorm` of
-    this module: torch's runs on GPUs only, and meets ranks of its own choice."""
+    """Convert every ``torch.nn.SyncBatchNorm`` over all ranks in ``model`` to :class:`SyncBatchNorm` of this module,
+    because torch's runs on GPUs only, over ranks of its own choice; returns whether there was one."""
     found = [m for m in model.modules() if type(m) is nn.SyncBatchNorm and m.process_group is None]
     for module in found:
         module.__class__ = SyncBatchNorm  # type: ignore[assignment]
@@ -182,10 +183,10 @@ def without_torch_groups(model: nn.Module) -> bool:
 
 
 def synchronise(component: TracedComponent, axis: Axis) -> None:
-    """Have every BatchNorm of ``component`` normalise over the ranks of ``axis``; nothing on an axis of one.
+    """Let every BatchNorm of ``component`` normalize over the ranks of ``axis``; does nothing on an axis of one rank.
 
-    Torch's own are replaced by their synchronised form. Where other code may call ``batch_norm`` (a subclass, a layer
-    of the user's own, the model's forward), the call is.
+    Torch's own layers are replaced by their synchronized form. Where other code may call ``batch_norm`` (a subclass, a
+    layer of the user's own, the model's forward), the function is replaced.
     """
     if axis.size == 1:
         return

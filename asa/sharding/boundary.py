@@ -1,4 +1,5 @@
-"""The boundary between two layouts, performed as :class:`asa.ir.layout.Boundary` declares it, exact both ways."""
+"""Conversion of activations between two layouts, as :class:`asa.ir.layout.Boundary` declares it, exact in both
+directions."""
 
 from __future__ import annotations
 
@@ -14,18 +15,18 @@ from asa.sharding.axis import Axis
 from asa.sharding.collectives import all_gather, all_reduce, own_slice, reduce_scatter, shard_sizes
 
 AxisOf = Callable[[tuple[int, ...]], Axis]
-"""Ranks of a group (in order) to the axis this rank sees."""
+"""Function from the ranks of a group (in order) to this rank's axis."""
 
 
 def _rows(total: int, layout: Layout, ranks: tuple[int, ...]) -> list[int]:
-    """Rows of a batch of ``total`` that each of ``ranks`` holds in ``layout``."""
+    """Number of rows of a batch of ``total`` that each of ``ranks`` holds in ``layout``."""
     edges = [layout.rows_of(total, r) for r in ranks]
     return [stop - start for start, stop in edges]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
-    """One rank's side of a boundary. Calling it converts a batch-first activation from source to target layout."""
+    """One rank's part of a boundary. Calling it converts a batch-first activation from source to target layout."""
 
     boundary: Boundary
     reduce_axis: Axis
@@ -37,7 +38,7 @@ class Crossing:
 
     @staticmethod
     def build(boundary: Boundary, rank: int, axis_of: AxisOf) -> Crossing:
-        """The crossing as ``rank`` performs it; every rank of the stage must build the same ones in the same order."""
+        """The crossing for ``rank``; every rank of the stage must build the same ones in the same order."""
         source, target = boundary.source, boundary.target
         gather_ranks = gather_group(source.width, source.data, boundary.meeting, rank)
         slice_ranks = gather_group(target.width, target.data, boundary.meeting, rank)
@@ -53,15 +54,15 @@ class Crossing:
 
     @property
     def silent(self) -> bool:
-        """Whether nothing happens at all."""
+        """Whether no conversion is needed."""
         return self.boundary.silent
 
     def __call__(self, x: Tensor, samples: int) -> Tensor:
-        """Convert ``x``, this rank's rows of a microbatch of ``samples`` in all."""
+        """Convert ``x``, this rank's rows of a microbatch of ``samples`` rows in all."""
         return x if self.silent else _Cross.apply(x, self, samples)
 
     def leave(self, x: Tensor, samples: int, dim: int | None) -> Tensor:
-        """The converted output, its batch in dimension ``dim``; one without a batch (None) is a mean over samples."""
+        """Convert an output whose batch is dimension ``dim``; an output without one (None) is a mean over samples."""
         if dim == 0 or self.boundary.reduces_exit:
             return self(x, samples)
         if dim is not None:
@@ -69,7 +70,7 @@ class Crossing:
         return x if self.silent or not x.is_floating_point() else _Average.apply(x, self, samples)
 
     def forward(self, x: Tensor, samples: int) -> Tensor:
-        """The forward conversion, without autograd."""
+        """Conversion in forward, without autograd."""
         b = self.boundary
         slice_sizes = _rows(samples, b.target, self.slice_ranks)
         if b.gathers_tokens:
@@ -88,7 +89,7 @@ class Crossing:
         return x
 
     def backward(self, gradient: Tensor, samples: int) -> Tensor:
-        """The gradient at the target, as the source expects it."""
+        """Convert the gradient at the target to the source layout."""
         b = self.boundary
         scale = b.source.data / b.target.data
         gather_sizes = _rows(samples, b.source, self.gather_ranks)
@@ -122,7 +123,7 @@ class _Cross(torch.autograd.Function):
 
 
 class _Average(torch.autograd.Function):
-    """A mean over each source shard's samples becomes that over the samples of the shards that meet."""
+    """Converts a mean over each source shard's samples to the mean over the samples of all shards that are joined."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, crossing: Crossing, samples: int) -> Tensor:

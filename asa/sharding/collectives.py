@@ -1,8 +1,8 @@
-"""Collectives on one axis, along one dimension, for shards of any size; and their autograd forms.
+"""Collectives on one axis, along one dimension, for shards of any size, and their autograd forms.
 
-Shards follow :func:`asa.ir.layout.bounds` in units the caller states as ``sizes`` (elements along ``dim`` held by
-each index of the axis), so 100 classes over 3 ranks or 7 rows over 2 are ordinary. Shards are padded to the
-largest one on the wire. On a rehearsed axis each collective is replaced by a local stand-in of the right shape.
+Shards follow :func:`asa.ir.layout.bounds` in units that the caller gives as ``sizes`` (elements along ``dim`` held by
+each index of the axis), so 100 classes over 3 ranks or 7 rows over 2 are ordinary. Shards are padded to the largest one
+in messages. On a rehearsed axis each collective is replaced by a local stand-in of the right shape.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from asa.sharding.axis import Axis
 
 
 class _Switch:
-    """Seen by every thread of the process: on CUDA backward runs in threads of its own."""
+    """Switch for all threads of the process: on CUDA, backward runs in threads of its own."""
 
     silent = False
 
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Inside, every collective of this module is its local stand-in: what computation alone takes. Values are wrong."""
+    """Context in which every collective of this module is replaced by its local stand-in, to time computation alone.
+    Values are wrong."""
     _Switch.silent = True
     try:
         yield
@@ -36,20 +37,20 @@ def silenced() -> Iterator[None]:
 
 
 def is_silent() -> bool:
-    """Whether collectives are :func:`silenced` now."""
+    """Whether collectives are currently :func:`silenced`."""
     return _Switch.silent
 
 
 class _Ready:
-    """Stand-ins of gathered tensors, by form, where they are kept from one time to the next."""
+    """Cached stand-ins of gathered tensors, by shape and type, while caching is on."""
 
     found: dict[tuple[object, ...], Tensor] | None = None
 
 
 @contextmanager
 def stand_ins_kept() -> Iterator[None]:
-    """Inside, what a rehearsed gather gives is made once for every form: messages are no computation, and writing what
-    they would bring takes longer than a norm. All gathers of one form then give the same memory."""
+    """Context in which the result of a rehearsed gather is made once for each shape and type, because filling it would
+    take longer than a norm and is not computation. All such gathers return the same memory."""
     _Ready.found = {}
     try:
         yield
@@ -58,7 +59,7 @@ def stand_ins_kept() -> Iterator[None]:
 
 
 def _stood_in(part: Tensor, count: int) -> Tensor:
-    """``count`` times ``part``, one after the other."""
+    """``count`` copies of ``part``, concatenated."""
     key = (count, *part.shape, part.dtype, part.device)
     known = None if _Ready.found is None else _Ready.found.get(key)
     if known is None:
@@ -73,13 +74,13 @@ def _live(axis: Axis) -> bool:
 
 
 def shard_sizes(total: int, axis: Axis) -> list[int]:
-    """Elements that each index of ``axis`` holds of ``total``."""
+    """Number of elements, out of ``total``, that each index of ``axis`` holds."""
     edges = [bounds(total, axis.size, i) for i in range(axis.size)]
     return [stop - start for start, stop in edges]
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Sum of ``x`` over the axis, into ``x`` where it is contiguous."""
+    """Sum of ``x`` over the axis, in place if ``x`` is contiguous."""
     x = x.contiguous()
     if _live(axis):
         direct.all_reduce(x, group=axis.group)
@@ -95,10 +96,10 @@ def _padded(x: Tensor, length: int) -> Tensor:
 
 
 def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
-    """Concatenate every index's shard along ``dim``; the result has ``sum(sizes)`` there.
+    """Concatenate all shards along ``dim``; the result has length ``sum(sizes)`` there.
 
-    It lies in memory in the order of its dimensions: of one that does not, some kernels take ten times as long (the
-    gradient of a linear layer from 4,096 to 1,024 for 8 samples: 33 ms, not 3).
+    The result is contiguous: without that, some kernels take ten times as long (the gradient of a linear layer from
+    4,096 to 1,024 for 8 samples: 33 ms, not 3).
     """
     if axis.size == 1:
         return x
@@ -135,14 +136,14 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Ten
 
 
 def own_slice(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
-    """This index's shard of ``x`` along ``dim``, as a tensor of its own."""
+    """This index's shard of ``x`` along ``dim``, copied."""
     if axis.size == 1:
         return x
     return x.narrow(dim, sum(sizes[: axis.index]), sizes[axis.index]).clone(memory_format=torch.contiguous_format)
 
 
 Exchange = Callable[[Tensor, int, Sequence[int], Axis], Tensor]
-"""All_gather, reduce_scatter, or a rank's own slice."""
+"""Type of ``all_gather``, ``reduce_scatter`` and ``own_slice``."""
 
 
 class _ReduceGradient(torch.autograd.Function):
@@ -170,14 +171,14 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """``there`` in forward and ``back`` in backward, both of (tensor, dim, sizes, axis)."""
+    """Applies ``there`` in forward and ``back`` in backward, both functions of (tensor, dim, sizes, axis)."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, there: Exchange, back: Exchange, dim: int, sizes: Sequence[int], axis: Axis
     ) -> Tensor:
         ctx.back, ctx.parts = back, (dim, sizes, axis)
-        # New memory, however it is turned: autograd lets nobody write to what it takes for a view made in here.
+        # New memory in any case; .data hides that it may be a view, which autograd would not let be changed in place.
         return there(x, dim, sizes, axis).data
 
     @staticmethod
@@ -209,25 +210,25 @@ def reduce_partial(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
-    """Shards to the whole tensor; the gradient, complete on every rank, is cut again."""
+    """Gather shards to the whole tensor; in backward the gradient, complete on every rank, is cut again."""
     return _Exchange.apply(x, all_gather, own_slice, dim, sizes, axis) if axis.size > 1 else x
 
 
 def cut(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
-    """The whole tensor to this index's shard; the gradients of all shards are gathered."""
+    """Cut the whole tensor to this index's shard; in backward the gradients of all shards are gathered."""
     return _Exchange.apply(x, own_slice, all_gather, dim, sizes, axis) if axis.size > 1 else x
 
 
 def gather_for_partial(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
-    """Shards to the whole tensor; its gradient, partial on every rank, is summed and cut in one reduce_scatter."""
+    """Gather shards to the whole tensor; in backward the gradient, partial on every rank, is reduce-scattered."""
     return _Exchange.apply(x, all_gather, reduce_scatter, dim, sizes, axis) if axis.size > 1 else x
 
 
 def scatter_partial(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
-    """Partial results summed and cut in one reduce_scatter; the gradients of all shards are gathered."""
+    """Reduce-scatter partial results; in backward the gradients of all shards are gathered."""
     return _Exchange.apply(x, reduce_scatter, all_gather, dim, sizes, axis) if axis.size > 1 else x
 
 
 def sum_gradients(values: Sequence[Tensor], axis: Axis) -> tuple[Tensor, ...]:
-    """Identity in forward; in backward the gradients of all ``values`` are summed over the axis, in one all_reduce."""
+    """Identity in forward; in backward the gradients of all ``values`` are summed over the axis, in one all-reduce."""
     return _SumGradients.apply(axis, *values) if axis.size > 1 else tuple(values)

@@ -1,10 +1,9 @@
-"""Gradients made smaller for their way between ranks.
+"""Compression of gradients in messages between ranks.
 
 ``fp16`` and ``bf16`` cast a bucket before it is averaged and back afterwards. ``powersgd`` sends factors of low rank
-and keeps what they miss for the next step (Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for
-Distributed Optimization"), by torch's own communication hook; what it keeps belongs to a run and is in no checkpoint.
-Sharded components take the first two as the type in which their gradients are scattered; factors are for whole
-gradients only.
+and keeps the residual for the next step (Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for
+Distributed Optimization"), by torch's own communication hook; the residual is not saved in checkpoints. For sharded
+components the first two set the type in which gradients are reduce-scattered; factors are for whole gradients only.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from asa.sharding.axis import Axis
 from asa.sharding.bucket import Bucket, Send
 
 REDUCED: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
-"""Type of a gradient on its way, where that is all that changes."""
+"""Type of a gradient in messages, for compressions that only change the type."""
 
 _WHOLE_STEPS = 2
-"""Steps before factors are sent: torch's hook wants as many."""
+"""Number of steps before factors are sent, as required by torch's hook."""
 
 
 def compressed(axis: Axis) -> Send:
-    """How buckets are averaged over ``axis`` under its compression, which is not ``none``."""
+    """A function that averages buckets over ``axis`` with its compression, which must not be ``none``."""
     if axis.compression == "powersgd":
         return _factors(axis)
     dtype, group = REDUCED[axis.compression], axis.group
@@ -68,7 +67,7 @@ def _factors(axis: Axis) -> Send:
 
 
 class _AsTorchHasIt:
-    """A bucket with the methods of torch's own."""
+    """A bucket with the methods of torch's own buckets."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket

@@ -1,4 +1,4 @@
-"""Stochastic depth as people write it for themselves, known by what it does."""
+"""Detection of stochastic depth in modules of any origin, by their behaviour."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import Tensor, nn
 _NAMES = ("drop", "depth")
 _SAMPLES, _SEED = 4096, 20_160_330
 _SHAPES = ((2, 3), (2, 2, 2))
-"""Shapes of a sample: tokens, and a map."""
+"""Shapes of a test sample: tokens, and a map."""
 _SIGMAS = 5
 
 
 def drops_samples(module: nn.Module) -> tuple[float, bool] | None:
-    """With what probability ``module`` drops whole samples, each by itself, and whether what is left is scaled up by
-    its share (Huang et al. 2016, "Deep networks with stochastic depth"; ``DropPath`` of timm and of many a repository).
+    """Probability with which ``module`` drops whole samples, each independently, and whether it scales up the rest
+    (Huang et al. 2016, "Deep networks with stochastic depth"; ``DropPath`` of timm and of many other repositories).
 
     None for a module that does anything else: that has parameters, children or hooks, changes a batch in evaluation, or
-    drops with a probability that is none of its attributes. Asked of modules whose class is named like one only.
+    drops with a probability that is none of its attributes. Only modules with a fitting class name are tested.
     """
     if not any(part in type(module).__name__.lower() for part in _NAMES) or not _bare(module):
         return None
     for shape in _SHAPES:
-        with contextlib.suppress(Exception):  # a stranger's code, on inputs it may not be meant for
+        with contextlib.suppress(Exception):  # foreign code may fail on inputs of these shapes
             return _seen(module, torch.ones(_SAMPLES, *shape))
     return None
 

@@ -1,4 +1,4 @@
-"""From a traced model to the planner's :class:`~asa.ir.graph.LayerGraph`: facts, and what may be split."""
+"""Makes the planner's :class:`~asa.ir.graph.LayerGraph` from a traced model: facts and possible splits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from asa.tracing.facts import MORE_FLOPS
 from asa.tracing.fused import fused_attention
 
 _NOTES = 3
-"""Most notes of a trace: a model of many layers may have one for each."""
+"""Largest number of notes of a trace; a model of many layers may have one for each."""
 
 
 def _bytes_per_sample(node: torch.fx.Node) -> float:
@@ -77,8 +77,8 @@ def _never(_: Any) -> Tensor:
 
 
 def _saved(component: TracedComponent, samples: int, tokens: int | None) -> tuple[float, float]:
-    """Forward FLOPs and bytes kept for backward, of one pass over ``samples`` samples, on meta tensors. ``tokens``: how
-    many the component reads of each, where that is not all."""
+    """Forward FLOPs, and bytes saved for backward, of one pass over ``samples`` samples on meta tensors. ``tokens``:
+    number of tokens read per sample, if not all."""
     x = example_input(component, samples)
     x = x if tokens is None else x[:, :tokens].clone()
     x.requires_grad_(component.input_dtype.is_floating_point)
@@ -99,14 +99,14 @@ def _saved(component: TracedComponent, samples: int, tokens: int | None) -> tupl
 
 
 def _weigh(component: TracedComponent, tokens: int | None = None) -> tuple[float, float]:
-    """Forward FLOPs and saved bytes per sample: the difference of two batches, so that constants drop out."""
+    """Forward FLOPs and saved bytes per sample: the difference of two batches, in which constants cancel."""
     (flops, saved), (more_flops, more_saved) = _saved(component, 2, tokens), _saved(component, 3, tokens)
     return more_flops - flops, more_saved - saved
 
 
 def _sequence_split(component: TracedComponent, half_saved: float, *, first: bool) -> SequenceSplit | None:
-    """What tokens divide in ``component`` beside its weights. ``half_saved``: bytes per sample that the first of two
-    ranks saves without."""
+    """What sequence parallelism divides in ``component`` beside its weights. ``half_saved``: bytes per sample that the
+    first of two ranks saves without it."""
     plans = sequence_plans(component)
     if plans is None:
         return None
@@ -128,10 +128,11 @@ def _sequence_split(component: TracedComponent, half_saved: float, *, first: boo
 def tensor_split(
     component: TracedComponent, *, first: bool = False, kept_bytes: float | None = None
 ) -> tuple[TensorSplit | None, str]:
-    """What tensor parallelism may divide in ``component``, or why nothing. ``first``: it reads the model's input.
+    """What tensor parallelism can divide in ``component``, or why it can divide nothing. ``first``: it reads the
+    model's input.
 
-    ``kept_bytes``: what the component was seen to keep for backward, per sample. Counted on meta tensors it may be
-    more (attention without its fused kernel keeps its scores, too); the divided part is then the same share of less.
+    ``kept_bytes``: measured bytes per sample saved for backward. The count on meta tensors may be higher (attention
+    without its fused kernel also saves its scores); the divided part is then scaled down.
     """
     if component.ties:
         return None, "it shares a parameter with another component"
@@ -168,8 +169,8 @@ def tensor_split(
 
 
 def _loss_bytes(traced: TracedModel, input_shape: tuple[int, ...], num_classes: int) -> float:
-    """What the cross-entropy of tokens keeps per sample: a log-probability of every word at every position, in fp32.
-    Of a class per image it is nothing beside the network."""
+    """Bytes per sample that the cross-entropy of tokens saves: an fp32 log-probability for every word at every
+    position. 0 for one class per image, where it is negligible."""
     if len(input_shape) != 1 or traced.components[0].input_dtype.is_floating_point:
         return 0.0
     words = input_shape[0] * num_classes
@@ -178,7 +179,7 @@ def _loss_bytes(traced: TracedModel, input_shape: tuple[int, ...], num_classes: 
 
 
 def layer_graph(traced: TracedModel, *, model: str, input_shape: tuple[int, ...], num_classes: int) -> LayerGraph:
-    """The graph of ``traced``, every component with its split."""
+    """The graph of ``traced``, with every component's possible split."""
     components: list[Component] = []
     known: dict[tuple[str, float, bool], tuple[TensorSplit | None, str, str]] = {}
     for traced_component, facts in zip(traced.components, traced.facts, strict=True):
@@ -205,7 +206,7 @@ def layer_graph(traced: TracedModel, *, model: str, input_shape: tuple[int, ...]
 
 
 def folded(notes: Sequence[str]) -> tuple[str, ...]:
-    """``notes`` as :func:`asa.tracing.trace` makes them, the first few.
+    """The first few of the ``notes`` made by :func:`asa.tracing.trace`, and the number of others.
 
     >>> folded(["a is one call: why", "b is one call: so", "c", "d", "e"])
     ('a is one call: why', 'b is one call: so', 'c', 'and 2 more of the kind')

@@ -1,18 +1,18 @@
-"""Collectives between CPU ranks, without the copies that gloo makes for itself, and without its naps.
+"""Collectives between CPU ranks without gloo's internal copies and without sleeping threads.
 
-Where all ranks are on one host, and keep its cores busy, they go through memory that they share
-(:mod:`asa.sharding.segment`), and are over when the call returns. Elsewhere they are messages of gloo's.
+If all ranks are on one host and use all its cores, collectives go through shared memory (:mod:`asa.sharding.segment`),
+and are finished when the call returns. Otherwise they are gloo messages.
 
-Gloo's own all_gather assembles everything in memory that it takes and gives back each time, and copies it out; its
-reduce_scatter does the like before it adds up. Here parts travel straight to where they belong: to gather, every rank
-broadcasts its own out of the message; to scatter, ranks exchange theirs (all_to_all) and each adds up what is its own.
-What moves is the same, (n-1)/n of the message. On a GPU both are the stock operations. So is a gather over a network:
-there gloo's ring, in which nobody sends to two at a time, is two to three times as fast as n broadcasts.
+Gloo's own all_gather assembles everything in memory that it allocates and frees each time, and copies it out; its
+reduce_scatter does the same before it adds. Here parts are sent straight to their destination: to gather, every rank
+broadcasts its own part from the result; to scatter, ranks exchange parts (all_to_all) and each adds its own. The
+traffic is the same, (n-1)/n of the message. On a GPU both are the stock operations. So is a gather over a network:
+there gloo's ring, in which no rank sends to two at a time, is two to three times as fast as n broadcasts.
 
-What a part sums up to does not depend on which rank adds, and is added in the order of ranks.
+Sums are added in the order of ranks, so they do not depend on which rank adds.
 
-Who waits stays awake for a while (:func:`awaited`): gloo hands a message on from thread to thread, and where all of a
-rank sleep, milliseconds go by until they are back.
+A waiting rank stays awake for a while (:func:`awaited`): gloo passes a message from thread to thread, and if all
+threads of a rank sleep, waking them takes milliseconds.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ from asa.sharding.waits import waits
 
 
 def own_cores() -> bool:
-    """Whether there is a core for every rank, so that one that waits awake is in nobody's way."""
+    """Whether there is a core for every rank, so that a rank that waits awake disturbs no other."""
     ranks = int(os.environ.get("WORLD_SIZE") or 0)
     return hasattr(os, "sched_yield") and on_one_host() and 0 < ranks <= usable_cores()
 
 
 def awaited(work: dist.Work | None) -> float:
-    """Wait for ``work``, a collective between CPU ranks: where each has a core of its own awake at first, yielding it
-    to gloo's threads all the time. (A send or receive would not say that it is done.)
+    """Wait for ``work``, a collective between CPU ranks. If each rank has a core of its own, it waits awake at first,
+    repeatedly yielding the core to gloo's threads. (A send or receive would not report that it is done.)
 
-    Returns for how many seconds, where that is :mod:`observed <asa.sharding.waits>`.
+    Returns the seconds, if they are :mod:`observed <asa.sharding.waits>`; otherwise 0.
 
-    Its future is asked, which takes no lock. ``is_completed`` takes the work's with the GIL in hand: under a profiler
-    gloo's thread has that lock while it waits for the GIL, to hand over hooks on saved tensors, as checkpoints set.
+    It polls the future, which takes no lock. ``is_completed`` takes the work's lock while holding the GIL: under a
+    profiler gloo's thread has that lock while it waits for the GIL, to pass on hooks on saved tensors, as checkpoints
+    set.
     """
     if work is None:
         return 0.0
@@ -61,19 +62,19 @@ def awaited(work: dist.Work | None) -> float:
 
 
 class Pending(dist.Work):
-    """A collective under way: the messages that are, and what is done with them once they are there."""
+    """A collective in flight: its messages, and what to do with them when they have arrived."""
 
     def __init__(self, works: Sequence[dist.Work | None], received: Tensor | None = None, into: Tensor | None = None,
                  *, mean: bool = False) -> None:  # fmt: skip
         super().__init__()
         self._works, self._received, self._into, self._mean = works, received, into, mean
         self.over = not works
-        """Whether nothing was under way in the first place."""
+        """Whether nothing was in flight in the first place."""
         self.waited = 0.0
-        """Seconds in :meth:`wait`, where they are observed."""
+        """Seconds in :meth:`wait`, if they are observed."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
-        """Until the result is there, however long that takes."""
+        """Wait for the result, without a time limit."""
         self.waited = sum(map(awaited, self._works))
         if self._received is not None and self._into is not None:
             rows, self._received = self._received, None
@@ -85,7 +86,7 @@ class Pending(dist.Work):
 
 @torch.no_grad()
 def all_reduce(x: Tensor, *, group: dist.ProcessGroup | None = None, mean: bool = False) -> None:
-    """The sum (or mean) of every rank's ``x`` (contiguous), in ``x``."""
+    """Replace ``x`` (contiguous) by its sum (or mean) over all ranks."""
     if x.device.type == "cpu" and (shared := segment_of(group)):
         mark = waits.begin()
         shared.all_reduce(x, mean=mean)
@@ -104,7 +105,7 @@ def all_reduce(x: Tensor, *, group: dist.ProcessGroup | None = None, mean: bool 
 
 @torch.no_grad()
 def broadcast(x: Tensor, *, group_src: int, group: dist.ProcessGroup | None = None, async_op: bool = False) -> Any:
-    """``x`` (contiguous) as rank ``group_src`` of the group has it, on all its ranks."""
+    """Copy ``x`` (contiguous) of rank ``group_src`` of the group to all its ranks."""
     if x.device.type == "cpu" and (shared := segment_of(group)):
         mark = waits.begin()
         shared.broadcast(x, group_src)
@@ -122,7 +123,8 @@ def broadcast(x: Tensor, *, group_src: int, group: dist.ProcessGroup | None = No
 def all_gather_into_tensor(
     whole: Tensor, part: Tensor, *, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """Every rank's ``part``, in the order of ranks, in ``whole`` (both contiguous; ``part`` may lie in it)."""
+    """Gather every rank's ``part`` into ``whole``, in the order of ranks (both contiguous; ``part`` may be a view of
+    it)."""
     if part.device.type == "cpu" and (shared := segment_of(group)):
         mark = waits.begin()
         shared.all_gather(whole, part)
@@ -148,7 +150,7 @@ def reduce_scatter_tensor(
     part: Tensor, whole: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:  # fmt: skip
-    """This rank's ``part`` of the sum (or mean) of every rank's ``whole`` (both contiguous)."""
+    """Set ``part`` to this rank's part of the sum (or mean) of all ranks' ``whole`` (both contiguous)."""
     mean = op == dist.ReduceOp.AVG
     cuda = part.device.type != "cpu"
     if cuda or not (mean or op == dist.ReduceOp.SUM):
@@ -171,7 +173,8 @@ def reduce_scatter_tensor(
 def _finished(
     pending: Pending, async_op: bool, what: tuple[CollectiveOp, dist.ProcessGroup | None, int] | None = None
 ) -> Pending | None:
-    """``pending`` itself, or None once it is over; ``what`` it is, where it goes by messages."""
+    """``pending`` if asynchronous, otherwise None after waiting for it. ``what``: kind of the collective, for
+    statistics."""
     if async_op:
         return pending
     pending.wait()
@@ -181,7 +184,7 @@ def _finished(
 
 
 class _Gather:
-    """Gathers for :class:`torch.distributed.fsdp` by :func:`all_gather_into_tensor`."""
+    """All-gather for :class:`torch.distributed.fsdp`, by :func:`all_gather_into_tensor`."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -193,7 +196,7 @@ class _Gather:
 
 
 class _Scatter(_Gather):
-    """Scatters for :class:`torch.distributed.fsdp` by :func:`reduce_scatter_tensor`."""
+    """Reduce-scatter for :class:`torch.distributed.fsdp`, by :func:`reduce_scatter_tensor`."""
 
     def __call__(  # type: ignore[override]
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -202,7 +205,7 @@ class _Scatter(_Gather):
 
 
 def directly(unit: nn.Module) -> None:
-    """Have a unit of ``fully_shard`` gather and scatter this way."""
+    """Let a unit of ``fully_shard`` use this module's all-gather and reduce-scatter."""
     if isinstance(unit, FSDPModule):
         unit.set_custom_all_gather(_Gather())  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(_Scatter())  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""Numbers that a component's own code draws (``torch.randn_like`` in ``forward``, a coin of Python's): the same under
-every plan, others for other samples.
+"""Random numbers that a component's own code draws (``torch.randn_like`` in ``forward``, Python's ``random``): made
+equal under every plan and different for each sample.
 
-A component that draws does so from generators made for it in every call, by seed, step, microbatch and its name. Of
-what has a row for each of a rank's samples the rows of the whole microbatch are drawn, and the rank's own are kept;
-what has not is the same on all ranks.
+In every call such a component uses generators seeded by seed, step, microbatch and its name. Tensors with a row for
+each of a rank's samples are drawn for the whole microbatch, and the rank's own rows are kept; others are equal on all
+ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MADE = {_aten.randn, _aten.rand, _aten.randint}
 
 
 class _Drawing(TorchDispatchMode):
-    """Operators that draw do so from ``generator``, for all samples of the microbatch."""
+    """Context in which random operators draw from ``generator``, for all samples of the microbatch."""
 
     def __init__(self, context: SampleContext, generator: torch.Generator) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _Drawing(TorchDispatchMode):
                 return func(*args, **options)
             kept = self._filled(x, lambda t: t.uniform_(generator=self._generator)) >= p
             return x * kept / (1 - p), kept
-        # Whatever else there is draws from the default generator, which is this one's for now.
+        # Other operations draw from the default generator, which ``seeded`` has set by the same key.
         return func(*args, **options)
 
     def _filled(self, like: Tensor, fill: Callable[[Tensor], Tensor]) -> Tensor:
@@ -95,8 +95,8 @@ class _Drawing(TorchDispatchMode):
 
 
 def keyed(component: TracedComponent, context: SampleContext, *, foreign: bool) -> None:
-    """Have what ``component`` draws be a function of seed, step and sample. ``foreign``: it draws from Python's or
-    numpy's generators, too."""
+    """Make the random numbers of ``component`` a function of seed, step and sample. ``foreign``: it also draws from
+    Python's or numpy's generators."""
     theirs, site = component.forward, named(f"{component.name} draws")
 
     def forward(x: Tensor) -> tuple[Tensor, ...]:
@@ -110,8 +110,8 @@ def keyed(component: TracedComponent, context: SampleContext, *, foreign: bool) 
 
 @contextmanager
 def seeded(key: int, foreign: bool) -> Iterator[None]:
-    """Inside, torch's generators, and Python's and numpy's where ``foreign``, are those of ``key``; outside they are
-    where they were."""
+    """Context in which torch's generators (and Python's and numpy's if ``foreign``) are seeded by ``key``; they are
+    restored afterwards."""
     with torch.random.fork_rng(), foreign_random():
         torch.default_generator.manual_seed(key & (2**63 - 1))
         if foreign:

@@ -1,4 +1,4 @@
-"""What still draws from a rank's own generator once dropout is by sample: its results depend on the plan."""
+"""Detection of components that still draw from a rank's own generator, so that results depend on the plan."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from asa.tracing.preserve import foreign_random, foreign_state
 _SHOWN = 3
 
 FOREIGN = "Python's or numpy's random"
-"""In the place of an operator of torch's."""
+"""Name used in place of a torch operator."""
 
 
 class _Watch(TorchDispatchMode):
-    """Names the operators after which a generator is not where it was: those that may draw often do not (attention
+    """Context that records the names of operators that change a generator. Some that can draw do not always (attention
     without dropout)."""
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class _Watch(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         before = self._states()
         result = func(*args, **(kwargs or {}))
-        if self._device.type == "meta":  # nothing is drawn there: what may draw would
+        if self._device.type == "meta":  # meta draws nothing; count the operation as drawing
             self.found[func.overloadpacket.__name__] = None
         if any(not torch.equal(a, b) for a, b in zip(before, self._states(), strict=True)):
             self.found[func.overloadpacket.__name__] = None
@@ -44,11 +44,11 @@ class _Watch(TorchDispatchMode):
 
 
 def drawing(components: Iterable[TracedComponent], batch: Tensor) -> dict[str, tuple[str, ...]]:
-    """Components, as :func:`asa.sharding.randomness.make_reproducible` leaves them, that draw by themselves in the mode
-    they are in, and with which of torch's operators.
+    """Components that draw random numbers themselves in their current mode, after
+    :func:`asa.sharding.randomness.make_reproducible`, and the torch operators with which they do.
 
     ``batch``: the model's input, on the components' device; their context knows its samples. Python's own generator and
-    numpy's are named :data:`FOREIGN`; others are not seen.
+    numpy's are named :data:`FOREIGN`; others are not detected.
     """
     found = {}
     with torch.no_grad(), torch.random.fork_rng(devices=[batch.device] if batch.is_cuda else []):
@@ -64,7 +64,7 @@ def drawing(components: Iterable[TracedComponent], batch: Tensor) -> dict[str, t
 
 
 def told(found: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """One sentence about what :func:`drawing` found; none where it found nothing.
+    """One sentence about the result of :func:`drawing`; empty if there are no such components.
 
     >>> told({"head": ("randn_like",)})
     ('head draws random numbers of its own (randn_like): what training computes depends on the plan',)
@@ -78,7 +78,7 @@ def told(found: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def several(names: Sequence[str]) -> str:
-    """The first three, and how many more.
+    """The first three names, and the number of others.
 
     >>> several(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'

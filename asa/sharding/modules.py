@@ -1,4 +1,4 @@
-"""Shards of stock layers. Parameters keep their names, so a checkpoint keeps its keys; only their shapes shrink."""
+"""Shards of stock layers. Parameters keep their names, so checkpoint keys stay the same; only their shapes shrink."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from asa.sharding.samples import SampleDropout
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterShard:
-    """Which part of a full parameter each index of an axis holds.
+    """The part of a full parameter that each index of an axis holds.
 
-    Along ``dim`` the parameter is ``blocks`` equal runs (3 for fused query, key, value) of ``units`` units of
+    Along ``dim`` the parameter consists of ``blocks`` equal runs (3 for fused query, key, value) of ``units`` units of
     ``unit`` elements; index i of ``degree`` holds units ``bounds(units, degree, i)`` of every run.
     """
 
@@ -40,17 +40,17 @@ class ParameterShard:
     blocks: int = 1
 
     def index(self, i: int) -> Tensor:
-        """Positions along ``dim`` that index ``i`` holds, int64, ascending."""
+        """Positions along ``dim`` that index ``i`` holds; int64, ascending."""
         start, stop = (u * self.unit for u in bounds(self.units, self.degree, i))
         run = self.units * self.unit
         return torch.cat([torch.arange(b * run + start, b * run + stop) for b in range(self.blocks)])
 
     def cut(self, full: Tensor, i: int) -> Tensor:
-        """Index ``i``'s part of ``full``, as a tensor of its own."""
+        """The part of ``full`` that index ``i`` holds, copied."""
         return full.index_select(self.dim, self.index(i).to(full.device)).contiguous()
 
     def paste(self, full: Tensor, part: Tensor, i: int) -> None:
-        """Write index ``i``'s part into ``full``."""
+        """Write the part of index ``i`` into ``full``."""
         full.index_copy_(self.dim, self.index(i).to(full.device), part.to(full.device, full.dtype))
 
 
@@ -59,7 +59,7 @@ SHARDS = "asa_shards"
 
 
 def shards_of(module: nn.Module) -> dict[str, ParameterShard]:
-    """Every sharded parameter and buffer below ``module``, by full name."""
+    """All sharded parameters and buffers below ``module``, by full name."""
     found: dict[str, ParameterShard] = {}
     for path, child in module.named_modules():
         for name, shard in getattr(child, SHARDS, {}).items():
@@ -68,7 +68,7 @@ def shards_of(module: nn.Module) -> dict[str, ParameterShard]:
 
 
 def _adopt(module: nn.Module, source: nn.Module, shards: dict[str, ParameterShard], index: int) -> None:
-    """Give ``module`` the tensors of ``source`` under their names, cut where ``shards`` says so."""
+    """Give ``module`` the parameters and buffers of ``source`` under their names, cut as ``shards`` says."""
     for name, p in source.named_parameters(recurse=False):
         data = shards[name].cut(p.detach(), index) if name in shards else p.detach()
         fresh = nn.Parameter(data, requires_grad=p.requires_grad) if name in shards else p
@@ -86,12 +86,12 @@ class ReduceGradient(nn.Module):
         self.axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x``, seen as a new value by autograd."""
+        """``x`` as a new value for autograd."""
         return reduce_gradient(x, self.axis)
 
 
 class Gather(nn.Module):
-    """Makes a value sharded along ``cut.dim`` whole."""
+    """Gathers a value that is sharded along ``cut.dim``."""
 
     def __init__(self, cut: Cut, axis: Axis) -> None:
         super().__init__()
@@ -101,51 +101,52 @@ class Gather(nn.Module):
         self.axis = axis
 
     def forward(self, x: Tensor) -> Tensor:
-        """The whole tensor, the same on every rank of the axis."""
+        """The whole tensor, equal on all ranks of the axis."""
         return gather(x, self.dim, self.sizes, self.axis)
 
 
 class GatherTokens(nn.Module):
-    """Makes a value cut by tokens whole, for layers that each do a part of the work on all of them."""
+    """Gathers a value that is split by tokens, for layers that each do a part of the work on all tokens."""
 
     def __init__(self, tokens: int, axis: Axis) -> None:
         super().__init__()
         self.sizes, self.axis = shard_sizes(tokens, axis), axis
 
     def forward(self, x: Tensor) -> Tensor:
-        """[samples, all tokens, width]; its gradient, partial, is summed and cut again."""
+        """The whole tensor [samples, all tokens, width]; its partial gradient is reduce-scattered."""
         return gather_for_partial(x, 1, self.sizes, self.axis)
 
 
 class ScatterTokens(nn.Module):
-    """Sums a partial result and cuts it by tokens."""
+    """Reduce-scatters a partial result by tokens."""
 
     def __init__(self, tokens: int, axis: Axis) -> None:
         super().__init__()
         self.sizes, self.axis = shard_sizes(tokens, axis), axis
 
     def forward(self, x: Tensor) -> Tensor:
-        """[samples, this rank's tokens, width]."""
+        """This rank's tokens, [samples, tokens of this rank, width]."""
         return scatter_partial(x, 1, self.sizes, self.axis)
 
 
 class SumGradients(nn.Module):
-    """Parameters as they are, whose gradients are summed over the axis: each rank has those of its own tokens."""
+    """Passes parameters through; their gradients are summed over the axis, since each rank has those of its own
+    tokens."""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__()
         self.axis = axis
 
     def forward(self, *parameters: Tensor) -> tuple[Tensor, ...]:
-        """``parameters``, seen as new values by autograd."""
+        """``parameters`` as new values for autograd."""
         return sum_gradients(parameters, self.axis)
 
 
 class RowParallel(nn.Module):
     """A linear layer or convolution that reads a shard of its inputs.
 
-    With ``partial`` the output stays a partial sum, which the boundary reduces: each rank then adds its share of
-    the bias, while the bias keeps its complete gradient everywhere.
+    With ``partial`` the output stays a partial sum, which the boundary reduces: each rank then adds its share of the
+    bias, while the bias gets its complete gradient on all ranks.
     """
 
     weight: nn.Parameter
@@ -163,7 +164,7 @@ class RowParallel(nn.Module):
         _adopt(self, source, {"weight": shard}, axis.index)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Whole output (or this rank's addend of it) from a shard of the input."""
+        """The whole output (or this rank's addend of it) from a shard of the input."""
         if self.convolution:
             y = F.conv2d(x, self.weight, None, *self.options)
         else:
@@ -180,7 +181,8 @@ class RowParallel(nn.Module):
 
 
 class HeadParallelAttention(nn.Module):
-    """Self-attention over this rank's share of the heads; input whole, and output, too, unless ``scatter`` cuts it."""
+    """Self-attention over this rank's share of the heads. The input is whole, and so is the output unless ``scatter``
+    cuts it."""
 
     head_parallel = True
     in_proj_weight: nn.Parameter
@@ -211,7 +213,8 @@ class HeadParallelAttention(nn.Module):
         self.out_proj = RowParallel(source.out_proj, cut, axis, partial=scatter is not None)
 
     def forward(self, x: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
-        """``x``: [samples, length, width] (or length first, as the stock module was built)."""
+        """Output, and None for the weights. ``x``: [samples, length, width] (or length first, as in the stock
+        module)."""
         if not self.batch_first:
             x = x.transpose(0, 1)
         n, length, _width = x.shape
@@ -270,9 +273,9 @@ def shard_module(
     source: nn.Module, action: Action, cut: Cut, axis: Axis, *, partial: bool = False,
     scatter: ScatterTokens | None = None,
 ) -> nn.Module:  # fmt: skip
-    """The shard of ``source`` that ``axis.index`` holds, in the same mode and with the same parameter names.
+    """The shard of ``source`` for ``axis.index``, in the same mode and with the same parameter names.
 
-    ``partial``: leave the output of a ``row`` shard unreduced. ``scatter``: what sums and cuts that of ``heads``.
+    ``partial``: the output of a ``row`` shard is not reduced. ``scatter``: reduce-scatters the output of ``heads``.
     """
     module: nn.Module
     if action == "row":

@@ -1,7 +1,7 @@
-"""Weights gathered one component ahead where one segment ends and the next begins.
+"""Prefetch of weights across segments: the next segment's first weights are gathered while the last component runs.
 
-Inside of a segment stock FSDP2 does that by itself: its units have one root. Between segments, each of which has a root
-of its own or none, nobody would; the price of a plan counts on it (:mod:`asa.cost.traffic.prefetch`).
+Inside a segment stock FSDP2 prefetches by itself, because its units have one root. Segments have separate roots or
+none; the price of a plan assumes the prefetch (:mod:`asa.cost.traffic.prefetch`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from asa.sharding.sharded import GATHERED_ONCE
 
 
 class GatherAhead:
-    """Called, begins to gather the weights of ``unit``, which waits for them itself when it runs; takes whatever a hook
-    is called with. Does nothing before :meth:`allow`: FSDP sets a unit up when it first runs."""
+    """A hook that starts to gather the weights of ``unit``, which itself waits for them when it runs; ignores its
+    arguments. Does nothing before :meth:`allow`, because FSDP initializes a unit in its first run."""
 
     def __init__(self, unit: FSDPModule) -> None:
         self._unit, self._allowed = unit, False
 
     def allow(self, *_: Any) -> None:
-        """From now on."""
+        """Enable the hook."""
         self._allowed = True
 
     def __call__(self, *_: Any) -> None:
@@ -33,7 +33,7 @@ class GatherAhead:
 
 
 class Neighbours:
-    """What a segment gathers for those beside it: ``following`` while its last component runs forward, ``preceding``
+    """Prefetches of a segment for its neighbours: ``following`` while its last component runs forward, ``preceding``
     while its first one runs backward."""
 
     def __init__(self) -> None:
@@ -41,19 +41,19 @@ class Neighbours:
         self.preceding: GatherAhead | None = None
 
     def before_last(self) -> None:
-        """To be called before a segment's last component runs."""
+        """Call this before a segment's last component runs."""
         if self.following is not None:
             self.following()
 
     def behind_first(self, output: Tensor) -> None:
-        """To be called with what its first component gives."""
+        """Call this with the output of a segment's first component."""
         if self.preceding is not None and output.requires_grad:
             output.register_hook(self.preceding)
 
 
 def acquaint(segments: Sequence[nn.Module], neighbours: Sequence[Neighbours]) -> None:
-    """Have every one of ``segments``, in the order in which they run, gather for those beside it; in backward only
-    weights that were let go of after forward."""
+    """Let each of ``segments``, in their order of execution, prefetch for its neighbours; in backward only weights that
+    were freed after forward."""
     units = [[m for m in s.modules() if isinstance(m, FSDPModule) and m is not s] for s in segments]
     for i, j in pairwise(range(len(segments))):
         if units[j]:
@@ -63,7 +63,7 @@ def acquaint(segments: Sequence[nn.Module], neighbours: Sequence[Neighbours]) ->
 
 
 def _allowed_by(unit: FSDPModule) -> GatherAhead:
-    """For a unit once it has run."""
+    """A prefetch of ``unit`` that is enabled after its first run."""
     found = GatherAhead(unit)
     assert isinstance(unit, nn.Module)
     unit.register_forward_hook(found.allow)

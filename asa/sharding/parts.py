@@ -1,4 +1,4 @@
-"""What a rank holds of sharded parameters (DTensors) and of split ones, and optimizer steps that see nothing else."""
+"""Local shards of parameters (DTensors and split ones), and optimizer steps that use only these."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from asa.sharding.split import TensorPart, held_of
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of ``tensor``."""
+    """This rank's local part of ``tensor``."""
     tensor = held_of(tensor)
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def as_held(parameter: Tensor, value: Tensor) -> Tensor:
-    """``value``, state of this rank's part of ``parameter``, in the form in which and where ``parameter`` is held."""
+    """``value``, state for this rank's part of ``parameter``, in the form and on the device of ``parameter``."""
     if isinstance(parameter, TensorPart):
         return TensorPart(as_held(parameter.held, value), parameter.parted)
     value = value.to(local(parameter).device)
@@ -35,10 +35,10 @@ def as_held(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 class _Parts:
-    """Parts of parameters of ``optimizer``, which between ``enter`` and ``leave`` knows those that it updates by this
-    rank's parts, and no others. ``elsewhere``: identities of what is held here and updated by another rank.
+    """Local parts of an ``optimizer``'s parameters. Between ``enter`` and ``leave``, its groups contain the local parts
+    that it updates and nothing else. ``elsewhere``: identities of parameters that another rank updates.
 
-    Parts are looked up anew each time: ``fully_shard`` may put a parameter elsewhere between steps.
+    Parts are looked up anew each time: ``fully_shard`` may move a parameter between steps.
     """
 
     def __init__(self, optimizer: Optimizer, elsewhere: frozenset[int]) -> None:
@@ -84,7 +84,7 @@ class _Parts:
         self._optimizer.state, self._outside = outer, None
 
     def before(self, _optimizer: Optimizer, args: Any, options: dict[str, Any]) -> Any:
-        """In front of a step; a closure, which computes gradients, runs as if outside."""
+        """Enter before a step; a closure, which computes gradients, runs outside."""
         self.leave()  # where a step ended with an exception
         self.enter()
         closure = args[1] if len(args) > 1 else options.get("closure")
@@ -101,7 +101,7 @@ class _Parts:
         return (args[0], outside), {key: value for key, value in options.items() if key != "closure"}
 
     def after(self, *_: Any) -> None:
-        """Behind a step."""
+        """Leave after a step."""
         self.leave()
 
 
@@ -110,7 +110,7 @@ def _tensor(value: object) -> bool:
 
 
 def _outwards(p: Tensor, part: Tensor, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """State of ``part`` as that of ``p``; what lies where it lay ``before`` stays the tensor it was."""
+    """State of ``part`` as state of ``p``; entries whose tensor is unchanged keep their object from ``before``."""
     if part is p:
         return now
     found = {}
@@ -125,12 +125,12 @@ def _outwards(p: Tensor, part: Tensor, before: dict[str, Any], now: dict[str, An
 
 
 def step_over_parts(optimizer: Optimizer, elsewhere: Iterable[Tensor] = ()) -> Callable[[], None]:
-    """Have ``optimizer``, which updates element by element, do so on this rank's parts, as plain tensors: torch has no
-    fused SGD for DTensors, and refuses loops over many tensors of which some are sharded and some are not.
+    """Let ``optimizer``, which must update element by element, run on this rank's parts as plain tensors: torch has no
+    fused SGD for DTensors, and refuses loops over a mixture of sharded and other tensors.
 
-    Outside of steps its groups hold the sharded and split parameters (and those held here that are updated
-    ``elsewhere``), and its state is sharded like them. Hooks of others around a step, whenever they are added, run
-    outside, too. Returns what takes that back.
+    Outside of steps its groups contain the sharded and split parameters (and those that are updated ``elsewhere``), and
+    its state is sharded like them. Other hooks around a step, whenever they are added, run outside, too. Returns a
+    function that undoes this.
     """
     parts = _Parts(optimizer, frozenset(map(id, elsewhere)))
     enters, leaves = optimizer.register_step_pre_hook(parts.before), optimizer.register_step_post_hook(parts.after)

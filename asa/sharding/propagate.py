@@ -1,14 +1,14 @@
-"""How a component's tensors split over a tensor axis: one walk over its traced graph.
+"""Derives how a component's tensors split over a tensor axis, in one walk over its traced graph.
 
-Every value is *whole* (the same on all ranks of the axis), *sharded* along one dimension, or *partial* (ranks
-hold addends). A layer with weights that reads a whole value is split by columns (outputs) and yields a sharded
-one; a layer that reads a sharded value is split by rows (inputs) and yields a partial one, reduced at once.
-Attention splits by heads: columns and rows in one module. Elementwise operations, pooling, BatchNorm and
-depthwise convolutions keep a shard a shard; whatever else meets one first gathers it. This is the alternation of
-Shoeybi et al. 2019 (Megatron-LM), derived from the graph and not from the model's name.
+Every value is *whole* (the same on all ranks of the axis), *sharded* along one dimension, or *partial* (ranks hold
+addends). A layer with weights that reads a whole value is split by columns (outputs) and yields a sharded one; a layer
+that reads a sharded value is split by rows (inputs) and yields a partial one, reduced at once. Attention splits by
+heads: columns and rows in one module. Elementwise operations, pooling, BatchNorm and depthwise convolutions keep a
+value sharded; all other operations gather it first. This is the alternation of Shoeybi et al. 2019 (Megatron-LM),
+derived from the graph and not from the model's name.
 
-Two reductions can move into the boundary around the component, where they may fuse with a change of batch shard:
-the input's gradient (``entry_partial``) and the output (``exit_partial``).
+Two reductions can move into the boundary around the component, where they may fuse with a change of batch shard: the
+input's gradient (``entry_partial``) and the output (``exit_partial``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Action = Literal["column", "row", "heads", "local", "depthwise"]
 
 @dataclass(frozen=True)
 class Cut:
-    """A value sharded along ``dim``: ``units`` indivisible units of ``unit`` elements each. ``tokens``: they are
-    positions, not parts, of what the layers compute (:mod:`asa.sharding.tokens`)."""
+    """A value sharded along ``dim``: ``units`` indivisible units of ``unit`` elements each. ``tokens``: the units are
+    positions, not parts of what the layers compute (:mod:`asa.sharding.tokens`)."""
 
     dim: int
     units: int
@@ -39,41 +39,41 @@ class Cut:
 
 @dataclass
 class SplitPlan:
-    """What the walk decided, by node. ``gathered`` are values to make whole for the consumers that need them so."""
+    """Result of the walk, by node. ``gathered``: values that are gathered for consumers that need them whole."""
 
     actions: dict[str, Action] = field(default_factory=dict)
-    """Module path to how it splits."""
+    """How each module splits, by path."""
     cuts: dict[str, Cut] = field(default_factory=dict)
-    """Module path to the cut of what it shards (its output; for ``row`` its input)."""
+    """Cut of what each module shards (its output; for ``row`` its input), by path."""
     states: dict[fx.Node, Cut | None] = field(default_factory=dict)
     gathers: dict[tuple[fx.Node, fx.Node], Cut] = field(default_factory=dict)
-    """(value, consumer) pairs between which a gather goes."""
+    """Pairs (value, consumer) between which a gather is inserted."""
     readers: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
-    """Whole value to the column- or head-split nodes that read it: their input gradients are partial."""
+    """Column- or head-split nodes that read each whole value: their input gradients are partial."""
     reduced: list[fx.Node] = field(default_factory=list)
     """Nodes whose output is reduced in forward."""
     hoisted: set[fx.Node] = field(default_factory=set)
-    """Values whose gradient the boundary in front reduces."""
+    """Values whose gradient is reduced by the boundary before the component."""
     exit_partial: bool = False
     tokens: int = 0
-    """In the input, where it is cut by them; 0 where the plan is not of that kind."""
+    """Number of tokens in the input if it is split by tokens; 0 otherwise."""
     exit_tokens: int = 0
-    """In the output, where that is cut, too."""
+    """Number of tokens in the output if it is split by tokens, too."""
     gathered: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
-    """Value cut by tokens to the column- or head-split nodes that read all of them."""
+    """Column- or head-split nodes that read all tokens of each value that is split by tokens."""
     scattered: list[fx.Node] = field(default_factory=list)
-    """Nodes whose partial output is summed and cut by tokens at once."""
+    """Nodes whose partial output is reduce-scattered by tokens."""
     tokenwise: list[fx.Node] = field(default_factory=list)
-    """Layers with parameters of their own that see a rank's tokens only."""
+    """Layers with parameters that see only a rank's tokens."""
 
     @property
     def entry_partial(self) -> bool:
-        """Whether the input's gradient leaves as a partial sum."""
+        """Whether the input's gradient is a partial sum."""
         return bool(self.hoisted)
 
     @property
     def max_degree(self) -> int:
-        """The most ranks any of the cuts allows."""
+        """Largest number of ranks that all cuts allow."""
         return min((c.units for c in self.cuts.values()), default=1)
 
 
@@ -93,12 +93,12 @@ _SPATIAL = {F.adaptive_avg_pool2d, F.max_pool2d, F.avg_pool2d}
 
 
 def is_elementwise(module: nn.Module) -> bool:
-    """Whether a module treats every element (or, as stochastic depth, every sample) alike."""
+    """Whether a module treats all elements alike (or all samples, as stochastic depth does)."""
     return isinstance(module, _ELEMENTWISE_MODULES) or type(module).__name__ in {"StochasticDepth", "SampleDropout"}
 
 
 def _kept(node: fx.Node, cut: Cut) -> bool:
-    """Whether pooling leaves the channels cut as they are: not where it gives back indices, too."""
+    """Whether pooling keeps its channels sharded, which it does unless it also returns indices."""
     return cut.dim == 1 and hasattr(node.meta.get("tensor_meta"), "shape")
 
 
@@ -119,8 +119,8 @@ def splits_by_heads(m: nn.Module, node: fx.Node) -> bool:
 
 
 def independent_groups(m: nn.Module) -> int:
-    """How many runs of its inputs' last dimension ``m``, which has no parameters, treats each by itself; 0 where it
-    does not."""
+    """Number of consecutive parts of the input's last dimension that ``m``, a module without parameters, treats
+    independently; 0 if it does not."""
     return int(getattr(m, "independent_groups", 0))
 
 
@@ -137,7 +137,7 @@ def _resolved(module: nn.Module, target: str) -> Any:
 
 
 class Walk:
-    """One pass in topological order. ``graph`` carries ``tensor_meta`` from shape propagation."""
+    """One pass over the graph in topological order; nodes have ``tensor_meta`` from shape propagation."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
@@ -153,7 +153,7 @@ class Walk:
         return self.plan
 
     def _tied(self) -> set[str]:
-        """Targets that share a parameter with another: a split of one would leave the other with half of it."""
+        """Targets that share a parameter with another one, and so cannot be split."""
         users: dict[int, set[str]] = {}
         for node in self.module.graph.nodes:
             if node.op in {"call_module", "get_attr"}:
@@ -167,7 +167,7 @@ class Walk:
         return self.plan.states.get(value) if isinstance(value, fx.Node) else None
 
     def _whole(self, node: fx.Node) -> None:
-        """Every sharded input of ``node`` is gathered first."""
+        """Gather all sharded inputs of ``node`` first."""
         for value in node.all_input_nodes:
             cut = self.plan.states.get(value)
             if cut is not None:
@@ -238,13 +238,13 @@ class Walk:
         return None
 
     def _groups(self, node: fx.Node, width: int) -> int:
-        """Parts of so many outputs that may go to different ranks: the groups of heads, where attention reads them."""
+        """Number of parts into which ``width`` outputs can be split: the groups of heads, if attention reads them."""
         readers = [self.module.get_submodule(str(u.target)) for u in node.users if u.op == "call_module"]
         found = [n for n in map(independent_groups, readers) if n and width % n == 0]
         return found[0] if found else width
 
     def _grouped(self, node: fx.Node, groups: int) -> Cut | None:
-        """Attention over a share of the groups of heads, where all that it reads is cut by them."""
+        """The cut of attention over groups of heads, if all its inputs are cut by groups; otherwise gather them."""
         last = _normal(-1, node)
         cuts = [self._cut_of(a) for a in node.args]
         if all(c is not None and (c.dim, c.units) == (last, groups) for c in cuts) and not node.kwargs:
@@ -304,8 +304,8 @@ class Walk:
     def _hoistable(self, entry: fx.Node) -> set[fx.Node]:
         """Values between input and split readers, if *all* of the input's gradient comes through those readers.
 
-        Reduction commutes with backward of anything without parameters (it is linear in the gradient); with
-        parameters on the way their gradients would be partial too.
+        Reduction commutes with backward of anything without parameters (it is linear in the gradient); gradients of
+        parameters in between would become partial, too.
         """
         frontier, found = [entry], set()
         while frontier:
@@ -326,5 +326,5 @@ class Walk:
 
 
 def propagate(module: fx.GraphModule) -> SplitPlan:
-    """How ``module`` (one tensor in, shapes propagated) splits over a tensor axis; degree-independent."""
+    """Derive how ``module`` (one tensor in, shapes propagated) splits over a tensor axis, for any degree."""
     return Walk(module).run()

@@ -1,4 +1,4 @@
-"""Make a traced model's randomness a function of seed, step and sample: every dropout replaced, in both graphs."""
+"""Makes a traced model's randomness a function of seed, step and sample, by replacing every dropout in both graphs."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from asa.tracing.component import TracedComponent
 def make_reproducible(components: Iterable[TracedComponent], context: SampleContext) -> None:
     """Replace dropout modules, functions and attention dropout by forms that read ``context``.
 
-    Modules fx could not look into (leaves with dropout inside) are searched too; what drops from a tensor whose first
-    dimension is not the batch keeps its own. A dropout module that is called several times draws anew in each call, as
-    the stock one does: each call is a site of its own. One that works in place changes what is read of its input
-    later; code that fx could not look into reads the input itself, a graph reads what the dropout returns.
+    Modules that fx could not enter (leaves with dropout inside) are searched too; dropout of a tensor whose first
+    dimension is not the batch is not replaced. A dropout module that is called several times draws anew in each call,
+    as the stock one does: each call is a site of its own. If a dropout works in place, later readers of its input see
+    the change; code that fx could not enter reads the input itself, a graph reads the dropout's result.
     """
     for component in components:
         for graph in component.graphs():
             _read_results(graph)
-        if component.eval_graph is not component.train_graph:  # else they drop in evaluation too, and go on doing that
+        if component.eval_graph is not component.train_graph:  # shared graphs drop in evaluation, too: keep that
             _replace_functions(component.train_graph, component.name, context)
         for graph in component.graphs():
             _separate_calls(graph, component.name, context)
@@ -107,7 +107,7 @@ _FUNCTIONS: dict[Any, Callable[..., _Made | None]] = {
     F.feature_alpha_dropout: _dropping(SampleAlphaDropout, whole_from=2, trains=False),
     F.rrelu: _sloping,
 }
-"""What takes a function's place, asked with its arguments; None where these have it draw nothing."""
+"""Makers of replacements for functions, called with their arguments; None if these draw nothing."""
 
 
 def _replace_functions(module: fx.GraphModule, owner: str, context: SampleContext) -> None:

@@ -1,8 +1,8 @@
-"""A component that forgets its activations in forward and computes them again in backward.
+"""Activation checkpointing: a component drops its activations in forward and recomputes them in backward.
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; ``torch.utils.checkpoint`` in its non-reentrant form.
-The second time is the first to the bit: the same samples and dropout masks, other buffers as they were before the first
-time where forward changes them, and running statistics stay as they are.
+The recomputation is bitwise equal: it has the same samples and dropout masks, and buffers that forward changes as they
+were before it; running statistics are not updated again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from asa.tracing.program import opened
 
 _Registry = dict[str, Tensor | None]
 _Buffers = list[tuple[_Registry, str, Tensor]]
-"""Registry of a module, name of a buffer in it, its tensor."""
+"""Triples of a module's buffer registry, the name of a buffer in it, and its tensor."""
 
 
 def _normalises(module: nn.Module) -> bool:
-    """Whether ``module`` keeps running statistics, in calls of it that were not traced into."""
+    """Whether ``module`` keeps running statistics, and is called as a whole in the graph."""
     return isinstance(module, _NormBase | SynchronisedBatchNorm) and not opened(module)
 
 
@@ -41,11 +41,12 @@ class _Moving:
     """Buffers that a component's forward changes: an average of its own, a counter, the vectors of a spectral norm."""
 
     def __init__(self) -> None:
-        self._moved: set[tuple[int, str]] | None = None  # none seen to stand still before the first forward
+        self._moved: set[tuple[int, str]] | None = None  # None before the first forward: all may change
 
     @contextmanager
     def copied(self, component: nn.Module) -> Iterator[_Buffers]:
-        """Inside, forward runs; copies of those that move as they were before it, at first of all."""
+        """Context around a forward; yields copies of the changing buffers from before it (the first time, of all
+        buffers)."""
         found = [(registry, name, b, b._version) for registry, name, b in _buffers(component)]
         copies = {id(b): b.detach().clone() for r, n, b, _ in found if self._moved is None or (id(r), n) in self._moved}
         yield [(registry, name, copies[id(b)]) for registry, name, b, _ in found if id(b) in copies]
@@ -69,15 +70,16 @@ def _in_place_of(buffers: _Buffers) -> Iterator[None]:
 def _as_before(
     component: nn.Module, context: SampleContext, before: SampleContext, buffers: _Buffers
 ) -> Iterator[None]:
-    """Inside, ``context`` is as it was ``before``, as are ``buffers``, and running statistics stand still."""
+    """Context in which ``context`` and ``buffers`` have their state from ``before``, and running statistics do not
+    change."""
     now = context.copy()
     context.become(before)
     frozen: list[tuple[nn.Module, float | None, Tensor | None]] = []
     for module in component.modules():
         if _normalises(module) and module.running_mean is not None:
             frozen.append((module, module.momentum, module.num_batches_tracked))  # type: ignore[arg-type]
-            # Without the buffers autograd would save less than the first time; at momentum 0 they do not move. The
-            # counter is another one: a subclass may count whether there is one or not.
+            # Autograd has to save the same tensors again, so the buffers stay, unchanged by a momentum of 0. The
+            # counter is replaced by a copy, since a subclass may change it.
             count: Any = module.num_batches_tracked
             module.momentum, module.num_batches_tracked = 0.0, None if count is None else count.clone()  # type: ignore[assignment]
     try:
@@ -90,7 +92,7 @@ def _as_before(
 
 
 class _EveryTime:
-    """A context that may be entered again: a program may go back through one forward more than once."""
+    """A context that may be entered repeatedly: a program may run backward through one forward more than once."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
         self._make, self._inside = make, ExitStack()
@@ -103,7 +105,7 @@ class _EveryTime:
 
 
 class _Recomputed:
-    """Stands in for a component's ``forward``: wrappers put their hooks around it, and gather weights once for both."""
+    """Replaces a component's ``forward``, so that wrappers' hooks are around it and gather weights once for both."""
 
     def __init__(self, component: TracedComponent, context: SampleContext, *, alone: bool) -> None:
         self._component, self._context, self._alone = component, context, alone
@@ -117,7 +119,7 @@ class _Recomputed:
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         if not (self._component.training and is_grad_enabled()):
             return self._run(x)
-        # Ranks that meet inside must all come to the same end: they recompute everything.
+        # With collectives inside, all ranks have to recompute to the same point: the end.
         with set_checkpoint_early_stop(self._alone), self._moving.copied(self._component) as buffers:
             found: tuple[Tensor, ...] = checkpoint(
                 self._run, x, use_reentrant=False, context_fn=partial(self._contexts, buffers)
@@ -126,8 +128,8 @@ class _Recomputed:
 
 
 def recompute(component: TracedComponent, context: SampleContext, *, alone: bool) -> None:
-    """Have ``component`` compute its forward again in backward, from now on, in training.
+    """Let ``component`` recompute its forward in backward, from now on, in training.
 
-    ``alone``: no collective runs inside it, so that a rank may stop once it has what it needs.
+    ``alone``: no collective runs inside it, so a rank may stop as soon as it has what it needs.
     """
     component.__dict__["forward"] = _Recomputed(component, context, alone=alone)

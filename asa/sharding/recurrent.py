@@ -1,5 +1,5 @@
-"""Recurrent layers whose dropout is a function of the sample: ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` drop between their
-layers inside one call, from the rank's generator. In training the layers run one after the other instead."""
+"""Recurrent layers whose dropout is a function of the sample. ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` apply dropout
+between layers inside one call, from the rank's generator. In training the layers run one after the other instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asa.sharding.stock import stock
 _KERNELS: dict[str, Any] = {
     "LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu,
 }  # fmt: skip
-"""By the module's ``mode``; one layer at a time, with weights as the module has them."""
+"""Kernels by the module's ``mode``; each computes one layer with the module's weights."""
 
 
 def drops_between_layers(module: nn.Module) -> bool:
@@ -26,13 +26,13 @@ def drops_between_layers(module: nn.Module) -> bool:
 
 
 def with_layers_by_sample(module: nn.RNNBase, dropout: SampleDropout, site: str) -> None:
-    """Have ``module`` use ``dropout`` between its layers in training, from now on; every call of it is a site of its
-    own. In evaluation, and on a sequence without a batch, it does what the stock module does."""
+    """Let ``module`` use ``dropout`` between its layers in training from now on; every call of it is a site of its own.
+    In evaluation, and on a sequence without a batch, it does what the stock module does."""
     module.__dict__["forward"] = _BySample(module, dropout, site)
 
 
 class _BySample:
-    """Stands in for the module's ``forward``. Elements of a mask are numbered (time, feature), within their sample."""
+    """Replaces the module's ``forward``. Elements of a mask are numbered by (time, feature) within their sample."""
 
     def __init__(self, module: nn.RNNBase, dropout: SampleDropout, site: str) -> None:
         self._module, self._dropout, self._site = module, dropout, site
@@ -48,7 +48,7 @@ class _BySample:
         states = self._zeros(x, num_samples) if hx is None else tuple(hx) if m.mode == "LSTM" else (hx,)
         if order is not None and hx is not None:
             states = tuple(s.index_select(1, order) for s in states)
-        check: Any = m.check_forward_args  # the stock refusals; an LSTM's takes both states
+        check: Any = m.check_forward_args  # torch's own checks; an LSTM's takes both states
         check(x, states if m.mode == "LSTM" else states[0], sizes)
         y, ends = self._layers(x, sizes, order, states)
         if back is not None:
@@ -64,7 +64,7 @@ class _BySample:
     def _layers(
         self, x: Tensor, sizes: Tensor | None, order: Tensor | None, states: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The output of the last layer, and the last states of all: [layers x directions, samples, width] each."""
+        """Output of the last layer, and last states of all, each [layers x directions, samples, width]."""
         m, directions = self._module, 1 + self._module.bidirectional
         kernel, weights, ends = _KERNELS[m.mode], m.all_weights, []
         call = self._dropout.context.call(self._site)

@@ -1,7 +1,7 @@
-"""Parameters that every rank of a data group holds whole: their gradients are averaged in buckets.
+"""Averages the gradients of parameters that all ranks of a data group hold whole, in buckets.
 
-The buckets of a rank fill from the last parameter to the first, as backward goes, and each sets out when it is full and
-those before it have set out. What is not full at the end of backward sets out then. So all ranks send alike, whichever
+The buckets of a rank fill from the last parameter to the first, as backward goes, and each is sent when it is full and
+those before it were sent. The others are sent at the end of backward. So all ranks send in the same order, whichever
 parameters their own samples reached (:mod:`asa.sharding.averaging`).
 """
 
@@ -20,13 +20,14 @@ from asa.sharding.compression import compressed
 from asa.sharding.segment import segment_of
 
 _FIRST_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20
-"""Sizes of the bucket that sets out first and of the others, as in torch's own data parallelism."""
+"""Sizes of the first bucket that is sent and of the others, as in torch's own data parallelism."""
 
 _REPLICATED = "asa_replicated"
 
 
 class Replicated:
-    """What of ``module`` is averaged over ``axis``. ``send`` may be replaced; ``parameters``: all, trained or not.
+    """The parameters of ``module`` whose gradients are averaged over ``axis``. ``send`` may be replaced;
+    ``parameters``: all, trained or not.
 
     ``sparse``: those whose gradients have values for some rows only (:class:`torch.nn.Embedding` with ``sparse``).
     """
@@ -39,7 +40,7 @@ class Replicated:
         self.send: Send = sender(axis)
 
     def buckets(self) -> list[Bucket]:
-        """Buckets of the parameters that are trained now, in the order in which they set out."""
+        """Buckets of the parameters that are currently trained, in the order in which they are sent."""
         sparse = set(self.sparse)
         found: list[list[nn.Parameter]] = []
         size, limit = 0, _FIRST_BYTES
@@ -56,8 +57,8 @@ class Replicated:
 
 
 def sender(axis: Axis) -> Send:
-    """How buckets are averaged over ``axis``: as its compression says, through memory that the ranks share where they
-    share any, and by messages elsewhere."""
+    """A function that averages buckets over ``axis``: compressed if it has a compression, otherwise through shared
+    memory if the ranks have it, otherwise by messages."""
     if axis.compression != "none":
         return compressed(axis)
     group = axis.group
@@ -67,7 +68,7 @@ def sender(axis: Axis) -> Send:
         if flat.device.type == "cpu" and segment_of(group) is not None:
             direct.all_reduce(flat, group=group, mean=True)
             return _done
-        flat.div_(axis.size)  # before they are added: sums of halves need not fit
+        flat.div_(axis.size)  # before the sum, which may overflow in half precision
         work = dist.all_reduce(flat, group=group, async_op=True)
 
         def wait() -> None:
@@ -86,8 +87,8 @@ def _done() -> None:
 
 
 def replicated(module: nn.Module, axis: Axis, *, only: Collection[nn.Parameter] | None = None) -> nn.Module:
-    """``module``, which is to have its gradients averaged over ``axis`` (those of the parameters in ``only``, where not
-    all), its weights now those of the first rank there unless they are known to be alike (collective)."""
+    """Prepare ``module`` for averaging its gradients over ``axis`` (those of the parameters ``only``, if not all), and
+    return it. Weights are set to those of the first rank, unless they are known to be equal (collective)."""
     if axis.size == 1 or axis.group is None or next(module.parameters(), None) is None:
         return module
     if not axis.alike:
@@ -97,7 +98,7 @@ def replicated(module: nn.Module, axis: Axis, *, only: Collection[nn.Parameter] 
 
 
 def replicated_of(module: nn.Module) -> Replicated | None:
-    """What of ``module`` is averaged, if anything is."""
+    """The :class:`Replicated` of ``module``; None if nothing of it is averaged."""
     found: Replicated | None = module.__dict__.get(_REPLICATED)
     return found
 

@@ -1,8 +1,8 @@
 """Randomness that does not depend on the strategy.
 
-A dropout mask is a function of seed, step, site (the module's path), *global sample index* and element, so the
-same sample is masked alike on any rank, in any microbatch, under any layout: what makes training under a plan
-comparable with training on one device. The function is that of :mod:`asa.zoo.data.draws`.
+A dropout mask is a function of seed, step, site (the module's path), *global sample index* and element, so the same
+sample gets the same mask on any rank, in any microbatch, under any layout. That makes training under a plan comparable
+with training on one device. The function is that of :mod:`asa.zoo.data.draws`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from asa.zoo.data import draws
 
 @dataclass
 class SampleContext:
-    """Which samples are being computed: set by the executor before every microbatch and component.
+    """The samples that are being computed; set by the executor before every microbatch and component.
 
     ``samples``: global indices of the rows this rank computes; ``total``: rows of the microbatch on all ranks, of which
-    ``rows`` are this rank's; ``start``: global index of its first sample. ``silent``: nothing is dropped, and slopes
-    are the mean of those that are drawn.
+    ``rows`` are this rank's; ``start``: global index of its first sample. ``silent``: nothing is dropped, and random
+    slopes have their mean value.
     """
 
     seed: int = 0
@@ -37,21 +37,21 @@ class SampleContext:
     silent: bool = False
     _calls: Counter[str] = field(default_factory=Counter)
     _counted: tuple[int, Tensor | None] = (0, None)
-    """Step and samples that ``_calls`` were counted with."""
+    """Step and samples for which ``_calls`` was counted."""
 
     def copy(self) -> SampleContext:
-        """A copy of the context as it is now."""
+        """A copy of the current context."""
         return replace(self, _calls=self._calls.copy())
 
     def become(self, other: SampleContext) -> None:
-        """Take over what ``other`` says; whoever refers to this one sees it."""
+        """Take the values of ``other``, in place."""
         self.seed, self.step, self.samples, self.total = other.seed, other.step, other.samples, other.total
         self.rows, self.start = other.rows, other.start
         self.silent = other.silent
         self._calls, self._counted = other._calls.copy(), other._counted
 
     def call(self, site: str) -> int:
-        """How often ``site`` asked this before, of these samples in this step."""
+        """Number of earlier calls with ``site`` for the current samples in this step."""
         if self._counted[0] != self.step or self._counted[1] is not self.samples:
             self._calls, self._counted = Counter(), (self.step, self.samples)
         count = self._calls[site]
@@ -60,7 +60,7 @@ class SampleContext:
 
 
 def named(site: str) -> int:
-    """The number of a site, the same in every process."""
+    """Number of a site, the same in every process."""
     return zlib.crc32(site.encode())
 
 
@@ -75,8 +75,8 @@ def uniform(context: SampleContext, site: int, elements: Tensor) -> Tensor:
 class BySample(nn.Module):
     """Draws for every element (or, with ``whole_from``, for whole channels or samples) of a batch-first tensor.
 
-    ``whole_from`` is the first dimension that shares one decision: None for ordinary dropout, 2 for Dropout2d,
-    1 for stochastic depth by row. ``shard`` is (dimension, offset, total) where the input is a shard.
+    ``whole_from`` is the first dimension that shares one decision: None for ordinary dropout, 2 for Dropout2d, 1 for
+    stochastic depth by row. ``shard`` is (dimension, offset, total) if the input is a shard.
     """
 
     def __init__(self, *, site: str, context: SampleContext, whole_from: int | None = None) -> None:
@@ -110,14 +110,15 @@ class BySample(nn.Module):
         return self.context.samples is not None and self.context.samples.numel() == x.shape[0]
 
     def draw(self, x: Tensor) -> Tensor:
-        """Uniform integers below 2**53 for the elements of ``x``, or what shares a decision: int64 [samples, ...]."""
+        """Uniform integers below 2**53 for the elements of ``x``, or for those that share a decision: int64 [samples,
+        ...]."""
         return uniform(self.context, self.site, self._element_indices(x))
 
 
 class SampleDropout(BySample):
-    """Drop elements, channels or samples. Where the context does not know its samples, or in ``eval()``, it does what
-    the stock module does. ``scaled``: what is left is divided by its share, which keeps the expectation. ``inplace``:
-    it also takes the input's place."""
+    """Drops elements, channels or samples. If the context does not know the samples, or in ``eval()``, it does what the
+    stock module does. ``scaled``: the rest is divided by its share, which keeps the expectation. ``inplace``: the
+    result also replaces the input."""
 
     def __init__(
         self, p: float, *, site: str, context: SampleContext, whole_from: int | None = None, scaled: bool = True
@@ -127,13 +128,13 @@ class SampleDropout(BySample):
         self.inplace = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape as ``x``."""
+        """``x`` after dropout, in the same shape."""
         if not self.training or self.p == 0 or self.context.silent:
             return x
         return x.copy_(self.dropped(x)) if self.inplace else self.dropped(x)
 
     def dropped(self, x: Tensor) -> Tensor:
-        """What is left of ``x``, in memory of its own."""
+        """``x`` after dropout, in new memory."""
         if self.p >= 1:
             return x * 0
         if not self.known(x):
@@ -142,35 +143,35 @@ class SampleDropout(BySample):
         return self.masked(x, kept.view(*kept.shape, *(1,) * (x.dim() - kept.dim())))
 
     def by_generator(self, x: Tensor) -> Tensor:
-        """``x`` with elements dropped as the stock function draws."""
+        """``x`` after dropout with the stock function's random numbers."""
         if self.whole_from is None:
             return nn.functional.dropout(x, self.p, True)
         shared = (1,) * (x.dim() - self.whole_from)
         return self.masked(x, torch.rand(*x.shape[: self.whole_from], *shared, device=x.device) >= self.p)
 
     def masked(self, x: Tensor, kept: Tensor) -> Tensor:
-        """``x`` without what is not ``kept``."""
+        """``x`` with elements that are not ``kept`` set to zero."""
         return x * (kept.to(x.dtype).div_(1 - self.p) if self.scaled else kept)
 
     def extra_repr(self) -> str:
-        """Shown by ``print(module)``."""
+        """Text for ``print(module)``."""
         return f"p={self.p}, whole_from={self.whole_from}"
 
 
 _SATURATION = 1.7580993408473766
-"""Minus the value that alpha dropout puts in the place of a dropped element, from SELU."""
+"""Negative of the value with which alpha dropout replaces a dropped element, from SELU."""
 
 
 class SampleAlphaDropout(SampleDropout):
     """Alpha dropout (Klambauer et al. 2017, "Self-Normalizing Neural Networks", section 2) of elements or channels."""
 
     def by_generator(self, x: Tensor) -> Tensor:
-        """The stock function."""
+        """``x`` after the stock function."""
         function = nn.functional.alpha_dropout if self.whole_from is None else nn.functional.feature_alpha_dropout
         return function(x, self.p, True)
 
     def masked(self, x: Tensor, kept: Tensor) -> Tensor:
-        """Dropped elements saturate; mean and variance of a standard normal input stay."""
+        """``x`` with dropped elements saturated; mean and variance of a standard normal input are kept."""
         scale = ((_SATURATION**2 * self.p + 1) * (1 - self.p)) ** -0.5
         return scale * (torch.where(kept, x, -_SATURATION) + _SATURATION * self.p)
 
@@ -183,7 +184,7 @@ class SampleRReLU(BySample):
         self.lower, self.upper, self.inplace = lower, upper, inplace
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape as ``x``."""
+        """``x`` after the activation, in the same shape."""
         if self.training and self.context.silent:
             return nn.functional.leaky_relu(x, (self.lower + self.upper) / 2, self.inplace)
         if not (self.training and self.known(x)):
@@ -194,8 +195,8 @@ class SampleRReLU(BySample):
 
 
 def replacement(module: nn.Module, site: str, context: SampleContext) -> BySample | None:
-    """The strategy-independent form of a stock module that draws, and of stochastic depth by whoever; None for every
-    other module."""
+    """The strategy-independent form of a stock module that draws, or of any module with stochastic depth; None for
+    other modules."""
     if not stock(module):
         found = drops_samples(module)
         return (

@@ -1,14 +1,14 @@
-"""Collectives between CPU ranks of one host, through memory that they share.
+"""Collectives between CPU ranks of one host, through shared memory.
 
-Gloo hands a message from thread to thread and through sockets: whatever it carries takes as long as it takes those
-threads to wake, 0.2 to 0.9 ms on a virtual machine. Here a rank copies what it brings into memory that all of them map,
-says so in a counter, waits awake for the counters of the others, and reads. Nobody else has to wake.
+Gloo passes messages between threads and through sockets, so any message takes as long as it takes those threads to
+wake, 0.2 to 0.9 ms on a virtual machine. Here a rank copies its data into shared memory, announces it in a counter,
+waits awake for the counters of the others, and reads. No thread has to wake.
 
-What a rank does with its own hands goes on beside nothing. So this is for ranks that have no second core each: with
-idle ones, gloo's threads reduce gradients beside backward. Where ranks share a core, who waits yields it.
+These collectives do not run beside computation. So they are for ranks without a second core each: with idle cores,
+gloo's threads reduce gradients during backward. If ranks share a core, waiting ones yield it.
 
-Memory without a name (``memfd_create``) holds it: nothing is left behind, however a rank ends. Ranks agree on using it
-by a few messages over gloo the first time a group meets; where one of them cannot, none does.
+The memory has no name (``memfd_create``): nothing is left behind, however a rank ends. Ranks agree on using it by a few
+messages over gloo at the first collective of a group; if one of them cannot, none does.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from asa.launch import usable_cores
 from asa.sharding.waits import waits
 
 CAPACITY_BYTES = MIB
-"""What a rank brings to one meeting, at most: of longer messages one such part follows another, in a cache."""
+"""Largest contribution of a rank to one meeting; longer messages are sent in several parts that fit a cache."""
 _SMALL_BYTES = 16 * KIB
-"""What every rank adds up for itself, however many they are: to meet once more takes longer."""
+"""Size up to which every rank adds everything itself, because another meeting would take longer."""
 AWAKE_S = 0.05
-"""For how long a rank that waits keeps its core, yielding it to whoever wants it; then it naps."""
+"""Seconds for which a waiting rank stays awake, yielding its core to others; then it sleeps."""
 _NAP_S = 0.001
 _LINE_BYTES = 128
-"""Counters lie so far apart that no two share a cache line, or the pair of lines that is fetched at once."""
+"""Distance of counters, so that no two share a cache line, or a pair of lines that is fetched together."""
 
 
 def on_one_host() -> bool:
-    """Whether all ranks are, by what every launcher says."""
+    """Whether all ranks are on this host, according to the launcher."""
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
 
 
 def every_core_taken() -> bool:
-    """Whether all ranks are on one host, and there is no second core for each, on which gloo's threads could send while
-    it computes."""
+    """Whether all ranks are on one host, and there is no second core for each, on which gloo's threads could send
+    during computation."""
     return hasattr(os, "sched_yield") and on_one_host() and usable_cores() < 2 * int(os.environ.get("WORLD_SIZE") or 0)
 
 
@@ -58,18 +58,19 @@ class _Switch:
 
 
 def forgo() -> None:
-    """Have groups that this process meets from now on go by messages: an emulated device's go beside its work."""
+    """Let groups whose first collective is after this use messages; an emulated device needs them to run beside its
+    work."""
     _Switch.on = False
 
 
 class Segment:
-    """Memory that the ``ranks`` of one group share, as rank ``me`` of it sees it.
+    """Shared memory of the ``ranks`` of one group, from the view of its rank ``me``.
 
-    Each rank has two slots, which take turns. At every meeting it writes its slot, then the meeting's number into its
-    counter; when all counters are there, the slots of that turn can be read. A slot is written again two meetings
-    later: then every rank has come to the one between, so it is done with reading.
+    Each rank has two slots, used in turns. In every collective (meeting) it writes its slot, then the meeting's number
+    to its counter; when all counters have that number, the slots can be read. A slot is written again two meetings
+    later: by then every rank has begun the one between, so it has finished reading.
 
-    Counters rely on stores that are seen in the order in which they were made, as those of x86 are.
+    Counters rely on stores becoming visible in the order in which they were made, as on x86.
     """
 
     def __init__(self, memory: mmap.mmap, ranks: int, me: int, timeout_s: float) -> None:
@@ -82,8 +83,8 @@ class Segment:
         self._words[me * self._step + 1] = os.getpid()
 
     def all_reduce(self, x: Tensor, *, mean: bool = False) -> None:
-        """The sum (or mean) of every rank's ``x`` (contiguous), in ``x``; in the order of ranks, so bitwise the same on
-        all."""
+        """Replace ``x`` (contiguous) by its sum (or mean) over all ranks, added in the order of ranks, so bitwise equal
+        on all."""
         for flat in self._slices(x.view(-1)):
             if self.ranks == 2 or flat.nbytes <= _SMALL_BYTES:
                 summed(self._shown(flat), flat)
@@ -93,7 +94,7 @@ class Segment:
                 flat.div_(self.ranks)
 
     def _all_reduce_in_parts(self, flat: Tensor) -> None:
-        """Each rank adds up one part for all, which reads as much however many there are."""
+        """Sum one part on each rank and share the sums; the amount read does not grow with the number of ranks."""
         length = -(-flat.numel() // self.ranks)
         edges = [min(r * length, flat.numel()) for r in range(self.ranks + 1)]
         start, stop = edges[self.me], edges[self.me + 1]
@@ -104,7 +105,8 @@ class Segment:
                 flat[first:last].copy_(sums[rank, : last - first])
 
     def all_gather(self, whole: Tensor, part: Tensor) -> None:
-        """Every rank's ``part``, in the order of ranks, in ``whole`` (both contiguous; ``part`` may lie in it)."""
+        """Gather every rank's ``part`` into ``whole``, in the order of ranks (both contiguous; ``part`` may be a view
+        of it)."""
         rows, mine = whole.view(self.ranks, -1), part.view(-1)
         for into, flat in zip(self._columns(rows), self._slices(mine), strict=True):
             brought = self._shown(flat)
@@ -113,7 +115,7 @@ class Segment:
                     into[rank].copy_(brought[rank])
 
     def reduce_scatter(self, part: Tensor, whole: Tensor, *, mean: bool = False) -> None:
-        """This rank's ``part`` of the sum (or mean) of every rank's ``whole`` (both contiguous)."""
+        """Set ``part`` to this rank's part of the sum (or mean) of all ranks' ``whole`` (both contiguous)."""
         rows = whole.view(self.ranks, -1)
         for flat, brought in zip(self._slices(part.view(-1), self.ranks), self._columns(rows, self.ranks), strict=True):
             summed(self._shown(brought).view(self.ranks, self.ranks, -1)[:, self.me], flat)
@@ -121,23 +123,23 @@ class Segment:
                 flat.div_(self.ranks)
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        """``x`` (contiguous) as rank ``source`` has it, on all. It fills one slot while others read one."""
+        """Copy ``x`` (contiguous) of rank ``source`` to all. It fills one slot while others read the other."""
         for flat in self._slices(x.view(-1)):
             brought = self._shown(flat if self.me == source else flat[:0], flat.numel())
             if self.me != source:
                 flat.copy_(brought[source])
 
     def _slices(self, flat: Tensor, share: int = 1) -> tuple[Tensor, ...]:
-        """``flat`` in what is sent at a time, ``share`` of which fill a slot."""
+        """``flat`` in pieces of which ``share`` fill a slot."""
         return flat.split(max(1, CAPACITY_BYTES // (share * flat.itemsize)))
 
     def _columns(self, rows: Tensor, share: int = 1) -> tuple[Tensor, ...]:
-        """Columns of every row that ``share`` covers."""
+        """``rows`` in groups of columns of which ``share`` fill a slot."""
         return rows.split(max(1, CAPACITY_BYTES // (share * rows.itemsize)), dim=1)
 
     def _shown(self, brought: Tensor, length: int | None = None) -> Tensor:
-        """What every rank brings (``length`` elements, or as many as this one), a row each. To be read before the next
-        meeting."""
+        """Write ``brought`` to this rank's slot, and return the slots of all ranks (``length`` elements, or as many as
+        this one), one row each. They must be read before the next meeting."""
         boards = self._boards.get(brought.dtype)
         if boards is None:
             boards = self._boards[brought.dtype] = tuple(self._all.view(brought.dtype))
@@ -179,19 +181,20 @@ class Segment:
 
 
 def summed(rows: Tensor, into: Tensor) -> None:
-    """The sum of ``rows``, in their order, in ``into``; of negative zeros it is one (``torch.sum`` begins with 0)."""
+    """Write the sum of ``rows``, in their order, to ``into``. Negative zeros sum to one (``torch.sum`` begins with
+    0)."""
     torch.add(rows[0], rows[1], out=into)
     for row in rows[2:]:
         into.add_(row)
 
 
 def _header(ranks: int) -> int:
-    """Bytes before the slots, in whole pages: a counter and a process number for each rank, a token for all."""
+    """Bytes before the slots, in whole pages: a counter and a process number per rank, and a token."""
     return -(-(ranks + 1) * _LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _gone(pid: int) -> bool:
-    """Whether process ``pid`` (0: not known yet) has ended, collected by its parent or not."""
+    """Whether process ``pid`` (0: not known yet) has ended, even if its parent has not reaped it."""
     if not pid:
         return False
     try:
@@ -205,9 +208,9 @@ _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, Segment | None] = weakref.
 
 
 def segment_of(group: dist.ProcessGroup | None) -> Segment | None:
-    """The memory that ``group`` (None: all ranks) shares; None where it goes by messages.
+    """Shared memory of ``group`` (None: all ranks); None if it uses messages.
 
-    The first time all its ranks come here together, as to any collective.
+    At the first call all ranks of the group must call it together, as a collective.
     """
     group = group or dist.distributed_c10d._get_default_group()
     try:

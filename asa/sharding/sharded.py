@@ -1,4 +1,4 @@
-"""Stock ``fully_shard`` (FSDP2) as the strategies use it."""
+"""Stock ``fully_shard`` (FSDP2) in the form in which the strategies use it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ UNREACHED = "asa_unreached"
 
 
 class Unreached:
-    """Parameters of the sharded units under ``root`` to which no sample of this rank led in a backward.
+    """Parameters of the sharded units under ``root`` that no sample of this rank reached in a backward.
 
-    Each counts as a zero, so that all ranks scatter alike. One that no rank's samples reached has no gradient, as on
+    Each counts as zero, so that all ranks scatter the same. One that no rank's samples reached gets no gradient, as on
     one device: the zeros are negative, and only a sum of negative zeros is one.
     """
 
@@ -41,7 +41,7 @@ class Unreached:
                 group.post_backward = self._filling(group, group.post_backward)
 
     def at_the_end(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called towards the end of a backward that found such parameters; it is to :meth:`settle`."""
+        """Set ``call``, which is called at the end of a backward with such parameters and must call :meth:`settle`."""
         self._call = call
 
     def _filling(self, group: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ class Unreached:
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Once gradients are scattered: forget those that are nobody's."""
+        """Remove the gradients of parameters that no rank's samples reached; call after gradients are scattered."""
         filled, self._filled = self._filled, []
         for p in filled:
             gradient = p.sharded_param.grad
@@ -85,14 +85,14 @@ def _groups_of(module: nn.Module) -> list[Any]:
 
 
 def sharded(module: nn.Module, axis: Axis, *, release: bool) -> nn.Module:
-    """Shard every component of the segment ``module`` over ``axis`` as one unit, the segment as their root; over its
-    inside where it has two parts, repeated across.
+    """Shard every component of the segment ``module`` over ``axis`` as one unit, with the segment as their root; if the
+    axis has two parts, over its inside, repeated across.
 
-    ``release``: let go of gathered weights between forward and backward; otherwise they stay until the last backward.
+    ``release``: free gathered weights between forward and backward; otherwise they stay until the last backward.
     """
     if axis.size == 1 or axis.group is None or next(module.parameters(), None) is None:
         return module
-    # What crosses from one component to the next is never written to behind the cut: tracing sees to that.
+    # Tracing guarantees that no component changes its input in place, so views are harmless.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     device = next(module.parameters()).device.type
     mesh = _mesh(axis, device)
@@ -114,7 +114,7 @@ def sharded(module: nn.Module, axis: Axis, *, release: bool) -> nn.Module:
 
 
 def _without_sparse_gradients(module: nn.Module) -> None:
-    """Have the tables in ``module`` give dense gradients: of others no part can be scattered."""
+    """Let the embedding tables in ``module`` have dense gradients, because sparse ones cannot be scattered."""
     for table in module.modules():
         if isinstance(table, nn.Embedding | nn.EmbeddingBag) and table.sparse:
             table.sparse = False
@@ -126,8 +126,8 @@ def _without_sparse_gradients(module: nn.Module) -> None:
 
 
 def _mesh(axis: Axis, device: str) -> DeviceMesh:
-    """Torch remembers meshes by their ranks and names, with the groups they had: after a change of plan those are gone.
-    So the group is part of the name."""
+    """A device mesh for ``axis``. The group is part of its name, because torch caches meshes by ranks and names, with
+    groups that are gone after a change of plan."""
     assert axis.group is not None
     own = axis.group.group_name
     if axis.parts is None:

@@ -1,4 +1,4 @@
-"""Does a module compute what torch's module of its class computes? Only then may another take its place."""
+"""Checks that a module computes what torch's module of its class computes, so that it may be replaced."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _HARMLESS = frozenset({
     "__annotations_cache__", "__static_attributes__", "__firstlineno__", "__parameters__", "__constants__", "__repr__",
     "extra_repr", "reset_parameters",
 })  # fmt: skip
-"""What a subclass may define and still compute the same."""
+"""Names that a subclass may define without changing its computation."""
 _OWN = ("torch.nn.modules.", "torchvision.ops.stochastic_depth", "asa.")
 
 
 def stock(module: nn.Module) -> bool:
-    """Whether ``module`` is torch's own (or one of ours), as it came.
+    """Whether ``module`` is torch's own (or one of asa's), unmodified.
 
-    Not so: a subclass with methods of its own (a standardised convolution, a low-rank adapter), a weight that is
-    computed (``parametrizations``, ``weight_norm``), and hooks, which whatever takes its place would not have.
+    Not stock: a subclass with methods of its own (a standardized convolution, a low-rank adapter), a computed weight
+    (``parametrizations``, ``weight_norm``), and hooks, which a replacement would lack.
     """
     hooks = (
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,

@@ -1,7 +1,7 @@
-"""What a model is made of, without running it: traced on the meta device, where tensors have shapes and no values.
+"""Structure of a model without running it: traced on the meta device, where tensors have shapes and no values.
 
-Nothing is allocated and nothing computed, so that a model of 70 billion parameters is a matter of seconds. That the
-pieces compute what the model computes is not asked here; it is asked when the model is profiled or trained.
+Nothing is allocated or computed, so a model of 70 billion parameters takes seconds. Whether the components compute what
+the model computes is checked later, when the model is profiled or trained.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from asa.tracing.remembered import Remembered
 
 @dataclass(frozen=True)
 class Structure:
-    """``graph``; the model's ``fingerprint``; and whether it was seen to train on a batch of one sample (BatchNorm
-    refuses a single value per channel, which one sample is where its image has shrunk to a point)."""
+    """``graph``; the model's ``fingerprint``; and whether it can train on a batch of one sample (BatchNorm refuses a
+    single value per channel, which occurs if its image has shrunk to a point)."""
 
     graph: LayerGraph
     fingerprint: str
@@ -50,11 +50,11 @@ def structure_of(
 ) -> Structure:
     """The structure of a model that reads batches like ``example`` [N, ...] (its values are not read).
 
-    ``bare`` gives the model on the meta device. ``made`` gives it with its weights, and is asked where that does not
-    do: where ``forward`` asks for values, or where torch runs a layer otherwise on meta than on any device (LSTM, GRU).
+    ``bare`` returns the model on the meta device. ``made`` returns it with weights, and is called if the meta device
+    does not suffice: ``forward`` asks for values, or torch runs a layer differently on meta (LSTM, GRU).
 
-    ``precision``: of activations, as autocast makes them; those of a model that is not seen on meta stay fp32, which is
-    more.
+    ``precision``: of activations, as autocast makes them; for a model that cannot run on meta they count as fp32, which
+    is more.
 
     Raises:
         InvalidInputError: the model does not run on ``example``.
@@ -83,27 +83,27 @@ def _structure(
 
 
 def _on_meta(bare: Callable[[], nn.Module], example: Tensor, name: str) -> tuple[nn.Module, TracedModel, Tensor] | None:
-    """The model and its trace without values; None where they would say something else than those with values."""
+    """The model and its trace on the meta device; None if they would differ from those with values."""
     try:
         model = bare()
         if any(isinstance(m, nn.RNNBase) for m in model.modules()):
             return None
         batch = torch.empty_like(example, device="meta")
         traced = trace(model, batch, name=name)
-    except Exception:  # whatever a model may raise that finds no values; with them it says what it means
+    except Exception:  # any error for lack of values; with values it is reported properly
         return None
     return None if any(" is one " in note for note in traced.notes) else (model, traced, batch)
 
 
 def _check_room(bare: Callable[[], nn.Module], name: str) -> None:
-    """Refuse to run a model whose weights and gradients this machine has no memory for.
+    """Check that this machine has memory for the model's weights and gradients.
 
     Raises:
-        InvalidInputError: naming them.
+        InvalidInputError: it has not; names the bytes.
     """
     try:
         needed = 2 * sum(p.numel() * p.element_size() for p in bare().parameters())
-    except Exception:  # nothing is known of it; it is built as ever
+    except Exception:  # size unknown; build it without the check
         return
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > have / 2:
@@ -131,6 +131,6 @@ def _trains_on_one(module: nn.Module, sample: Tensor) -> bool:
     try:
         with torch.no_grad():
             module.train()(sample)
-    except Exception:  # a model of anybody's own: whatever it fails of, it does
+    except Exception:  # a user's model may raise anything
         return False
     return True

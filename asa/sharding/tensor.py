@@ -1,4 +1,5 @@
-"""Tensor parallelism of one traced component: rewrite its graphs and shards so that an axis computes it together."""
+"""Tensor parallelism of one traced component: rewrites its graphs and shards so that the ranks of an axis compute it
+together."""
 
 from __future__ import annotations
 
@@ -26,23 +27,23 @@ from asa.tracing.preserve import histories
 
 _SAMPLES = 2
 _SHAPES = "asa_shapes"
-"""In a node's ``meta``, which copies keep: for which shape and type of input its shape was noted."""
+"""Key in a node's ``meta``, kept by copies: shape and type of the input for which its shape was recorded."""
 
 
 def example_input(component: TracedComponent, samples: int = _SAMPLES) -> Tensor:
-    """An input of that many samples for ``component``, without values (meta)."""
+    """An input of ``samples`` samples for ``component``, on the meta device."""
     return torch.empty((samples, *component.input_shape), dtype=_input_dtype(component), device="meta")
 
 
 def _input_dtype(component: TracedComponent) -> torch.dtype:
-    """The dtype as traced, or as the component was converted since."""
+    """Type of the component's input, as traced or as the component was converted since."""
     if not component.input_dtype.is_floating_point:
         return component.input_dtype
     return next((p.dtype for p in component.parameters() if p.is_floating_point()), component.input_dtype)
 
 
 def _propagate_shapes(component: TracedComponent) -> None:
-    """Note every value's shape in its node, computing nothing and changing no buffer; once for a component."""
+    """Record the shape of every value in its node, without computing or changing buffers; once for a component."""
     shape, dtype = key = (_SAMPLES, *component.input_shape), _input_dtype(component)
     graphs = component.graphs()
     if all(node.meta.get(_SHAPES) == key for graph in graphs for node in graph.graph.nodes):
@@ -52,7 +53,7 @@ def _propagate_shapes(component: TracedComponent) -> None:
             ShapeProp(twin).propagate(torch.empty(shape, dtype=dtype, device="meta"))
             for node, like in zip(graph.graph.nodes, twin.graph.nodes, strict=True):
                 node.meta.update(like.meta)
-    except Exception:  # where a constant on the real device meets what is on none; several times slower
+    except Exception:  # a real constant met meta tensors; fake tensors allow that, but are slower
         fake = FakeTensorMode()
         with fake:
             device = next((p.device for p in component.parameters()), torch.device("cpu"))
@@ -74,17 +75,17 @@ def _without_values(component: TracedComponent) -> TracedComponent:
 
 
 def plan_split(component: TracedComponent, *, tokens: bool = False) -> list[SplitPlan]:
-    """How each of the component's graphs splits. The first plan's actions hold the layers of all graphs (an
-    auxiliary head is in training's alone); a layer that is in two splits alike in both. ``tokens``: by tokens, too;
-    plans of 0 tokens say that it cannot.
+    """How each of the component's graphs splits. The first plan's actions contain the layers of all graphs (an
+    auxiliary head is only in training's); a layer that is in two splits the same in both. ``tokens``: by tokens, too;
+    plans with ``tokens`` 0 mean that this is impossible.
 
     Raises:
         UsageError: the two modes would split different layers, or shapes depend on values.
     """
-    if component.ties:  # what another component uses too stays as it is
+    if component.ties:  # parameters shared with another component are not split
         return [SplitPlan() for _ in component.graphs()]
     try:
-        with redirect_stderr(StringIO()):  # where fx prints a traceback of what it raises
+        with redirect_stderr(StringIO()):  # fx prints a traceback of its error
             _propagate_shapes(component)
     except Exception as error:
         reason = type(error.__cause__ or error).__name__
@@ -104,11 +105,11 @@ def plan_split(component: TracedComponent, *, tokens: bool = False) -> list[Spli
 
 
 def sequence_plans(component: TracedComponent) -> list[SplitPlan] | None:
-    """How each of the component's graphs splits by tokens, the parameters being those of tensor parallelism alone;
-    None where they do not.
+    """How each of the component's graphs splits by tokens, with parameters split as in tensor parallelism alone; None
+    if it does not.
 
     Raises:
-        UsageError: as :func:`plan_split`.
+        UsageError: see :func:`plan_split`.
     """
     alone = plan_split(component)[0]
     if component.has_sides() or not alone.actions:
@@ -122,7 +123,7 @@ def sequence_plans(component: TracedComponent) -> list[SplitPlan] | None:
 
 def split(component: TracedComponent, axis: Axis, *, tokens: bool = False) -> TracedComponent:
     """Split ``component`` in place over ``axis``; without a process group it is rehearsed (see :class:`Axis`).
-    ``tokens``: what enters and leaves it is cut by tokens (:mod:`asa.sharding.tokens`).
+    ``tokens``: its input and output are split by tokens (:mod:`asa.sharding.tokens`).
 
     Raises:
         UsageError: the component has nothing to split, or fewer units than the axis has ranks.
@@ -154,7 +155,7 @@ def _exits(module: fx.GraphModule) -> set[str]:
 
 
 def _connect(module: fx.GraphModule, plan: SplitPlan, axis: Axis) -> None:
-    """Put collectives on the edges of one graph, and tell dropout which part of its input it sees."""
+    """Insert collectives into one graph, and set which part of its input each dropout gets."""
     for node in module.graph.nodes:
         if node.op == "call_module":
             _offset_dropout(module.get_submodule(str(node.target)), plan.states.get(node), axis)
@@ -180,7 +181,7 @@ def _connect(module: fx.GraphModule, plan: SplitPlan, axis: Axis) -> None:
 
 
 def _insert(module: fx.GraphModule, value: fx.Node, users: list[fx.Node], step: nn.Module, name: str) -> None:
-    # Not right behind the value: what is in between may still change it in place.
+    # Before its first user, not right behind the value, which may still be changed in place in between.
     module.add_submodule(name, step)
     wanted = set(users)
     first = next(n for n in module.graph.nodes if n in wanted)
@@ -191,7 +192,7 @@ def _insert(module: fx.GraphModule, value: fx.Node, users: list[fx.Node], step: 
 
 
 def _sum_gradients(module: fx.GraphModule, norms: list[fx.Node], axis: Axis) -> None:
-    """Have the parameters of ``norms`` read through one :class:`SumGradients`, where the graph begins."""
+    """Pass the parameters of ``norms`` through one :class:`SumGradients` at the beginning of the graph."""
     layers = {node: module.get_submodule(str(node.target)) for node in norms}
     names = [(node, name) for node, m in layers.items() for name, _ in m.named_parameters(recurse=False)]
     graph = module.graph
@@ -225,7 +226,7 @@ def _offset_dropout(module: nn.Module, cut: Cut | None, axis: Axis) -> None:
 
 
 def detached_copy(component: TracedComponent, device: torch.device | str) -> TracedComponent:
-    """A copy with parameters and buffers of its own on ``device`` (``meta`` costs nothing)."""
+    """A copy with its own parameters and buffers on ``device`` (``meta`` costs nothing)."""
     memo = histories(component)
     for p in component.parameters():
         memo[id(p)] = nn.Parameter(p.detach().to(device, copy=True), requires_grad=p.requires_grad)

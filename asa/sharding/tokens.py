@@ -1,11 +1,11 @@
-"""How a component splits where its tokens, too, are spread over the tensor axis: sequence parallelism.
+"""Sequence parallelism: how a component splits if tokens, too, are divided over the tensor axis.
 
 Where tensor parallelism leaves a value whole between its pairs of split layers, here a rank has some of its tokens
-(dimension 1 of [samples, tokens, width]): norms, residuals and dropout work on those. In front of a split layer tokens
-are gathered, and its partial gradient is summed and cut by tokens; behind a pair the partial output is summed and cut,
-and its gradient gathered. Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
-4.2.2. What enters the component is cut by tokens, and what leaves it, too, if it still has them; what cannot work on
-some of them (the choice of the class token) has all of them gathered first.
+(dimension 1 of [samples, tokens, width]): norms, residuals and dropout work on those. Before a split layer tokens are
+gathered, and its partial gradient is reduce-scattered; after a pair the partial output is reduce-scattered, and its
+gradient gathered. Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", 4.2.2. The
+component's input is split by tokens, and so is its output, if it still has them; operations that need all tokens (the
+choice of the class token) have them gathered first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asa.sharding.stock import stock
 
 
 class _TokenWalk(Walk):
-    """The walk of tensor parallelism, over values that are cut by tokens wherever they would be whole."""
+    """The walk of tensor parallelism, with values split by tokens where they would be whole."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -41,7 +41,7 @@ class _TokenWalk(Walk):
     def _visit(self, node: fx.Node) -> Cut | None:
         if node is self.entry:
             return self.cut
-        if node.op == "output" or not node.users:  # an output may stay cut; what nobody reads needs nothing
+        if node.op == "output" or not node.users:  # an output may stay cut; an unused value needs nothing
             return None
         return super()._visit(node)
 
@@ -79,7 +79,7 @@ class _TokenWalk(Walk):
         return None
 
     def _scattered(self, node: fx.Node, cut: Cut | None) -> Cut | None:
-        """A row-split layer's output, cut by tokens where it has them."""
+        """Output of a row-split layer, split by tokens if it has them."""
         if self.cut is None or node not in self.plan.reduced:
             return cut
         shape = node.meta["tensor_meta"].shape
@@ -105,8 +105,8 @@ class _TokenWalk(Walk):
             super()._whole(node)
 
     def _hoist(self) -> None:
-        """Nothing is partial at the ends. The plan stands where the output is one value, cut by tokens or whole, and no
-        split layer reads or makes a whole value."""
+        """Accept the plan only if the output is one value, split by tokens or whole, and no split layer reads or makes
+        a whole value. Nothing is partial at the ends."""
         plan, cut = self.plan, self.cut
         (output,) = [n for n in self.module.graph.nodes if n.op == "output"]
         ends = [plan.states.get(n) for n in output.all_input_nodes]
@@ -116,6 +116,6 @@ class _TokenWalk(Walk):
 
 
 def propagate_tokens(module: fx.GraphModule) -> SplitPlan:
-    """How ``module`` (one tensor in, shapes propagated) splits over an axis that cuts its tokens; degree-independent.
-    ``tokens`` of the result is 0 where it does not."""
+    """Derive how ``module`` (one tensor in, shapes propagated) splits over an axis that divides its tokens, for any
+    degree. ``tokens`` of the result is 0 if it does not."""
     return _TokenWalk(module).run()

@@ -1,7 +1,7 @@
-"""Rows of a microbatch from one pipeline stage to the next, performed as :mod:`asa.ir.transfer` declares them.
+"""Sends rows of a microbatch from one pipeline stage to the next, as :mod:`asa.ir.transfer` declares them.
 
-Sends and receives are asynchronous, each direction of a hop in a group of its own: neither side ever waits for the
-other to have nothing left to send, whatever their orders. Messages between two ranks arrive in the order of sending.
+Sends and receives are asynchronous, and each direction has its own group: neither side waits for the other's sends,
+whatever the order of their actions. Messages between two ranks arrive in the order of sending.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Arrival:
-    """Rows on their way: :meth:`wait` before they are read."""
+    """Rows that are being received: call :meth:`wait` before reading them."""
 
     rows: Tensor
     works: list[dist.Work]
 
     def wait(self) -> Tensor:
-        """The rows, all there."""
+        """Wait for all rows, and return them."""
         mark = waits.begin(cuda=self.rows.is_cuda)
         for work in self.works:
             work.wait()
@@ -38,14 +38,14 @@ class Arrival:
 
 
 class Link:
-    """One direction of a hop as one rank sees it: the side that sends calls :meth:`send`, the other :meth:`receive`,
+    """One direction of a transfer between stages on one rank: the sender calls :meth:`send`, the other :meth:`receive`,
     microbatch by microbatch in the same order."""
 
     def __init__(
         self, source: Layout, source_ranks: tuple[int, ...], target: Layout, target_ranks: tuple[int, ...], *,
         rank: int, group: dist.ProcessGroup, processes: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
-        """Ranks are the plan's; ``processes``: the one that runs each of them, in order where None."""
+        """Ranks are the plan's; ``processes``: which process runs each of them; process i runs rank i if None."""
         self._processes = processes or tuple(range(1 + max(*source_ranks, *target_ranks)))
         self._ends = (source, source_ranks, target, target_ranks)
         self._rank, self._group = rank, group
@@ -54,8 +54,8 @@ class Link:
         self._messages: dict[int, tuple[int, list[tuple[int, slice]]]] = {}
 
     def _own(self, rows: int) -> tuple[int, list[tuple[int, slice]]]:
-        """How many rows of a microbatch of ``rows`` this rank has, and which of them it sends to whom, or gets from
-        whom: the same in every step."""
+        """Number of this rank's rows in a microbatch of ``rows``, and which of them it exchanges with which rank;
+        cached."""
         known = self._messages.get(rows)
         if known is None:
             source, source_ranks, target, target_ranks = self._ends
@@ -71,7 +71,7 @@ class Link:
         return known
 
     def send(self, x: Tensor, rows: int) -> None:
-        """Hand on what others need of ``x``, this rank's rows of a microbatch of ``rows``; returns at once."""
+        """Send those rows of ``x`` (this rank's, of a microbatch of ``rows``) that others need; returns at once."""
         x = x.detach().contiguous()
         works = []
         for peer, part_of in self._own(rows)[1]:
@@ -84,8 +84,8 @@ class Link:
             self.settle(len(self._sends) - 1)
 
     def receive(self, rows: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Arrival:
-        """Begin to receive this rank's rows, each of ``shape``. Silenced, one number comes in place of each message:
-        nothing but the waiting is left."""
+        """Start to receive this rank's rows, each of ``shape``. When silenced, each message is one number, so that only
+        the waiting is left."""
         count, parts = self._own(rows)
         silent = is_silent()
         buffer = (torch.zeros if silent else torch.empty)((count, *shape), dtype=dtype, device=device)
@@ -101,7 +101,8 @@ class Link:
         return work
 
     def tell_dtype(self, training: bool, dtype: torch.dtype, device: torch.device) -> None:
-        """Once per mode, before the first rows: their type, which mixed precision decides as it runs."""
+        """Send the type of the rows, which mixed precision decides at run time; once per mode, before the first
+        rows."""
         if training in self._dtypes:
             return
         self._dtypes[training] = dtype
@@ -113,7 +114,7 @@ class Link:
             self._sends.append((works, code))
 
     def hear_dtype(self, training: bool, device: torch.device) -> torch.dtype:
-        """What :meth:`tell_dtype` told."""
+        """Receive the type that :meth:`tell_dtype` sends."""
         if training not in self._dtypes:
             code = torch.zeros(1, dtype=torch.int64, device=device)
             mark = waits.begin(cuda=device.type == "cuda")

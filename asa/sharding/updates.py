@@ -1,4 +1,5 @@
-"""Replicated parameters whose optimizer step is shared out: each is updated by one rank, which tells the others."""
+"""Divided optimizer steps of replicated parameters: each parameter is updated by one rank, which sends it to the
+others."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from asa.sharding.waits import waits
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Who owns what: the largest first, each to whoever has least so far (Graham 1969: at most 4/3 of the optimum).
+    """Owner of each item: the largest first, each to the rank with the least so far (Graham 1969: at most 4/3 of the
+    optimum).
 
     >>> owners([5, 1, 4, 2], 2)
     [0, 0, 1, 1]
@@ -30,7 +32,7 @@ def owners(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 class SharedUpdate:
-    """The trained parameters of one wrapped module, spread by parameter over ``axis``, its data group."""
+    """The trained parameters of one wrapped module, whose updates are divided over ``axis``, its data group."""
 
     def __init__(self, module: nn.Module, axis: Axis) -> None:
         self.axis = axis
@@ -39,7 +41,7 @@ class SharedUpdate:
         self._chunks = self._rounds()
 
     def _rounds(self) -> list[list[tuple[int, list[nn.Parameter]]]]:
-        """What is sent together: in each round at most one chunk of every owner."""
+        """Chunks that are sent at the same time: in each round at most one chunk per owner."""
         rounds: list[list[tuple[int, list[nn.Parameter]]]] = []
         for index in range(self.axis.size):
             chunks: list[list[nn.Parameter]] = []
@@ -63,7 +65,7 @@ class SharedUpdate:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Every parameter as its owner has it (collective)."""
+        """Broadcast every parameter from its owner (collective)."""
         if self.axis.group is None or is_silent():
             return
         for together in self._chunks:
@@ -91,13 +93,13 @@ _SHARED = "asa_shared_update"
 
 
 def share_update(module: nn.Module, axis: Axis) -> nn.Module:
-    """Have the update of ``module``'s parameters shared out over ``axis``; returns ``module``."""
+    """Divide the update of ``module``'s parameters over ``axis``; returns ``module``."""
     if axis.size > 1 and any(p.requires_grad for p in module.parameters()):
         module.__dict__[_SHARED] = SharedUpdate(module, axis)
     return module
 
 
 def shared_update(module: nn.Module) -> SharedUpdate | None:
-    """How the update of ``module``'s parameters is shared out, if it is."""
+    """The :class:`SharedUpdate` of ``module``; None if its update is not divided."""
     found: SharedUpdate | None = module.__dict__.get(_SHARED)
     return found

@@ -1,10 +1,10 @@
-"""What holds this rank up: seconds in collectives and receives, and those of them in which a later rank was waited for.
+"""Measures what blocks this rank: seconds in collectives and receives, and how many of them it waited for a later rank.
 
-On a CPU whoever waits is the host, so two readings of its clock tell. Through memory that ranks share
-(:mod:`asa.sharding.segment`) a rank sees when the last of the others comes: waiting for it is told from the transfer.
-Of messages it sees only when they are there; whoever compares ranks tells the two apart, because the last rank to come
-waits for nobody. On CUDA the stream waits, so events lie around what it waits for. What ``fully_shard`` overlaps there
-with computation is in streams of its own and is not seen.
+On a CPU the waiting is done by the host, so two readings of its clock suffice. With shared memory
+(:mod:`asa.sharding.segment`) a rank sees when the last of the others arrives, so waiting and transfer can be separated.
+With messages it sees only when they have arrived; a comparison of ranks separates the two, because the last rank to
+come waits for no other. On CUDA the stream waits, so events are recorded around it. What ``fully_shard`` overlaps there
+with computation is in streams of its own and is not measured.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch.distributed as dist
 from asa.ir.traffic import CollectiveOp
 
 _MOST_SAMPLES = 64
-"""Seconds of one kind of transfer that are kept until somebody asks."""
+"""Largest number of times of one kind of transfer that are kept until the next query."""
 
 
 class Held(NamedTuple):
-    """Seconds of a step in which this rank was held up (``blocked``); of these ``late`` were for a later rank, and of
-    ``unsplit`` it is not known whether they were for one or for the transfer."""
+    """Seconds of a step in which this rank was blocked (``blocked``); ``late``: of these, waiting for a later rank;
+    ``unsplit``: of these, either waiting or transfer."""
 
     blocked: float
     late: float
@@ -36,7 +36,7 @@ class Held(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Transfers that should take equally long: see :class:`asa.ir.measurements.Transfer`."""
+    """A kind of transfers that should take equally long; see :class:`asa.ir.measurements.Transfer`."""
 
     op: CollectiveOp
     level: int
@@ -46,7 +46,7 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True)
 class Mark:
-    """Where a stretch began in which this rank may be held up."""
+    """Start of an interval in which this rank may be blocked."""
 
     at: Any
     blocked: float
@@ -55,7 +55,7 @@ class Mark:
 
 @dataclass
 class Waits:
-    """What this process was held up by since it was last asked. ``on``: whether anybody wants to know."""
+    """Waiting times of this process since the last query. ``on``: whether they are recorded."""
 
     on: bool = True
     _blocked: float = 0.0
@@ -69,13 +69,13 @@ class Waits:
     )
 
     def begin(self, *, cuda: bool = False) -> Mark | None:
-        """Where a rank may be held up from now on; to be handed to :meth:`end` or :meth:`met`."""
+        """Mark the start of an interval in which this rank may be blocked, for :meth:`end` or :meth:`met`."""
         if not self.on:
             return None
         return Mark(_event() if cuda else time.perf_counter(), self._blocked, self._late)
 
     def end(self, mark: Mark | None) -> float:
-        """All since ``mark`` was waiting, for whatever it was; on a CPU, how many seconds."""
+        """Count all time since ``mark`` as blocked; returns the seconds on a CPU."""
         if mark is None:
             return 0.0
         if not isinstance(mark.at, float):
@@ -88,7 +88,8 @@ class Waits:
         return seconds
 
     def met(self, mark: Mark | None, op: CollectiveOp, group: dist.ProcessGroup | None, num_bytes: int) -> None:
-        """All since ``mark`` was a collective through shared memory, of which :meth:`came_late` heard the waiting."""
+        """Count all time since ``mark`` as a collective through shared memory, whose waiting :meth:`came_late` has
+        recorded."""
         if mark is None:
             return
         seconds = time.perf_counter() - mark.at
@@ -96,11 +97,11 @@ class Waits:
         self._note(op, group, num_bytes, seconds - (self._late - mark.late))
 
     def came_late(self, seconds: float) -> None:
-        """The last rank to come to a meeting was waited for."""
+        """Record ``seconds`` of waiting for the last rank to arrive."""
         self._late += seconds
 
     def transferred(self, op: CollectiveOp, group: dist.ProcessGroup | None, num_bytes: int, seconds: float) -> None:
-        """A collective that was waited for from its beginning took ``seconds``, other ranks' lateness included."""
+        """Record that a collective took ``seconds`` from its beginning, including the lateness of other ranks."""
         if self.on and seconds:
             self._note(op, group, num_bytes, seconds)
 
@@ -121,7 +122,7 @@ class Waits:
         self._counts[key] += 1
 
     def take(self) -> Held | list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-        """What a step was held up by, counted from the last call on; events where only the device can tell."""
+        """Waiting times since the last call; events if only the device knows them."""
         if self._events:
             events, self._events = self._events, []
             return events
@@ -130,15 +131,15 @@ class Waits:
         return found
 
     def transfers(self) -> list[tuple[Kind, float, int]]:
-        """Kinds of transfers since the last call, with the median seconds of each and how many there were; those that
-        took most in all come first."""
+        """Kinds of transfers since the last call, with the median seconds of each and their number; sorted by total
+        time."""
         found = [(Kind(*key), median(samples), self._counts[key]) for key, samples in self._samples.items()]
         self._samples, self._counts = {}, {}
         return sorted(found, key=lambda entry: -entry[1] * entry[2])
 
 
 def level_of(ranks: Sequence[int]) -> int:
-    """The level of links that joins processes ``ranks``: 0 within a host, and 1 across hosts where a host has several.
+    """Level of the links between processes ``ranks``: 0 within a host; 1 across hosts, if a host has several processes.
 
     >>> level_of([0, 1])  # both on one host, or each on a host of its own
     0
@@ -148,7 +149,7 @@ def level_of(ranks: Sequence[int]) -> int:
 
 
 def held_by(events: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> Held:
-    """Seconds between the events of every pair, once the device has reached them."""
+    """Seconds between the events of every pair; waits until the device has reached them."""
     seconds = sum(first.elapsed_time(last) for first, last in events) / 1e3
     return Held(seconds, 0.0, seconds)
 
@@ -160,4 +161,4 @@ def _event() -> torch.cuda.Event:
 
 
 waits = Waits()
-"""This process's: seen by every thread, because on CUDA backward runs in threads of its own."""
+"""The instance of this process: used by all threads, because on CUDA backward runs in threads of its own."""

@@ -1,4 +1,4 @@
-"""Pretends: a plan as events on streams, from the same prices as the planner. No torch."""
+"""Simulates a plan as events on streams, with the planner's prices. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step of a plan, event by event."""
+"""Simulates one step of a plan, event by event."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from asa.simulator.stage import StageRun
 from asa.simulator.timeline import Event, Timeline
 
 MOST_PASSES = 500_000
-"""Most microbatches times components: more than a timeline can show."""
+"""Largest number of microbatches times components in a timeline."""
 
 
 def simulate(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> Timeline:
-    """One step of ``plan``, with the prices that the planner works with.
+    """Simulate one step of ``plan`` with the planner's prices.
 
     Raises:
-        InvalidInputError: the plan is of another model, or asks of a component what it refuses; or it has too many
+        InvalidInputError: the plan is of another model, or uses a strategy that a component refuses; or it has too many
             microbatches to draw.
     """
     size = plan.num_microbatches * len(plan.components)
@@ -49,7 +49,7 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strateg
 def play(
     price: Price, names: Sequence[str], num_microbatches: int, overlap: Overlap, schedule: Schedule | None = None
 ) -> tuple[list[Event], float]:
-    """The events of one step, by stage, and its seconds. Without a schedule: one microbatch after the other."""
+    """Events of one step, by stage, and its seconds. Without a schedule, microbatches run one after the other."""
     runs = [StageRun(s, stage, names, overlap) for s, stage in enumerate(price.stages)]
     if schedule is None:
         for k in range(num_microbatches):
@@ -65,7 +65,7 @@ def play(
 def _pipeline(
     runs: Sequence[StageRun], handovers: Sequence[tuple[float, float]], schedule: Schedule, num_microbatches: int
 ) -> None:
-    """Every stage takes its turns in the order of the schedule, each as soon as what it needs has arrived."""
+    """Run every stage's actions in the order of the schedule, each as soon as its input has arrived."""
     count = len(runs)
     orders = [list(schedule.order(s, count, num_microbatches)) for s in range(count)]
     arrived: dict[tuple[int, str, int], float] = {(0, "forward", k): 0.0 for k in range(num_microbatches)}

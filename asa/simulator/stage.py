@@ -1,4 +1,4 @@
-"""One stage of a plan on its streams: a microbatch forward, a microbatch back, and what comes once per step."""
+"""One stage of a plan on its streams: forward and backward of microbatches, and work once per step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asa.simulator.streams import Streams
 
 
 class StageRun:
-    """Stage ``number`` on one of its ranks. ``names`` are those of all components of the plan."""
+    """Stage number ``number`` on one of its ranks. ``names``: of all components of the plan."""
 
     def __init__(self, number: int, price: StagePrice, names: Sequence[str], overlap: Overlap) -> None:
         self.streams = Streams(overlap, number)
@@ -21,7 +21,7 @@ class StageRun:
         self._names = names[price.start : price.start + len(price.components)]
 
     def forward(self, microbatch: int) -> None:
-        """All components in order."""
+        """Run all components forward, in order."""
         streams, price = self.streams, self._price
         for boundary, c, name in zip(price.boundaries, price.components, self._names, strict=False):
             streams.block(f"to {name}", "boundary", boundary.forward_s, microbatch)
@@ -30,7 +30,7 @@ class StageRun:
         streams.block("output", "boundary", price.boundaries[-1].forward_s, microbatch)
 
     def backward(self, microbatch: int, *, last: bool) -> None:
-        """The other way. With the ``last`` microbatch gradients are synchronised."""
+        """Run all components backward. With the ``last`` microbatch, gradients are reduced."""
         streams, price = self.streams, self._price
         streams.block("output", "boundary", price.boundaries[-1].backward_s, microbatch)
         held: dict[int, float] = defaultdict(float)
@@ -45,7 +45,7 @@ class StageRun:
             streams.block(f"to {name}", "boundary", price.boundaries[i].backward_s, microbatch)
 
     def finish(self, microbatch: int) -> None:
-        """Wait for gradients, then the optimizer."""
+        """Wait for gradients, then run the optimizer."""
         self.streams.drain()
         for b, name in zip(self._price.boundaries, [*self._names, "output"], strict=True):
             self.streams.block(f"{name} wrapper", "gradient", b.wrapper_s, microbatch)
@@ -54,6 +54,6 @@ class StageRun:
             self.streams.block(name, "update", c.update_communication_s, microbatch)
 
     def sent(self, action: Action, start_s: float, end_s: float, to: int) -> None:
-        """A microbatch was on its way to a neighbouring stage."""
+        """Record the transfer of a microbatch to a neighbouring stage."""
         stream: Stream = "sending on" if action.direction == "forward" else "sending back"
         self.streams.record(f"to stage {to}", "transfer", stream, start_s, action.microbatch, end_s)

@@ -1,8 +1,8 @@
-"""Two streams of one rank of a stage: computation in program order, and gradient synchronisation that runs beside it.
+"""Two streams of one rank of a stage: computation in program order, and the reduction of gradients beside it.
 
-Work is measured in seconds it would take alone. While a computation and a synchronisation run at once, each advances
-more slowly (the cluster's :class:`~asa.ir.cluster.Overlap`). A blocking collective is in program order too: it takes
-the links for itself, the computation waits, and synchronisation rests until it is through.
+Work is measured in the seconds it would take alone. While a computation and a reduction run at once, each is slowed
+down (the cluster's :class:`~asa.ir.cluster.Overlap`). A blocking collective is in program order too: it has the links
+for itself, and both computation and reduction wait until it ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Sync:
 
 
 class Streams:
-    """Advances a clock over work handed in, in program order; ``events`` is what happened."""
+    """Advances a clock over work given in program order; ``events`` records it."""
 
     def __init__(self, overlap: Overlap, stage: int = 0) -> None:
         self._overlap = overlap
@@ -36,7 +36,7 @@ class Streams:
         self.events: list[Event] = []
 
     def compute(self, name: str, kind: EventKind, seconds: float, microbatch: int, covered: float = 0.0) -> None:
-        """Computation: whatever synchronisation is waiting runs beside it, once ``covered`` seconds of it are over."""
+        """Run a computation. Waiting reductions run beside it, after its first ``covered`` seconds."""
         start, left = self.now, seconds - covered
         self.now += covered
         while left > _NOTHING:
@@ -52,7 +52,7 @@ class Streams:
         self.record(name, kind, "compute", start, microbatch)
 
     def block(self, name: str, kind: EventKind, seconds: float, microbatch: int) -> None:
-        """A collective that computation waits for."""
+        """Run a collective that computation waits for."""
         if seconds <= 0:
             return
         start = self.now
@@ -60,7 +60,7 @@ class Streams:
         self.record(name, kind, "communication", start, microbatch)
 
     def rest_until(self, seconds: float) -> None:
-        """Nothing to compute before that time; the links are used as long as there is something to synchronise."""
+        """Compute nothing until the time ``seconds``; waiting reductions go on."""
         while self.now < seconds and self._waiting:
             sync = self._waiting[0]
             wall = min(sync.left, seconds - self.now)
@@ -68,12 +68,12 @@ class Streams:
         self.now = max(self.now, seconds)
 
     def release(self, name: str, seconds: float, microbatch: int) -> None:
-        """Gradients that may be synchronised from now on, behind those released before."""
+        """Queue the reduction of gradients that are ready now, after those queued before."""
         if seconds > 0:
             self._waiting.append(_Sync(name, seconds, microbatch))
 
     def drain(self) -> None:
-        """Wait for all synchronisation."""
+        """Wait for all reductions."""
         while self._waiting:
             sync = self._waiting[0]
             self._communicate(sync, sync.left, sync.left)
@@ -90,7 +90,7 @@ class Streams:
     def record(
         self, name: str, kind: EventKind, stream: Stream, start: float, microbatch: int, end: float | None = None
     ) -> None:
-        """Something that lasted from ``start`` to ``end`` (now where None), if it lasted at all."""
+        """Record work from ``start`` to ``end`` (None: now), unless it has no duration."""
         end = self.now if end is None else end
         if end > start:
             self.events.append(

@@ -1,4 +1,4 @@
-"""What a simulated step did, when, and on which stream."""
+"""Events of a simulated step: what happened, when, and on which stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ EventKind = Literal["forward", "backward", "boundary", "inside", "gradient", "up
 
 @noun
 class Event:
-    """One piece of work: ``start_s`` and ``end_s`` since the step began; ``microbatch`` and ``stage`` count from 0."""
+    """One piece of work: ``start_s`` and ``end_s`` in seconds since the step began; ``microbatch`` and ``stage`` from
+    0."""
 
     name: str
     kind: EventKind
@@ -25,9 +26,9 @@ class Event:
 
 @noun
 class Timeline:
-    """One step. Every rank of a stage does what the busiest one does, so one list of events per stage stands for all.
+    """One simulated step. All ranks of a stage behave like its busiest one, so each stage has one list of events.
 
-    ``stages`` are the ranks of every stage.
+    ``stages``: the ranks of every stage.
     """
 
     model: str
@@ -41,5 +42,5 @@ class Timeline:
         return sum(e.end_s - e.start_s for e in self.events if e.stream == stream and e.stage == stage)
 
     def stage_of(self, rank: int) -> int:
-        """The stage of a rank."""
+        """The stage of ``rank``."""
         return next((s for s, ranks in enumerate(self.stages) if rank in ranks), 0)

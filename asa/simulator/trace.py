@@ -1,4 +1,4 @@
-"""A timeline in Chrome's trace format, which Perfetto opens: one process a rank, one thread a stream.
+"""Timelines in Chrome's trace format, which Perfetto opens: one process per rank, one thread per stream.
 
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format); times in us.
 """
@@ -20,7 +20,8 @@ _MOST_RANKS = 64
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """The trace document; of more than 64 ranks, the first 64, or the first of every stage if those are fewer."""
+    """The trace document. With more than 64 ranks, it has the first 64, or the first of every stage if those are
+    fewer."""
     events: list[dict[str, Any]] = []
     used = {e.stream for e in timeline.events}
     for rank in _shown(timeline):
@@ -46,10 +47,10 @@ def _shown(timeline: Timeline) -> list[int]:
 
 
 def save_trace(timeline: Timeline, path: Path) -> None:
-    """Write the trace to ``path``, compressed where that ends in ``.gz``.
+    """Write the trace to ``path``, compressed if it ends in ``.gz``.
 
     Raises:
-        UnavailableError: it cannot be written there.
+        UnavailableError: it cannot be written.
     """
     text = json.dumps(chrome_trace(timeline), allow_nan=False).encode()
     temporary = path.with_name(f".{path.name}.tmp")

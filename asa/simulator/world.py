@@ -1,7 +1,7 @@
-"""An executor that only pretends: a step takes what the cost model says of a machine that changes as it is told to.
+"""A simulated executor: a step takes as long as the cost model says for a machine that changes over time.
 
-The machine is a profile and a cluster, which may be others from step to step than the files a plan was made from, with
-slower devices or links. Whoever drives it sees what a real executor would report, exactly or with noise.
+The machine is a profile and a cluster per step, which may differ from those of the plan: slower devices or links. The
+caller sees the same reports as from a real executor, exact or with noise.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from asa.ir.plan import Plan
 from asa.ir.profile import Profile, Stat
 
 Machine = Callable[[int], tuple[Profile, Cluster]]
-"""From steps since the start of the run to what is true then; devices of the cluster by process."""
+"""Function from steps since the start of the run to the true profile and cluster at that time, with devices by
+process."""
 
 _PROBE_BYTES = 2.0**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Standard deviations of logarithms: of a ``step``, the same for all ranks, and of a rank's or link's own figure in
-    a window, ``own``. ``tails``: the part of steps that take ``tail`` times as long."""
+    """Standard deviations of logarithms: ``step``, of a step on all ranks, and ``own``, of each rank's or link's figure
+    in a window. ``tails``: fraction of steps that take ``tail`` times as long."""
 
     step: float = 0.0
     own: float = 0.0
@@ -40,10 +41,11 @@ class Noise:
 
 
 class World(Executor):
-    """Trains nothing, under one plan at a time.
+    """Simulates training under one plan at a time.
 
-    ``window``: steps between two looks, 0 for none in an epoch; ``move_s``: what a change of plan takes.
-    ``spent_s`` adds up all steps and changes; ``moves`` says which changes were made."""
+    ``window``: steps between two observations, 0 for none inside an epoch; ``move_s``: seconds of a change of plan.
+    ``spent_s``: sum over all steps and changes; ``moves``: the changes that were made.
+    """
 
     def __init__(
         self, plan: Plan, machine: Machine, strategies: Strategies, *, processes: int, steps: int, window: int = 0,
@@ -63,7 +65,7 @@ class World(Executor):
 
     @property
     def plan(self) -> Plan:
-        """The plan in force."""
+        """The current plan."""
         return self._placement.plan
 
     @property
@@ -73,20 +75,20 @@ class World(Executor):
 
     @property
     def num_processes(self) -> int:
-        """Processes of the run, idle ones included."""
+        """Number of processes of the run, including idle ones."""
         return self._count
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of a whole epoch."""
+        """Number of steps in an epoch."""
         return self._steps
 
     def true_step_s(self, placement: Placement, step: int) -> float:
-        """What a step of a placed plan really takes."""
+        """Seconds of a step under ``placement``, without noise."""
         return self._truth(placement, step)[0]
 
     def _truth(self, placement: Placement, step: int) -> tuple[float, tuple[float, ...], tuple[Transfer, ...]]:
-        """Seconds of a step, of every rank's computing, and what its transfers take."""
+        """Seconds of a step, computation time of every rank, and times of its transfers, without noise."""
         profile, cluster = self._machine(step)
         key = (placement.plan.conduct, placement.processes, id(profile), id(cluster))
         if key not in self._known:
@@ -107,7 +109,7 @@ class World(Executor):
         return self._known[key]
 
     def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
-        """The steps of an epoch; looked at every ``window`` of them."""
+        """Simulate the steps of an epoch, observed after every ``window`` of them."""
         began, pending, windows = self.spent_s, 0, []
         for i in range(self._steps):
             took = self._truth(self._placement, self.step)[0] * self._tail()
@@ -131,7 +133,7 @@ class World(Executor):
         return math.exp(self._random.gauss(0, self._noise.own)) if self._noise.own else 1.0
 
     def _measured(self, steps: int) -> Measurements:
-        """What the last steps took, as at their end."""
+        """Measurements over the last ``steps`` steps, for the machine at their end."""
         times = self.steps_s[-steps:]
         step_s, own, sent = self._truth(self._placement, self.step - 1)
         stat, mean = Stat.of(times), sum(times) / len(times)
@@ -162,25 +164,25 @@ class World(Executor):
         )
 
     def save(self, epoch: int) -> None:
-        """Nothing to keep."""
+        """Do nothing: there is no state."""
 
     def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
-        """Another plan from the next step on."""
+        """Use another plan from the next step on."""
         target = Placement(plan=plan, processes=processes or tuple(range(plan.num_ranks)))
         self.moves.append((self.step, self._placement, target))
         self._placement, self.spent_s = target, self.spent_s + self._move_s
 
     def agree(self, target: Placement | None) -> Placement | None:
-        """There is nobody else."""
+        """Return ``target``: there are no other processes."""
         return target
 
     def probe(self) -> Probe:
-        """Seconds of every process by the speed of its device, and of every level of links."""
+        """Probe of every process, by the speed of its device, and of every level of links."""
         if not self._observed:
             return Probe()
         profile, cluster = self._machine(self.step)
         links, sent = Links(cluster), []
-        # A profile on which all takes longer is what a slower machine is here.
+        # Slower machines are simulated by profiles with longer times.
         base = sum(t.forward.median for t in profile.timings)
         for i, level in enumerate(cluster.levels):
             size = min(level.devices, self._count)

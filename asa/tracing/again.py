@@ -1,7 +1,7 @@
-"""What every component can compute again by itself: masks, positions and rotations that follow from shapes alone.
+"""Values that every component can recompute by itself: masks, positions and rotations that follow from shapes alone.
 
-A model computes them once and hands them to all its blocks, so beside the hidden state they are alive at every cut.
-They depend on no element of the input: each component makes those that it reads from the shape of its own input.
+A model computes them once and passes them to all its blocks, so they are alive at every cut beside the hidden state.
+They depend on no element of the input: each component recomputes those that it reads from the shape of its own input.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _PURE = frozenset((
     "permute", "pow", "repeat", "reshape", "rsqrt", "sin", "sqrt", "squeeze", "stack", "sub", "sum", "to",
     "transpose", "tril", "triu", "truediv", "type", "type_as", "unsqueeze", "view", "where", "zeros", "zeros_like",
 ))  # fmt: skip
-"""Functions and methods that draw no random number and write into nothing."""
+"""Functions and methods that draw no random number and write to nothing."""
 
 
 class Batch:
-    """What stands for the number of samples among the entries of a shape."""
+    """Placeholder for the number of samples among the entries of a shape."""
 
 
 def repeatable(program: Program, seen: tuple[Any, Any]) -> dict[fx.Node, Any]:
-    """The nodes that depend on no data, and of questions about shapes their answer, with :class:`Batch` where it is the
-    number of samples. ``seen``: what runs on two batch sizes showed (:class:`asa.tracing.cuts.Observation`)."""
+    """Nodes that depend on no data. For questions about shapes, with their answer, in which :class:`Batch` stands for
+    the number of samples. ``seen``: observations on two batch sizes (:class:`asa.tracing.cuts.Observation`)."""
     found: dict[fx.Node, Any] = {}
     written = {storage for _, storage in seen[0].writes}
     for node in program.graph.nodes:
@@ -66,21 +66,21 @@ _SHAPE_ONLY = frozenset((
     "empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like",
     "zeros_like",
 ))  # fmt: skip
-"""Operators that take nothing but shape and type of a tensor."""
+"""Operators that use only shape and type of a tensor."""
 
 
 class _Reads(TorchDispatchMode):
-    """A context that notes what follows from the values of ``data``, of tensors without values; ``drew``: whether a
-    random number was asked for."""
+    """Context that tracks which tensors follow from the values of ``data``; all are tensors without values. ``drew``:
+    whether a random number was requested."""
 
     def __init__(self, data: list[torch.Tensor]) -> None:
         super().__init__()
         self.drew = False
-        self._kept = list(data)  # a storage that is gone lends its number to the next
+        self._kept = list(data)  # a freed storage's number could be reused
         self._followers = {t.untyped_storage()._cdata for t in data}
 
     def follows(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` follows from the data."""
+        """Whether ``tensor`` depends on the data."""
         return tensor.untyped_storage()._cdata in self._followers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,8 +111,8 @@ def _answer(small: Any, large: Any, one: int, other: int) -> Any:
 
 
 def _ignores(module: nn.Module, node: fx.Node, data: list[fx.Node], seen: tuple[Any, Any]) -> bool:
-    """Whether ``module`` takes nothing but shape and type of ``data``: nothing that it gives follows from values of
-    them, as a run without values shows."""
+    """Whether ``module`` uses only shape and type of ``data``: none of its outputs depends on their values, as a run
+    without values shows."""
     held = [
         *module.parameters(),
         *(b for n, b in module.named_buffers() if n not in module._non_persistent_buffers_set),
@@ -131,7 +131,7 @@ def _ignores(module: nn.Module, node: fx.Node, data: list[fx.Node], seen: tuple[
     try:
         with torch.no_grad(), reads:
             value = probe(*fx.node.map_arg(node.args, inputs.get), **fx.node.map_arg(node.kwargs, inputs.get))
-    except Exception:  # whatever a module may raise of values that it does not get
+    except Exception:  # a module may raise anything on meta tensors
         return False
     leaves: list[torch.Tensor] = []
     fx.node.map_aggregate(value, lambda v: leaves.append(v) if isinstance(v, torch.Tensor) else None)
@@ -142,7 +142,7 @@ def _ignores(module: nn.Module, node: fx.Node, data: list[fx.Node], seen: tuple[
 def copied_again(
     graph: fx.Graph, entry: fx.Node, node: fx.Node, answers: Mapping[fx.Node, Any], copied: Callable[[fx.Node], Any]
 ) -> Any:
-    """``node`` in the graph of a component that reads ``entry``; ``copied`` gives what it is computed from."""
+    """Copy ``node`` into the graph of a component that reads ``entry``; ``copied`` maps its inputs."""
     answer = answers[node]
 
     def function(target: Any, *args: Any) -> fx.Node:

@@ -1,4 +1,4 @@
-"""Which components are equal but for their names: what one of them weighs, and how it splits, all of them do."""
+"""Finds components that are equal except for their names; facts and splits of one hold for all of them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from asa.tracing.component import TracedComponent
 from asa.tracing.fingerprint import called, settings
 
 _PROXY = re.compile(r"Proxy\(\w+\)")
-"""What fx puts into the text of an assertion for a value: its name, which differs from block to block."""
+"""Name of a value in fx's text of an assertion, which differs between blocks."""
 _DROPS = re.compile("drop|stochasticdepth", re.IGNORECASE)
-"""Modules whose rates differ from block to block where the deeper ones drop more often: the work is the same."""
+"""Modules whose rates differ between blocks, because deeper ones drop more often; the work is the same."""
 _RATE = re.compile(r"('\w+'): 0\.\d*[1-9]\d*(e-\d+)?(?=[,}])")
 _SCALES = re.compile("drop|stochastic_depth|^bernoulli_?$|^div_?$|^truediv$|^mul_?$")
-"""Functions of which a number between 0 and 1 is such a rate, or scales what is left."""
+"""Functions in which a number between 0 and 1 is such a rate, or the factor for it."""
 _PERIODS = range(1, 5)
-"""Lengths of repeating groups that are looked for: blocks of one kind, and of two to four kinds in turn."""
+"""Lengths of repeating groups: blocks of one kind, or of two to four kinds in turn."""
 _FIRST, _LAST = 2, 1
-"""Repetitions that stay at either end of a row of equal ones: those have other neighbours than the ones between."""
+"""Number of repetitions kept at either end of a row of equal ones, because their neighbours differ."""
 
 
 def signature(component: TracedComponent) -> str:
-    """Equal for components that compute the same on inputs of the same shape, on tensors of the same shapes, however
-    often they drop what they drop."""
+    """A digest that is equal for components with the same computation on inputs and tensors of the same shapes, apart
+    from dropout rates."""
     digest = hashlib.sha256()
     digest.update(repr((component.input_shape, component.input_dtype, component.side_outputs())).encode())
     order: dict[int, int] = {}
@@ -63,7 +63,7 @@ def _settings(module: nn.Module) -> str:
 
 
 class _Number(str):
-    """A node by its place."""
+    """Name of a node by its position."""
 
     __slots__ = ()
 
@@ -76,7 +76,8 @@ def _found(component: TracedComponent, path: str) -> Any:
 
 
 def _thing(component: TracedComponent, thing: Any, order: dict[int, int]) -> str:
-    """A module or tensor by what decides its work; the same one, used again, by its place among all."""
+    """Description of a module or tensor by what determines its work; a repeated use is marked by the first one's
+    number."""
     place = order.setdefault(id(thing), len(order))
     if isinstance(thing, Tensor):
         return f"{place} {_tensor(thing, component)}"
@@ -93,7 +94,7 @@ def _tensor(tensor: Tensor, component: TracedComponent) -> str:
 
 
 def stand_ins(kinds: Sequence[Hashable]) -> list[int]:
-    """Per item the index of one that is equal and has equal neighbours: its own but inside rows of repeated groups.
+    """For each item, the index of an equal one with equal neighbours: its own, except inside rows of repeated groups.
 
     >>> stand_ins("abbbbbbc")
     [0, 1, 2, 2, 2, 2, 6, 7]

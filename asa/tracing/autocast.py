@@ -1,8 +1,8 @@
-"""Mixed precision on tensors without values: what ``torch.autocast`` casts on a device, cast on meta, where it does not
-work. So what a model keeps for backward, and hands on, has the size it has in training at half precision.
+"""Mixed precision on tensors without values: applies the casts of ``torch.autocast`` on the meta device, where it does
+not work, so that saved and output tensors have the sizes they have in training at half precision.
 
-The lists are those of ``torch.autocast`` for CUDA, as far as models have them: products and convolutions at the lower
-type, norms, softmax and losses at fp32, everything else at the wider type of what it is given.
+The lists are those of ``torch.autocast`` for CUDA, as far as models use them: products and convolutions at the lower
+type, norms, softmax and losses at fp32, everything else at the wider type of its inputs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FULL = frozenset({
 
 
 class AutocastOnMeta(TorchFunctionMode):
-    """A context in which functions on meta tensors see them at the types autocast to ``lower`` would give them."""
+    """Context in which functions get meta tensors cast as autocast to ``lower`` would cast them."""
 
     def __init__(self, lower: torch.dtype) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class AutocastOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def seen(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Arguments as the function called ``name`` gets them."""
+        """Arguments, cast for the function ``name``."""
         kind = self.lower if name in _LOWER else torch.float32 if name in _FULL else None
         if kind is None:
             return args, kwargs

@@ -1,4 +1,4 @@
-"""Which modules are the repeated blocks of a model (bottlenecks, encoder layers), and what a segment holds."""
+"""Finds the repeated blocks of a model (bottlenecks, encoder layers), and describes the segments between cuts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _TORCH_BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 @dataclass(frozen=True)
 class Segment:
-    """What lies between two neighbouring cuts.
+    """The part of a model between two consecutive cuts.
 
-    ``paths``: modules whose code runs here; ``heavy`` and ``norms``: those of them with parameters of their own
-    (a bare parameter counts as one); ``crossing_bytes``: per sample, of the tensor that leaves at its end, and
-    ``exit``: path of the module that makes it.
+    ``paths``: modules whose code runs here; ``heavy`` and ``norms``: those of them with parameters of their own (a bare
+    parameter counts as one); ``crossing_bytes``: per sample, of the tensor that leaves at its end, and ``exit``: path
+    of the module that makes it.
     """
 
     paths: frozenset[str]
@@ -30,7 +30,7 @@ class Segment:
     exit: str
 
     def touches(self, path: str) -> bool:
-        """Whether anything of the module at ``path`` runs here."""
+        """Whether any code of the module at ``path`` runs here."""
         return any(within(p, path) for p in self.paths)
 
 
@@ -40,12 +40,12 @@ def within(path: str, ancestor: str) -> bool:
 
 
 def is_norm(module: object) -> bool:
-    """Normalisation layers: torch's own and anything that calls itself one."""
+    """Whether ``module`` is a normalization layer: its class name contains "norm"."""
     return isinstance(module, nn.Module) and "norm" in type(module).__name__.lower()
 
 
 def describe(nodes: Iterable[fx.Node], programs: Iterable[Program], end: Cut | None) -> Segment:
-    """Summary of the nodes between two cuts (those of both modes together); ``end`` is None behind the last."""
+    """Description of the nodes between two cuts (of both modes together); ``end`` is None after the last cut."""
     objects = {target: thing for program in programs for target, thing in program.attributes.items()}
     paths: set[str] = set()
     heavy: dict[str, None] = {}
@@ -72,8 +72,8 @@ def describe(nodes: Iterable[fx.Node], programs: Iterable[Program], end: Cut | N
 
 
 def _outermost(model: nn.Module, root: str, opaque: set[str]) -> list[str]:
-    """Modules with parameters whose class occurs twice in ``model``, found below ``root`` through containers and
-    one-of-a-kind wrappers."""
+    """Modules with parameters whose class occurs at least twice in ``model``, searched below ``root`` through
+    containers and wrappers of a unique class."""
     instances = Counter(type(m) for m in model.modules())
     found: list[str] = []
 
@@ -93,7 +93,7 @@ def _outermost(model: nn.Module, root: str, opaque: set[str]) -> list[str]:
 
 
 def _knots(path: str, segments: list[Segment]) -> list[Segment]:
-    """Segments of the module at ``path`` alone in which several layers with parameters are tied together."""
+    """Segments, of the module at ``path`` only, that contain several layers with parameters, which no cut separates."""
     layers = [(s, (*s.heavy, *s.norms)) for s in segments]
     return [s for s, own in layers if len(own) > 1 and all(within(layer, path) for layer in own)]
 
@@ -101,10 +101,10 @@ def _knots(path: str, segments: list[Segment]) -> list[Segment]:
 def find_blocks(model: nn.Module, segments: list[Segment], opaque: set[str]) -> list[str]:
     """Paths of the repeated blocks of ``model``.
 
-    Candidates are the outermost modules, below containers and one-of-a-kind wrappers, whose class occurs at
-    least twice. One that is a mere row of smaller candidates gives way to them. Classes in which some layers
-    cannot be separated (a skip connection, branches) come first; only where there are none do plain chains
-    (convolution, norm, activation) count as blocks.
+    Candidates are the outermost modules, below containers and wrappers of a unique class, whose class occurs at least
+    twice. A candidate that only chains smaller candidates is replaced by them. Classes in which some layers cannot be
+    separated (a skip connection, branches) come first; plain chains (convolution, norm, activation) count as blocks
+    only if there are no others.
     """
 
     def innermost(path: str) -> list[str]:
@@ -121,5 +121,5 @@ def find_blocks(model: nn.Module, segments: list[Segment], opaque: set[str]) -> 
 
 
 def attends(model: nn.Module) -> bool:
-    """Whether the model holds attention, by the names of its modules."""
+    """Whether the model contains attention, judged by the class names of its modules."""
     return any("attention" in type(m).__name__.lower() or isinstance(m, _TORCH_BLOCKS) for m in model.modules())

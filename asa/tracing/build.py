@@ -1,4 +1,4 @@
-"""``trace``: any model to a chain of components that computes bitwise what the model computes."""
+"""``trace``: turns any model into a chain of components that computes bitwise the same as the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from asa.tracing.verify import disagreement
 from asa.tracing.whole import whole
 
 BATCHES = (2, 3)
-"""Sizes of the batches a trace runs: BatchNorm needs two samples, and figures per sample need a difference."""
+"""Sizes of the batches that a trace runs: BatchNorm needs two samples, and values per sample need a difference."""
 
 _Graphs = list[tuple[fx.Graph, tuple[str, ...]]]
 
@@ -62,14 +62,14 @@ def _targets(graph: fx.Graph) -> list[str]:
 
 
 def _held(graph: fx.Graph, program: Program) -> set[int]:
-    """Identities of the parameters ``graph`` reads."""
+    """Identities of the parameters that ``graph`` reads."""
     things = [program.attributes[t] for t in _targets(graph)]
     parameters = [p for t in things for p in (t.parameters() if isinstance(t, nn.Module) else [t])]
     return {id(p) for p in parameters if isinstance(p, nn.Parameter)}
 
 
 def _rename_constants(train: Program, evaluate: Program) -> None:
-    """Tensors that the two traces made up under one name, but that differ, get two names."""
+    """Give two names to constants that the two traces created under one name but with different values."""
     for node in evaluate.graph.nodes:
         target = str(node.target)
         if node.op == "get_attr" and target.startswith(CONSTANT):
@@ -80,11 +80,11 @@ def _rename_constants(train: Program, evaluate: Program) -> None:
 
 
 def _one_graph(train: Program, evaluate: Program) -> tuple[Program, Program]:
-    """Both programs on the graph of the first where the modes compute the same. Of tensors without values nothing else
-    is asked than their shapes, which are then the same, too.
+    """Both programs, on the graph of the first if the modes compute the same. For models without values, only shapes
+    are needed, which are then the same, too.
 
     Raises:
-        InvalidInputError: ``forward`` made up tensors, of which nothing can be known here.
+        InvalidInputError: ``forward`` creates tensors, whose values are unknown on the meta device.
     """
     made = [str(n.target) for p in (train, evaluate) for n in p.graph.nodes if str(n.target).startswith(CONSTANT)]
     if made:
@@ -96,7 +96,7 @@ def _one_graph(train: Program, evaluate: Program) -> tuple[Program, Program]:
 
 
 def _volatile(model: nn.Module) -> set[str]:
-    """Buffers that are no part of the saved state."""
+    """Names of buffers that are not part of the saved state."""
     return {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
@@ -105,7 +105,7 @@ def _volatile(model: nn.Module) -> set[str]:
 
 
 def _inside(paths: frozenset[str], objects: dict[str, Any]) -> frozenset[str]:
-    """The ``paths`` that a component with ``objects`` holds: called modules and what lies below them."""
+    """The ``paths`` that are in a component with ``objects``: called modules and everything below them."""
     called = [t for t, thing in objects.items() if isinstance(thing, nn.Module)]
     return frozenset(p for p in paths if any(within(p, t) for t in called))
 
@@ -184,16 +184,16 @@ def _set_mode(components: list[TracedComponent], training: bool) -> None:
 def trace(model: nn.Module, example: Tensor, *, name: str, known: str = "") -> TracedModel:
     """Trace ``model`` into a chain of components.
 
-    ``example``: an input [batch >= 1, ...] on the model's device; batches of two and three of its samples are
-    run, and the model is left as it was. Figures and graphs hold for inputs of its shape, any batch size.
-    Modules that cannot be traced become one call; a model that cannot be traced, or whose components do not
-    compute exactly what it computes, becomes one component, and ``notes`` say why.
+    ``example``: an input [batch >= 1, ...] on the model's device; batches of two and three of its samples are run, and
+    the model is left as it was. Facts and graphs hold for inputs of its shape, with any batch size. Modules that cannot
+    be traced become one call; a model that cannot be traced, or whose components do not compute exactly the same,
+    becomes one component, and ``notes`` say why.
 
-    ``known``: the fingerprint of a trace that was compared with the model before. One that comes out the same is not
-    compared again, and weighs nothing: its ``facts`` are empty.
+    ``known``: the fingerprint of an earlier trace that was compared with the model. If it comes out the same, the
+    comparison and the measurement are left out: ``facts`` are then empty.
 
     Raises:
-        InvalidInputError: the model does not run on ``example``, or returns no tensor, or has TorchScript in it.
+        InvalidInputError: the model does not run on ``example``, returns no tensor, or contains TorchScript.
     """
     small, large = _batches(example)
     traced: TracedModel | None = None
@@ -216,7 +216,7 @@ def trace(model: nn.Module, example: Tensor, *, name: str, known: str = "") -> T
                 facts = _weighed(model, components, small, large)
                 traced = _chain(name, model, components, structures, dims, notes, small, facts)
                 reason = disagreement(model, traced.run, lambda t: _set_mode(components, t), small)
-        except Exception as error:  # whatever a model's code may raise when it is run on symbols, or in pieces
+        except Exception as error:  # a model's code may raise anything on symbols, or in pieces
             reason = reason_of(error)
         if traced is None or reason:
             only, structures, dims = whole(model, small, large)

@@ -1,4 +1,4 @@
-"""A model that is called as its ``forward`` wants: any number of inputs, by position or by name. It is not cut up."""
+"""A model that is called with its own signature: any number of inputs, by position or by name. It is not cut."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from asa.tracing.fingerprint import model_fingerprint
 from asa.tracing.whole import WholeModel
 
 UNCUT = "asa_uncut"
-"""Attribute of a module: why a trace is to make one component of it. Where there is none, it is cut up if it can be."""
+"""Attribute of a module: why a trace makes one component of it. Without it, the model is cut if possible."""
 
 
 class CalledModel(WholeModel):
-    """A model as one component that takes and returns whatever the model does. ``method``: of which of the model's
-    methods a call is; ``forward`` where None."""
+    """A model as one component with the model's own inputs and outputs. ``method``: the method that a call runs;
+    ``forward`` if None."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, ((), ()))
@@ -30,7 +30,7 @@ class CalledModel(WholeModel):
 
 
 def called(model: nn.Module, *, name: str, reason: str) -> TracedModel:
-    """``model`` as one component that is called like the model. It is not run, and weighs nothing: it has no facts.
+    """``model`` as one component with the model's own signature. It is not run, and has no facts.
 
     ``reason``: why it is not cut into components, for the notes.
     """

@@ -1,4 +1,4 @@
-"""The traced model: its components in a row, and how their outputs make up the model's own."""
+"""The traced model: its components in order, and how their outputs form the model's own output."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from asa.tracing.program import Program, origin
 
 Shape = tuple[int, ...]
 BatchDims = dict[str, int | None]
-"""The dimension of each output that is the batch, None where none is; the main one is named ``""``."""
+"""Batch dimension of each output by name, None if it has none; the main output is named ``""``."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Place of an output in the model's output structure; ``side`` is empty for the main one."""
+    """Position of an output in the model's output structure; ``side`` is its name, empty for the main output."""
 
     side: str
 
 
 def side_names(program: Program) -> dict[fx.Node, str]:
-    """Names for the outputs beside the main one: the module each comes from."""
+    """Names for the outputs other than the main one: the path of the module that makes each."""
     names: dict[fx.Node, str] = {}
     for node in program.outputs[:-1]:
         base = origin(node).path or origin(node).calls
@@ -39,7 +39,7 @@ def side_names(program: Program) -> dict[fx.Node, str]:
 
 
 def batch_dims(program: Program, small: Mapping[fx.Node, Shape], large: Mapping[fx.Node, Shape]) -> BatchDims:
-    """Where the outputs of ``program`` have their batch, from their shapes on two batches."""
+    """The batch dimension of each output of ``program``, by name, from their shapes for two batch sizes."""
     names = side_names(program)
     return {names.get(node, ""): differing(small.get(node, ()), large.get(node, ())) for node in program.outputs}
 
@@ -54,7 +54,7 @@ def differing(small: Shape, large: Shape) -> int | None:
 
 
 def structure_of(program: Program) -> Any:
-    """The model's output structure with a :class:`Slot` for every tensor."""
+    """The model's output structure with a :class:`Slot` in place of every tensor."""
     names = side_names(program)
     return pytree.tree_map(
         lambda leaf: Slot(names.get(leaf, "")) if isinstance(leaf, fx.Node) else leaf, program.structure
@@ -63,11 +63,11 @@ def structure_of(program: Program) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedModel:
-    """Components in order: each reads the main output of the one before, batch in its first dimension.
+    """A chain of components: each reads the main output of the one before, batch first.
 
-    ``notes``: what could not be traced or separated, and why. ``unused``: parameters and buffers of the model
-    that no component holds, because ``forward`` never reads them. ``structures``: output structures in training
-    and in evaluation; ``batch_dims``: where their tensors have the batch.
+    ``notes``: what could not be traced or separated, and why. ``unused``: parameters and buffers of the model that are
+    in no component, because ``forward`` never reads them. ``structures``: output structures in training and in
+    evaluation; ``batch_dims``: the batch dimension of each output.
     """
 
     name: str
@@ -82,14 +82,14 @@ class TracedModel:
 
     @property
     def note(self) -> str:
-        """All notes in one line; empty when everything was traced."""
+        """All notes in one line; empty if everything was traced."""
         return "; ".join(self.notes)
 
     @property
     def uncut(self) -> frozenset[int]:
-        """Components in front of which no pipeline stage may begin: what is handed from stage to stage is one tensor.
+        """Indices of components at which no pipeline stage may begin, because more than one tensor would cross.
 
-        Side outputs leave from the last stage, and a tensor that several components hold has one home.
+        Side outputs must be made in the last stage, and a tensor that several components hold must be in one stage.
         """
         found: set[int] = set()
         first: dict[int, int] = {}
@@ -102,10 +102,10 @@ class TracedModel:
         return frozenset(found)
 
     def assemble(self, main: Tensor, sides: dict[str, Tensor], *, training: bool | None = None) -> Any:
-        """What the model itself would return.
+        """The output of the model itself, made from those of its components.
 
-        ``main``: the last component's first output; ``sides``: the side outputs of all components, by name.
-        The mode is that of the last component unless ``training`` says otherwise.
+        ``main``: the last component's first output; ``sides``: the side outputs of all components, by name. The mode is
+        that of the last component unless ``training`` says otherwise.
         """
         if training is None:
             training = self.components[-1].training
@@ -119,7 +119,7 @@ class TracedModel:
         return fill(structure) if isinstance(structure, Slot) else pytree.tree_map(fill, structure)
 
     def run(self, x: Tensor) -> Any:
-        """The components one after the other: the model's own output for ``x`` [batch, ...]."""
+        """Run the components one after the other; returns the model's own output for ``x`` [batch, ...]."""
         sides: dict[str, Tensor] = {}
         for component in self.components:
             x, *extra = component(x)

@@ -1,4 +1,4 @@
-"""A component: a piece of a traced model that runs by itself, on the model's own modules and parameters."""
+"""A component: a part of a traced model that runs by itself, with the model's own modules and parameters."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def cut_out(
     nodes: list[fx.Node], entry: fx.Node, leaving: list[fx.Node], fixed: dict[fx.Node, Any],
     again: Mapping[fx.Node, Any],
 ) -> fx.Graph:  # fmt: skip
-    """The graph of ``nodes``: reads ``entry``'s value, returns the values of ``leaving`` as a tuple.
+    """The graph of ``nodes``: reads the value of ``entry``, returns the values of ``leaving`` as a tuple.
 
-    Parameters and buffers are read where they are first used, whichever component read them first in the model;
-    ``fixed`` values from outside become constants, and those of ``again`` are computed anew.
+    Parameters and buffers are read where they are first used here, even if another component read them first; ``fixed``
+    values from outside become constants, and those in ``again`` are recomputed.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {entry: graph.placeholder("x")}
@@ -52,12 +52,12 @@ def cut_out(
 
 
 class _Names:
-    """What the targets of a graph stand for, an attribute each."""
+    """Modules and tensors that the targets of a graph stand for, one attribute each."""
 
 
 def _looked_up(module: fx.GraphModule) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """The graph of ``module`` as a function that knows its submodules: finding one by its path, in every call anew,
-    takes as long as a small kernel. Parameters and buffers are read where they are when they are needed."""
+    """The graph of ``module`` as a function that holds its submodules directly: a look-up by path in every call takes
+    as long as a small kernel. Parameters and buffers are still looked up at each use."""
     graph, names = copy.deepcopy(module.graph), _Names()
     for i, node in enumerate(graph.nodes):
         if node.op == "call_module":
@@ -75,9 +75,9 @@ def _looked_up(module: fx.GraphModule) -> Callable[[Tensor], tuple[Tensor, ...]]
 class TracedComponent(nn.Module):
     """One component, callable in both modes: ``forward(x)`` returns ``(main, *sides)``.
 
-    Its submodules, parameters and buffers are the model's own objects under their names in the model, so
-    ``state_dict`` keys are the model's. ``train_graph`` and ``eval_graph`` (one object when the modes agree)
-    look names up in this very module: replacing ``component.layer1.conv`` replaces it in both, until :meth:`settle`.
+    Its submodules, parameters and buffers are the model's own objects under their names in the model, so ``state_dict``
+    keys are the model's. ``train_graph`` and ``eval_graph`` (one object if the modes agree) look names up in this
+    module: replacing ``component.layer1.conv`` replaces it in both, until :meth:`settle`.
     """
 
     name: str
@@ -85,11 +85,11 @@ class TracedComponent(nn.Module):
     eval_graph: fx.GraphModule
     _settled: dict[fx.GraphModule, Callable[[Tensor], tuple[Tensor, ...]]] | None
     input_shape: tuple[int, ...] = ()
-    """Shape of one sample of what the component reads; set by :func:`asa.tracing.build.trace`."""
+    """Shape of one sample of the component's input; set by :func:`asa.tracing.build.trace`."""
     input_dtype: torch.dtype = torch.float32
     ties: frozenset[int] = frozenset()
-    """Identities of parameters that other components use too. The first of them holds such a parameter, the others
-    refer to it: its gradient is one, however often it is used."""
+    """Identities of parameters that other components use, too. The first component holds such a parameter, the others
+    refer to it: it has one gradient, however often it is used."""
 
     def __init__(
         self,
@@ -104,11 +104,10 @@ class TracedComponent(nn.Module):
         whole: nn.Module | None = None,
         borrowed: frozenset[str] = frozenset(),
     ) -> None:
-        """``objects``: module, parameter or buffer per target of the graphs; ``sides``: names of the side
-        outputs in training and in evaluation; ``volatile``: targets of buffers that are not saved;
-        ``contrary``: submodules that the model's own ``train`` leaves in the other mode, in training and in
-        evaluation; ``whole``: a module to stand in for, with all its registries; ``borrowed``: targets of
-        parameters that another component holds."""
+        """``objects``: module, parameter or buffer for each target of the graphs; ``sides``: names of the side outputs
+        in training and in evaluation; ``volatile``: targets of buffers that are not saved; ``contrary``: submodules
+        that the model's own ``train`` leaves in the other mode, in training and in evaluation; ``whole``: a module that
+        this one replaces, with all its registries; ``borrowed``: targets of parameters that another component holds."""
         super().__init__()
         self.name = name
         self._sides = sides
@@ -156,11 +155,11 @@ class TracedComponent(nn.Module):
         self.__dict__["_settled"] = None
 
     def settle(self) -> None:
-        """No submodule is replaced from now on: what the graphs call is looked up once, when they first run."""
+        """Look up the graphs' submodules only once from now on, at the first run: none may be replaced any more."""
         self.__dict__["_settled"] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedComponent:
-        """A copy with its own tensors, whose graphs look them up in the copy."""
+        """A copy with its own tensors, which the graphs of the copy use."""
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         graphs = ("train_graph", "eval_graph", "_settled")
@@ -171,26 +170,26 @@ class TracedComponent(nn.Module):
         return new
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode as the model's own ``train`` would: what it keeps frozen stays frozen."""
+        """Set the mode as the model's own ``train`` would, so that frozen modules stay in their mode."""
         super().train(mode)
         for path in self._contrary[0 if mode else 1]:
             self.get_submodule(path).training = not mode
         return self
 
     def side_outputs(self) -> tuple[str, ...]:
-        """Names of what the current mode returns beside the main value."""
+        """Names of the outputs other than the main one, in the current mode."""
         return self._sides[0 if self.training else 1]
 
     def graphs(self) -> tuple[fx.GraphModule, ...]:
-        """The distinct graphs: one where both modes agree, else training's and evaluation's."""
+        """The distinct graphs: one if both modes agree, otherwise those of training and evaluation."""
         return tuple(dict.fromkeys((self.train_graph, self.eval_graph)))
 
     def has_sides(self) -> bool:
-        """Whether either mode returns side outputs."""
+        """Whether there are side outputs in any mode."""
         return any(self._sides)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """``x``: what the previous component's main output is, batch first."""
+        """Run on ``x``, the main output of the previous component, batch first; returns (main, side outputs)."""
         graph = self.train_graph if self.training else self.eval_graph
         if self._settled is None or not isinstance(graph, fx.GraphModule):
             return cast(tuple[Tensor, ...], graph(x))
@@ -200,5 +199,5 @@ class TracedComponent(nn.Module):
         return run(x)
 
     def extra_repr(self) -> str:
-        """Name and side outputs."""
+        """Text of name and side outputs."""
         return f"{self.name!r}" + (f", sides={self._sides}" if any(self._sides) else "")

@@ -1,9 +1,9 @@
-"""Where a traced model may be cut: places where exactly one tensor is alive, seen by running it.
+"""Finds where a traced model can be cut: places where exactly one tensor is alive, determined by running it.
 
-A tensor qualifies when every path from the model's input to its main output passes through it (it dominates
-the output in the dataflow graph), nothing else is alive where it is cut, its first dimension is the batch, and
-nothing behind the cut writes into its memory. Values that only leave the model (auxiliary heads) do not count:
-they stay with the component they leave.
+A tensor qualifies if every path from the model's input to its main output passes through it (it dominates the output in
+the dataflow graph), nothing else is alive at the cut, its first dimension is the batch, and nothing behind the cut
+writes into its memory. Values that only leave the model (auxiliary heads) do not count: they stay with the component
+that makes them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from asa.tracing.shapes import shape_only
 
 @dataclass
 class Observation:
-    """What one run of a program showed, by node: shapes and types of tensors, storages, who wrote into which storage,
-    and ``plain`` values that are no tensors."""
+    """Results of one run of a program, by node: shapes and types of tensors, storages, which node writes into which
+    storage, and ``plain`` values that are not tensors."""
 
     batch: int
     shapes: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Observation:
 
 
 _HEAVY = 2**26
-"""Bytes of weights from which on a run of them takes longer than a copy without values."""
+"""Bytes of weights from which on running takes longer than copying the model without values."""
 _PLAIN = (bool, int, float, str, torch.Size, torch.dtype, torch.device)
 
 
@@ -56,7 +56,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class _Observer(fx.Interpreter):
-    """Runs a program and watches. Values are kept to the end: a freed storage's number would be used again."""
+    """Runs a program and records it. Values are kept until the end, because the number of a freed storage is reused."""
 
     def __init__(self, program: Program, objects: dict[str, Any], batch: int) -> None:
         super().__init__(torch.nn.Module(), garbage_collect_values=False, graph=program.graph)
@@ -88,11 +88,11 @@ class _Observer(fx.Interpreter):
 def observe(program: Program, example: torch.Tensor) -> Observation:
     """Run ``program`` without gradients on ``example`` (first dimension: batch). The caller preserves the model.
 
-    Nothing of what is watched is a value: a program of many weights is run without them where it can be.
+    No tensor values are recorded, so a program with large weights is run on the meta device if possible.
     """
     things = program.attributes.values()
     if not example.is_meta and sum(t.nbytes for t in _held(things)) > _HEAVY and not _recurrent(things):
-        with contextlib.suppress(Exception):  # whatever forward may raise where it asks for values
+        with contextlib.suppress(Exception):  # forward may raise anything if it reads values
             return _observed(program, torch.empty_like(example, device="meta"), _without_values(program.attributes))
     return _observed(program, example.clone(), program.attributes)
 
@@ -114,7 +114,7 @@ def _held(things: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _recurrent(things: Iterable[Any]) -> bool:
-    """Whether there are layers among ``things`` that torch runs otherwise on meta than on any device."""
+    """Whether ``things`` contain layers that torch runs differently on the meta device."""
     return any(isinstance(m, nn.RNNBase) for t in things if isinstance(t, nn.Module) for m in t.modules())
 
 
@@ -129,7 +129,7 @@ def _without_values(objects: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cut:
-    """``node``'s value crosses after position ``after`` of the program's order; ``bytes_per_sample`` of it."""
+    """A cut after position ``after`` of the program's order, where the value of ``node`` crosses."""
 
     node: fx.Node
     after: int
@@ -137,23 +137,23 @@ class Cut:
 
     @property
     def key(self) -> str:
-        """A key that is equal in the graphs of both modes."""
+        """Key of the cut, equal in the graphs of both modes."""
         return origin(self.node).key
 
 
 def order(program: Program) -> list[fx.Node]:
-    """The nodes that do something, in the order they do it."""
+    """Nodes that compute something, in order of execution."""
     return [n for n in program.graph.nodes if n.op not in ("get_attr", "output")]
 
 
 def constants(seen: tuple[Observation, Observation]) -> dict[fx.Node, Any]:
-    """Values made of shapes alone that do not depend on the batch: a cut hands them over as constants."""
+    """Values that depend only on shapes and not on the batch; a cut passes them on as constants."""
     small, large = (s.plain for s in seen)
     return {n: v for n, v in small.items() if n in large and large[n] == v and shape_only(n)}
 
 
 def dataflow(program: Program, fixed: Collection[fx.Node]) -> nx.DiGraph:
-    """Who feeds whom; parameters, buffers and ``fixed`` nodes feed nobody."""
+    """Dataflow graph of the nodes; parameters, buffers and ``fixed`` nodes have no outgoing edges."""
     graph = nx.DiGraph()
     nodes = order(program)
     graph.add_nodes_from(nodes)
@@ -162,7 +162,7 @@ def dataflow(program: Program, fixed: Collection[fx.Node]) -> nx.DiGraph:
 
 
 def _dominators(program: Program, fixed: Collection[fx.Node]) -> list[fx.Node]:
-    """What every path from input to main output passes through, in order, both ends left out."""
+    """Nodes on every path from input to main output, in order, without both ends."""
     parents = nx.immediate_dominators(dataflow(program, fixed), program.placeholder)
     chain, node = [], program.outputs[-1]
     while node is not program.placeholder and node in parents:
@@ -174,8 +174,8 @@ def _dominators(program: Program, fixed: Collection[fx.Node]) -> list[fx.Node]:
 def find_cuts(
     program: Program, seen: tuple[Observation, Observation], again: Collection[fx.Node] = ()
 ) -> list[Cut]:  # fmt: skip
-    """Every place where ``program`` may be cut, in order; ``seen`` are runs on two different batch sizes, and what
-    ``again`` holds each side computes for itself."""
+    """All places where ``program`` may be cut, in order. ``seen``: runs on two batch sizes; ``again``: nodes that both
+    sides of a cut recompute."""
     nodes = order(program)
     index = {n: i for i, n in enumerate(nodes)}
     fixed = {*constants(seen), *again}
@@ -185,7 +185,7 @@ def find_cuts(
     ]
     last_use[index[main]] = len(nodes)
     alive = [0] * (len(nodes) + 1)
-    for i, last in enumerate(last_use):  # a value made at i is alive behind i ... last - 1
+    for i, last in enumerate(last_use):  # a value made at node i is alive after nodes i to last - 1
         alive[i] += 1
         alive[last] -= 1
     for i in range(1, len(alive)):
@@ -217,7 +217,7 @@ def _written_behind(
 
 
 def in_both(train: list[Cut], evaluate: list[Cut]) -> tuple[list[Cut], list[Cut]]:
-    """The cuts that exist in both modes, in both orders."""
+    """The cuts that exist in both modes, for each mode in its own order."""
     where = {c.key: i for i, c in enumerate(evaluate)}
     kept: tuple[list[Cut], list[Cut]] = ([], [])
     reached = -1
@@ -231,7 +231,7 @@ def in_both(train: list[Cut], evaluate: list[Cut]) -> tuple[list[Cut], list[Cut]
 
 
 def segments(program: Program, cuts: list[Cut]) -> list[list[fx.Node]]:
-    """The program's nodes between consecutive cuts; the placeholder belongs to the first."""
+    """The program's nodes between consecutive cuts; the placeholder is in the first segment."""
     nodes = order(program)
     edges = [0, *(c.after + 1 for c in cuts), len(nodes)]
     return [nodes[a:b] for a, b in pairwise(edges)]

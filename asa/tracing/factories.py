@@ -1,4 +1,4 @@
-"""Tensors that ``forward`` makes from nothing: recorded where their size is symbolic, or their content random."""
+"""Recording of tensors that ``forward`` creates, if their size is symbolic or their content random."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _FACTORIES = (*_RANDOM, "zeros", "ones", "empty", "full", "arange", "linspace", 
 
 @contextmanager
 def recorded_factories(tracer: fx.Tracer) -> Iterator[None]:
-    """While tracing, ``torch.zeros(x.size(0), 8)`` and ``torch.randn(3)`` become nodes of the graph.
+    """Context in which ``torch.zeros(x.size(0), 8)`` and ``torch.randn(3)`` become nodes of the graph.
 
-    fx sees neither: the first fails on the symbolic size, the second would be frozen at what it happened to draw.
+    fx records neither: the first fails on the symbolic size, the second would become a constant.
     """
     running = tracer._oracle  # type: ignore[attr-defined]
 

@@ -1,11 +1,11 @@
-"""What each component weighs, seen by running it on a tiny batch.
+"""Facts of each component (FLOPs, bytes), measured by running it on a tiny batch.
 
-Two batch sizes are run; figures per sample are the difference, so that parts that do not grow with the batch
-(BatchNorm's statistics) drop out exactly.
+Two batch sizes are run; figures per sample come from the difference, so that parts that do not grow with the batch
+(BatchNorm's statistics) cancel exactly.
 
-*Saved bytes* are the storages autograd keeps from forward to backward, each counted once over the whole model,
-in the component that made it: a component's input that it keeps counts for the component in front, and the
-model's own input for none. Parameters and buffers are never counted.
+*Saved bytes* are the storages autograd keeps from forward to backward, each counted once over the whole model, in the
+component that made it: a component's input counts for the component before it, and the model's own input for none.
+Parameters and buffers are never counted.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _ATTENTION_CALLS = ("scaled_dot_product_attention", "shifted_window_attention", 
 
 
 def _mkldnn_rnn_flops(x: Any, input_weight: Any, hidden_weight: Any, *_: Any, **__: Any) -> int:
-    """LSTM layer of the CPU: ``x`` is [time, batch, features]; torch counts nothing for it."""
+    """FLOPs of an LSTM layer on the CPU, which torch does not count; ``x`` is [time, batch, features]."""
     return 2 * math.prod(x[:-1]) * (math.prod(input_weight) + math.prod(hidden_weight))
 
 
 def _cudnn_rnn_flops(x: Any, weights: Any, *_: Any, **__: Any) -> int:
-    """All layers of an LSTM or GRU on CUDA: each weight matrix meets each time step of each sample once."""
+    """FLOPs of all layers of an LSTM or GRU on CUDA: each weight matrix is used once per time step and sample."""
     return 2 * math.prod(x[:-1]) * sum(math.prod(w) for w in weights if len(w) == 2)
 
 
 def _attention_flops(
     query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, *_: Any, **__: Any
 ) -> int:
-    """Fused attention, [batch, heads, sequence, features] each. Where no position attends to later ones, kernels leave
-    out half of the products."""
+    """FLOPs of fused attention; inputs are [batch, heads, sequence, features]. Causal kernels leave out half of the
+    products."""
     del dropout_p
     return 2 * math.prod(query[:-1]) * key[-2] * (key[-1] + value[-1]) // (2 if is_causal else 1)
 
@@ -52,12 +52,12 @@ MORE_FLOPS: dict[Any, Any] = {
     torch.ops.aten.mkldnn_rnn_layer: _mkldnn_rnn_flops,
     torch.ops.aten._cudnn_rnn: _cudnn_rnn_flops,
 }
-"""By what torch's own counter leaves out."""
+"""Formulas for operators that torch's own counter omits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentFacts:
-    """The fields of :class:`asa.ir.graph.Component` that tracing knows; same names, same units."""
+    """The fields of :class:`asa.ir.graph.Component` that tracing knows, with the same names and units."""
 
     name: str
     kind: Kind
@@ -108,7 +108,7 @@ def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
         with flops, fused_attention(), torch.autograd.graph.saved_tensors_hooks(keep, _never):
             outputs = component(value)
         runs.append(_Run(flops.get_total_flops(), _bytes(outputs[:1]), 0))
-        kept += [saved, list(outputs)]  # alive to the end: a freed storage's number would be used again
+        kept += [saved, list(outputs)]  # keep alive: a freed storage's number could be reused
         for tensor in saved:
             storage = tensor.untyped_storage()
             if storage._cdata not in counted:
@@ -117,7 +117,7 @@ def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
         for tensor in outputs:
             owner.setdefault(tensor.untyped_storage()._cdata, i)
         value = outputs[0]
-    # The graph's hooks refer to these lists, and their tensors to the graph: a circle no collector sees.
+    # The graph's hooks refer to these lists, and their tensors to the graph: a cycle that gc cannot see.
     for tensors in kept:
         tensors.clear()
     return runs
@@ -147,8 +147,8 @@ def _modules(component: TracedComponent) -> tuple[str, ...]:
 
 
 def measure(components: list[TracedComponent], small: Tensor, large: Tensor) -> list[ComponentFacts]:
-    """Facts of ``components``, run in training mode on batches of two sizes. Of a row of components that are equal but
-    for their names, a few are run. Each needs to know what it reads (``input_shape``).
+    """Facts of ``components``, run in training mode on batches of two sizes. In a row of components that are equal
+    except for their names, only a few are run. Each must know its ``input_shape``.
 
     The caller preserves the model.
     """
@@ -156,12 +156,12 @@ def measure(components: list[TracedComponent], small: Tensor, large: Tensor) -> 
     chosen = [c for i, c in enumerate(components) if places[i] == i]
     runs = []
     for batch in (small, large):
-        # Coins fall alike in both runs: what a model leaves out at random would be in one of them only.
+        # The same random numbers in both runs, so that a model that skips layers at random skips the same ones.
         with torch.random.fork_rng(devices=[batch.device] if batch.is_cuda else []), foreign_random():
             runs.append(dict(zip(chosen, _measure(chosen, batch), strict=True)))
 
     def per_sample(a: int, b: int) -> float:
-        # What depends on the values of a batch may be less in the larger one.
+        # Counts that depend on the values of a batch may be smaller for the larger batch.
         return (b - a) / (large.shape[0] - small.shape[0]) if b >= a else b / large.shape[0]
 
     found = []

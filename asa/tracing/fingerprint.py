@@ -1,7 +1,7 @@
-"""What identifies a traced model: its tensors' names and shapes and what it computes, not its weights.
+"""Fingerprint of a traced model: names and shapes of its tensors and its computation, not its weights.
 
-Written out here rather than taken from ``repr`` or from generated code: those change from one release of torch to
-the next, and a profile must not become foreign by an upgrade.
+Written out here rather than taken from ``repr`` or from generated code, which change between releases of torch: a
+profile must stay valid after an upgrade.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def called(target: Any) -> str:
-    """What a node calls, by a name that no release of torch changes."""
+    """Name of what a node calls, the same in every release of torch."""
     if isinstance(target, str):
         return target
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', type(target).__name__)}"
 
 
 def code(graph: fx.Graph) -> str:
-    """One line per node: what it calls, on what. Equal for graphs that compute the same."""
+    """Text with one line per node: what it calls, on which inputs. Equal for graphs that compute the same."""
     return "\n".join(f"{n.name} = {n.op} {called(n.target)} {n.args} {dict(n.kwargs)}" for n in graph.nodes)
 
 
@@ -42,7 +42,7 @@ def settings(module: nn.Module) -> str:
 
 
 def model_fingerprint(model: nn.Module, components: list[TracedComponent]) -> str:
-    """Sixteen hex digits over the model's tensors (names, shapes, types), its modules' settings, and its cuts."""
+    """Sixteen hex digits from the model's tensors (names, shapes, types), its modules' settings, and its cuts."""
     digest = hashlib.sha256()
 
     def add(line: str) -> None:
@@ -52,7 +52,7 @@ def model_fingerprint(model: nn.Module, components: list[TracedComponent]) -> st
     for name, tensor in tensors:
         add(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
     for path, module in model.named_modules():
-        if not opened(module):  # of the others, the graphs below hold what matters
+        if not opened(module):  # modules that tracing enters are described by the graphs below
             add(f"{path} {settings(module)}")
     for component in components:
         add(component.name)

@@ -1,9 +1,9 @@
-"""Attention and RMSNorm on tensors without values, weighed as the fused kernels of a GPU.
+"""Attention and RMSNorm on tensors without values, with the memory of a GPU's fused kernels.
 
-On the meta device torch takes ``scaled_dot_product_attention`` apart into products and a softmax, which keep the scores
-of all pairs of positions for backward. No device does so where a fused kernel can: inside :func:`fused_attention` the
-kernel of the CPU stands for all of them. What it cannot do (dropout, a mask that is trained) is taken apart as before.
-Likewise RMSNorm keeps its input and one figure per row, not its normalised rows, too.
+On the meta device torch decomposes ``scaled_dot_product_attention`` into products and a softmax, which save the scores
+of all pairs of positions for backward. Devices with a fused kernel do not: inside :func:`fused_attention` the CPU's
+kernel represents all of them. What it cannot do (dropout, a trained mask) is decomposed as before. Likewise RMSNorm
+saves its input and one number per row, not also its normalized rows.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _stock = F.scaled_dot_product_attention
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """A context in which attention on meta tensors is one call that keeps its inputs and its output.
+    """Context in which attention on meta tensors is one call that saves its inputs and its output.
 
-    Graphs call torch's function itself, torch's own layers look it up by its name: both are met.
+    Graphs call torch's function itself, and torch's own layers look it up by name: both are replaced.
     """
     with patch.object(F, "scaled_dot_product_attention", _attention), _Calls():
         yield
@@ -53,7 +53,7 @@ def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: fl
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The fused kernel by what it keeps: torch's own is taken apart on meta."""
+    """RMSNorm with the saved tensors of the fused kernel; torch's own is decomposed on the meta device."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -63,7 +63,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Nothing runs backward on meta."""
+        """Fail: nothing runs backward on the meta device."""
         raise AssertionError("backward through tensors without values")
 
 

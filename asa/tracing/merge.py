@@ -1,4 +1,4 @@
-"""From segments to named components: one per repeated block, and as few as make sense around them."""
+"""Merges segments into named components: one per repeated block, and as few as sensible around them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asa.tracing.blocks import Segment, within
 
 @dataclass(frozen=True)
 class Unit:
-    """Segments ``start`` to ``stop - 1``, run as one component."""
+    """Segments ``start`` to ``stop - 1``, which run as one component."""
 
     start: int
     stop: int
@@ -20,7 +20,7 @@ class Unit:
 
 
 def _ancestor(paths: list[str]) -> str:
-    """Longest dotted path all of ``paths`` lie below; the first of them where that is the root."""
+    """Longest dotted path that contains all of ``paths``; the first of them if that is the root."""
     atoms = [p.split(".") for p in paths]
     shared = []
     for level in zip(*atoms, strict=False):
@@ -31,7 +31,7 @@ def _ancestor(paths: list[str]) -> str:
 
 
 def _block_units(segments: list[Segment], blocks: list[str]) -> list[Unit]:
-    """One unit per block; blocks that share a segment share a unit, named after the one it leaves from."""
+    """One unit per block; blocks that share a segment share a unit, named after the block in which it ends."""
     spans = []
     for path in blocks:
         at = [i for i, s in enumerate(segments) if s.touches(path)]
@@ -52,7 +52,7 @@ def _block_units(segments: list[Segment], blocks: list[str]) -> list[Unit]:
 
 
 def _between(start: int, stop: int, segments: list[Segment], group: Callable[[str], str]) -> list[Unit]:
-    """Units for the heavy segments of a gap, one per group; norms join a group that has a heavy segment."""
+    """Units for the heavy segments of a gap, one per group; norms join a group with a heavy segment."""
     units: list[Unit] = []
     for i in range(start, stop):
         heavy = segments[i].heavy
@@ -73,7 +73,7 @@ def _between(start: int, stop: int, segments: list[Segment], group: Callable[[st
 
 
 def _close_gaps(units: list[Unit], segments: list[Segment]) -> list[Unit]:
-    """Hand the segments between units out: each run is divided where the least crosses, as late as possible."""
+    """Assign the segments between units: each gap is divided where the fewest bytes cross, as late as possible."""
     closed: list[Unit] = []
     start = 0
     for position, unit in enumerate(units):
@@ -87,7 +87,7 @@ def _close_gaps(units: list[Unit], segments: list[Segment]) -> list[Unit]:
 
 
 def _join_linears(units: list[Unit], segments: list[Segment], model: nn.Module) -> list[Unit]:
-    """Linear layers of one ``Sequential`` become one unit, unless that Sequential is all there is."""
+    """Join the linear layers of one ``Sequential`` into one unit, unless the model consists of that Sequential."""
 
     def home(unit: Unit) -> str | None:
         heavy = [h for s in segments[unit.start : unit.stop] for h in s.heavy]
@@ -148,9 +148,9 @@ def _around(blocks: list[Unit], paths: list[str], segments: list[Segment], ends:
 def merge(model: nn.Module, segments: list[Segment], blocks: list[str], ends: tuple[str, str]) -> list[Unit]:
     """Units that cover ``segments`` without gap or overlap.
 
-    ``blocks``: module paths of the repeated blocks; ``ends``: names of what precedes the first of them and of
-    what follows the last. Segments without parameters, and norms, go to a neighbour. A model that comes out as one
-    unit is called ``model``.
+    ``blocks``: module paths of the repeated blocks; ``ends``: names of what precedes the first of them and of what
+    follows the last. Segments without parameters, and norms, go to a neighbour. A model that becomes one unit is called
+    ``model``.
     """
     around = _block_units(segments, blocks)
     if around:
@@ -164,7 +164,7 @@ def merge(model: nn.Module, segments: list[Segment], blocks: list[str], ends: tu
 
 
 def join_shared(units: list[Unit], parameters: list[set[int]]) -> list[Unit]:
-    """Merge ranges of units that hold a parameter in common (``parameters``: identities, per unit).
+    """Merge ranges of units that share a parameter (``parameters``: identities, per unit).
 
     A merged range keeps the name of its first unit.
     """

@@ -1,4 +1,4 @@
-"""Looking at a model without leaving a mark: everything a trace touches is put back afterwards."""
+"""Preservation of a model during tracing: everything that a trace touches is restored afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _shallow(module: nn.Module) -> dict[str, Any]:
 
 
 def changed_attributes(module: nn.Module, before: dict[str, Any]) -> list[str]:
-    """Names in ``module.__dict__`` (registries included) that no longer hold the objects of ``before``."""
+    """Names in ``module.__dict__`` (registries included) whose objects differ from ``before``."""
     names = []
     for key, value in module.__dict__.items():
         old = before.get(key, before)
@@ -51,14 +51,18 @@ def attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def histories(model: nn.Module) -> dict[int, Any]:
-    """A memo for ``copy.deepcopy``: tensors that a module keeps with the way they came about (as
-    ``torch.nn.utils.weight_norm`` does), which cannot be copied, by their values."""
+    """A memo for ``copy.deepcopy`` that replaces tensors with a gradient history, which cannot be copied, by their
+    values; modules keep such tensors for instance with ``torch.nn.utils.weight_norm``."""
     kept = (t for module in model.modules() for t in vars(module).values() if isinstance(t, torch.Tensor))
     return {id(t): t.detach().clone() for t in kept if not t.is_leaf}
 
 
 def _refuse_scripted(model: nn.Module) -> None:
-    """What ``torch.jit`` made keeps parameters where Python cannot replace them: no way to put back, or spread."""
+    """Refuse TorchScript modules: Python cannot replace their parameters, so they can be neither restored nor sharded.
+
+    Raises:
+        InvalidInputError: the model contains one.
+    """
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             what = f"{path} is" if path else "the model is"
@@ -66,7 +70,7 @@ def _refuse_scripted(model: nn.Module) -> None:
 
 
 def foreign_state() -> tuple[Any, ...]:
-    """Where Python's own generator is, and numpy's, if numpy is in use."""
+    """State of the random generators of Python, and of numpy if it is in use."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return (random.getstate(),)
@@ -76,7 +80,7 @@ def foreign_state() -> tuple[Any, ...]:
 
 @contextmanager
 def foreign_random() -> Iterator[None]:
-    """Inside, Python's and numpy's generators may go on; outside they are where they were."""
+    """Context after which the random generators of Python and numpy are restored."""
     numpy = sys.modules.get("numpy")
     ours, theirs = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
@@ -89,10 +93,10 @@ def foreign_random() -> Iterator[None]:
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Restore ``model``'s modes, attributes and buffer values, and the random state, on the way out.
+    """Context after which ``model``'s modes, attributes and buffer values, and the random state, are restored.
 
     Raises:
-        InvalidInputError: there is TorchScript in it.
+        InvalidInputError: the model contains TorchScript.
     """
     _refuse_scripted(model)
     state = [(module, _shallow(module)) for module in model.modules()]
@@ -111,7 +115,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """``model.train(training)`` for a while; every module then gets its own mode back."""
+    """Context with ``model.train(training)``; every module gets its own mode back afterwards."""
     flags = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:

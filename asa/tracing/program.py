@@ -1,4 +1,4 @@
-"""What tracing produces: a dataflow graph per mode, whose nodes know where in the model they come from."""
+"""The result of tracing: a dataflow graph per mode, whose nodes know their origin in the model."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 CONSTANT = "_tensor_constant"
-"""Prefix fx gives to tensors that ``forward`` made up while it was traced."""
+"""fx's name prefix for tensors that ``forward`` created during tracing."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a node came from: ``path`` of the module whose ``forward`` made it (a leaf: the leaf's own), what
-    it ``calls``, and a ``key`` that is the same in the graphs of both modes."""
+    """Origin of a node: ``path`` of the module whose ``forward`` made it (for a leaf, its own), what it ``calls``, and
+    a ``key`` that is the same in the graphs of both modes."""
 
     path: str
     calls: str
@@ -32,10 +32,10 @@ def origin(node: fx.Node) -> Origin:
 class Program:
     """The traced model in one mode.
 
-    ``attributes`` maps every ``get_attr`` and ``call_module`` target to its object; ``structure`` is what the
-    model returns, with nodes in place of tensors; ``opaque`` says, per module that had to become a single
-    call, why; ``contrary`` holds the paths of modules that ``model.train(training)`` left in the other mode;
-    ``checkpointed`` those of modules that ran inside ``torch.utils.checkpoint``.
+    ``attributes`` maps every ``get_attr`` and ``call_module`` target to its object; ``structure`` is the model's output
+    with nodes in place of tensors; ``opaque`` says why a module had to become a single call; ``contrary`` has the paths
+    of modules that ``model.train(training)`` left in the other mode; ``checkpointed`` those of modules that ran inside
+    ``torch.utils.checkpoint``.
     """
 
     graph: fx.Graph
@@ -47,28 +47,28 @@ class Program:
 
     @property
     def placeholder(self) -> fx.Node:
-        """The node that stands for the model's input."""
+        """The node of the model's input."""
         return next(n for n in self.graph.nodes if n.op == "placeholder")
 
     @property
     def outputs(self) -> list[fx.Node]:
-        """The nodes the model returns, in order of execution, each once. The last one is its *main* output."""
+        """The nodes of the model's outputs, in order of execution, each once. The last one is its *main* output."""
         wanted = {leaf for leaf in pytree.tree_leaves(self.structure) if isinstance(leaf, fx.Node)}
         return [n for n in self.graph.nodes if n in wanted]
 
 
 def plain_container(module: nn.Module) -> bool:
-    """Whether calling ``module`` only calls its children in order, or it cannot be called at all."""
+    """Whether calling ``module`` only calls its children in order, or is not possible at all."""
     if isinstance(module, nn.Sequential):
         return type(module).forward is nn.Sequential.forward
     return type(module) in (nn.ModuleList, nn.ModuleDict)
 
 
 def opened(module: nn.Module) -> bool:
-    """Whether tracing goes into ``module``, rather than recording one call of it.
+    """Whether tracing enters ``module``, rather than recording one call of it.
 
-    Not opened: modules without children, and torch.nn's own (except ``TransformerEncoder``, which only calls
-    its layers in a row). They read ``training`` when they run.
+    Not entered: modules without children, and torch.nn's own (except ``TransformerEncoder``, which only calls its
+    layers in a row). They read ``training`` when they run.
     """
     if next(module.children(), None) is None:
         return False

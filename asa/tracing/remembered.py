@@ -1,7 +1,7 @@
-"""What torch's operators make of tensors without values, asked once per kind of call.
+"""Cache of the outputs of torch's operators on tensors without values, by kind of call.
 
-On the meta device most operators are written in Python: a layer norm takes milliseconds to say what shape it has.
-A model calls few kinds of them, many times each, and structure is seen in a dozen passes.
+On the meta device most operators are written in Python: a layer norm takes milliseconds to return a shape. A model
+calls few kinds of operators, many times each, and tracing runs it a dozen times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.la
 
 
 class _Unknown(Exception):
-    """An argument that no key can be made of."""
+    """Raised for an argument that cannot be part of a key."""
 
 
 def _key(value: Any) -> Any:
@@ -32,7 +32,7 @@ def _key(value: Any) -> Any:
 
 
 def _kept(value: Any) -> Any:
-    """What is needed to make ``value`` again."""
+    """Shape, strides and type of a tensor, or the value itself: what is needed to make ``value`` again."""
     if isinstance(value, Tensor):
         dense = value.untyped_storage().nbytes() == value.numel() * value.element_size()
         if not value.is_meta or value.storage_offset() or not dense:
@@ -54,9 +54,9 @@ def _again(kept: Any) -> Any:
 
 
 class Remembered(TorchDispatchMode):
-    """A context in which an operator that makes new tensors on meta, or fills one in place, is run once for each kind
-    of its arguments, and its outputs have the same shapes, strides and types every other time. Views and all else
-    are run as ever. ``spared``: calls that were answered so."""
+    """Context in which an operator that makes new tensors on meta, or fills one in place, runs once for each kind of
+    arguments; later outputs get the same shapes, strides and types. Views and all other operators always run.
+    ``spared``: number of calls answered from the cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,8 +87,8 @@ class Remembered(TorchDispatchMode):
 
 
 def _manner(func: Any) -> str:
-    """``make`` for operators all of whose outputs are new, ``fill`` for those that give values to their first argument
-    and return it, ``run`` for others."""
+    """``make`` for operators whose outputs are all new, ``fill`` for those that write to their first argument and
+    return it, ``run`` for others."""
     schema = func._schema
     written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None]
     if not any(isinstance(a.type, torch.TensorType) or "Tensor" in str(a.type) for a in schema.arguments):

@@ -1,8 +1,8 @@
-"""Answers that tracing may take from the example: those that depend on shapes and types alone.
+"""Answers of the tracer to questions that depend on shapes and types alone.
 
-``if x.dim() == 4``, ``range(x.shape[1])`` and ``len(x.shape)`` ask a symbolic value for a concrete one. Where
-the question sees tensors only through their shape, type and device, and the answer is the same for two batch
-sizes, it becomes a constant of the traced graph; a question about the data stays unanswered.
+``if x.dim() == 4``, ``range(x.shape[1])`` and ``len(x.shape)`` ask a symbolic value for a concrete one. If the question
+uses only shape, type and device of tensors, and the answer is the same for two batch sizes, it becomes a constant of
+the traced graph; a question about data is not answered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _METHODS = {"size", "dim", "ndimension", "is_floating_point", "is_complex"}
 
 
 def about_shape(node: fx.Node) -> bool:
-    """Whether ``node`` turns a tensor into something that does not depend on its elements."""
+    """Whether ``node`` maps a tensor to something that does not depend on its elements."""
     if node.op == "call_method":
         return node.target in _METHODS
     return node.op == "call_function" and node.target is getattr and node.args[1] in _PROPERTIES
@@ -46,7 +46,7 @@ def _words(node: fx.Node) -> str:
 
 
 class Oracle:
-    """Runs the graph, as far as it has come, on two examples that differ in batch size only."""
+    """Runs the graph recorded so far on two examples that differ only in batch size."""
 
     def __init__(self, examples: tuple[Tensor, Tensor], fetch: Callable[[str], Any]) -> None:
         self._examples = examples
@@ -65,7 +65,7 @@ class Oracle:
         return self._agreed(node, lambda value: value)
 
     def length(self, node: fx.Node) -> int:
-        """The length of ``node``'s value: of a tensor, its first dimension.
+        """The length of ``node``'s value; for a tensor, its first dimension.
 
         Raises:
             LookupError: it depends on the batch size.
@@ -104,7 +104,7 @@ class Oracle:
 
 
 class _Answers:
-    """What a symbolic value adds to fx's own: it answers questions about shapes."""
+    """Extension of fx's symbolic values that answers questions about shapes."""
 
     node: fx.Node
     tracer: Any

@@ -1,4 +1,4 @@
-"""Parameters that several components use: held by the first, referred to by the others."""
+"""Parameters that several components use: the first component holds them, the others refer to them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 _LOOSE = (nn.Linear, nn.Embedding)
 _MOST = 4
-"""Parameters that may be tied across components; a model that shares more shares whole layers."""
+"""Largest number of parameters tied across components; a model that shares more shares whole layers."""
 
 
 def _parameters(thing: Any) -> list[nn.Parameter]:
@@ -36,18 +36,18 @@ def shared(units: Sequence[Mapping[str, Any]]) -> frozenset[int]:
 
 
 def loose(units: Sequence[Mapping[str, Any]], ties: frozenset[int]) -> bool:
-    """Whether what is shared is but a few weights of embeddings and linear layers (an encoder's decoder that is tied to
-    its embedding), which components can share without being one."""
+    """Whether all shared parameters are a few weights of embeddings and linear layers (such as a decoder tied to the
+    embedding), which components can share without being merged."""
     if len(ties) > _MOST:
         return False
     users = [(n, t) for objects in units for n, t in objects.items() if ties & {id(p) for p in _parameters(t)}]
-    apart = len({n for n, _ in users}) == len(users)  # a layer that is called again is no tie but a loop
+    apart = len({n for n, _ in users}) == len(users)  # no layer is called twice
     return apart and all(isinstance(thing, (*_LOOSE, nn.Parameter)) for _, thing in users)
 
 
 def lent(units: Sequence[Mapping[str, Any]], ties: frozenset[int]) -> list[tuple[dict[str, Any], frozenset[str]]]:
-    """Per unit its objects, and the targets among them that are parameters of another unit. A layer with such a
-    parameter gives way to a copy that refers to it, without holding it."""
+    """For each unit its objects, and the targets among them that are parameters held by another unit. A layer with such
+    a parameter is replaced by a copy that refers to it."""
     taken: set[int] = set()
     found = []
     for objects in units:

@@ -1,7 +1,7 @@
-"""From a module to its dataflow graph, by symbolic execution of its ``forward`` with ``torch.fx``.
+"""Makes the dataflow graph of a module by symbolic execution of its ``forward`` with ``torch.fx``.
 
-fx bakes Python control flow, ``self.training`` included, so a model is traced once per mode. What cannot be
-traced is not an error: the innermost module that fails becomes a single call, and tracing goes on around it.
+fx fixes Python control flow, ``self.training`` included, so a model is traced once per mode. Code that cannot be traced
+is not an error: the innermost module that fails becomes a single call, and tracing continues around it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _ambient() -> tuple[bool, ...]:
 
 
 def _in_checkpoint() -> bool:
-    """Whether what is recorded is called by ``torch.utils.checkpoint``, of which the graph keeps nothing."""
+    """Whether the current call is inside ``torch.utils.checkpoint``, which leaves no trace in the graph."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
         frame = frame.f_back
@@ -39,7 +39,7 @@ def _target_name(target: Any) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """An error in one line."""
+    """Description of an error in one line."""
     lines = str(error).splitlines()
     if isinstance(error, fx.proxy.TraceError) and lines:
         return lines[0]
@@ -50,7 +50,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class ModelTracer(fx.Tracer):
-    """Records one run of a module whose input is symbolic; see :func:`opened` for what is gone into."""
+    """Records one run of a module with symbolic input; :func:`opened` says which modules it enters."""
 
     proxy_buffer_attributes = True
 
@@ -67,8 +67,8 @@ class ModelTracer(fx.Tracer):
         self._attribute_proxies: dict[str, fx.Proxy] = {}
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """Only the first argument of ``forward`` is symbolic, the others keep their defaults; the graph returns
-        a flat list, the structure is kept in ``result``."""
+        """Make only the first argument of ``forward`` symbolic, the others keep their defaults; the graph returns a
+        flat list, and the structure is kept in ``result``."""
         del is_module, concrete_args
 
         def call(*args: Any) -> list[Any]:
@@ -78,12 +78,12 @@ class ModelTracer(fx.Tracer):
         return call, [self.root, self.create_proxy("placeholder", "x", (), {}, name="x")]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """See :func:`opened`."""
+        """Whether ``m`` is recorded as a single call (not :func:`opened`)."""
         del module_qualified_name
         return not opened(m)
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Every node remembers its origin; what a context manager would change may not be recorded."""
+        """Create a node with its origin; refuse to record what a context manager would change."""
         if kind.startswith("call") and _ambient() != self._outer:
             raise RuntimeError("forward switches gradients or autocast on or off")
         node = super().create_node(kind, target, *args, **kwargs)
@@ -96,42 +96,42 @@ class ModelTracer(fx.Tracer):
         return node
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        """The attribute as fx gives it; the cache is kept in sight because a roll-back must clean it."""
+        """The attribute as fx returns it; the cache is kept because a roll-back must clean it."""
         if self._oracle.running:
             return attr_val
         self._attribute_proxies = parameter_proxy_cache
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """A value that answers questions about shapes."""
+        """A symbolic value that answers questions about shapes."""
         return ShapeProxy(node, self)
 
     def value_of(self, node: fx.Node) -> Any:
-        """The value of ``node`` if shapes decide it; raises ``TraceError`` otherwise."""
+        """The value of ``node`` if it depends only on shapes; raises ``TraceError`` otherwise."""
         try:
             return self._oracle.value(node)
         except LookupError as error:
             raise fx.proxy.TraceError(error.args[0]) from None
 
     def length_of(self, node: fx.Node) -> int:
-        """The length of ``node``'s value if the batch does not decide it; raises ``TraceError`` otherwise."""
+        """The length of ``node``'s value if it does not depend on the batch; raises ``TraceError`` otherwise."""
         try:
             return self._oracle.length(node)
         except LookupError as error:
             raise fx.proxy.TraceError(error.args[0]) from None
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Control flow on shapes is followed; on data it is refused."""
+        """The truth value of ``obj`` if it depends only on shapes; control flow on data is refused."""
         return bool(self.value_of(obj.node))
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """Loops over shapes and over tensors of known length are unrolled."""
+        """Unroll a loop over shapes or over a tensor of known length."""
         return (obj[i] for i in range(self.length_of(obj.node)))  # type: ignore[index]
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Trace into ``m``; where that fails, or leaves a mark on ``m``, record a single call of it."""
+        """Trace into ``m``; if that fails, or changes ``m``, record a single call of it."""
         if self._oracle.running:
             return forward(*args, **kwargs)
         try:
@@ -182,7 +182,7 @@ def _call(m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwar
     if len(args) != 1 or any(v is not None for v in kwargs.values()):
         raise RuntimeError("masks are not traced")
     value = args[0]
-    for layer in m.layers:  # its own forward looks for a fast path, by questions about data
+    for layer in m.layers:  # its own forward reads data to choose a fast path
         value = layer(value)
     return value if m.norm is None else m.norm(value)
 
@@ -201,7 +201,7 @@ def resolve(root: nn.Module, target: str) -> Any:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether a call of ``module`` is more than its ``forward``."""
+    """Whether a call of ``module`` does more than its ``forward``."""
     return any(vars(module)[kind] for kind in _HOOKS)
 
 

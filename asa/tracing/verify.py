@@ -1,7 +1,7 @@
-"""Does a chain of components do what the model does? Asked of every trace before it is handed out.
+"""Checks that a chain of components computes what the model computes; run on every trace before it is returned.
 
-Symbolic tracing can go wrong in silence (a random tensor frozen into a constant, a custom backward lost): outputs
-in both modes and gradients in training are compared for the same batch and the same random numbers.
+Symbolic tracing can go wrong in silence (a random tensor becomes a constant, a custom backward is lost): outputs in
+both modes and gradients in training are compared for the same batch and the same random numbers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from asa.tracing.whole import tensors_of
 _HEAVY = 2**26
 """Bytes of weights from which on gradients are compared for a single sample; outputs are, for the whole batch."""
 _LARGE = 2**20
-"""Elements above which a parameter's gradient is left out where its module has a smaller parameter: a weight's
-gradient follows from the same two factors as the output and the bias's gradient, and may be half a gigabyte."""
+"""Number of elements above which a parameter's gradient is not compared if its module has a smaller parameter: a
+weight's gradient is determined by the same factors as output and bias gradient, and may have half a gigabyte."""
 
 
 def _watched(model: nn.Module) -> list[nn.Parameter]:
@@ -31,7 +31,8 @@ def _watched(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _answers(model: nn.Module, run: Callable[[Tensor], Any], batch: Tensor, training: bool) -> list[Tensor]:
-    """Outputs of ``run``, then (in training) sum and norm of each parameter's gradient: enough to tell, and small."""
+    """Outputs of ``run``, then (in training) sum and norm of each parameter's gradient, which suffice to tell them
+    apart."""
     parameters = _watched(model)
     with preserved(model), torch.set_grad_enabled(training):
         outputs = tensors_of(run(batch.clone()))
@@ -46,13 +47,13 @@ def _answers(model: nn.Module, run: Callable[[Tensor], Any], batch: Tensor, trai
 
 
 def _fewer(model: nn.Module, batch: Tensor) -> Tensor:
-    """One sample where gradients of many weights take long, unless the model normalises over samples."""
+    """One sample if the model has many weights, whose gradients take long, and does not normalize over samples."""
     by_batch = any(isinstance(m, nn.modules.batchnorm._NormBase) for m in model.modules())
     return batch if by_batch or sum(p.nbytes for p in model.parameters()) <= _HEAVY else batch[:1]
 
 
 def _distance(first: list[Tensor], second: list[Tensor]) -> float:
-    """Largest relative difference of any two tensors (infinite where shapes differ)."""
+    """Largest relative difference of any pair of tensors (infinite if shapes differ)."""
     if [a.shape for a in first] != [b.shape for b in second]:
         return float("inf")
     worst = 0.0
@@ -64,11 +65,11 @@ def _distance(first: list[Tensor], second: list[Tensor]) -> float:
 
 
 def disagreement(model: nn.Module, run: Callable[[Tensor], Any], train: Callable[[bool], None], batch: Tensor) -> str:
-    """In words, how ``run`` differs from ``model`` on ``batch``; empty when it does not.
+    """Description of how ``run`` differs from ``model`` on ``batch``; empty if it does not.
 
-    ``train`` puts the components in a mode. Exact equality is asked for, or, on a device where the model does
-    not even agree with itself from one run to the next, ten times that difference. Gradients of a model of many
-    weights are those of one sample, where it takes one.
+    ``train`` sets the mode of the components. Exact equality is required, or, on a device where the model does not even
+    agree with itself from one run to the next, ten times that difference. For a model with many weights, gradients are
+    compared on one sample if the model accepts that.
     """
     if batch.is_meta:
         return ""

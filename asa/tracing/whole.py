@@ -1,4 +1,4 @@
-"""The fallback: a model that cannot be traced, as one component that calls the model itself."""
+"""The fallback for a model that cannot be traced: one component that calls the model itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asa.tracing.tracer import reason_of
 
 
 def tensors_of(output: Any) -> tuple[Tensor, ...]:
-    """The tensors in a model's output, in the order of its structure."""
+    """Tensors in a model's output, in the order of its structure."""
     return tuple(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
 
 
@@ -34,8 +34,8 @@ def _item(leaves: tuple[Tensor, ...], index: int) -> Tensor:
 
 
 class WholeModel(TracedComponent):
-    """A model as one component. Registries are the model's own, so names are too; the first tensor of its output
-    is the main one."""
+    """A model as one component. Registries are the model's own, so names are too; the first tensor of its output is the
+    main one."""
 
     def __init__(self, model: nn.Module, sides: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
         graphs = [_graph(1 + len(names)) for names in sides]
@@ -44,7 +44,7 @@ class WholeModel(TracedComponent):
         )
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of the model too, which is no submodule."""
+        """Set the mode of this component and of the model, which is not a submodule."""
         self.__dict__["training"] = mode
         self.__dict__["_whole"].train(mode)
         return self
@@ -70,7 +70,7 @@ def _run(model: nn.Module, example: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
 
 
 def outcome(model: nn.Module, example: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that ``model`` makes of ``example``, the main one first.
+    """Tensors in the output of ``model`` for ``example``, the main one first.
 
     Raises:
         InvalidInputError: it fails on ``example``, or returns no tensor.
@@ -80,7 +80,7 @@ def outcome(model: nn.Module, example: Tensor) -> tuple[Tensor, ...]:
 
 
 def whole(model: nn.Module, small: Tensor, large: Tensor) -> tuple[WholeModel, tuple[Any, Any], BatchDims]:
-    """``model`` as one component, its output structures in both modes, and where its outputs have their batch; both
+    """``model`` as one component, its output structures in both modes, and the batch dimension of each output; both
     batches are run once in each mode.
 
     Raises:
@@ -90,7 +90,7 @@ def whole(model: nn.Module, small: Tensor, large: Tensor) -> tuple[WholeModel, t
     dims: BatchDims = {}
     for training in (True, False):
         runs = []
-        for batch in (small, large):  # what a model keeps from one batch may not fit the next
+        for batch in (small, large):  # state that a model keeps from one batch may not fit the next
             with preserved(model), mode(model, training), torch.no_grad():
                 runs.append(_run(model, batch))
         (output, tensors), (_, others) = runs

@@ -1,4 +1,4 @@
-"""Does a model take the input it is asked to take? Asked on the meta device first, where it costs next to nothing."""
+"""Checks that a model accepts its input; tried on the meta device first, where it costs almost nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asa.zoo.inputs import Shape, example, of_tokens
 
 
 def _logits(output: Any) -> Any:
-    """The main output among auxiliary ones: the first of a tuple, ``out`` or the first of a mapping."""
+    """The main output: the first of a tuple, ``out`` or the first of a mapping, or the output itself."""
     if isinstance(output, Mapping):
         return output.get("out", next(iter(output.values()), None))
     if isinstance(output, tuple | list):
@@ -25,9 +25,10 @@ def _logits(output: Any) -> Any:
 
 @contextmanager
 def _stood_in_for(model: nn.Module, *, on_meta: bool) -> Iterator[None]:
-    """Inside, copies of buffers in their place, tensors without data in that of parameters too where ``on_meta``.
+    """Context in which buffers are replaced by copies, and, with ``on_meta``, buffers and parameters by tensors without
+    data.
 
-    ``torch.func.functional_call`` leaves its stand-ins in a module that is registered twice.
+    (``torch.func.functional_call`` leaves its replacements in a module that is registered twice.)
     """
     registries = [r for m in model.modules() for r in ((m._buffers, m._parameters) if on_meta else (m._buffers,))]
     before: list[dict[str, Any]] = [dict(r) for r in registries]
@@ -47,7 +48,7 @@ def _stood_in_for(model: nn.Module, *, on_meta: bool) -> Iterator[None]:
 
 
 def _forward(model: nn.Module, shape: Shape, device: str, *, train: bool) -> Any:
-    """The main output for a batch of two, without a trace in the model: its buffers are stood in for."""
+    """The main output for a batch of two, without changing the model: its buffers are replaced meanwhile."""
     modes = {m: m.training for m in model.modules()}
     with _stood_in_for(model, on_meta=device == "meta"):
         model.train(train)
@@ -63,14 +64,14 @@ def _reaches(model: nn.Module, shape: Shape, *, train: bool) -> Any:
     try:
         return _forward(model, shape, "meta", train=train)
     except Exception:
-        # Data-dependent code and tensors that are no buffers fail on meta only; a real pass decides.
+        # Data-dependent code and tensors that are not buffers fail on meta only, so a run on the CPU decides.
         return _forward(model, shape, "cpu", train=train)
 
 
 def refusal(model: nn.Module, shape: Shape) -> str:
-    """Why ``model`` cannot run on inputs of ``shape`` [C, H, W], in one line; empty when it can.
+    """Why ``model`` cannot run on inputs of ``shape`` [C, H, W], in one line; empty if it can.
 
-    Both modes are tried: auxiliary heads only run in training.
+    Both modes are tried, because auxiliary heads only run in training.
     """
     for train in (False, True):
         try:
@@ -81,7 +82,7 @@ def refusal(model: nn.Module, shape: Shape) -> str:
 
 
 def told_classes(model: nn.Module, spec: str, shape: Shape) -> int:
-    """How many classes a foreign model tells apart: it gives logits [N, classes, ...] for a batch of N images, and
+    """Number of classes of an external model, which must return logits [N, classes, ...] for a batch of N images, and
     [N, T, classes] or [N, classes] for sequences of T tokens.
 
     Raises:
@@ -99,7 +100,7 @@ def told_classes(model: nn.Module, spec: str, shape: Shape) -> int:
 
 
 def check_outputs(model: nn.Module, spec: str, *, num_classes: int, shape: Shape) -> None:
-    """Hold a foreign model to its word: logits [N, at least ``num_classes``, ...] for a batch of N.
+    """Check that an external model returns logits [N, at least ``num_classes``, ...] for a batch of N.
 
     Raises:
         InvalidInputError: it fails on such an input, its output has another form, or there is nothing to train.

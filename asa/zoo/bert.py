@@ -1,4 +1,4 @@
-"""A BERT-like encoder over an image's colours as tokens, its output weights tied to its embeddings.
+"""A BERT-like encoder that reads an image's colours as tokens, with output weights tied to its embedding.
 
 Devlin et al. 2018: tokens, learned positions, post-norm encoder layers, and a decoder that shares the embedding's
 weight. The vocabulary is the classes, then 8 levels of each colour channel; the first token asks for the class.
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 _WIDTH, _HEADS, _LAYERS = 128, 4, 4
 _SIDE = 4
-"""Images are averaged down to so many pixels a side: 16 tokens a channel."""
+"""Images are averaged down to this many pixels per side: 16 tokens per channel."""
 _LEVELS = 8
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward network, each added and then normalised."""
+    """Attention and a feed-forward network, each with a residual connection and a norm after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,14 +28,14 @@ class Layer(nn.Module):
         self.norm2 = nn.LayerNorm(_WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape as ``x`` [N, tokens, width]."""
+        """Output in the shape of ``x`` [N, tokens, width]."""
         found, _ = self.attention(x, x, x, need_weights=False)
         x = self.norm1(x + self.dropout(found))
         return self.norm2(x + self.dropout(self.feedforward(x)))  # type: ignore[no-any-return]
 
 
 class Bert(nn.Module):
-    """Encoder, and a decoder whose weight is the embedding's."""
+    """An encoder, and a decoder that shares the embedding's weight."""
 
     def __init__(self, num_classes: int, channels: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Bert(nn.Module):
         self.decoder.weight = self.tokens.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of images [N, C, H, W]."""
+        """Logits for images [N, C, H, W]."""
         levels = (F.adaptive_avg_pool2d(x, _SIDE).sigmoid() * _LEVELS).long().clamp(max=_LEVELS - 1)
         offsets = torch.arange(self.channels, device=x.device).view(1, -1, 1, 1) * _LEVELS
         tokens = (levels + offsets).flatten(1) + self.num_classes + 1
@@ -63,5 +63,5 @@ class Bert(nn.Module):
 
 
 def bert(*, num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    """Four encoder layers of width 128 over 16 tokens a channel, decoder tied to the embedding."""
+    """A model of four encoder layers with width 128 over 16 tokens per channel, its decoder tied to the embedding."""
     return Bert(num_classes, input_shape[0])

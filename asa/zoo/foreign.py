@@ -1,4 +1,4 @@
-"""Models from outside: ``package.module:factory`` of the user's own, ``timm:NAME``, ``hf:NAME``."""
+"""External models: ``package.module:factory`` of the user's own, ``timm:NAME``, ``hf:NAME``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asa.zoo.names import PACKAGES, check_installed
 
 
 def first_line(error: BaseException) -> str:
-    """``Kind: message`` of an exception, in one line of at most 200 characters, and where in the user's code it was."""
+    """``Kind: message`` of an exception, in one line of at most 200 characters, and its place in the user's code."""
     text = str(error).strip().splitlines()
     line = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
     return (line if len(line) <= 200 else line[:197] + "...") + place_of(error)
@@ -28,7 +28,8 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def at_home() -> Iterator[None]:
-    """The working directory importable (the ``asa`` script does not put it there), stdout kept for documents."""
+    """Context in which the working directory is importable (the ``asa`` script does not add it), and stdout goes to
+    stderr."""
     here = os.getcwd()
     sys.path.insert(0, here)
     importlib.invalidate_caches()
@@ -44,7 +45,7 @@ def _import(spec: str, name: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # A missing module that the named one lies in is a slip of the pen; any other is missing *inside* it.
+        # The named module or a parent package is missing: the name is wrong. Any other is missing inside the module.
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise UsageError(
                 f"{what} {spec!r}: no module {name!r} to import from here or the installed packages"
@@ -77,7 +78,7 @@ def factory(spec: str, what: str = "model") -> Callable[..., Any]:
 
 
 def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
-    """Offered keyword arguments that the function takes; all but ``input_shape`` through ``**kwargs``."""
+    """The ``offered`` keyword arguments that the function takes; ``**kwargs`` takes all but ``input_shape``."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -90,7 +91,7 @@ def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str,
 
 
 def takes_classes(spec: str) -> bool:
-    """Whether the model can be told a number of classes; only a factory of the user's own may not.
+    """Whether the model accepts a number of classes; only a factory of the user's own may not.
 
     Raises:
         UsageError: the spec does not lead to a function.
@@ -104,7 +105,7 @@ def takes_classes(spec: str) -> bool:
 
 
 def from_factory(spec: str, *, num_classes: int, input_shape: Shape) -> nn.Module:
-    """Call ``package.module:factory`` with ``num_classes`` and ``input_shape`` where it takes them.
+    """Call ``package.module:factory``, with ``num_classes`` and ``input_shape`` if it takes them.
 
     Raises:
         UsageError: the spec does not lead to a function.
@@ -130,11 +131,11 @@ def _package(name: str, spec: str) -> Any:
 
 
 def from_timm(spec: str, *, num_classes: int, input_shape: Shape) -> nn.Module:
-    """``timm.create_model`` without pre-trained weights; ``img_size`` where the model takes one.
+    """Model of ``timm.create_model`` without pre-trained weights, with ``img_size`` if the model takes one.
 
     Raises:
         UnavailableError: timm is not installed.
-        UsageError: timm knows no such model.
+        UsageError: timm has no such model.
         InvalidInputError: it cannot be built for this input.
     """
     timm = _package("timm", spec)
@@ -154,14 +155,14 @@ def from_timm(spec: str, *, num_classes: int, input_shape: Shape) -> nn.Module:
 
 
 class Logits(nn.Module):
-    """A model of transformers as a function from what it reads, pixels or tokens, to logits."""
+    """A model of transformers as a function from its input, pixels or tokens, to logits."""
 
     def __init__(self, model: nn.Module, reads: str) -> None:
         super().__init__()
         self.model, self.reads = model, reads
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of ``x``: pixels [N, C, H, W], or tokens int64 [N, T]."""
+        """Logits for ``x``: pixels [N, C, H, W], or tokens int64 [N, T]."""
         traced: Any = x
         with _not_packed() if isinstance(traced, fx.Proxy) else contextlib.nullcontext():
             return self.model(**{self.reads: x}).logits  # type: ignore[no-any-return]
@@ -169,8 +170,8 @@ class Logits(nn.Module):
 
 @contextlib.contextmanager
 def _not_packed() -> Iterator[None]:
-    """No mask is made for sequences packed into one row while a model is traced: positions are the model's own, and a
-    run, which looks at their values, makes none either and leaves the triangle to its attention."""
+    """Context in which transformers makes no mask for packed sequences while a model is traced: positions are the
+    model's own, and a real run, which inspects their values, makes none either and uses causal attention."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     before = getattr(masks, "find_packed_sequence_indices", None)
     if before is None:
@@ -184,16 +185,17 @@ def _not_packed() -> Iterator[None]:
 
 
 _TOKEN_MODELS = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSequenceClassification")
-"""In the order in which a configuration of text is tried (encoders can be built as causal models, too)."""
+"""Kinds of models, in the order in which a text configuration is tried (encoders can also be built as causal
+models)."""
 
 
 def from_transformers(spec: str, *, num_classes: int, input_shape: Shape) -> nn.Module:
     """A model of transformers with fresh weights: a model type (``hf:vit``, ``hf:llama``), or a folder or hub name
-    whose configuration is read. Of images a classifier; of tokens a classifier of sequences where the configuration
-    names one, else a masked or a causal model, of which ``num_classes`` is the vocabulary.
+    whose configuration is read. For images, a classifier; for tokens, a classifier of sequences if the configuration
+    names one, else a masked or causal language model, whose vocabulary size is ``num_classes``.
 
     Raises:
-        UnavailableError: transformers is not installed, or the configuration cannot be had.
+        UnavailableError: transformers is not installed, or the configuration is not available.
         InvalidInputError: it is no such model, or cannot be built for this input.
     """
     transformers = _package("transformers", spec)
@@ -221,11 +223,11 @@ def _configuration(transformers: Any, spec: str, options: dict[str, Any]) -> Any
 
 
 def told_by_configuration(spec: str) -> int:
-    """The vocabulary of a model of transformers that reads tokens, or its number of classes where it classifies
+    """Vocabulary size of a model of transformers that reads tokens, or its number of classes if it classifies
     sequences.
 
     Raises:
-        UnavailableError: transformers is not installed, or the configuration cannot be had.
+        UnavailableError: transformers is not installed, or the configuration is not available.
     """
     config = _configuration(_package("transformers", spec), spec, {})
     return int(config.num_labels if _classifies(config) else config.vocab_size)
@@ -236,7 +238,7 @@ def _classifies(config: Any) -> bool:
 
 
 def _of_text(transformers: Any, config: Any, num_classes: int) -> nn.Module:
-    """The model of tokens that ``config`` is of, for a vocabulary, or a number of classes, of ``num_classes``."""
+    """The model of tokens for ``config``, with a vocabulary, or number of classes, of ``num_classes``."""
     for kind in _TOKEN_MODELS[2:] if _classifies(config) else _TOKEN_MODELS:
         auto = getattr(transformers, kind)
         if type(config) not in auto._model_mapping:

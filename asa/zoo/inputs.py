@@ -1,4 +1,4 @@
-"""What a model reads, by its shape: images [N, C, H, W] of floats, or tokens [N, T] of int64."""
+"""Model inputs by shape: images [N, C, H, W] of floats, or tokens [N, T] of int64."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Shape = tuple[int, ...]
 
 
 def of_tokens(shape: Sequence[int]) -> bool:
-    """Whether a sample of that shape is a sequence of tokens."""
+    """Whether ``shape`` is that of a sequence of tokens."""
     return len(shape) == 1
 
 
 def example(shape: Sequence[int], samples: int = 2, device: torch.device | str | None = None) -> Tensor:
-    """Zeros as a batch of so many samples: every model knows token 0."""
+    """A batch of ``samples`` samples of zeros; every model knows token 0."""
     kind = torch.int64 if of_tokens(shape) else torch.float32
     return torch.zeros((samples, *shape), dtype=kind, device=device)
 

@@ -1,4 +1,4 @@
-"""Models by name: any torchvision classifier or segmentation model, our own (``PLAIN``), or one from outside."""
+"""Models by name: any torchvision classifier or segmentation model, our own (``PLAIN``), or an external one."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from asa.zoo.names import check_kind, unknown
 from asa.zoo.plain import PLAIN
 
 _USUAL_SIDES = (28, 32, 42, 48, 56, 64, 75, 96, 128, 160, 192, 224, 256, 299, 384, 448, 518)
-"""Sides tried, in this order, to name one that works."""
+"""Image sides that are tried, in this order, to suggest one that works."""
 
 _LARGER_DEFAULTS = {"alexnet": 64, "inception_v3": 75, "maxvit_t": 224, "vit_h_14": 42}
-"""The models that cannot take CIFAR's 32 pixels, and the smallest usual side above that each can (a test asks them)."""
+"""Models that cannot take CIFAR's 32 pixels, with the smallest usual side above that (checked by a test)."""
 
 _CLASSES = 100
-"""Classes of CIFAR-100."""
+"""Number of classes of CIFAR-100."""
 
 _INCEPTION_AUX_SIDE = 299
-"""Below this side the map in front of inception's auxiliary head is too small for the head's 5x5 kernels."""
+"""Side below which the map before inception's auxiliary head is too small for the head's 5x5 kernels."""
 
 
 @cache
@@ -56,15 +56,14 @@ def segmentation_names() -> tuple[str, ...]:
 
 
 def names() -> list[str]:
-    """Every classifier that can be built by its plain name, sorted."""
+    """Names of all classifiers that can be built by plain name, sorted."""
     return sorted([*_torchvision_names(), *PLAIN])
 
 
 def default_input(spec: str, shape: Shape | None = None, classes: int | None = None) -> tuple[Shape, int]:
-    """Input shape, (C, H, W) or (T,), and number of classes a model gets where ``shape`` or ``classes`` are not said:
-    those of CIFAR-100, larger where the model cannot take 32 pixels; a language model's published vocabulary and
-    a usual number of tokens. A ``package.module:factory`` that takes no
-    ``num_classes`` has as many as its model tells apart.
+    """Input shape, (C, H, W) or (T,), and number of classes of a model, if ``shape`` or ``classes`` are not given:
+    those of CIFAR-100, larger if the model cannot take 32 pixels; for a language model its published vocabulary and a
+    common number of tokens. For a ``package.module:factory`` without ``num_classes``, the model's own number.
 
     Raises:
         UsageError, InvalidInputError: such a factory fails, as in :func:`build`.
@@ -84,7 +83,8 @@ def default_input(spec: str, shape: Shape | None = None, classes: int | None = N
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """All host generators set to ``seed`` within, and as they were after. Weights are made on the CPU."""
+    """Context in which all host generators are set to ``seed``; they are restored afterwards. Weights are made on the
+    CPU."""
     state, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         # Not torch.manual_seed: it would also reset every GPU's generator.
@@ -99,7 +99,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _options(name: str, shape: Shape) -> dict[str, Any]:
-    """What a torchvision builder must be told besides the number of classes."""
+    """Arguments of a torchvision builder besides the number of classes."""
     _, height, width = shape
     if name in segmentation_names():
         return {"weights_backbone": None, "aux_loss": None}
@@ -119,8 +119,8 @@ def _options(name: str, shape: Shape) -> dict[str, Any]:
 
 
 def _inflate_stem(model: nn.Module, channels: int) -> None:
-    """Give a network made for 3 channels ``channels`` of them: the stem's kernels repeated in turn and scaled by
-    3 / channels, so that activations keep their size."""
+    """Convert a network for 3 channels to ``channels`` channels: the stem's kernels are repeated in turn and scaled by
+    3 / channels, so that activations keep their magnitude."""
     for parent in model.modules():
         for child_name, child in parent.named_children():
             if isinstance(child, nn.Conv2d) and child.in_channels == 3 and child.groups == 1:
@@ -144,7 +144,7 @@ def _torchvision(name: str, num_classes: int, shape: Shape) -> nn.Module:
 
 
 def _why_not(name: str, num_classes: int, shape: Shape) -> str:
-    """Why torchvision's ``name`` does not work on ``shape``; the model itself is never allocated."""
+    """Why torchvision's ``name`` does not work on ``shape``; tried on the meta device, without allocating the model."""
     try:
         with torch.device("meta"):
             return refusal(_torchvision(name, num_classes, shape), shape)
@@ -175,23 +175,24 @@ def _from_torchvision(name: str, num_classes: int, shape: Shape, *, tried: bool)
 
 
 def build(spec: str, *, num_classes: int, input_shape: Shape, seed: int = 0, tried: bool = False) -> nn.Module:
-    """The model ``spec`` names, on the CPU, in training mode, its weights a function of ``seed`` alone.
+    """The model that ``spec`` names, on the CPU, in training mode; its weights depend only on ``seed``.
 
     ``spec``: a torchvision classification or segmentation name, ``cnn``, ``logistic``, ``lstm``, ``gru``, ``bert`` or
-    ``unet``, a language model (``gpt2``, ``llama:8b``), ``package.module:factory``
-    (importable from the working directory too; called with ``num_classes`` and ``input_shape`` where it takes
-    them), ``timm:NAME`` or ``hf:NAME``. Auxiliary heads stay on as torchvision trains them, except
-    ``inception_v3``'s on inputs too small for it (below 299 pixels).
+    ``unet``, a language model (``gpt2``, ``llama:8b``), ``package.module:factory`` (also importable from the working
+    directory; called with ``num_classes`` and ``input_shape`` if it takes them), ``timm:NAME`` or ``hf:NAME``.
+    Auxiliary heads stay on as torchvision trains them, except ``inception_v3``'s on inputs too small for it (below 299
+    pixels).
 
     Args:
         num_classes: at least 1.
-        input_shape: channels, height, width; or (tokens,) of a model that reads those.
-        seed: of the initial weights; the state of all generators is as before afterwards.
-        tried: torchvision's model of that name is known to take such inputs, and is not tried on them again.
+        input_shape: channels, height, width; or (tokens,) for a model that reads tokens.
+        seed: of the initial weights; the state of all generators is restored afterwards.
+        tried: torchvision's model of that name is known to accept such inputs, and is not tried on them again.
 
     Raises:
-        UsageError: an unknown name (near ones are named), or an input the model cannot take (one is named that it can).
-        InvalidInputError: a model from outside fails, or does not give logits of that many classes.
+        UsageError: an unknown name (similar ones are given), or an input the model cannot take (a possible one is
+            given).
+        InvalidInputError: an external model fails, or does not return logits for that many classes.
         UnavailableError: the package a spec needs is not installed.
     """
     if num_classes < 1:

@@ -1,4 +1,4 @@
-"""Is a model called so? Asked before torch is imported, which takes seconds; only a model that is built is certain."""
+"""Checks of model names before torch is imported, which takes seconds; only building the model is a full check."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ OWN = ("bert", "cnn", "gru", "logistic", "lstm", "unet")
 """Models of the zoo's own."""
 
 PACKAGES = {"timm": "timm", "hf": "transformers"}
-"""Before the colon of a spec: the package such a model is of."""
+"""Package of a model by the prefix of its spec, before the colon."""
 
 _SIZED = ("gpt2", "llama")
-"""Families of which a model is named by its size, behind a colon."""
+"""Families in which a model is named by its size after a colon."""
 
 _FOLDERS = (".", "segmentation")
-"""Where torchvision keeps models that are accepted, below its ``models``."""
+"""Folders below torchvision's ``models`` whose models are accepted."""
 
 _REGISTERED = re.compile(r"^@register_model\((?:name=)?[\"']?(\w*)[\"']?\)$.*?^def (\w+)\(", re.DOTALL | re.MULTILINE)
 
 
 @cache
 def of_torchvision() -> frozenset[str]:
-    """Names of torchvision's classification and segmentation models, read in its source without importing it.
+    """Names of torchvision's classification and segmentation models, read from its source without importing it.
 
-    Empty where there is no torchvision, or no source of it.
+    Empty if torchvision, or its source, is missing.
     """
     found = importlib.util.find_spec("torchvision")
     names: set[str] = set()
@@ -47,10 +47,10 @@ def of_torchvision() -> frozenset[str]:
 
 
 def check(spec: str) -> None:
-    """Refuse what cannot be the name of a model, at the cost of reading some files.
+    """Check that ``spec`` can be the name of a model, at the cost of reading some files.
 
     Raises:
-        UsageError: no model is called so (near ones are named), or no module is, here or in the installed packages.
+        UsageError: no model has that name (similar ones are given), or there is no such module.
         UnavailableError: the package that ``spec`` needs is not installed.
     """
     origin, colon, name = spec.partition(":")
@@ -67,10 +67,10 @@ def check(spec: str) -> None:
 
 
 def check_size(spec: str) -> None:
-    """Whether a family of language models has the size that ``spec`` names.
+    """Check that a family of language models has the size that ``spec`` names.
 
     Raises:
-        UsageError: it has not; those there are, are named.
+        UsageError: it has not; lists the existing ones.
     """
     if spec not in SHAPES:
         family = spec.partition(":")[0]
@@ -101,10 +101,10 @@ def check_aim(what: str, spec: str) -> None:
 
 
 def check_kind(spec: str, tokens: bool) -> None:
-    """Refuse tokens for a model that reads images, and the other way round, where the name says which it is.
+    """Refuse tokens for a model that reads images, and images for one that reads tokens, if its name determines that.
 
     Raises:
-        UsageError: it is the other.
+        UsageError: it reads the other kind.
     """
     if spec in SHAPES and not tokens:
         raise UsageError(f"{spec} reads tokens, not images; try --tokens {SHAPES[spec].tokens}")
@@ -113,7 +113,7 @@ def check_kind(spec: str, tokens: bool) -> None:
 
 
 def check_installed(package: str, spec: str) -> None:
-    """Whether the package that ``spec`` needs is there.
+    """Check that the package that ``spec`` needs is installed.
 
     Raises:
         UnavailableError: it is not.
@@ -128,7 +128,7 @@ def check_module(spec: str, name: str, what: str = "model") -> None:
     ``what`` it is to make, for the message.
 
     Raises:
-        UsageError: there is none, or ``spec`` is not of that form.
+        UsageError: it does not, or ``spec`` does not have that form.
     """
     if name.endswith(".py") or "/" in name:
         module = name.removesuffix(".py").strip("./").replace("/", ".")
@@ -144,7 +144,7 @@ def check_module(spec: str, name: str, what: str = "model") -> None:
 
 
 def unknown(spec: str, known: frozenset[str]) -> NoReturn:
-    """Say that neither ``known`` nor the zoo has a model ``spec``, and which are called nearly so.
+    """Raise the error that no model has the name ``spec``, with similar names.
 
     Raises:
         UsageError: always.

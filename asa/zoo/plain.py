@@ -1,4 +1,5 @@
-"""Models of the zoo's own, by name; here the two smallest: a plain convolutional network and logistic regression."""
+"""The zoo's own models, by name; this file has the smallest two: a plain convolutional network and logistic
+regression."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def _block(channels_in: int, channels_out: int) -> nn.Sequential:
 
 
 def cnn(*, num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    """Three convolutions of 32, 64 and 128 channels, each with BatchNorm, ReLU and pooling, then one linear layer."""
+    """A network of three convolutions with 32, 64 and 128 channels, each with BatchNorm, ReLU and pooling, and a linear
+    layer."""
     widths = (input_shape[0], 32, 64, 128)
     features = [_block(a, b) for a, b in pairwise(widths)]
     return nn.Sequential(

@@ -1,4 +1,5 @@
-"""A model made on one core while another imports what will train it: the slowest parts of a start, side by side."""
+"""Builds a model in one thread while another imports the training code: the slowest parts of a start run in
+parallel."""
 
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ _COMPILER, _QUESTION = "torch._dynamo.utils", "is_compile_supported"
 
 @contextlib.contextmanager
 def compiler_later() -> Iterator[None]:
-    """Inside, torchvision is imported without torch's compiler, which takes as long as the rest of it.
+    """Context in which torchvision is imported without torch's compiler, which takes as long as the rest of it.
 
-    One of torchvision's operators asks the compiler one question, when called, and imports it for that at once. What
-    it imports instead asks for the real one when called; whoever wants more of the compiler meanwhile gets it.
+    One of torchvision's operators asks the compiler one question when called, and imports it for that at once. A
+    replacement module imports the real one at the first call; other uses of the compiler meanwhile import it, too.
     """
     if _COMPILER in sys.modules:
         yield
@@ -54,7 +55,7 @@ def compiler_later() -> Iterator[None]:
 
 
 class ModelPreload:
-    """The model ``spec`` names (:func:`asa.zoo.models.build`), made in a thread while the body of ``with`` runs.
+    """Builds the model that ``spec`` names (:func:`asa.zoo.models.build`) in a thread while the body of ``with`` runs.
 
     ::
 
@@ -62,12 +63,12 @@ class ModelPreload:
             from asa.executor.running.run import train      # takes seconds, most of them in torch's own modules
         model = made.take() or build(...)
 
-    The model is one that was planned for such inputs: it is not tried on them, which would wait for the imports.
+    The model must have been planned for such inputs: it is not tried on them, which would wait for the imports.
 
-    The generators are the thread's until the end of the body, which must not draw from them. The thread computes with
-    one OpenMP thread, so that ranks of several may be forked afterwards, and imports nothing: two threads in torch's
-    circles of imports could see half a module. What a body imports stays, so no garbage is looked for meanwhile. Models
-    from outside run code of others, which is left to the ranks.
+    Until the end of the body the random generators belong to the thread; the body must not use them. The thread
+    computes with one OpenMP thread, so that ranks with several can be forked afterwards, and imports nothing: two
+    threads in torch's circular imports could see incomplete modules. Imported objects stay, so garbage collection is
+    off meanwhile. External models run other people's code, so they are built by the ranks.
     """
 
     def __init__(self, spec: str, *, num_classes: int, input_shape: Shape, seed: int) -> None:
@@ -96,7 +97,7 @@ class ModelPreload:
     def _make(self) -> None:
         from asa.zoo.models import build
 
-        with contextlib.suppress(AsaError):  # whoever needs the model makes it then, and says why it cannot be
+        with contextlib.suppress(AsaError):  # the later build reports the error
             self._model = build(
                 self._spec, num_classes=self._num_classes, input_shape=self._input_shape, seed=self._seed, tried=True
             )
@@ -113,10 +114,10 @@ class ModelPreload:
         gc.enable()
 
     def take(self) -> nn.Module | None:
-        """The model, once. None afterwards, and where it could not be made."""
+        """The model, once; None afterwards, or if it could not be built."""
         model, self._model = self._model, None
         return model
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a spawned process gets: no model, which it makes as fast as it would be sent one."""
+        """State for a spawned process, without the model, which is rebuilt there as fast as it could be sent."""
         return {**self.__dict__, "_model": None, "_thread": None}

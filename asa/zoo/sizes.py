@@ -1,4 +1,4 @@
-"""The published sizes of GPT-2 and Llama, by the name they go by after a colon. No torch."""
+"""Published sizes of GPT-2 and Llama, by the name after the colon. No torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import dataclass
 _GPT2_VOCABULARY = 50_257
 _LLAMA_VOCABULARY = 128_256
 _BYTES = 256
-"""Vocabulary of the tiny sizes: one token a byte."""
+"""Vocabulary of the tiny sizes: one token per byte."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Shape:
-    """Radford et al. 2019: ``heads`` of width ``width / heads``, a feed-forward of four times ``width``.
+    """Sizes of a GPT-2 (Radford et al. 2019): ``heads`` of width ``width / heads``, a feed-forward of four times
+    ``width``.
 
-    ``tokens`` is the sequence length a model gets where none is asked for, and the most positions as published.
+    ``tokens``: default sequence length, and the published number of positions.
     """
 
     layers: int
@@ -26,8 +27,8 @@ class GPT2Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaShape:
-    """Grattafiori et al. 2024 (Llama 3): ``kv_heads`` keys and values for ``heads`` queries, a gated feed-forward of
-    ``hidden``; ``tied``: the output weights are the embedding's. ``tokens``: the usual sequence length.
+    """Sizes of a Llama 3 (Grattafiori et al. 2024): ``kv_heads`` keys and values for ``heads`` queries, a gated
+    feed-forward of ``hidden``; ``tied``: the output weights are the embedding's. ``tokens``: default sequence length.
     """
 
     layers: int
@@ -53,11 +54,11 @@ SHAPES: dict[str, GPT2Shape | LlamaShape] = {
     "llama:70b": LlamaShape(layers=80, width=8192, heads=64, kv_heads=8, hidden=28672),
     "llama:405b": LlamaShape(layers=126, width=16384, heads=128, kv_heads=8, hidden=53248),
 }
-"""By what the command line calls them."""
+"""Sizes by name on the command line."""
 
 
 def shape_of(spec: str) -> GPT2Shape | LlamaShape | None:
-    """The shape of the language model that ``spec`` names, None where it names another kind of model."""
+    """Sizes of the language model that ``spec`` names; None for other models."""
     return SHAPES.get(spec)
 
 

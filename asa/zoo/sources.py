@@ -1,4 +1,4 @@
-"""Does a module define a name? Read in its source, before anything is imported; in doubt, yes."""
+"""Checks that a module defines a name, from its source, before anything is imported; if unsure, it passes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from asa.errors import InvalidInputError, UsageError
 from asa.reading import read_bytes
 
 _OPAQUE = frozenset({"globals", "setattr", "exec", "eval", "__getattr__", "modules", "vars", "__path__"})
-"""Words of a source that may define names nobody can read there."""
+"""Words in a source by which it may define names that cannot be read there."""
 
 
 def check_defined(spec: str, module: str, attribute: str, what: str = "model") -> None:
     """Refuse ``package.module:factory`` where the source says that there is no such module or name.
 
     Raises:
-        UsageError: there is no module ``module``, or nothing called ``attribute`` in it (near names are named).
+        UsageError: there is no module ``module``, or no ``attribute`` in it (similar names are given).
     """
     first, *rest = module.split(".")
     if first in sys.modules:
@@ -43,7 +43,7 @@ def check_defined(spec: str, module: str, attribute: str, what: str = "model") -
 
 
 def _installed(package: str) -> list[Path]:
-    """Where an installed package or module is; nowhere, where that cannot be told."""
+    """Locations of an installed package or module; empty if unknown."""
     found = importlib.util.find_spec(package)
     if found is None or found.origin in (None, "built-in", "frozen"):
         return []
@@ -64,7 +64,7 @@ def _opaque(source: Path) -> bool:
 
 
 def _names(source: Path) -> frozenset[str] | None:
-    """Everything a module's source binds anywhere; None where it cannot be told."""
+    """All names that a module's source binds; None if unknown."""
     try:
         tree = ast.parse(read_bytes(source))
     except (InvalidInputError, SyntaxError, ValueError):

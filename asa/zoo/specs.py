@@ -1,11 +1,11 @@
-"""How a data set is named on the command line. Asked before torch is imported, which takes seconds.
+"""Names of data sets on the command line. Checked before torch is imported, which takes seconds.
 
 cifar100 | cifar10 | mnist | digits | synthetic     official files, or what comes with the package
-shapes | sentiment                                  segmentation and text, made up
+shapes | sentiment                                  synthetic segmentation and text
 folder:DIR                                          images by class: DIR/CLASS/*.png, or DIR/train/CLASS/*.png
 coco:DIR                                            images and masks in COCO's format
 csv:FILE, parquet:FILE, arrow:FILE                  a table: numbers, text or images, and a column of classes
-hf:NAME                                             a data set of the Hugging Face hub, where ``datasets`` is there
+hf:NAME                                             a data set of the Hugging Face hub; needs ``datasets``
 package.module:factory                              a function that returns a dataset, or two
 """
 
@@ -25,15 +25,15 @@ _NEEDED = {"parquet": "pyarrow", "arrow": "pyarrow", "hf": "datasets"}
 
 
 def is_own(spec: str) -> bool:
-    """Whether ``spec`` is data of the user's own, and none of those that have a name here."""
+    """Whether ``spec`` is the user's own data, and not a named data set."""
     return ":" in spec
 
 
 def check_form(spec: str) -> None:
-    """Whether a data set could be called so.
+    """Check that ``spec`` has the form of a data set's name.
 
     Raises:
-        ValueError: it could not.
+        ValueError: it has not.
     """
     origin, colon, rest = spec.partition(":")
     if not colon and spec not in NAMED:
@@ -46,7 +46,7 @@ def check_form(spec: str) -> None:
 
 
 def check_there(spec: str) -> None:
-    """Whether the files of ``spec``, and the package that reads them, are there.
+    """Check that the files of ``spec`` exist, and the package that reads them.
 
     Raises:
         InvalidInputError: no such file or folder. UnavailableError: no such package.

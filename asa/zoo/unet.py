@@ -1,4 +1,4 @@
-"""A small U-Net: skip connections from every level of the way down to the same level of the way up."""
+"""A small U-Net, with skip connections from every level of the encoder to the same level of the decoder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _level(channels_in: int, channels_out: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Ronneberger et al. 2015, with padding and BatchNorm."""
+    """U-Net of Ronneberger et al. 2015, with padding and BatchNorm."""
 
     def __init__(self, channels: int, num_classes: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class UNet(nn.Module):
         self.classifier = nn.Conv2d(_WIDTHS[0], num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [N, classes, H, W] of every pixel of ``x`` [N, C, H, W]."""
+        """Logits [N, classes, H, W] for every pixel of ``x`` [N, C, H, W]."""
         skips = []
         for level in self.down:
             x = level(x)
@@ -47,5 +47,5 @@ class UNet(nn.Module):
 
 
 def unet(*, num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    """Three levels of 16, 32 and 64 channels; labels are maps [N, H, W]."""
+    """A U-Net with three levels of 16, 32 and 64 channels; labels are maps [N, H, W]."""
     return UNet(input_shape[0], num_classes)

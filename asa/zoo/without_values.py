@@ -1,4 +1,4 @@
-"""A model of shapes alone: built on the meta device, which allocates no weight and draws none."""
+"""Builds a model without values on the meta device, which allocates and initializes no weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _FILLING = frozenset({
     "normal_", "uniform_", "trunc_normal_", "zero_", "fill_", "mul_", "add_", "clamp_", "erfinv_", "bernoulli_",
     "exponential_", "copy_",
 })  # fmt: skip
-"""What gives a tensor values and nothing else."""
+"""Functions that only give values to a tensor."""
 
 
 class _NoValues(TorchFunctionMode):
-    """Leaves tensors on meta as they are where they would be filled; their shapes cost torch milliseconds each."""
+    """Skips filling of tensors on meta, because even their shapes cost torch milliseconds each."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -29,16 +29,16 @@ class _NoValues(TorchFunctionMode):
 
 @contextmanager
 def without_values() -> Iterator[None]:
-    """A context in which tensors are made on the meta device, and filling them does nothing."""
+    """Context in which tensors are made on the meta device, and filling them does nothing."""
     with torch.device("meta"), _NoValues():
         yield
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
-    """What ``make`` builds, on the meta device. Where its constructor asks for values (the rates of stochastic depth
-    drawn up as a tensor, say), it is built as ever and then stripped of them."""
+    """The model from ``make`` on the meta device. If its constructor asks for values (for instance, rates of stochastic
+    depth computed as a tensor), it is built normally and then moved to meta."""
     try:
         with without_values():
             return make()
-    except Exception:  # whatever a constructor may raise when it finds no values
+    except Exception:  # a constructor may raise anything on meta tensors
         return make().to("meta")

@@ -1,4 +1,4 @@
-"""Disciplines of consistency, conducted: one a page. A discipline stands in the place of a worker's optimizer step."""
+"""Implementations of the consistency disciplines, one per file. Each takes the place of a worker's optimizer step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from asa.executor.model.votes import Votes
 
 
 def conduct_of(model: ParallelModel, optimizer: Optimizer, votes: Votes) -> Conduct | None:
-    """The conduct of the discipline of ``model``'s plan; None where it has none (collective).
+    """The implementation of the discipline in ``model``'s plan; None if the plan has none (collective).
 
     Raises:
-        UsageError: it does not run, or not under this plan.
+        UsageError: the discipline cannot run, or not under this plan.
     """
     discipline = model.whole_plan.consistency
     if discipline is None:

@@ -1,7 +1,7 @@
-"""Messages between a worker and what serves it: a group of two for every pair, so that a lost end harms no other.
+"""Messages between a worker and its servers: one process group per pair, so that a lost rank harms no other pair.
 
-Everything travels as tensors on ``torch.distributed`` point-to-point operations over gloo, on the host. A request is a
-head [16] of float64 (what is asked, numbers that go with it) and, where the head says so, a body; so is a reply.
+Everything travels as tensors in ``torch.distributed`` point-to-point operations over gloo, on the host. A request is a
+header [16] of float64 (operation and numbers) and, if the header says so, a body; so is a reply.
 """
 
 from __future__ import annotations
@@ -18,28 +18,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 _FOREVER = timedelta(days=7)
-"""A worker may wait in the window, or a server for a worker, as long as either lives: a lost end closes its sockets."""
+"""Time limit of messages. A worker or server may wait for another as long as that lives; a lost rank closes its
+sockets."""
 
 Handle = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-"""A worker's request (head, body) to a reply."""
+"""Function from a worker's request (rank, header, body) to a reply (header, body)."""
 
 _LEAVE_S = 1.0
-"""How long clients may take to say that they leave: one that hangs never does."""
+"""Seconds that clients may take to report that they leave; one that hangs never does."""
 
 HEAD = 16
-"""Numbers of a head; the last two say what the body is."""
+"""Length of a header; its last two entries describe the body."""
 LEAVING = -1.0
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int8)
 
 
 class Channel:
-    """One end of the way between two ranks."""
+    """One end of the connection between two ranks."""
 
     def __init__(self, group: Any, other: int) -> None:
         self.group, self.other = group, other
 
     def send(self, head: Tensor, body: Tensor | None) -> None:
-        """Send ``head`` [HEAD] float64, whose last two numbers are filled in here, and ``body``."""
+        """Send ``head`` [HEAD] float64, whose last two entries (dtype and size of the body) are filled in here, and
+        ``body``."""
         head = head.clone()
         head[-2] = -1.0 if body is None else float(_DTYPES.index(body.dtype))
         head[-1] = 0.0 if body is None else float(body.numel())
@@ -48,7 +50,7 @@ class Channel:
             dist.send(body.contiguous(), self.other, group=self.group)
 
     def receive(self) -> tuple[Tensor, Tensor | None]:
-        """What the other end sent."""
+        """Receive a header and its body (None if there is none) from the other end."""
         head = torch.empty(HEAD, dtype=torch.float64)
         dist.recv(head, self.other, group=self.group)
         if head[-2] < 0:
@@ -60,14 +62,17 @@ class Channel:
 
 
 def head(*numbers: float) -> Tensor:
-    """A head that begins with ``numbers``."""
+    """A message header that begins with ``numbers``, padded with zeros; float64 [HEAD]."""
     found = torch.zeros(HEAD, dtype=torch.float64)
     found[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
     return found
 
 
 class Exchange:
-    """Ranks ``clients`` ask, each of ``hosts`` answers; every rank makes one (collective). A rank may be both."""
+    """Request and reply between ranks: ``clients`` ask, each of ``hosts`` answers. A rank may be both.
+
+    Every rank must construct one (collective).
+    """
 
     def __init__(self, rank: int, clients: Sequence[int], hosts: Sequence[int]) -> None:
         self.rank, self.hosts, self.clients = rank, tuple(hosts), tuple(clients)
@@ -86,7 +91,7 @@ class Exchange:
                     self._from[client] = Channel(group, client)
 
     def serve(self, handle: Handle, lost: Callable[[int], None]) -> None:
-        """Answer every client from a thread of its own; ``lost`` is called with one that is gone."""
+        """Answer each client in its own thread; ``lost`` is called with a client whose connection has broken."""
         self._handle = handle
         for client, channel in self._from.items():
             thread = threading.Thread(target=_answer, args=(client, channel, handle, lost), daemon=True)
@@ -94,7 +99,7 @@ class Exchange:
             self._threads.append(thread)
 
     def ask(self, requests: Sequence[tuple[Tensor, Tensor | None]]) -> list[tuple[Tensor, Tensor | None]]:
-        """Every host's reply to its request; all requests are on their way before the first reply is waited for."""
+        """Send one request to each host, then wait for the replies; returns them in the order of hosts."""
         for host, request in zip(self.hosts, requests, strict=True):
             if host != self.rank:
                 self._to[host].send(*request)
@@ -109,7 +114,7 @@ class Exchange:
         return [found[host] for host in self.hosts]
 
     def close(self) -> None:
-        """Take leave of every host, and wait for the threads that serve clients here."""
+        """Tell every host that this client leaves, and wait for the threads that serve clients here."""
         for channel in self._to.values():
             with contextlib.suppress(RuntimeError):  # it has left before
                 channel.send(head(LEAVING), None)

@@ -1,4 +1,4 @@
-"""What a discipline does in the place of a worker's optimizer step."""
+"""The interface of consistency disciplines: what a worker does instead of an optimizer step."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from asa.zoo.data import ImageSet
 class Conduct(ABC):
     """One worker's side of a discipline: ``model`` and the ``optimizer`` over it.
 
-    A worker is a rank of plain data parallelism, whose gradients are not reduced; or a group of ranks, in which
-    gradients are reduced as its own plan says. Then this is the part of one rank of the group, and it meets the ranks
-    with the same part in other groups.
+    A worker is a rank of plain data parallelism whose gradients are not reduced, or a group of ranks in which gradients
+    are reduced as the group's plan says. For a group, this is the part of one of its ranks, which exchanges data with
+    the corresponding ranks of other groups.
     """
 
     def __init__(self, discipline: Discipline, model: ParallelModel, optimizer: Optimizer) -> None:
@@ -34,32 +34,31 @@ class Conduct(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Take the model's weights and the optimizer's state, the same on all workers, for where training goes on
-        from (collective)."""
+        """Start from the model's weights and the optimizer's state, which are equal on all workers (collective)."""
 
     takes_part = True
-    """Whether this worker computes the step that comes; :meth:`step` is called all the same."""
+    """Whether this worker computes the next step; :meth:`step` is called in any case."""
     draws_own = False
-    """Whether it takes other samples than its rows of the global batch."""
+    """Whether this worker takes other samples than its rows of the global batch."""
 
     def drawn(self, images: ImageSet, indices: Tensor, step: int) -> Tensor:
-        """``indices`` (int64 [rows], of the global batch) with what this worker trains on in its own places; of those
-        only a group's, where workers are groups."""
+        """``indices`` (int64 [rows], of the global batch) with this worker's own samples in its rows; if workers are
+        groups, only the group's rows."""
         del images, step
         return self.share(indices)
 
     def share(self, indices: Tensor) -> Tensor:
-        """``indices`` [rows] of a batch that this worker's ranks divide among them."""
+        """The part of ``indices`` [rows] that this worker's ranks divide among them."""
         grouped = self.model.grouped
         return indices if grouped is None else indices[grouped.rows(len(indices))]
 
     def played(self, *args: Any, **options: Any) -> Step:
-        """:func:`asa.executor.model.step.played`, which leaves every worker's gradients its own."""
+        """Run :func:`asa.executor.model.step.played` without reducing gradients between workers."""
         with self.model.no_sync() if self.model.grouped is None else nullcontext():
             return played(*args, **options)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients of the last batch that was played, by name: their mean over workers (collective)."""
+        """Gradients of the last batch by name, averaged over workers (collective)."""
         found = full_gradients(self.model)
         if not self.model.idle:
             average(list(found.values()), self.axis)
@@ -67,31 +66,31 @@ class Conduct(ABC):
 
     @abstractmethod
     def step(self, batch: int) -> None:
-        """Do what follows a backward over this worker's rows of ``batch`` samples."""
+        """Update after a backward over this worker's rows of a global batch of ``batch`` samples."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Leave one set of weights, running statistics and optimizer state on all workers (collective)."""
+        """Bring all workers to the same weights, running statistics and optimizer state (collective)."""
 
     def pause(self) -> None:  # noqa: B027  (most keep nobody waiting)
-        """This worker is about to wait for all others: none of them is to wait for what it computes."""
+        """Announce that this worker is about to wait for all others, so that none of them waits for its updates."""
 
     def go_on(self) -> None:  # noqa: B027
-        """All have met; whoever paused computes again."""
+        """Resume after :meth:`pause`, once all workers have met."""
 
     def state(self) -> dict[str, Tensor]:
-        """What else a run under the same discipline goes on from, by name; asked for when settled."""
+        """Further state that a resumed run of this discipline needs, by name; called when settled."""
         return {}
 
     def load(self, state: dict[str, Tensor]) -> None:  # noqa: B027  (most have nothing of the kind)
-        """Take up what :meth:`state` gave; called behind :meth:`begin`."""
+        """Restore the result of :meth:`state`; called after :meth:`begin`."""
 
     def figures(self) -> dict[str, object]:
-        """What was counted since the last call, for the log (JSON); the same on all workers where it matters."""
+        """Counters since the last call, for the log (JSON); equal on all workers where that matters."""
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """Leave whatever was opened (collective)."""
+        """Close connections and process groups (collective)."""
 
     @property
     def rate(self) -> float:
@@ -100,26 +99,28 @@ class Conduct(ABC):
 
     @property
     def axis(self) -> Axis:
-        """The workers; of groups, the ranks that hold what this one holds."""
+        """Axis of the workers; if workers are groups, of the ranks that hold the same part as this one."""
         if self.model.grouped is not None:
             return self.model.grouped.axis
         layout = self.model.layouts[0]
         return self.model.axis("gradient", layout.data_group(self.model.position.place))
 
     def rows(self, batch: int) -> int:
-        """How many of ``batch`` samples this worker has."""
+        """Number of this worker's samples in a global batch of ``batch``."""
         if self.model.grouped is not None:
             mine = self.model.grouped.rows(batch)
             return int(mine.stop - mine.start)
         return sum(part.kept.stop - part.kept.start for part in microbatch_rows(self.model, batch))
 
     def own_share(self, batch: int) -> float:
-        """What this worker's gradients were scaled by, so that their mean over workers is that over ``batch``."""
+        """Factor by which this worker's gradients were scaled, so that their mean over workers is the mean over
+        ``batch``."""
         return self.rows(batch) * self.model.layouts[-1].data / batch
 
     @torch.no_grad()
     def unscale(self, batch: int) -> None:
-        """Make gradients those of the mean over this worker's own rows, as those of a group are."""
+        """Divide gradients by :meth:`own_share`: they become those of the mean over this worker's own rows. Groups need
+        not."""
         if self.model.grouped is not None:
             return
         share = self.own_share(batch)
@@ -129,14 +130,14 @@ class Conduct(ABC):
                     p.grad.div_(share)
 
     def update(self, batch: int) -> None:
-        """An optimizer step of this worker's own, on its rows of ``batch`` samples."""
+        """Take an optimizer step of this worker alone, on its rows of ``batch`` samples."""
         self.unscale(batch)
         self.optimizer.step()
         if self.model.grouped is not None:
             self.model.share_updates()
 
     def average_buffers(self) -> None:
-        """Make running statistics one over all workers (collective)."""
+        """Average running statistics over all workers (collective)."""
         self.model.average_buffers()
         if self.model.grouped is not None:
             floats = [b for c in self.model.components for b in c.buffers() if b.is_floating_point()]
@@ -145,8 +146,10 @@ class Conduct(ABC):
 
 @torch.no_grad()
 def average(tensors: list[Tensor], axis: Axis, weight: float = 1.0) -> None:
-    """Make ``tensors`` their mean over ``axis`` (collective); ``weight`` of this rank's, which add up to as many as
-    there are ranks."""
+    """Replace ``tensors`` by their mean over ``axis`` (collective).
+
+    ``weight``: of this rank; the weights of all ranks sum to the number of ranks.
+    """
     if axis.group is None or not tensors:
         return
     tensors = [local(t.detach()) for t in tensors]
@@ -162,7 +165,7 @@ def average(tensors: list[Tensor], axis: Axis, weight: float = 1.0) -> None:
 
 
 def check_plan(model: ParallelModel) -> None:
-    """Whether workers can go their own ways under the model's plan.
+    """Check that workers can train independently under the model's plan.
 
     Raises:
         UsageError: components are split, staged, sharded or offloaded.

@@ -1,10 +1,10 @@
-"""Clients that train on data of their own and meet for weighted means (``fedavg``).
+"""Federated averaging (``fedavg``): clients train on their own data, and their updates are averaged with weights.
 
 McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data". Every worker is a
-client. In a round of ``period`` steps a drawn ``fraction`` of them trains from the same weights; what each moved is
-averaged by how many samples it has. With a ``spread`` above 0 a client keeps a part of the training set, in which
-classes are as uneven as a Dirichlet distribution of concentration ``1 / spread`` makes them (Hsu et al. 2019), and so
-is its size; without, clients have their shares of the run's order, and count by the samples of the round.
+client. In a round of ``period`` steps a random ``fraction`` of them trains from the same weights; their updates are
+averaged, weighted by their numbers of samples. With a ``spread`` above 0 a client keeps a part of the training set,
+whose classes and size follow a Dirichlet distribution of concentration ``1 / spread`` (Hsu et al. 2019); otherwise
+clients take their shares of the run's order, and are weighted by their samples in the round.
 
 A client that does not take part keeps its momentum until it does again.
 """
@@ -28,29 +28,29 @@ from asa.zoo.data import ImageSet
 
 
 class FederatedAverage(OuterSteps):
-    """The conduct of ``fedavg``: its outer optimizer takes the mean of what clients moved as it is."""
+    """Implements ``fedavg``: its outer optimizer adds the mean of the clients' updates unchanged."""
 
     _round = _samples = 0
     _set: ImageSet | None = None
     _own = torch.empty(0, dtype=torch.int64)
 
     def begin(self) -> None:
-        """The weights of all clients are where a round begins."""
+        """Start a round from the weights, which are equal on all clients."""
         super().begin()
         self.draws_own = self.discipline.spread > 0
         self._samples = 0
         self._draw()
 
     def _draw(self) -> None:
-        """Who takes part in the round that begins."""
+        """Draw the clients that take part in the next round."""
         count = self.axis.size
         chosen = max(1, math.ceil(self.discipline.fraction * count - 1e-9))
         drawn = random.Random(f"clients {self.model.context.seed} {self._round}").sample(range(count), chosen)
         self.takes_part = self.axis.index in drawn
 
     def drawn(self, images: ImageSet, indices: Tensor, step: int) -> Tensor:
-        """``indices`` with this client's own samples in its places: every one of them once, in a new order, before any
-        comes again."""
+        """``indices`` with this client's own samples in its rows: each of them once, in a new order, before any is
+        repeated."""
         if not self.draws_own:
             return indices
         if self._set is not images:
@@ -72,7 +72,7 @@ class FederatedAverage(OuterSteps):
         return torch.tensor(order)
 
     def step(self, batch: int) -> None:
-        """An update of one's own where this client takes part, and a meeting where the round is over."""
+        """Take a local step if this client takes part in the round, and average if the round is over."""
         if self.takes_part:
             self._samples += self.rows(batch)
         super().step(batch)
@@ -82,7 +82,7 @@ class FederatedAverage(OuterSteps):
             super()._inner_step(batch)
 
     def _meet(self, fragment: int) -> None:
-        """The mean of what clients moved becomes the weights of all, and the next round begins (collective)."""
+        """Set the weights of all clients to the weighted mean, and begin the next round (collective)."""
         counts = (len(self._own) or self._samples) if self._samples else 0
         total = torch.tensor([float(counts)], dtype=torch.float64, device=self.model.device)
         if self.axis.group is not None:
@@ -95,14 +95,15 @@ class FederatedAverage(OuterSteps):
         self._draw()
 
     def settle(self) -> None:
-        """A meeting of all that has moved; inner momenta are averaged, those of a client that never trained as 0."""
+        """Average everything not averaged yet, and the inner momenta; a client that never trained counts with momentum
+        0."""
         if not self.optimizer.state and any(self._moved):
             self._at_rest()
         super().settle()
 
     @torch.no_grad()
     def _at_rest(self) -> None:
-        """Have the optimizer make its state, and leave weights as they are."""
+        """Make the optimizer create its state, all zeros, without changing weights."""
         before = self._flat.weights()
         for p in self._flat.parameters:
             p.grad = torch.zeros_like(p)
@@ -114,22 +115,22 @@ class FederatedAverage(OuterSteps):
             moment.zero_()
 
     def state(self) -> dict[str, Tensor]:
-        """The number of the round that comes next: it decides who takes part."""
+        """The number of the next round, which decides who takes part."""
         return {"fedavg.round": torch.tensor([self._round])}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Go on with the round of a run like this one."""
+        """Continue with the round of a saved run."""
         if "fedavg.round" in state:
             self._round = int(state["fedavg.round"])
             self._draw()
 
 
 def clients(labels: Sequence[int], count: int, spread: float, seed: int) -> list[list[int]]:
-    """The samples of each of ``count`` clients: of every class, shares drawn from a Dirichlet distribution of
-    concentration ``1 / spread``. A client without any gets one of the largest client's.
+    """Indices of the samples of each of ``count`` clients. The shares of every class are drawn from a Dirichlet
+    distribution of concentration ``1 / spread``. A client without samples gets one from the largest client.
 
     Raises:
-        UsageError: fewer samples than clients.
+        UsageError: there are fewer samples than clients.
 
     >>> parts = clients([0, 1] * 50, 4, spread=2.0, seed=0)
     >>> sorted(sum(parts, [])) == list(range(100))

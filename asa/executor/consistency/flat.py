@@ -1,4 +1,4 @@
-"""The trained parameters that a rank holds as one row: what servers hold in slices, and what meetings average."""
+"""A rank's trained parameters as one flat vector, which servers hold in slices and workers average."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from asa.sharding.parts import local
 
 
 class FlatParameters:
-    """``parameters`` that are trained, of one dtype, end to end, in the order of the optimizer's groups; ``groups`` are
-    where each of those begins and ends, ``of_group`` its parameters.
+    """The trained ``parameters`` of one dtype, concatenated in the order of the optimizer's groups. ``groups``: start
+    and stop of each group in the vector; ``of_group``: its parameters.
 
     Raises:
-        UsageError: parameters of several dtypes, or of one that is not real.
+        UsageError: parameters have several dtypes, or one that is not real.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -43,17 +43,17 @@ class FlatParameters:
 
     @torch.no_grad()
     def weights(self) -> Tensor:
-        """A copy of the weights [total], on the host."""
+        """Copy of the weights [total] on the host."""
         return self.row().cpu()
 
     @torch.no_grad()
     def row(self, first: int = 0, last: int | None = None) -> Tensor:
-        """A copy of the weights of parameters ``first`` to ``last`` (exclusive), where they are."""
+        """Copy of the weights of parameters ``first`` to ``last`` (exclusive), on their device."""
         return torch.cat([local(p.detach()).reshape(-1) for p in self.parameters[first:last]])
 
     @torch.no_grad()
     def put(self, flat: Tensor, start: int = 0) -> None:
-        """Make ``flat`` the weights from number ``start`` on."""
+        """Write ``flat`` into the weights, beginning at element ``start`` of the vector."""
         at, stop = 0, start + flat.numel()
         for p, size in zip((local(p.detach()) for p in self.parameters), self.sizes, strict=True):
             a, b = max(at, start), min(at + size, stop)
@@ -67,10 +67,10 @@ class FlatParameters:
 
     @torch.no_grad()
     def gradients(self, scale: float = 1.0) -> Tensor:
-        """A copy of the gradients [total] times ``scale``, on the host.
+        """Copy of the gradients [total] times ``scale``, on the host.
 
         Raises:
-            UsageError: a parameter has none, or a sparse one: a slice of a row of numbers is updated as a whole.
+            UsageError: a parameter has no gradient, or a sparse one, which cannot be part of a dense vector.
         """
         sparse = [i for i, p in enumerate(self.parameters) if p.grad is not None and p.grad.is_sparse]
         if sparse:
@@ -91,7 +91,7 @@ class FlatParameters:
 
 
 def slices(total: int, parts: int) -> list[tuple[int, int]]:
-    """Where each of ``parts`` nearly equal slices of ``total`` numbers begins and ends.
+    """Start and stop of each of ``parts`` nearly equal slices of ``total`` elements.
 
     >>> slices(10, 3)
     [(0, 3), (3, 6), (6, 10)]
@@ -100,19 +100,20 @@ def slices(total: int, parts: int) -> list[tuple[int, int]]:
 
 
 def scales_of(flat: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The largest magnitude over 127 of every stretch of ``flat``, one of each of ``sizes``; 1 where all are 0."""
+    """Largest magnitude over 127 of each consecutive section of ``flat``, whose lengths are ``sizes``; 1 if all are
+    0."""
     found = torch.stack([part.abs().amax() if part.numel() else part.new_zeros(()) for part in flat.split(list(sizes))])
     return torch.where(found > 0, found / 127, torch.ones_like(found))
 
 
 def quantised(flat: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """``flat`` as int8 with one scale for every stretch of ``sizes``: (numbers, scales)."""
+    """``flat`` as int8 with one scale for each section of length ``sizes``: (numbers, scales)."""
     scales = scales_of(flat, sizes)
     wide = scales.repeat_interleave(torch.tensor(list(sizes), device=flat.device))
     return (flat / wide).round_().clamp_(-127, 127).to(torch.int8), scales
 
 
 def dequantised(numbers: Tensor, scales: Tensor, sizes: Sequence[int]) -> Tensor:
-    """What :func:`quantised` was given, to within half a scale."""
+    """The inverse of :func:`quantised`, exact to half a scale."""
     wide = scales.repeat_interleave(torch.tensor(list(sizes), device=numbers.device))
     return numbers.to(scales.dtype) * wide

@@ -1,8 +1,9 @@
-"""Local steps: workers train apart for a period, then average their weights (``local_sgd``).
+"""Local SGD (``local_sgd``): workers train independently for a period, then average their weights.
 
-Stich 2019, "Local SGD Converges Fast and Communicates Little"; the period may follow the quadratic synchronisation rule
-of Gu et al. 2024, "A Quadratic Synchronization Rule for Distributed Deep Learning". Running statistics are averaged at
-every meeting. Momenta stay a worker's own; where an epoch ends they are averaged, so that there is one state to save.
+Stich 2019, "Local SGD Converges Fast and Communicates Little"; the period may follow the quadratic synchronization rule
+of Gu et al. 2024, "A Quadratic Synchronization Rule for Distributed Deep Learning". Running statistics are averaged
+together with the weights. Each worker has its own momentum; at the end of an epoch momenta are averaged, so that there
+is one state to save.
 """
 
 from __future__ import annotations
@@ -13,31 +14,31 @@ from asa.executor.consistency.conduct import Conduct, average
 
 
 class LocalSteps(Conduct):
-    """The conduct of ``local_sgd``."""
+    """Implements ``local_sgd``."""
 
     _since = _mine = _all = 0
-    """Steps since the last meeting; samples of this worker and of all in them."""
+    """Steps since the last average, and the samples of this worker and of all in them."""
 
     def begin(self) -> None:
-        """Nothing: all workers stand where training goes on from."""
+        """Reset the counters; all workers start from equal weights."""
         self._since = self._mine = self._all = 0
 
     def step(self, batch: int) -> None:
-        """An update of one's own, and a meeting where the period is over."""
+        """Take a local step, and average weights if the period is over."""
         self.update(batch)
         self._since, self._mine, self._all = self._since + 1, self._mine + self.rows(batch), self._all + batch
         if self._since >= self.discipline.period_at(self.rate):
             self.meet()
 
     def meet(self) -> None:
-        """Average weights, a worker's for as many samples as it had, and running statistics (collective)."""
+        """Average weights, each worker weighted by its samples, and running statistics (collective)."""
         share = self._mine * self.axis.size / self._all
         average([p for p in self.model.parameters() if p.requires_grad], self.axis, share)
         self.average_buffers()
         self._since = self._mine = self._all = 0
 
     def settle(self) -> None:
-        """A meeting, at which the optimizers' states are averaged, too."""
+        """Average weights, running statistics and the optimizers' states (collective)."""
         if self._since:
             self.meet()
         self.average_buffers()

@@ -1,9 +1,9 @@
-"""An inner and an outer optimizer (``diloco``): what workers moved in a period is a gradient for the outer one.
+"""Inner and outer optimizer (``diloco``): a worker's change of weights over a period is a gradient for the outer one.
 
-Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models"; fragments, of which one
-meets every ``period / fragments`` steps, after Douillard et al. 2025, "Streaming DiLoCo with overlapping
+Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models"; fragments, one of which is
+averaged every ``period / fragments`` steps, after Douillard et al. 2025, "Streaming DiLoCo with overlapping
 communication". The inner optimizer is the run's own; the outer one is SGD with Nesterov momentum, the same on all
-workers. Where an epoch ends, every fragment that has moved meets, and the inner momenta are averaged.
+workers. At the end of an epoch every changed fragment is averaged, and so are the inner momenta.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from asa.executor.consistency.local import LocalSteps
 
 
 class OuterSteps(LocalSteps):
-    """The conduct of ``diloco``."""
+    """Implements ``diloco``."""
 
     _weight = 1.0
-    """What this worker's counts for in the mean, in workers."""
+    """Weight of this worker in the mean; the weights of all workers sum to their number."""
 
     def begin(self) -> None:
-        """The weights of all workers are the outer ones."""
+        """Copy the weights, which are equal on all workers, as outer weights, and make the outer optimizers."""
         self._flat = FlatParameters(self.optimizer)
         self._parts = fragments(self._flat.sizes, self.discipline.fragments)
         at = [0]
@@ -44,7 +44,7 @@ class OuterSteps(LocalSteps):
         self._had = [(0, 0)] * len(self._outer)
 
     def step(self, batch: int) -> None:
-        """An inner update, and the meeting of the fragment whose turn it is."""
+        """Take an inner step, and average the fragment whose turn it is."""
         self._inner_step(batch)
         self._steps += 1
         self._had = [(mine + self.rows(batch), every + batch) for mine, every in self._had]
@@ -57,7 +57,7 @@ class OuterSteps(LocalSteps):
         self.update(batch)
 
     def _weighed(self, fragment: int) -> None:
-        """A meeting in which a worker counts for as many samples as it had since the last one (collective)."""
+        """Average one fragment, each worker weighted by its samples since the last time (collective)."""
         mine, every = self._had[fragment]
         self._weight = mine * self.axis.size / every
         self._meet(fragment)
@@ -65,7 +65,7 @@ class OuterSteps(LocalSteps):
 
     @torch.no_grad()
     def _meet(self, fragment: int) -> None:
-        """One outer step along the mean of what all workers moved (collective)."""
+        """Take one outer step along the mean of all workers' changes (collective)."""
         start, stop = self._bounds[fragment]
         if start == stop:  # more fragments than parameters
             return
@@ -80,7 +80,7 @@ class OuterSteps(LocalSteps):
         self._moved[fragment] = False
 
     def _mean(self, moved: Tensor, sizes: list[int]) -> Tensor:
-        """The mean of ``moved`` over workers (collective); as int8 every worker's arrives with its own scales."""
+        """Mean of ``moved`` over workers (collective); in int8, every worker's part is sent with its own scales."""
         axis = self.axis
         if axis.group is None:
             return moved
@@ -97,7 +97,7 @@ class OuterSteps(LocalSteps):
         return torch.stack(found).mean(dim=0)
 
     def settle(self) -> None:
-        """A meeting of all that has moved; running statistics and inner momenta are averaged."""
+        """Average all changed fragments, running statistics and inner momenta (collective)."""
         for fragment, moved in enumerate(self._moved):
             if moved:
                 self._weighed(fragment)
@@ -106,7 +106,7 @@ class OuterSteps(LocalSteps):
         average(self._moments(), self.axis)
 
     def state(self) -> dict[str, Tensor]:
-        """The outer optimizer's momentum, of all weights in one row; in groups a row for each rank of one
+        """Momentum of the outer optimizer as one vector over all weights; with groups, one vector per rank of a group
         (collective)."""
         found = [o.state.get(p, {}).get("momentum_buffer") for o, p in zip(self._optimizers, self._outer, strict=True)]
         if any(m is None for m in found):
@@ -118,7 +118,7 @@ class OuterSteps(LocalSteps):
         return "outer.momentum" if self.model.grouped is None else f"outer.momentum.{self.model.rank}"
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Go on with the momentum of a run like this one."""
+        """Continue with the momentum of a saved run."""
         momentum = state.get(self._key())
         if momentum is None or momentum.numel() != self._flat.total:
             return
@@ -127,7 +127,7 @@ class OuterSteps(LocalSteps):
 
 
 def fragments(sizes: list[int], count: int) -> list[tuple[int, int]]:
-    """First and last (exclusive) of the parameters of each fragment, of about as many numbers each.
+    """First and last (exclusive) parameter of each of ``count`` fragments with about equally many elements.
 
     >>> fragments([4, 1, 1, 2], 2), fragments([9, 1], 3)
     ([(0, 1), (1, 4)], [(0, 1), (1, 1), (1, 2)])

@@ -1,12 +1,12 @@
-"""A pipeline that is not drained between batches (``pipedream``), whose gradients are one update old.
+"""A pipeline that is not drained between batches (``pipedream``); its gradients are delayed by one update.
 
 After Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training", in the form of Narayanan et
 al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-2BW): microbatches of the next batch enter while
-those of the last one come back (1F1B without a flush). All stages compute a batch at weights of one version (vertical
-sync), and go back at the weights they went forward at (weight stashing): batch t at those that batch t - 2 left. That
-is a delay of one update whatever the number of stages. A single stage waits for nobody and trains as ever.
+those of the last one still run backward (1F1B without a flush). All stages compute a batch with weights of one version
+(vertical sync), and backward uses the weights of its forward (weight stashing): batch t uses those after batch t - 2.
+That is a delay of one update for any number of stages. A single stage has no delay.
 
-The pipeline is drained where training is to be in one state: for a checkpoint, and where an epoch ends.
+The pipeline is drained where training must have one state: for a checkpoint, and at the end of an epoch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _VERSIONS = 2
 
 @dataclass
 class _Batch:
-    """A batch under way: the ``version`` of weights it computes with, the ``rates`` of its update, and how many of its
-    microbatches have not come back."""
+    """A batch in flight: the ``version`` of weights it uses, the learning ``rates`` of its update, and the number of
+    microbatches whose backward is not done."""
 
     step: Step
     version: int
@@ -46,7 +46,7 @@ class _Batch:
 
 
 class UndrainedPipeline(Conduct):
-    """The conduct of ``pipedream``."""
+    """Implements ``pipedream``."""
 
     def __init__(self, discipline: Discipline, model: ParallelModel, optimizer: Optimizer) -> None:
         super().__init__(discipline, model, optimizer)
@@ -65,7 +65,7 @@ class UndrainedPipeline(Conduct):
         self._count = 0
 
     def begin(self) -> None:
-        """All versions are the model's weights."""
+        """Copy the model's weights into all versions."""
         self._places = [
             (module._parameters, name, p)
             for c in self.model.components
@@ -84,8 +84,10 @@ class UndrainedPipeline(Conduct):
     def played(
         self, model: ParallelModel, samples: Tensor, step: int, inputs: Any, labels: Any, **options: Any
     ) -> Step:
-        """Send a batch in, and take back as many microbatches as the stages behind have no room for; the loss of the
-        batch is known, its update is made when its last microbatch comes back."""
+        """Send a batch into the pipeline, and run as many backwards as the schedule asks for to make room.
+
+        The loss of the batch is known then; its update is made after the backward of its last microbatch.
+        """
         if self._stages == 1:
             return super().played(model, samples, step, inputs, labels, **options)
         found = Step(
@@ -96,7 +98,7 @@ class UndrainedPipeline(Conduct):
         batch = _Batch(found, self._count % _VERSIONS, [float(g["lr"]) for g in self.optimizer.param_groups])
         self._count += 1
         turns: list[tuple[_Batch, Action]] = []
-        while self._flying and self._flying[0][0].version == batch.version:  # its weights are about to be needed
+        while self._flying and self._flying[0][0].version == batch.version:  # its slot of weights is needed
             turns.append(self._back())
         for j in range(len(found.rows)):
             turns.append((batch, Action(direction="forward", microbatch=j)))
@@ -111,7 +113,7 @@ class UndrainedPipeline(Conduct):
         return batch, Action(direction="backward", microbatch=j)
 
     def _play(self, turns: Sequence[tuple[_Batch, Action]]) -> None:
-        """Every action in order. What the next one waits for is on its way while this one computes."""
+        """Run all actions in order. While one computes, the data for the next is already being received."""
         try:
             for i, (batch, action) in enumerate(turns):
                 for other, coming in turns[i : i + 2]:
@@ -129,13 +131,13 @@ class UndrainedPipeline(Conduct):
             self._install(None)
 
     def _install(self, version: dict[nn.Parameter, nn.Parameter] | None) -> None:
-        """Have modules compute with a version of the weights; None: with the newest."""
+        """Let modules compute with a version of the weights; None: the newest."""
         for parameters, name, p in self._places:
             parameters[name] = p if version is None else version[p]
 
     @torch.no_grad()
     def _update(self, batch: _Batch) -> None:
-        """The optimizer's step with the gradients of a batch; the version that it was computed with is the newest."""
+        """Take the optimizer step for a batch; the version that the batch was computed with becomes the newest."""
         version, groups = self._versions[batch.version], self.optimizer.param_groups
         for p, held in version.items():
             p.grad, held.grad = held.grad, None
@@ -150,12 +152,12 @@ class UndrainedPipeline(Conduct):
         self._live.remove(batch.step)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients of the last batch, by name; the pipeline is drained for them (collective)."""
+        """Gradients of the last batch by name; drains the pipeline (collective)."""
         self._drain()
         return super().gradients()
 
     def step(self, batch: int) -> None:
-        """An update where there is one stage; else all are made as microbatches come back."""
+        """Take the optimizer step if there is one stage; otherwise updates are made as backwards finish."""
         del batch
         if self._stages == 1:
             self.optimizer.step()
@@ -166,7 +168,7 @@ class UndrainedPipeline(Conduct):
         self.model.average_buffers()
 
     def close(self) -> None:
-        """Drain the pipeline (collective): what is on its way is waited for."""
+        """Drain the pipeline (collective), so that all batches in flight are finished."""
         self._drain()
 
     def _drain(self) -> None:

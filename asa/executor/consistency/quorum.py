@@ -1,8 +1,8 @@
-"""Meetings that a slow or lost worker does not hold up (``diloco`` with a quorum).
+"""Averaging that a slow or lost worker does not delay (``diloco`` with a quorum).
 
-The outer weights and their optimizer are with the first worker. A meeting is over when all workers that are left have
-come, or when the quorum has and the grace window after that is over; who comes later is in the next one. After
-"Decoupled DiLoCo" (2026): what moved counts equally, whoever moved it.
+The first worker holds the outer weights and their optimizer. A round of averaging ends when all remaining workers have
+contributed, or when the quorum has and the grace window after that is over; later ones are in the next round. After
+"Decoupled DiLoCo" (2026): all contributions have equal weight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PULL, _MEET, _LAST = 0.0, 1.0, 2.0
 
 
 class Meetings:
-    """The outer weights [n], and who has come to the meeting that is open; workers come from a thread each."""
+    """The outer weights [n] and the contributions to the current round; each worker calls from its own thread."""
 
     def __init__(self, discipline: Discipline, weights: Tensor, workers: Sequence[int]) -> None:
         self.discipline, self.workers = discipline, set(workers)
@@ -44,7 +44,8 @@ class Meetings:
         self._changed = threading.Condition()
 
     def met(self, worker: int, moved: Tensor) -> Tensor:
-        """The outer weights after the meeting to which ``worker`` brings what it ``moved`` [n]; waits for that."""
+        """Add ``moved`` [n], the change of weights of ``worker``, wait for the end of the round, and return the outer
+        weights."""
         with self._changed:
             number = self._number
             self._come(worker, moved)
@@ -56,20 +57,20 @@ class Meetings:
             return self.weights.detach().clone()
 
     def last(self, worker: int, moved: Tensor) -> None:
-        """``worker`` brings what it moved, waits for nobody, and does not come again before :meth:`anew`."""
+        """Add the change ``moved`` of ``worker`` without waiting; it does not contribute again before :meth:`anew`."""
         with self._changed:
             self._come(worker, moved)
             self._through.add(worker)
             self._changed.notify_all()
 
     def lost(self, worker: int) -> None:
-        """``worker`` does not come any more."""
+        """Remove ``worker``, which will not contribute any more."""
         with self._changed:
             self.workers.discard(worker)
             self._changed.notify_all()
 
     def anew(self, live: Collection[int]) -> None:
-        """Conclude what is open; all workers that are left come again from here on."""
+        """Finish the current round; from here on all remaining workers contribute again."""
         with self._changed:
             if self._came:
                 self._conclude()
@@ -77,7 +78,7 @@ class Meetings:
             self._through = set()
 
     def _come(self, worker: int, moved: Tensor) -> None:
-        if worker in self._came:  # it was late for the meeting before, and is early for none
+        if worker in self._came:  # too late for the previous round: add both
             moved = moved + self._came[worker]
         self._came[worker] = moved
         self._changed.notify_all()
@@ -113,7 +114,7 @@ class Meetings:
 
 
 class QuorumSteps(Conduct):
-    """The conduct of ``diloco`` with a quorum."""
+    """Implements ``diloco`` with a quorum."""
 
     def __init__(self, discipline: Discipline, model: ParallelModel, optimizer: Optimizer, votes: StarVotes) -> None:
         super().__init__(discipline, model, optimizer)
@@ -128,7 +129,7 @@ class QuorumSteps(Conduct):
         self._steps = 0
 
     def begin(self) -> None:
-        """The weights of all workers are the outer ones."""
+        """Copy the weights, which are equal on all workers, as outer weights."""
         self._outer, self._steps = self._flat.weights(), 0
         if self._meetings is not None:
             with torch.no_grad():
@@ -136,7 +137,7 @@ class QuorumSteps(Conduct):
             self._meetings.optimizer.state.clear()
 
     def step(self, batch: int) -> None:
-        """An inner update, and a meeting where the period is over."""
+        """Take an inner step, and average if the period is over."""
         self.unscale(batch)
         self.optimizer.step()
         self._steps += 1
@@ -146,7 +147,7 @@ class QuorumSteps(Conduct):
             self._go_on_from(weights)
 
     def settle(self) -> None:
-        """A last meeting of all that has moved; the outer weights on all workers."""
+        """Average all remaining changes, and set every worker to the outer weights (collective)."""
         self._ask(_LAST, self._moved())
         self._votes.gather([0.0])
         if self._meetings is not None:
@@ -188,24 +189,24 @@ class QuorumSteps(Conduct):
         return head(), meetings.met(worker, moved)
 
     def state(self) -> dict[str, Tensor]:
-        """The outer optimizer's momentum, on the first worker."""
+        """Momentum of the outer optimizer, on the first worker."""
         if self._meetings is None:
             return {}
         found = self._meetings.optimizer.state.get(self._meetings.weights, {}).get("momentum_buffer")
         return {} if found is None else {"outer.momentum": found.clone()}
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Go on with the momentum of a run like this one."""
+        """Continue with the momentum of a saved run."""
         momentum = state.get("outer.momentum")
         if self._meetings is not None and momentum is not None and momentum.numel() == self._flat.total:
             self._meetings.optimizer.state[self._meetings.weights]["momentum_buffer"] = momentum.clone()
 
     def figures(self) -> dict[str, object]:
-        """Meetings held, and how many workers they did without, on the first worker."""
+        """On the first worker, the number of rounds and of absences of workers."""
         if self._meetings is None:
             return {}
         return {"meetings": self._meetings.held, "absences": self._meetings.absences}
 
     def close(self) -> None:
-        """Take leave of the first worker."""
+        """Close the connection to the first worker."""
         self._exchange.close()

@@ -1,8 +1,8 @@
 """Workers that push gradients to parameter servers and pull weights: ``ps_sync``, ``ps_async``, ``ps_bounded``, and
 ``downpour`` (Dean et al. 2012, "Large Scale Distributed Deep Networks"), which does so every few steps.
 
-Weights are cut into as many slices as there are servers, of equal size to within one number; momentum and all other
-state of the optimizer are at the servers alone. Which samples a worker has is not decided here.
+The weights are cut into one slice per server, equal to within one element; momentum and all other optimizer state are
+held by the servers only. This file does not decide which samples a worker gets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_GROUPS = HEAD - 5
 
 
 class Served(Conduct):
-    """The conduct of workers with servers, and of processes that are servers and nothing else (an idle ``model``)."""
+    """Implements the disciplines with servers, also for processes that only serve (an idle ``model``)."""
 
     def __init__(self, discipline: Discipline, model: ParallelModel, optimizer: Optimizer, votes: Votes) -> None:
         super().__init__(discipline, model, optimizer)
@@ -68,7 +68,7 @@ class Served(Conduct):
         self._batch = model.plan.global_batch
 
     def begin(self) -> None:
-        """The first worker's weights and optimizer state become the servers'."""
+        """Send the first worker's weights and optimizer state to the servers."""
         if self._first:
             assert self._flat is not None
             weights = self._flat.weights()
@@ -78,8 +78,8 @@ class Served(Conduct):
         self._kept, self._samples, self._steps = None, 0, 0
 
     def step(self, batch: int) -> None:
-        """Push the gradient, and go on with the weights that come back when this worker may."""
-        if self._flat is None:  # a process that is a server and no worker
+        """Push the gradient, wait until this worker may continue, and take the weights that come back."""
+        if self._flat is None:  # this process is a server only
             return
         now = _options(self.optimizer)
         changed = {k for was, new in zip(self._options, now, strict=True) for k in new if new[k] != was.get(k)}
@@ -109,7 +109,7 @@ class Served(Conduct):
         self._kept, self._samples = None, 0
 
     def _kept_back(self, gradient: Tensor, samples: int, rates: list[float]) -> Tensor:
-        """The mean of the gradients since the last push; meanwhile a worker takes plain steps of its own."""
+        """Mean of the gradients since the last push; until the next push, the worker takes local steps of plain SGD."""
         assert self._flat is not None
         self._steps += 1
         before = 0.0 if self._kept is None else self._samples
@@ -126,7 +126,8 @@ class Served(Conduct):
         return mean
 
     def settle(self) -> None:
-        """Push what was kept back; the servers' weights on every worker, their optimizer state on the first."""
+        """Push remaining gradients, then load the servers' weights on every worker and their optimizer state on the
+        first."""
         if self._kept is not None:
             self._push(self._kept, self._samples, [float(g["lr"]) for g in self.optimizer.param_groups])
         if self._flat is not None:
@@ -143,24 +144,24 @@ class Served(Conduct):
         self.average_buffers()
 
     def pause(self) -> None:
-        """Servers hold up nobody for this worker until it pulls again."""
+        """Tell servers not to make others wait for this worker until it pulls again."""
         if self._flat is not None and self._kept is None and not self.discipline.lockstep:
             self._ask([(head(_PAUSE), None)] * len(self._slices))
 
     def go_on(self) -> None:
-        """Take the weights of now: those of before may be too old by the window."""
+        """Pull current weights: those from before the pause may be older than the window allows."""
         if self._flat is not None and self._kept is None and not self.discipline.lockstep:
             self.pull()
 
     def average_buffers(self) -> None:
-        """Make running statistics one on all workers that are left (collective)."""
+        """Average running statistics over all remaining workers (collective)."""
         if not isinstance(self._votes, StarVotes):
             self.model.average_buffers()
             return
         average_over_star(self.model, self._votes)
 
     def pull(self) -> None:
-        """Take the servers' weights as they are."""
+        """Set the model's weights to those of the servers."""
         assert self._flat is not None
         replies = self._ask([(head(_PULL), None)] * len(self._slices))
         for (start, _), (_, weights) in zip(self._slices, replies, strict=True):
@@ -168,22 +169,25 @@ class Served(Conduct):
             self._flat.put(weights, start)
 
     def figures(self) -> dict[str, object]:
-        """Counts of every server since the start: what it applied and rejected in samples, ages, how far a worker got
-        ahead. Asked for on the first worker."""
+        """Counters of every server since the start: samples applied and rejected, ages of gradients, largest lead of a
+        worker.
+
+        On the first worker only.
+        """
         if not self._first:
             return {}
         replies = self._ask([(head(_COUNTS), None)] * len(self._slices))
         return {"servers": [json.loads(_text(body)) for _, body in replies]}
 
     def close(self) -> None:
-        """Take leave of the servers."""
+        """Close the connections to the servers."""
         self._exchange.close()
 
     def _ask(self, requests: list[tuple[Tensor, Tensor | None]]) -> list[tuple[Tensor, Tensor | None]]:
         return self._exchange.ask(requests)
 
     def _answer(self, worker: int, asked: Tensor, body: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """A server's reply."""
+        """The reply of this server to a request of ``worker``."""
         server = self._server
         assert server is not None
         what = float(asked[0])
@@ -216,7 +220,7 @@ class Served(Conduct):
         return head(), None
 
     def _fetch_state(self) -> None:
-        """The optimizer's state from all servers, where a checkpoint looks for it: on the first worker."""
+        """Load the optimizer's state from all servers on the first worker, where checkpoints read it."""
         assert self._flat is not None
         described = [json.loads(_text(body)) for _, body in self._ask([(head(_KEYS), None)] * len(self._slices))]
         self.optimizer.state.clear()
@@ -233,7 +237,7 @@ class Served(Conduct):
                         self.optimizer.state[p][key] = torch.tensor(scalar, dtype=torch.float32)
 
     def _send_state(self) -> None:
-        """The first worker's optimizer state to the servers, each its slice."""
+        """Send the first worker's optimizer state to the servers, each its slice."""
         assert self._flat is not None
         for group, (begin, end) in enumerate(self._flat.groups):
             parameters = self._flat.of_group[group]
@@ -251,7 +255,8 @@ class Served(Conduct):
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What each group says beside its parameters and its rate, which travels with every push."""
+    """Options of each parameter group, without parameters and without learning rates, which are sent with every
+    push."""
     return [
         {k: v for k, v in g.items() if k not in ("params", "lr", "initial_lr", "max_lr", "min_lr")}
         for g in optimizer.param_groups
@@ -260,7 +265,7 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def average_over_star(model: ParallelModel, votes: StarVotes) -> None:
-    """Make running statistics one on all workers that are left (collective)."""
+    """Average running statistics over all remaining workers (collective)."""
     floats = [b for c in model.components for b in c.buffers() if b.is_floating_point()]
     if not any(votes.exchange(len(floats))):
         return
@@ -281,7 +286,8 @@ def _text(body: Tensor | None) -> str:
 
 
 def _packed(group: int, key: str, row: Tensor | None, scalar: float) -> Tensor:
-    """A part of an optimizer's state as bytes: how long what describes it is, that, and the row if there is one."""
+    """A part of an optimizer's state as bytes: length of a JSON description, the description, and the row if there is
+    one."""
     dtype = None if row is None else str(row.dtype).removeprefix("torch.")
     said = json.dumps([group, key, dtype, scalar]).encode()
     front = torch.frombuffer(bytearray(len(said).to_bytes(4, "little") + said), dtype=torch.uint8)
@@ -289,7 +295,7 @@ def _packed(group: int, key: str, row: Tensor | None, scalar: float) -> Tensor:
 
 
 def _unpacked(body: Tensor | None) -> tuple[int, str, str | None, float, Tensor]:
-    """What :func:`_packed` was given, the row still as bytes."""
+    """The inverse of :func:`_packed`; the row stays as bytes."""
     assert body is not None
     size = int.from_bytes(body[:4].numpy().tobytes(), "little")
     group, key, dtype, scalar = json.loads(body[4 : 4 + size].numpy().tobytes())

@@ -1,20 +1,20 @@
-"""A parameter server: a slice of the weights with its optimizer, and the rule of who may go on.
+"""A parameter server: one slice of the weights with its optimizer, and the rule for when workers may continue.
 
-Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server". Nothing here knows how messages
-travel; workers' pushes come from as many threads.
+Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server". This file does not know how messages
+travel; each worker's pushes come from a thread of its own.
 
-- A *push* is the gradient of the mean over the samples that a worker had. It waits in a queue until weights are asked
-  for: then all that wait become one update, in the order of workers. So where every worker waits for all others, one
-  update a step has the mean over the whole batch, exactly as in synchronous training.
-- An update moves weights as far as its samples are worth: the learning rate is scaled by their number over the global
-  batch (times ``1 / (1 + age)`` where staleness is bounded), so that a rate means the same however many workers push.
-- Where workers do not wait for all others, SGD's momentum is lower (:meth:`Discipline.momentum_at`): a gradient that is
-  late acts like momentum, and both together are more than most rates bear. The rate is higher in turn, so that a
-  gradient moves weights as far in the end, ``rate / (1 - momentum)``.
+- A *push* is the gradient of the mean over a worker's samples. It waits in a queue until weights are
+  requested: then all pushes in the queue become one update, in the order of workers. So if every worker waits for all
+  others, each step's single update has the mean over the whole batch, exactly as in synchronous training.
+- The learning rate of an update is scaled by its number of samples over the global
+  batch (times ``1 / (1 + age)`` if staleness is bounded), so that a rate means the same for any number of pushes.
+- If workers do not wait for all others, SGD's momentum is lower (:meth:`Discipline.momentum_at`): a late gradient
+  acts like momentum, and both together are too much for most rates. The rate is raised in turn, so that a
+  gradient has the same total effect on the weights, ``rate / (1 - momentum)``.
 - The *age* of a push is how many whole global batches of other workers' gradients were applied since its worker pulled.
-  With a window of s a worker is not let go on while a gradient under way is s global batches old. Those that went on
-  before may each push once more, together less than a global batch: so no age is above s. (Ho et al. 2013 count steps
-  of workers instead, which holds all to the pace of one that is slow for good, and lets ages be up to 2 s.)
+  With a window of s a worker must wait while any gradient in flight is s global batches old. Workers that continued
+  before may each push once more, together less than a global batch: so no age exceeds s. (Ho et al. 2013 count steps
+  of workers instead, which holds all to the speed of a permanently slow one, and lets ages reach 2 s.)
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from torch.optim import Optimizer
 from asa.ir.consistency import Discipline
 
 _SILENT_STEPS, _SILENT_S = 10.0, 2.0
-"""How many of its own usual steps, and seconds more, a worker may be silent before others no longer wait for it."""
+"""Number of its own usual steps, plus seconds, for which a worker may be silent before others stop waiting for it."""
 
 
 @dataclass
 class Counts:
-    """What a server saw. ``ages``: of applied pushes, how many had each; ``rejected`` and ``applied`` in samples;
-    ``waited_s``: for which workers waited in the window."""
+    """Counters of a server. ``ages``: number of applied pushes by age; ``rejected`` and ``applied`` in samples;
+    ``waited_s``: seconds for which workers waited because of the window."""
 
     ages: Counter[int] = field(default_factory=Counter)
     applied: int = 0
@@ -62,7 +62,8 @@ class _Push:
 
 @dataclass
 class _Member:
-    """What a server knows of a worker. ``clock``: pushes so far. ``seen``: others' samples applied when it pulled."""
+    """A server's record of one worker. ``clock``: pushes so far. ``seen``: others' samples applied when it last
+    pulled."""
 
     clock: int = 0
     applied: int = 0
@@ -76,8 +77,11 @@ class _Member:
 
 
 class Server:
-    """Weights ``flat`` [n] of the numbers from ``start`` on of all ``groups`` (begin, end) of ``optimizer``, whose kind
-    and options its own has. ``workers`` push and pull."""
+    """A server for the weights ``flat`` [n], which begin at element ``start`` of the whole vector.
+
+    ``groups``: (begin, end) of each parameter group of ``optimizer`` in that vector; the server's own optimizer has the
+    same class and options. ``workers`` push and pull.
+    """
 
     def __init__(
         self, discipline: Discipline, flat: Tensor, start: int, groups: Sequence[tuple[int, int]], optimizer: Optimizer,
@@ -97,10 +101,10 @@ class Server:
     def pushed(
         self, worker: int, gradient: Tensor, samples: int, rates: Sequence[float], *, batch: int | None = None
     ) -> Tensor:
-        """Take in a push, wait until ``worker`` may go on, and hand out the weights as they are then: a copy [n].
+        """Accept a push, wait until ``worker`` may continue, and return a copy [n] of the weights at that time.
 
-        ``batch``: samples for which an update moves weights as far as the learning rate says; the global batch where
-        None, fewer in the last, short step of workers that take all steps together.
+        ``batch``: number of samples for which an update has the full learning rate; the global batch if None, fewer in
+        the last, short step of workers that take all steps together.
         """
         with self._changed:
             self._heard(worker)
@@ -116,48 +120,48 @@ class Server:
             return self._pulled(worker)
 
     def pull(self, worker: int) -> Tensor:
-        """The weights as they are: a copy [n]."""
+        """Copy [n] of the current weights."""
         with self._changed:
             self._heard(worker)
             return self._pulled(worker)
 
     def through(self, worker: int) -> None:
-        """``worker`` pushes no more until clocks begin anew."""
+        """Record that ``worker`` pushes no more until :meth:`rounds` resets the clocks."""
         with self._changed:
             if worker in self.members:
                 self.members[worker].through = True
             self._changed.notify_all()
 
     def paused(self, worker: int) -> None:
-        """``worker`` computes nothing until it pulls again."""
+        """Record that ``worker`` computes nothing until it pulls again."""
         with self._changed:
             if worker in self.members:
                 self.members[worker].computing = False
             self._changed.notify_all()
 
     def lost(self, worker: int) -> None:
-        """Nobody waits for ``worker`` any more."""
+        """Remove ``worker``: nobody waits for it any more."""
         with self._changed:
             self.members.pop(worker, None)
             self._changed.notify_all()
 
     @torch.no_grad()
     def restart(self, weights: Tensor) -> None:
-        """Go on from ``weights`` [n], with no optimizer state yet."""
+        """Replace the weights by ``weights`` [n], and clear queue and optimizer state."""
         with self._changed:
             self._queue = []
             self.flat.copy_(weights)
             self.optimizer.state.clear()
 
     def take(self, group: int, key: str, row: Tensor | None, scalar: float) -> None:
-        """Take a part of the optimizer's state: ``row`` of this server's part of a group, or a number."""
+        """Set a part of the optimizer's state: ``row``, this server's part of a group, or the number ``scalar``."""
         with self._changed:
             for p in self.optimizer.param_groups[group]["params"]:
                 value = torch.tensor(scalar, dtype=torch.float32) if row is None else row.clone()
                 self.optimizer.state[p][key] = value
 
     def described(self) -> list[dict[str, float | None]]:
-        """By group, the optimizer's state: a number, or None for a row."""
+        """Optimizer state by group and key: a number, or None for a row."""
         with self._changed:
             self._apply()
             found: list[dict[str, float | None]] = []
@@ -168,13 +172,13 @@ class Server:
             return found
 
     def moment(self, group: int, key: str) -> Tensor:
-        """A row of the optimizer's state, empty where this server has no part of the group."""
+        """Copy of a row of the optimizer's state; empty if this server has no part of the group."""
         with self._changed:
             parameters = self.optimizer.param_groups[group]["params"]
             return self.optimizer.state[parameters[0]][key].clone() if parameters else self.flat.new_empty(0)
 
     def counted(self) -> dict[str, object]:
-        """Counts so far, for a log."""
+        """Counters so far, for a log."""
         with self._changed:
             c = self.counts
             ages = {str(age): c.ages[age] for age in sorted(c.ages)}
@@ -184,7 +188,7 @@ class Server:
             }  # fmt: skip
 
     def rounds(self, live: Collection[int]) -> None:
-        """Clocks begin anew, for all workers that are left: they have settled."""
+        """Reset the clocks of all remaining workers (``live``), which have settled."""
         with self._changed:
             self._apply()
             self.members = {w: m for w, m in self.members.items() if w in live}
@@ -193,7 +197,8 @@ class Server:
                 member.computing, member.seen = True, self._total - member.applied
 
     def _heard(self, worker: int) -> None:
-        """``worker`` speaks; if it was given up in between, it goes on from where the slowest of the others is."""
+        """Record a message of ``worker``; if it had been given up as silent, it continues at the clock of the slowest
+        other."""
         member = self.members.setdefault(worker, _Member())
         now = time.monotonic()
         if member.silent:
@@ -208,7 +213,7 @@ class Server:
         return [m for w, m in self.members.items() if w != worker and not m.silent and not m.through]
 
     def _wait_for(self, worker: int) -> None:
-        """Until ``worker`` may go on."""
+        """Wait until ``worker`` may continue."""
         if self._window is None:
             return
         began = time.monotonic()
@@ -226,7 +231,7 @@ class Server:
         self.counts.waited_s += member.heard - began
 
     def _may_go_on(self, worker: int, ahead: int) -> bool:
-        """Whether nothing under way gets too old: at a window of 0, whether nobody is a step behind."""
+        """Whether no gradient in flight gets too old; with a window of 0, whether no worker is a step behind."""
         if self._window == 0:
             return ahead <= 0
         assert self._window is not None
@@ -234,7 +239,7 @@ class Server:
         return all(self._total - m.applied - m.seen < self._window * self.batch for m in under_way)
 
     def _give_up_silent(self) -> None:
-        """Stop waiting for workers that were not heard of for far longer than they usually take."""
+        """Stop waiting for workers that have been silent for far longer than they usually take."""
         now = time.monotonic()
         for member in self.members.values():
             patience = _SILENT_STEPS * member.usual_s + _SILENT_S
@@ -252,8 +257,8 @@ class Server:
 
     @torch.no_grad()
     def _apply(self) -> None:
-        """Make one update of all that waits."""
-        # Where all wait for all, one that is a step further may push before another has come to pull: not yet.
+        """Apply all queued pushes as one update."""
+        # With a window of 0, keep pushes of a worker that is a step ahead until all others have reached that step.
         due = min((m.clock for m in self.members.values() if not m.silent), default=0) if self._window == 0 else None
         queue = sorted((p for p in self._queue if due is None or p.clock <= due), key=lambda p: p.worker)
         self._queue = [] if due is None else [p for p in self._queue if p.clock > due]
@@ -294,7 +299,7 @@ class Server:
 
 
 def lowered(group: dict[str, Any], discipline: Discipline, workers: int) -> float:
-    """Lower the momentum of a group of SGD as ``discipline`` asks for; by what its rate is to be multiplied then."""
+    """Lower the momentum of an SGD group as ``discipline`` asks, and return the factor by which to raise its rate."""
     own = group.get("momentum", 0.0)
     if not own:
         return 1.0
@@ -305,7 +310,7 @@ def lowered(group: dict[str, Any], discipline: Discipline, workers: int) -> floa
 def _like(
     optimizer: Optimizer, flat: Tensor, start: int, groups: Sequence[tuple[int, int]]
 ) -> tuple[Optimizer, list[tuple[int, int]]]:
-    """An optimizer of the same kind and options over views of ``flat``, and where in it each group's part lies."""
+    """An optimizer of the same class and options over views of ``flat``, and start and stop of each group in it."""
     parts = []
     made = copy.copy(optimizer)
     made.state = defaultdict(dict)

@@ -1,8 +1,8 @@
-"""Weights in memory that workers of one host share and write to without locks (``hogwild``).
+"""Weights in shared memory of one host that all workers write to without locks (``hogwild``).
 
 Recht et al. 2011, "HOGWILD!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent". A worker reads
-whatever the others have written by then, and two that write at once may undo a part of what either did. Momentum is a
-worker's own, and lower than the run's as at servers nobody waits for.
+whatever the others have written so far, and two that write at once may undo a part of each other's update. Each worker
+has its own momentum, lower than the run's, as with asynchronous servers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MEMORY = Path("/dev/shm")
 
 
 class SharedWeights(Conduct):
-    """The conduct of ``hogwild``."""
+    """Implements ``hogwild``."""
 
     def __init__(self, discipline: Discipline, model: ParallelModel, optimizer: Optimizer, votes: StarVotes) -> None:
         super().__init__(discipline, model, optimizer)
@@ -50,7 +50,8 @@ class SharedWeights(Conduct):
         self._reach = [lowered(group, discipline, len(model.processes)) for group in optimizer.param_groups]
 
     def _mapped(self) -> torch.Tensor:
-        """Memory for all weights, the same on every worker; its file is gone again once all have it (collective)."""
+        """Map the same memory for all weights on every worker; its file is removed once all have mapped it
+        (collective)."""
         name, error = "", ""
         if self._votes.rank == 0:
             try:
@@ -70,11 +71,11 @@ class SharedWeights(Conduct):
         return flat
 
     def begin(self) -> None:
-        """Weights are where all workers see them: what was put in place on any is in place on all."""
+        """Wait for all workers; the weights are already shared."""
         self._votes.gather([0.0])
 
     def step(self, batch: int) -> None:
-        """An update of the weights that all share, as far as this worker's samples are worth."""
+        """Update the shared weights, with a learning rate in proportion to this worker's samples."""
         worth = self.rows(batch) / self.model.plan.global_batch
         self.unscale(batch)
         rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -85,6 +86,6 @@ class SharedWeights(Conduct):
             group["lr"] = rate
 
     def settle(self) -> None:
-        """Wait until nobody writes; running statistics are averaged."""
+        """Wait until no worker writes, and average running statistics (collective)."""
         self._votes.gather([0.0])
         average_over_star(self.model, self._votes)

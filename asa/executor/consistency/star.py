@@ -1,8 +1,8 @@
-"""Votes of ranks that may lose one another: every rank tells the first one, and hears from it what the others said.
+"""Votes that survive lost ranks: every rank sends its message to the first one, which replies with those of all ranks.
 
-A rank that is gone, or that has not come long after it should have, is left out from then on; the others do not notice
-but by its silence. The first rank also hands out samples: a *ticket* is the next stretch of the epoch, as long as its
-worker takes in one step. So workers of any speed share an epoch, and what a lost one had not begun the others do.
+A rank whose connection breaks, or that is far too late, is excluded from then on; the others notice only its silence.
+The first rank also hands out samples: a *ticket* is the next stretch of the epoch, as long as its worker needs for one
+step. So workers of any speed share an epoch, and samples a lost worker had not begun go to others.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from asa.executor.model.votes import Votes
 _SWAP, _TICKET = 1.0, 2.0
 _OUT, _DONE = -1.0, 0.0
 _LATE_STEPS, _LATE_S, _LATE_TO_MEET_S = 10.0, 3.0, 10.0
-"""How many of its own longest steps, and seconds more, a rank may come later than all others before it is left out; and
-seconds more where it had no samples to train on, and what the others took since they last met stands for a step."""
+"""Number of its own longest steps, plus seconds, by which a rank may be later than all others before it is excluded;
+the last number replaces the seconds for a rank without samples, whose step is the time since the last exchange."""
 
 
 class Coordinator:
-    """What the first rank knows of the others; asked from a thread each."""
+    """State of the first rank about all others; each rank calls from its own thread."""
 
     def __init__(self, num_ranks: int) -> None:
         self.live = set(range(num_ranks))
@@ -48,7 +48,8 @@ class Coordinator:
         self._changed = threading.Condition()
 
     def swap(self, rank: int, said: bytes) -> list[bytes | None] | None:
-        """What all ranks said in this round, None for those left out; None to a rank that is left out itself."""
+        """Messages of all ranks in this round, None for excluded ones; returns None to a rank that is itself
+        excluded."""
         with self._changed:
             if rank not in self.live:
                 return None
@@ -73,7 +74,7 @@ class Coordinator:
             return [found.get(r) for r in sorted(self._round)]
 
     def _leave_out_late(self, number: int) -> None:
-        missing = self.live - self._said[number].keys() - {0}  # which asks nobody: without it there is no run
+        missing = self.live - self._said[number].keys() - {0}  # rank 0 itself is never left out
         now = time.monotonic()
         others = max((self._took[r] for r in self._said[number]), default=0.0)
         for rank in missing:
@@ -85,13 +86,13 @@ class Coordinator:
                 self._lose(rank, f"was not heard of for {now - since:.0f} s")
 
     def begin(self, epoch: int, position: int, end: int) -> None:
-        """Samples ``position`` to ``end`` of the run are there to be taken in ``epoch``."""
+        """Offer samples ``position`` to ``end`` of the run as tickets in ``epoch``."""
         with self._changed:
             self._epoch, self._next, self._end, self._stopping = epoch, position, end, False
             self._changed.notify_all()
 
     def ticket(self, rank: int, epoch: int, samples: int, stop: bool) -> tuple[int, int]:
-        """Where the next samples of ``rank`` begin, and how many there are: none where the epoch, or the run, ends."""
+        """Start and number of the next samples of ``rank``; the number is 0 at the end of the epoch or the run."""
         with self._changed:
             while epoch != self._epoch and rank in self.live:
                 self._changed.wait(timeout=0.25)
@@ -108,7 +109,7 @@ class Coordinator:
             return start, count
 
     def lost_since(self) -> list[tuple[int, str]]:
-        """Ranks that were lost since the last call, and how."""
+        """Ranks lost since the last call, each with the reason."""
         with self._changed:
             found, self.lost = self.lost, []
             return found
@@ -119,7 +120,7 @@ class Coordinator:
         return self._next
 
     def gone(self, rank: int) -> None:
-        """``rank`` has closed its end."""
+        """Record that ``rank`` has closed its connection."""
         with self._changed:
             if rank in self.live:
                 self._lose(rank, "is gone")
@@ -132,7 +133,7 @@ class Coordinator:
 
 
 class StarVotes(Votes):
-    """Votes of ranks of which all but the first may be lost. Made by all of them (collective)."""
+    """Votes between ranks of which all but the first may be lost. Constructed by all of them (collective)."""
 
     def __init__(self, timeout_s: float = 300.0) -> None:
         super().__init__(timeout_s)
@@ -156,10 +157,10 @@ class StarVotes(Votes):
         return head(_DONE), torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
     def swap(self, said: bytes) -> list[bytes | None]:
-        """What every rank said, by rank; None for those that are lost.
+        """Messages of all ranks, by rank; None for lost ranks.
 
         Raises:
-            WorkersFailedError: this one was left out.
+            WorkersFailedError: this rank was excluded.
         """
         if self._exchange is None:
             return [said]
@@ -180,7 +181,7 @@ class StarVotes(Votes):
         return found
 
     def ticket(self, epoch: int, samples: int, *, stop: bool) -> tuple[int, int]:
-        """The next stretch of samples for this rank: where it begins, and how many; 0 at the end of the epoch."""
+        """Start and number of the next samples for this rank; the number is 0 at the end of the epoch."""
         if self._exchange is None:
             assert self.coordinator is not None
             return self.coordinator.ticket(0, epoch, samples, stop)
@@ -188,24 +189,24 @@ class StarVotes(Votes):
         return int(answer[0]), int(answer[1])
 
     def close(self) -> None:
-        """Take leave."""
+        """Close the connection to the first rank."""
         if self._exchange is not None:
             self._exchange.close()
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's ``values``, by rank; zeros for those that are lost."""
+        """All ranks' ``values``, by rank; zeros for lost ranks."""
         found = self.swap(torch.tensor(list(values), dtype=torch.float64).numpy().tobytes())
         nothing = [0.0] * len(values)
         return [nothing if f is None else torch.frombuffer(bytearray(f), dtype=torch.float64).tolist() if f else []
                 for f in found]  # fmt: skip
 
     def everyone(self, yes: bool) -> bool:
-        """Whether all that are left say yes."""
+        """Whether all remaining ranks say yes."""
         votes = self.gather([1.0 if yes else 0.0])
         return all(votes[rank][0] > 0 for rank in self.live)
 
     def tell(self, value: Any, *, source: int = 0) -> Any:
-        """``source``'s JSON value on every rank.
+        """The JSON value of rank ``source``, on every rank.
 
         Raises:
             WorkersFailedError: ``source`` is lost.
@@ -216,18 +217,18 @@ class StarVotes(Votes):
         return json.loads(found)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, by rank; None for those that are lost."""
+        """All ranks' JSON values, by rank; None for lost ranks."""
         return [None if f is None else json.loads(f) for f in self.swap(json.dumps(value).encode())]
 
     def mean(self, flat: Tensor) -> Tensor:
-        """The mean of ``flat`` [n] (on the host) over the ranks that are left and have one."""
+        """Mean of ``flat`` [n] (on the host) over the remaining ranks that passed one."""
         kind = flat.dtype
         found = self.swap(flat.contiguous().view(torch.uint8).numpy().tobytes())
         rows = [torch.frombuffer(bytearray(f), dtype=kind) for f in found if f]
         return torch.stack(rows).mean(dim=0) if rows else flat
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
-        """Make ``tensor`` (on the host) that of ``source`` on all ranks.
+        """Copy the values of rank ``source`` into ``tensor`` (on the host) on all ranks.
 
         Raises:
             WorkersFailedError: ``source`` is lost.
@@ -240,6 +241,6 @@ class StarVotes(Votes):
             tensor.copy_(torch.frombuffer(bytearray(found), dtype=tensor.dtype).view_as(tensor))
 
     def meet(self, what: str, *, within_s: float) -> None:
-        """Wait until all ranks that are left have come (collective)."""
+        """Wait for all remaining ranks (collective)."""
         del what, within_s
         self.swap(b"")

@@ -1,1 +1,1 @@
-"""Comparisons: benchmark, emulation, rehearsal, equivalence with one device."""
+"""Measurements of plans: benchmark, emulated devices, rehearsal of one rank, numerical equivalence with one device."""

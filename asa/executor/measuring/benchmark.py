@@ -1,8 +1,8 @@
-"""One training under several plans, measured side by side.
+"""Benchmark: one training under several plans, measured side by side.
 
-All plans live in the same ranks and take turns, a few steps each, in an order that rotates: what disturbs the
-machine disturbs all of them. The first plan given runs twice per round, so that its ratio to itself (A/A) shows how
-far from 1 a ratio gets by noise alone. Every step a plan takes is real training on the same samples.
+All plans live in the same ranks and take turns, a few steps each, in an order that rotates: disturbances of the machine
+affect all of them. The first plan runs twice per round, so that its ratio to itself (A/A) shows how far from 1 a ratio
+gets by noise alone. Every step of a plan is real training on the same samples.
 """
 
 from __future__ import annotations
@@ -42,18 +42,19 @@ from asa.zoo.data import GlobalOrder, ImageSet
 from asa.zoo.inputs import example
 
 _SILENT_STEPS, _LEAST_SILENT, _SILENT_SHARE = 8, 3, 0.2
-"""Pairs of a whole and a silent step that exposed communication is measured by, at most and at least; and the share of
-the budget they may take."""
+"""Largest and smallest number of pairs of steps with and without collectives, from which exposed communication is
+measured, and the share of the budget they may take."""
 _MAX_ROUNDS = 200
 _STRETCH_S, _STRETCH_SHARE, _MOST_STRETCH = 1.0, 0.1, 16
-"""How long a plan runs alone while its devices are watched: seconds, share of the budget and steps, at most."""
+"""Limits of the time for which a plan runs alone while its devices are observed: seconds, share of the budget,
+steps."""
 _APART_STEPS, _MOST_APART_STEPS = 8, 64
-"""Steps of a turn where workers of some plan go their own ways in between, as a rule and at most."""
+"""Steps per turn if workers of some plan do not synchronize in every step: usual and largest number."""
 
 
 def turn_steps(plans: Sequence[Plan]) -> int:
-    """Steps of a turn: one, but where workers do not meet in every step as many as that takes to show, a whole number
-    of periods where that is few enough."""
+    """Number of steps per turn: 1, or, if a plan's workers do not synchronize in every step, enough steps to show that;
+    a multiple of the periods if that is short enough."""
     apart = [p.consistency for p in plans if p.consistency is not None]
     if not apart:
         return 1
@@ -63,10 +64,10 @@ def turn_steps(plans: Sequence[Plan]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """How to measure. ``budget_s`` bounds one model's measuring, warm-up and validation included, unless that is too
-    short for ``least_rounds``. With ``epochs`` every plan trains for so many with the learning rates of ``asa train``,
-    validated after each, as far as the budget goes; without, for as long as that goes, validated ``evaluations``
-    times."""
+    """Options of a benchmark. ``budget_s``: time for one model, including warm-up and validation; exceeded if it is too
+    short for ``least_rounds``. With ``epochs``, every plan trains for that many with the learning rates of ``asa
+    train``, validated after each, as far as the budget allows; without, it trains until the budget is used, validated
+    ``evaluations`` times."""
 
     device: str = "cpu"
     budget_s: float = 60.0
@@ -83,7 +84,7 @@ class BenchOptions:
 
 @dataclass
 class Cell:
-    """What one plan did. ``turns`` are seconds per step of each round (a pair per round for the first plan)."""
+    """Results of one plan. ``turns``: seconds per step of each round (a pair per round for the first plan)."""
 
     strategy: str
     steps: list[float] = field(default_factory=list)
@@ -100,17 +101,18 @@ class Cell:
 
     @property
     def communication_s(self) -> float | None:
-        """Exposed communication per step: the median of the pairs, none below zero; None where it was not measured."""
+        """Exposed communication in seconds per step: the median of the pairs, at least 0; None if it was not
+        measured."""
         return max(0.0, statistics.median(self.communication)) if self.communication else None
 
     @property
     def step_time(self) -> Stat:
-        """Over all measured steps of the slowest rank."""
+        """Statistics of all measured steps; each is that of the slowest rank."""
         return Stat.of(self.steps)
 
 
 class Entrant:
-    """One plan on one rank; on a rank outside the plan, a bystander that only joins group creation and barriers."""
+    """One plan on one rank. On a rank outside the plan, it only takes part in group creation and barriers."""
 
     def __init__(self, plan: Plan, build: Callable[[], nn.Module], strategies: Strategies, rank: int, votes: Votes,
                  options: BenchOptions, device: torch.device) -> None:  # fmt: skip
@@ -137,7 +139,7 @@ class Entrant:
         self.tally = LossCounter(device)
 
     def turn(self, images: ImageSet, order: GlobalOrder, steps: int) -> list[tuple[float, float]]:
-        """Train ``steps`` steps; (data, step) seconds of each on this rank."""
+        """Train ``steps`` steps; returns (data, step) seconds of each on this rank."""
         for _ in range(steps):
             per_epoch = order.steps(0)
             epoch, at = divmod(self.step, per_epoch)
@@ -151,37 +153,37 @@ class Entrant:
         times = [(t.data, t.work) for t in self.worker.clock.collect()]
         if self.plan.consistency is None:
             return times
-        # Nobody waits in every step: what counts is how long all of a worker's steps took.
+        # Workers do not synchronize in every step, so only the mean of a worker's steps is meaningful.
         return [(statistics.mean(t[0] for t in times), statistics.mean(t[1] for t in times))] * len(times)
 
 
 def _rates(plan: Plan, options: BenchOptions, steps: int) -> Callable[[int], float]:
-    """The learning rate of a step of a run of so many, as ``asa train`` has it; 0 beyond."""
+    """Learning rate by step, as in ``asa train`` for a run of ``steps`` steps; 0 after its end."""
     settings = TrainSettings(out="", lr=options.lr)
     peak, warmup = settings.peak_learning_rate(plan.optimizer), settings.warm_up(steps)
     return lambda done: learning_rate(min(1.0, done / steps), peak, warmup=warmup, step=1 / steps)
 
 
 def slowest(votes: Votes, times: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Element-wise maximum over ranks."""
+    """Element-wise maximum of ``times`` over ranks."""
     flat = votes.gather([v for pair in times for v in pair])
     worst = [max(column) for column in zip(*flat, strict=True)]
     return list(zip(worst[::2], worst[1::2], strict=True))
 
 
 def barrier(votes: Votes) -> None:
-    """Until all ranks are here."""
+    """Wait until all ranks have reached this point."""
     votes.gather([0.0])
 
 
 def one_step(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes) -> float:
-    """Seconds of a step of the slowest rank, all of them beginning together."""
+    """Seconds of one step of the slowest rank; all ranks start together."""
     barrier(votes)
     return slowest(votes, entrant.turn(images, order, 1))[0][1]
 
 
 def _memory(entrant: Entrant, images: ImageSet, order: GlobalOrder) -> int:
-    """Active peak of one step on this rank, in bytes; 0 for a bystander."""
+    """Peak of active memory in one step on this rank, bytes; 0 on a rank outside the plan."""
     worker = entrant.worker
     if worker is None:
         entrant.turn(images, order, 1)
@@ -190,8 +192,9 @@ def _memory(entrant: Entrant, images: ImageSet, order: GlobalOrder) -> int:
 
 
 def _held(entrant: Entrant, images: ImageSet, order: GlobalOrder) -> list[float]:
-    """Bytes on this rank: active peak of a step; state that outlives it; what the allocator took from the device beyond
-    what other plans hold there (-1 on CPUs, whose allocator keeps nothing). All 0 for a bystander."""
+    """Memory of this rank in bytes: peak of active memory in a step; state that outlives a step; memory reserved by the
+    allocator beyond what other plans hold (-1 on CPUs, whose allocator reserves none). All 0 on a rank outside the
+    plan."""
     worker = entrant.worker
     cuda = worker is not None and worker.model.device.type == "cuda"
     if cuda:
@@ -199,7 +202,7 @@ def _held(entrant: Entrant, images: ImageSet, order: GlobalOrder) -> list[float]
     before = torch.cuda.memory_allocated() if cuda else 0
     active = _memory(entrant, images, order)
     reserved = torch.cuda.max_memory_reserved() if cuda else 0
-    entrant.turn(images, order, 1)  # counting may have released the gradients, which are state
+    entrant.turn(images, order, 1)  # allocate gradients again, which count as state
     if worker is None:
         return [0.0, 0.0, 0.0]
     state = state_bytes(worker)
@@ -207,7 +210,7 @@ def _held(entrant: Entrant, images: ImageSet, order: GlobalOrder) -> list[float]
 
 
 def _usage(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes, stretch_s: float) -> None:
-    """Lets a plan run alone for a while, and notes what every rank's device did meanwhile."""
+    """Run a plan alone for about ``stretch_s`` seconds, and record how busy every rank's device was."""
     step_s = statistics.median(entrant.cell.steps)
     steps = int(votes.tell(max(2, min(_MOST_STRETCH, round(stretch_s / max(step_s, 1e-9))))))
     worker = entrant.worker
@@ -231,9 +234,9 @@ def _usage(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes,
 
 
 def _communication(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes, steps: int) -> list[float]:
-    """Exposed communication in seconds, one per pair: a step less the same step with every collective silenced.
+    """Exposed communication in seconds, one per pair: a step less the same step with every collective left out.
 
-    Ends the training: silenced steps leave ranks with different weights.
+    Ends the training: steps without collectives leave ranks with different weights.
     """
     if entrant.plan.consistency is not None:  # messages of a discipline are no collectives that could be left out
         return []
@@ -258,7 +261,7 @@ def _evaluate(entrant: Entrant, test: ImageSet, votes: Votes, seconds: float, ep
     figures = [0.0] * 6
     if entrant.worker is not None:
         tally = entrant.worker.validate(test, min(len(test), entrant.plan.global_batch))
-        assert tally is not None  # nobody was asked to give up
+        assert tally is not None  # None only if validation may be given up
         figures = [*tally.take(), *entrant.tally.take()]
     loss, hits, rows, train_loss, _, train_rows = (sum(c) for c in zip(*votes.gather(figures), strict=True))
     return AccuracyPoint(
@@ -300,7 +303,7 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
     done = entrants[0].step
     most = _MAX_ROUNDS if options.epochs is None else -(-(options.epochs * per_epoch - done) // options.steps_per_turn)
     rounds = int(votes.tell(max(options.least_rounds, min(most, int(left / max(per_round, 1e-9))))))
-    # All are validated after as many steps of their own, also the plan that has two turns a round.
+    # Every plan is validated after the same number of its own steps, also the one with two turns per round.
     last = done + rounds * options.steps_per_turn
     if options.epochs is None:
         marks = {done + options.steps_per_turn * (rounds * (i + 1) // options.evaluations) for i in range(validations)}
@@ -360,7 +363,7 @@ def measure(
     *,
     on_message: Callable[[int, Any], None] | None = None,
 ) -> list[Cell]:
-    """Run ``plans`` (of one model and global batch) against each other; a cell each, in order.
+    """Benchmark ``plans`` (of one model and global batch) against each other; returns a cell for each, in order.
 
     ``build`` makes the model, ``data`` the training and test images; both are called on every rank. Messages are
     ``{"round": r, "rounds": n}``.
@@ -379,7 +382,8 @@ def measure(
 
 
 def compare(model: str, left: Cell, right: Cell, *, others_cores: float | None = None) -> Comparison:
-    """Median of paired ratios of step time and its interval; a cell against itself is the A/A comparison."""
+    """Median of paired ratios of step times (``left`` over ``right``), with its confidence interval; A/A if both are
+    one cell."""
     if left is right:
         ratios = [turn[0] / turn[1] for turn in left.turns if len(turn) > 1]
     else:

@@ -1,9 +1,8 @@
-"""Plans run against each other until it is clear enough which is the fastest: rounds of turns, as a policy asks.
+"""Adaptive benchmark: plans run against each other in rounds, chosen by a policy, until it is clear which is fastest.
 
-As in :mod:`asa.executor.measuring.benchmark` all plans live in the same ranks and every step is real training on the
-same
-samples; here a plan is built when it first has a turn, and who has the next turns depends on what was measured. A plan
-that is new takes memory from the others, so all of a round warm up together before its first turn counts.
+As in :mod:`asa.executor.measuring.benchmark`, all plans live in the same ranks and every step is real training on the
+same samples. Here a plan is built before its first turn, and the measurements so far decide which plans run next. A new
+plan takes memory from the others, so all plans of a round warm up together before its first turn counts.
 """
 
 from __future__ import annotations
@@ -27,18 +26,19 @@ from asa.zoo.data import GlobalOrder, ImageSet
 
 
 class Policy(Protocol):
-    """Who is next, asked on rank 0 before every round."""
+    """Chooses the plans of each round; called on rank 0."""
 
     def next(self, rounds: Sequence[Mapping[int, float]], left_s: float, build_s: float) -> Sequence[int]:
-        """Indices of the plans of the next round, none to end; ``rounds``: seconds per step of those that had turns.
+        """Indices of the plans of the next round; empty to stop. ``rounds``: seconds per step of the plans that ran,
+        per round.
 
-        ``left_s``: what may still be spent; ``build_s``: what a plan takes before its first turn (0: not known yet).
+        ``left_s``: time left; ``build_s``: time a plan takes before its first turn (0: not known yet).
         """
         ...
 
 
 def _each(entrants: Sequence[Entrant], images: ImageSet, order: GlobalOrder, votes: Votes) -> float:
-    """A step of each; seconds of all."""
+    """Run one step of each plan; returns the sum of their seconds."""
     return sum(one_step(e, images, order, votes) for e in entrants)
 
 
@@ -90,10 +90,10 @@ def contest(
     *,
     on_message: Callable[[int, Any], None] | None = None,
 ) -> tuple[list[Cell], list[dict[int, float]], list[int]]:
-    """Run ``plans`` (of one model and global batch) against each other for at most about ``options.budget_s``.
+    """Run ``plans`` (of one model and global batch) against each other for about ``options.budget_s`` seconds at most.
 
-    Returns a cell a plan, in order (without steps where it had no turn), the rounds, and the steps each plan took,
-    warm-up included. ``build`` and ``data`` as for :func:`asa.executor.measuring.benchmark.measure`.
+    Returns one cell per plan, in order (without steps if it never ran), the rounds, and the number of steps of each
+    plan, warm-up included. ``build`` and ``data`` as for :func:`asa.executor.measuring.benchmark.measure`.
 
     Raises:
         WorkersFailedError: a rank died.

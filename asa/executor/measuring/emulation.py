@@ -1,11 +1,11 @@
-"""An emulated device: everything of a step is real but the kernels, which are sleeps of the profiled length.
+"""An emulated device: everything in a step is real except the kernels, which are sleeps of the profiled length.
 
-Processes, process groups, tensors, parameters, gradients, buckets and messages are those of the plan, so many ranks of
-a fast device can be run on few cores, over whatever links join them. What a component computes is replaced by waiting
-as long as its profile says it takes, forward and back; its output is there, of the right form, and so are gradients of
-its parameters, all zero. So is the optimizer's step. A rank's processor has next to nothing to do but to send.
+Processes, process groups, tensors, parameters, gradients, buckets and messages are those of the plan, so that many
+ranks of a fast device can run on few cores, over any links. A component does not compute but waits as long as its
+profile says, forward and backward; it returns an output of the right shape and type, and gradients of its parameters,
+all zero. The optimizer's step sleeps, too. A rank's processor does little besides sending.
 
-A component's gradients are all made when its backward ends, as the cost model has it; real ones come one by one.
+All gradients of a component appear when its backward ends, as in the cost model; real ones appear one by one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from asa.tracing.component import TracedComponent
 
 
 def _host_s() -> float:
-    """Seconds for which this thread has had something to do: on a core, or waiting for one (Linux; 0 elsewhere)."""
+    """Seconds for which this thread has been running, or ready to run, so far (Linux; 0 elsewhere)."""
     try:
         worked, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
     except (OSError, ValueError):
@@ -53,10 +53,12 @@ def _host_s() -> float:
 
 
 class DeviceClock:
-    """When the device is busy. What a sleep overslept is taken off the next one; ``last``: of a step's backwards.
+    """Simulates the time a device is busy, by sleeping. Oversleeping is subtracted from the next sleep; ``last``: the
+    current backward is the last of its step.
 
-    ``apart``: from its host, which launches ahead of it: then what the host has done since the device was last busy is
-    taken off, too, unlike what it has waited for. (Many ranks on few cores have hosts that get in each other's way.)
+    ``apart``: the device is asynchronous, so its host launches ahead: processor time of the host since the device was
+    last busy is subtracted as well, but not time spent waiting. (Hosts of many ranks on few cores slow each other
+    down.)
     """
 
     def __init__(self, *, apart: bool) -> None:
@@ -64,11 +66,11 @@ class DeviceClock:
         self.last = True
 
     def start(self) -> None:
-        """A step begins: nothing was launched ahead of it."""
+        """Begin a step: no time is carried over."""
         self._late, self._worked = 0.0, float("inf")
 
     def busy(self, seconds: float) -> None:
-        """Return when the device has worked for ``seconds``."""
+        """Sleep until the device has worked for ``seconds``."""
         if self._apart:
             self._late += max(0.0, _host_s() - self._worked)
         left = seconds - self._late
@@ -82,13 +84,13 @@ class DeviceClock:
 
 
 class Zeros:
-    """Zeros of any form, out of one piece of memory that nobody writes to."""
+    """Zero tensors of any shape, all views of one allocation that nobody writes to."""
 
     def __init__(self) -> None:
         self._pools: dict[torch.dtype, Tensor] = {}
 
     def of(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor of ``shape``, to be read only."""
+        """A read-only zero tensor of ``shape``."""
         count = torch.Size(shape).numel()
         pool = self._pools.get(dtype)
         if pool is None or pool.numel() < count:
@@ -98,14 +100,14 @@ class Zeros:
 
 @dataclass(frozen=True, kw_only=True)
 class _Form:
-    """Shapes of one sample of an output, the main one first."""
+    """Shapes of one sample of each output, the main output first, and their type."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
 
 
 class _Sleeper:
-    """What a component does instead of computing."""
+    """Replaces the computation of a component by sleeping."""
 
     def __init__(
         self, component: Component, traced: TracedComponent, form: _Form, assignment: Assignment, axis: Axis,
@@ -128,15 +130,17 @@ class _Sleeper:
         return found
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Outputs, after forward's time."""
+        """Zero outputs, after the time of forward."""
         rows = x.shape[0]
         self._clock.busy(self._copying_s["forward"])
         self._work("forward", rows)
         return tuple(self._zeros.of((rows, *shape), self._form.dtype) for shape in self._shapes)
 
     def backward(self, x: Tensor, parameters: Sequence[nn.Parameter]) -> tuple[Tensor | None, ...]:
-        """Gradients of the input and the parameters, after backward's time. Those that no rank waits for, or that
-        would only be added up, are left out."""
+        """Zero gradients of the input and the parameters, after the time of backward.
+
+        Gradients that no rank waits for, or that would only be accumulated, are None.
+        """
         self._clock.busy(self._copying_s["backward"])
         self._work("backward", x.shape[0])
         last = self._clock.last and self._data > 1
@@ -146,12 +150,13 @@ class _Sleeper:
         return (self._zeros.of(x.shape, x.dtype) if x.requires_grad else None, *gradients)
 
     def _gradient(self, p: nn.Parameter) -> Tensor:
-        """Where the last step left it in a bucket, so that nothing need be copied there; else zeros."""
+        """The gradient of the last step if it is a view of a bucket, so that nothing is copied there; otherwise
+        zeros."""
         known = self.views.get(p)
         return self._zeros.of(p.shape, p.dtype) if known is None else known.detach()
 
     def remember(self) -> None:
-        """Take down where the step's gradients lie."""
+        """Record where the step's gradients are stored."""
         replicated = [p for p in self._traced.parameters() if not isinstance(p, DTensor)]
         self.views = {p: p.grad for p in replicated if p.grad is not None}
 
@@ -190,14 +195,14 @@ class _Sleep(torch.autograd.Function):
 
 
 class _Stream:
-    """Scatters gradients beside backward, as the communication stream of a GPU does: on a CPU, whose streams are for
-    show, FSDP would wait for each. What is scattered is read too early for that, and not looked at."""
+    """Reduce-scatters gradients during backward, as the communication stream of a GPU does; on a CPU, which has no real
+    streams, FSDP would wait for each. Results are read before they have arrived, and are not used."""
 
     def __init__(self) -> None:
         self._works: list[tuple[dist.Work | direct.Pending, Tensor, Tensor]] = []
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a message."""
+        """Memory for one message."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -207,15 +212,15 @@ class _Stream:
         self._works.append((work, output_tensor, input_tensor))
 
     def drain(self) -> None:
-        """Wait for all that is under way."""
+        """Wait for all collectives in flight."""
         for work, _, _ in self._works:
             work.wait()
         self._works.clear()
 
 
 def _gather_ahead(modules: Sequence[FSDPModule]) -> None:
-    """Have weights gathered while the unit before computes, as the streams of a GPU let them be: here FSDP has to be
-    told. A root has its units behind it."""
+    """Make FSDP gather each unit's weights while the unit before computes, as the streams of a GPU allow. Units follow
+    their root in ``modules``."""
     before: FSDPModule | None = None
     for module in modules:
         if GATHERED_ONCE in module.__dict__:
@@ -228,7 +233,7 @@ def _gather_ahead(modules: Sequence[FSDPModule]) -> None:
 
 
 class SleepingUpdate(torch.optim.SGD):
-    """An optimizer whose step takes ``seconds`` of the device, once gradients have come, and changes nothing."""
+    """An optimizer whose step sleeps for ``seconds`` after gradients have arrived, and changes nothing."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], seconds: float, clock: DeviceClock, stream: _Stream
@@ -237,7 +242,7 @@ class SleepingUpdate(torch.optim.SGD):
         self._seconds, self._clock, self._stream = seconds, clock, stream
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Wait."""
+        """Wait for gradients, then sleep for the time of the update."""
         self._stream.drain()
         self._clock.busy(self._seconds)
         self._clock.start()
@@ -245,15 +250,16 @@ class SleepingUpdate(torch.optim.SGD):
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedDevice:
-    """``profile`` says what takes how long on it; ``memory_bandwidth``, in bytes/s, what of that was not measured."""
+    """An emulated device: ``profile`` has its times; ``memory_bandwidth`` (bytes/s) gives those that were not
+    measured."""
 
     profile: Profile
     memory_bandwidth: float = 0.0
 
 
 class Emulation:
-    """One rank's emulated device under one plan: :meth:`hooks` go to
-    :func:`asa.executor.model.materialize.materialize`, then :meth:`settle` is called with what that made."""
+    """One rank's emulated device under one plan: pass :meth:`hooks` to
+    :func:`asa.executor.model.materialize.materialize`, then call :meth:`settle` with its result."""
 
     def __init__(self, device: EmulatedDevice, strategies: Strategies, plan: Plan) -> None:
         forgo()
@@ -268,12 +274,12 @@ class Emulation:
         self.clock, self._zeros = DeviceClock(apart=self._streams), Zeros()
 
     def hooks(self) -> dict[str, Any]:
-        """What ``materialize`` is to call."""
+        """Callbacks for ``materialize``, as keyword arguments."""
         return {"prepare": self.prepare, "stand_in": self.stand_in}
 
     @torch.no_grad()
     def prepare(self, traced: TracedModel) -> None:
-        """Learn the forms of all outputs, by computing two samples."""
+        """Record shapes and types of all outputs, by computing two samples."""
         for c in traced.components:
             if c.name not in self._forms:
                 outputs = c(torch.zeros((2, *c.input_shape), dtype=c.input_dtype))
@@ -282,7 +288,7 @@ class Emulation:
                 self._forms[c.name] = _Form(shapes=tuple(tuple(o.shape[1:]) for o in outputs), dtype=dtype)
 
     def stand_in(self, traced: TracedComponent, assignment: Assignment, axis: Axis) -> None:
-        """Have ``traced`` sleep from now on."""
+        """Replace the computation of ``traced`` by sleeping."""
         component = self._components[traced.name]
         splitting = self._strategies.tensor[assignment.tensor.strategy]
         share = splitting.share(component, assignment.tensor.degree)
@@ -307,7 +313,7 @@ class Emulation:
         self._sleepers.append(sleeper)
 
     def _copied(self, traffic: Sequence[Collective]) -> dict[Phase, float]:
-        """Bytes that a GPU's sharding reads and writes beside its gathers and scatters, by when."""
+        """Bytes that sharding on a GPU copies besides its all-gathers and reduce-scatters, by phase."""
         found: dict[Phase, float] = dict.fromkeys(("forward", "backward", "gradient", "update"), 0.0)
         for c in traffic if self._streams else ():
             if c.op in ("all_gather", "reduce_scatter"):
@@ -315,7 +321,7 @@ class Emulation:
         return found
 
     def settle(self, model: ParallelModel) -> SleepingUpdate:
-        """Make the wrappers of ``model`` as idle as its components; the optimizer to train it with."""
+        """Replace the computation of the wrappers of ``model``, too; returns the optimizer to train it with."""
         if self._plan.compression == "none":
             for replica in model.reduction.replicas:
                 replica.send = _summed(replica.axis)
@@ -344,7 +350,7 @@ class Emulation:
 
 
 def _summed(axis: Axis) -> Send:
-    """Buckets are added up over ``axis`` and divided by nothing: that would be work of the host's."""
+    """A way to send buckets: all-reduce over ``axis`` without the division, which would be work of the host."""
 
     def send(bucket: Bucket) -> Wait:
         work = dist.all_reduce(bucket.flat, group=axis.group, async_op=True)

@@ -1,12 +1,12 @@
-"""Is training under a plan numerically the same as on one device? Measured so that the answer means something.
+"""Checks that training under a plan is numerically the same as on one device.
 
-In fp32 two orders of the same additions drift apart within a few steps (a permuted batch alone moves ResNet-50 by
-tens of per cent), so weights are compared in float64: five steps at an ordinary learning rate under the plan and on
-one device, from the same weights, samples and dropout masks, with BatchNorm over the same groups of samples. A
-tensor passes if ``||delta|| <= max(1e-6, 10 * floor) * ||w||``, where the floor is one device against itself with
-samples permuted inside the batch. First-step gradients are compared in fp32 too; their floor also counts how far
-fp32 on one device is from float64. An activation within rounding of a ReLU's corner falls to either side of it, and
-the gradient of a small channel with it: what is wrong differs on every batch, so gradients have three to agree on.
+In fp32, two orders of the same additions diverge within a few steps (a permuted batch alone changes ResNet-50 by tens
+of per cent), so weights are compared in float64: five steps at an ordinary learning rate under the plan and on one
+device, from the same weights, samples and dropout masks, with BatchNorm over the same groups of samples. A tensor
+passes if ``||delta|| <= max(1e-6, 10 * floor) * ||w||``, where the floor is one device against itself with samples
+permuted inside the batch. Gradients of the first step are compared in fp32 too; their floor also counts how far fp32 on
+one device is from float64. Rounding decides on which side of a ReLU's corner a tiny activation falls, and can change
+the gradient of a small channel; a real error shows on every batch, so gradients get up to three batches.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ModelFactory = Callable[[], nn.Module]
 
 @dataclass
 class Trace:
-    """What a run left behind, as full tensors on the CPU: losses; first gradients (fp32) or last weights (float64)."""
+    """Results of a run as full tensors on the CPU: losses, and first gradients (fp32) or last weights (float64)."""
 
     losses: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -64,9 +64,9 @@ class Trace:
 
 
 def alone(plan: Plan, samples: int | None = None) -> Plan:
-    """A plan for this training on one device: same microbatches, every component whole.
+    """The plan for the same training on one device: same microbatches, every component whole.
 
-    ``samples``: the batch, where that may be too small for all of the plan's microbatches.
+    ``samples``: the batch, if it may be too small for all of the plan's microbatches.
     """
     whole = tuple(
         replace(
@@ -87,8 +87,8 @@ def alone(plan: Plan, samples: int | None = None) -> Plan:
 
 
 def default_samples(plan: Plan) -> int:
-    """A batch small enough for a laptop; BatchNorm over a handful of values would amplify rounding instead of
-    showing errors, so a microbatch has at least 32 samples where the plan's own batch allows it."""
+    """Default number of samples to compare on, small enough for a laptop. A microbatch has at least 32 samples if the
+    plan's batch allows it: BatchNorm over a few values would amplify rounding instead of showing errors."""
     return min(plan.global_batch, max(4 * plan.num_ranks, 32) * plan.num_microbatches)
 
 
@@ -100,7 +100,8 @@ def _batch(plan: Plan, samples: int, step: int, dtype: torch.dtype) -> tuple[Ten
 
 
 def _convert(traced: TracedModel, dtype: torch.dtype) -> None:
-    """``dtype`` for what is real, its complex counterpart for what is complex: ``to`` would drop imaginary parts."""
+    """Convert real tensors to ``dtype`` and complex ones to its complex counterpart (``to`` would drop imaginary
+    parts)."""
     kinds = {False: dtype, True: dtype.to_complex()}
 
     def converted(t: Tensor) -> Tensor:
@@ -114,7 +115,8 @@ def _run(
     plan: Plan, build: ModelFactory, strategies: Strategies, rank: int, device: torch.device, *,
     samples: int, dtype: torch.dtype, steps: int, permute: bool = False, first: int = 0,
 ) -> Trace:  # fmt: skip
-    """Train ``steps`` steps from number ``first`` on; ``permute`` reverses the samples inside every microbatch."""
+    """Train ``steps`` steps, beginning with step ``first``; ``permute`` reverses the samples inside every
+    microbatch."""
     model = materialize(
         plan, build(), example(plan.input_shape), rank=rank, strategies=strategies, device=device, batch_norm="exact",
         prepare=lambda traced: _convert(traced, dtype), apart=True,
@@ -131,7 +133,7 @@ def _run(
         x, y = _batch(plan, samples, step, dtype)
         model.zero_grad()
         trace.losses.append(_step(model, x, y, step, permute, conduct))
-        # In float64 only one device's are wanted: they show how far fp32 is from the truth by itself.
+        # In float64 only the gradients of one device are needed, as the reference for the rounding of fp32.
         if step == first and (dtype == torch.float32 or (plan.num_ranks == 1 and not permute)):
             trace.gradients = full_gradients(model) if conduct is None else conduct.gradients()
         if conduct is not None:
@@ -143,18 +145,18 @@ def _run(
         conduct.settle()
         conduct.close()
     if dtype == torch.float64:
-        model.average_buffers()  # as a checkpoint has them
+        model.average_buffers()  # as in a checkpoint
         trace.weights = full_state(model)
     model.close()
     del model, optimizer
-    gc.collect()  # traced modules refer to each other: what a run held must be gone before the next one
+    gc.collect()  # traced modules are reference cycles; free this run's memory before the next one
     return trace if rank == 0 else Trace()
 
 
 def _step(
     model: ParallelModel, x: Tensor, y: Tensor, step: int, permute: bool, conduct: Conduct | None = None
 ) -> float:
-    """Forward and backward of every microbatch; the mean loss over the whole batch."""
+    """Forward and backward of every microbatch; returns the mean loss over the whole batch."""
     samples = torch.arange(len(x))
     if permute:
         parts = [bounds(len(x), model.plan.num_microbatches, j) for j in range(model.plan.num_microbatches)]
@@ -178,8 +180,8 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _error(value: Tensor, reference: Tensor, least: float = 0.0) -> float:
-    """Distance over the reference's norm, or over ``least`` where that is larger."""
-    same = value == reference  # infinities of a mask are: their difference is no number
+    """Norm of the difference over the reference's norm, or over ``least`` if that is larger."""
+    same = value == reference  # also infinities of a mask, whose difference would be NaN
     delta = _norm(torch.where(same, 0.0, _wide(value) - _wide(reference)))
     finite = torch.where(reference.isinf(), 0.0, reference)
     return 0.0 if delta == 0 else delta / max(_norm(finite), least, 1e-300)
@@ -187,7 +189,7 @@ def _error(value: Tensor, reference: Tensor, least: float = 0.0) -> float:
 
 @dataclass(frozen=True)
 class OneDevice:
-    """Runs of one device: as they are, and with samples permuted inside every microbatch."""
+    """Runs on one device: unchanged, and with samples permuted inside every microbatch."""
 
     one64: Trace
     one32: Trace
@@ -206,7 +208,7 @@ class _Outcome:
 def one_device(
     rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: str, samples: int
 ) -> OneDevice:
-    """What ``plan`` is held against: its training on one device, that of ``rank``. Equal for all plans of one
+    """The reference for ``plan``: its training on the one device of ``rank``. Equal for all plans with equal
     :func:`alone`."""
     place = device_of_rank(device, rank)
     one = alone(plan, samples)
@@ -242,7 +244,7 @@ def _measure(
 def _training(
     rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: torch.device, samples: int
 ) -> plainly.Apart | None:
-    """How far the code that trains is from a plain loop; None where inputs are no images, and but on rank 0."""
+    """Error of the training code against a plain loop; None if inputs are not images, and on all ranks but 0."""
     if len(plan.input_shape) != 3:
         return None
     images = plainly.images_for(plan, samples, STEPS)
@@ -272,7 +274,7 @@ def _training(
 
 
 def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
-    """Compare the runs, tensor by tensor."""
+    """Compare the runs tensor by tensor, and return the verdict."""
     tensors, one = [], outcome.one
     for name, reference in one.one64.weights.items():
         if not (reference.is_floating_point() or reference.is_complex()):
@@ -317,13 +319,13 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
 
 
 def _gradients_apart(plan32: Trace, one32: Trace, one64: Trace, permuted32: Trace) -> tuple[float, float, str]:
-    """(error, allowed, name) of the first gradient with the largest share of its allowance."""
-    # Some gradients are zero but for rounding (a bias in front of BatchNorm): those are held against the whole.
+    """(error, allowed, name) of the first-step gradient with the largest ratio of error to allowed error."""
+    # Some gradients are zero up to rounding (a bias in front of BatchNorm); compare them with the norm of all.
     least = _SMALL_GRADIENT * sum(_norm(g) ** 2 for g in one32.gradients.values()) ** 0.5
     found = []
     for name, reference in one32.gradients.items():
         error, shuffled = (_error(t.gradients[name], reference, least) for t in (plan32, permuted32))
-        # Shards of a convolution may run another algorithm, with other rounding: no permutation shows that.
+        # Shards of a convolution may use another algorithm with other rounding, which a permutation does not show.
         floor = max(shuffled, _error(one64.gradients[name], reference, least))
         found.append((error, max(GRADIENT_TOLERANCE_FP32, FLOOR_FACTOR * floor), name))
     return max(found, key=lambda g: g[0] / g[1])
@@ -332,7 +334,7 @@ def _gradients_apart(plan32: Trace, one32: Trace, one64: Trace, permuted32: Trac
 def first_gradients(
     rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: str, samples: int, first: int
 ) -> tuple[float, float, str]:
-    """On one rank: fp32 gradients of step ``first``, (error, allowed, name) of the worst; zeros but on rank 0."""
+    """On one rank: (error, allowed, name) of the worst fp32 gradient of step ``first``; zeros on all ranks but 0."""
     place = device_of_rank(device, rank)
 
     def run(p: Plan, dtype: torch.dtype, permute: bool = False) -> Trace:
@@ -349,9 +351,9 @@ def first_gradients(
 
 
 def settled(verdict: Equivalence, gradients: Callable[[int], tuple[float, float, str]]) -> Equivalence:
-    """``verdict``; where fp32 gradients alone differ, with those of another batch if they agree there.
+    """``verdict``, or, if only fp32 gradients differ, the verdict with gradients of another batch on which they agree.
 
-    ``gradients``: :func:`first_gradients` of the step of a number. Two further batches are tried.
+    ``gradients``: :func:`first_gradients` of a given step. Two further batches are tried.
     """
     rest = all(t.error <= t.allowed for t in verdict.tensors) and verdict.loss_error <= verdict.loss_allowed
     rest = rest and (verdict.training_error or 0.0) <= (verdict.training_allowed or 0.0)
@@ -371,12 +373,13 @@ def verify(
     plan: Plan, build: ModelFactory, strategies: Strategies, *, device: str = "cpu", samples: int | None = None,
     timeout_s: float = 600.0, silence_s: float = 60.0, reference: OneDevice | None = None, trained: bool = True,
 ) -> Equivalence:  # fmt: skip
-    """Train under ``plan`` on its ranks and on one device, and compare; and the code that trains with a plain loop.
+    """Train under ``plan`` on its ranks and on one device, and compare; also compare the training code with a plain
+    loop.
 
     ``build`` makes the model, with equal weights at every call; ``samples`` is the batch (default:
-    :func:`default_samples`). ``silence_s``: ranks that all give no sign of life for so long are taken for hung.
-    ``reference``: :func:`one_device` of an equal training, where it has run already. ``trained=False`` leaves out the
-    comparison of the code that trains.
+    :func:`default_samples`). ``silence_s``: ranks count as hung after that many seconds in which none shows activity.
+    ``reference``: an earlier result of :func:`one_device` for an equal training. ``trained=False`` leaves out the
+    comparison of the training code.
 
     Raises:
         WorkersFailedError: a rank died or hung. UsageError: the plan cannot be run here.
@@ -399,7 +402,7 @@ def verify(
     verdict = start(_measure, plan, build, strategies, device, count, reference, trained)[0]
     assert verdict is not None
     found = settled(verdict, lambda first: start(first_gradients, plan, build, strategies, device, count, first)[0])
-    # A floor above the tolerance itself: one device does not agree with itself, and errors are held against noise.
+    # If the noise floor exceeds the tolerance, even one device differs from itself; find the reasons on one rank.
     if found.compression != "none" or found.discipline or (found.equivalent and found.noise_floor <= WEIGHT_TOLERANCE):
         return found
     alone_on = run_ranks(1, reasons, build, plan.input_shape, plan.num_classes, threads=1, timeout_s=timeout_s)

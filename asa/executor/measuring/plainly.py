@@ -1,8 +1,8 @@
-"""Training on one device with nothing of asa in it, and training as a run does it: what ``asa verify`` compares.
+"""Training on one device without asa, and training with asa's code: the two sides that ``asa verify`` compares.
 
-The plain side is the model as it was written, stock modules, a loop over microbatches, a stock optimizer. The other
-side is :meth:`asa.executor.training.worker.Worker.train` under the plan, on a data set. Both drop nothing (no mask
-could be the same on both); that dropout keeps the mean of its input is looked at by itself.
+The plain side is the model as written, stock modules, a loop over microbatches, and a stock optimizer. The other side
+is :meth:`asa.executor.training.worker.Worker.train` under the plan, on a data set. Dropout is off on both (no mask
+could be the same on both); a separate check makes sure that dropout keeps the mean of its input.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DRAWS = 1 << 16
 
 
 def images_for(plan: Plan, samples: int, steps: int) -> ImageSet:
-    """Random pixels and labels, a batch of ``samples`` for each of ``steps`` steps."""
+    """Random pixels and labels: ``samples`` images for each of ``steps`` steps."""
     draw = torch.Generator().manual_seed(_SEED)
     shape, count = plan.sample_shape, samples * steps
     return ImageSet(
@@ -60,13 +60,13 @@ def images_for(plan: Plan, samples: int, steps: int) -> ImageSet:
 
 
 def order_of(images: ImageSet, samples: int) -> tuple[Tensor, ...]:
-    """Global indices of every step, in no order that a loop could have by chance."""
+    """Global indices of every step, randomly permuted, so that no loop gets them right by chance."""
     draw = torch.Generator().manual_seed(_SEED + 1)
     return torch.randperm(len(images), generator=draw).split(samples)
 
 
 class NothingDropped(TorchFunctionMode):
-    """Inside, functions of torch that drop return what they are given."""
+    """Context in which torch's dropout functions return their input."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -93,7 +93,7 @@ _DROPPING = frozenset(
 
 
 def _silenced(model: nn.Module) -> nn.Module:
-    """``model`` with nothing in it that drops by itself."""
+    """``model`` with all its dropout modules switched off or replaced by identities."""
     for path, child in list(model.named_modules()):
         if isinstance(child, nn.modules.dropout._DropoutNd):
             child.p = 0.0
@@ -108,9 +108,9 @@ def plain_steps(
     plan: Plan, model: nn.Module, images: ImageSet, order: tuple[Tensor, ...], device: torch.device, *,
     microbatches: int, lr: float, epoch: int = 0, turned: bool = False,
 ) -> tuple[list[float], dict[str, Tensor]]:  # fmt: skip
-    """Losses of every step, and the weights and buffers after the last, of ``model`` in float64 on one device.
+    """Losses of every step, and weights and buffers after the last, of ``model`` trained in float64 on one device.
 
-    ``turned``: the samples of every microbatch in reverse, which in exact arithmetic changes nothing.
+    ``turned``: samples of every microbatch are reversed, which changes nothing in exact arithmetic.
     """
     model = _as_float64(_silenced(model)).to(device)
     if not model.training:
@@ -142,7 +142,7 @@ def plain_steps(
 
 
 def _sample(images: ImageSet, index: int, epoch: int) -> Tensor:
-    """One training image as a model takes it, float64 [C, H, W]: shifted and mirrored, then normalised."""
+    """One training image as model input, float64 [C, H, W]: shifted and mirrored, then normalized."""
     pixels = images.images[index : index + 1]
     moved = augment(pixels, torch.tensor([index]), seed=_SEED, epoch=epoch, flips=images.flips)[0].double() / 255
     mean, std = (torch.tensor(v, dtype=torch.float64)[:, None, None] for v in (images.mean, images.std))
@@ -166,7 +166,7 @@ def _as_float64(model: nn.Module) -> nn.Module:
 def trained_steps(
     model: ParallelModel, images: ImageSet, order: tuple[Tensor, ...], votes: Votes, *, lr: float, epoch: int = 0
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights as :func:`plain_steps` returns them, by the code that trains, under the plan. Collective."""
+    """Losses and weights as in :func:`plain_steps`, from asa's training code under the plan. Collective."""
     model.context.silent = True
     optimizer = build_optimizer(model.plan.optimizer, model.updated, lr=lr, offloaded=model.offloaded)
     conduct = conduct_of(model, optimizer, votes)
@@ -202,8 +202,8 @@ def trained_steps(
 
 
 def dropout_errors(model: ParallelModel) -> Iterator[tuple[str, float, float]]:
-    """(what, error, allowed) for every kind of dropout that ``model`` has: how far the mean of what is left is from
-    what it is to be, over the elements of one tensor; the spread of such a mean allows for some of it."""
+    """(what, error, allowed) for every kind of dropout in ``model``: the error of the mean of its output over one
+    tensor, and the allowance for the random spread of that mean."""
     seen = set()
     for component in model.components:
         for module in component.modules():
@@ -223,7 +223,7 @@ def _mean_error(kind: type[SampleDropout], p: float, whole_from: int | None, sca
     ones = torch.ones(*shape, *((1,) if whole_from is not None else ()), dtype=torch.float64)
     x = torch.randn(ones.shape, dtype=torch.float64, generator=draw) if kind is SampleAlphaDropout else ones
     y = dropout(x)
-    if kind is SampleAlphaDropout:  # mean and variance of a standard normal input stay
+    if kind is SampleAlphaDropout:  # keeps mean and variance of a standard normal input
         return abs(float(y.mean()) - float(x.mean())) + abs(float(y.var()) - 1), _SIGMAS * 4 / math.sqrt(_DRAWS)
     wanted = 1.0 if scaled else 1 - p
     spread = math.sqrt(p / (1 - p)) if scaled else math.sqrt(p * (1 - p))
@@ -232,7 +232,7 @@ def _mean_error(kind: type[SampleDropout], p: float, whole_from: int | None, sca
 
 @dataclass(frozen=True)
 class Apart:
-    """How far two sides are apart at ``name``, where that is the largest share of what is allowed."""
+    """Difference of two runs at the tensor ``name``, where it is the largest fraction of what is allowed."""
 
     name: str
     error: float
@@ -245,9 +245,10 @@ Run = tuple[list[float], dict[str, Tensor]]
 def compared(
     found: Run, plain: Run, turned: Run, *, floor_factor: float, tolerance: float, drift: float | None
 ) -> Apart:  # fmt: skip
-    """The training of a plan against the plain one, whose own noise is how far it is from itself ``turned`` round.
+    """Compare the training of a plan with the plain one, whose noise is its difference from the run with ``turned``
+    samples.
 
-    ``drift``: what all weights as one vector, and losses, may differ by instead, where gradients are compressed.
+    ``drift``: allowed difference of all weights as one vector and of losses, used instead if gradients are compressed.
     """
     losses = max(
         (
@@ -264,7 +265,7 @@ def compared(
         if not (reference.is_floating_point() or reference.is_complex()):
             continue
         floor = _error(turned[1][name], reference)
-        # What a trace has no use for is in no plan, and no loop changes it.
+        # Tensors that a trace does not use are not in the plan, and training does not change them.
         error = _error(found[1][name], reference) if name in found[1] else 0.0
         tensors.append(Apart(name, error, max(tolerance, floor_factor * floor)))
     return max(tensors, key=_share)
@@ -281,7 +282,7 @@ def _error(value: Tensor, reference: Tensor) -> float:
 
 
 def worst_dropout(model: ParallelModel, votes: Votes) -> Apart:
-    """The dropout of all ranks that is furthest from its mean (collective)."""
+    """The dropout, over all ranks, whose mean is furthest off (collective)."""
     mine = max((Apart(*found) for found in dropout_errors(model)), key=_share, default=Apart("", 0.0, 1.0))
     shares = [rank[0] for rank in votes.gather([_share(mine)])]
     name, error, allowed = votes.tell([mine.name, mine.error, mine.allowed], source=shares.index(max(shares)))

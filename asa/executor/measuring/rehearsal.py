@@ -1,8 +1,8 @@
-"""One rank of a plan for many devices, on one: its real parameters, shards and activations, computed for real.
+"""Runs one rank of a plan for many devices on one device, with its real parameters, shards and activations.
 
-The world is a fake process group (``torch.testing._internal.distributed.fake_pg``), in which every collective is over
-at once and moves nothing; what would come from another stage is random data of the right form. Everything a rank does
-by itself is what it does in the real world. Values are not: nothing here is trained.
+The world is a fake process group (``torch.testing._internal.distributed.fake_pg``), in which every collective returns
+at once and moves nothing; data from other stages is random, of the right shape and type. All computation of the rank is
+real. Values are not: nothing is trained.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _WARM_UP = 3
 
 @contextmanager
 def _world(num_ranks: int, rank: int, *, results: bool) -> Iterator[None]:
-    """Inside, this process is one rank of ``num_ranks``, and the only one. ``results``: what is reduced can be asked
-    for afterwards, as the hooks that compress gradients do; that costs a pass over it.
+    """Context in which this process is the only real rank, number ``rank``, of a world of ``num_ranks``. ``results``:
+    results of reductions can be read afterwards, as hooks that compress gradients do; that costs a pass over the data.
 
     Raises:
-        UsageError: it is a rank of a real group.
+        UsageError: this process is a rank of a real group.
     """
     if dist.is_initialized():
         raise UsageError("a rank of a running group cannot rehearse another; start it by itself")
@@ -62,7 +62,7 @@ def _world(num_ranks: int, rank: int, *, results: bool) -> Iterator[None]:
 
 
 class _Supplied(Link):
-    """A link whose other end is not there: what is sent is gone at once, what is received is random."""
+    """A link without another end: sending returns at once, and received data is random."""
 
     def __init__(self, link: Link, precision: Precision) -> None:
         self._ends, self._rank, self._messages = link._ends, link._rank, link._messages
@@ -101,8 +101,8 @@ def _supplied(links: Links, precision: Precision) -> Links:
 
 @torch.no_grad()
 def _cleanse(model: ParallelModel) -> None:
-    """A scattered gradient may be whatever lay in its memory: nothing of it may reach the weights, where numbers that
-    are not finite, or very small, would change how long the next step takes."""
+    """Set scattered gradients to zero. They contain whatever was in their memory, and values that are not finite, or
+    very small, would change the weights and so the duration of the next step."""
     for p in model.parameters():
         if isinstance(p.grad, DTensor):
             p.grad.to_local().zero_()
@@ -119,7 +119,8 @@ def rehearse(
     seed: int = 0,
     say: Callable[[float, str], None] = lambda _f, _t: None,
 ) -> Spans:
-    """Run ``steps`` steps of ``rank`` under ``plan`` on ``device``, and as many again with a mark at every component.
+    """Run ``steps`` steps of ``rank`` under ``plan`` on ``device``, and as many again with a time mark at every
+    component.
 
     Raises:
         UsageError: the plan has no such rank, or this process is one of a real group.
@@ -127,7 +128,7 @@ def rehearse(
     """
     if not 0 <= rank < plan.num_ranks:
         raise UsageError(f"the plan has ranks 0 to {plan.num_ranks - 1}, asked for rank {rank}")
-    votes = Votes()  # taken before there is a world, so that every vote is this rank's own
+    votes = Votes()  # before the process group exists, so that every vote is local
     with _world(plan.num_ranks, rank, results=plan.compression != "none"):
         say(0.0, "building")
         worker = _worker(plan, model, rank, strategies, device, seed, votes)
@@ -173,7 +174,7 @@ def _worker(
 
 
 def _at_once(_bucket: Bucket) -> Wait:
-    """Nothing is sent: a made-up process group hands out nothing to wait for."""
+    """Send nothing: a fake process group returns no handles to wait for."""
     return lambda: None
 
 

@@ -1,7 +1,7 @@
-"""The verdict on a plan whose gradients are compressed: not one device's training by construction, and by how much.
+"""Verdict on a plan with compressed gradients, whose training differs from one device's by construction.
 
-Rounding is held against whole gradients and weights, not tensor by tensor: what cancels between ranks (the gradient of
-a bias in front of BatchNorm) leaves the rounding of its addends.
+Rounding is compared with whole gradients and weights, not tensor by tensor: where addends cancel between ranks (the
+gradient of a bias before BatchNorm), the rounding of the addends remains.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from asa.ir.equivalence import Equivalence
 from asa.ir.plan import CompressionName
 
 TOLERANCE: dict[CompressionName, float] = {"fp16": 2**-9, "bf16": 2**-6, "powersgd": 1e-4}
-"""Tolerance of first gradients, relative: four roundings of the type; low-rank factors come with the second step."""
+"""Relative tolerance of first gradients: four roundings of the type; low-rank factors are used from the second step
+on."""
 
 DRIFT = 0.1
-"""Tolerance of losses and weights after all steps, relative: a network may part further than what it was given."""
+"""Relative tolerance of losses and weights after all steps: differences of the gradients are amplified by training."""
 
 
 def distance(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """Distance of all real tensors as one vector, over ``reference``'s norm; infinities are equal to themselves."""
+    """Norm of the difference of all real tensors as one vector, over ``reference``'s norm; equal infinities differ by
+    0."""
     kept = [n for n, t in reference.items() if t.is_floating_point()]
     apart = (torch.where(found[n] == reference[n], 0.0, found[n].double() - reference[n].double()) for n in kept)
     whole = (torch.where(reference[n].isinf(), 0.0, reference[n].double()) for n in kept)
@@ -34,9 +36,9 @@ def distance(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> fl
 def compressed(
     verdict: Equivalence, name: CompressionName, *, weights: float, gradients: float, rounding: float = 0.0
 ) -> Equivalence:
-    """``verdict`` as that of a plan with compression ``name``, from the :func:`distance` of weights and gradients.
+    """``verdict`` adapted to compression ``name``, from the :func:`distance` of weights and of gradients.
 
-    ``rounding``: what gradients in fp32 may differ by without any compression.
+    ``rounding``: difference of fp32 gradients that is allowed without any compression.
     """
     allowed = max(TOLERANCE[name], rounding)
     near = gradients <= allowed and max(weights, verdict.loss_error) <= DRIFT

@@ -1,1 +1,1 @@
-"""A plan becomes modules: components placed, wrapped and reduced; one step of the schedule."""
+"""Builds one rank's modules from a plan: places, wraps and connects components, reduces gradients, runs a step."""

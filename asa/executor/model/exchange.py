@@ -1,4 +1,4 @@
-"""Named tensors that ranks hold apart, brought together on all of them."""
+"""Exchange of named tensors between ranks, so that all of them have what each holds."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from asa.sharding.axis import Axis
 
 
 def united(mine: Mapping[str, Tensor], axis: Axis | None) -> dict[str, Tensor]:
-    """What all ranks of ``axis`` hand in (CPU tensors, each name by one rank), by rank. Collective.
+    """Union of the named CPU tensors that the ranks of ``axis`` hand in, on all of them; each name comes from one rank.
 
-    Without an axis it is one's own. Descriptions travel as JSON, never as pickles.
+    Collective. Without an axis, a copy of this rank's own. Names and shapes travel as JSON, never as pickles.
     """
     if axis is None or axis.group is None:
         return dict(mine)
@@ -38,7 +38,7 @@ def united(mine: Mapping[str, Tensor], axis: Axis | None) -> dict[str, Tensor]:
 
 
 def told(mine: Mapping[str, Tensor], votes: Votes, source: int) -> dict[str, Tensor]:
-    """The tensors (on the CPU) of process ``source`` on every process of the run. Collective."""
+    """Send the named CPU tensors of process ``source`` to every process of the run, and return them. Collective."""
     described = [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in mine.items()]
     found: dict[str, Tensor] = {}
     for name, dtype, shape in votes.tell(described, source=source):

@@ -1,4 +1,4 @@
-"""Groups of ranks that each run the same plan on a share of the batch, and meet now and then."""
+"""Groups of ranks that each run the same plan on a share of the batch, and synchronize at intervals."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from asa.sharding.axis import SOLO, Axis
 
 
 class Grouped:
-    """The group of process ``rank`` of a run under ``plan``, which is for all groups, and the axes that lead out of it.
+    """The group to which process ``rank`` of a run belongs, and its axes to other groups; ``plan`` is that of all
+    groups.
 
-    Group g has the processes from ``g * n`` on, where n is the number of ranks of a group. Every process of the run
-    makes one (collective).
+    Group g consists of the n processes from ``g * n`` on, where n is the number of ranks of a group. Every process of
+    the run must construct one (collective).
     """
 
     def __init__(self, plan: Plan, rank: int, timeout_s: float) -> None:
@@ -43,22 +44,23 @@ class Grouped:
         self.axis = self.all_of((place,))
 
     def _everywhere(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """The processes that are ``ranks`` of any group's plan."""
+        """Processes of all groups that run one of the ranks ``ranks`` of their group's plan."""
         return tuple(g * self.plan.num_ranks + r for g in range(self.count) for r in ranks)
 
     def all_of(self, ranks: tuple[int, ...]) -> Axis:
-        """This process's axis among all that are ``ranks`` of their groups' plans."""
+        """This process's axis among the processes of all groups that run one of the ranks ``ranks`` of their group's
+        plan."""
         return self._outside.axis("gradient", self._everywhere(ranks)) if self.count > 1 else SOLO
 
     def united(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What all ranks of this group hand in (CPU tensors, each name by one rank; collective)."""
+        """Union of the named CPU tensors that all ranks of this group hand in, each name by one rank (collective)."""
         everyone = tuple(range(len(self.processes)))
         return united(mine, None if self.own is None else self.own.axis("state", everyone))
 
     def rows(self, batch: int) -> slice:
-        """The rows of this group in a batch of so many samples."""
+        """Rows of a batch of ``batch`` samples that belong to this group."""
         return slice(*bounds(batch, self.count, self.index))
 
     def close(self) -> None:
-        """Leave the groups that lead out of this one."""
+        """Destroy the process groups that connect this group to others."""
         self._outside.close()

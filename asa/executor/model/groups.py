@@ -1,4 +1,4 @@
-"""Process groups of a plan: every one it needs, created once, by all ranks in one order."""
+"""Process groups that a plan needs. Every process creates all of them, once, in the same order."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from asa.ir.transfer import hops, whole
 from asa.sharding.axis import Axis
 
 Purpose = Literal["gradient", "activation", "ahead", "back", "state"]
-"""Gradient buckets run beside backward and activations run inside it: one must not queue behind the other. ``ahead``
-and ``back`` are the two directions between neighbouring stages; ``state`` joins all ranks, on the host."""
+"""Purpose of a group. Gradient buckets run beside backward and activations inside it: one must not queue behind the
+other. ``ahead`` and ``back`` are the two directions between consecutive stages; ``state`` connects all ranks, on the
+host."""
 
 
 def rehearsed() -> bool:
-    """Whether the world is one of which this process is the only rank (:mod:`asa.executor.measuring.rehearsal`)."""
+    """Whether this process is the only real rank of its world (:mod:`asa.executor.measuring.rehearsal`)."""
     return dist.get_backend() == "fake"
 
 
 class Groups:
-    """Axes of one rank by purpose and member ranks. Every process of the run constructs them, member or not.
+    """The axes of one rank, by purpose and member ranks. Every process of the run must construct one, member or not.
 
-    ``rank``: of the plan, None for a process that runs none. ``processes``: the one that runs each rank of the plan; in
-    order, where not given.
+    ``rank``: of the plan; None for a process that runs no rank. ``processes``: which process of the run runs each rank
+    of the plan; process i runs rank i if not given.
     """
 
     def __init__(
@@ -50,13 +51,17 @@ class Groups:
                 self._axes[purpose, ranks] = Axis(size=len(ranks), index=ranks.index(rank), group=group)
 
     def axis(self, purpose: Purpose, ranks: tuple[int, ...]) -> Axis:
-        """This rank's axis among ``ranks``; KeyError if it was not asked for."""
+        """This rank's axis among ``ranks``.
+
+        Raises:
+            KeyError: the group was not requested when the groups were made.
+        """
         if len(ranks) == 1:
             return Axis(size=1, index=0)
         return self._axes[purpose, ranks]
 
     def close(self) -> None:
-        """Leave all groups, for instance before another plan's are made."""
+        """Destroy all process groups, for instance before those of another plan are created."""
         for axis in self._axes.values():
             if axis.group is not None:
                 dist.destroy_process_group(axis.group)
@@ -64,10 +69,10 @@ class Groups:
 
 
 def _in_order(members: Sequence[int]) -> dict[str, Any]:
-    """What has a group keep the order of its members, so that its ranks are the plan's in their order.
+    """Options of ``new_group`` that keep ``members`` in the given order, which is the order of the plan's ranks.
 
     Raises:
-        UnavailableError: this torch sorts them.
+        UnavailableError: this version of torch always sorts the members.
     """
     if all(a < b for a, b in pairwise(members)):
         return {}
@@ -79,13 +84,16 @@ def _in_order(members: Sequence[int]) -> dict[str, Any]:
 
 
 def all_ranks(plan: Plan) -> tuple[int, ...]:
-    """Ranks that take part, in order."""
+    """All ranks of the plan, in order."""
     return tuple(range(plan.num_ranks))
 
 
 def groups_of(plan: Plan, outer: Layout | None = None) -> list[tuple[Purpose, tuple[int, ...]]]:
-    """Every process group the plan needs, in the order in which all ranks create them. ``outer``: the layout in which
-    a plan of one stage is given its input and gives its output, where that is not its first and last components'."""
+    """Purpose and member ranks of every process group that the plan needs, in the order of creation on all ranks.
+
+    ``outer``: for a plan of one stage, the layout of the model's input and output, if it is not that of its first and
+    last components.
+    """
     found: list[tuple[Purpose, tuple[int, ...]]] = []
     for stage in plan.stages:
         position = Position.of(plan, stage.ranks[0])

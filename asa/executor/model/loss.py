@@ -1,4 +1,4 @@
-"""Cross-entropy on whatever a model returns: logits of samples, pixels or tokens, and auxiliary heads."""
+"""Loss and accuracy of a model's output: logits for samples, pixels or tokens, and auxiliary heads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEGMENTATION_AUXILIARY_WEIGHT = 0.5
 
 
 def logits_of(output: Any) -> Tensor:
-    """The main prediction in a model's output."""
+    """The main logits in a model's output, which may be a tensor, a dict, a sequence or an object with ``logits``."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, dict):
@@ -29,17 +29,19 @@ def logits_of(output: Any) -> Tensor:
 
 
 def by_tokens(logits: Tensor, labels: Tensor) -> bool:
-    """Whether ``logits`` are [N, T, classes], one row for each of the tokens that ``labels`` [N, T] are of: language
-    models have their classes last."""
+    """Whether ``logits`` are [N, T, classes] with one row per token of ``labels`` [N, T], as language models return
+    them."""
     return logits.dim() == 3 and labels.dim() == 2 and logits.shape[:2] == labels.shape
 
 
 def labels_for(logits: Tensor, labels: Tensor) -> Tensor:
-    """``labels`` as ``logits`` [N, classes, ...] need them: one for each position of a sample, or one for all of
-    them. Of labels [N, T] for logits [N, classes] the last: what comes after the whole sequence.
+    """``labels`` in the shape that fits ``logits`` [N, classes, ...]: one label per predicted position, or one per
+    sample.
+
+    For labels [N, T] and logits [N, classes] these are the last labels: what follows the whole sequence.
 
     Raises:
-        UsageError: labels for other positions than are predicted.
+        UsageError: there are labels for other positions than those predicted.
     """
     if logits.dim() == 2 and labels.dim() == 2:
         return labels[:, -1]
@@ -55,7 +57,8 @@ def labels_for(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def hits_of(output: Any, labels: Tensor) -> Tensor:
-    """Per sample, the share of its positions that are predicted right: 0 or 1 where there is one."""
+    """Fraction of each sample's positions that are predicted correctly, float32 [N]; 0 or 1 where there is one
+    position."""
     logits = logits_of(output)
     if by_tokens(logits, labels):
         return (logits.argmax(-1) == labels).float().mean(1)
@@ -64,15 +67,15 @@ def hits_of(output: Any, labels: Tensor) -> Tensor:
 
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
-"""Logits [N, K, ...] and labels int64 [N, ...] to their mean loss."""
+"""Function from logits [N, K, ...] and labels int64 [N, ...] to their mean loss."""
 
 
 def loss_of(output: Any, labels: Tensor, label_smoothing: float = 0.0, criterion: Criterion | None = None) -> Tensor:
-    """Mean cross-entropy over the rows of ``labels``, or of another ``criterion``; auxiliary heads at their published
+    """Mean cross-entropy (or ``criterion``) over the rows of ``labels``, plus auxiliary heads at their published
     weights.
 
-    A head is what has logits of as many classes; other outputs (features, a penalty) are not trained on.
-    No rows give a zero that is still connected to the graph.
+    An output counts as a head if it has logits for as many classes; other outputs (features, a penalty) add nothing.
+    Zero rows give a zero that is still connected to the graph.
     """
 
     mean = criterion or partial(F.cross_entropy, label_smoothing=label_smoothing)

@@ -1,9 +1,9 @@
-"""A plan and a model become one rank's part of the computation.
+"""Builds one rank's part of the computation from a plan and a model.
 
-A rank keeps its stage's components and lets go of the others. Every component is split over its tensor group,
-neighbours of one layout become one *segment* wrapped by their data strategy, and boundaries join segments. What runs
-is what the plan priced: the collectives of each page's ``traffic`` and of :class:`asa.ir.layout.Boundary`, and the
-messages of :mod:`asa.ir.transfer`.
+A rank keeps the components of its stage and drops the others. Every component is split over its tensor group,
+neighbouring components of one layout become one *segment* wrapped by their data strategy, and boundaries connect
+segments. What runs is what the plan priced: the collectives in each strategy's ``traffic`` and in
+:class:`asa.ir.layout.Boundary`, and the messages of :mod:`asa.ir.transfer`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from asa.tracing.preserve import preserved
 BatchNormMode = Literal["local", "exact"]
 
 StandIn = Callable[[TracedComponent, Assignment, Axis], None]
-"""Puts something else in the place of what a component computes, once it is split over its tensor axis."""
+"""Function that replaces the computation of a component, once it is split over its tensor axis."""
 
 
 class _Surroundings:
-    """What a rank of a plan has around it while its part is built."""
+    """The groups, position and settings that a rank needs while its part of the model is built."""
 
     def __init__(
         self, plan: Plan, rank: int, timeout_s: float, outer: Layout | None, alike: bool, processes: tuple[int, ...],
@@ -77,13 +77,13 @@ class _Surroundings:
         return self.axis(layout.data_group(self.position.place), "gradient")
 
     def samples_axis(self, layout: Layout) -> Axis:
-        """All ranks between which the samples of the whole batch are divided as this one has them."""
+        """Axis of all ranks that hold the other samples of the whole batch, for components of ``layout``."""
         if self._across is None:
             return self.data_axis(layout)
         return self._across.all_of(self.position.world(layout.data_group(self.position.place)))
 
     def gradient_axis(self, layout: Layout, choice: DataDegree, compression: CompressionName) -> Axis:
-        """The data axis as a page of ``asa.strategies`` takes it."""
+        """Axis over which gradients of ``layout`` are reduced, in the form that :mod:`asa.strategies` take."""
         parts, place = None, self.position.place
         if choice.shards is not None:
             inside, across = layout.inside_group(place, choice.shards), layout.across_group(place, choice.shards)
@@ -102,14 +102,14 @@ class _Surroundings:
 def _groups(
     plan: Plan, rank: int | None, timeout_s: float, outer: Layout | None, processes: tuple[int, ...]
 ) -> Groups | None:
-    """The plan's groups, made by every process of the run; none for one rank alone."""
+    """The plan's process groups, constructed by every process of the run; None for a plan of one rank."""
     return Groups(rank, groups_of(plan, outer), timeout_s, processes) if plan.num_ranks > 1 else None
 
 
 def _boundaries(position: Position, components: list[TracedComponent], outer: Layout | None) -> list[Boundary | None]:
-    """One in front of every component of the stage (none before the model's first), and one behind the last.
+    """Boundaries before each component of the stage (None before the model's first), and one after the last.
 
-    ``outer``: the layout of the model's input and output, where that is not its first and last components'.
+    ``outer``: the layout of the model's input and output, if it is not that of its first and last components.
     """
     layouts = position.layouts
     into: list[dict[str, Any]] = []
@@ -152,7 +152,7 @@ def _check(plan: Plan, traced: TracedModel, strategies: Strategies) -> None:
 
 
 def _check_ties(plan: Plan, traced: TracedModel) -> None:
-    """Whether components that share a parameter run in one way: its gradient is one.
+    """Check that components which share a parameter run the same way, since its gradient is one sum.
 
     Raises:
         UsageError: they do not.
@@ -168,10 +168,10 @@ def _check_ties(plan: Plan, traced: TracedModel) -> None:
 
 
 def _check_stages(plan: Plan, traced: TracedModel) -> None:
-    """What cannot be cut into stages.
+    """Check that the model can be cut into the plan's stages.
 
     Raises:
-        UsageError: side outputs before the last stage, or a parameter in two stages.
+        UsageError: a stage before the last has side outputs, or two stages share a parameter.
     """
     owner: dict[int, int] = {}
     for component, a in zip(traced.components, plan.components, strict=True):
@@ -189,10 +189,10 @@ def _check_stages(plan: Plan, traced: TracedModel) -> None:
 
 
 def _orders(plan: Plan, strategies: Strategies, stage: int) -> dict[int, tuple[Action, ...]]:
-    """What the stage does in a step, by number of microbatches (a short last batch may fill fewer).
+    """Actions of the stage in one step, by number of microbatches; a short last batch may fill fewer than the plan's.
 
     Raises:
-        InvalidInputError: a schedule that is not run here. UsageError: one that refuses.
+        InvalidInputError: an unknown schedule. UsageError: it refuses this number of stages or microbatches.
     """
     count = range(1, plan.num_microbatches + 1)
     if len(plan.stages) == 1:
@@ -237,17 +237,18 @@ def materialize(
     keyed_draws: bool = False,
     apart: bool = False,
 ) -> ParallelModel:
-    """Build the part of ``model`` under ``plan`` of process ``rank`` of the run. Collective: all call it with equal
-    weights, those that run no rank of the plan (``processes[i]`` runs rank i; rank i itself where None) included.
+    """Build the part of ``model`` that process ``rank`` of the run computes under ``plan``. Collective: all processes
+    call it with equal weights, also those that run no rank of the plan (``processes[i]`` runs rank i; process i if
+    None).
 
-    ``example`` is any batch the model takes (two samples do); the model's own modules are taken over, and those of
-    other stages lose their weights. A model that was traced already is not traced again. ``prepare`` is called once
-    the model is traced and before anything is split, ``stand_in`` for every component of the rank's stage.
-    ``timeout_s``: how long a rank waits for the others in any collective of the plan. ``outer``: the layout in which
-    ranks hand in their rows and get their outputs, in a plan of one stage; as the plan has it where None. ``alike``:
-    the ranks' weights are known to be equal, so that none are sent before the first step. ``keyed_draws``: numbers that
-    the model's own code draws are made a function of seed, step and sample; for that
-    ``example`` is run once more. ``apart``: the caller conducts the plan's discipline of consistency, if it has one.
+    ``example`` is any batch the model accepts (two samples are enough). The model's own modules are used, and those of
+    other stages lose their weights. A traced model is not traced again. ``prepare`` is called after tracing and before
+    anything is split; ``stand_in`` is called for every component of the rank's stage. ``timeout_s``: how long a rank
+    waits for the others in any collective of the plan. ``outer``: the layout in which ranks give their input rows and
+    get their outputs, in a plan of one stage; that of the plan if None. ``alike``: the ranks' weights are known to be
+    equal, so none are sent before the first step. ``keyed_draws``: random numbers drawn by the model's own code become
+    a function of seed, step and sample; ``example`` is run once more for that. ``apart``: the caller implements the
+    plan's consistency discipline, if it has one.
 
     Raises:
         InvalidInputError: the plan's components are not the model's.
@@ -330,7 +331,7 @@ def materialize(
 def _idle(
     plan: Plan, traced: TracedModel, groups: Groups | None, processes: tuple[int, ...], device: torch.device
 ) -> ParallelModel:
-    """What a process has that runs no rank of ``plan``."""
+    """The model of a process that runs no rank of ``plan``: it has no components."""
     position = Position.nowhere()
     order: dict[int, tuple[Action, ...]] = dict.fromkeys(range(1, plan.num_microbatches + 1), ())
     traced, elsewhere = _own_part(traced, position)
@@ -343,7 +344,8 @@ def _idle(
 def _looked_at(
     model: nn.Module, traced: TracedModel, example: Tensor, context: SampleContext
 ) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """Components that draw numbers of their own when they train, and by what; names of buffers that change then."""
+    """Run two samples of ``example``, and return which components draw random numbers in training, with the functions
+    they draw from, and the names of buffers that training changes."""
     if example.is_meta or any(p.is_meta for p in model.parameters()):
         return {}, ()
     batch = example[torch.arange(2, device=example.device) % len(example)]
@@ -360,7 +362,7 @@ def _looked_at(
 
 
 def _own_part(traced: TracedModel, position: Position) -> tuple[TracedModel, frozenset[str]]:
-    """The stage's components; names of what the others held, whose memory is given back."""
+    """The components of the rank's stage, and the names of the tensors of other stages, whose memory is freed."""
     elsewhere: set[str] = set()
     own = traced.components[position.components.start : position.components.stop]
     for i, component in enumerate(traced.components):

@@ -1,4 +1,5 @@
-"""Training or evaluation, module by module: what a program has left in evaluation (frozen BatchNorm) stays there."""
+"""Training or evaluation mode of each module: modules that a program keeps in evaluation (frozen BatchNorm) stay
+there."""
 
 from __future__ import annotations
 
@@ -14,15 +15,16 @@ from asa.tracing.component import TracedComponent
 
 @dataclass(frozen=True, kw_only=True)
 class Modes:
-    """The mode of every module of a model in training, by its path; empty where they are all in one."""
+    """``training`` flag of every module of a model in training, by path; empty if all modules have the same mode."""
 
     training: dict[str, bool] = field(default_factory=dict)
     by_code: frozenset[str] = frozenset()
-    """Paths of modules in evaluation whose own ``forward`` asks for the mode."""
+    """Paths of modules in evaluation mode whose own ``forward`` reads the mode."""
 
     @staticmethod
     def of(model: nn.Module) -> Modes:
-        """The modes of now. A model in evaluation as a whole is not looked into: it has not been set to train yet."""
+        """The current modes of ``model``. Empty for a model in evaluation as a whole: it has not been set to train
+        yet."""
         found = {path: m.training for path, m in model.named_modules() if path}
         if not model.training or all(found.values()):
             return Modes()
@@ -30,7 +32,7 @@ class Modes:
         return Modes(training=found, by_code=frozenset(path for path, m in still if _asks(m)))
 
     def restore(self, components: Sequence[TracedComponent]) -> None:
-        """Have the modules of ``components``, all in training, be as they were."""
+        """Set the modules of ``components``, all of which are in training mode, back to the recorded modes."""
         for component in components:
             own = [p for p, _ in component.named_modules() if p in self.training]
             if not own:
@@ -41,11 +43,11 @@ class Modes:
                 nearest = next((p for p in known if p in self.training), None)
                 if nearest is not None:
                     module.training = self.training[nearest]
-            # Where nothing trains it is the graph of evaluation that runs.
+            # A component without any module in training mode runs its evaluation graph.
             component.training = any(self.training[p] for p in own)
 
     def check(self, components: Sequence[TracedComponent]) -> None:
-        """Warn of modules in evaluation that a trace in training has taken apart."""
+        """Warn about modules in evaluation mode that tracing in training mode has split into single operations."""
         graphs = [c.train_graph.graph for c in components if isinstance(c.train_graph, fx.GraphModule)]
         called = {str(n.target) for graph in graphs for n in graph.nodes if n.op == "call_module"}
         apart = [

@@ -1,7 +1,7 @@
-"""Parameters whose optimizer state and update are on the host (Ren et al. 2021, "ZeRO-Offload").
+"""Optimizer state and updates on the host (Ren et al. 2021, "ZeRO-Offload").
 
-The optimizer updates copies in host memory: in front of its step gradients go there, behind it new parameters come
-back. Forward and backward see the device's own parameters only.
+The optimizer updates copies in host memory: gradients are copied there before its step, and new parameters are copied
+back after it. Forward and backward use only the device's own parameters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _COPIES = "asa_host_copies"
 
 
 class HostCopies:
-    """Host copies of this rank's part of ``parameters``, each once; page-locked where that makes copies faster."""
+    """Host copies of this rank's part of ``parameters``, each once; in page-locked memory where that makes copies
+    faster."""
 
     @torch.no_grad()
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -31,7 +32,7 @@ class HostCopies:
 
     @torch.no_grad()
     def take(self, *_: Any) -> None:
-        """Gradients to the host; parameters too where anything but :meth:`give` has written to them."""
+        """Copy gradients to the host, and parameters too if anything except :meth:`give` has written to them."""
         for p, copy in self.of.items():
             if self._seen.get(p) != _state(p):
                 copy.copy_(local(p.detach()), non_blocking=True)
@@ -46,7 +47,7 @@ class HostCopies:
 
     @torch.no_grad()
     def give(self, *_: Any) -> None:
-        """Updated parameters to the device."""
+        """Copy updated parameters to the device."""
         for p, copy in self.of.items():
             if copy.grad is not None:
                 local(p.detach()).copy_(copy, non_blocking=True)
@@ -54,20 +55,20 @@ class HostCopies:
 
 
 def _state(parameter: nn.Parameter) -> tuple[int, int]:
-    """Changes whenever the parameter is written to, or is put elsewhere."""
+    """Address and version of the parameter's data; they change whenever it is written to or replaced."""
     held = local(parameter.detach())
     return held.data_ptr(), held._version
 
 
 def attach(optimizer: torch.optim.Optimizer, copies: HostCopies) -> None:
-    """Have every step of ``optimizer``, which updates ``copies``, move gradients and parameters."""
+    """Copy gradients before and parameters after every step of ``optimizer``, which updates ``copies``."""
     optimizer.register_step_pre_hook(copies.take)
     optimizer.register_step_post_hook(copies.give)
     optimizer.__dict__[_COPIES] = copies
 
 
 def updated_in(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
-    """The tensor by which ``optimizer`` knows ``parameter``: itself, or its copy on the host."""
+    """The tensor that ``optimizer`` updates for ``parameter``: the parameter itself, or its copy on the host."""
     copies: HostCopies | None = optimizer.__dict__.get(_COPIES)
     found = None if copies is None or not isinstance(parameter, nn.Parameter) else copies.of.get(parameter)
     return parameter if found is None else found

@@ -1,4 +1,4 @@
-"""One rank's part of a computation under a plan: segments joined by boundaries, stages joined by links."""
+"""One rank's part of a model under a plan: segments connected by boundaries, stages connected by links."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ from asa.tracing.component import TracedComponent
 from asa.zoo.data import draws
 
 _LOOKS, _MODEL_DRAWS = 2, named("model draws")
-"""Steps in which a model that is called as a whole is watched for random numbers; and what those are keyed by."""
+"""Number of steps in which a model that is called as a whole is checked for random numbers; and the key of these
+numbers."""
 
 
 def _nobody(_what: str, *, within_s: float) -> None:
-    """The meeting of ranks of whom nobody may be missing: what they run is asa's own."""
+    """Do nothing: the barrier of ranks that cannot be missing, because they run asa's own code."""
 
 
 class Segment(nn.Module):
-    """Neighbouring components of one layout and data strategy, with the boundaries between them."""
+    """Consecutive components of one layout and data strategy, with the boundaries between them."""
 
     def __init__(self, components: list[TracedComponent], crossings: list[Crossing | None], context: SampleContext):
         super().__init__()
@@ -56,7 +57,8 @@ class Segment(nn.Module):
         return [name for c in self._traced for name in c.side_outputs()]
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """(main, *sides) from this rank's rows, one tensor; of a model that is called as a whole its own output."""
+        """Outputs (main, then side outputs) for this rank's rows, one tensor; for a model that is called as a whole,
+        its own output."""
         if isinstance(self._traced[0], CalledModel):
             return self._traced[0](*args, **options)
         (x,) = args
@@ -80,7 +82,7 @@ class Segment(nn.Module):
 
 @dataclass(frozen=True)
 class Placed:
-    """A segment as it stands in the network: how data comes in, and how side outputs reach the last layout."""
+    """A segment with its layout, how data enters it, and how side outputs are converted to the last layout."""
 
     module: nn.Module
     segment: Segment
@@ -91,9 +93,10 @@ class Placed:
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """A rank's ends of the hand-overs before and behind its stage; None where there is none.
+    """A rank's links to the stages before and after its own; None where there is none.
 
-    ``input_shape`` is that of a sample that arrives. Gradients go back where anything before the hop is trained.
+    ``input_shape`` is the shape of one incoming sample. Gradients are sent back if anything in an earlier stage is
+    trained.
     """
 
     arriving: Link | None = None
@@ -115,15 +118,14 @@ class Links:
 
 
 class ParallelModel:
-    """One rank's part of a model under a plan. Collective calls say so.
+    """One rank's part of a model under a plan. Methods that are collective say so.
 
     ``components`` and ``layouts`` are those of the rank's own stage; ``elsewhere`` names the parameters and buffers
-    that other stages hold; ``order`` is what a step does with its microbatches, here. ``owner``: which index of its
-    data group updates a parameter, where the update is shared out. ``processes``: the one of the run that is each rank
-    of the plan.
+    that other stages hold; ``order`` lists this rank's actions in a step. ``owner``: the index in the data group that
+    updates a parameter, where updates are divided. ``processes``: which process of the run runs each rank of the plan.
 
-    A process that is none of them has one, too, with no components: in a step it does nothing, and what is asked of all
-    processes of the run it answers.
+    A process that runs no rank has a model without components: it computes nothing in a step, but takes part in
+    collectives of the whole run.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class ParallelModel:
     ) -> None:  # fmt: skip
         self.plan, self.processes, self.device = plan, processes, device
         self.grouped: Grouped | None = None
-        """The other groups of the run, where each runs this plan on its share of the batch."""
+        """The other groups of the run, if each runs this plan on its share of the batch."""
         self.traced, self.context = traced, context
         self.position, self.links, self.elsewhere = position, links, elsewhere
         self.layouts = position.layouts
@@ -150,33 +152,34 @@ class ParallelModel:
         """Names of components that draw random numbers by code of their own."""
         self.meet: Callable[..., None] = _nobody
         self.draws = False
-        """Whether a model that is called as a whole was seen to draw random numbers in training."""
+        """Whether random numbers were observed in training, for a model that is called as a whole."""
         self._rows: dict[int, list[slice]] = {}
-        if device.type == "cuda":  # elsewhere FSDP waits for what it gathers
+        if device.type == "cuda":  # on other devices FSDP gathers synchronously
             self.gather_across()
 
     @property
     def whole_plan(self) -> Plan:
-        """The plan of the whole run: that of all groups, where there are several."""
+        """The plan of the whole run: that of all groups, if there are several."""
         return self.plan if self.grouped is None else self.grouped.plan
 
     @property
     def all_processes(self) -> tuple[int, ...]:
-        """The processes of the whole run, those of all groups in order."""
+        """The processes of the whole run, of all groups in order."""
         return self.processes if self.grouped is None else self.grouped.all_processes
 
     @property
     def components(self) -> list[TracedComponent]:
-        """The components of this rank's stage, as it holds them."""
+        """The components of this rank's stage, as this rank holds them."""
         return self.traced.components
 
     def axis(self, purpose: Purpose, places: tuple[int, ...]) -> Axis:
-        """This rank's axis among ``places`` of its stage."""
+        """This rank's axis among the ranks at ``places`` of its stage."""
         return SOLO if self._groups is None else self._groups.axis(purpose, self.position.world(places))
 
     @property
     def state_axis(self) -> Axis | None:
-        """All ranks of the plan, on the host, where none of them has the whole optimizer state, or all weights."""
+        """Axis of all ranks of the plan, on the host; None if every rank has the whole optimizer state and all
+        weights."""
         if self.idle or self._groups is None or (len(self.plan.stages) == 1 and not self._updates):
             return None
         return self._groups.axis("state", all_ranks(self.plan))
@@ -203,18 +206,19 @@ class ParallelModel:
         return {p for component, a in parts if a.offload for p in component.parameters()}
 
     def share_updates(self) -> None:
-        """To be called after every optimizer step (collective): what other ranks updated arrives here."""
+        """Broadcast what each rank has updated to the ranks that hold it too; call after every optimizer step
+        (collective)."""
         for update in self._updates:
             update.publish()
 
     def zero_grad(self) -> None:
-        """Forget all gradients, also of parameters that other ranks update."""
+        """Set all gradients to None, also those of parameters that other ranks update."""
         for p in self.parameters():
             p.grad = None
 
     def train(self, mode: bool = True, *, all_alike: bool = False) -> None:
-        """Training mode, or evaluation. In training what came in evaluation mode stays there, but where ``all_alike``:
-        so it is where a program says ``train()``."""
+        """Set training or evaluation mode. In training, modules that came in evaluation mode stay there unless
+        ``all_alike``, which is what a program's own ``train()`` means."""
         self.training = mode
         self.reduction.release()
         for place in self._placed:
@@ -223,12 +227,12 @@ class ParallelModel:
             self.modes.restore(self.components)
 
     def eval(self) -> None:
-        """Evaluation mode."""
+        """Set evaluation mode."""
         self.train(False)
 
     @property
     def rank(self) -> int | None:
-        """The rank of the plan that this process runs, if it runs one."""
+        """The rank of the plan that this process runs; None if it runs none."""
         return None if self.idle else self.position.ranks[self.position.place]
 
     @property
@@ -238,48 +242,49 @@ class ParallelModel:
 
     @property
     def reads(self) -> bool:
-        """Whether this rank's stage is the first: it reads the data."""
+        """Whether this rank's stage is the first, which reads the data."""
         return self.position.arriving is None and not self.idle
 
     @property
     def concludes(self) -> bool:
-        """Whether this rank's stage is the last: it sees outputs, labels and the loss."""
+        """Whether this rank's stage is the last, which has the outputs, labels and loss."""
         return self.position.leaving is None and not self.idle
 
     def order(self, microbatches: int) -> tuple[Action, ...]:
-        """What a step of so many microbatches does here."""
+        """This rank's actions in a step of ``microbatches`` microbatches."""
         return self._order[microbatches]
 
     def input_rows(self, batch: int) -> tuple[int, int]:
-        """Rows of a batch that this rank reads: none behind the first stage."""
+        """Start and stop of the rows of a batch that this rank reads; none after the first stage."""
         return self.layouts[0].rows_of(batch, self.position.place) if self.reads else (0, 0)
 
     def output_rows(self, batch: int) -> tuple[int, int]:
-        """Rows of a batch whose outputs this rank ends up with: none before the last stage."""
+        """Start and stop of the rows of a batch whose outputs this rank gets; none before the last stage."""
         return self.layouts[-1].rows_of(batch, self.position.place) if self.concludes else (0, 0)
 
     def counts_rows(self) -> bool:
-        """Whether this rank, among those with the same output rows, is the one that counts them."""
+        """Whether this rank counts its output rows; exactly one of the ranks with the same output rows does."""
         return self.concludes and self.position.place % self.layouts[-1].inner == 0
 
     def loss_scale(self, batch: int) -> float:
-        """Factor on the mean loss over :meth:`output_rows`: 1 where shards are even."""
+        """Factor on the mean loss over :meth:`output_rows`; 1 where all data shards are equal."""
         if self.idle:
             return 0.0
         start, stop = self.output_rows(batch)
         return (stop - start) * self.layouts[-1].data / batch
 
     def _rows_of(self, total: int) -> list[slice]:
-        """This rank's rows of a microbatch of ``total`` in every segment: looked up in every step, and few."""
+        """This rank's rows, in every segment, of a microbatch of ``total`` samples. Cached: every step asks for the
+        same few."""
         if total not in self._rows:
             self._rows[total] = [slice(*p.layout.rows_of(total, self.position.place)) for p in self._placed]
         return self._rows[total]
 
     def compute(self, value: Any, samples: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The stage from its entry to its exit: the main value and the side outputs.
+        """Run the stage from its input to its output; return the main value and the side outputs.
 
-        ``value``: this rank's rows of the microbatch ``samples`` (global indices, int64); for a model that is called
-        as a whole its arguments by position and by name, and the main value is whatever it returns.
+        ``value``: this rank's rows of the microbatch ``samples`` (global indices, int64); for a model that is called as
+        a whole, its positional and keyword arguments, and the main value is whatever it returns.
         """
         context, total = self.context, len(samples)
         if self.called:
@@ -306,19 +311,19 @@ class ParallelModel:
 
     @property
     def called(self) -> bool:
-        """Whether the model is one component, called as its own ``forward`` is (:meth:`call`)."""
+        """Whether the model is one component whose own ``forward`` is called (:meth:`call`)."""
         return bool(self.components) and isinstance(self.components[0], CalledModel)
 
     def call(self, samples: Tensor, step: int, total: int, *args: Any, **options: Any) -> Any:
-        """The model's own output for this rank's rows, of a model that is called as a whole.
+        """Output for this rank's rows of a model that is called as a whole.
 
-        ``samples``: global indices (int64) of the rows, of ``total`` on all ranks.
+        ``samples``: global indices (int64) of the rows. ``total``: number of rows on all ranks.
         """
         self.context.step, self.context.total, self.context.samples = step, total, samples
         if not self.training:
             return self._placed[0].module(*args, **options)
         self.reduction.begin()
-        # What is drawn in there by nobody that knows of samples is other on every rank, and the same under every plan.
+        # Random numbers drawn by code that does not know of samples: seeded by the rank's first sample and the step.
         first = int(samples[0]) if len(samples) and samples.device.type == "cpu" else 0
         with seeded(draws.key(self.context.seed, step, first, _MODEL_DRAWS), foreign=True):
             before = torch.get_rng_state() if step < _LOOKS else None
@@ -328,14 +333,14 @@ class ParallelModel:
         return output
 
     def _left(self, crossing: Crossing | None, output: Tensor, total: int, name: str) -> Tensor:
-        """An output of the model in the layout it leaves in."""
+        """An output of the model, converted to the layout in which outputs are returned."""
         return output if crossing is None else crossing.leave(output, total, self.traced.batch_dims.get(name, 0))
 
     def forward(self, x: Any, samples: Tensor, step: int) -> Any:
-        """The model's own output, for :meth:`output_rows` of the microbatch ``samples``; None before the last stage.
+        """The model's own output for :meth:`output_rows` of the microbatch ``samples``; None before the last stage.
 
-        ``x``: :meth:`input_rows` of it; not looked at behind the first stage. Between stages nothing is kept for a
-        backward: a step with gradients is :func:`asa.executor.model.step.forward_backward`.
+        ``x``: :meth:`input_rows` of the microbatch; ignored after the first stage. Nothing is kept between stages for a
+        backward pass: a step with gradients is :func:`asa.executor.model.step.forward_backward`.
         """
         if self.idle:
             return None
@@ -356,22 +361,23 @@ class ParallelModel:
     __call__ = forward
 
     def gather_across(self) -> None:
-        """Have weights gathered a component ahead from one segment to the next, too."""
+        """Let each segment start gathering the weights of the next one, as components do inside a segment."""
         segments = [p.segment for p in self._placed]
         acquaint(segments, [s.neighbours for s in segments])
 
     @property
     def sharded(self) -> list[FSDPModule]:
-        """The units whose weights are gathered and whose gradients are scattered."""
+        """FSDP modules: the units whose weights are gathered and whose gradients are reduce-scattered."""
         return [m for p in self._placed for m in p.module.modules() if isinstance(m, FSDPModule)]
 
     def bucket_gradients(self) -> list[Tensor]:
-        """Gradients that lie in communication buckets, which outlive the step (after the first backward)."""
+        """Gradients that are views of communication buckets, which outlive the step (known after the first
+        backward)."""
         return [p.grad for r in self.reduction.replicas for p in r.parameters if p.grad is not None]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Steps inside leave every rank's gradients its own."""
+        """Context in which gradients are not reduced: every rank keeps its own."""
         self.reduction.quiet = True
         try:
             yield
@@ -379,7 +385,8 @@ class ParallelModel:
             self.reduction.quiet = False
 
     def average_buffers(self) -> None:
-        """Make running statistics one over each data group, every rank's by what it saw (collective)."""
+        """Average running statistics over each data group, weighted by the ranks' shares of the samples
+        (collective)."""
         for component, layout in zip(self.components, self.layouts, strict=True):
             floats = [b for b in component.buffers() if b.is_floating_point()]
             axis = self.axis("gradient", layout.data_group(self.position.place))
@@ -394,7 +401,7 @@ class ParallelModel:
                 buffer.copy_(part.view_as(buffer))
 
     def close(self) -> None:
-        """Leave the plan's process groups (collective)."""
+        """Destroy the plan's process groups (collective)."""
         self.links.settle()
         if self._groups is not None:
             self._groups.close()

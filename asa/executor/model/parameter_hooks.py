@@ -1,5 +1,5 @@
-"""Hooks of the user's own on parameters: where a plan puts other tensors in the place of parameters they would be lost
-in silence, so such a plan is refused."""
+"""Checks for a user's hooks on parameters: a plan that replaces parameters by other tensors would lose them in silence,
+so it is refused."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from asa.tracing import TracedModel
 
 
 def hooked(p: nn.Parameter) -> bool:
-    """Whether something happens to the gradient of ``p`` (as autograd sees it) before an optimizer does."""
+    """Whether ``p`` has a hook that sees or changes its gradient before the optimizer does."""
     return bool(p._backward_hooks) or bool(getattr(p, "_post_accumulate_grad_hooks", None))
 
 
 def check_hooks(plan: Plan, traced: TracedModel) -> None:
-    """Whether hooks on parameters still mean under ``plan`` what they mean on one device.
+    """Check that hooks on parameters mean under ``plan`` what they mean on one device.
 
     Raises:
         UsageError: they do not.
@@ -39,14 +39,14 @@ def check_hooks(plan: Plan, traced: TracedModel) -> None:
 
 
 def replaced(assignment: Assignment) -> bool:
-    """Whether other parameters, which are parts, take the place of the model's own."""
+    """Whether ``assignment`` replaces the component's parameters by shards of them."""
     return assignment.tensor.degree > 1 or (
         assignment.data.degree > 1 and assignment.data.strategy not in ("replicate", "zero1")
     )
 
 
 def refuse_hooks(parameters: list[nn.Parameter]) -> None:
-    """Have those that are sharded refuse hooks on their gradient, which autograd never hands to them."""
+    """Make sharded parameters refuse hooks on their gradient, because autograd never calls them there."""
     for p in parameters:
         if isinstance(p, DTensor):
             p.register_hook = _refused  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Where a rank stands in a plan: its stage, its place among the stage's ranks, the components they run."""
+"""Position of a rank in a plan: its stage, its index among the stage's ranks, and the components they run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from asa.ir.transfer import Hop, hops
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """``place`` counts from 0 within ``ranks``: what layouts call a rank. ``components`` are indices into the plan's.
+    """Position of one rank. ``place`` is its index in ``ranks``, the stage's ranks; layouts call it a rank.
+    ``components`` are indices into the plan's components.
 
-    ``arriving`` and ``leaving`` are the hand-overs from the stage before and to the one behind.
+    ``arriving`` and ``leaving`` are the transfers from the previous stage and to the next one.
     """
 
     stage: int
@@ -44,16 +45,16 @@ class Position:
 
     @staticmethod
     def nowhere() -> Position:
-        """That of a process that runs no rank of the plan: in no stage, with nothing to compute."""
+        """The position of a process that runs no rank of the plan: no stage, no components."""
         return Position(stage=-1, ranks=(), place=-1, components=range(0), layouts=(), arriving=None, leaving=None)
 
     @property
     def idle(self) -> bool:
-        """Whether it is in no stage."""
+        """Whether the process is in no stage."""
         return self.stage < 0
 
     def assignments(self, plan: Plan) -> tuple[Assignment, ...]:
-        """The stage's part of ``plan.components``."""
+        """The assignments of the stage's components, from ``plan.components``."""
         return plan.components[self.components.start : self.components.stop]
 
     def world(self, places: Sequence[int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Why training under a plan may differ from training on one device: what a model does that no plan can keep."""
+"""Properties of a model that make training under any parallel plan differ from training on one device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from asa.tracing import outcome, trace
 from asa.zoo.inputs import random
 
 _ROUNDING = 1e-9
-"""Relative, in float64: rows of one matrix product may be added up in another order than a row alone."""
+"""Relative tolerance in float64: a matrix product of several rows may add in another order than one of a single row."""
 
 
 def reasons(
     rank: int, build: Callable[[], nn.Module], input_shape: tuple[int, ...], num_classes: int
 ) -> tuple[str, ...]:
-    """In sentences, what is found by running the model that ``build`` makes on two random samples; on a rank of its
-    own, since the parent of ranks does not compute."""
+    """Sentences that say why results may differ, from running the model that ``build`` makes on two random samples.
+
+    Called on a rank of its own, since the parent process of ranks does not compute.
+    """
     del rank
     batch = random(input_shape, 2, num_classes, torch.Generator().manual_seed(0), torch.float64)
     single = batch.float() if batch.is_floating_point() else batch

@@ -1,4 +1,5 @@
-"""When gradients are reduced: with the last backward of a step, whatever is in flight before it."""
+"""Control of gradient reduction: gradients are reduced with the last backward of a step, whatever is in flight before
+it."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from asa.sharding.sharded import GATHERED_ONCE, UNREACHED
 
 
 class Reduction:
-    """What reduces the gradients of a rank. ``quiet``: nothing is reduced at all, gradients stay this rank's own.
+    """Everything that reduces the gradients of a rank. ``quiet``: nothing is reduced, gradients stay this rank's own.
 
-    Outside of :meth:`backward`, every backward reduces.
+    Outside :meth:`backward`, every backward pass reduces.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -30,12 +31,12 @@ class Reduction:
         self.quiet = False
 
     def weighed(self, weight: float, total: int, ranks: int) -> float:
-        """Have gradients of the backward to come count by ``weight`` when they are averaged, those of gradients of
-        gradients too; what outputs are to be weighed by instead, where batches of several sizes go into one backward.
-        ``total``: samples of the batch, over all ``ranks``.
+        """Set ``weight`` as the factor with which gradients of the next backward enter the average, and return the
+        factor to apply to outputs instead: 1, except where batches of several sizes go into one backward. ``total``:
+        samples of the batch over all ``ranks``.
 
         Raises:
-            UsageError: there are several, and one has fewer samples than ranks (on all of them).
+            UsageError: there are batches of several sizes, and one has fewer samples than ranks (raised on all ranks).
         """
         averaging = self._averaging
         if self._batch is None or averaging.done != self._batch[0]:
@@ -52,8 +53,11 @@ class Reduction:
         return weight / averaging.weight
 
     def gather(self) -> None:
-        """Begin to gather what is gathered once a step (collective): a stage that has nothing to compute yet may as
-        well. Not in the first step, whose forward is what makes FSDP ready."""
+        """Start to gather weights that are gathered once a step (collective), while the stage has nothing to compute
+        yet.
+
+        Does nothing in the first step, whose forward initializes FSDP.
+        """
         for root in self._sharded:
             if self._reduced and getattr(root, GATHERED_ONCE):
                 for module in root.modules():
@@ -61,19 +65,20 @@ class Reduction:
                         module.unshard(async_op=True)
 
     def release(self) -> None:
-        """Let go of gathered weights that a forward without backward left behind."""
+        """Free gathered weights that a forward without backward has left."""
         for root in self._sharded:
             for module in root.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
     def begin(self) -> None:
-        """Before a forward whose gradients are asked for."""
+        """Prepare for a forward pass with gradients; call before it."""
         self._averaging.refresh()
 
     @contextmanager
     def backward(self, *, last: bool, in_flight: int) -> Iterator[None]:
-        """Around a microbatch's backward; ``last`` of the step, ``in_flight`` others still to come back."""
+        """Context of a microbatch's backward. ``last``: of the step; ``in_flight``: other microbatches still to go
+        backward."""
         averaging, reduce = self._averaging, last and not self.quiet
         averaging.on, before = reduce, averaging.done
         try:
@@ -86,7 +91,7 @@ class Reduction:
 
     @contextmanager
     def _scattering(self, reduce: bool, last: bool, none_in_flight: bool) -> Iterator[None]:
-        # Telling a sharded module anything is a walk over all it consists of.
+        # Each setter walks over all submodules, so it is called only if needed.
         tells = not (reduce and none_in_flight)
         for sharded in self._sharded:
             if tells:

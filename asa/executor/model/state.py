@@ -1,6 +1,6 @@
-"""Full tensors of a model that ranks hold in shards, and back: what checkpoints, migration and verification share.
+"""Full tensors of a model whose ranks hold shards, and back; used by checkpoints, migration and verification.
 
-Everything is keyed by the plain model's names, so that any plan can read what any other wrote.
+All tensors are keyed by the names of the plain model, so that any plan can read what another one wrote.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _NOTHING = torch.empty(0)
 
 @dataclass(frozen=True)
 class Held:
-    """One named tensor as this rank holds it: whole (``shard`` None) or a part over ``axis``. ``speaker`` is the place
-    in the stage that speaks for its optimizer state."""
+    """One named tensor as this rank holds it: whole (``shard`` None) or a shard over ``axis``. ``speaker``: index in
+    the stage of the rank that provides its optimizer state."""
 
     name: str
     tensor: Tensor
@@ -38,7 +38,7 @@ class Held:
 
 
 def held(model: ParallelModel) -> Iterator[Held]:
-    """Parameters and buffers of ``model`` in one order on every rank; tensors used twice come once."""
+    """Iterate over parameters and buffers of ``model`` in the same order on every rank; shared tensors come once."""
     seen: set[int] = set()
     for component, axis, layout in zip(model.components, model.tensor_axes, model.layouts, strict=True):
         shards = shards_of(component)
@@ -50,9 +50,10 @@ def held(model: ParallelModel) -> Iterator[Held]:
 
 
 def gather(item: Held, value: Tensor, *, kept: bool = True, lent: bool = False) -> Tensor:
-    """The full form of ``value``, a tensor cut like ``item`` (its data, gradient or optimizer state). Collective.
+    """The full form of ``value``, a tensor that is sharded like ``item`` (its data, gradient or optimizer state).
+    Collective.
 
-    Where it is not ``kept``, an empty tensor. ``lent``: what is whole and on the CPU is not copied; the caller is done
+    If not ``kept``, returns an empty tensor. ``lent``: a whole tensor on the CPU is not copied; the caller must be done
     with it before training goes on.
     """
     if isinstance(value, DTensor):
@@ -78,7 +79,7 @@ def gather(item: Held, value: Tensor, *, kept: bool = True, lent: bool = False) 
 
 
 def cut(item: Held, full: Tensor) -> Tensor:
-    """This rank's part of a full tensor, in the form in which it holds ``item``."""
+    """This rank's shard of a full tensor, in the form in which it holds ``item``."""
     part = full if item.shard is None or item.axis.size == 1 else item.shard.cut(full, item.axis.index)
     if isinstance(item.tensor, DTensor):
         mesh, placements = item.tensor.device_mesh, item.tensor.placements
@@ -88,22 +89,22 @@ def cut(item: Held, full: Tensor) -> Tensor:
 
 
 def full_state(model: ParallelModel, *, kept: bool = True, lent: bool = False) -> dict[str, Tensor]:
-    """Full parameters and buffers on the CPU, on every rank (collective); ``kept`` and ``lent`` as for :func:`gather`,
-    a rank that does not keep them has names and nothing else."""
+    """Full parameters and buffers on the CPU, by name, on every rank (collective). ``kept``, ``lent``: see
+    :func:`gather`; a rank with ``kept`` False gets names with empty tensors."""
     kept = kept or len(model.plan.stages) > 1
     found = {item.name: gather(item, item.tensor, kept=kept, lent=lent) for item in held(model)}
     return _of_all_stages(model, found)
 
 
 def _of_all_stages(model: ParallelModel, mine: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Full tensors of every stage on every rank, from those of its own stage that each rank has (collective)."""
+    """Full tensors of all stages on every rank; ``mine`` has those of this rank's stage (collective)."""
     if len(model.plan.stages) == 1:
         return mine
     return united(mine if model.position.place == 0 else {}, model.state_axis)
 
 
 def full_gradients(model: ParallelModel) -> dict[str, Tensor]:
-    """Full gradients of the loss over the global batch, on every rank (collective)."""
+    """Full gradients of the mean loss over the global batch on every rank, by parameter name (collective)."""
     found = {}
     for item in held(model):
         if isinstance(item.tensor, nn.Parameter) and item.tensor.requires_grad:
@@ -114,10 +115,10 @@ def full_gradients(model: ParallelModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_full_state(model: ParallelModel, state: dict[str, Tensor]) -> None:
-    """Put full tensors in place.
+    """Copy full tensors into the model's parameters and buffers.
 
     Raises:
-        KeyError: a name is missing; nothing was changed then.
+        KeyError: a name is missing; nothing has been changed then.
     """
     items = list(held(model))
     missing = [item.name for item in items if item.name not in state]
@@ -131,7 +132,7 @@ _PLAIN: dict[str, Callable[[float], Any]] = {"int": int, "float": float, "bool":
 
 
 def stored(key: str, value: object) -> tuple[str, Tensor]:
-    """An entry of an optimizer's state as a tensor; of a plain number the key says what it was.
+    """An entry of optimizer state as a tensor; for a plain number, the key records its type.
 
     >>> stored("step", 3)
     ('step:int', tensor(3))
@@ -149,7 +150,7 @@ def stored(key: str, value: object) -> tuple[str, Tensor]:
 
 
 def restored(key: str, tensor: Tensor) -> tuple[str, object]:
-    """The entry that :func:`stored` was given."""
+    """The entry that :func:`stored` was given: its inverse."""
     name, _, kind = key.rpartition(":")
     return (name, _PLAIN[kind](tensor.item())) if name and kind in _PLAIN else (key, tensor)
 
@@ -157,7 +158,7 @@ def restored(key: str, tensor: Tensor) -> tuple[str, object]:
 def full_optimizer_state(
     model: ParallelModel, optimizer: torch.optim.Optimizer, *, kept: bool = True, lent: bool = False
 ) -> dict[str, Tensor]:
-    """Optimizer state as full tensors, keyed ``name/key``, on every rank (collective); ``kept`` and ``lent`` as for
+    """Optimizer state as full tensors keyed ``name/key``, on every rank (collective). ``kept``, ``lent``: see
     :func:`full_state`."""
     found, spoken = {}, {}
     kept = kept or model.state_axis is not None
@@ -176,7 +177,7 @@ def full_optimizer_state(
 
 @torch.no_grad()
 def load_full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
-    """Put full optimizer state in place, where this rank updates; parameters without any stay as new."""
+    """Replace the optimizer's state by full tensors, for the parameters this rank updates; others get no state."""
     shapes = {item.name: item for item in held(model)}
     updated = {id(p) for p in model.updated}
     # Fused kernels read AdamW's step on the device; loops on the host.

@@ -1,4 +1,5 @@
-"""One training step up to the gradients: every microbatch forward and back, in the order of the plan's schedule."""
+"""One training step up to the gradients: forward and backward of every microbatch, in the order of the plan's
+schedule."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from asa.sharding.transfer import Arrival
 
 @dataclass(frozen=True)
 class MicrobatchRows:
-    """Rows of the global batch: a whole microbatch, what this rank reads of it, and whose outputs it ends up with.
-    ``weight``: of the mean loss over those outputs in what this rank differentiates."""
+    """Rows of one microbatch in the global batch: all of them, those this rank reads, and those whose outputs it gets.
+    ``weight``: weight of the mean loss over those outputs in the loss that this rank differentiates."""
 
     start: int
     stop: int
@@ -39,15 +40,15 @@ class MicrobatchRows:
 
 
 def microbatches_of(plan: Plan, batch: int) -> int:
-    """Into how many microbatches a batch is cut: the plan's number, fewer of a batch too small to give every rank a
-    sample of each."""
+    """Number of microbatches into which a batch of ``batch`` samples is cut: the plan's number, or fewer if the batch
+    is too small to give every rank a sample of each."""
     widest = max(layout.least for layout in plan.layouts())
     return max(1, min(plan.num_microbatches, batch // widest))
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """An action and what follows it. ``final``: a backward behind which there is no other."""
+    """An action and the one after it. ``final``: no backward comes after this backward."""
 
     action: Action
     following: Action | None
@@ -56,7 +57,7 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Script:
-    """What a rank does with a batch of some size, in every step the same."""
+    """A rank's rows and actions for batches of one size; the same in every step."""
 
     rows: list[MicrobatchRows]
     turns: tuple[_Turn, ...]
@@ -75,7 +76,7 @@ def _script(model: ParallelModel, batch: int) -> _Script:
 
 
 def microbatch_rows(model: ParallelModel, batch: int) -> list[MicrobatchRows]:
-    """This rank's rows of a global batch of ``batch`` samples, microbatch by microbatch. Not to be changed."""
+    """This rank's rows of a global batch of ``batch`` samples, by microbatch. The list is cached: do not change it."""
     return _script(model, batch).rows
 
 
@@ -101,8 +102,10 @@ def _turns(order: tuple[Action, ...]) -> tuple[_Turn, ...]:
 
 
 class _Left(torch.autograd.Function):
-    """Where a value has left the stage: backward begins here, with the one gradient in ``arrived``, which nobody else
-    holds. Neither is the value held: both would be there until the whole stage's backward is over."""
+    """Marks where a value left the stage: backward starts here, with the gradient popped from ``arrived``.
+
+    It keeps neither the gradient nor the value; both would otherwise live until the stage's whole backward is over.
+    """
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, arrived: list[Tensor]) -> Tensor:
@@ -116,8 +119,8 @@ class _Left(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Flight:
-    """A microbatch between its forward and its backward: where gradients leave the stage, and where they enter; between
-    stages, of what form the gradient is, and where it is put."""
+    """A microbatch between its forward and its backward: where gradients leave the stage (``entry``), where they enter
+    (``exit``), and between stages the gradient's shape and type, and the list that receives it."""
 
     entry: Any
     exit: Tensor
@@ -127,7 +130,7 @@ class _Flight:
 
 
 def _left(entry: Tensor, value: Tensor) -> _Flight:
-    """The flight of a microbatch that left the stage as ``value``."""
+    """Make the :class:`_Flight` of a microbatch whose output ``value`` has left the stage."""
     arrived: list[Tensor] = []
     end = _Left.apply(value, arrived) if value.requires_grad else value.new_zeros(())
     return _Flight(entry, end, tuple(value.shape[1:]), value.dtype, arrived)
@@ -135,7 +138,7 @@ def _left(entry: Tensor, value: Tensor) -> _Flight:
 
 @dataclass(kw_only=True)
 class Step:
-    """A step as one rank plays it. ``losses``: the mean of every microbatch, and what it weighs."""
+    """One step as a rank runs it. ``losses``: the mean loss of every microbatch, and its weight."""
 
     model: ParallelModel
     samples: Tensor
@@ -150,10 +153,10 @@ class Step:
     coming: dict[int, Arrival] = field(default_factory=dict)
     gradients: dict[int, Arrival] = field(default_factory=dict)
     beside: list[Step] = field(default_factory=list)
-    """Steps that are under way at once, this one among them, where a pipeline is not drained between them."""
+    """Steps in flight at the same time, including this one, if the pipeline is not drained between them."""
 
     def play(self, turns: tuple[_Turn, ...]) -> None:
-        """Every action of the order. What the next one waits for is on its way while this one computes."""
+        """Run all actions in order. While one computes, the data for the next is already being received."""
         linked = self.model.links.linked
         if turns and self.model.links.arriving is not None:
             self.model.reduction.gather()
@@ -172,7 +175,7 @@ class Step:
 
     @property
     def loss(self) -> Tensor:
-        """This rank's addend of the mean loss over the batch, float64."""
+        """This rank's addend of the mean loss over the batch, float64 scalar."""
         total = torch.zeros((), dtype=torch.float64, device=self.model.device)
         for loss, weight in self.losses:
             total += loss.to(total.dtype) * weight / self.model.layouts[-1].data
@@ -183,7 +186,7 @@ class Step:
         return sum(len(s.flights) for s in self.beside or (self,))
 
     def expect(self, action: Action) -> None:
-        """Begin to receive what ``action`` starts from, if that comes from another stage and its form is known."""
+        """Start to receive the input of ``action``, if it comes from another stage and its shape is known."""
         model, links, j = self.model, self.model.links, action.microbatch
         if action.direction == "forward":
             if links.arriving is not None and j not in self.coming:
@@ -195,7 +198,7 @@ class Step:
             self.gradients[j] = links.gradient_in.receive(size, left.shape, left.dtype, model.device)
 
     def forward(self, j: int) -> None:
-        """Compute microbatch ``j`` and hand it on, or take its loss."""
+        """Run microbatch ``j`` forward, and send its output to the next stage or compute its loss."""
         model, links, part = self.model, self.model.links, self.rows[j]
         if links.arriving is not None:
             value = self.coming.pop(j).wait().requires_grad_(links.gradient_out is not None)
@@ -215,7 +218,7 @@ class Step:
         self.flights[j] = _Flight(entry, loss if part.weight == 1 else loss * part.weight)
 
     def backward(self, j: int, *, last: bool) -> None:
-        """Go back through microbatch ``j``, which went forward; ``last``: it is the step's last to do so."""
+        """Run microbatch ``j`` backward; ``last``: this is the step's last backward."""
         model, links = self.model, self.model.links
         flight, size = self.flights.pop(j), self.rows[j].size
         if links.gradient_in is not None:
@@ -225,7 +228,7 @@ class Step:
             flight.arrived.append(gradient if scale == 1 else gradient * scale)
             del gradient
         if links.leaving is not None:
-            # It has arrived by now, or is about to: what was sent need not be kept.
+            # The last transfer has arrived or soon will, so its buffer need not be kept.
             links.leaving.settle(keep=self._in_flight)
         sent = self._send_when_known(flight.entry, size)
         with model.reduction.backward(last=last, in_flight=self._in_flight):
@@ -237,8 +240,11 @@ class Step:
             links.gradient_out.settle(keep=UNDER_WAY)
 
     def _send_when_known(self, entry: Tensor, size: int) -> list[Tensor]:
-        """Have the gradient of what entered the stage sent as soon as it is there: a backward that reduces gradients
-        ends when all of them are reduced, which no other stage need wait for. The list fills as it is sent."""
+        """Send the gradient of the stage's input as soon as autograd has computed it; return a list that fills when it
+        is sent.
+
+        A backward that reduces gradients ends only after the reduction, and no other stage needs to wait for that.
+        """
         sent: list[Tensor] = []
         out = self.model.links.gradient_out
         if out is not None:
@@ -261,11 +267,11 @@ def played(
     loss_fn: Callable[..., Tensor] = loss_of,
     precision: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Step:
-    """A step, to its gradients: those of the mean loss over ``samples`` (global indices of the whole batch).
+    """Run a step up to its gradients: those of the mean loss over ``samples`` (global indices of the whole batch).
 
-    ``inputs`` (asked on the first stage) and ``labels`` (on the last) give tensors on the model's device for rows of
-    the global batch. The losses of the ranks for which :meth:`ParallelModel.counts_rows` holds sum to the loss.
-    ``precision`` makes the context of forward and loss (autocast).
+    ``inputs`` (called on the first stage) and ``labels`` (on the last) return tensors on the model's device for rows of
+    the global batch. The losses of the ranks with :attr:`ParallelModel.counts_rows` sum to the loss. ``precision``
+    makes the context of forward and loss (autocast).
     """
     script = _script(model, len(samples))
     found = Step(
@@ -286,5 +292,5 @@ def forward_backward(
     loss_fn: Callable[..., Tensor] = loss_of,
     precision: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Tensor:
-    """:func:`played`, and this rank's addend of the loss."""
+    """Run :func:`played`, and return this rank's addend of the loss."""
     return played(model, samples, step, inputs, labels, loss_fn=loss_fn, precision=precision).loss

@@ -1,4 +1,4 @@
-"""What ranks tell each other outside the training itself: figures, decisions, and one reason when one of them fails."""
+"""Small exchanges between ranks beside training: numbers, decisions, and one common reason when a rank fails."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ T = TypeVar("T")
 class Votes:
     """Small collectives over all ranks, on the host: they neither wait for the device nor disturb it.
 
-    Text travels as JSON, never as pickles. Alone (no process group), every vote is one's own.
+    Text travels as JSON, never as pickles. Without a process group there is one rank, and each result is its own value.
     """
 
     def __init__(self, timeout_s: float = 300.0) -> None:
         self._timeout_s = timeout_s
         self.rank, self.num_ranks = 0, 1
-        self._group: Any = None  # torch types it as a group or a number
+        self._group: Any = None  # torch types it as ProcessGroup or int
         if dist.is_initialized():
             self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.live: Sequence[int] = range(self.num_ranks)
-        """The ranks that are left: all of them, where none may be lost."""
+        """The remaining ranks: all of them, unless ranks may be lost."""
         if self.num_ranks > 1:
             # A group of its own: a vote never queues behind gradients, and works where the default group is nccl.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def meet(self, what: str, *, within_s: float) -> None:
-        """Wait until all ranks have come to ``what`` (collective).
+        """Wait until all ranks have reached ``what`` (collective).
 
         Raises:
-            WorkersFailedError: some have not within ``within_s``, or the time a rank waits for the others if that is
-                shorter; it names them.
+            WorkersFailedError: some ranks did not arrive within ``within_s`` or the run's timeout, whichever is
+                shorter; names
+                them.
         """
         if self.num_ranks == 1:
             return
@@ -59,11 +60,11 @@ class Votes:
 
     @property
     def group(self) -> Any:
-        """The ranks, on the host; None alone."""
+        """The host process group of all ranks; None for a single rank."""
         return self._group
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's ``values`` (the same number everywhere), by rank."""
+        """All ranks' ``values`` (equally many on each), by rank."""
         if self.num_ranks == 1:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.float64)
@@ -72,15 +73,15 @@ class Votes:
         return [f.tolist() for f in found]
 
     def everyone(self, yes: bool) -> bool:
-        """Whether all say yes."""
+        """Whether all ranks say yes."""
         return all(vote[0] > 0 for vote in self.gather([1.0 if yes else 0.0]))
 
     def anyone(self, yes: bool) -> bool:
-        """Whether one says yes."""
+        """Whether at least one rank says yes."""
         return not self.everyone(not yes)
 
     def tell(self, value: Any, *, source: int = 0) -> Any:
-        """``source``'s JSON value on every rank; what the others hand in is not looked at."""
+        """The JSON value of rank ``source``, on every rank; what other ranks pass is ignored."""
         if self.num_ranks == 1:
             return json.loads(json.dumps(value))
         text = json.dumps(value).encode() if self.rank == source else b""
@@ -93,7 +94,7 @@ class Votes:
         return json.loads(data.numpy().tobytes())
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, by rank."""
+        """All ranks' JSON values, by rank."""
         text = json.dumps(value).encode()
         sizes = [int(rank[0]) for rank in self.gather([float(len(text))])]
         if self.num_ranks == 1:
@@ -107,22 +108,22 @@ class Votes:
     def started(
         self, out: tuple[torch.Tensor, int] | None, into: tuple[torch.Tensor, int] | None
     ) -> tuple[dist.Work | None, dist.Work | None]:
-        """Begin to send one host tensor to a rank, and to receive one from a rank; what to wait for, of both. Messages
-        between two ranks come in the order in which they were sent."""
+        """Start to send one host tensor to a rank and to receive one from a rank; return both handles to wait for.
+        Messages between two ranks arrive in the order in which they were sent."""
         coming = None if into is None else dist.irecv(into[0], into[1], group=self._group)
         going = None if out is None else dist.isend(out[0], out[1], group=self._group)
         return going, coming
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
-        """``source``'s values (a host tensor of one shape everywhere) in ``tensor``."""
+        """Copy the values of rank ``source`` into ``tensor`` (a host tensor of the same shape on all ranks)."""
         if self.num_ranks > 1:
             dist.broadcast(tensor, source, group=self._group)
 
     def agree(self, error: BaseException | None) -> None:
-        """All go on, or all raise the first failing rank's error.
+        """Return if no rank has an ``error``; otherwise raise the error of the first failing rank on all ranks.
 
         Raises:
-            AsaError: of the class it had there; :class:`WorkersFailedError` for one that was none of ours.
+            AsaError: of the class it had there; :class:`WorkersFailedError` for an error of any other kind.
         """
         failed = [rank for rank, vote in enumerate(self.gather([0.0 if error is None else 1.0])) if vote[0] > 0]
         if not failed:
@@ -137,7 +138,8 @@ class Votes:
         raise WorkersFailedError(f"rank {failed[0]} failed with {name}: {message}", rank=failed[0]) from error
 
     def once(self, action: Callable[[], T]) -> T | None:
-        """Run ``action`` on rank 0 alone; its result there, None elsewhere, its error everywhere."""
+        """Run ``action`` on rank 0 only; returns its result there and None elsewhere, and raises its error on all
+        ranks."""
         result: T | None = None
         error: Exception | None = None
         if self.rank == 0:

@@ -1,1 +1,1 @@
-"""What a run looks like from inside: spans, timelines, memory, warm-up."""
+"""Observation of a run: time spans, timelines, memory, warm-up."""

@@ -1,4 +1,4 @@
-"""The active peak of a rank in one step, counted as the planner counts it."""
+"""Memory of a rank: the peak of active memory in one step, counted as the planner counts it, and its lasting state."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from asa.sharding.parts import local
 
 
 def active_peak(worker: Worker, step: Callable[[], object]) -> int:
-    """The most bytes that are alive at once while ``step`` trains ``worker`` by a step, its state included.
+    """Peak of active memory in bytes while ``step`` trains ``worker`` for one step, lasting state included.
 
-    On CUDA the allocator's own count; on a CPU the tensors that outlive a step, and the record of what it allocates.
+    On CUDA from the allocator's statistics; on a CPU from the tensors that outlive a step and the recorded allocations.
     """
     model = worker.model
     device = model.device
@@ -38,7 +38,7 @@ def active_peak(worker: Worker, step: Callable[[], object]) -> int:
 
 
 def state_bytes(worker: Worker) -> int:
-    """Bytes that a rank keeps on its device from step to step: weights, buffers, gradients, the optimizer's state."""
+    """Bytes that a rank keeps on its device between steps: weights, buffers, gradients and optimizer state."""
     model = worker.model
     away = {updated_in(worker.optimizer, p) for p in model.offloaded}
     states = [s for p, s in worker.optimizer.state.items() if p not in away]

@@ -1,4 +1,4 @@
-"""Images or tokens that mean nothing, for runs whose values do not matter."""
+"""Random images or tokens, for runs whose values do not matter."""
 
 from __future__ import annotations
 

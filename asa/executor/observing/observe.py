@@ -1,4 +1,4 @@
-"""Steps of a run that are looked at closely: one for its memory, a few for the trace. Their times count for nothing."""
+"""Observed steps of a run: one for its memory, a few for the trace. Their times are not used as measurements."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from asa.executor.training.epoch_timer import WARM_UP_STEPS
 from asa.executor.training.worker import Worker
 
 _MEMORY_STEP = WARM_UP_STEPS - 1
-"""The last one before anything is measured: by then optimizer state and DDP's own buckets are there."""
+"""The last step before measurements begin: by then optimizer state and DDP's own buckets exist."""
 
 
 def trace_path(folder: Path, rank: int) -> Path:
-    """Where a rank's trace is put under the folder of its run."""
+    """Path of a rank's trace under the folder of its run."""
     return folder / "trace" / f"rank_{rank}.json.gz"
 
 
 class Observer:
-    """Decides, the same on every rank, what is done about each step under a plan.
+    """Decides, equally on every rank, how each step under a plan is observed.
 
-    ``peak_bytes``: the active peak of this rank, on a CPU, once its step has come. ``trace_steps`` of the first plan
-    are recorded and written under ``folder``.
+    ``peak_bytes``: this rank's peak of active memory on a CPU, once it was measured. ``trace_steps`` steps of the first
+    plan are recorded and written under ``folder``.
     """
 
     def __init__(self, votes: Votes, folder: Path, trace_steps: int) -> None:
@@ -35,11 +35,11 @@ class Observer:
         self._recording: tuple[Recorder, ExitStack] | None = None
 
     def forget(self) -> None:
-        """Another plan takes effect: its memory is to be looked at anew."""
+        """Measure memory anew, because another plan takes effect."""
         self.peak_bytes = None
 
     def run(self, worker: Worker, number: int, step: Callable[[], object]) -> bool:
-        """Do ``step``, the ``number``-th under the plan; whether it was disturbed."""
+        """Run ``step``, number ``number`` under the plan; return whether observation has slowed it down."""
         if number == _MEMORY_STEP and worker.model.device.type == "cpu":
             self.peak_bytes = active_peak(worker, step)
             return True
@@ -59,10 +59,10 @@ class Observer:
         return True
 
     def finish(self) -> None:
-        """Write what was recorded, at the latest when an epoch's steps are over. All ranks get here or none.
+        """Write the recorded steps. Called by all ranks at the latest when the steps of an epoch are over.
 
         Raises:
-            UnavailableError: it cannot be written.
+            UnavailableError: the trace cannot be written.
         """
         if self._recording is None:
             return

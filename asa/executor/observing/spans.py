@@ -1,8 +1,8 @@
-"""Where a rank's step goes: time and kept memory of every component, by hooks where data enters and leaves it.
+"""Time and saved memory of every component in a step, measured by hooks at its input and output.
 
-A component's backward begins when the gradient of its output is there and ends when that of its input is: autograd
-runs what was made last first, and accumulates a parameter's gradient as soon as it is known
-(:mod:`asa.profiler.chain`). What lies between components, boundaries and the hooks of wrappers, counts for none.
+A component's backward begins when the gradient of its output is known and ends when that of its input is: autograd runs
+the latest operations first, and accumulates a parameter's gradient as soon as it is known (:mod:`asa.profiler.chain`).
+Time between components (boundaries, hooks of wrappers) is assigned to none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Read = Callable[[Sequence[int]], tuple[tuple[ComponentSpan, ...], float]]
 
 
 class Watch:
-    """Hooks on the components of a worker, for as long as one of its contexts is open."""
+    """Hooks on the components of a worker while one of its contexts is open."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -45,8 +45,9 @@ class Watch:
 
     @contextmanager
     def _hooked(self, note: Callable[[str, int], None]) -> Iterator[None]:
-        """``note(what, component)`` at every place, ``what`` one of enter, leave, back, through; done, with -1, when a
-        microbatch is back, and update, updated around the optimizer's step."""
+        """Context in which ``note(what, component)`` is called at every point of a step. ``what`` is enter, leave, back
+        or through; done, with component -1, after a microbatch's backward; update and updated around the optimizer's
+        step."""
         handles: list[RemovableHandle] = []
         for i, component in enumerate(self._components):
 
@@ -89,7 +90,8 @@ class Watch:
 
     @contextmanager
     def timing(self) -> Iterator[_Read]:
-        """Inside, steps are taken down; what is yielded reads them afterwards, given the bytes each component saved."""
+        """Context that times steps; yields a function which takes the bytes each component saved and returns spans and
+        update."""
         marks: list[tuple[str, int, Any]] = []
         with self._hooked(lambda what, i: marks.append((what, i, self._now()))):
             yield lambda saved: self._read(marks, saved)
@@ -100,7 +102,7 @@ class Watch:
     def _read(
         self, marks: Sequence[tuple[str, int, Any]], saved: Sequence[int]
     ) -> tuple[tuple[ComponentSpan, ...], float]:
-        """Medians over steps of what every component took, and of the update."""
+        """Median over steps of the times of every component, and of the update, in seconds."""
         if self._cuda:
             torch.cuda.synchronize()
         steps: list[dict[_Key, float]] = []
@@ -131,7 +133,8 @@ class Watch:
         return spans, usual(("update", -1))
 
     def saved(self, step: Callable[[], object]) -> list[int]:
-        """Bytes that every component allocates in its first forward of ``step`` and that live when backward begins."""
+        """Bytes that each component allocates in its first forward of ``step`` and that are still alive when backward
+        begins."""
         names: dict[tuple[str, int], str] = {}
 
         def mark(what: str, i: int) -> None:
@@ -147,7 +150,7 @@ class Watch:
 
 
 def _living(events: Sequence[Event], start: int, stop: int, until: int) -> int:
-    """Bytes allocated from ``start`` to ``stop`` and not released by ``until``."""
+    """Bytes allocated between ``start`` and ``stop`` and not released by ``until`` (nanoseconds)."""
     living: dict[int, int] = {}
     for event in events:
         if event.at > until:

@@ -1,8 +1,7 @@
-"""Steps as they really ran: every component's forward and backward, every collective, the update, on one rank's clock.
+"""Timelines of real steps: forward and backward of each component, collectives and update, by one rank's clock.
 
 Computation is timed by the hooks of :mod:`asa.executor.observing.spans`. Collectives that computation waits for are
-timed where
-they are called (on a CPU), those beside it come from torch's profiler, which sees gloo's and NCCL's own work.
+timed at the call (on a CPU); concurrent ones come from torch's profiler, which records gloo's and NCCL's own work.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _SENDS: tuple[Stream, Stream] = ("sending on", "sending back")
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A piece of work. Seconds since recording began; ``microbatch`` None where it belongs to all of them."""
+    """One piece of work. Seconds since recording began; ``microbatch`` is None if it belongs to all of them."""
 
     name: str
     kind: str
@@ -50,7 +49,7 @@ class Span:
 
 
 class Recorder(Watch):
-    """Takes down what a worker does while :meth:`recording`."""
+    """Records what a worker does inside :meth:`recording`."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
@@ -65,7 +64,7 @@ class Recorder(Watch):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, steps are taken down; afterwards ``spans`` has them."""
+        """Context in which steps are recorded; afterwards ``spans`` has them."""
         with ExitStack() as stack:
             stack.enter_context(quiet())
             stack.enter_context(self._hooked(self._note))
@@ -87,7 +86,7 @@ class Recorder(Watch):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around every step: what ranks tell each other between steps is none of it."""
+        """Context around one step, which excludes messages between ranks outside of steps."""
         self._marks.append(("step", -1, self._now()))
         yield
         self._marks.append(("over", -1, self._now()))
@@ -98,7 +97,7 @@ class Recorder(Watch):
 
     @contextmanager
     def _collectives(self) -> Iterator[None]:
-        """Inside, calls that return when a collective is over are timed."""
+        """Context in which calls of blocking collectives are timed."""
         usual = [(room, name, getattr(room, name)) for room, name in _COLLECTIVES]
 
         def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,7 +123,7 @@ class Recorder(Watch):
 
     @contextmanager
     def _sends(self, link: Link, stream: Stream) -> Iterator[None]:
-        """Inside, it is known which way each message went."""
+        """Context in which the direction of each message is recorded."""
         usual = link._started
 
         def started(work: dist.Work | None) -> dist.Work:
@@ -152,7 +151,7 @@ class Recorder(Watch):
         self.spans = sorted(spans, key=lambda s: s.start_s)
 
     def _computed(self) -> list[Span]:
-        """Components forward and back, and the update, from the marks of the hooks."""
+        """Spans of forward, backward and update, from the marks of the hooks."""
         order = self._model.order(self._model.plan.num_microbatches)
         turns = {d: [a.microbatch for a in order if a.direction == d] for d in ("forward", "backward")}
         found: list[Span] = []
@@ -185,7 +184,7 @@ class Recorder(Watch):
         return Span(name=self.names[i], kind=kind, stream="compute", start_s=start, end_s=end, microbatch=microbatch)
 
     def _profiled(self, recorded: Any) -> list[Span]:
-        """Work of the communication libraries, as the profiler saw it."""
+        """Spans of the communication libraries' own work, from the profiler."""
         events = recorded.kineto_results.events()
         begin = next((e.start_ns() for e in events if e.name() == _BEGIN), None)
         if begin is None:
@@ -209,7 +208,7 @@ class Recorder(Watch):
         return found
 
     def document(self, rank: int) -> dict[str, Any]:
-        """The trace of ``rank`` in Chrome's format, named as the simulator's timelines are."""
+        """The trace of ``rank`` in Chrome's trace format, with the same names as the simulator's timelines."""
         plan, stage = self._model.plan, self._model.position.stage
         events = process(rank, stage, len(plan.stages), "measured", {s.stream for s in self.spans})
         events += [piece(s.name, s.kind, s.stream, rank, s.start_s, s.end_s, s.microbatch) for s in self.spans]
@@ -224,7 +223,11 @@ class Recorder(Watch):
         }
 
     def save(self, path: Path, rank: int) -> None:
-        """Write :meth:`document`, compressed; OSError where that fails."""
+        """Write :meth:`document`, compressed.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         text = json.dumps(self.document(rank), allow_nan=False).encode()
         temporary = path.with_name(f".{path.name}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -237,7 +240,8 @@ def _of(turns: list[int], k: int) -> int | None:
 
 
 def _operation(name: str) -> str | None:
-    """``all_reduce``, of ``gloo:all_reduce`` or ``ncclDevKernel_AllReduce...``; None for what is no communication."""
+    """Name of a collective, such as ``all_reduce``, from ``gloo:all_reduce`` or ``ncclDevKernel_AllReduce...``; None if
+    ``name`` is not communication."""
     if name.startswith("gloo:"):
         return name[5:].strip("_")
     if name.startswith("ncclDevKernel_"):
@@ -248,7 +252,8 @@ def _operation(name: str) -> str | None:
 
 
 def _in_turn(spans: list[Span]) -> list[Span]:
-    """One thing at a time: where one component hands over to the next, the latter's hook may be heard first."""
+    """``spans`` without overlaps: the hook of the next component may run before the end of the previous one is
+    recorded."""
     found: list[Span] = []
     for span in sorted(spans, key=lambda s: s.start_s):
         start = max(span.start_s, found[-1].end_s) if found else span.start_s
@@ -258,7 +263,7 @@ def _in_turn(spans: list[Span]) -> list[Span]:
 
 
 def _without(span: Span, blocking: list[Span]) -> list[Span]:
-    """``span`` less what it waited for."""
+    """The parts of ``span`` outside the spans ``blocking``."""
     parts, start = [], span.start_s
     for b in sorted(blocking, key=lambda b: b.start_s):
         if b.end_s <= start or b.start_s >= span.end_s:
@@ -270,7 +275,7 @@ def _without(span: Span, blocking: list[Span]) -> list[Span]:
 
 
 def _same(work: Span, call: Span) -> bool:
-    """Whether a library's work is what a call waited for."""
+    """Whether the library's ``work`` is what ``call`` waited for."""
     return call.start_s <= work.start_s + 1e-5 and work.end_s <= call.end_s + 1e-4
 
 

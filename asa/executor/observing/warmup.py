@@ -1,10 +1,10 @@
-"""Steps that do not count: until a step finds the memory it needs in what the steps before it have left.
+"""Warm-up: steps that are not measured, until a step reuses memory that earlier ones have left.
 
-A rank's first steps touch memory that is new to the process, and each page of it is cleared by the kernel, on a virtual
-machine perhaps fetched from its host: the first three steps of VGG-11 under fsdp take 8.1, 7.1 and 3.2 s, with 470, 250
-and 117 thousand pages, the sixth 2.2 s with next to none. A run of thousands of steps knows only the latter. And where
-plans share a process, what one has left the next one takes: AlexNet's first turns after three others had warmed up took
-twice as long as all later ones, with 72 to 144 MiB of new pages.
+A rank's first steps touch memory that is new to the process, and the kernel must clear each page, on a virtual machine
+perhaps get it from the host: the first three steps of VGG-11 under fsdp take 8.1, 7.1 and 3.2 s, with 470, 250 and 117
+thousand pages, the sixth 2.2 s with nearly none, like all later ones. And if plans share a process, one plan uses the
+memory another has left: AlexNet's first turns after three others had warmed up took twice as long as all later ones,
+with 72 to 144 MiB of new pages.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from asa.executor.model.votes import Votes
 
 _MOST = 10
 _FEW_LONG, _LONG_S = 2, 2.0
-"""Where steps are long and touch nothing new, so many do."""
+"""Number of steps that suffices if they take longer than these seconds and touch no new memory."""
 SETTLED_BYTES = 32 * 2**20
-"""New memory in one step that no longer matters: some 10 to 50 ms."""
+"""New memory in one step that can be neglected: it costs 10 to 50 ms."""
 
 
 def touched() -> int:
-    """Bytes of memory this process has touched first so far (minor page faults)."""
+    """Bytes of memory that this process has touched for the first time so far (minor page faults)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt * resource.getpagesize()
 
 
@@ -34,9 +34,10 @@ def warm_up(
     hurried: bool = False,
     memory: Callable[[], int] = touched,
 ) -> float:
-    """Call ``step``, which returns the slowest rank's seconds, until all ranks are warm; the last step's seconds.
+    """Call ``step``, which returns the slowest rank's seconds, until all ranks are warm; returns the last step's
+    seconds.
 
-    At least ``least`` times, or twice where that took long and the caller is ``hurried``; at most ten times.
+    At least ``least`` calls, or two if those took long and the caller is ``hurried``; at most ten.
     """
     spent = 0.0
     for number in range(1, _MOST + 1):

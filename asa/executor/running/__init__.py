@@ -1,1 +1,1 @@
-"""A whole run: loop, ranks, recovery, folders, export."""
+"""A complete run: training loop, ranks, recovery, output folder, export."""

@@ -1,4 +1,4 @@
-"""Plans on emulated devices, one after the other on the same ranks: how long their steps really take."""
+"""Step times of plans on emulated devices, run one after the other on the same ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from asa.tracing import TracedModel
 
 @dataclass(frozen=True, kw_only=True)
 class EmulationOptions:
-    """How long to measure a plan: as many steps as fit ``budget_s``, within limits, after ``warm_up``."""
+    """How long to measure a plan: as many steps as fit ``budget_s``, between the limits, after ``warm_up`` steps."""
 
     budget_s: float = 5.0
     least_steps: int = 2
@@ -43,7 +43,8 @@ class EmulationOptions:
 
 
 def borrowed(traced: TracedModel) -> TracedModel:
-    """Another model on the same weights, to be cut up without harm to the first. Neither may be trained."""
+    """Copy of a model that shares its weights, so that it can be split without changing the first. Neither may be
+    trained."""
     memo: dict[int, Any] = {}
     for component in traced.components:
         for p in component.parameters():
@@ -57,7 +58,7 @@ def emulated_worker(
     plan: Plan, traced: TracedModel, device: EmulatedDevice, strategies: Strategies, rank: int, votes: Votes,
     timeout_s: float,
 ) -> Worker:  # fmt: skip
-    """``rank``'s part of ``plan`` on an emulated device. Collective."""
+    """The part of ``plan`` that ``rank`` runs, on an emulated device. Collective."""
     host = torch.device("cpu")
     emulation = Emulation(device, strategies, plan)
     model = materialize(
@@ -124,8 +125,8 @@ def measure_emulated(
     *,
     on_plan: Callable[[int, list[float]], None] | None = None,
 ) -> list[Stat]:
-    """Step times of the slowest rank under each of ``plans`` (of one model), on devices like ``device``, over
-    the links that join the ranks. ``on_plan`` hears of each plan as it is done.
+    """Step times of the slowest rank under each of ``plans`` (of one model), on devices like ``device`` with the real
+    links between the ranks. ``on_plan`` is called after each plan.
 
     Raises:
         WorkersFailedError: a rank died.
@@ -144,9 +145,9 @@ def measure_emulated(
 
 
 class EmulatedExecutor(TrainingExecutor):
-    """An executor whose devices are emulated: epochs take their time, and there is nothing to validate or to keep.
+    """Executor with emulated devices: epochs take their time, and nothing is validated or saved.
 
-    ``emulation``: of the model that was built last.
+    ``emulation``: that of the model built last.
     """
 
     def __init__(self, *args: Any, emulation: Callable[[], Emulation], **settings: Any) -> None:
@@ -165,7 +166,7 @@ class EmulatedExecutor(TrainingExecutor):
         return None  # activations are all one block of zeros
 
     def save(self, epoch: int) -> None:
-        """Nothing was trained, so nothing is written."""
+        """Do nothing: nothing was trained."""
 
     def _save(self) -> Path:
         return Path(self._settings.out)

@@ -1,8 +1,8 @@
-"""Out of memory, said so: what was promised, what there is, and what to do.
+"""Errors for lack of memory: what was predicted, what is available, and what to do.
 
-A rank that runs out of memory in the middle of a step cannot ask the others, which wait for its gradients: it says
-what it knows and ends, and :mod:`asa.executor.running.recovery` goes on without it. One that is about to is another
-matter: ranks compare how full they are between steps.
+A rank that runs out of memory in the middle of a step cannot ask the others, which wait for its gradients: it reports
+what it knows and ends, and :mod:`asa.executor.running.recovery` continues without it. Before that, ranks can compare
+their memory between steps.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from asa.ir.shortage import Shortage, asked, is_exhaustion
 from asa.ir.units import GIB, binary
 
 NOTE = "memory.json"
-"""In a run's folder: the shortage it ended by, for whoever starts it again."""
+"""Name of a file in the run's folder: the shortage that ended the run, for a restart."""
 NEARLY = 0.97
-"""Share of the memory there is from which on a run is planned again before it fails."""
+"""Fraction of memory in use from which on a run is planned again before it fails."""
 
 
 @dataclass
 class Watch:
-    """The memory of one rank, from before its model is there. ``votes``: whether ranks are to compare how full they
-    are between steps."""
+    """Memory of one rank, observed from before its model is built. ``votes``: whether ranks compare their memory
+    between steps."""
 
     rank: int
     device: torch.device
@@ -44,11 +44,11 @@ class Watch:
         self.before = held(self.device)
 
     def full(self) -> float:
-        """How full this rank's memory is, from 0 to 1; 0 where ranks are not to compare."""
+        """Fraction of this rank's memory in use, 0 to 1; 0 if ranks do not compare it."""
         return fullness(self.device) if self.votes else 0.0
 
     def shortage(self, plan: Plan, step: int, error: BaseException | None = None) -> Shortage:
-        """What there is to say of it now: after ``error``, or (None) of memory that is nearly full."""
+        """Description of the shortage: after ``error``, or (None) of memory that is nearly full."""
         wanted = 0 if error is None else asked(error)
         found = tightest(self.device, wanted)
         base = 0 if found is None else self.before.get(found.kind, 0)
@@ -64,15 +64,16 @@ class Watch:
 
 
 class NearlyExhausted(Exception):
-    """Between two steps, everything saved: a rank is about to run out of memory. Raised on all of them."""
+    """Raised on all ranks between two steps, with everything saved: a rank is about to run out of memory."""
 
 
 @contextmanager
 def explained(watch: Watch, where: Callable[[], tuple[Plan, int]], note: Path | None = None) -> Iterator[None]:
-    """Inside, running out of memory becomes one line with a remedy. ``where``: the plan in force, and the step.
+    """Context that turns running out of memory into one line with a remedy. ``where``: returns the current plan and
+    step.
 
     Raises:
-        ExhaustedError: memory ran out on this rank; ``note`` holds the shortage, too.
+        ExhaustedError: memory ran out on this rank; the shortage is also written to ``note``.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Weights of a run for whoever has no asa: one safetensors file under the plain model's own names."""
+"""Export of a run's weights for use without asa: one safetensors file with the plain model's own names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asa.zoo.models import build
 
 @noun
 class Exported:
-    """What was written, and from which checkpoint. ``notes``: newer checkpoints passed over, and why."""
+    """What was exported, and from which checkpoint. ``notes``: newer checkpoints that were skipped, and why."""
 
     model_spec: str
     step: int
@@ -33,10 +33,10 @@ class Exported:
 
 
 def export_weights(run: Path, output: Path, *, step: int | None = None) -> Exported:
-    """Write the weights of the newest whole checkpoint of ``run``, or of the one after ``step``, to ``output``.
+    """Write the weights of the newest complete checkpoint of ``run``, or of the one after ``step``, to ``output``.
 
     Raises:
-        NoCheckpointError: there is none. InvalidInputError: it is not the model's. UnavailableError: disk.
+        NoCheckpointError: there is none. InvalidInputError: it does not fit the model. UnavailableError: cannot write.
     """
     found = _found(run / CHECKPOINTS, step)
     manifest = found.manifest
@@ -81,15 +81,15 @@ def _found(folder: Path, step: int | None) -> Found:
 
 
 def plain_model(plan: Plan) -> nn.Module:
-    """The model as whoever has no asa builds it."""
+    """The model as it is built without asa."""
     return build(plan.model_spec, num_classes=plan.num_classes, input_shape=plan.sample_shape)
 
 
 def plain_state(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``stored`` under every name of ``model.state_dict()``: a tensor that has several is stored under one of them.
+    """``stored`` under all names of ``model.state_dict()``: a shared tensor is stored under one of its names only.
 
     Raises:
-        InvalidInputError: a tensor is missing, or of another shape.
+        InvalidInputError: a tensor is missing, or has another shape.
     """
     names: dict[int, list[str]] = {}
     for name, tensor in (

@@ -1,4 +1,4 @@
-"""What a run was last given: kept beside its plan, and in every checkpoint; the log is for people."""
+"""Settings last given to a run, stored beside its plan and in every checkpoint; the log is for people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETTINGS = "settings.json"
 
 
 def keep(settings: TrainSettings, out: Path) -> None:
-    """Write ``settings`` down in the folder of the run, from where they are recalled.
+    """Write ``settings`` to the folder of the run.
 
     Raises:
         UnavailableError: they cannot be written.
@@ -28,10 +28,10 @@ def keep(settings: TrainSettings, out: Path) -> None:
 
 
 def recalled(out: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What the run in ``out`` was last given, by the names of :class:`TrainSettings`, and remarks on what is damaged.
+    """Settings last given to the run in ``out``, by the names of :class:`TrainSettings`, and notes on damaged files.
 
-    From ``settings.json``; else from the newest checkpoint; of a run made before either had them, from its log, and
-    what checkpoints of then say. Names that nothing tells are missing.
+    From ``settings.json``; otherwise from the newest checkpoint; for an older run without either, from its log and
+    checkpoints. Unknown settings are missing.
     """
     notes: list[str] = []
     kept = out / SETTINGS

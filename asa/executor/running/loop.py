@@ -1,4 +1,4 @@
-"""The executor: epochs of training under a plan, on one rank, in step with all the others."""
+"""The executor of ``asa train``: epochs of training under a plan, on one rank, in step with all the others."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ from asa.sharding.waits import waits
 from asa.zoo.data import GlobalOrder, ImageSet
 
 Build = Callable[[Plan, tuple[int, ...]], ParallelModel]
-"""A plan's part of the model on this process, with the run's initial weights; the processes that run the plan's ranks
-are named. Collective."""
+"""Function that builds a plan's part of the model on this process, with the run's initial weights, given the plan and
+the processes that run its ranks. Collective."""
 
 
 class TrainingExecutor(PlannedExecutor):
-    """Trains under one plan at a time. Every rank holds one, and every call is collective.
+    """Trains under one plan at a time. Every rank has one, and every method is collective.
 
-    ``folder`` receives the checkpoints; ``run`` names this process's run in them. ``announce``
-    takes events; ranks but the first hand in one that does nothing. ``watch``: of this rank's memory.
-    ``between_losses_s``: see :class:`asa.executor.training.saving.SaveClock`; ``keeping``: where snapshots go to.
+    ``folder`` receives the checkpoints; ``run`` is the name of this process's run in them. ``announce`` receives
+    events; all ranks but the first pass a function that does nothing. ``watch``: of this rank's memory.
+    ``between_losses_s``: see :class:`asa.executor.training.saving.SaveClock`; ``keeping``: where snapshots are written.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class TrainingExecutor(PlannedExecutor):
 
     @property
     def next_epoch(self) -> int:
-        """The epoch that is to run next, or to go on."""
+        """The epoch to run next, or to continue."""
         return self._order.locate(self._position)[0]
 
     @property
@@ -149,13 +149,13 @@ class TrainingExecutor(PlannedExecutor):
 
     @property
     def left_out(self) -> int:
-        """Samples of every epoch's last batch that are too few to give all ranks something to compute on."""
+        """Samples in the last batch of each epoch that are not used, because they are too few for all ranks."""
         short = self._order.samples_per_epoch % self.plan.global_batch
         return short if short and not self._worker.trainable(short) else 0
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of a whole epoch."""
+        """Optimizer steps in a whole epoch."""
         if self._steps is not None:  # asked for in every step
             return self._steps
         steps = self._order.steps(0) - (1 if self.left_out else 0)
@@ -168,11 +168,11 @@ class TrainingExecutor(PlannedExecutor):
         return self._steps
 
     def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
-        """Train ``epoch`` (the rest of it, after a resume within one) and validate.
+        """Train ``epoch`` (the rest of it, after a resume inside one) and validate.
 
         Raises:
             PreemptedError: a rank was asked to stop; all stopped after the same step and saved.
-            NearlyExhausted: a rank has no memory left; all stopped after the same step and saved.
+            NearlyExhausted: a rank is about to run out of memory; all stopped after the same step and saved.
             WorkersFailedError: the loss is no longer finite, or ranks are no longer in step.
         """
         if epoch != self.next_epoch:
@@ -224,17 +224,19 @@ class TrainingExecutor(PlannedExecutor):
         )
 
     def _more(self, epoch: int, after: int = 0) -> bool:
-        """Whether steps are left in ``epoch`` ``after`` more samples; a whole epoch need not use all of its samples."""
+        """Whether steps are left in ``epoch`` after ``after`` more samples; an epoch need not use all of its
+        samples."""
         done = self._position + after - epoch * self._order.samples_per_epoch
         return -(-done // self.plan.global_batch) < self.steps_per_epoch
 
     def _batches(self, epoch: int) -> Iterator[Tensor]:
-        """Global sample indices of every step that is left in ``epoch``; the caller moves the position."""
+        """Global sample indices of each remaining step in ``epoch``; the caller advances the position."""
         while self._more(epoch):
             yield self._order.at(self._position)
 
     def _set_rate(self, epoch: int, rows: int) -> float:
-        """The learning rate goes by samples, not steps: it stays its course if the global batch ever changes."""
+        """Set the learning rate by samples, not steps, so that it is unaffected by a change of the global batch;
+        returns it."""
         in_epoch = min(self._order.samples_per_epoch, self.steps_per_epoch * self.plan.global_batch)
         done = epoch * in_epoch + self._position - epoch * self._order.samples_per_epoch
         total = in_epoch * self._settings.epochs
@@ -245,7 +247,7 @@ class TrainingExecutor(PlannedExecutor):
         return self._peaks[0] * share
 
     def _keep(self, keeping: Keeping) -> None:
-        """A snapshot for those who are started again if a rank is lost; the first of all ranks shows what it takes."""
+        """Write a snapshot for a restart after a lost rank. The first one, on all ranks, measures how long it takes."""
         worker, first, began = self._worker, keeping.step == 0, time.monotonic()
         parts = parts_of(worker.model, worker.optimizer)
         if first and any(r[0] for r in self._votes.gather([float(scarce(parts, self.model.device))])):
@@ -314,7 +316,7 @@ class TrainingExecutor(PlannedExecutor):
         return loss / rows, hits / rows
 
     def _memory_so_far(self) -> dict[str, int | None]:
-        """Active peak of this rank, and what CUDA's allocator reserved; None where they are not known (yet)."""
+        """Peak of active memory of this rank, and memory reserved by CUDA's allocator, in bytes; None while unknown."""
         if self.model.device.type != "cuda":
             return {"active_memory_bytes": self._observer.peak_bytes, "reserved_memory_bytes": None}
         return {
@@ -323,7 +325,7 @@ class TrainingExecutor(PlannedExecutor):
         }
 
     def _peak_memory(self) -> tuple[int, ...] | None:
-        """Active peak per rank: the allocator's own on CUDA, of one step that was looked at on a CPU."""
+        """Peak of active memory per rank in bytes: from the allocator on CUDA, from one observed step on a CPU."""
         if self.model.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.model.device)
         elif self._observer.peak_bytes is not None:
@@ -334,7 +336,7 @@ class TrainingExecutor(PlannedExecutor):
         return tuple(int(found[process][0]) for process in self.processes)
 
     def _energy(self, meter: Meter) -> float | None:
-        """Joules of the plan's devices since ``meter`` was made; None where one does not count them."""
+        """Joules used by the plan's devices since ``meter`` was made; None if one of them does not count energy."""
         if self.model.device.type != "cuda":
             return None
         joules = meter.joules()
@@ -350,7 +352,7 @@ class TrainingExecutor(PlannedExecutor):
         """Commit a checkpoint from which ``epoch + 1`` can start.
 
         Raises:
-            UnavailableError: it cannot be written; on every rank, and earlier ones are intact.
+            UnavailableError: it cannot be written; raised on every rank. Earlier checkpoints are intact.
         """
         if epoch + 1 != self.next_epoch:
             raise UsageError(f"no checkpoint after epoch {epoch}: training stands in epoch {self.next_epoch}")
@@ -367,7 +369,7 @@ class TrainingExecutor(PlannedExecutor):
         return self._saved[1]
 
     def restore(self, path: Path, manifest: Manifest) -> None:
-        """Continue where a checkpoint (that was checked) left off, under the plan in force.
+        """Continue from a checked checkpoint, under the current plan.
 
         Raises:
             InvalidInputError: its tensors are not those of this model.
@@ -379,18 +381,19 @@ class TrainingExecutor(PlannedExecutor):
         self._saved = (manifest.step, path)
 
     def recall(self, kept: Snapshot) -> None:
-        """Continue where the ranks before had come to, by what each has left (collective)."""
+        """Continue from the snapshots that the previous ranks have left (collective)."""
         worker = self._worker
         move(kept.parts, wanted_by(worker.model), worker.model, worker.optimizer, self._votes)
         worker.scale = LossScale(worker.precision, kept.loss_scale)
         self._position, self._step = kept.position, kept.step
 
     def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
-        """Continue under ``plan``: same weights, optimizer state and sample order. All processes move, or none does.
+        """Continue under ``plan`` with the same weights, optimizer state and sample order. All processes move, or none
+        does.
 
         Raises:
             UsageError: the plan is for another model or batch, or for more ranks than there are processes.
-            WorkersFailedError: a rank could not move; the plan in force stays, and training can go on.
+            WorkersFailedError: a rank could not move; the current plan stays, and training can go on.
         """
         runs = self._continues(plan, processes)
         old_worker, scale = self._worker, self._worker.scale

@@ -1,10 +1,10 @@
-"""Epochs of training by workers that do not wait for one another: each takes samples as it comes to them.
+"""Training by workers that do not wait for one another: each takes samples when it is ready for them.
 
-The loop, the worker, its checkpoints and votes are those of :mod:`asa.executor.running.loop`. What differs: samples
-are handed out as they are asked for, nothing is brought together between two ends of an epoch, and a lost worker is not
-missed (:mod:`asa.executor.consistency.star`). Every sample is handed out once. One that a lost worker had is not
-trained on, and neither is one whose gradient was rejected as too old: a sample counts at most once, and the log says
-how many did not.
+The loop, the worker, its checkpoints and votes are those of :mod:`asa.executor.running.loop`. The difference: samples
+are handed out on request, figures are combined only at the end of an epoch, and the run goes on without a lost worker
+(:mod:`asa.executor.consistency.star`). Every sample is handed out once. Samples of a lost worker are not trained on,
+and neither are those whose gradient was rejected as too old: a sample counts at most once, and the log says how many
+did not.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from asa.zoo.data import ImageSet
 
 
 class LooseExecutor(TrainingExecutor):
-    """Trains under a discipline that lets workers run apart. Its votes are :class:`StarVotes`."""
+    """Trains under a discipline whose workers run independently. Its votes are :class:`StarVotes`."""
 
     _votes: StarVotes
 
     def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
-        """Train ``epoch`` (the rest of it, after a resume within one) and validate.
+        """Train ``epoch`` (the rest of it, after a resume inside one) and validate.
 
         Raises:
-            PreemptedError: a rank was asked to stop; all that are left stopped and saved.
-            WorkersFailedError: the loss is not finite, or this rank was left out.
+            PreemptedError: a rank was asked to stop; all remaining ranks stopped and saved.
+            WorkersFailedError: the loss is not finite, or this rank was excluded.
         """
         del look  # the plan stays
         if epoch != self.next_epoch:
@@ -82,7 +82,7 @@ class LooseExecutor(TrainingExecutor):
         )
 
     def _take(self, epoch: int, start: int, end: int, tally: LossCounter) -> int:
-        """Train on samples until there are none; how many steps that took."""
+        """Train on samples until none are left; return the number of steps."""
         if self.model.idle:
             return 0
         steps, told = 0, time.monotonic()
@@ -107,7 +107,7 @@ class LooseExecutor(TrainingExecutor):
                 )
 
     def _rate_at(self, position: int, rows: int) -> float:
-        """Set the learning rate of the samples at a position of the run."""
+        """Set and return the learning rate for the samples at ``position`` of the run."""
         before, self._position = self._position, position
         try:
             return self._set_rate(self._order.locate(self._position)[0], rows)
@@ -119,9 +119,9 @@ class LooseExecutor(TrainingExecutor):
         return self._worker.conduct.rows(batch)
 
     def _placed(self, samples: Tensor) -> Tensor | None:
-        """A global batch in which this worker's rows are ``samples``; None where they are too few for a step.
+        """A global batch in which this worker's rows are ``samples``; None if they are too few for a step.
 
-        A worker reads its own rows of a batch and no others, so nothing else need be in it.
+        A worker reads only its own rows of a batch, so the other rows are zeros.
         """
         batch = self.plan.global_batch
         if self._rows(batch) > len(samples):
@@ -139,7 +139,7 @@ class LooseExecutor(TrainingExecutor):
         return found
 
     def _say_what_was_counted(self, epoch: int, steps: list[int], handed_out: int) -> None:
-        """An event of what every worker did, and of what the servers saw."""
+        """Announce an event with the steps of every worker and the counters of the servers."""
         votes, conduct = self._votes, self._worker.conduct
         assert conduct is not None
         figures = conduct.figures() if not self.model.idle else {}
@@ -164,7 +164,7 @@ class LooseExecutor(TrainingExecutor):
         )
 
     def _validate(self) -> tuple[float, float]:
-        """Mean loss and accuracy over the test images, shared out over the workers that are left."""
+        """Mean loss and accuracy over the test images, divided among the remaining workers."""
         votes = self._votes
         workers = [r for r in votes.live if r in self.processes]
         figures = (0.0, 0.0, 0.0)
@@ -184,11 +184,11 @@ class LooseExecutor(TrainingExecutor):
         return loss / rows, hits / rows
 
     def _peak_memory(self) -> tuple[int, ...] | None:
-        """None: no step of all workers is looked at."""
+        """None: memory is not observed here."""
         return None
 
     def _measured(self, seconds: float, batches: float) -> Measurements:
-        """An epoch in steps of one global batch, whoever did them."""
+        """Measurements of an epoch, in steps of one global batch, whichever workers did them."""
         step = seconds / max(batches, 1e-9)
         return Measurements(
             plan_fingerprint=fingerprint(self.plan),

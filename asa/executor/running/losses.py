@@ -1,7 +1,8 @@
-"""A rank that is lost: the run starts again from its newest checkpoint, and goes on without it where that fails, too.
+"""Recovery from a lost rank: the run restarts from its newest checkpoint, and continues without the rank if it fails
+again.
 
-Samples are counted from the checkpoint on, and the global batch stays: whatever ranks there are, every sample of an
-epoch comes exactly once.
+Samples are counted from the checkpoint on, and the global batch stays: every sample of an epoch is used exactly once,
+whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,24 +26,23 @@ from asa.launch import launched
 from asa.launch.devices import leave_device_out
 
 Regroup = Callable[[Plan, int], Plan]
-"""Another plan for a run under a plan: the plan, and how many ranks it may have at most."""
+"""Function from a plan and a largest number of ranks to another plan."""
 
 
 _LATELY = 5
-"""Losses that say how often ranks are lost."""
+"""Number of recent losses from which the mean time between losses is computed."""
 MOST_STARTS = 20
-"""In a row, of all ranks, without a new checkpoint."""
+"""Largest number of successive restarts of all ranks without a new checkpoint."""
 
 
 @dataclass
 class Losses:
-    """What has been done about ranks lost so far. Without a ``regroup`` a loss is the end.
+    """Record of lost ranks, and what to do about the next one. Without ``regroup``, any loss ends the run.
 
-    The first loss is answered by starting all ranks again. One more of the same rank in the same step is
-    that of a rank that will not come back, and is answered by a plan without it; a rank that raises an error twice
-    would do so under any plan, and ends the run. Ranks that are lost by chance, now one and now another, or elsewhere
-    each time, are started again :data:`MOST_STARTS` times before anything new is saved. The more often ranks are lost,
-    the more often the run saves.
+    After a first loss, all ranks are restarted. If the same rank is lost again in the same step, it will not come back,
+    and the run continues under a plan without it; but a rank that raises an error twice would do so under any plan, and
+    ends the run. If losses differ in rank or step, all ranks are restarted up to :data:`MOST_STARTS` times before
+    anything new is saved. The more often ranks are lost, the more often the run saves.
     """
 
     regroup: Regroup | None
@@ -54,10 +54,10 @@ class Losses:
     _starts: int = 0
 
     def answered(self, job: Job, plan: Plan, failure: WorkersFailedError, log: RunLog) -> Job:
-        """The job to go on with after ``failure`` under ``plan``.
+        """The job to continue with after ``failure`` under ``plan``.
 
         Raises:
-            WorkersFailedError: ``failure``, where nothing is left to be tried.
+            WorkersFailedError: ``failure``, if nothing is left to try.
         """
         if self.regroup is None or not (failure.lost or failure.raised):
             raise failure
@@ -94,20 +94,21 @@ class Losses:
 
 
 def _files(job: Job, plan: Plan) -> tuple[int, ...]:
-    """Where ranks that are started again keep what they have; not where they wait for nobody, or leave the host."""
+    """Files for the ranks' snapshots; none if workers run independently, on emulated devices or CUDA, or under a
+    launcher."""
     apart = plan.consistency is not None or job.emulated is not None or job.device_type != "cpu" or launched()
     return () if apart else snapshots.files(plan.num_processes)
 
 
 def forgotten(job: Job) -> Job:
-    """``job`` without what its ranks have kept."""
+    """``job`` without snapshots; closes their files."""
     for file in job.snapshots:
         os.close(file)
     return replace(job, snapshots=())
 
 
 def regrouped(old: Plan, new: Plan, why: str, rank: int | None = None) -> Event:
-    """The event that tells of a plan for the ranks that are there. ``rank``: which was lost."""
+    """Event for a change to a plan for the ranks that are available. ``rank``: the one that was lost."""
     return {
         "event": "replan",
         "kind": "lost",

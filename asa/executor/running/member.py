@@ -1,4 +1,4 @@
-"""What one rank of a training run does, whoever started it."""
+"""One rank's part of a training run, whoever started it."""
 
 from __future__ import annotations
 
@@ -40,21 +40,20 @@ from asa.zoo.models import build
 from asa.zoo.preload import ModelPreload
 
 Adapt = Callable[[Executor, range, Announce], Iterator[EpochRecord]]
-"""The loop over epochs (``asa.scheduler.loop.adapt`` with what it needs, bound): runs on every rank, saves after each
-epoch, and announces changes of plan. Must pickle where ranks are spawned."""
+"""The loop over epochs (``asa.scheduler.loop.adapt`` with its arguments bound): runs on every rank, saves after each
+epoch, and announces changes of plan. Must be picklable if ranks are spawned."""
 
 _RESIDENT_BYTES = 1 << 30
-"""Image sets up to this size live on the GPU."""
+"""Image sets up to this size are kept on the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A request to train, the same on every rank. ``emulated``: the device to pretend to train on, if not on one.
-    ``alike``: all ranks make the same initial weights of the same seed, to the bit. ``watchful``: whether to end
-    (:attr:`Ending.tight`) before memory runs out, for somebody to plan again. ``model``: made already, for the first
-    plan. ``between_losses_s``: how long ranks ran before one was lost, on average; None where none was. ``snapshots``:
-    open files by rank, for what those who are started after a loss go on from; none before the first one.
-    """
+    """A training job, equal on every rank. ``emulated``: the device to emulate, if any. ``alike``: all ranks make
+    bitwise equal initial weights from the same seed. ``watchful``: whether to stop (:attr:`Ending.tight`) before memory
+    runs out, so that the run can be planned anew. ``model``: built already, for the first plan. ``between_losses_s``:
+    mean time between losses of ranks; None if there was none. ``snapshots``: open files by rank, from which restarted
+    ranks continue after a loss; none before the first one."""
 
     plan: Plan
     settings: TrainSettings
@@ -71,10 +70,10 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a rank's part ended, if it did not fail. ``preempted``: where the state is, None after a whole run.
-    ``tight``: this rank's memory, where all stopped because one is about to run out of it.
+    """How a rank ended without failure. ``preempted``: path of the saved state; None after a complete run. ``tight``:
+    memory of this rank, if all ranks stopped because one was about to run out.
 
-    A result, not an exception: the first rank to raise one would have the others killed.
+    It is a result, not an exception: the first rank to raise one would have the others killed.
     """
 
     preempted: str | None = None
@@ -82,16 +81,16 @@ class Ending:
 
     @property
     def pressure(self) -> float:
-        """How near this rank is to the end of its memory."""
+        """Fraction of this rank's memory in use, if it is known; otherwise 0."""
         found = self.tight
         return found.used_bytes / max(1, found.room_bytes) if found and found.used_bytes and found.room_bytes else 0.0
 
 
 def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: Announce) -> Ending:
-    """Train to the end of the last epoch, or until all are asked to stop. ``announce`` is used on rank 0.
+    """Train to the end of the last epoch, or until all are asked to stop. ``announce`` is called on rank 0.
 
     Raises:
-        AsaError: as :func:`asa.executor.running.run.train`.
+        AsaError: see :func:`asa.executor.running.run.train`.
     """
     device = device_of_rank(job.device_type, local_rank)
     watch = Watch(votes.rank, device, votes=job.watchful)

@@ -1,4 +1,4 @@
-"""The directory of a run: writable, owned by one run at a time, and known to be so before anything starts."""
+"""Directory of a run: writable, and owned by one run at a time; checked before anything starts."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from asa.reading import open_regular
 LOCK = "lock"
 CHECKPOINTS = "checkpoints"
 AGENT = "agent"
-"""Names the launcher's agent that the run's rank 0 was last started by."""
+"""Name of a file with the launcher's agent that last started the run's rank 0."""
 
 
 @contextlib.contextmanager
 def owned(folder: Path, *, resume: bool) -> Iterator[Path]:
-    """Make ``folder`` if need be, and hold its lock within. Leftovers of a run that was killed are removed.
+    """Context that makes ``folder`` if it does not exist, and holds its lock. Removes what a killed run has left.
 
-    The lock is the operating system's: it goes with the process that holds it, however that ends, and with the
-    ranks it forked.
+    The lock is the operating system's: it ends with the process that holds it, however that ends, and with the ranks it
+    forked.
 
     Raises:
-        UnavailableError: it cannot be made or written.
-        UsageError: another run is in it, or (without ``resume``) it holds a run already.
+        UnavailableError: the folder cannot be made or written.
+        UsageError: another run is using it, or (without ``resume``) it contains a run already.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def _lock(stream: IO[bytes], folder: Path) -> None:
 
 
 def begin(folder: Path, agent: str | None) -> None:
-    """Write down which of a launcher's agents (:func:`asa.launch.torchrun.agent`) has started the run in ``folder``."""
+    """Record which agent of a launcher (:func:`asa.launch.torchrun.agent`) has started the run in ``folder``."""
     with contextlib.suppress(OSError):  # a restart is then taken for a new run, and refused
         (folder / AGENT).unlink(missing_ok=True)
         if agent is not None:
@@ -77,7 +77,7 @@ def begin(folder: Path, agent: str | None) -> None:
 
 
 def begun_by(folder: Path) -> str | None:
-    """What :func:`begin` wrote; None where there is nothing that can be read."""
+    """The agent that :func:`begin` recorded; None if there is no readable record."""
     try:
         with open_regular(folder / AGENT, os.O_RDONLY) as stream:
             return stream.read(256).decode(errors="replace") or None
@@ -86,10 +86,10 @@ def begun_by(folder: Path) -> str | None:
 
 
 def check_space(folder: Path, checkpoint_bytes: int, keep: int) -> None:
-    """Whether the disk takes the checkpoints of a run: those kept, and one being written.
+    """Check that the disk has room for a run's checkpoints: those kept, and one being written.
 
     Raises:
-        UnavailableError: it does not.
+        UnavailableError: it has not.
     """
     needed, free = (keep + 1) * checkpoint_bytes, shutil.disk_usage(folder).free
     if free < needed:

@@ -1,4 +1,4 @@
-"""What every executor that trains under a plan shares: the plan in force, and how ranks agree on another."""
+"""Common part of all executors that train under a plan: the current plan, and how ranks agree on another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asa.launch import faults
 
 
 class PlannedExecutor(Executor):
-    """Trains a :class:`Worker` under one plan at a time. Every rank holds one, and every call is collective."""
+    """Trains a :class:`Worker` under one plan at a time. Every rank has one, and every method is collective."""
 
     _votes: Votes
     _worker: Worker
@@ -23,7 +23,7 @@ class PlannedExecutor(Executor):
 
     @property
     def plan(self) -> Plan:
-        """The plan in force."""
+        """The current plan."""
         return self._worker.model.whole_plan
 
     @property
@@ -33,17 +33,17 @@ class PlannedExecutor(Executor):
 
     @property
     def num_processes(self) -> int:
-        """Processes of the run, idle ones included."""
+        """Number of processes of the run, including idle ones."""
         return self._votes.num_ranks
 
     @property
     def leads(self) -> bool:
-        """Rank 0."""
+        """Whether this is rank 0."""
         return self._votes.rank == 0
 
     @property
     def rebuild_s(self) -> float | None:
-        """Seconds in which the first plan's worker was made."""
+        """Seconds it took to build the first plan's worker."""
         return self._built_s
 
     @property
@@ -52,7 +52,8 @@ class PlannedExecutor(Executor):
         return self._worker.model
 
     def close(self) -> None:
-        """Leave the servers and the plan's groups (collective); groups that may have lost a member stay as they are."""
+        """Close connections and the plan's process groups (collective). Groups that may have lost a member are left as
+        they are."""
         if isinstance(self._votes, StarVotes):
             self._votes.gather([0.0])
         if self._worker.conduct is not None:
@@ -69,10 +70,10 @@ class PlannedExecutor(Executor):
         return None if text is None else codec.loads(Placement, text, source="the plan from rank 0")
 
     def _continues(self, plan: Plan, processes: tuple[int, ...] | None = None) -> tuple[int, ...]:
-        """The processes on which this run can go on under ``plan``: those given, or the first ones.
+        """The processes that can run ``plan`` from here: those given, or the first ones.
 
         Raises:
-            UsageError: it is for another model or batch, or for more ranks than there are.
+            UsageError: the plan is for another model or batch, or for more ranks than there are processes.
         """
         for what in ("global_batch", "model_fingerprint", "precision"):
             new, old = getattr(plan, what), getattr(self.plan, what)
@@ -89,6 +90,6 @@ class PlannedExecutor(Executor):
         return runs
 
     def probe(self) -> Probe:
-        """What all processes, idle ones included, can do right now: how long each takes for the same small piece of
-        computing while all do it, and how long a collective among them takes (collective)."""
+        """Current speed of all processes, including idle ones: seconds of the same small computation on all of them at
+        once, and of a collective among them (collective)."""
         return probe(self._votes, self.model.device)

@@ -1,4 +1,4 @@
-"""What can be known before anything starts: devices, directory, data, checkpoint. Whoever owns a run does this once."""
+"""Checks and preparation before a run starts: devices, directory, data, checkpoint. The run's owner does this once."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from asa.zoo.sizes import SHAPES
 
 
 def torchrun_line(num_ranks: int, command: Sequence[str]) -> str:
-    """What to type to have torchrun start the ranks of ``python -m asa <command>`` on this machine."""
+    """Command line with which torchrun starts the ranks of ``python -m asa <command>`` on this machine."""
     return f"torchrun --standalone --nproc-per-node {num_ranks} -m asa {shlex.join(command)}".rstrip()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Material:
-    """What a run works on: images, the ``run``'s name, and the checkpoint (path, manifest) it continues from."""
+    """Inputs of a run: images, the name ``run``, and the checkpoint (path, manifest) from which it continues."""
 
     train: ImageSet
     test: ImageSet
@@ -56,10 +56,10 @@ def prepare(
     command: Sequence[str],
     work: Work | None = None,
 ) -> tuple[RunLog, Material]:
-    """Take the run's directory until ``stack`` closes, read the data, choose the checkpoint, announce the start.
+    """Lock the run's directory until ``stack`` closes, read the data, choose the checkpoint, and announce the start.
 
     Raises:
-        AsaError: whatever stands in the way; ``result.json`` says so where the directory can be written.
+        AsaError: a check failed; ``result.json`` says so if the directory can be written.
     """
     notes = [*_check_devices(plan, device_type), *_late(plan, settings)]
     resume = settings.resume or _restarted(Path(settings.out))
@@ -106,8 +106,8 @@ def prepare(
 
 
 def _restarted(out: Path) -> bool:
-    """Whether torchrun has started all ranks again, by the same command, after one of them failed: what they had saved
-    by then is theirs."""
+    """Whether torchrun has restarted all ranks after a failure; then the checkpoints in ``out`` are those of this
+    run."""
     again = launched() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     return again and any((out / CHECKPOINTS).glob("step_*"))
 
@@ -116,7 +116,7 @@ def open_images(plan: Plan, settings: TrainSettings) -> tuple[ImageSet, ImageSet
     """Training and test images in the model's input shape.
 
     Raises:
-        UsageError: more classes than the model tells apart. InvalidInputError: files that cannot be used.
+        UsageError: the data has more classes than the model. InvalidInputError: files cannot be used.
     """
     root = None if settings.data_root is None else Path(settings.data_root)
     shape = plan.sample_shape
@@ -141,10 +141,10 @@ def open_images(plan: Plan, settings: TrainSettings) -> tuple[ImageSet, ImageSet
 
 
 def _check_devices(plan: Plan, device_type: str) -> list[str]:
-    """Remarks on running the plan here. What a launcher started has been checked as it joined.
+    """Notes on running the plan on this machine. Ranks under a launcher are checked when they join.
 
     Raises:
-        UnavailableError: it needs more CUDA devices than there are.
+        UnavailableError: the plan needs more CUDA devices than there are.
     """
     if launched():
         return []
@@ -161,7 +161,7 @@ def _check_devices(plan: Plan, device_type: str) -> list[str]:
 
 
 def _late(plan: Plan, settings: TrainSettings) -> list[str]:
-    """A remark on the usual learning rate where every gradient is one update old."""
+    """A note on the default learning rate, if every gradient is one update old."""
     pipelined = plan.consistency is not None and plan.consistency.waiting == "pipelined" and len(plan.stages) > 1
     if not pipelined or (settings.optimizer or plan.optimizer) != "sgd" or settings.lr is not None:
         return []
@@ -174,10 +174,10 @@ def _late(plan: Plan, settings: TrainSettings) -> list[str]:
 
 
 def _check_resumable(manifest: Manifest, plan: Plan, settings: TrainSettings, num_samples: int) -> None:
-    """Whether a checkpoint goes on under this plan and these settings.
+    """Check that a checkpoint can be continued under this plan and these settings.
 
     Raises:
-        InvalidInputError: it is of another model. UsageError: of other data, another seed or optimizer.
+        InvalidInputError: it is of another model. UsageError: it has other data, another seed or another optimizer.
     """
     if manifest.model_fingerprint != plan.model_fingerprint:
         raise InvalidInputError(
@@ -199,7 +199,7 @@ def _check_resumable(manifest: Manifest, plan: Plan, settings: TrainSettings, nu
 
 
 def write_plan(plan: Plan, out: Path) -> None:
-    """Keep ``plan`` in the folder of its run, from where it is resumed.
+    """Write ``plan`` to the folder of its run, from which a resumed run reads it.
 
     Raises:
         UnavailableError: it cannot be written.

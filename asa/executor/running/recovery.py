@@ -1,9 +1,9 @@
-"""A run that outlasts a shortage of memory: all ranks stop, another plan is made, and the newest checkpoint goes on.
+"""Recovery from a shortage of memory: all ranks stop, another plan is made, and the run continues from a checkpoint.
 
-A rank that fails in a step leaves the others inside collectives, from which there is no safe way back: half of a
-step may be done, and a communicator that lost a member is of no use. So the launcher ends all of them, which takes no
-longer than a collective, and starts them again under the new plan (docs/decisions/0015-out-of-memory.md). Samples are
-counted from the checkpoint on: none is lost, none used twice.
+A rank that fails in a step leaves the others inside collectives, from which there is no safe way back: half of a step
+may be done, and a communicator that lost a member is useless. So the launcher ends all of them, which takes no longer
+than a collective, and starts them again under the new plan (docs/decisions/0015-out-of-memory.md). Samples are counted
+from the checkpoint on: none is lost, none is used twice.
 """
 
 from __future__ import annotations
@@ -41,22 +41,23 @@ from asa.ir.units import binary
 from asa.launch import cuda_devices, launched
 
 Relieve = Callable[[Shortage, int, int], Plan]
-"""Another plan after a shortage: the shortage, the attempt (from 1), and how many ranks it may have at most."""
+"""Function that makes another plan after a shortage, from the shortage, the attempt (from 1) and the largest number of
+ranks."""
 T = TypeVar("T")
 Start = Callable[[Job, Material], Ending]
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 MOST_ATTEMPTS = 3
-"""Plans in a row under which not one more epoch was done."""
+"""Largest number of successive plans under which no further epoch was completed."""
 
 
 def outlast(
     job: Job, material: Material, log: RunLog, relieve: Relieve | None, regroup: Regroup | None, start: Start
 ) -> Ending:  # fmt: skip
-    """Run ``start`` until it ends otherwise than for lack of memory, or by a loss that can be answered.
+    """Run ``start``, again after each shortage of memory and each loss of a rank that can be recovered from.
 
     Raises:
-        InfeasibleError: no plan fits the memory there is. AsaError: what ``start`` raised.
+        InfeasibleError: no plan fits the available memory. AsaError: what ``start`` raised.
     """
     job = replace(job, watchful=relieve is not None)
     attempt, losses = 0, Losses(regroup)
@@ -84,7 +85,8 @@ def outlast(
 
 
 def _shortage(error: WorkersFailedError, job: Job, log: RunLog, kernel: bool) -> Shortage | None:
-    """What ``error`` says of memory, if anything. ``kernel``: whether it has just killed a process for its memory."""
+    """The shortage of memory behind ``error``; None if it has another cause. ``kernel``: the kernel has just killed a
+    process for lack of memory."""
     if isinstance(error, ExhaustedError):
         return error.shortage if isinstance(error.shortage, Shortage) else None
     if error.signal != signal.SIGKILL or not kernel or error.rank is None:
@@ -96,7 +98,7 @@ def _shortage(error: WorkersFailedError, job: Job, log: RunLog, kernel: bool) ->
 
 
 def _in_force(job: Job, log: RunLog) -> Plan:
-    """The plan a killed rank had: the one of the newest checkpoint where plans were changed since the start."""
+    """The plan of a killed rank: that of the newest checkpoint if the plan has changed since the start."""
     if log.changed:
         try:
             return checkpoint.find(Path(job.settings.out) / CHECKPOINTS).manifest.plan
@@ -108,10 +110,11 @@ def _in_force(job: Job, log: RunLog) -> Plan:
 def _answer(
     job: Job, found: Shortage, failure: WorkersFailedError | None, attempt: int, log: RunLog, relieve: Relieve
 ) -> Job:
-    """The job under another plan; the same, and no more votes, where ranks only feared the worst and none is better.
+    """The job under another plan. If ranks had only come close to their limit and no other plan is better, the same job
+    without further comparisons of memory.
 
     Raises:
-        InfeasibleError: nothing fits any more. WorkersFailedError: ``failure``, where nothing could be planned.
+        InfeasibleError: no plan fits any more. WorkersFailedError: ``failure``, if no plan could be made.
     """
     try:
         plan = relieve(found, attempt, most_ranks(job))
@@ -129,26 +132,27 @@ def _answer(
 
 
 def most_ranks(job: Job) -> int:
-    """Ranks that the first plan could have had, of the devices that are here."""
+    """Largest number of ranks for which a new plan can be made on the devices of this machine."""
     gpus = max(job.plan.gpus, job.plan.num_processes)
     return max(job.plan.num_processes, min(gpus, cuda_devices())) if job.device_type == "cuda" else gpus
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pending:
-    """The plan that a run which is started again goes on under; ``event`` where it answers a shortage."""
+    """The plan under which a restarted run continues; ``event``: the change of plan, if it is due to a shortage or
+    loss."""
 
     plan: Plan
     event: Event | None = None
 
 
 def pending(job: Job, relieve: Relieve | None) -> Pending | None:
-    """What a run that is resumed, or that torchrun has started again by the same command, left to be answered.
+    """The plan for a resumed run, or one that torchrun has restarted by the same command; None otherwise.
 
-    Under torchrun nobody outlives the ranks: the one that ran out of memory left a note in the run's folder.
+    Under torchrun no process outlives the ranks: the one that ran out of memory has left a note in the run's folder.
 
     Raises:
-        InfeasibleError: no plan fits the memory there is.
+        InfeasibleError: no plan fits the available memory.
     """
     out = Path(job.settings.out)
     attempt = int(os.environ.get(RESTARTS, "0")) if launched() else 0
@@ -170,8 +174,8 @@ def pending(job: Job, relieve: Relieve | None) -> Pending | None:
 
 
 def resized(left: Pending | None, job: Job, ranks: int, regroup: Regroup | None) -> Pending | None:
-    """``left``, or where a run goes on with another number of ``ranks`` than its plan has, a plan for those: the one it
-    was given, if that is for as many."""
+    """``left``, or, if the run continues with another number of ``ranks`` than its plan has, a plan for that number:
+    the one given with the job, if it fits."""
     old = job.plan if left is None else left.plan
     again = job.settings.resume or os.environ.get(RESTARTS, "0") != "0"
     short_of_memory = left is not None and left.event is not None and old.num_processes < ranks
@@ -185,7 +189,7 @@ def resized(left: Pending | None, job: Job, ranks: int, regroup: Regroup | None)
 
 
 def _kept(kind: type[T], path: Path) -> T | None:
-    """The noun at ``path``; None where there is none, or none that can be read."""
+    """The record at ``path``; None if it is missing or unreadable."""
     try:
         return codec.load(kind, path) if path.is_file() else None
     except InvalidInputError:
@@ -193,13 +197,13 @@ def _kept(kind: type[T], path: Path) -> T | None:
 
 
 def settle(out: Path, plan: Plan) -> None:
-    """``plan`` is what the run goes on under: the shortage is answered."""
+    """Record that the run continues under ``plan``, and remove the note of the shortage."""
     write_plan(plan, out)
     (out / NOTE).unlink(missing_ok=True)
 
 
 def told(found: Shortage) -> str:
-    """A shortage in one line."""
+    """Description of a shortage in one line."""
     used = "" if found.used_bytes is None else f", {binary(found.used_bytes)} were in use"
     more = f" and {binary(found.asked_bytes)} asked for" if found.asked_bytes else ""
     room = "" if found.room_bytes is None else f", of {binary(found.room_bytes)}"
@@ -212,7 +216,7 @@ def told(found: Shortage) -> str:
 
 
 def change(found: Shortage, plan: Plan, attempt: int) -> Event:
-    """The event that tells of another plan for lack of memory."""
+    """Event for a change of plan after a shortage of memory."""
     return {
         "event": "replan",
         "kind": "memory",
@@ -232,8 +236,8 @@ def change(found: Shortage, plan: Plan, attempt: int) -> Event:
 
 
 def _newest(material: Material, log: RunLog, out: Path, kept: int = 0) -> Material:
-    """What the run goes on from: its newest checkpoint that is whole; the start where none was written. ``kept``: the
-    step that ranks have left their state of, which is taken where it is newer."""
+    """``material`` with the newest complete checkpoint, or none to start anew. ``kept``: step of the ranks' snapshots,
+    which are used if they are newer."""
     folder = out / CHECKPOINTS
     checkpoint.sweep(folder)
     resume = None

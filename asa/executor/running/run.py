@@ -1,4 +1,4 @@
-"""A training run from end to end: start the ranks or be one, keep the log, and say how it ended."""
+"""A training run from start to end: starts the ranks or is one, writes the log, and reports the outcome."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def train(
     """Train under ``plan``, on ranks started here, or as one of those a launcher started.
 
     Under ``settings.out``: ``log.jsonl``, ``result.json``, ``plan.json``, ``checkpoints/``. Nothing is printed:
-    ``on_event`` hears what :mod:`asa.executor.training.logs` lists (under a launcher, on rank 0).
+    ``on_event`` gets the events listed in :mod:`asa.executor.training.logs` (under a launcher, on rank 0).
 
     Args:
-        relieve: makes another plan where a rank runs out of memory, or is about to; without it that ends the run.
-        regroup: makes a plan for fewer ranks where one is lost for good; without it the first loss ends the run.
+        relieve: makes another plan if a rank runs out of memory, or is about to; without it, that ends the run.
+        regroup: makes a plan for fewer ranks if one is lost for good; without it, the first loss ends the run.
         command: the arguments of ``python -m asa`` that would do the same, for the equivalent torchrun line.
-        emulated: a device to be emulated on the cores of this machine: nothing is trained, and nothing saved.
-        work: what a sample asks for and a device could do, for MFU in the log.
-        model: the plan's model, made with the settings' seed; given away. The ranks make their own where None.
+        emulated: a device to emulate on the cores of this machine: nothing is trained, and nothing saved.
+        work: FLOPs of a sample and of the device, for MFU in the log.
+        model: the plan's model, built with the settings' seed; it is consumed. If None, ranks build their own.
 
     Returns:
         The document of ``result.json`` (under a launcher, on rank 0; elsewhere only its ``exit_code``).
@@ -90,12 +90,12 @@ def train(
 
 
 def _threads(job: Job) -> int | None:
-    """On a CPU a rank is a core, which is how components were profiled."""
+    """Threads per rank: 1 on a CPU unless set otherwise, which is how components were profiled."""
     return 1 if job.settings.threads is None and job.device_type == "cpu" else job.settings.threads
 
 
 def _bind(job: Job, local_rank: int, ranks_here: int) -> None:
-    """A core for a rank that computes on one."""
+    """Bind a rank that computes on one core to a core."""
     if job.device_type == "cpu" and job.emulated is None and _threads(job) == 1:
         bind_to_core(local_rank, ranks_here)
 
@@ -105,7 +105,7 @@ def _backend(job: Job) -> str:
 
 
 def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regroup | None) -> Event:
-    """Start the ranks, and listen to them."""
+    """Start the ranks, and receive their messages."""
     left = pending(job, relieve)
     log, material = ready(job.plan if left is None else left.plan)
     if left is not None:
@@ -142,13 +142,14 @@ def _rank(rank: int, job: Job, material: Material) -> Ending:
 
 
 def _votes(plan: Plan, timeout_s: float) -> Votes:
-    """Votes of ranks that all live, or of such as may be lost."""
+    """Votes of the run's ranks: :class:`StarVotes` if the plan tolerates lost ranks."""
     loose = plan.consistency is not None and not plan.consistency.lockstep
     return StarVotes(timeout_s) if loose else Votes(timeout_s)
 
 
 def _spare(plan: Plan) -> Callable[[int], bool] | None:
-    """Which ranks the others can do without: workers that nobody waits for, and that serve nobody."""
+    """Predicate for ranks that may be lost: workers that no rank waits for, and that serve none. None if there are
+    none."""
     d = plan.consistency
     if d is None or d.lockstep:
         return None
@@ -157,7 +158,7 @@ def _spare(plan: Plan) -> Callable[[int], bool] | None:
 
 
 def _as_member(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regroup | None) -> Event:
-    """Be a rank that a launcher started: rank 0 owns the run, and what stands in its way stands in everyone's."""
+    """Be a rank that a launcher started. Rank 0 owns the run, and its errors are raised on all ranks."""
     settings = job.settings
     with join(backend=_backend(job), timeout_s=settings.timeout_s) as place:
         if (threads := _threads(job)) is not None:
@@ -193,14 +194,14 @@ def _as_member(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regro
 
 
 def _note(log: RunLog, left: Pending, job: Job) -> None:
-    """A shortage that ended this run before is answered."""
+    """Log the change of plan after a shortage that ended this run before."""
     if left.event is not None:
         log(left.event)
         settle(Path(job.settings.out), left.plan)
 
 
 def _shared(job: Job, votes: Votes, mine: Material | None) -> Material:
-    """Rank 0's choice of checkpoint on every rank; the others read the same files themselves."""
+    """Rank 0's choice of checkpoint, on every rank; the others read the same files themselves."""
     choice = None
     if mine is not None:
         choice = [mine.run, None if mine.resume is None else str(mine.resume[0])]
@@ -222,10 +223,10 @@ def _shared(job: Job, votes: Votes, mine: Material | None) -> Material:
 
 
 def _concluded(log: RunLog, body: Callable[[], Ending]) -> Event:
-    """Run ``body`` and write down how it ended.
+    """Run ``body`` and write its outcome to the log.
 
     Raises:
-        AsaError: what ``body`` raised, or that it was pre-empted.
+        AsaError: what ``body`` raised, or that it was preempted.
     """
     try:
         _ended(body)
@@ -242,7 +243,7 @@ def _concluded(log: RunLog, body: Callable[[], Ending]) -> Event:
 
 
 def _ended(body: Callable[[], Ending]) -> int:
-    """Exit code 0, or an error: what a lost peer makes of a collective becomes one line.
+    """Run ``body`` and return exit code 0; an error of a collective after a lost rank becomes one line.
 
     Raises:
         PreemptedError: the ranks were asked to stop.

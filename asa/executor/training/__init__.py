@@ -1,1 +1,1 @@
-"""What a training loop needs around a step: worker, optimizer, votes, checkpoints, moves between plans."""
+"""Parts of a training loop around a step: worker, optimizer, checkpoints, measurement, migration between plans."""

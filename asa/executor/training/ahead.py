@@ -1,4 +1,4 @@
-"""Images that do not fit the device: a thread gathers the next batch while this one computes."""
+"""Prefetching of images that do not fit the device: a thread gathers the next batch while the device computes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Gathered = tuple[Tensor, Tensor]
 
 
 class Ahead:
-    """Batches of ``images``, on the host, gathered before they are asked for.
+    """Prefetches batches of ``images`` in host memory.
 
-    ``pin``: into page-locked memory, from which a copy to the device waits for nothing.
+    ``pin``: into page-locked memory, from which a copy to the device is asynchronous.
     """
 
     def __init__(self, images: ImageSet, *, pin: bool) -> None:
@@ -27,17 +27,16 @@ class Ahead:
 
     @staticmethod
     def of(images: ImageSet, device: torch.device) -> Ahead | None:
-        """What ``images`` need to feed ``device``: nothing where they are there, or where there is no other place."""
+        """A prefetcher from ``images`` to ``device``; None if the images are already there, or the device is a CPU."""
         away = device.type == "cuda" and images.images.device.type == "cpu"
         return Ahead(images, pin=True) if away else None
 
     def expect(self, indices: Tensor) -> None:
-        """``indices``: the samples that :meth:`take` will be called with in the step after this one. What was to be
-        taken before this one is forgotten."""
+        """Start to gather the samples ``indices`` for the step after this one. The two latest batches are kept."""
         self._coming.append((indices, self._pool.submit(self._gather, indices)))
 
     def take(self, indices: Tensor) -> Gathered | None:
-        """The samples, once they are there; None where nobody said that they would be wanted."""
+        """The samples ``indices``, waiting until they are gathered; None if :meth:`expect` was not called for them."""
         for i, (expected, batch) in enumerate(self._coming):
             if torch.equal(expected, indices):
                 del self._coming[i]

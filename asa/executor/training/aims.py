@@ -1,7 +1,7 @@
-"""What a run minimises, what it is scored by and how its learning rate falls: by name, or from the user's own function.
+"""Loss, metric and learning rate schedule of a run: by name, or from the user's own function.
 
-``package.module:factory`` is called, with ``num_classes`` where it takes that, and returns the function itself; so
-``torch.nn:MultiMarginLoss`` is a loss. Losses are means over samples: shards and microbatches add up to no other kind.
+``package.module:factory`` is called, with ``num_classes`` if it takes that, and returns the function itself; so
+``torch.nn:MultiMarginLoss`` is a loss. A loss must be a mean over samples: only then do shards and microbatches add up.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asa.executor.training.settings import TrainSettings
 from asa.zoo.foreign import accepted, at_home, factory, first_line
 
 Score = Callable[[Any, Tensor], Tensor]
-"""A model's output and labels to one figure a sample [N], of which validation states the mean."""
+"""Function from a model's output and labels to one score per sample [N]; validation reports the mean."""
 _PROBED = 4
 
 
@@ -43,7 +43,7 @@ LOSSES: Mapping[str, Criterion | None] = {
     "mse": lambda logits, labels: F.mse_loss(logits.softmax(1), _one_hot(logits, labels)),
     "bce": lambda logits, labels: F.binary_cross_entropy_with_logits(logits, _one_hot(logits, labels)),
 }
-"""By name: of logits [N, K, ...] and labels int64 [N, ...]. None: what is built in."""
+"""Losses by name, on logits [N, K, ...] and labels int64 [N, ...]. None: the built-in one."""
 METRICS: Mapping[str, Score] = {"accuracy": hits_of, "top5": _top5}
 SCHEDULES: Mapping[str, Callable[[float], float]] = {
     "cosine": cosine,
@@ -51,12 +51,12 @@ SCHEDULES: Mapping[str, Callable[[float], float]] = {
     "constant": lambda _: 1.0,
     "step": lambda done: 0.1 ** min(2, int(3 * done)),
 }
-"""By name: of the part of a run behind its warm-up that is done, 0 to 1, the share of the peak rate."""
+"""Schedules by name: from the fraction of the run after warm-up, 0 to 1, to the fraction of the peak rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Aims:
-    """What the names in a run's settings mean."""
+    """The functions behind the names in a run's settings."""
 
     criterion: Criterion | None
     score: Score
@@ -64,7 +64,7 @@ class Aims:
 
     @classmethod
     def of(cls, settings: TrainSettings, num_classes: int, device: torch.device | None = None) -> Aims:
-        """The aims of ``settings``; modules among them on ``device``.
+        """The loss, metric and schedule of ``settings``; modules among them are moved to ``device``.
 
         Raises:
             UsageError: an unknown name. InvalidInputError: a module that cannot be imported, a factory that fails.
@@ -77,11 +77,12 @@ class Aims:
         )
 
     def try_out(self, settings: TrainSettings, labels: Tensor, num_classes: int) -> None:
-        """Whether they give what training needs, on ``labels`` (int64 [n, ...]) and made-up logits.
+        """Check the functions on ``labels`` (int64 [n, ...]) and random logits.
 
         Raises:
-            InvalidInputError: one fails, the loss is no mean over samples, the metric no figure a sample, the schedule
-                no number.
+            InvalidInputError: one fails, the loss is not a mean over samples, the metric is not one number per sample,
+                or the
+                schedule returns no number.
         """
         labels = labels[:_PROBED].flatten() if labels.dim() == 2 else labels[:_PROBED]
         maps = (len(labels), num_classes, *labels.shape[1:])

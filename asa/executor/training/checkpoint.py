@@ -1,11 +1,11 @@
-"""Checkpoints that are whole or absent, and that any plan can read.
+"""Checkpoints that are complete or absent, and that any plan can read.
 
 A checkpoint is a directory ``step_N`` of safetensors files and a ``manifest.json`` with the SHA-256 of each; the
-manifest carries a fingerprint of itself. It is written under a temporary name, flushed to the disk, and appears by
-one rename; ``latest`` then names it, for people and scripts, if nothing stands in the way. A reader trusts nothing but
-content: it takes the newest directory in which everything matches. Nothing is pickled.
+manifest contains a fingerprint of itself. It is written under a temporary name, flushed to the disk, and made visible
+by one rename; after that ``latest`` names it, for people and scripts, if that file can be written. A reader trusts only
+content: it takes the newest directory in which every file matches. Nothing is pickled.
 
-Tensors are full and named as in the plain model; ``optimizer.safetensors`` holds ``<parameter>/<state>``. The place
+Tensors are full and named as in the plain model; ``optimizer.safetensors`` holds ``<parameter>/<state>``. The position
 in the data is counted in global samples, so that it means the same on any number of ranks.
 """
 
@@ -38,14 +38,14 @@ LATEST = "latest"
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 DISCIPLINE = "consistency.safetensors"
-"""What a discipline of consistency goes on from beside weights and optimizer; other plans pass over it."""
+"""File with further state of a consistency discipline; other plans ignore it."""
 
 _NAME = re.compile(r"step_(\d+)")
 
 
 @noun
 class StoredFile:
-    """A file of a checkpoint. ``sha256`` in hex."""
+    """One file of a checkpoint: name, size in bytes, SHA-256 in hex."""
 
     name: str
     bytes: int
@@ -54,11 +54,12 @@ class StoredFile:
 
 @noun
 class Manifest:
-    """What a checkpoint is. ``position``: global samples consumed since the start of the run (epochs in full).
+    """Description of a checkpoint. ``position``: global samples consumed since the start of the run (full epochs
+    included).
 
-    ``step``: optimizer steps since then. All randomness of a run is a function of ``seed``, epoch, step and sample,
-    so the seed is all the generator state there is. ``loss_scale`` is that of fp16, 1 otherwise. ``settings`` are what
-    ``asa train`` was given, ``moments`` counts the tensors of the optimizer's state; older files have neither.
+    ``step``: optimizer steps since then. All randomness of a run is a function of ``seed``, epoch, step and sample, so
+    the seed is the whole state of the generators. ``loss_scale`` is that of fp16, 1 otherwise. ``settings`` are those
+    of ``asa train``, ``moments`` is the number of tensors in the optimizer's state; older files have neither.
     """
 
     run: str
@@ -94,7 +95,7 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A checkpoint whose every byte was checked. ``notes``: newer ones passed over, and why."""
+    """A checkpoint of which every byte was checked. ``notes``: newer checkpoints that were skipped, and why."""
 
     path: Path
     manifest: Manifest
@@ -134,7 +135,7 @@ def write(
         faults.reached("checkpoint.manifest")
         commit()
         faults.reached("checkpoint.commit")
-        if final.exists():  # a directory cannot replace another in one step: the older one steps aside
+        if final.exists():  # a directory cannot replace another atomically, so rename the older one first
             os.rename(final, folder / f"{final.name}.old-{manifest.run}")
         os.rename(temporary, final)
         faults.reached("checkpoint.renamed")
@@ -157,7 +158,7 @@ def write(
 
 
 def find(folder: Path) -> Found:
-    """The newest checkpoint in ``folder`` that is whole.
+    """The newest complete checkpoint in ``folder``.
 
     Raises:
         NoCheckpointError: there is none; says what is wrong with the newest.
@@ -176,7 +177,7 @@ def find(folder: Path) -> Found:
 
 
 def newest_manifest(folder: Path) -> Manifest | None:
-    """The manifest of the newest checkpoint whose manifest can be read; its other files are not looked at."""
+    """The newest readable manifest in ``folder``; other files are not checked. None if there is none."""
     for path in _steps(folder):
         with contextlib.suppress(InvalidInputError):
             return codec.load(Manifest, path / MANIFEST)
@@ -192,14 +193,14 @@ def names_latest(path: Path) -> bool:
 
 
 def check(path: Path) -> Manifest:
-    """The manifest of the checkpoint at ``path``, every file compared with it.
+    """Compare every file of the checkpoint at ``path`` with its manifest, and return the manifest.
 
     Raises:
-        InvalidInputError: anything is missing, changed or too much.
+        InvalidInputError: a file is missing, changed or not listed.
     """
     try:
         return _checked(path)
-    except OSError as error:  # a disk that fails, or somebody else's file
+    except OSError as error:  # a failing disk, or no permission
         raise InvalidInputError(f"{error.filename or path} cannot be read: {error.strerror or error}") from None
 
 
@@ -227,10 +228,10 @@ def _checked(path: Path) -> Manifest:
 
 
 def read(path: Path, name: str) -> dict[str, Tensor]:
-    """Tensors of one file of a checkpoint that was checked, by name.
+    """Tensors in one file of a checked checkpoint, by name.
 
     Raises:
-        InvalidInputError: it is no file of tensors.
+        InvalidInputError: it is not a file of tensors.
     """
     with _tensors_in(path / name) as file:
         return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  (it is no dict)
@@ -246,17 +247,17 @@ def _tensors_in(path: Path) -> Iterator[Any]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what an interrupted writer left. Only the owner of the run's lock may call this."""
+    """Remove what an interrupted writer left in ``folder``. Only the owner of the run's lock may call this."""
     for path in _entries(folder):
         if not (match := re.fullmatch(r"(step_\d+)\.(tmp|old)-(.+)", path.name)):
             continue
         final = path.with_name(match[1])
         if match[2] == "old" and match[3] != "removed" and not final.exists():
             with contextlib.suppress(OSError):
-                os.rename(path, final)  # killed while it stepped aside
+                os.rename(path, final)  # the writer was killed between the two renames
         else:
             shutil.rmtree(path, ignore_errors=True)
-    with contextlib.suppress(OSError):  # what cannot be removed is passed over: no loader takes it for a checkpoint
+    with contextlib.suppress(OSError):  # a leftover does no harm: no loader takes it for a checkpoint
         (folder / f".{LATEST}.tmp").unlink(missing_ok=True)
 
 
@@ -268,13 +269,13 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _steps(folder: Path) -> list[Path]:
-    """Checkpoints by name, newest first, whatever is in them."""
+    """Directories with the name of a checkpoint, newest first, whatever they contain."""
     numbered = [(int(m[1]), p) for p in _entries(folder) if (m := _NAME.fullmatch(p.name)) and p.is_dir()]
     return [p for _, p in sorted(numbered, reverse=True)]
 
 
 def _remove(path: Path) -> None:
-    """Out of sight first: a checkpoint half deleted must not look like one half written."""
+    """Rename ``path`` before deleting it: a half-deleted checkpoint must not look like a half-written one."""
     aside = path.with_name(f"{path.name}.old-removed")
     with contextlib.suppress(OSError):
         os.rename(path, aside)
@@ -287,7 +288,7 @@ def _store(path: Path, named: Mapping[str, Tensor]) -> StoredFile:
     for name, tensor in named.items():
         value = tensor.detach().contiguous()
         start = value.untyped_storage().data_ptr()
-        # Views of one another (a buffer that is part of another) are stored apart.
+        # Tensors that share memory (a buffer that is a view of another) are stored as separate copies.
         whole[name] = value.clone() if start in storages else value
         storages.add(start)
     save_file(whole, path)
@@ -303,7 +304,7 @@ def _put(path: Path, text: str) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Force a file, or a directory's entries, to the disk."""
+    """Flush a file, or the entries of a directory, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -312,7 +313,8 @@ def _flush(path: Path) -> None:
 
 
 def _point_to(newest: Path) -> None:
-    """Name ``newest`` in ``latest``. The rename was the commit: what stands in the way of this file stops nothing."""
+    """Write the name of ``newest`` to ``latest``. Failures are ignored: the checkpoint is already committed by its
+    rename."""
     folder = newest.parent
     with contextlib.suppress(OSError):
         _put(folder / f".{LATEST}.tmp", newest.name + "\n")

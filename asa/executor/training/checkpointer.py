@@ -1,4 +1,4 @@
-"""What must survive a rank: to the disk and back, and from one plan to another. All ranks do it, or none does."""
+"""Saving, restoring and migrating the state of a run, by all ranks or by none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from asa.launch import faults
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointer:
-    """Saves, restores and moves a :class:`Worker`'s weights and optimizer state. Every call is collective."""
+    """Saves, restores and migrates a :class:`Worker`'s weights and optimizer state. Every method is collective."""
 
     folder: Path
     run: str
@@ -35,17 +35,17 @@ class Checkpointer:
     votes: Votes
     announce: Announce
     more: Callable[[], dict[str, dict[str, Tensor]]] = dict
-    """Further files of a checkpoint, by name."""
+    """Function that returns further files of a checkpoint, by name."""
 
     def save(self, worker: Worker, *, step: int, position: int) -> Path:
-        """Commit a checkpoint; the plan's rank 0 writes, all vote. Where it is, as far as this rank knows.
+        """Write a checkpoint and return its path. The plan's rank 0 writes; all ranks vote on the outcome.
 
         Raises:
-            UnavailableError: it cannot be written; on every rank, and earlier ones are intact.
+            UnavailableError: it cannot be written; raised on every rank. Earlier checkpoints are intact.
         """
         faults.reached("checkpoint.begin")
         worker.settle()
-        # Written before training goes on, by one rank: nobody else needs copies, and their memory is the model's.
+        # One rank writes before training continues, so the others need no copies, and its own may alias the model.
         writer = worker.model.all_processes[0]
         writes = self.votes.rank == writer
         tensors = {
@@ -69,7 +69,7 @@ class Checkpointer:
                 path = checkpoint.write(self.folder, manifest, tensors, commit=commit, keep=self.settings.keep)
             except Exception as caught:
                 error = caught
-        # Everybody votes twice: before the checkpoint appears, and on whether it did.
+        # All ranks vote twice: before the checkpoint is renamed into place, and on whether that succeeded.
         if not prepared:
             self.votes.agree(error)
         self.votes.agree(error)
@@ -103,7 +103,7 @@ class Checkpointer:
         )
 
     def restore(self, worker: Worker, path: Path, manifest: Manifest) -> None:
-        """Put a checkpoint that was checked in place.
+        """Load a checked checkpoint into ``worker``.
 
         Raises:
             InvalidInputError: its tensors are not those of this model.
@@ -120,7 +120,7 @@ class Checkpointer:
             error = caught
         except (KeyError, RuntimeError, ValueError) as caught:
             error = InvalidInputError(f"checkpoint {path} is not this model's: {caught}")
-        self.votes.agree(error)  # before anything is changed anywhere
+        self.votes.agree(error)  # all ranks agree before any rank changes its state
         load_full_state(worker.model, weights)
         load_full_optimizer_state(worker.model, worker.optimizer, moments)
         if worker.conduct is not None:
@@ -130,11 +130,14 @@ class Checkpointer:
         worker.scale = LossScale(worker.precision, manifest.loss_scale)
 
     def move(self, old: Worker, build: Callable[[], Worker]) -> Worker:
-        """A worker under another plan with the state of ``old``, which is left as it is. ``build`` makes one, the new
-        plan's groups first; an optimizer that it takes over from ``old`` may lose its state there.
+        """Build a worker under another plan, and copy the state of ``old`` into it; ``old`` itself is not changed.
+
+        ``build`` makes the new worker, beginning with its process groups; an optimizer that it takes from ``old`` may
+        lose its state there.
 
         Raises:
-            WorkersFailedError: a process could not build it, or bits changed on the way. Nobody has moved then.
+            WorkersFailedError: a process could not build it, or data was corrupted on the way. Then no process has
+                moved.
         """
         old.model.average_buffers()
         error: Exception | None = None
@@ -160,7 +163,7 @@ class Checkpointer:
 
 
 def _tried(action: Callable[[], object]) -> Exception | None:
-    """What ``action`` raised, if it did."""
+    """Run ``action`` and return the exception that it raised, or None."""
     try:
         action()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""How long steps take, on the clock of whoever computes: the host's, or the device's own."""
+"""Step times by the clock of whatever computes: the host's clock, or events on the device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from asa.sharding.waits import Held, held_by, waits
 
 
 class StepTimes(NamedTuple):
-    """Seconds of one step on this rank: waiting for data, then computing and communicating (``work``), and what
-    :class:`asa.sharding.waits.Held` tells of that."""
+    """Seconds of one step on this rank: waiting for data (``data``), then computing and communicating (``work``), and
+    the parts of ``work`` that :class:`asa.sharding.waits.Held` records."""
 
     data: float
     work: float
@@ -22,9 +22,9 @@ class StepTimes(NamedTuple):
 
 
 class StepClock:
-    """Seconds per step: waiting for data, then computing and communicating. No step waits to be timed.
+    """Measures seconds per step: waiting for data, then computing and communicating. Timing never synchronizes a step.
 
-    On CUDA, events in the stream; they are read at :meth:`collect`, which is the only place that synchronises.
+    On CUDA it records events in the stream; they are read in :meth:`collect`, the only method that synchronizes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,17 +40,17 @@ class StepClock:
         return event
 
     def mark(self) -> None:
-        """Call at a step's start, once its data is there, and at its end."""
+        """Call this three times a step: at its start, when its data has arrived, and at its end."""
         self._marks.append(self._now())
         if len(self._marks) == 1:
-            waits.take()  # what was waited for between steps is none of them
+            waits.take()  # discard waiting between steps
         elif len(self._marks) == 3:
             start, ready, end = self._marks
             self._steps.append((start, ready, end, waits.take()))
             self._marks = []
 
     def collect(self) -> list[StepTimes]:
-        """The times of every step since the last call."""
+        """Times of all steps since the last call."""
         if self._cuda and self._steps:
             torch.cuda.synchronize()
         found = [

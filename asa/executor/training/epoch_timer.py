@@ -1,4 +1,4 @@
-"""What an epoch took: step times and sums of all ranks, gathered in one small collective per line of the log."""
+"""Step times and sums of losses over an epoch, gathered from all ranks in one small collective per line of the log."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ WARM_UP_STEPS = 3
 """Steps after a plan took effect that are not measured: allocation, autotuning, DDP's rebuilding of its buckets."""
 
 _HEAD = 9
-"""Figures of a process in front of those of its transfers, and of the times of its steps."""
+"""Number of values of a process before those of its transfers and the times of its steps."""
 _PER_STEP = len(StepTimes._fields)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """What all ranks did since the last one: the same figures on every rank. ``full``: of the memory of the rank that
-    has the least left, the share in use, where they look at it. ``measured``: how they did it; None where none of the
-    steps counts for that."""
+    """Figures of all ranks since the previous interval; equal on every rank. ``full``: fraction of memory in use on the
+    rank with least memory left, if ranks observe it. ``measured``: measurements so far; None if no step counts for
+    them."""
 
     steps: int
     loss: float
@@ -43,16 +43,16 @@ class Interval:
 
 
 def who_is_late(measured: Measurements | None) -> dict[str, float | int | None]:
-    """For an event: the process that computes longest, and the share of a step that others wait for it at most; None
-    where ranks were not observed."""
+    """Fields of an event: the rank with the longest computation, and the largest share of a step that others wait for
+    it; None if ranks were not observed."""
     found = None if measured is None else measured.slowest
     return {"slowest_rank": None if found is None else found[0], "waiting_share": None if found is None else found[1]}
 
 
 @dataclass
 class EpochTimer:
-    """An epoch's record. ``warm``: steps since the plan in force took effect; ``processes`` run its ranks. ``every_s``:
-    about how many seconds of training two exchanges lie apart at most."""
+    """Record of one epoch. ``warm``: steps since the current plan took effect; ``processes`` run its ranks.
+    ``every_s``: the longest time between two exchanges, about, in seconds of training."""
 
     plan: Plan
     processes: tuple[int, ...]
@@ -73,26 +73,28 @@ class EpochTimer:
         self._ranks = RankTimes(self.processes)
 
     def under(self, plan: Plan, processes: tuple[int, ...], clock: StepClock) -> None:
-        """Another plan takes effect: its steps are measured from here on, while the losses go on adding up."""
+        """Switch to another plan: step times are measured anew from here on, while losses go on adding up."""
         self._before = self.measurements(None)
         self.plan, self.processes, self.clock, self.warm, self.interval = plan, processes, clock, 0, 1
         self._times, self._cold = [], []
         self._ranks = RankTimes(processes)
 
     def stepped(self, *, full: bool, disturbed: bool = False) -> bool:
-        """Note one more step (``full``: of the plan's whole batch; ``disturbed``: slowed down by being looked at);
-        whether it is time to :meth:`exchange`."""
+        """Record one more step; return whether it is time to :meth:`exchange`.
+
+        ``full``: the step had the plan's whole batch. ``disturbed``: it was slowed down by being observed.
+        """
         self.warm += 1
         self._measured.append(full and not disturbed and self.warm > WARM_UP_STEPS)
         return len(self._measured) >= self.interval
 
     @property
     def pending(self) -> bool:
-        """Whether steps were noted since the last exchange."""
+        """Whether there were steps since the last exchange."""
         return bool(self._measured)
 
     def exchange(self, tally: LossCounter, *, step: int, stop: bool, full: float = 0.0) -> Interval:
-        """Bring the figures of all ranks together. Collective.
+        """Combine the figures of all ranks since the last exchange. Collective.
 
         Raises:
             WorkersFailedError: ranks are at different steps or under different plans, or the loss is not finite.
@@ -154,12 +156,15 @@ class EpochTimer:
 
     @property
     def train_loss(self) -> float:
-        """Mean over all samples of the epoch so far."""
+        """Mean loss over all samples of the epoch so far."""
         return self._sums[0] / max(1.0, self._sums[2])
 
     def measurements(self, peak_memory_bytes: tuple[int, ...] | None) -> Measurements:
-        """The steps under the plan in force: warmed-up ones of whole batches, or what there was where there are none;
-        those under the plan before, where none was taken since."""
+        """Measurements of the steps under the current plan: whole batches after warm-up, or the last other step if
+        there are none.
+
+        If no step was taken under it yet, those under the plan before.
+        """
         if not self._times and not self._cold and self._before is not None:
             return self._before
         return self._measurements(self._times or self._cold[-1:], self._ranks, peak_memory_bytes)

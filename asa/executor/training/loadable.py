@@ -1,4 +1,4 @@
-"""Whether stored tensors are those of a model: asked before anything is copied, since a copy would broadcast."""
+"""Checks that stored tensors belong to a model, made before anything is copied, since a copy would broadcast."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _SHAPED = frozenset(
 
 
 def check_weights(model: ParallelModel, state: Mapping[str, Tensor]) -> None:
-    """Whether ``state`` holds every parameter and buffer of this rank, of its shape and type, and no tensor that no
-    stage of ``model`` has.
+    """Check that ``state`` has every parameter and buffer of this rank, in its shape and type, and no tensor that is in
+    no stage of ``model``.
 
     Raises:
-        ValueError: naming the first tensor that is missing, foreign or different.
+        ValueError: names the first tensor that is missing, foreign or different.
     """
     mine = {item.name: item for item in held(model)}
     for name, item in mine.items():
@@ -35,10 +35,11 @@ def check_weights(model: ParallelModel, state: Mapping[str, Tensor]) -> None:
 
 
 def check_optimizer_state(model: ParallelModel, state: Mapping[str, Tensor], count: int | None) -> None:
-    """Whether ``state`` (keyed ``name/key``) is that of ``model``'s parameters, with ``count`` entries (None: any).
+    """Check that ``state`` (keyed ``name/key``) fits ``model``'s parameters and has ``count`` entries (None: any
+    number).
 
     Raises:
-        ValueError: naming the first entry that is foreign or different, or how many there are.
+        ValueError: names the first entry that is foreign or different, or the number of entries.
     """
     mine = {item.name: item for item in held(model) if isinstance(item.tensor, nn.Parameter)}
     _check_names(model, mine, {full_key.rpartition("/")[0]: value for full_key, value in state.items()})
@@ -62,7 +63,7 @@ def _check_names(model: ParallelModel, mine: Mapping[str, Held], names: Mapping[
 
 
 def _full_shape(item: Held) -> tuple[int, ...]:
-    """The shape of the whole tensor of which ``item`` may be a part."""
+    """Shape of the full tensor of which ``item`` may be a shard."""
     shape = list(item.tensor.shape)
     if item.shard is not None and item.axis.size > 1:
         shape[item.shard.dim] = item.shard.blocks * item.shard.units * item.shard.unit

@@ -1,4 +1,4 @@
-"""What a run tells: a line of JSON per event, curves for trackers if asked, and ``result.json`` however it ends.
+"""Output of a run: a line of JSON per event, curves for trackers if requested, and ``result.json`` however it ends.
 
 Events are dicts with a key ``event``:
 
@@ -6,15 +6,15 @@ Events are dicts with a key ``event``:
 ``start``      run, plan and settings, data sources, steps and samples per epoch, the resumed step, torchrun line
 ``note``       ``message``: something the user should know (a fallback, samples left out, more ranks than cores)
 ``steps``      since the last such event: epoch, step, loss, accuracy, learning_rate, step_time_s, samples_per_s,
-               data_wait_share, slowest_rank and waiting_share (of a step, that others wait for it; null where ranks
-               are not observed), active_memory_bytes and reserved_memory_bytes (peaks of the rank that tells, reserved
-               by CUDA's allocator alone; null where they are not known), tflops_per_s of all ranks and mfu (their
-               share of the devices' peak; missing where the profile or the peak is not known), fraction of the run
+               data_wait_share, slowest_rank and waiting_share (largest share of a step that others wait for it; null
+               if ranks are not observed), active_memory_bytes and reserved_memory_bytes (peaks of the rank that
+               reports, reserved by CUDA's allocator alone; null if unknown), tflops_per_s of all ranks and mfu (their
+               share of the devices' peak; missing if the profile or the peak is unknown), fraction of the run
                done, eta_s
 ``epoch``      an :class:`asa.ir.measurements.EpochRecord`, and ``line``: predicted against measured, in words
-``replan``     a change of plan: why, predicted gain, and later the measured one; of ``kind`` ``memory`` where a rank
-               ran out of it, or was about to: the shortage, and what was made of it; of ``kind`` ``lost`` where a rank
-               was lost for good: why, which one, and how many there are now
+``replan``     a change of plan: reason, predicted gain, and later the measured one; with ``kind`` ``memory`` after a
+               rank ran out of memory, or nearly did: the shortage, and what was done; with ``kind`` ``lost`` after a
+               rank was lost for good: why, which one, and how many are left
 ``checkpoint`` step, path
 ``end``        exit_code, status, message
 =============  =====================================================================================================
@@ -47,20 +47,20 @@ RESULT = "result.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """FLOPs that a sample's forward and backward ask for, and that a device could do in a second (0: not known)."""
+    """FLOPs of a sample's forward and backward, and the device's peak in FLOP/s (0: unknown)."""
 
     flops_per_sample: float
     peak_flops_per_s: float
 
     def rate(self, samples_per_s: float, ranks: int) -> Event:
-        """What a ``steps`` event says of it."""
+        """Fields of a ``steps`` event: TFLOP/s of all ``ranks``, and MFU if the peak is known."""
         done = self.flops_per_sample * samples_per_s
         peak = self.peak_flops_per_s * ranks
         return {"tflops_per_s": done / 1e12, **({"mfu": done / peak} if peak else {})}
 
 
 class RunLog:
-    """Writes a run's events under ``folder`` and passes them on."""
+    """Writes a run's events under ``folder`` and passes them on to trackers and ``listener``."""
 
     def __init__(
         self,
@@ -70,16 +70,16 @@ class RunLog:
         work: Work | None = None,
         listener: Announce | None = None,
     ) -> None:
-        """``track``: names of trackers that take the run's curves, too.
+        """``track``: names of trackers that also get the run's curves.
 
         Raises:
-            UnavailableError: a tracker was asked for and is not installed.
+            UnavailableError: a requested tracker is not installed.
         """
         self.epochs: list[Event] = []
         self.shortages: list[Event] = []
         self.changed = False
         self.checkpoint: str | None = None
-        """The newest one: where this run, or one continued from it, could go on."""
+        """Path of the newest checkpoint, from which this run could be continued."""
         self.fingerprint: str | None = None
         self._folder, self._listener = folder, listener
         self._track, self._trackers = track, list[trackers.Tracker]()
@@ -89,10 +89,10 @@ class RunLog:
         trackers.check(track)
 
     def __call__(self, event: Event) -> None:
-        """Take in one event.
+        """Record one event.
 
         Raises:
-            UnavailableError: the log cannot be written. InvalidInputError: something else is in its place.
+            UnavailableError: the log cannot be written. InvalidInputError: its path is not a regular file.
         """
         if event["event"] == "steps" and self._work is not None and self._ranks:
             event = {**event, **self._work.rate(event["samples_per_s"], self._ranks)}
@@ -125,8 +125,10 @@ class RunLog:
             self._listener(event)
 
     def recall(self, before: int) -> None:
-        """Take over the epochs up to ``before``, and all shortages of memory, from the log of the run that is
-        continued; lines torn by the end of it are passed over."""
+        """Load the epochs before ``before``, and all memory shortages, from the log of the run that is continued.
+
+        Lines that its end has cut off are skipped.
+        """
         known: dict[int, Event] = {}
         shortages: list[Event] = []
         for event in _events(self._folder):
@@ -144,14 +146,14 @@ class RunLog:
         found = trackers.figures(event)
         if not found:
             return
-        if not self._trackers:  # late: they start threads, and ranks are forked before the first event
+        if not self._trackers:  # not earlier: they start threads, and ranks are forked before the first event
             name = self._folder.name
             self._trackers = [trackers.opened(kind, self._folder, name, self._facts) for kind in self._track]
         for tracker in self._trackers:
             tracker.log(found, event["step"])
 
     def finish(self, *, exit_code: int, message: str = "", rank: int | None = None) -> Event:
-        """Write ``result.json`` (or not, where that is what fails) and announce the end. Returns the document."""
+        """Write ``result.json`` (unless that is what fails), announce the end, and return the document."""
         status = {0: "done", 75: "pre-empted"}.get(exit_code, "failed")
         document = {
             "schema_version": SCHEMA_VERSION,
@@ -182,8 +184,8 @@ class RunLog:
 
 
 def last_settings(folder: Path) -> Event:
-    """Settings, as data, of the newest run (:class:`asa.executor.training.settings.TrainSettings`) whose log is in
-    ``folder``; empty where no log tells."""
+    """Settings (as data, :class:`asa.executor.training.settings.TrainSettings`) of the newest run whose log is in
+    ``folder``; empty if there is none."""
     found: Event = {}
     for event in _events(folder):
         with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -193,7 +195,7 @@ def last_settings(folder: Path) -> Event:
 
 
 def _events(folder: Path) -> Iterator[Event]:
-    """The events in the log of a run, as far as lines are whole; none where there is no such file."""
+    """Events in the log of a run, without broken lines; none if there is no log."""
     with contextlib.suppress(OSError, InvalidInputError), open_regular(folder / LOG) as stream:
         while line := stream.readline(MOST_BYTES):
             with contextlib.suppress(InvalidInputError):
@@ -210,7 +212,7 @@ def _without(event: Event, *names: str) -> Event:
 
 
 def _summary(measured: Event) -> Event:
-    """Predicted beside measured, over the last epoch; memory per rank, None where it was not tracked."""
+    """Predicted and measured values of the last epoch; memory per rank is None if it was not tracked."""
     time, wait = measured["step_time"], measured["data_wait_s"]
     return {
         "step_time_s": {"predicted": measured["predicted_step_time_s"], "measured": time["median"], "n": time["n"]},

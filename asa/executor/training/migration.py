@@ -1,8 +1,8 @@
-"""State on its way from one plan to another: weights, buffers and optimizer state travel in the parts that are missed.
+"""Migration of state between plans: weights, buffers and optimizer state; only the missing parts of tensors are sent.
 
-Ranks tell each other which region of every tensor they hold and which they are to hold (:mod:`asa.ir.region`), and all
-work out the same transfers. What a rank has it copies; the rest comes in buckets with a checksum, in rounds in which
-each process sends one and receives one at most. Nothing of the old state is written to.
+Ranks tell each other which region of every tensor they hold and which they will hold (:mod:`asa.ir.region`), and all
+compute the same list of transfers. A rank copies what it already has; the rest is sent in buckets with a checksum, in
+rounds in which each process sends and receives at most one bucket. The old state is never written to.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from asa.ir.units import MIB
 from asa.sharding.parts import as_held, local
 
 BUCKET_BYTES = 8 * MIB
-"""What one process sends another at a time, at most, but for a single row that is longer. Two that are sent and two
-that are received are all the memory that a move needs beside the old state and the new."""
+"""Largest number of bytes that one process sends another at a time, except for a single longer row. A move needs memory
+for two sent and two received buckets, beside the old and the new state."""
 _CHECK_BYTES = 8
 _ALIGNED = 16
 
 
 @dataclass(frozen=True)
 class Part:
-    """What this process holds of one named tensor. ``shape``: of the whole; ``follows``: whether it is cut as the
-    parameter is whose state it is."""
+    """The part of one named tensor that this process holds. ``shape``: of the full tensor; ``follows``: whether this
+    optimizer state is sharded like its parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Moved:
-    """What a move took of this process: bytes sent, received, and copied within it; how many buckets came and went."""
+    """Traffic of one migration on this process: bytes sent, received and copied locally; number of buckets."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -58,7 +58,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class _Transfer:
-    """``box`` of the tensor numbered ``index``, from one process to another."""
+    """Transfer of region ``box`` of tensor number ``index`` from one process to another."""
 
     source: int
     target: int
@@ -68,7 +68,7 @@ class _Transfer:
 
 
 def region_of(item: Held) -> tuple[tuple[int, ...], Region]:
-    """The shape of the whole tensor, and what of it this rank holds."""
+    """Shape of the full tensor, and the region of it that this rank holds."""
     tensor = item.tensor
     shape, region = list(tensor.shape), list(everything(tensor.shape))
     if item.shard is not None and item.axis.size > 1:
@@ -85,7 +85,7 @@ def region_of(item: Held) -> tuple[tuple[int, ...], Region]:
 
 
 def _runs(indices: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Ascending ``indices`` as runs."""
+    """Ascending ``indices`` as half-open intervals (start, stop)."""
     found: list[tuple[int, int]] = []
     for i in indices:
         if found and found[-1][1] == i:
@@ -97,7 +97,7 @@ def _runs(indices: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 @torch.no_grad()
 def parts_of(model: ParallelModel, optimizer: torch.optim.Optimizer) -> list[Part]:
-    """Weights, buffers, and what there is of optimizer state (``name/key``), as this process holds them; not copied."""
+    """Weights, buffers and existing optimizer state (``name/key``) as this process holds them; not copied."""
     found = []
     for item in held(model):
         shape, region = region_of(item)
@@ -114,7 +114,7 @@ def parts_of(model: ParallelModel, optimizer: torch.optim.Optimizer) -> list[Par
 
 @dataclass(frozen=True)
 class Wanted:
-    """What this process is to hold of one parameter or buffer; ``updates``: whether it also updates it."""
+    """The part of one parameter or buffer that this process will hold; ``updates``: whether it also updates it."""
 
     name: str
     shape: tuple[int, ...]
@@ -123,7 +123,7 @@ class Wanted:
 
 
 def wanted_by(model: ParallelModel) -> list[Wanted]:
-    """Everything that this process holds under the plan of ``model``."""
+    """All parts that this process holds under the plan of ``model``."""
     updated = {id(p) for p in model.updated}
     return [Wanted(item.name, *region_of(item), id(item.tensor) in updated) for item in held(model)]
 
@@ -133,11 +133,11 @@ def move(
     before: Sequence[Part], after: Sequence[Wanted], model: ParallelModel, optimizer: torch.optim.Optimizer,
     votes: Votes,
 ) -> Moved:  # fmt: skip
-    """Fill ``model``, which holds what is wanted ``after``, and the state of ``optimizer`` with what all processes of
-    the run held ``before``. Collective.
+    """Fill ``model`` (whose parts are ``after``) and the state of ``optimizer`` with what all processes of the run held
+    ``before``. Collective.
 
     Raises:
-        AsaError: nobody has what is needed, or what arrived is not what was sent; on every process.
+        AsaError: no process has a needed part, or data was corrupted on the way; raised on every process.
     """
     told = votes.exchange(
         [
@@ -156,7 +156,7 @@ def move(
                 made[one.name] = Part(one.name, one.shape, region, _room(one, region, items, optimizer), one.follows)
     except Exception as caught:
         error = caught
-    votes.agree(error)  # before anybody waits for a message
+    votes.agree(error)  # all agree before any rank waits for a message
     moved = Moved()
     try:
         moved = _Mover(votes, tensors, {p.name: p for p in before}, made).carry(plan)
@@ -169,7 +169,7 @@ def move(
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One named tensor, who holds what of it, and who is to."""
+    """One named tensor with the regions that each process holds and will hold."""
 
     name: str
     dtype: torch.dtype
@@ -180,7 +180,7 @@ class _Tensor:
 
 
 def _planned(told: Sequence[Any]) -> tuple[list[_Tensor], list[_Transfer]]:
-    """All tensors, and all transfers in one order, alike on every process."""
+    """All tensors and all transfers, in the same order on every process."""
     holds: dict[str, _Tensor] = {}
     for process, (before, _) in enumerate(told):
         for name, dtype, shape, region, follows in before:
@@ -217,7 +217,7 @@ def _region(told: Any) -> Region:
 
 
 def _split(box: Box, most: int) -> Iterator[Box]:
-    """``box`` in pieces of at most ``most`` elements, cut along its first dimension."""
+    """Cut ``box`` along its first dimension into boxes of at most ``most`` elements."""
     if not box or size(box) <= most:
         yield box
         return
@@ -228,7 +228,7 @@ def _split(box: Box, most: int) -> Iterator[Box]:
 
 
 def _room(one: _Tensor, region: Region, items: dict[str, Held], optimizer: torch.optim.Optimizer) -> Tensor:
-    """Where ``region`` is to lie: a parameter or buffer itself, or new memory for optimizer state."""
+    """Memory for ``region``: the parameter or buffer itself, or a new tensor for optimizer state."""
     if one.name in items:
         return local(items[one.name].tensor.detach())
     name, key = one.name.rsplit("/", 1)
@@ -241,7 +241,7 @@ def _room(one: _Tensor, region: Region, items: dict[str, Held], optimizer: torch
 
 
 def _install(made: dict[str, Part], items: dict[str, Held], optimizer: torch.optim.Optimizer) -> None:
-    """Optimizer state in place of what the optimizer has, in the form in which parameters are held."""
+    """Replace the optimizer's state, in the form in which its parameters are held."""
     optimizer.state.clear()
     for part in made.values():
         if part.name in items:
@@ -257,7 +257,7 @@ def _install(made: dict[str, Part], items: dict[str, Held], optimizer: torch.opt
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """The messages of a round: what is sent (kept until it is gone), and where which bucket arrives."""
+    """Messages of one round: what is sent (kept until it has left), and where which bucket arrives."""
 
     going: dist.Work | None
     coming: dist.Work | None
@@ -267,7 +267,7 @@ class _UnderWay:
 
 
 class _Mover:
-    """Performs transfers, as one process sees them."""
+    """Performs the transfers of one process."""
 
     def __init__(self, votes: Votes, tensors: list[_Tensor], before: dict[str, Part], after: dict[str, Part]) -> None:
         self._votes, self._tensors = votes, tensors
@@ -275,11 +275,12 @@ class _Mover:
         self._broken = False
 
     def carry(self, plan: list[_Transfer]) -> Moved:
-        """All of ``plan``: what is copied first, then bucket by bucket.
+        """Perform all transfers in ``plan``: local copies first, then bucket by bucket.
 
         Raises:
-            WorkersFailedError: a bucket came with another checksum than it was sent with; all were taken, so that
-                nobody waits for this process.
+            WorkersFailedError: a bucket's checksum differs from the sender's; raised after all were received, so that
+                no
+                process waits for this one.
         """
         me = self._votes.rank
         copied = sent = received = buckets = 0
@@ -306,7 +307,7 @@ class _Mover:
         return Moved(sent, received, copied, buckets)
 
     def _finish(self, under_way: _UnderWay | None) -> None:
-        """Wait for the messages of a round, and take what came."""
+        """Wait for the messages of a round, and unpack what arrived."""
         if under_way is None:
             return
         if under_way.coming is not None and under_way.room is not None and under_way.into is not None:
@@ -359,14 +360,13 @@ def _length(bucket: Sequence[_Transfer]) -> int:
 
 
 def _checked(flat: Tensor) -> Tensor:
-    """The checksum of all but the place that is kept for it."""
+    """CRC-32 of a message without the bytes reserved for its checksum, uint8."""
     found = zlib.crc32(flat[:-_CHECK_BYTES].numpy().data)
     return torch.frombuffer(bytearray(found.to_bytes(_CHECK_BYTES, "little")), dtype=torch.uint8)
 
 
 def _rounds(plan: Sequence[_Transfer]) -> Iterator[list[list[_Transfer]]]:
-    """Buckets in rounds: in each a process sends one at most and receives one at most. Whoever has most left to do in
-    all comes first."""
+    """Buckets by round: in each round, a process sends and receives at most one. Pairs with most left come first."""
     waiting: dict[tuple[int, int], list[list[_Transfer]]] = {}
     for one in plan:
         if one.source == one.target:

@@ -1,4 +1,4 @@
-"""Optimizers over whatever parameters a rank holds, and the learning rate over a run."""
+"""Optimizers over the parameters that a rank holds, and the learning rate over a run."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def build_optimizer(
     weight_decay: float | None = None,
     offloaded: Collection[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
-    """An optimizer over ``parameters``: SGD with momentum, AdamW, another of ``torch.optim`` by its name in small
-    letters, or what ``package.module:factory`` makes of them. None: its usual figure.
+    """Make an optimizer over ``parameters``: SGD with momentum, AdamW, another class of ``torch.optim`` by its
+    lower-case name, or what ``package.module:factory`` returns for them. None selects the optimizer's usual value.
 
-    One group for all parameters, and one for those that are ``offloaded``: their update is on the host. A rank may hold
-    none: its optimizer then steps over an empty tensor.
+    It has one group for all parameters, and one for those that are ``offloaded``, whose update is on the host. A rank
+    may have no parameters: its optimizer then steps over an empty tensor.
 
     Raises:
-        UsageError: there is none of that name. InvalidInputError: the factory fails, or makes none of torch's.
+        UsageError: there is no such optimizer. InvalidInputError: the factory fails, or returns no torch optimizer.
     """
     trained = [p for p in parameters if p.requires_grad]
     away = [p for p in trained if p in offloaded]
@@ -78,13 +78,13 @@ def _made(name: str, groups: list[dict[str, Any]], *, momentum: float, **given: 
 
 
 def updates_parts(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a part of a parameter is updated as the same part of the whole would be, as far as is known."""
+    """Whether the optimizer is known to update a shard of a parameter as it would update that part of the whole."""
     kind = type(optimizer)
     return kind.__name__ in OPTIMIZERS.values() and kind.__module__.startswith("torch.optim")
 
 
 def cut_parameters(model: ParallelModel) -> Iterator[str]:
-    """Names of parameters of which this rank updates a part."""
+    """Names of parameters of which this rank updates only a shard."""
     for item in held(model):
         cut = isinstance(item.tensor, DTensor) or (item.shard is not None and item.axis.size > 1)
         if cut and isinstance(item.tensor, nn.Parameter):
@@ -92,10 +92,11 @@ def cut_parameters(model: ParallelModel) -> Iterator[str]:
 
 
 def doubt_about_parts(optimizer: torch.optim.Optimizer, name: str, remedy: str) -> str:
-    """What is doubtful where ``optimizer`` updates a part of parameter ``name``; ``remedy`` keeps it whole.
+    """Warning text for an ``optimizer`` that updates a shard of parameter ``name``; ``remedy`` says how to keep it
+    whole.
 
     Raises:
-        UsageError: one of torch.optim of which it is known that it looks at all elements of a parameter.
+        UsageError: an optimizer of torch.optim that is known to use all elements of a parameter together.
     """
     kind = type(optimizer)
     why = f"the plan cuts parameters ({name}), of which a rank updates a part"
@@ -105,10 +106,10 @@ def doubt_about_parts(optimizer: torch.optim.Optimizer, name: str, remedy: str) 
 
 
 def try_out(name: str) -> None:
-    """Whether the optimizer ``name`` can be made and takes a step.
+    """Check that the optimizer ``name`` can be made and takes a step.
 
     Raises:
-        UsageError: its form. InvalidInputError: it fails.
+        UsageError: the name has a wrong form. InvalidInputError: the optimizer fails.
     """
     p = nn.Parameter(torch.zeros(2, 2))
     made = build_optimizer(name, [p])
@@ -120,17 +121,17 @@ def try_out(name: str) -> None:
 
 
 def cosine(done: float) -> float:
-    """Half a cosine from 1 to 0 (Loshchilov & Hutter 2017)."""
+    """Half a cosine, from 1 at ``done`` = 0 to 0 at ``done`` = 1 (Loshchilov & Hutter 2017)."""
     return 0.5 * (1 + math.cos(math.pi * done))
 
 
 def learning_rate(
     progress: float, peak: float, *, warmup: float, step: float, falling: Callable[[float], float] = cosine
 ) -> float:
-    """Learning rate of the step that begins when ``progress`` of the run (0 to 1) lies behind.
+    """Learning rate of the step that begins after the fraction ``progress`` of the run (0 to 1).
 
-    Linear up to ``peak`` over the first ``warmup`` of the run, then ``falling`` of what is behind the warm-up.
-    ``step`` is the progress one step makes: the rise ends, rather than begins, with it, so that no step is lost at 0.
+    It rises linearly to ``peak`` over the fraction ``warmup``, and then follows ``falling`` over the rest of the run.
+    ``step`` is the progress of one step: the rate rises by the end of a step, so that no step has a rate of 0.
 
     >>> [learning_rate(p / 10, 1.0, warmup=0.2, step=0.1) for p in (0, 1, 2, 6)]
     [0.5, 1.0, 1.0, 0.5]
@@ -141,6 +142,6 @@ def learning_rate(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """``rate`` for every group."""
+    """Set ``rate`` as the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -1,4 +1,4 @@
-"""Mixed precision: autocast around the forward, and for fp16 a loss scale that all ranks share."""
+"""Mixed precision: autocast in forward, and for fp16 one loss scale on all ranks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ DTYPE: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Context of a forward in ``precision``; parameters and optimizer stay in fp32."""
+    """Context for a forward pass in ``precision``; parameters and optimizer stay in fp32."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=DTYPE[precision])
 
 
 class LossScale:
-    """The dynamic scale of fp16 gradients (Micikevicius et al. 2018); 1 and inert in every other precision.
+    """Dynamic loss scale of fp16 (Micikevicius et al. 2018); always 1 in other precisions.
 
-    Shards differ in their gradients, so each step all ranks agree whether any of them overflowed: either all
-    update, or none.
+    Ranks have different gradients, so in each step all ranks agree whether any overflowed: all update, or none.
     """
 
     GROW_AFTER = 2000
@@ -37,12 +36,12 @@ class LossScale:
         self._good = 0
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What to run backward from."""
+        """``loss`` times the scale: the value to run backward from."""
         return loss * self.value if self.active else loss
 
     @torch.no_grad()
     def unscale(self, parameters: Sequence[nn.Parameter], votes: Votes) -> bool:
-        """Gradients at their true size; whether to update with them. Collective when active."""
+        """Divide gradients by the scale; return whether to update with them. Collective in fp16."""
         if not self.active:
             return True
         gradients = [p.grad for p in parameters if p.grad is not None]

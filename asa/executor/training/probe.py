@@ -1,4 +1,4 @@
-"""A fixed piece of computing and a fixed message, by whose times all processes show what they can do right now."""
+"""A fixed computation and a fixed message whose times show how fast every process is at the moment."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from asa.sharding.waits import level_of
 
 _SIZE = {"cpu": 256, "cuda": 4096}
 _TIMES = {"cpu": 48, "cuda": 8}
-"""Matrix products: tens of milliseconds, so that whoever else has the core gets his turns within."""
+"""Number of matrix products: tens of milliseconds, so that other programs on the core get their turns within."""
 _MESSAGE_BYTES = MIB
 _MESSAGES = 5
 
 
 def probe(votes: Votes, device: torch.device) -> Probe:
-    """What every process can do, all of them at the same time (collective)."""
+    """Measure computation and messages of all processes at the same time (collective)."""
     votes.gather([0.0])
     mine = _computing(device)
     messages = _messages(device) if votes.num_ranks > 1 else []
@@ -43,7 +43,7 @@ def probe(votes: Votes, device: torch.device) -> Probe:
 
 
 def _computing(device: torch.device) -> float:
-    """Seconds of some matrix products of one size, after one that warms up."""
+    """Seconds of a fixed number of matrix products, after one for warm-up."""
     size = _SIZE[device.type]
     x = torch.full((size, size), 1 / size, device=device)
     y = torch.empty_like(x)
@@ -57,7 +57,8 @@ def _computing(device: torch.device) -> float:
 
 
 def _messages(device: torch.device) -> list[float]:
-    """Seconds of each of some sums over all processes, by the way that gradients take, after one that warms up."""
+    """Seconds of each of several all-reduces over all processes, after one for warm-up; they take the path of
+    gradients."""
     x = torch.zeros(_MESSAGE_BYTES // 4, device=device)
     found = []
     for _ in range(1 + _MESSAGES):

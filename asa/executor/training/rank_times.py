@@ -1,4 +1,4 @@
-"""Times of single ranks over many steps: what each computes, whom it waits for, and how fast transfers are."""
+"""Times of each rank over many steps: its computation, its waiting for later ranks, and the speed of transfers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from asa.ir.traffic import COLLECTIVE_OPS
 from asa.sharding.waits import Kind
 
 _KINDS = 6
-"""Kinds of transfers that a rank tells of in a line of the log: those that took most of its time."""
+"""Number of kinds of transfers that a rank reports per line of the log: those that took most of its time."""
 _PER_KIND = 6
 TRANSFER_FIGURES = _KINDS * _PER_KIND
-"""How many figures :func:`packed` gives."""
+"""Number of values that :func:`packed` returns."""
 
 _MOST_STEPS = 1024
-"""Steps whose times are kept rank by rank: the newest."""
+"""Number of newest steps whose times are kept for each rank."""
 
 
 def packed(found: Sequence[tuple[Kind, float, int]]) -> list[float]:
-    """The first kinds of transfers, their seconds and how many there were, as figures that ranks can gather."""
+    """The first kinds of transfers, with seconds and count, as a list of numbers of fixed length for a gather."""
     flat: list[float] = []
     for kind, seconds, n in found[:_KINDS]:
         flat += [COLLECTIVE_OPS.index(kind.op), kind.level, kind.group_size, kind.num_bytes, seconds, n]
@@ -45,7 +45,7 @@ def _unpacked(figures: Sequence[float]) -> list[tuple[Kind, float, int]]:
 
 @dataclass
 class RankTimes:
-    """What every process of a run took, step by step, under one plan; ``processes``: those that run its ranks."""
+    """Times of every process of a run, step by step, under one plan; ``processes``: those that run its ranks."""
 
     processes: tuple[int, ...]
     _steps: deque[list[StepTimes]] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
@@ -55,7 +55,8 @@ class RankTimes:
     _cores: Sequence[float] = ()
 
     def step(self, times: list[StepTimes], *, counts: bool = True) -> None:
-        """One step, by process; the last of those that do not count stands in for one that does, until there is one."""
+        """Add one step's times, by process. A step that does not count is used only as long as there is none that
+        does."""
         if counts:
             self._steps.append(times)
         else:
@@ -68,8 +69,8 @@ class RankTimes:
     def interval(
         self, transfers: Sequence[Sequence[float]], stolen: list[float], cores: Sequence[float] = ()
     ) -> None:  # fmt: skip
-        """What every process :func:`packed` since the last time, its share of time in which others had its core
-        (negative where it cannot tell), and its :func:`own_core`."""
+        """Add what every process has :func:`packed` since the last call, the share of time in which other programs had
+        its core (negative if unknown), and its :func:`own_core`."""
         self._stolen.append(stolen)
         self._cores = cores
         seen: dict[Kind, list[tuple[float, int]]] = {}
@@ -81,7 +82,7 @@ class RankTimes:
             self._transfers.setdefault(kind, []).append((min(s for s, _ in every), max(n for _, n in every)))
 
     def timings(self) -> tuple[RankTiming, ...]:
-        """Medians over the steps, by process; of one that is idle, zeros. Empty without steps."""
+        """Medians over the steps, by process; zeros for an idle process. Empty without steps."""
         steps = self._known
         if not steps:
             return ()
@@ -108,13 +109,15 @@ class RankTimes:
         return tuple(found)
 
     def _waiting(self, step: list[StepTimes]) -> list[float]:
-        """Seconds for which each process waited for a later one."""
+        """Seconds for which each process waited for a later one, in one step."""
         nobody = min(step[p].unsplit for p in self.processes)
         return [t.late + max(0.0, t.unsplit - nobody) for t in step]
 
     def communication_s(self) -> float | None:
-        """Median of what communication adds to a step: what the rank with most to compute is held up by, less its
-        waiting for others. None for one rank alone, or without steps."""
+        """Median of the seconds that communication adds to a step. None for one rank alone, or without steps.
+
+        Per step: the blocked time of the rank with the longest computation, less its waiting for others.
+        """
         if len(self.processes) < 2 or not self._known:
             return None
         found = []
@@ -124,7 +127,7 @@ class RankTimes:
         return median(found)
 
     def transfers(self) -> tuple[Transfer, ...]:
-        """Medians of every kind of transfer, weighted by how many there were."""
+        """Median time of every kind of transfer, weighted by how often it occurred."""
         found = []
         for kind, every in sorted(self._transfers.items()):
             n = sum(count for _, count in every)
@@ -138,7 +141,7 @@ class RankTimes:
 
 
 def _middle(every: Sequence[tuple[float, int]], n: int) -> float:
-    """The median of (value, how often), ``n`` in all."""
+    """Weighted median of (value, count) pairs; ``n`` is the sum of counts."""
     ordered = sorted(every)
     reached = list(accumulate(count for _, count in ordered))
     return ordered[bisect_left(reached, n / 2)][0]
@@ -148,8 +151,8 @@ _MOST_CORES = 1 << 16
 
 
 def own_core(rank: int) -> int:
-    """The only core that this thread of process ``rank`` may use, those of every host apart; -1 where it may use
-    several, or the system does not tell."""
+    """The only core that this thread of process ``rank`` may use, numbered over all hosts; -1 if it may use several, or
+    the system does not tell."""
     if not hasattr(os, "sched_getaffinity"):
         return -1
     cores = os.sched_getaffinity(0)
@@ -158,7 +161,8 @@ def own_core(rank: int) -> int:
 
 
 class Stolen:
-    """How much of the time this thread was ready to run while others had its core, by the kernel's scheduler."""
+    """Share of time in which this thread was ready to run while other threads had its core, from the kernel's
+    scheduler."""
 
     def __init__(self) -> None:
         try:
@@ -176,7 +180,7 @@ class Stolen:
             return None
 
     def share(self) -> float:
-        """Share of the time since the last call, 0 to 1; -1 where the system does not tell."""
+        """Fraction of the time since the last call, 0 to 1; -1 if the system does not report it."""
         before, self._last = self._last, self._read()
         if before is None or self._last is None:
             return -1.0

@@ -1,4 +1,4 @@
-"""How often a checkpoint inside an epoch is worth its time."""
+"""Interval between checkpoints inside an epoch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 @dataclass
 class SaveClock:
-    """``every_s``: seconds of training between two checkpoints at most (None: no such limit); ``between_losses_s``: how
-    long ranks ran before one was lost, on average (None: none was). All figures are the same on all ranks.
+    """Decides when to save. ``every_s``: longest time between two checkpoints, in seconds of training (None: no limit);
+    ``between_losses_s``: mean time between losses of a rank (None: there was none). All figures are equal on all ranks.
 
-    With losses every M seconds and checkpoints that take C, what is lost to both is least where they lie
-    sqrt(2 C M) apart (Young, 1974).
+    With losses every M seconds and checkpoints that take C seconds, the optimal interval is sqrt(2 C M) (Young, 1974).
     """
 
     every_s: float | None = None
@@ -22,7 +21,7 @@ class SaveClock:
 
     @property
     def interval_s(self) -> float:
-        """Seconds of training between two checkpoints; infinite where there are none inside an epoch."""
+        """Seconds of training between two checkpoints; infinite if there are none inside an epoch."""
         limit = math.inf if self.every_s is None else self.every_s
         if self.between_losses_s is None:
             return limit
@@ -31,11 +30,11 @@ class SaveClock:
         return min(limit, math.sqrt(2 * self._took_s * self.between_losses_s))
 
     def trained(self, seconds: float) -> bool:
-        """So many seconds of training more; whether a checkpoint is due."""
+        """Count ``seconds`` more of training; return whether a checkpoint is due."""
         self._since_s += seconds
         return self._since_s >= self.interval_s
 
     def saved(self, took_s: float | None = None) -> None:
-        """There is a new one, which took so long where that is known."""
+        """Record that a checkpoint was written, and how long it took if that is known."""
         self._since_s = 0.0
         self._took_s = took_s if took_s is not None else self._took_s

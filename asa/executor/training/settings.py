@@ -1,4 +1,4 @@
-"""How to train, apart from the plan: data, optimisation, and what is written where."""
+"""Settings of a run apart from its plan: data, optimization, and output."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ WEIGHT_DECAY: dict[OptimizerName, float] = {"sgd": 5e-4, "adamw": 0.05}
 
 @noun
 class TrainSettings:
-    """Settings of one run. ``None`` means the optimizer's usual figure, or what the plan says.
+    """Settings of one run. ``None`` means the optimizer's usual value, or what the plan says.
 
-    ``out`` is the run's directory; ``data`` names a data set (:mod:`asa.zoo.specs`), or is ``loader`` where
-    batches are the user's own. ``warmup`` is the fraction of the run over which the learning rate rises (None: see
-    :meth:`warm_up`).
-    ``optimizer``: a name of :mod:`asa.ir.optimizers`, or ``package.module:factory``.
-    ``steps_per_epoch`` ends epochs early. ``log_every`` bounds the steps between two lines of the log; ranks also
-    agree there whether to stop. ``timeout_s``: how long a rank waits for the others in any collective.
-    ``replan`` says whether another plan may be taken between epochs. ``keep``: checkpoints kept.
-    ``save_every_s``: seconds of training after which a checkpoint is written inside an epoch, too; None: never.
-    ``trace_steps``: steps that are recorded for a timeline, once the run is warm. ``observe``: whether every rank notes
-    what it computes and whom it waits for (:mod:`asa.sharding.waits`). ``tensorboard`` and ``track`` say which trackers
-    take the run's curves (:mod:`asa.executor.training.trackers`).
+    ``out`` is the run's directory; ``data`` names a data set (:mod:`asa.zoo.specs`), or is ``loader`` if batches are
+    the user's own. ``warmup`` is the fraction of the run over which the learning rate rises (None: see
+    :meth:`warm_up`). ``optimizer``: a name of :mod:`asa.ir.optimizers`, or ``package.module:factory``.
+    ``steps_per_epoch`` ends epochs early. ``log_every`` is the largest number of steps between two lines of the log;
+    ranks also agree there whether to stop. ``timeout_s``: how long a rank waits for the others in any collective.
+    ``replan`` allows a change of plan between epochs. ``keep``: checkpoints kept. ``save_every_s``: seconds of training
+    after which a checkpoint is written also inside an epoch; None: never. ``trace_steps``: steps recorded for a
+    timeline, once the run is warm. ``observe``: whether every rank records its computation and its waiting for others
+    (:mod:`asa.sharding.waits`). ``tensorboard`` and ``track`` say which trackers get the run's curves
+    (:mod:`asa.executor.training.trackers`).
     """
 
     out: str
@@ -83,16 +82,16 @@ class TrainSettings:
 
     @property
     def trackers(self) -> tuple[str, ...]:
-        """Trackers asked for, each once."""
+        """Names of the requested trackers, each once."""
         return tuple(dict.fromkeys((*self.track, *(("tensorboard",) if self.tensorboard else ()))))
 
     def peak_learning_rate(self, optimizer: OptimizerName) -> float:
-        """What the schedule rises to."""
+        """The learning rate at the end of warm-up."""
         return LEARNING_RATE[optimizer] if self.lr is None else self.lr
 
     def warm_up(self, total_steps: int) -> float:
-        """Fraction of a run of ``total_steps`` to warm up over: a twentieth, but a hundred steps of a short run, and
-        never more than three tenths."""
+        """Fraction of a run of ``total_steps`` used for warm-up: 5 %, or 100 steps if that is more, but at most 30
+        %."""
         if self.warmup is not None:
             return self.warmup
         return min(0.3, max(0.05, 100 / total_steps))

@@ -1,8 +1,9 @@
-"""A run's state in memory that outlives its ranks: the launcher holds it, and those it starts again go on from there.
+"""In-memory snapshots of a run's state that survive its ranks: the launcher keeps them, and restarted ranks resume
+there.
 
-Every rank has a file without a name (``memfd_create``) with room for two snapshots of what it holds; it writes to one
-while the other stays whole. Whoever started the ranks has the files open, too, so that nothing is lost with a rank that
-is killed, and nothing left behind. Ranks that are started again all know the newest step that all of them have whole.
+Every rank has an anonymous file (``memfd_create``) with room for two snapshots of what it holds; it writes one while
+the other stays complete. The process that started the ranks also has the files open, so nothing is lost with a rank
+that is killed, and nothing is left behind. Restarted ranks use the newest step of which all have a complete snapshot.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from asa.ir.region import Region
 
 _HEAD = mmap.PAGESIZE
 _WORDS = 64
-"""Bytes of a slot's own head: its step (0: it is being written), where it lies, how long it is, and under what plan."""
+"""Bytes of a slot's header: its step (0: being written), offset, length, and number of the plan."""
 _COST = 0.02
-"""Share of the time that snapshots may take."""
+"""Largest share of the time that snapshots may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The state of one rank after ``step``; ``plan``: the fingerprint of the plan in force."""
+    """State of one rank after ``step``; ``plan``: fingerprint of the current plan."""
 
     step: int
     position: int
@@ -39,14 +40,14 @@ class Snapshot:
 
 
 def files(ranks: int) -> tuple[int, ...]:
-    """Open files for so many ranks, inherited by those that are forked; none where the system has no such files."""
+    """Open one file per rank, inherited by forked processes; empty if the system has no such files."""
     if not hasattr(os, "memfd_create"):
         return ()
     return tuple(os.memfd_create("asa-state") for _ in range(ranks))
 
 
 def _slots(file: int) -> list[tuple[int, int, int, int]]:
-    """Step, place, length and number of the plan of a rank's two snapshots."""
+    """Step, offset, length and plan number of a rank's two snapshots."""
     heads = [os.pread(file, 32, slot * _WORDS).ljust(32, bytes(1)) for slot in range(2)]
     return [tuple(int.from_bytes(h[8 * i : 8 * i + 8], "little") for i in range(4)) for h in heads]  # type: ignore[misc]
 
@@ -56,13 +57,13 @@ def _number(plan: str) -> int:
 
 
 def newest(everyone: Sequence[int], plan: str) -> int:
-    """The newest step of which the files of all ranks have a whole snapshot under ``plan``; 0 without one."""
+    """The newest step of which the files of all ranks have a complete snapshot under ``plan``; 0 if there is none."""
     steps = [{s for s, _, _, number in _slots(f) if s and number == _number(plan)} for f in everyone]
     return max(set.intersection(*steps), default=0) if steps else 0
 
 
 def read(file: int, step: int) -> Snapshot:
-    """What a rank held after ``step``."""
+    """The snapshot in ``file`` after ``step``."""
     at = next(at for s, at, _, _ in _slots(file) if s == step)
     size = int.from_bytes(os.pread(file, 8, at), "little")
     head = json.loads(os.pread(file, size, at + 8))
@@ -78,7 +79,7 @@ def read(file: int, step: int) -> Snapshot:
 
 
 def scarce(parts: Sequence[Part], device: torch.device) -> bool:
-    """Whether two snapshots of ``parts`` would take what is left of memory below a half."""
+    """Whether two snapshots of ``parts`` would take more than half of the memory that is still free for ``device``."""
     size = 2 * sum(p.tensor.nbytes for p in parts)
     return any(2 * size > (1 - room.full) * room.limit for room in rooms(device))
 
@@ -89,7 +90,8 @@ def _region(told: Sequence[Sequence[Sequence[int]]]) -> Region:
 
 @dataclass
 class Keeping:
-    """A rank's own ``file``, and how often it writes to it: as seldom as :data:`_COST` wants it."""
+    """A rank's own snapshot ``file`` and how often it writes to it, so that snapshots cost at most the share
+    :data:`_COST`."""
 
     file: int
     every: int = 1
@@ -104,16 +106,16 @@ class Keeping:
             self._slot = min((s, slot) for slot, (s, *_) in enumerate(_slots(self.file)))[1]
 
     def due(self, step: int) -> bool:
-        """Whether it is time for one, after ``step``: the same on all ranks."""
+        """Whether a snapshot is due after ``step``; the same on all ranks."""
         return step - self.step >= self.every
 
     def paced(self, took_s: float, step_s: float) -> None:
-        """One takes the slowest rank ``took_s``, and a step ``step_s``."""
+        """Set the interval: the slowest rank takes ``took_s`` for a snapshot, and a step takes ``step_s``."""
         self.every = max(1, math.ceil(took_s / (_COST * max(step_s, 1e-9))))
 
     @torch.no_grad()
     def write(self, snapshot: Snapshot) -> None:
-        """Keep ``snapshot`` beside the one before it."""
+        """Write ``snapshot``, and keep the one before it."""
         told, size = [], 0
         for p in snapshot.parts:
             dtype = str(p.tensor.dtype).removeprefix("torch.")

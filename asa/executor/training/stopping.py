@@ -1,4 +1,4 @@
-"""A polite end: SIGTERM is noted here, and the ranks agree on the step at which they stop."""
+"""Graceful stop: SIGTERM is recorded, and the ranks agree on the step at which they stop."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from asa.executor.model.votes import Votes
 from asa.launch.signals import take_sigterm
 
 _IMPATIENT_S = 1.0
-"""Signals closer together are one: whoever ends a process group signals each member, and its parent passes it on."""
+"""Signals closer together count as one: ending a process group signals each member, and its parent passes it on."""
 
 
 VOTE_EVERY_S = 1.0
-"""About how long a request to stop may go unheard."""
+"""Approximate time until a request to stop is noticed."""
 
 PATIENCE_S = 10.0
-"""How long a validation may go on once the ranks were asked to stop: whoever asks kills after 30 s, by custom."""
+"""How long validation may continue after a request to stop; schedulers usually kill after 30 s."""
 
 
 class Patience:
-    """In a validation: ``asked`` to stop, the ranks save at once, go on, and give up if that takes long.
+    """Handles a stop during validation: when ``asked`` to stop, the ranks save at once, continue, and give up if
+    validation takes too long.
 
-    ``save`` is collective, and so is :meth:`exhausted`, called once a batch.
+    ``save`` is collective, and so is :meth:`exhausted`, which is called once a batch.
     """
 
     def __init__(self, votes: Votes, asked: Callable[[], bool], save: Callable[[], object]) -> None:
@@ -35,7 +36,7 @@ class Patience:
         self._saved: float | None = None
 
     def exhausted(self) -> bool:
-        """Whether to give up: the same on all ranks."""
+        """Whether to give up the validation; the same on all ranks."""
         self._batches += 1
         if self._batches < self._until_vote:
             return False
@@ -51,7 +52,7 @@ class Patience:
 
 
 class StopRequest:
-    """Whether this rank was asked to stop."""
+    """Records whether this rank was asked to stop."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -60,13 +61,14 @@ class StopRequest:
     def _note(self, number: int, _frame: object) -> None:
         now = time.monotonic()
         if self.asked and now > self._since + _IMPATIENT_S:
-            os._exit(128 + number)  # asked twice: no saving, no goodbye
+            os._exit(128 + number)  # second request: exit at once without saving
         if not self.asked:
             self.asked, self._since = True, now
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Note SIGTERM within; outside the main thread, where Python allows no handlers, nothing is heard."""
+        """Context in which SIGTERM is recorded. Outside the main thread Python allows no handlers, and signals are not
+        seen."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return

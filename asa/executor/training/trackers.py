@@ -1,7 +1,7 @@
-"""Where the curves of a run go beside its log: TensorBoard, Weights & Biases, MLflow, all of them on this machine.
+"""Trackers that receive the curves of a run beside its log: TensorBoard, Weights & Biases, MLflow, all stored locally.
 
-A tracker takes figures at a step and is closed once, with how the run ended. None of them sends anything anywhere
-unless its own settings in the environment say so (``WANDB_MODE``, ``MLFLOW_TRACKING_URI``).
+A tracker gets figures at a step and is closed once, with how the run ended. None of them sends anything anywhere unless
+its own settings in the environment say so (``WANDB_MODE``, ``MLFLOW_TRACKING_URI``).
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ CURVES: dict[str, dict[str, str]] = {
         "seconds": "epoch/seconds",
     },
 }
-"""Kind of event to key to the name of its curve."""
+"""Names of curves by kind of event and key."""
 
 
 class Tracker(Protocol):
-    """Takes the curves of one run."""
+    """Receives the curves of one run."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Figures by the name of their curve, after ``step`` optimizer steps."""
+        """Record figures, by the name of their curve, after ``step`` optimizer steps."""
 
     def close(self, *, done: bool) -> None:
-        """The run has ended; ``done``: as it should."""
+        """End the run; ``done``: it succeeded."""
 
 
 def figures(event: Mapping[str, Any]) -> dict[str, float]:
-    """The figures in an event by the name of their curve; what is not known is left out."""
+    """Numbers in an event, by the name of their curve; unknown values are left out."""
     named = CURVES.get(event["event"], {})
     return {tag: float(event[key]) for key, tag in named.items() if event.get(key) is not None}
 
 
 class TensorBoard:
-    """Event files under ``FOLDER/tensorboard``."""
+    """Writes event files under ``FOLDER/tensorboard``."""
 
     def __init__(self, folder: Path, _name: str, _facts: Mapping[str, Any]) -> None:
         self._writer = _summary_writer()(str(folder / "tensorboard"))
@@ -69,7 +69,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run under ``FOLDER/wandb``, offline (``wandb sync`` sends it) unless ``WANDB_MODE`` says otherwise."""
+    """Writes a run under ``FOLDER/wandb``, offline (``wandb sync`` sends it) unless ``WANDB_MODE`` says otherwise."""
 
     def __init__(self, folder: Path, name: str, facts: Mapping[str, Any]) -> None:
         wandb = _wandb()
@@ -85,7 +85,8 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run in the experiment ``asa`` of the database ``FOLDER/mlflow.db``, or where ``MLFLOW_TRACKING_URI`` says."""
+    """Writes a run in the experiment ``asa`` of the database ``FOLDER/mlflow.db``, or where ``MLFLOW_TRACKING_URI``
+    says."""
 
     def __init__(self, folder: Path, name: str, facts: Mapping[str, Any]) -> None:
         tracking = _mlflow()
@@ -107,7 +108,7 @@ class MLflow:
 
 
 def check(names: tuple[str, ...]) -> None:
-    """Import what the trackers ``names`` need.
+    """Check that the trackers ``names`` are installed, by importing what they need.
 
     Raises:
         UnavailableError: one is not installed.
@@ -117,7 +118,7 @@ def check(names: tuple[str, ...]) -> None:
 
 
 def opened(name: str, folder: Path, run: str, facts: Mapping[str, Any]) -> Tracker:
-    """The tracker ``name`` for a ``run`` whose folder is ``folder``; ``facts`` are kept beside its curves."""
+    """Open the tracker ``name`` for ``run``, whose folder is ``folder``; ``facts`` are stored beside its curves."""
     return _KINDS[name](folder, run, facts)
 
 
@@ -156,4 +157,4 @@ _KINDS: dict[str, Callable[[Path, str, Mapping[str, Any]], Tracker]] = {
 }
 _NEEDED: dict[str, Callable[[], Any]] = {"tensorboard": _summary_writer, "wandb": _wandb, "mlflow": _mlflow}
 NAMES = tuple(_KINDS)
-"""Trackers there are."""
+"""Names of all trackers."""

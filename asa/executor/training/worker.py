@@ -1,4 +1,4 @@
-"""One optimizer step, and one pass over the test images, as a rank does them."""
+"""One optimizer step of a rank, and one pass over the validation images."""
 
 from __future__ import annotations
 
@@ -24,29 +24,30 @@ from asa.zoo.data import ImageSet, fetch
 
 @dataclass
 class LossCounter:
-    """Loss and hits over the rows a rank counts; the figures stay on the device until they are asked for."""
+    """Sums of loss and correct predictions over the rows this rank counts; they stay on the device until requested."""
 
     device: torch.device
     rows: int = 0
     _noted: list[tuple[Tensor, Tensor | None, int]] = field(default_factory=list)
-    """Losses, hits, and what a loss is to be multiplied by."""
+    """Losses, hits, and the factor of each loss."""
 
     @torch.no_grad()
     def add(
         self, loss: Tensor, output: object, labels: Tensor, score: Callable[[Any, Tensor], Tensor] = hits_of
     ) -> None:
-        """``loss``: the mean over ``labels``; ``score``: of each sample, counted as its hit."""
+        """Add a batch. ``loss``: the mean over ``labels``; ``score``: gives each sample's score, which is summed as
+        hits."""
         rows = labels.shape[0]
         self._noted.append((loss.detach(), score(output, labels).sum(), rows))
         self.rows += rows
 
     def note(self, losses: Tensor, rows: int) -> None:
-        """``losses``: their sum over ``rows``."""
+        """Add ``losses``, a sum over ``rows`` rows."""
         self._noted.append((losses.detach(), None, 1))
         self.rows += rows
 
     def take(self) -> tuple[float, float, float]:
-        """(sum of losses, hits, rows) since the last call. Waits for the device."""
+        """Sum of losses, hits and rows since the last call. Waits for the device."""
         noted, self._noted = self._noted, []
         loss = hits = 0.0
         if noted:
@@ -60,7 +61,7 @@ class LossCounter:
 
 
 def _rows_read(indices: Tensor, parts: Sequence[MicrobatchRows]) -> Tensor:
-    """The samples a rank reads in a step, microbatch after microbatch."""
+    """The samples that a rank reads in a step, microbatch after microbatch."""
     if len(parts) == 1:
         return indices[parts[0].read]
     return torch.cat([indices[part.read] for part in parts])
@@ -68,9 +69,8 @@ def _rows_read(indices: Tensor, parts: Sequence[MicrobatchRows]) -> Tensor:
 
 @dataclass(kw_only=True)
 class Worker:
-    """What a rank needs to compute a step: its model and optimizer under the plan in force. ``dtype``: of inputs.
-    ``conduct``: of the plan's discipline, where workers do not take every step together.
-    """
+    """A rank's model, optimizer and clock under the current plan. ``dtype``: of inputs. ``conduct``: implements the
+    plan's consistency discipline, if workers do not take every step together."""
 
     model: ParallelModel
     optimizer: torch.optim.Optimizer
@@ -88,15 +88,16 @@ class Worker:
     _held: list[nn.Parameter] = field(default_factory=list)
 
     def trainable(self, rows: int) -> bool:
-        """Whether the last, short batch of an epoch gives every rank enough to compute on: two rows at once, or as
-        many as a full batch does. BatchNorm cannot train on a single value."""
+        """Whether a last, short batch of ``rows`` samples is large enough to train on: every rank needs two rows at
+        once (BatchNorm cannot train on a single value), or as many as a full batch gives it."""
         plan, rows = self.model.plan, rows // self.model.whole_plan.groups
         return plan.fewest(rows) >= min(2, plan.fewest(plan.global_batch)) > 0
 
     def train(self, images: ImageSet, indices: Tensor, *, epoch: int, step: int, tally: LossCounter) -> bool:
-        """One step on the samples ``indices`` (int64 [rows], global, the same on all ranks); whether it updated.
+        """Train one step on the samples ``indices`` (int64 [rows], global, the same on all ranks); return whether it
+        updated.
 
-        Gradients are those of the mean loss over all rows, whatever the shards and microbatches.
+        Gradients are those of the mean loss over all rows, independent of shards and microbatches.
         """
         # Masks that no module of ours draws come from torch's own generators: a function of the step, too.
         # (torch.manual_seed itself would note down the Python stack for every device that is not there.)
@@ -152,18 +153,18 @@ class Worker:
         return updated
 
     def settle(self) -> None:
-        """Leave one state on all workers, running statistics included (collective)."""
+        """Bring all workers to one common state, running statistics included (collective)."""
         if self.conduct is not None:
             self.conduct.settle()
         else:
             self.model.average_buffers()
 
     def parts(self, batch: int) -> list[slice]:
-        """This rank's rows of a batch of so many samples, microbatch after microbatch."""
+        """This rank's rows of a batch of ``batch`` samples, by microbatch."""
         return [part.read for part in microbatch_rows(self.model, batch)]
 
     def validate_alone(self, images: ImageSet, batch: int) -> LossCounter:
-        """Loss and hits over every image, on this rank alone, whose workers have settled."""
+        """Loss and hits over every image, computed on this rank alone; workers must have settled."""
         tally = LossCounter(self.model.device)
         self.model.eval()
         with torch.no_grad():
@@ -178,18 +179,18 @@ class Worker:
         return tally
 
     def apart(self) -> dict[str, Tensor]:
-        """What a discipline goes on from beside weights and optimizer, by name; empty as a rule."""
+        """State of the consistency discipline beside weights and optimizer, by name; empty without a discipline."""
         return {} if self.conduct is None else self.conduct.state()
 
     def expect(self, following: Callable[[], Tensor]) -> None:
-        """``following`` gives the next step's samples: what this rank reads may be gathered meanwhile."""
+        """Start to prefetch the next step's samples for this rank; ``following`` returns their indices."""
         own = self.conduct is not None and self.conduct.draws_own
         if self.ahead is not None and self.model.reads and not own:
             indices = following() if self.conduct is None else self.conduct.share(following())
             self.ahead.expect(_rows_read(indices, microbatch_rows(self.model, len(indices))))
 
     def _fetch(self, images: ImageSet, indices: Tensor, epoch: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """This rank's inputs and labels of every microbatch, each by its first row in the batch."""
+        """This rank's inputs and labels of every microbatch, keyed by its first row in the batch."""
         model, parts = self.model, microbatch_rows(self.model, len(indices))
         inputs: dict[int, Tensor] = {}
         wanted: Tensor | None = None
@@ -217,9 +218,12 @@ class Worker:
     def validate(
         self, images: ImageSet, batch: int, given_up: Callable[[], bool] = lambda: False
     ) -> LossCounter | None:
-        """Loss and hits over every image, each counted once over all ranks: a group of ranks has its share of them.
-        Batches are all of one size: the last is filled up with images that are not counted. ``given_up`` is asked after
-        every batch, on all ranks, which must get one answer; None where it was yes."""
+        """Loss and hits over every image, each counted once over all ranks; each group of ranks takes a share of the
+        images.
+
+        All batches have one size: the last is padded with images that are not counted. ``given_up`` is called after
+        every batch on all ranks, and must return the same on all; if it returns True, the result is None.
+        """
         model, total = self.model, len(images)
         mine = slice(0, total) if model.grouped is None else model.grouped.rows(total)
         tally = LossCounter(model.device)

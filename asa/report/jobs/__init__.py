@@ -1,4 +1,4 @@
-"""Job scripts: a plan as something a cluster's scheduler starts. Slurm, Kubernetes, Ray."""
+"""Job scripts that start a plan under a cluster's scheduler: Slurm, Kubernetes, Ray."""
 
 from __future__ import annotations
 

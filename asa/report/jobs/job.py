@@ -1,8 +1,8 @@
-"""What every job has in common: the shape of the run on machines, how torchrun is started, resuming, the verdict.
+"""Common parts of all jobs: layout on machines, start of torchrun, resuming, exit code.
 
-All jobs start ``asa train`` through torchrun with one agent a node and one rank a device, on a shared folder: it
-holds plan and run. A run that was pre-empted has saved its state and written exit code 75 to ``result.json`` (torchrun
-itself hides the codes of its workers), and goes on from there when the job comes back.
+All jobs start ``asa train`` through torchrun with one agent per node and one rank per device, on a shared folder that
+holds plan and run. A preempted run has saved its state and written exit code 75 to ``result.json`` (torchrun itself
+hides the codes of its workers), and continues from there when the job is restarted.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from asa.ir.plan import Plan
 
 PREEMPTED = 75
 GRACE_S = 120
-"""Between the request to stop and the end. torchrun itself gives its workers 30 s of it."""
+"""Seconds between the request to stop and the end. Torchrun itself gives its workers 30 s of it."""
 _USUAL_PER_NODE = 8
 _CORES_PER_GPU = 8
 _BETWEEN_MACHINES = re.compile("ethernet|infiniband|roce|efa", re.IGNORECASE)
 
 
 def per_node(plan: Plan, cluster: Cluster | None, asked: int | None) -> int:
-    """Ranks on each machine: as asked, else by the innermost links of the cluster, else up to eight.
+    """Number of ranks on each machine: as requested, else from the innermost links of the cluster, else up to eight.
 
     Raises:
-        UsageError: they do not come out even; torchrun starts as many on every machine.
+        UsageError: ranks do not divide evenly; torchrun starts equally many on every machine.
     """
     ranks = plan.num_processes
     if asked is not None:
@@ -52,13 +52,13 @@ def per_node(plan: Plan, cluster: Cluster | None, asked: int | None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training run as a scheduler sees it. ``out`` and ``plan_file`` are seen by all machines under these names.
+    """A training run for a scheduler. All machines must see ``out`` and ``plan_file`` under these names.
 
-    ``limit_s``: the longest it may take. ``arguments``: further words of ``asa train``. ``restarts``: how often
-    torchrun starts all ranks again after one failed. ``image`` and ``volume``: the container, and what is mounted in it
-    at the working directory. ``cpus``: cores on each machine for all its ranks. ``account`` and ``qos``: whom Slurm
-    charges, and in which class of service. ``plan_text``, ``origins``: the plan, and the profile and the cluster it was
-    made from by their fingerprints, as JSON, where they have to travel with the job.
+    ``limit_s``: longest run time. ``arguments``: further arguments of ``asa train``. ``restarts``: how often torchrun
+    restarts all ranks after a failure. ``image`` and ``volume``: the container, and the volume mounted at its working
+    directory. ``cpus``: cores on each machine for all its ranks. ``account`` and ``qos``: Slurm's account and quality
+    of service. ``plan_text``, ``origins``: the plan, and the profile and cluster it was made from by their
+    fingerprints, as JSON, if they must be sent with the job.
     """
 
     plan: Plan
@@ -79,39 +79,40 @@ class Job:
 
     @property
     def cores(self) -> int:
-        """On each machine: as asked, else one a CPU rank, and enough for the loaders and threads of a GPU's."""
+        """Number of cores on each machine: as requested, else one per CPU rank, or enough for a GPU's data loaders and
+        threads."""
         return self.cpus or self.per_node * (_CORES_PER_GPU if self.gpu else 1)
 
     @property
     def nodes(self) -> int:
-        """Machines."""
+        """Number of machines."""
         return self.plan.num_processes // self.per_node
 
     @property
     def gpu(self) -> bool:
-        """Whether ranks need a GPU each."""
+        """Whether each rank needs a GPU."""
         return self.plan.device_type == "cuda"
 
     @property
     def name(self) -> str:
-        """What the scheduler calls it: a DNS label, as Kubernetes wants."""
+        """Name for the scheduler: a DNS label, as Kubernetes requires."""
         return ("asa-" + re.sub(r"[^a-z0-9]+", "-", self.plan.model_spec.lower()).strip("-"))[:50].strip("-")
 
     def torchrun(self, rendezvous: str) -> list[str]:
-        """torchrun up to the arguments of ``asa train`` but for ``--resume``."""
+        """Command line of torchrun up to the arguments of ``asa train``, without ``--resume``."""
         shape = f"torchrun --nnodes {self.nodes} --nproc-per-node {self.per_node} --max-restarts {self.restarts}"
         words = ["-m", "asa", "train", self.plan_file, "--out", self.out, *self.arguments]
         return [f"{shape} \\", f"    {rendezvous} \\", f"    {shlex.join(words)}"]
 
 
 ORIGINS = "runs/plans/origins"
-"""Below the working directory: profiles and clusters that plans were made from, each by its fingerprint."""
+"""Folder below the working directory with the profiles and clusters of plans, by fingerprint."""
 
 ENVIRONMENT = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # restarts must not meet in the store of the last attempt"
 
 
 def resume_lines(job: Job) -> list[str]:
-    """Shell lines: ``$resume`` where there is something to resume; no stale result."""
+    """Shell lines that set ``$resume`` if there is a checkpoint, and remove an old result."""
     out = shlex.quote(job.out)
     return [
         f"mkdir -p {out} && rm -f {out}/result.json",
@@ -121,7 +122,7 @@ def resume_lines(job: Job) -> list[str]:
 
 
 def verdict_lines(job: Job) -> list[str]:
-    """Shell lines: ``$code`` is what the run says, or 6 where it could not say anything. They run outside of any
+    """Shell lines that set ``$code`` to the run's exit code, or to 6 if there is none. They run outside of any
     container, where there may be no Python."""
     result = f"{shlex.quote(job.out)}/result.json"
     return [
@@ -131,7 +132,7 @@ def verdict_lines(job: Job) -> list[str]:
 
 
 def title(job: Job) -> str:
-    """What the job is, in one line."""
+    """Description of the job in one line."""
     kind, machines = "GPUs" if job.gpu else "cores", "machine" if job.nodes == 1 else "machines"
     return (
         f"{job.plan.model_spec}, strategy {job.plan.strategy}: {job.nodes} {machines} of {job.per_node} {kind}, "

@@ -1,4 +1,4 @@
-"""A plan as a manifest for Kubernetes: https://kubernetes.io/docs/concepts/workloads/controllers/job/."""
+"""Manifest that runs a plan on Kubernetes: https://kubernetes.io/docs/concepts/workloads/controllers/job/."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from asa.ir.units import GIB
 from asa.report.jobs.job import ENVIRONMENT, GRACE_S, ORIGINS, PREEMPTED, Job, resume_lines, title, verdict_lines
 
 _SHARED_GIB = 1
-"""Room in /dev/shm for a rank; it counts as the pod's memory."""
+"""GiB in /dev/shm per rank; they count as the pod's memory."""
 _PROCESS_GIB = 3
-"""Memory of a process beside what the plan predicts: the interpreter, libraries, a data set."""
+"""GiB of a process besides the plan's prediction: interpreter, libraries, a data set."""
 
 _UNPACK = (f'if [ "$JOB_COMPLETION_INDEX" = 0 ]; then mkdir -p {ORIGINS} && cp -L /plan/*.json {ORIGINS}/; fi',)
-"""What the plan was made from, where asa looks for it: the plan is made again from that."""
+"""Shell commands that put the origins of the plan where asa looks for them, for planning again."""
 
 
 def _indented(text: str, spaces: int) -> str:
@@ -24,7 +24,7 @@ def _indented(text: str, spaces: int) -> str:
 
 def kubernetes(job: Job) -> str:
     """A manifest for ``kubectl apply``: the plan as a ConfigMap, a headless service, and an indexed Job (Kubernetes
-    1.31 or newer). A pod that was evicted is replaced and does not count as a failure.
+    1.31 or newer). An evicted pod is replaced and does not count as a failure.
 
     Raises:
         UsageError: no image was named.
@@ -138,7 +138,7 @@ spec:
 
 
 def _memory_gib(job: Job) -> int:
-    """Memory of the host for all ranks of a pod; where ranks compute on it, with what the plan predicts."""
+    """GiB of host memory for all ranks of a pod; for CPU ranks, including the plan's predicted memory."""
     ranks = job.plan.prediction.memory_bytes_per_rank
     own = 0 if job.gpu else max(ranks, default=0) * job.per_node
     return math.ceil(own / GIB) + job.per_node * (_PROCESS_GIB + _SHARED_GIB)

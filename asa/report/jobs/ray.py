@@ -1,4 +1,4 @@
-"""A plan as a driver for Ray: https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html."""
+"""Driver that runs a plan on Ray: https://docs.ray.io/en/latest/ray-core/scheduling/placement-group.html."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from asa.report.jobs.job import ORIGINS, PREEMPTED, Job, title
 
 
 def ray(job: Job) -> str:
-    """A driver for ``ray job submit -- python FILE``: one actor a machine runs torchrun there. It starts a run that was
-    pre-empted again, and ends with the run's own exit code.
+    """A driver for ``ray job submit -- python FILE``: one actor per machine runs torchrun there. It restarts a
+    preempted run, and ends with the run's own exit code.
 
-    Plan, profile and cluster are in the driver; each machine writes them into its own working directory, which Ray
-    makes of the one that was submitted. ``job.out`` is the folder that all of them have to share, which is tried first.
+    Plan, profile and cluster are in the driver; each machine writes them into its own working directory, a copy of the
+    submitted one. ``job.out`` is a folder that all machines must share, which is tested first.
     """
-    cores = job.cpus or job.per_node  # more than a machine has, Ray would wait for in silence
+    cores = job.cpus or job.per_node  # Ray would wait silently for more cores than a machine has
     resources = f'{{"CPU": {cores}, "GPU": {job.per_node}}}' if job.gpu else f'{{"CPU": {cores}}}'
     words = ["-m", "asa", "train", job.plan_file, "--out", job.out, *job.arguments]
     carried = {job.plan_file: job.plan_text} | {f"{ORIGINS}/{name}.json": text for name, text in job.origins.items()}

@@ -1,4 +1,4 @@
-"""A plan as a script for Slurm. Options: https://slurm.schedmd.com/sbatch.html."""
+"""Script that runs a plan under Slurm. Options: https://slurm.schedmd.com/sbatch.html."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from asa.errors import UsageError
 from asa.report.jobs.job import ENVIRONMENT, GRACE_S, PREEMPTED, Job, resume_lines, title, verdict_lines
 
 _EARLIER_S = 60
-"""By which Slurm may send its signal before the time asked for, https://slurm.schedmd.com/sbatch.html#OPT_signal."""
+"""Seconds by which Slurm may send its signal too early, https://slurm.schedmd.com/sbatch.html#OPT_signal."""
 _LEAST_S = 2 * GRACE_S + _EARLIER_S
-"""Shortest job: it works for at least as long as it has to save. A shorter one would be told to stop as it starts,
+"""Shortest job: it works for at least as long as it has to save. A shorter one would be told to stop at its start,
 save, and queue again for ever."""
 
 
@@ -20,10 +20,10 @@ def _clock(seconds: float) -> str:
 
 
 def slurm(job: Job) -> str:
-    """A script for ``sbatch``. It asks for its signal in time, saves, and queues itself again.
+    """A script for ``sbatch``. It requests a signal before its time limit, saves, and queues itself again.
 
     Raises:
-        UsageError: the signal would come before anything is done.
+        UsageError: the time limit is too short to do anything before the signal.
     """
     if job.limit_s is not None and job.limit_s < _LEAST_S:
         raise UsageError(

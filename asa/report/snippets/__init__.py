@@ -1,4 +1,4 @@
-"""A plan in the words of other tools: what each can express of it, and in so many words what it cannot."""
+"""A plan as code or configuration for other tools, with notes on what each cannot express."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from asa.report.whole import Choice
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """``able``: the whole strategies it runs; ``grids``: whether it runs a uniform grid that is none of them. ``write``
-    makes the text of a plan as the strategy chosen."""
+    """A tool. ``able``: whole strategies that it runs; ``grids``: whether it runs a uniform grid that is none of them.
+    ``write``: makes the text for a plan under the chosen strategy."""
 
     able: tuple[str, ...]
     recompute: Literal["each", "all", "none"]
@@ -60,4 +60,4 @@ TOOLS: dict[str, Tool] = {
         grids=lambda _grid: True,
     ),
 }
-"""By name."""
+"""Tools by name."""

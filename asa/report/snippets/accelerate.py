@@ -1,7 +1,7 @@
 """A plan as a script for Hugging Face Accelerate. API: https://huggingface.co/docs/accelerate (1.10 and later).
 
-A script and not a file for ``accelerate launch``: on CPUs that starts one process whatever the file says, and what a
-file cannot say (microbatches, the rows of a rank) is said once. ``torchrun`` starts the ranks everywhere.
+It is a script and not a file for ``accelerate launch``, because on CPUs that starts one process whatever the file says,
+and a file cannot express microbatches or the rows of a rank. ``torchrun`` starts the ranks everywhere.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ accelerator.end_training()
 
 
 def _how(plan: Plan, name: str, grid: Grid) -> tuple[list[str], str, str]:
-    """Imports, arguments of the ``Accelerator`` that say how the model is spread, and what it does not do itself."""
+    """Imports, arguments of the ``Accelerator`` for the strategy, and code for what it does not do itself."""
     if name == "zero1":
         made = f"DeepSpeedPlugin(zero_stage=1, gradient_accumulation_steps={plan.num_microbatches})"
         return ["from accelerate import Accelerator, DeepSpeedPlugin"], f"    deepspeed_plugin={made},\n", ""

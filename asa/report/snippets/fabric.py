@@ -85,7 +85,7 @@ for step in range(int(os.environ.get("STEPS", "10"))):
 
 
 def _how(plan: Plan, name: str, grid: Grid) -> tuple[list[str], str]:
-    """Imports, and the functions that spread the model."""
+    """Imports, and functions that distribute the model."""
     if name in ("single", "ddp"):
         return (["from lightning.fabric.strategies import DDPStrategy"] if name == "ddp" else []), ""
     imports, pieces, steps = ["from lightning.fabric.strategies import ModelParallelStrategy"], "", []

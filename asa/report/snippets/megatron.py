@@ -16,7 +16,7 @@ _ROTARY_BASE = 500_000
 
 
 def megatron(plan: Plan, choice: Choice) -> str:
-    """A shell script; data and tokenizer are Megatron-LM's stand-ins."""
+    """A shell script, with Megatron-LM's mock data and tokenizer."""
     grid, shape = grid_as(plan, choice.name), shape_of(plan.model_spec)
     flags = [*_model(plan, shape), *_layout(plan, grid), *_training(plan, grid)]
     return f"""\
@@ -72,7 +72,7 @@ def _layout(plan: Plan, grid: Grid) -> list[str]:
 
 
 def _stages(plan: Plan) -> str:
-    """The cut as Megatron-LM writes it: E embedding, t a block, L head and loss, | between stages."""
+    """The stages in Megatron-LM's notation: E embedding, t a block, L head and loss, | between stages."""
     parts = []
     for stage in range(len(plan.stages)):
         names = [c.name for c in plan.components if c.stage == stage]

@@ -1,4 +1,4 @@
-"""Pieces of Python that several snippets share."""
+"""Pieces of Python code that several snippets share."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def split(model, mesh):
 
 
 '''
-"""What splits a model by tensors, and what it imports. ``SPLIT`` names components."""
+"""Code with its imports that splits a model for tensor parallelism. ``SPLIT`` names components."""
 
 
 def header(plan: Plan, choice: Choice, *, comment: str = "# ") -> str:
-    """What this is, and what it is not, as comment lines."""
+    """Comment lines on what the snippet is, and what it does not express."""
     lines = [
         f"{plan.model_spec} as {choice.name} on {plan.num_ranks} ranks, global batch {plan.global_batch}, "
         f"{plan.precision}: a plan of asa.",
@@ -65,7 +65,7 @@ def header(plan: Plan, choice: Choice, *, comment: str = "# ") -> str:
 
 
 def model_lines(plan: Plan) -> tuple[str, str]:
-    """The import a model needs, and the expression that builds it."""
+    """The import for the model, and the expression that builds it."""
     spec, classes, shape = plan.model_spec, plan.num_classes, tuple(plan.input_shape)
     if _built_by_asa(plan):
         return (
@@ -87,7 +87,7 @@ def _built_by_asa(plan: Plan) -> bool:
 
 
 def loss_lines(plan: Plan) -> tuple[str, str]:
-    """The import a loss needs, and the function: asa's own where a model has several outputs, or maps, or may have."""
+    """The import for the loss, and its function: asa's own if the model may have several outputs, or maps."""
     several = plan.model_spec in ("googlenet", "inception_v3") or plan.model_spec.startswith(_SEGMENTATION)
     if several or _built_by_asa(plan):
         return "from asa.executor.model.loss import loss_of", "loss_of"
@@ -95,7 +95,7 @@ def loss_lines(plan: Plan) -> tuple[str, str]:
 
 
 def batch_lines(plan: Plan, rows: str, options: str) -> tuple[str, str]:
-    """Expressions for ``rows`` random inputs and labels: images and classes, or tokens and what follows each."""
+    """Expressions for ``rows`` random inputs and labels: images and classes, or tokens."""
     shape = ", ".join(map(str, plan.input_shape))
     if len(plan.input_shape) == 1:
         tokens = f"torch.randint({plan.num_classes}, ({rows}, {shape}), {options})"
@@ -107,12 +107,12 @@ def batch_lines(plan: Plan, rows: str, options: str) -> tuple[str, str]:
 
 
 def names(plan: Plan, *, tensor: bool = False, checkpoint: bool = False) -> list[str]:
-    """Components, or those that are split by tensors, or recomputed."""
+    """Names of components; with ``tensor`` only those that are split, with ``checkpoint`` only those recomputed."""
     return [c.name for c in plan.components if (not tensor or c.tensor.degree > 1) and (not checkpoint or c.checkpoint)]
 
 
 def listed(found: list[str], indent: str = "    ") -> str:
-    """A list of names over as many lines as it takes."""
+    """Code of a list of names, wrapped over several lines."""
     lines, line = [], indent
     for name in found:
         piece = f'"{name}", '

@@ -54,7 +54,7 @@ _RECOMPUTE = """\
 
 
 def torch_script(plan: Plan, choice: Choice) -> str:
-    """The script; synthetic batches stand where the user's data go."""
+    """The script, with synthetic batches in place of the user's data."""
     return _pipeline(plan, choice) if choice.name in _SCHEDULES else _one_stage(plan, choice)
 
 
@@ -151,7 +151,7 @@ def _one_stage(plan: Plan, choice: Choice) -> str:
         "        parts = list(zip(x.to(device).tensor_split(MICROBATCHES), y.to(device).tensor_split(MICROBATCHES)))\n"
     )
     text += "        total = 0.0\n        for i, (inputs, labels) in enumerate(parts):\n"
-    # Ranks and parts count by their rows: the mean over the whole batch, however it is cut.
+    # Weights by number of rows, which give the mean over the whole batch for any division.
     share = "len(labels) / GLOBAL_BATCH" if alone else "len(labels) * RANKS / GLOBAL_BATCH"
     body = _autocast(plan) + f"                loss = {loss_lines(plan)[1]}(net(inputs), labels) * ({share})\n"
     if name in ("fsdp", "zero2"):
@@ -168,7 +168,7 @@ def _one_stage(plan: Plan, choice: Choice) -> str:
 
 
 def _cut(plan: Plan, name: str) -> tuple[int, int]:
-    """Global batch, and into how many microbatches it is cut: every rank has a row of each."""
+    """Global batch, and its number of microbatches: every rank has a row of each."""
     if name in _SCHEDULES:
         return even_batch(plan, name), plan.num_microbatches
     shards = parts_of(plan, name) // plan.num_microbatches

@@ -18,7 +18,8 @@ _BLOCK = re.compile(r"blocks\.(\d+)")
 
 
 def torchtitan(plan: Plan, choice: Choice) -> str:
-    """The module; ``run_train.sh`` is given its name. torchtitan counts tokens, and a sample without tokens as one."""
+    """The module, whose name is passed to ``run_train.sh``. torchtitan counts tokens; a sample without tokens counts as
+    one."""
     grid = grid_as(plan, choice.name)
     tokens = plan.input_shape[0] if len(plan.input_shape) == 1 else 1
     rows = max(1, plan.global_batch // (grid.data * plan.num_microbatches))
@@ -66,7 +67,7 @@ def planned() -> Trainer.Config:
 
 
 def _sharded_instead(grid: Grid) -> bool:
-    """Whether replicas become shards: torchtitan replicates in one dimension, or shards beside others."""
+    """Whether replicas become shards: torchtitan either only replicates, or shards beside other dimensions."""
     return grid.data > 1 and (grid.tensor > 1 or grid.stages > 1)
 
 
@@ -84,7 +85,7 @@ def _pipeline(plan: Plan, name: str) -> list[str]:
 
 
 def _called(component: str, plan: Plan) -> list[str]:
-    """What torchtitan calls the modules of a component: its own names for a Llama's."""
+    """torchtitan's names for the modules of a component; they differ for Llama models."""
     if not plan.model_spec.startswith("llama:"):
         return [component]
     block = _BLOCK.fullmatch(component)
@@ -94,7 +95,7 @@ def _called(component: str, plan: Plan) -> list[str]:
 
 
 def _base(plan: Plan) -> tuple[str, str]:
-    """torchtitan's own configuration of the model, and the lines that import it, or make one where there is none."""
+    """torchtitan's own configuration of the model with its import, or lines that make one if there is none."""
     size = plan.model_spec.removeprefix("llama:")
     if plan.model_spec.startswith("llama:") and size in ("8b", "70b", "405b"):
         return f"llama3_{size}", f"from torchtitan.models.llama3.config_registry import llama3_{size}\n"

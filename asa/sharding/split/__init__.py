@@ -1,4 +1,4 @@
-"""Tensors that ranks hold in parts, as a program sees them: as the whole, wherever that can be had from the parts."""
+"""Tensors that ranks hold in shards but that a program can use like whole tensors, wherever that is possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is computed element by element: on each rank's part, and a part of the result."""
+"""Element-wise functions, computed on each rank's part; the result is a part, too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMES = """
     zeros_like ones_like full_like empty_like
     """
 ELEMENTWISE = frozenset(_NAMES.split())
-"""Functions and methods; with a final underscore their forms in place."""
+"""Element-wise functions and methods; a final underscore marks the in-place form."""
 
 _OPERATORS = """
     __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __div__ __rdiv__ __truediv__ __rtruediv__ __floordiv__
@@ -38,7 +38,7 @@ _RANDOM = """
 
 
 def elementwise(call: Call) -> Any:
-    """The function of the parts that this rank has."""
+    """The function applied to this rank's parts."""
     parts = parts_in((*call.args, *call.options.values()))
     lead = max(parts, key=Tensor.dim)
     if call.name == "where" and len(call.args) < 3 and not {"other", "y"} & call.options.keys():
@@ -54,7 +54,7 @@ def elementwise(call: Call) -> Any:
 
 
 def drawn(call: Call) -> Any:
-    """Random numbers for the whole, of which this rank keeps its part: of one seed those that one device draws."""
+    """This rank's part of random numbers drawn for the whole tensor; with equal seeds, those that one device draws."""
     part, *more = call.args
     full = torch.empty(part.shape, dtype=part.dtype, device=part.device)
     found = part.parted.cut(call.func(full, *more, **call.options))
@@ -66,12 +66,12 @@ def drawn(call: Call) -> Any:
 
 
 def made_new(call: Call) -> Any:
-    """A tensor of the same kind that has nothing to do with the parts."""
+    """A new tensor of the same kind that does not depend on the values."""
     return call.func(call.args[0].held, *call.args[1:], **call.options)
 
 
 def same(call: Call) -> bool:
-    """Whether all elements are (nearly) those of another tensor."""
+    """Whether all elements are equal (or close) to those of another tensor."""
     compare: Any = torch.isclose if call.name == "allclose" else torch.eq
     return bool(compare(*call.args, **call.options).all())
 

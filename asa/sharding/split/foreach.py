@@ -1,4 +1,4 @@
-"""Loops over many tensors in one call, as optimizers and clipping write them: some of them are parts, some are not."""
+"""Functions over lists of tensors, as optimizers and clipping call them, some of which are parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asa.sharding.split.totals import norms
 
 
 def elementwise_each(call: Call) -> Any:
-    """``func`` on what this rank holds of every tensor."""
+    """``func`` applied to this rank's part of every tensor."""
     first, *rest = call.args
 
     def beside(values: Any) -> Any:
@@ -35,7 +35,7 @@ def elementwise_each(call: Call) -> Any:
 
 
 def norm_each(call: Call) -> Any:
-    """The norm of every tensor: one message for all that the same ranks hold."""
+    """The norm of every tensor, with one message for all that the same ranks hold."""
     tensors, order, dtype = _norm_arguments(*call.args, **call.options)
     found = dict(enumerate(tensors))
     whole = [i for i, t in found.items() if not isinstance(t, TensorPart)]
@@ -51,7 +51,7 @@ def _norm_arguments(tensors: Any, ord: float = 2, dtype: torch.dtype | None = No
 
 
 def unscaled(call: Call) -> Any:
-    """Gradients divided by a loss scale; whether this rank found any that are not finite."""
+    """Divide gradients by a loss scale, and record whether any of this rank's are not finite."""
     return call.func([held_of(t) for t in call.args[0]], *call.args[1:], **call.options)
 
 

@@ -1,4 +1,4 @@
-"""A tensor of which each rank of an axis holds a part. What is asked of it is answered for the whole, or refused."""
+"""A tensor of which each rank of an axis holds a part. Functions are answered for the whole tensor, or refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asa.sharding.split.wire import Split, averaged, whole
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a function of torch, by whatever name it was reached."""
+    """A call of a torch function, with its name."""
 
     func: Callable[..., Any]
     name: str
@@ -25,17 +25,17 @@ class Call:
 
     @property
     def in_place(self) -> bool:
-        """Whether its first argument is changed."""
+        """Whether the first argument is changed."""
         name = self.name
         return name.endswith("_") and (not name.endswith("__") or (name[:3] == "__i" and name != "__invert__"))
 
 
 HANDLERS: dict[str, Callable[[Call], Any]] = {}
-"""By the function's name: what it gives. What is not here is refused."""
+"""Handlers by the function's name. Functions without one are refused."""
 
 
 def handles(names: Iterable[str], handler: Callable[[Call], Any]) -> None:
-    """Have functions of ``names`` answered by ``handler``."""
+    """Register ``handler`` for the functions ``names``."""
     HANDLERS.update(dict.fromkeys(names, handler))
 
 
@@ -45,7 +45,7 @@ _PLAIN = {
     "is_nested", "itemsize", "element_size", "nbytes", "__len__", "get_device", "is_contiguous", "stride", "is_signed",
     "is_conj", "is_neg", "is_inference", "storage_offset",
 }  # fmt: skip
-"""What is known of the whole without its values."""
+"""What is known of the whole tensor without its values."""
 
 _WHY = {
     "grad": "torch.autograd.grad does not know parameters that ranks hold in parts: use loss.backward(), and p.grad",
@@ -54,7 +54,7 @@ _WHY = {
 
 
 def refuse(name: str, split: Split) -> NoReturn:
-    """Say that ``name`` cannot be had from parts."""
+    """Raise the error that ``name`` cannot be computed from parts."""
     raise UsageError(
         _WHY.get(name)
         or f"{name} needs a whole tensor, and each of {split.axis.size} ranks holds a part of this one: sums, means, "
@@ -64,10 +64,10 @@ def refuse(name: str, split: Split) -> NoReturn:
 
 
 class TensorPart(Tensor):
-    """Looks like the whole tensor; ``held`` is what this rank has of it, whose memory and gradient are its own.
+    """Looks like the whole tensor; ``held`` is this rank's part of it, with its own memory and gradient.
 
-    No value ever comes from here but through :data:`HANDLERS`, which compute on ``held`` and ask the other ranks where
-    that is not enough: such calls are collective.
+    Values are only computed by :data:`HANDLERS`, from ``held`` and, if that is not enough, from other ranks' parts:
+    such calls are collective.
     """
 
     held: Tensor
@@ -111,7 +111,7 @@ class TensorPart(Tensor):
 
     @property
     def grad(self) -> TensorPart | None:  # type: ignore[override]
-        """That of what is held, in the same form; one object as long as it is one gradient."""
+        """Gradient of ``held``, in the same form; the same object as long as it is the same gradient."""
         gradient, known = self.held.grad, self._gradient
         if gradient is None:
             self._gradient = None
@@ -126,7 +126,7 @@ class TensorPart(Tensor):
 
     @property
     def data(self) -> TensorPart:  # type: ignore[override]
-        """A view of the same memory that autograd takes for another tensor."""
+        """A view of the same memory without autograd history."""
         return TensorPart(self.held.data, self.parted)
 
     @data.setter
@@ -138,7 +138,7 @@ class TensorPart(Tensor):
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """Whether what is held requires a gradient."""
+        """Whether ``held`` requires a gradient."""
         return self.held.requires_grad
 
     @requires_grad.setter
@@ -147,12 +147,12 @@ class TensorPart(Tensor):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """Whether what is held is a leaf."""
+        """Whether ``held`` is a leaf."""
         return self.held.is_leaf
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
-        """The gradient function of what is held."""
+        """Gradient function of ``held``."""
         return self.held.grad_fn
 
     @property
@@ -160,23 +160,23 @@ class TensorPart(Tensor):
         return self.held._version
 
     def data_ptr(self) -> int:
-        """Address of what is held."""
+        """Address of ``held``."""
         return self.held.data_ptr()
 
     def full_tensor(self) -> TensorPart:
-        """This part itself: nothing of it is sharded any more. A loss with sharded tensors asks for it."""
+        """This part with its DTensor, if any, gathered. A loss with sharded tensors calls this."""
         held = whole(self.held)
         return self if held is self.held else TensorPart(held, self.parted)
 
     def register_hook(self, hook: Any) -> NoReturn:  # type: ignore[override]
-        """Refused: autograd has a part of the gradient at best."""
+        """Refuse: autograd has at best a part of the gradient."""
         raise UsageError(
             "a hook on a parameter that ranks hold in parts would see a part of its gradient; change p.grad after "
             "loss.backward() instead, or plan with strategies=('ddp',)"
         )
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:  # type: ignore[override]
-        """Refused, as :meth:`register_hook`."""
+        """Refuse; see :meth:`register_hook`."""
         self.register_hook(hook)
 
     def __iter__(self) -> Iterator[Any]:
@@ -204,12 +204,12 @@ class TensorPart(Tensor):
 
 
 def held_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of ``tensor``, in the form in which the executor knows it."""
+    """This rank's part of ``tensor``, in the form that the executor uses."""
     return tensor.held if isinstance(tensor, TensorPart) else tensor
 
 
 def parts_in(values: Sequence[Any]) -> list[TensorPart]:
-    """The parts among ``values`` and in lists among them."""
+    """All parts among ``values`` and in lists among them."""
     found = [v for v in values if isinstance(v, TensorPart)]
     for v in values:
         if isinstance(v, list | tuple):
@@ -218,13 +218,13 @@ def parts_in(values: Sequence[Any]) -> list[TensorPart]:
 
 
 def matched(value: Any, to: TensorPart) -> Any:
-    """What this rank needs of ``value`` beside ``to``: its part of it, where their last dimensions meet.
+    """This rank's part of ``value``, where it combines with ``to``; dimensions are matched from the last.
 
-    Collective for a whole tensor beside one that is differentiated, where it is itself or is a single number: all ranks
-    must bring the same, and the gradient of what they bring is made of all their parts.
+    Collective for a whole tensor combined with a differentiated part, if it is differentiated or a single number: all
+    ranks must pass the same, and its gradient is the sum over all their parts.
 
     Raises:
-        UsageError: it is split in another way, or is too long or short.
+        UsageError: it is split in another way, or has another length.
     """
     split = to.parted
     right = to.dim() - split.dim  # the dimension that is cut, counted from the last
@@ -247,7 +247,7 @@ def matched(value: Any, to: TensorPart) -> Any:
 
 
 def wrapped(value: Any, like: TensorPart) -> Any:
-    """``value``, computed on parts, as the part that it is; what ``like`` holds is ``like``."""
+    """``value``, computed from parts, as a :class:`TensorPart`; ``like`` itself if it is what ``like`` holds."""
     if value is like.held:
         return like
     if not isinstance(value, Tensor):

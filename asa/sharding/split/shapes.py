@@ -1,4 +1,5 @@
-"""Views with the same elements in another shape: dimensions turned, joined, or taken apart but for the one cut."""
+"""Views of a split tensor in another shape: permuted or joined dimensions, and split ones except the sharded
+dimension."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from asa.sharding.split.wire import Split
 
 
 def reshaped(split: Split, shape: Sequence[int], wanted: Sequence[int], name: str) -> tuple[Split, list[int]]:
-    """How a whole of ``shape`` is cut once it has the shape ``wanted``, and the shape of this rank's part then.
+    """The split of a tensor of ``shape`` after reshaping it to ``wanted``, and the shape of this rank's part then.
 
-    The dimension that is cut may be joined with its neighbours: with what is behind it units grow, with what is in
-    front of it there are more blocks.
+    The sharded dimension may be joined with its neighbours: with those after it units grow, with those before it there
+    are more blocks.
     """
     mine, shard = split.shard.index(split.axis.index).numel(), split.shard
     for dim, length in enumerate(wanted):
@@ -38,7 +39,7 @@ def _sizes(given: Sequence[Any]) -> list[int]:
 
 
 def reshape(call: Call) -> Any:
-    """``view``, ``reshape``, ``flatten`` and their like."""
+    """``view``, ``reshape``, ``flatten`` and similar functions."""
     (part, *more), name = call.args, call.name
     if not isinstance(part, TensorPart):
         return part.reshape(more[0].shape)
@@ -70,7 +71,7 @@ def reshape(call: Call) -> Any:
 
 
 def turn(call: Call) -> Any:
-    """``t``, ``T``, ``mT``, ``transpose`` and ``permute``."""
+    """Permutations of dimensions: ``t``, ``T``, ``mT``, ``transpose`` and ``permute``."""
     (part, *more), name = call.args, call.name
     more += call.options.values()
     order = list(range(part.dim()))

@@ -1,7 +1,7 @@
-"""Sums, means, norms and extremes over a tensor of which ranks hold parts: the value of the whole, and its gradient.
+"""Sums, means, norms and extremes of a split tensor: the value for the whole tensor, and its gradient.
 
-Every rank of the axis has the same value in its loss, and differentiates it by its own part. Gradients are first
-derivatives: they cannot be differentiated again.
+Every rank of the axis has the same value in its loss, and differentiates it by its own part. Only first derivatives are
+possible: gradients cannot be differentiated again.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from asa.sharding.split.wire import HALF, Split, known, largest, summed, whole
 
 
 def _dims(part: TensorPart, dim: Any) -> tuple[int, ...]:
-    """The dimensions meant, counted from the first."""
+    """Dimensions to reduce, as non-negative numbers."""
     if dim is None or (isinstance(dim, list | tuple) and not dim):
         return tuple(range(part.dim()))
     return tuple(n % part.dim() for n in (dim if isinstance(dim, list | tuple) else (dim,)))
 
 
 def _along(call: Call, dims: tuple[int, ...], keepdim: bool) -> Any:
-    """A reduction along dimensions of which this rank has all."""
+    """A reduction along dimensions that are not sharded."""
     part = call.args[0]
     found = call.func(part.held, *call.args[1:], **call.options)
     dim = part.parted.dim if keepdim else part.parted.dim - sum(n < part.parted.dim for n in set(dims))
@@ -35,13 +35,13 @@ def _along(call: Call, dims: tuple[int, ...], keepdim: bool) -> Any:
 
 
 def _named(args: Sequence[Any], options: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Arguments by name, whichever way they were given; those of numpy by those of torch."""
+    """Arguments by name, whether given by position or name; numpy's names are replaced by torch's."""
     torchs = {"axis": "dim", "keepdims": "keepdim"}
     return dict(zip(names, args, strict=False)) | {torchs.get(key, key): v for key, v in options.items()}
 
 
 def total(call: Call) -> Any:
-    """``sum``, ``mean`` and ``count_nonzero``."""
+    """Sums: ``sum``, ``mean`` and ``count_nonzero``."""
     (part, *more), options, name = call.args, call.options, call.name
     given = _named(more, options, "dim", "keepdim")
     dims = _dims(part, given.get("dim"))
@@ -58,7 +58,7 @@ def total(call: Call) -> Any:
 
 
 def extreme(call: Call) -> Any:
-    """``max``, ``min``, ``amax`` and ``amin``; the gradient goes to all that are equal to it, in equal shares."""
+    """``max``, ``min``, ``amax`` and ``amin``; the gradient is divided equally among all equal extremes."""
     if (isinstance(call.args[-1], Tensor) and len(call.args) > 1) or "other" in call.options:
         return elementwise(call)
     (part, *more), options, name = call.args, call.options, call.name
@@ -74,7 +74,7 @@ def extreme(call: Call) -> Any:
 
 
 def _shared(held: Tensor, mine: Tensor, value: Tensor, dims: tuple[int, ...], split: Split) -> Tensor:
-    """``mine``, this rank's extreme, with the gradient that it has where others may have elements as extreme."""
+    """``mine``, this rank's extreme, with a gradient that accounts for equal elements on other ranks."""
     if not (mine.requires_grad and torch.is_grad_enabled()):
         return mine
     with torch.no_grad():
@@ -85,7 +85,7 @@ def _shared(held: Tensor, mine: Tensor, value: Tensor, dims: tuple[int, ...], sp
 
 
 def truth(call: Call) -> Any:
-    """``all`` and ``any``."""
+    """Truth of elements: ``all`` and ``any``."""
     (part, *more), options, name = call.args, call.options, call.name
     given = _named(more, options, "dim", "keepdim")
     dims = _dims(part, given.get("dim"))
@@ -97,7 +97,7 @@ def truth(call: Call) -> Any:
 
 
 def norm(call: Call) -> Any:
-    """``norm`` in all its places, where it is that of a vector."""
+    """``norm`` under all its names, as a vector norm."""
     (part, *more), options, name = call.args, call.options, call.name
     given = _named(more, options, "ord" if name.startswith("linalg") else "p", "dim", "keepdim", "dtype")
     if name == "linalg_matrix_norm":
@@ -139,7 +139,7 @@ def _joined(mine: Tensor, powers: Tensor, order: float, split: Split) -> Tensor:
 
 
 def norms(parts: Sequence[TensorPart], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The norm of each, in one message for all that the same ranks hold (where none is to be differentiated)."""
+    """The norm of each tensor, in one message for all that the same ranks hold (if none is differentiated)."""
     if order == math.inf or (torch.is_grad_enabled() and any(p.requires_grad for p in parts)):
         return [_norm(p, order, tuple(range(p.dim())), False, dtype) for p in parts]
     mine = [whole(torch.linalg.vector_norm(p.held, order, dtype=dtype)) for p in parts]
@@ -155,7 +155,7 @@ def norms(parts: Sequence[TensorPart], order: float, dtype: torch.dtype | None =
 
 
 def spread(call: Call) -> Any:
-    """``std`` and ``var`` over everything."""
+    """``std`` and ``var`` over all elements."""
     (part, *more), options, name = call.args, call.options, call.name
     given = _named(more, options, "unbiased")
     less = given.pop("correction", None)
@@ -168,7 +168,7 @@ def spread(call: Call) -> Any:
 
 
 def product(call: Call) -> Any:
-    """``dot`` and ``vdot`` of two vectors, ``dist`` of two tensors."""
+    """Products and distance: ``dot`` and ``vdot`` of two vectors, ``dist`` of two tensors."""
     one, other, *more = call.args
     if call.name == "dist":
         return torch.linalg.vector_norm(one - other, *more, *call.options.values())

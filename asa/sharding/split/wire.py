@@ -1,7 +1,7 @@
-"""How a tensor is cut over ranks, and what these tell each other of it, forward and backward.
+"""Description of a tensor's split over ranks, and the messages about it, forward and backward.
 
-A value of the whole is the same on all ranks, and so must be its gradient: every rank then differentiates it by its own
-part. What each rank brings together with its part gets the sum of the gradients by all parts.
+A value of the whole tensor is the same on all ranks, and so must be its gradient: every rank then differentiates it by
+its own part. An argument that each rank combines with its part gets the sum of the gradients over all parts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Split:
-    """How a tensor is cut over ``axis``, whose collectives are on ``device``."""
+    """Split of a tensor over ``axis``, whose collectives run on ``device``."""
 
     axis: Axis
     shard: ParameterShard
@@ -34,20 +34,20 @@ class Split:
 
     @property
     def dim(self) -> int:
-        """The dimension that is cut."""
+        """The sharded dimension."""
         return self.shard.dim
 
     @property
     def length(self) -> int:
-        """Length of the whole along that dimension."""
+        """Length of the whole tensor along the sharded dimension."""
         return self.shard.blocks * self.shard.units * self.shard.unit
 
     def at(self, dim: int) -> Split:
-        """This cut along another dimension."""
+        """This split along another dimension."""
         return self if dim == self.dim else replace(self, shard=replace(self.shard, dim=dim))
 
     def alike(self, other: Split) -> bool:
-        """Whether the same ranks hold the same positions, whatever the dimension."""
+        """Whether the same ranks hold the same positions, in whichever dimension."""
         mine, theirs = self.axis, other.axis
         return mine.group is theirs.group and mine.size == theirs.size and self.shard == other.at(self.dim).shard
 
@@ -57,13 +57,13 @@ class Split:
 
 
 def whole(x: Tensor) -> Tensor:
-    """The tensor that ranks which share a part have together."""
+    """``x``, gathered if it is a DTensor."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 @torch.no_grad()
 def summed(x: Tensor, split: Split) -> Tensor:
-    """The sum over the ranks (collective), a tensor of its own."""
+    """Sum of ``x`` over the ranks (collective), as a new tensor."""
     x = whole(x)
     sent = x.detach().to(split.device, torch.float32 if x.dtype in HALF else x.dtype, copy=True).contiguous()
     direct.all_reduce(sent, group=split.axis.group)
@@ -72,7 +72,7 @@ def summed(x: Tensor, split: Split) -> Tensor:
 
 @torch.no_grad()
 def largest(x: Tensor, split: Split) -> Tensor:
-    """The largest over the ranks (collective); not a number where any is none, which the wire forgets."""
+    """Maximum of ``x`` over the ranks (collective); NaN if any rank has NaN, which the collective itself would lose."""
     strange = x.detach().isnan()
     sent = torch.stack([x.detach().masked_fill(strange, -math.inf if x.is_floating_point() else 0), strange.to(x)])
     sent = sent.to(split.device, torch.float32 if x.dtype in HALF else x.dtype)
@@ -101,8 +101,8 @@ class _Known(torch.autograd.Function):
 
 
 def known(contribution: Tensor, value: Tensor, split: Split) -> Tensor:
-    """``value`` of the whole, which this rank differentiates by its ``contribution``. Its backward is collective, and
-    raises a UsageError where ranks have different gradients of it."""
+    """``value`` of the whole tensor, which this rank differentiates by its ``contribution``. Its backward is
+    collective, and raises a UsageError if ranks have different gradients of it."""
     if not (contribution.requires_grad and torch.is_grad_enabled()):
         return value
     return _Known.apply(contribution, value, split)  # type: ignore[no-any-return]
@@ -121,5 +121,5 @@ class _Averaged(torch.autograd.Function):
 
 
 def averaged(x: Tensor, split: Split) -> Tensor:
-    """``x``, whole on every rank, before it is brought together with parts (collective, as is its backward)."""
+    """``x``, whole on every rank, prepared for combination with parts (collective, as is its backward)."""
     return _Averaged.apply(x, split)  # type: ignore[no-any-return]

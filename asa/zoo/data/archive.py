@@ -1,4 +1,4 @@
-"""Members of a .tar.gz, read straight into memory: nothing is ever unpacked onto the disk."""
+"""Members of a .tar.gz, read directly into memory: nothing is unpacked to the disk."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from asa.errors import InvalidInputError
 from asa.reading import open_regular
 
 MAX_UNPACKED_BYTES = 512 * 1024**2
-"""Twice the larger official archive; beyond it something else hides in the file."""
+"""Twice the size of the larger official archive; a larger file contains something else."""
 
 
 class Readable(Protocol):
     """A stream of bytes."""
 
     def read(self, size: int, /) -> bytes:
-        """At most ``size`` bytes; none at the end."""
+        """Read at most ``size`` bytes; returns none at the end."""
 
 
 class _Bounded:
-    """Reads of a stream, refused once more than ``limit`` bytes would have come out of it."""
+    """Reads a stream, and raises once more than ``limit`` bytes would come out of it."""
 
     def __init__(self, stream: Readable, limit: int, path: Path) -> None:
         self._stream, self._left, self._limit, self._path = stream, limit, limit, path
@@ -37,7 +37,7 @@ class _Bounded:
 
 
 def _suspicious(member: tarfile.TarInfo) -> str:
-    """Why an entry has no place in a data set's archive; empty when it may stay."""
+    """Why an entry is not allowed in a data set's archive; empty if it is."""
     path = PurePosixPath(member.name)
     if path.is_absolute() or ".." in path.parts:
         return "leads outside the archive"
@@ -70,7 +70,7 @@ def read_members(path: Path, wanted: set[str], *, limit: int = MAX_UNPACKED_BYTE
     The archive is read to its end, so that its checksum is verified.
 
     Raises:
-        InvalidInputError: truncated, damaged, larger than ``limit`` unpacked, lacking a member, or holding an entry
+        InvalidInputError: truncated, damaged, larger than ``limit`` unpacked, without a wanted member, or with an entry
             that leads outside, is a link or a device.
     """
     try:

@@ -1,4 +1,4 @@
-"""From sample indices to what the model eats: gather, augment, normalise, on the device that is asked for."""
+"""Makes model inputs from sample indices: gathers, augments and normalizes on the requested device."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from asa.zoo.inputs import of_tokens
 _AUGMENT = 2
 
 MARGIN = 8
-"""An image is shifted by up to its side divided by this: 4 pixels of CIFAR's 32, the usual crop with padding 4."""
+"""Divisor of an image's side for the largest shift: 4 of CIFAR's 32 pixels, the usual crop with padding 4."""
 
 
 def augment(pixels: Tensor, indices: Tensor, *, seed: int, epoch: int, flips: bool) -> Tensor:
-    """Each image shifted by its own offset, black where nothing was, and mirrored by its own coin (with ``flips``).
+    """Shift each image by its own random offset, with black borders, and mirror it at random (with ``flips``).
 
-    ``pixels`` [B, C, H, W] and ``indices`` int64 [B] (global) on one device. Offset and coin depend on (seed, epoch,
-    global index) alone: whichever rank fetches a sample in whatever company, it gets the same image.
+    ``pixels`` [B, C, H, W] and ``indices`` int64 [B] (global) on one device. Offset and mirroring depend only on (seed,
+    epoch, global index): any rank that fetches a sample, with any others, gets the same image.
     """
     count, channels, height, width = pixels.shape
     random = words(key(seed, epoch, _AUGMENT), indices)
@@ -50,26 +50,26 @@ def fetch(
     dtype: torch.dtype = torch.float32,
     gathered: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Samples of ``images`` by global index: x ``dtype`` [B, *images.shape] normalised, y int64 [B], on ``device``.
+    """Samples of ``images`` by global index: x ``dtype`` [B, *images.shape] normalized, y int64 [B], on ``device``.
 
     B may be 0: a rank without rows. Images are augmented with ``train`` (see :func:`augment`); tokens, int64 [B, T],
-    come as they are, with labels of that shape. A set resident on ``device`` never leaves it; otherwise its bytes are
-    gathered where they lie and everything else happens on ``device``. ``gathered``: those bytes and labels, where
-    somebody has gathered them already.
+    are unchanged, with labels of that shape. A set resident on ``device`` never leaves it; otherwise its bytes are
+    gathered on their own device and everything else happens on ``device``. ``gathered``: those bytes and labels, if
+    they were gathered before.
     """
     if gathered is None:
         here = indices.to(images.images.device)
         gathered = images.images[here], images.labels[here]
     pixels, labels = (t.to(device, non_blocking=True) for t in gathered)
-    del gathered  # as large as a quarter of what is made of it
+    del gathered  # a quarter of the size of the result
     if of_tokens(images.shape):
         return pixels, labels
     exact = torch.float64 if dtype == torch.float64 else torch.float32
-    if pixels.is_floating_point():  # numbers of a table, or what a dataset of the user's own has prepared
+    if pixels.is_floating_point():  # a table, or already prepared by the user's dataset
         return pixels.to(exact).to(dtype), labels
     if train:
         moved = partial(augment, indices=indices.to(pixels.device), seed=seed, epoch=epoch, flips=images.flips)
-        if labels.dim() == 3 and labels.shape[1:] == pixels.shape[2:]:  # a class for each pixel goes where that goes
+        if labels.dim() == 3 and labels.shape[1:] == pixels.shape[2:]:  # one class per pixel: move it along
             labels = moved(labels[:, None])[:, 0]
         pixels = moved(pixels)
     # Half precision holds neither 1/255 nor the mean well: normalise first, round once.

@@ -1,4 +1,4 @@
-"""Where the embedded default lies between runs: written once in the official format, checked whenever it is used."""
+"""Cache of the embedded default between runs: written once in the official format, checked at every use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folder() -> Path:
 
 
 def _files(what: Official) -> dict[str, bytes]:
-    """The embedded default under the official file names, in the official format."""
+    """The embedded default in the official format, by official file name."""
     splits = dict(zip(("train", "test"), generate(RECIPES[what.name]), strict=True))
     files: dict[str, bytes] = {}
     name: Split
@@ -43,7 +43,7 @@ def _files(what: Official) -> dict[str, bytes]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Atomically: another process sees the old file or the new one."""
+    """Write atomically: another process sees either the old file or the new one."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as stream:
@@ -56,7 +56,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _intact(directory: Path) -> bool:
-    """Whether every file is there with the content that was written."""
+    """Whether every file exists with the content that was written."""
     try:
         lines = [line.split("  ") for line in read_text(directory / _SUMS).splitlines()]
         return bool(lines) and all(
@@ -82,10 +82,10 @@ def _fill(directory: Path, what: Official, files: Callable[[], dict[str, bytes]]
 
 @contextlib.contextmanager
 def stand_in(what: Official) -> Iterator[Path]:
-    """A directory laid out like ``what``'s official files, holding the embedded default.
+    """Context with a directory laid out like ``what``'s official files, containing the embedded default.
 
-    In the user's cache, made there on first use; where that cannot be written, in a temporary directory that goes
-    when the context ends.
+    It is in the user's cache, and made there at first use; if that cannot be written, it is a temporary directory that
+    is removed when the context ends.
     """
     directory = folder() / f"stand-in-{VERSION}"
     try:

@@ -1,7 +1,7 @@
 """CIFAR's binary format: records of one or two label bytes and 3072 pixels (red, green, blue planes, row by row).
 
-Format: the "binary version" section of the data sets' page, https://www.cs.toronto.edu/~kriz/cifar.html
-The python version is a pickle, which can execute code when read: it is recognised and refused, never opened.
+Format: the "binary version" section of the data sets' page, https://www.cs.toronto.edu/~kriz/cifar.html The python
+version is a pickle, which can execute code when read: it is detected and refused, never opened.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from asa.zoo.data.official import Official, Split
 PIXELS = 3 * 32 * 32
 
 _SMALL = 5
-"""Up to a fifth of the official images pass for a small set made on purpose; any more, but not all, for a torn file."""
+"""Divisor: up to a fifth of the official images count as a small set made on purpose; more, but not all, as a truncated
+file."""
 
 
 def encode(images: Tensor, labels: Tensor, coarse: Tensor | None = None) -> bytes:
-    """Records of uint8 ``images`` [N, 3, 32, 32] and ``labels`` [N], with ``coarse`` labels in front for CIFAR-100."""
+    """Encode uint8 ``images`` [N, 3, 32, 32] and ``labels`` [N] as records, for CIFAR-100 with ``coarse`` labels before
+    them."""
     columns = [labels.to(torch.uint8)[:, None], images.reshape(len(images), PIXELS)]
     if coarse is not None:
         columns.insert(0, coarse.to(torch.uint8)[:, None])
@@ -31,10 +33,11 @@ def encode(images: Tensor, labels: Tensor, coarse: Tensor | None = None) -> byte
 
 
 def decode(data: bytes, what: Official, *, source: str, official_count: int) -> tuple[Tensor, Tensor]:
-    """Images uint8 [N, 3, 32, 32] and labels int64 [N] of one file's content.
+    """Decode the content of one file to images uint8 [N, 3, 32, 32] and labels int64 [N].
 
     Raises:
-        InvalidInputError: no whole number of records, a number that only a torn file has, or a label out of range;
+        InvalidInputError: not a whole number of records, a number that only a truncated file has, or a label out of
+            range;
             names ``source`` and the bytes.
     """
     record = what.label_bytes + PIXELS
@@ -64,7 +67,7 @@ def decode(data: bytes, what: Official, *, source: str, official_count: int) -> 
 
 
 def _pickled(root: Path, what: Official) -> str:
-    """The python version's folder or archive, if it lies in ``root``."""
+    """Name of the python version's folder or archive, if it is in ``root``; otherwise empty."""
     plain = "cifar-100-python" if what.name == "cifar100" else "cifar-10-batches-py"
     packed = "cifar-100-python.tar.gz" if what.name == "cifar100" else "cifar-10-python.tar.gz"
     if root.name == plain:
@@ -73,7 +76,7 @@ def _pickled(root: Path, what: Official) -> str:
 
 
 def _contents(root: Path, what: Official, split: Split) -> tuple[dict[str, bytes], str] | None:
-    """Content of the split's files by name, and where they were; None when ``root`` has no trace of them."""
+    """Content of the split's files by name, and their location; None if ``root`` has none of them."""
     names = [n for n, _ in what.files[split]]
     for folder in (root / what.folder, root):
         present = [n for n in names if (folder / n).is_file()]
@@ -90,12 +93,12 @@ def _contents(root: Path, what: Official, split: Split) -> tuple[dict[str, bytes
 
 
 def read(root: Path, what: Official, split: Split) -> tuple[Tensor, Tensor, str] | None:
-    """Images, labels and the place they were read from; None when ``root`` has no trace of the data set.
+    """Images, labels and the location they were read from; None if ``root`` contains nothing of the data set.
 
     ``root`` holds the official folder, or its files, or the official .tar.gz.
 
     Raises:
-        InvalidInputError: files are there but cannot be used (see :func:`decode`), or only the pickled version is.
+        InvalidInputError: files exist but cannot be used (see :func:`decode`), or only the pickled version exists.
     """
     found = _contents(root, what, split)
     if found is None:

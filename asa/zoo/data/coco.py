@@ -1,4 +1,5 @@
-"""Images and masks in COCO's format: https://cocodataset.org/#format-data (object detection: polygons and RLE)."""
+"""Reader of images and masks in COCO's format: https://cocodataset.org/#format-data (object detection: polygons and
+RLE)."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ _TESTS = ("val", "test")
 
 
 def folder(place: str, shape: Shape | None) -> Any:
-    """``DIR/annotations/*.json`` with images in ``DIR/train*`` and ``DIR/val*`` (whose file's name says which), or one
+    """Read ``DIR/annotations/*.json`` with images in ``DIR/train*`` and ``DIR/val*`` (by the file's name), or one
     ``DIR/*.json`` with the images beside it. Class 0 is the background, the others follow the categories' ids.
 
     Raises:
-        InvalidInputError: no such files, or files of another form.
+        InvalidInputError: there are no such files, or they have another form.
     """
     from asa.zoo.data.readers import Parts
 
@@ -43,7 +44,7 @@ def folder(place: str, shape: Shape | None) -> Any:
 def _split(
     root: Path, file: Path, spec: str, shape: Shape | None, classes: dict[int, int] | None
 ) -> tuple[tuple[Tensor, Tensor], dict[int, int]]:
-    """Images and masks of one file of annotations, and the class of every category."""
+    """Images and masks of one annotation file, and the class of every category."""
     from asa.zoo.data.readers import pictures
 
     try:
@@ -73,7 +74,7 @@ def _split(
 
 
 def _found(root: Path, file: Path, name: str, spec: str) -> Path:
-    """Where an image lies: beside its annotations, or in a folder of their name (``instances_val2017``: val2017)."""
+    """Path of an image: beside its annotations, or in a folder with their name (``instances_val2017``: val2017)."""
     for home in (root / file.stem.rpartition("_")[2], root / "images", root, file.parent):
         if (home / name).is_file():
             return home / name
@@ -81,7 +82,7 @@ def _found(root: Path, file: Path, name: str, spec: str) -> Path:
 
 
 def _mask(drawn: Any, size: tuple[int, int], to: tuple[int, int], told: str) -> Tensor:
-    """What lies inside of polygons, or of a run-length code, bool [H, W] of the size ``to``.
+    """Mask of polygons or of a run-length code, bool [H, W] of the size ``to``.
 
     Raises:
         InvalidInputError: it is neither.

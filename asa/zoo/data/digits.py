@@ -12,11 +12,11 @@ from asa.zoo.data.draws import key, permutation
 from asa.zoo.data.official import Split
 
 NUM_TEST = 360
-"""A fifth of the images, rounded up."""
+"""Number of test images: a fifth of all, rounded up."""
 
 
 def read(split: Split) -> tuple[Tensor, Tensor]:
-    """Images uint8 [N, 1, 8, 8] and labels int64 [N]; 1,437 to train on and 360 others to test on."""
+    """Images uint8 [N, 1, 8, 8] and labels int64 [N]; 1,437 for training and 360 others for testing."""
     with files("asa").joinpath("data", "digits.npz").open("rb") as file, np.load(file) as kept:
         shades, labels = torch.from_numpy(kept["images"]), torch.from_numpy(kept["labels"]).long()
     grey = shades.double().mul_(255 / 16).round_().to(torch.uint8)[:, None]

@@ -1,4 +1,4 @@
-"""Getting official files from their own addresses: only when asked to, checked before they count."""
+"""Download of official files from their own addresses, only on request, with checked checksums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asa.errors import InvalidInputError, UnavailableError
 from asa.zoo.data.official import Official, Origin
 
 Opener = Callable[..., Any]
-"""``urllib.request.urlopen`` or a stand-in: (url, timeout=seconds) -> a readable context manager."""
+"""Function like ``urllib.request.urlopen``: (url, timeout=seconds) -> a readable context manager."""
 
 
 def _digest(path: Path) -> str:
@@ -59,12 +59,12 @@ def _get(origin: Origin, directory: Path, opener: Opener, timeout_s: float) -> N
 
 
 def download(what: Official, directory: Path, *, opener: Opener | None = None, timeout_s: float = 30.0) -> None:
-    """Put the official files of ``what`` into ``directory``; those that are there with the right checksum stay.
+    """Download the official files of ``what`` into ``directory``; existing files with the right checksum are kept.
 
-    ``timeout_s`` bounds every wait for the network, not the whole transfer.
+    ``timeout_s`` limits every wait for the network, not the whole transfer.
 
     Raises:
-        UnavailableError: no address answered with the right bytes, or the directory cannot be written.
+        UnavailableError: no address returned the right bytes, or the directory cannot be written.
     """
     opener = opener or urllib.request.urlopen
     try:

@@ -1,7 +1,7 @@
 """Random words as a pure function of a key and an index: the same on any rank, device and version.
 
-SplitMix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) in int64
-arithmetic, which wraps modulo 2^64 on CPU and CUDA alike.
+SplitMix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) in int64 arithmetic,
+which wraps modulo 2^64 on both CPU and CUDA.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def _signed(word: int) -> int:
 
 
 def _shift(words: Tensor, bits: int) -> Tensor:
-    """Logical shift right; torch's own is arithmetic."""
+    """Logical shift right (torch's own is arithmetic)."""
     return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def key(*parts: int) -> int:
-    """One 64-bit key out of several integers; their order matters."""
+    """Combine several integers, in order, to one 64-bit key."""
     state = 0
     for part in parts:
         state = (state ^ (part & _MASK)) + _GAMMA & _MASK
@@ -36,7 +36,7 @@ def key(*parts: int) -> int:
 
 
 def words(of_key: int, index: Tensor) -> Tensor:
-    """A random int64 for every element of ``index`` (int64, any shape and device)."""
+    """Random int64 for every element of ``index`` (int64, any shape and device)."""
     state = index * _signed(_GAMMA) + _signed(of_key)
     state = (state ^ _shift(state, 30)) * _signed(_FIRST)
     state = (state ^ _shift(state, 27)) * _signed(_SECOND)
@@ -44,12 +44,13 @@ def words(of_key: int, index: Tensor) -> Tensor:
 
 
 def integers(random: Tensor, low: int, high: int, *, field: int) -> Tensor:
-    """``low <= n < high`` from one of the four 16-bit fields of each word; the bias is below (high - low) / 65536."""
+    """Integers ``low <= n < high`` from one of the four 16-bit fields of each word; the bias is below (high - low) /
+    65536."""
     return low + ((random >> (16 * field)) & 0xFFFF) * (high - low) // 65536
 
 
 def noise_bytes(of_key: int, start: int, count: int) -> Tensor:
-    """``count`` random bytes (uint8) beginning with the ``start``-th of the key's stream; both multiples of 8."""
+    """``count`` random bytes (uint8) from position ``start`` of the key's stream; both must be multiples of 8."""
     return words(of_key, torch.arange(start // 8, (start + count) // 8)).view(torch.uint8)
 
 

@@ -20,20 +20,20 @@ from asa.reading import open_regular, read_bytes
 from asa.zoo.data.official import Official, Split
 
 _LIMIT = 64 * 1024**2
-"""Bytes; the largest official file has 47,040,016."""
+"""Largest file in bytes; the largest official file has 47,040,016."""
 
 
 def encode(values: Tensor) -> bytes:
-    """The idx file of a uint8 tensor."""
+    """Encode a uint8 tensor as an idx file."""
     header = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
     return header + values.contiguous().numpy().tobytes()
 
 
 def decode(data: bytes, *, dimensions: int, source: str) -> Tensor:
-    """The uint8 tensor in an idx file's content.
+    """Decode the content of an idx file to a uint8 tensor.
 
     Raises:
-        InvalidInputError: no idx file of that many dimensions, or of another length than its header states.
+        InvalidInputError: not an idx file with that many dimensions, or with another length than its header says.
     """
     start = 4 + 4 * dimensions
     if len(data) < start:
@@ -77,10 +77,10 @@ def _find(root: Path, name: str) -> Path | None:
 
 
 def read(root: Path, what: Official, split: Split) -> tuple[Tensor, Tensor, str] | None:
-    """Images uint8 [N, 1, 28, 28], labels int64 [N] and their place; None when ``root`` has no trace of the set.
+    """Images uint8 [N, 1, 28, 28], labels int64 [N] and their location; None if ``root`` contains nothing of the set.
 
     Raises:
-        InvalidInputError: files are there but cannot be used; names the file and the bytes.
+        InvalidInputError: files exist but cannot be used; names the file and the bytes.
     """
     (image_name, official_count), (label_name, _) = what.files[split]
     image_path, label_path = _find(root, image_name), _find(root, label_name)

@@ -1,4 +1,4 @@
-"""A data set in memory, and the conversion of its images to the shape a model takes."""
+"""A data set in memory, and the conversion of its images to the model's input shape."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from asa.errors import UsageError
 from asa.zoo.inputs import Shape, of_tokens
 
 LUMA = (0.299, 0.587, 0.114)
-"""Grey out of red, green, blue: ITU-R BT.601."""
+"""Weights of red, green and blue in grey: ITU-R BT.601."""
 
 EAGER_BYTES = 256 * 1024**2
-"""Up to this size a whole set is converted once; a larger one keeps its own shape and is converted batch by batch."""
+"""Size up to which a whole set is converted once; a larger one keeps its shape and is converted batch by batch."""
 
 _CHUNK = 1024
 
@@ -25,11 +25,11 @@ _CHUNK = 1024
 class ImageSet:
     """Images and labels of one split.
 
-    ``images`` uint8 [N, C, H, W], or floating where samples are no images: those are taken as they are, neither
-    augmented nor scaled to 0..1; ``labels`` int64 [N], below ``num_classes``. ``shape`` is the (C, H, W) that
-    :func:`asa.zoo.data.fetch` gives out; ``images`` has it too unless the converted set would be too large.
-    ``mean``, ``std``: per channel of ``shape``, for pixels scaled to 0..1. ``flips``: whether a mirrored image is
-    still of its class. ``source`` says in a sentence what was read.
+    ``images`` uint8 [N, C, H, W], or floating if samples are not images: those are used unchanged, neither augmented
+    nor scaled to 0..1; ``labels`` int64 [N], below ``num_classes``. ``shape`` is the (C, H, W) that
+    :func:`asa.zoo.data.fetch` returns; ``images`` has it too unless the converted set would be too large. ``mean``,
+    ``std``: per channel of ``shape``, for pixels scaled to 0..1. ``flips``: whether a mirrored image still has its
+    class. ``source``: one sentence on what was read.
     """
 
     images: Tensor
@@ -46,7 +46,7 @@ class ImageSet:
         return self.images.shape[0]
 
     def to(self, device: torch.device | str) -> ImageSet:
-        """A copy resident on ``device``, where ``fetch`` then gathers and augments."""
+        """A copy on ``device``, where ``fetch`` then gathers and augments."""
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
 
@@ -61,7 +61,8 @@ def _channels(pixels: Tensor, channels: int) -> Tensor:
 
 
 def convert(pixels: Tensor, shape: Shape) -> Tensor:
-    """Floating pixels [N, C, H, W] as [N, *shape]: grey repeated or colours weighed, then bilinear, antialiased."""
+    """Convert floating pixels [N, C, H, W] to [N, *shape]: grey is repeated, colours are weighted; bilinear,
+    antialiased."""
     pixels = _channels(pixels, shape[0])
     if tuple(pixels.shape[2:]) == shape[1:]:
         return pixels
@@ -79,10 +80,10 @@ def _converted(images: Tensor, shape: Shape) -> Tensor:
 
 
 def reshaped(images: ImageSet, shape: Shape | None) -> ImageSet:
-    """The set for models that take ``shape`` (C, H, W); a sentence in ``source`` says what was done to it.
+    """The set for models with input ``shape`` (C, H, W); a sentence in ``source`` says what was done.
 
     Raises:
-        UsageError: no rule turns the images' channels into those of ``shape``.
+        UsageError: no rule converts the images' channels to those of ``shape``.
     """
     if shape is None or tuple(shape) == images.shape:
         return images

@@ -1,8 +1,8 @@
-"""A made-up language that can be learned, bitwise the same on every machine: tokens, and what follows each of them.
+"""A synthetic language that can be learned, bitwise the same on every machine: tokens, and the next token for each.
 
-Every token has four that may follow it. Which one does is decided by the token three places before, in seven cases of
-eight; in the eighth any of the four comes. A model that knows the last token alone is right in less than half of the
-cases, one that attends to the other, too, in about nine of ten.
+Every token has four possible successors. In seven of eight cases the token three places before decides which one it is;
+otherwise it is any of the four. A model that uses only the last token is right in less than half of the cases, one that
+attends to the other, too, in about nine of ten.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asa.zoo.data.images import ImageSet
 from asa.zoo.data.official import Split
 
 VERSION = 1
-"""Raised whenever the language changes: results on different versions do not compare."""
+"""Version, increased whenever the language changes: results of different versions are not comparable."""
 VOCABULARY = 64
 _SEED = 2503_23186
 _CHOICES = 4
@@ -28,10 +28,10 @@ _LEAST_SAMPLES = 64
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenSet(ImageSet):
-    """Sequences of tokens, and what follows each of their tokens, of one split.
+    """Sequences of tokens of one split, with the next token for each token.
 
     ``images`` int64 [N, T], the tokens; ``labels`` int64 [N, T], below ``num_classes``; ``shape`` is (T,). Nothing is
-    normalised or augmented.
+    normalized or augmented.
     """
 
     mean: tuple[float, ...] = ()
@@ -57,7 +57,7 @@ def _sequences(first: int, count: int, length: int) -> Tensor:
 
 
 def language(split: Split, length: int) -> TokenSet:
-    """One split of the language, in sequences of ``length`` tokens; fewer of them where they are long."""
+    """One split of the language, in sequences of ``length`` tokens; long sequences are fewer."""
     counts = {s: max(_LEAST_SAMPLES, min(n, _MOST_TOKENS // length)) for s, n in _SAMPLES.items()}
     first = 0 if split == "train" else counts["train"]
     found = _sequences(first, counts[split], length + 1)
@@ -75,7 +75,7 @@ def language(split: Split, length: int) -> TokenSet:
 
 
 def scattered(shape: tuple[int, ...], samples: int, num_classes: int, draw: torch.Generator) -> TokenSet:
-    """Tokens that mean nothing."""
+    """Random tokens without structure."""
     tokens = torch.randint(0, num_classes, (samples, *shape), generator=draw)
     return TokenSet(
         images=tokens, labels=tokens.roll(-1, 1), num_classes=num_classes, name="noise", source="random tokens",

@@ -1,4 +1,4 @@
-"""What the official data sets look like: files, sizes, where they come from, their statistics."""
+"""Description of the official data sets: files, sizes, origins, statistics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ Split = Literal["train", "test"]
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """A file to download. ``size`` in bytes; ``urls`` in the order they are tried; ``source``: of the checksum."""
+    """A file to download. ``size`` in bytes; ``urls`` in the order in which they are tried; ``source``: of the
+    checksum."""
 
     file: str
     urls: tuple[str, ...]
@@ -23,10 +24,10 @@ class Origin:
 class Official:
     """One official data set.
 
-    ``files``: per split, the files that hold it, each with its official number of images. ``label_bytes`` counts
-    the bytes in front of an image in CIFAR's records, of which the last is the class; 0 where labels have their
-    own file. ``mean`` and ``std``: of the official training images per channel, scaled to 0..1.
-    ``flips``: whether a mirrored image is still of its class.
+    ``files``: for each split its files, each with the official number of images. ``label_bytes``: number of bytes
+    before an image in CIFAR's records, of which the last is the class; 0 if labels have their own file. ``mean`` and
+    ``std``: of the official training images per channel, scaled to 0..1. ``flips``: whether a mirrored image still has
+    its class.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Official:
 
     @property
     def archive(self) -> str:
-        """The tar archive the files come in; empty where they come one by one."""
+        """The tar archive that contains the files; empty if they are separate."""
         return self.origins[0].file if self.label_bytes else ""
 
 

@@ -1,7 +1,7 @@
-"""Data of the user's own as an :class:`ImageSet`: read whole, once, with a fixed fifth to test on where none is named.
+"""The user's own data as an :class:`ImageSet`: read completely, once; a fixed fifth is for testing unless given.
 
-Images keep their bytes and take the model's shape. Anything else is numbers: columns of a table are scaled to mean 0
-and standard deviation 1 of the training part, floating samples of a dataset are taken as they are.
+Images stay bytes and are converted to the model's shape. Anything else is numbers: columns of a table are scaled to
+mean 0 and standard deviation 1 of the training part, floating samples of a dataset are used unchanged.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Samples = tuple[Tensor, Tensor]
 
 _MOST_SAMPLES = 10_000_000
 _TEST_SHARE = 5
-"""One of so many samples is tested on, where the data do not say which."""
+"""Divisor: one of this many samples is for testing, if the data has no test part."""
 _SALT = 5
 
 
 def open_own(spec: str, split: Split, shape: Shape | None) -> ImageSet:
-    """One split of ``spec`` for a model that takes ``shape`` [C, H, W].
+    """One split of ``spec`` for a model with input ``shape`` [C, H, W].
 
     Raises:
-        UsageError: samples of another shape than the model takes. InvalidInputError: files, or a function of the
-            user's own, that cannot be used. UnavailableError: the package that reads them is not installed.
+        UsageError: samples have another shape than the model takes. InvalidInputError: files, or a function of the
+            user's own, cannot be used. UnavailableError: the package that reads them is not installed.
     """
     train, test, classes, told = _both(spec, shape)
     inputs, labels = train if split == "train" else test
@@ -55,7 +55,7 @@ def open_own(spec: str, split: Split, shape: Shape | None) -> ImageSet:
 
 @lru_cache(maxsize=2)
 def _both(spec: str, shape: Shape | None) -> tuple[Samples, Samples, int, str]:
-    """Samples to train and to test on in the model's shape, the number of classes, and what was read."""
+    """Training and test samples in the model's shape, the number of classes, and a description."""
     from asa.zoo.data import coco, readers
 
     origin, _, rest = spec.partition(":")
@@ -78,7 +78,7 @@ def _both(spec: str, shape: Shape | None) -> tuple[Samples, Samples, int, str]:
 
 
 def _divided(samples: Samples) -> tuple[Samples, Samples]:
-    """A part to train on and a fifth to test on, always the same."""
+    """Training samples and a fifth for testing, always the same."""
     x, y = samples
     order = permutation(key(len(y), _SALT), len(y))
     cut = len(y) // _TEST_SHARE
@@ -86,7 +86,7 @@ def _divided(samples: Samples) -> tuple[Samples, Samples]:
 
 
 def _shaped(x: Tensor, shape: Shape | None, spec: str) -> Tensor:
-    """Samples [N, ...] as [N, C, H, W]: images converted, numbers laid out; tokens [N, T] as they are."""
+    """Samples [N, ...] as [N, C, H, W]: images are converted, numbers arranged; tokens [N, T] are unchanged."""
     if shape is not None and of_tokens(shape):
         if x.dtype != torch.int64 or tuple(x.shape[1:]) != tuple(shape):
             have = f"{x.shape[1]} tokens" if x.dtype == torch.int64 and x.dim() == 2 else "images or numbers"
@@ -105,7 +105,7 @@ def _shaped(x: Tensor, shape: Shape | None, spec: str) -> Tensor:
 
 
 def _sized(y: Tensor, shape: Shape | None) -> Tensor:
-    """Maps of classes [N, H, W] in the size of the model's images, each pixel from the nearest."""
+    """Class maps [N, H, W] resized to the model's images, by nearest pixel."""
     if shape is None or y.dim() != 3 or len(shape) != 3 or tuple(y.shape[1:]) == tuple(shape[1:]):
         return y
     down, right = (torch.arange(n) * have // n for n, have in zip(shape[1:], y.shape[1:], strict=True))
@@ -135,9 +135,8 @@ def _statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 def from_factory(spec: str, shape: Shape | None) -> Any:
-    """What ``package.module:factory`` returns, called with ``input_shape`` where it takes it: a dataset of pairs
-    (input, class), map-style or iterable, a ``DataLoader`` (with whatever it collates), or two of them, the second to
-    test on.
+    """Result of ``package.module:factory``, called with ``input_shape`` if it takes it: a dataset of pairs (input,
+    class), map-style or iterable, a ``DataLoader`` (with any collation), or two of them, the second for testing.
 
     Raises:
         UsageError: the spec leads to no function. InvalidInputError: it fails, or returns something else.
@@ -160,7 +159,7 @@ def from_factory(spec: str, shape: Shape | None) -> Any:
 
 
 def _read(dataset: Any, spec: str) -> Samples:
-    """All samples of a dataset, in its order."""
+    """All samples of a dataset, in order."""
     from torch.utils.data import DataLoader
 
     if isinstance(dataset, DataLoader):

@@ -1,4 +1,4 @@
-"""Readers of the usual formats: folders of images, tables of CSV, Parquet and Arrow, the Hugging Face hub."""
+"""Readers of common formats: folders of images, tables of CSV, Parquet and Arrow, the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from asa.zoo.inputs import Shape
 
 _IMAGES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 _LABELS = ("label", "labels", "class", "target", "fine_label", "y")
-"""Columns taken for the class, the first of them that is there; else the last column."""
+"""Names of columns with the class, of which the first existing one is used; else the last column."""
 _TEXT_SHAPE = (1, 32, 64)
-"""Shape of a text where no model asks for one: 32 words of 64 features."""
+"""Shape of a text if no model requires one: 32 words of 64 features."""
 _PICTURES = ("image", "img", "picture")
 _TEXTS = ("text", "sentence", "review", "comment", "content")
 _TESTS = ("test", "val", "valid", "validation")
@@ -28,9 +28,9 @@ _TESTS = ("test", "val", "valid", "validation")
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What was read: inputs [N, ...] and classes [N]; ``test`` None where the data do not say what to test on.
+    """Data that was read: inputs [N, ...] and classes [N]; ``test`` is None if the data contains no test part.
 
-    ``scaled``: numbers of a table, to be brought to mean 0 and standard deviation 1.
+    ``scaled``: numbers of a table, to be scaled to mean 0 and standard deviation 1.
     """
 
     train: tuple[Tensor, Tensor]
@@ -40,10 +40,10 @@ class Parts:
 
 
 def folder(place: str, shape: Shape | None) -> Parts:
-    """Images by class: ``DIR/CLASS/*.png``, or ``DIR/train/CLASS/*.png`` beside ``DIR/test`` (or ``val``).
+    """Read images by class: ``DIR/CLASS/*.png``, or ``DIR/train/CLASS/*.png`` beside ``DIR/test`` (or ``val``).
 
     Raises:
-        InvalidInputError: no classes, a class without images, or a file that is no image.
+        InvalidInputError: no classes, a class without images, or a file that is not an image.
     """
     root = Path(place)
     if not root.is_dir():
@@ -73,11 +73,11 @@ def _of_folder(home: Path, classes: Sequence[str], shape: Shape | None) -> tuple
 
 
 def pictures(sources: Sequence[Any], shape: Shape | None, names: Sequence[str]) -> Tensor:
-    """Images uint8 [N, C, H, W] out of files, bytes or Pillow's images, in the model's shape; without one, in that of
-    the first.
+    """Images uint8 [N, C, H, W] from files, bytes or Pillow images, in the model's shape; without one, in that of the
+    first image.
 
     Raises:
-        InvalidInputError: one that is no image. UnavailableError: all of them do not fit into memory.
+        InvalidInputError: one is not an image. UnavailableError: they do not fit in memory.
     """
     import psutil
     from PIL import Image
@@ -103,11 +103,11 @@ def pictures(sources: Sequence[Any], shape: Shape | None, names: Sequence[str]) 
 
 
 def csv_table(place: str, shape: Shape | None) -> Parts:
-    """A table with a header: numbers, or a column ``text`` (``sentence``, ``review``), and a column ``label``
-    (``class``, ``target``), else the last one, of classes.
+    """Read a table with a header: numbers, or a column ``text`` (``sentence``, ``review``), and a column of classes
+    ``label`` (``class``, ``target``), else the last one.
 
     Raises:
-        InvalidInputError: no such file, rows of different length, or text among the numbers.
+        InvalidInputError: no such file, rows of different lengths, or text among the numbers.
     """
     try:
         with open(place, newline="", encoding="utf-8-sig") as file:
@@ -126,16 +126,16 @@ def csv_table(place: str, shape: Shape | None) -> Parts:
 
 
 def parquet(place: str, shape: Shape | None) -> Parts:
-    """A Parquet file through pyarrow: as :func:`csv_table`, or a column of images (bytes, as the hub keeps them).
+    """Read a Parquet file with pyarrow: like :func:`csv_table`, or with a column of images (bytes, as on the hub).
 
     Raises:
-        UnavailableError: there is no pyarrow. InvalidInputError: no such table, or one that cannot be used.
+        UnavailableError: pyarrow is missing. InvalidInputError: no such table, or one that cannot be used.
     """
     return _columnar("parquet", place, shape)
 
 
 def arrow(place: str, shape: Shape | None) -> Parts:
-    """An Arrow file, or a stream in a file as ``datasets`` keeps it: as :func:`parquet`."""
+    """Read an Arrow file, or a stored stream as written by ``datasets``; like :func:`parquet`."""
     return _columnar("arrow", place, shape)
 
 
@@ -162,10 +162,10 @@ def _columnar(kind: str, place: str, shape: Shape | None) -> Parts:
 
 
 def hub(name: str, shape: Shape | None) -> Parts:
-    """A data set of the Hugging Face hub, its parts ``train`` and ``test`` (or ``validation``).
+    """Read a data set of the Hugging Face hub, its parts ``train`` and ``test`` (or ``validation``).
 
     Raises:
-        UnavailableError: there is no ``datasets``, or it cannot get this one. InvalidInputError: no such columns.
+        UnavailableError: ``datasets`` is missing, or cannot get this one. InvalidInputError: no such columns.
     """
     try:
         import datasets
@@ -186,7 +186,7 @@ def hub(name: str, shape: Shape | None) -> Parts:
 
 
 def _table(columns: dict[str, Sequence[Any]], shape: Shape | None, spec: str) -> Parts:
-    """Inputs and classes out of columns: one of images or of text where there is one, else all that are numbers."""
+    """Inputs and classes from columns: a column of images or of text if there is one, else all columns of numbers."""
     names = list(columns)
     if len(names) < 2:
         raise InvalidInputError(f"--data {spec} has {len(names)} columns; inputs and a column of classes are needed")
@@ -211,7 +211,7 @@ def _table(columns: dict[str, Sequence[Any]], shape: Shape | None, spec: str) ->
 
 
 def _opened(value: Any) -> Any:
-    """A cell with an image: its bytes, those in a mapping with its path, or Pillow's image as it is."""
+    """A cell with an image: its bytes, those in a mapping with its path, or the Pillow image itself."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     return io.BytesIO(value) if isinstance(value, bytes) else value
@@ -234,7 +234,7 @@ def _numbers(values: Iterable[Any], spec: str, name: str) -> Tensor:
 
 
 def _classes(values: Sequence[Any], spec: str, name: str) -> Tensor:
-    """Whole numbers from 0 as they are, anything else numbered in its own order."""
+    """Classes as int64: whole numbers from 0 unchanged, anything else numbered in sorted order."""
     texts = [str(v).strip() for v in values]
     if "" in texts or "None" in texts:
         raise InvalidInputError(f"--data {spec}: a row without a class in column {name!r}")

@@ -1,4 +1,4 @@
-"""Made-up scenes to segment: squares, discs and crosses under noise, and the class of every pixel."""
+"""Synthetic scenes for segmentation: squares, discs and crosses with noise, and the class of every pixel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asa.zoo.data.official import Split
 from asa.zoo.inputs import Shape
 
 CLASSES = 4
-"""Background, square, disc, cross."""
+"""Number of classes: background, square, disc, cross."""
 _SEED, _VERSION = 2503_23186, 1
 _SAMPLES = {"train": 1000, "test": 200}
 _MOST_PIXELS = 2**26
@@ -19,7 +19,7 @@ _OBJECTS = 3
 
 
 def scenes(split: Split, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Images uint8 [N, C, H, W] and the class of every pixel, int64 [N, H, W]; fewer of them where they are large."""
+    """Images uint8 [N, C, H, W] and the class of every pixel, int64 [N, H, W]; large images are fewer."""
     channels, height, width = shape
     most = _MOST_PIXELS // (channels * height * width)
     counts = {s: max(_LEAST_SAMPLES, min(n, most)) for s, n in _SAMPLES.items()}

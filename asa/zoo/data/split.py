@@ -1,4 +1,4 @@
-"""Opening a data set by name: official files where there are any, the embedded default where none were named."""
+"""Opens a data set by name: official files if there are any, the embedded default if none were named."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asa.zoo.inputs import Shape, of_tokens
 NAMES = specs.NAMED
 
 _STAND_INS = ("cifar100", "synthetic")
-"""Names under which a model of tokens gets a made-up language: the usual one, and the one that says so."""
+"""Names for which a model of tokens gets the synthetic language: the default data set, and ``synthetic``."""
 
 
 def _statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -158,16 +158,16 @@ def open_split(
     """One split of a data set, in memory.
 
     ``cifar100``, ``cifar10``, ``mnist``: from the official files in ``root`` (the folder of the binary version, its
-    files, or the .tar.gz; idx files, gzipped or not). Without a ``root`` the embedded default of the same format
-    takes their place. ``synthetic``: that default by its own name. ``digits``: real handwritten ones of 8x8;
-    ``shapes``: scenes with a class for every pixel; ``sentiment``: text; these need no root. Data of the user's own by
-    the forms of :mod:`asa.zoo.specs`.
+    files, or the .tar.gz; idx files, gzipped or not). Without ``root``, the embedded default of the same format is
+    used. ``synthetic``: that default by its own name. ``digits``: real handwritten digits of 8x8; ``shapes``: scenes
+    with a class for every pixel; ``sentiment``: text; these need no root. The user's own data has the forms of
+    :mod:`asa.zoo.specs`.
 
     Args:
-        input_shape: (C, H, W) the model takes; other images are converted, and ``source`` says so. For one that takes
-            (T,) tokens, the made-up language takes the place of made-up images.
-        download: get official files that are not there from their own addresses; the only case that uses a network.
-        opener: stands in for ``urllib.request.urlopen``.
+        input_shape: (C, H, W) of the model; other images are converted, and ``source`` says so. For a model that takes
+            (T,) tokens, the synthetic language replaces synthetic images.
+        download: download missing official files from their own addresses; the only case that uses a network.
+        opener: replaces ``urllib.request.urlopen``.
 
     Raises:
         UsageError: an unknown name or split, or channels that cannot be converted.

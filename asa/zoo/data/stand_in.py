@@ -1,8 +1,8 @@
-"""The embedded default: made-up images that can be learned, bitwise the same on every machine.
+"""The embedded default: synthetic images that can be learned, bitwise the same on every machine.
 
 A class is a smooth colour pattern, half its own and half its group's (groups of five classes, as in CIFAR-100). An
-image shows its class's pattern shifted, mixed with the pattern of another class, at varying contrast and brightness,
-a block of it covered, under noise. All arithmetic is on integers, so that no rounding differs between machines.
+image shows its class's pattern shifted, mixed with the pattern of another class, with varying contrast and brightness,
+with one block covered and with noise. All arithmetic is on integers, so that rounding is the same on all machines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from asa.zoo.data.draws import integers, key, noise_bytes, permutation, words
 
 VERSION = 1
-"""Raised whenever the images change: results on different versions do not compare."""
+"""Version, increased whenever the images change: results of different versions are not comparable."""
 
 _SEED = 2503_23186
 _GRID = 6
@@ -28,7 +28,8 @@ _GROUP = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How many images of what shape; pixels are ``channels`` x ``side`` x ``side``. ``mirrored``: half of them are."""
+    """Number and shape of images; pixels are ``channels`` x ``side`` x ``side``. ``mirrored``: half of them are
+    mirrored."""
 
     num_classes: int
     channels: int
@@ -58,7 +59,7 @@ def _smooth(grid: Tensor, side: int) -> Tensor:
 
 
 def _patterns(recipe: Recipe) -> Tensor:
-    """The classes' patterns, int64 [classes, channels, S, S] around 0, S wide enough to be shifted under the frame."""
+    """Patterns of all classes, int64 [classes, channels, S, S] around 0; S allows shifting them inside the frame."""
 
     def grids(purpose: int, count: int) -> Tensor:
         cells = recipe.channels * _GRID * _GRID
@@ -71,8 +72,8 @@ def _patterns(recipe: Recipe) -> Tensor:
 
 
 def _framed(patterns: Tensor, which: Tensor, place: Tensor, side: int, *, mirror: bool) -> Tensor:
-    """Pattern ``which[i]`` seen through a frame of ``side`` at a place drawn from the word ``place[i]``, with
-    ``mirror`` every other one mirrored: [N, channels, side, side]."""
+    """Pattern ``which[i]`` in a frame of ``side`` at a position drawn from the word ``place[i]``, with ``mirror`` half
+    of them mirrored: [N, channels, side, side]."""
     top, left = (integers(place, 0, 2 * _SHIFT + 1, field=i) for i in (0, 1))
     mirrored = (integers(place, 0, 2, field=2) == 1) & mirror
     rows = top[:, None] + torch.arange(side)
@@ -83,7 +84,7 @@ def _framed(patterns: Tensor, which: Tensor, place: Tensor, side: int, *, mirror
 
 
 def _images(recipe: Recipe, patterns: Tensor, labels: Tensor, first: int) -> Tensor:
-    """Images ``first`` ... of the whole set (train, then test), uint8 [N, channels, side, side]."""
+    """Images from number ``first`` of the whole set (train, then test), uint8 [N, channels, side, side]."""
     index = torch.arange(first, first + len(labels))
     a, b, c, d = (words(key(_SEED, recipe.num_classes, 10 + i), index) for i in range(4))
     side = recipe.side
@@ -111,7 +112,8 @@ def _images(recipe: Recipe, patterns: Tensor, labels: Tensor, first: int) -> Ten
 
 
 def generate(recipe: Recipe) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(images uint8 [N, C, side, side], labels int64 [N]) of train and of test; every class equally often."""
+    """Images (uint8 [N, C, side, side]) and labels (int64 [N]) for training and testing; all classes are equally
+    frequent."""
     patterns = _patterns(recipe)
     splits = []
     first = 0

@@ -1,7 +1,7 @@
-"""Text as what a model reads: bytes for those of tokens, a row of hashed features a word for those of images.
+"""Text as model input: bytes for models of tokens, a row of hashed features per word for models of images.
 
-Neither needs a vocabulary that would have to travel with the model. Bytes: 0 fills up, 1 to 255 are those of UTF-8.
-Feature hashing: Weinberger et al. 2009.
+Neither needs a vocabulary that would have to be stored with the model. Bytes: 0 is padding, 1 to 255 are UTF-8. Feature
+hashing: Weinberger et al. 2009.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asa.zoo.inputs import Shape, of_tokens
 
 _WORD = re.compile(r"\w+|[!?]")
 _NONZERO = 4
-"""Features of a word that are not 0."""
+"""Number of nonzero features of a word."""
 
 _NOUNS = ("plot", "acting", "music", "story", "camera", "ending", "dialogue", "pace", "cast", "script")
 _GOOD = ("good", "great", "moving", "clever", "lovely", "bright", "strong", "funny", "fresh", "superb")
@@ -30,7 +30,7 @@ _SAMPLES = {"train": 2000, "test": 400}
 
 
 def encoded(texts: Sequence[str], shape: Shape) -> Tensor:
-    """Texts cut or filled up to ``shape``: (T,) gives int64 bytes [N, T], (C, H, W) float features [N, C, H, W] of the
+    """Texts cut or padded to ``shape``: (T,) gives int64 bytes [N, T], (C, H, W) float features [N, C, H, W] of the
     last H words, the last word in the last row."""
     if of_tokens(shape):
         found = torch.zeros(len(texts), shape[0], dtype=torch.int64)
@@ -50,7 +50,7 @@ def encoded(texts: Sequence[str], shape: Shape) -> Tensor:
 
 
 def _features(word: str, count: int) -> Tensor:
-    """A word's row: some features, found by its hash, are 1 or -1."""
+    """Features of a word: a few, selected by its hash, are 1 or -1."""
     made = torch.zeros(count)
     for i in range(_NONZERO):
         number = int.from_bytes(blake2b(f"{i}{word}".encode(), digest_size=8).digest(), "big")
@@ -59,9 +59,9 @@ def _features(word: str, count: int) -> Tensor:
 
 
 def reviews(split: Split) -> tuple[list[str], Tensor]:
-    """Made-up reviews, and whether each is favourable: int64 [N] of 0 and 1.
+    """Synthetic reviews, and whether each is favourable: int64 [N] of 0 and 1.
 
-    Two things are praised or not, one of them perhaps with a "not" in front; what is said last decides.
+    Two things are praised or not, perhaps with a "not" before one of them; the last statement decides.
     """
     first = 0 if split == "train" else _SAMPLES["train"]
     rows = torch.arange(first, first + _SAMPLES[split])

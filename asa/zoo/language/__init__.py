@@ -1,4 +1,4 @@
-"""Language models by configuration: what reads tokens [N, T] (int64) and gives logits [N, T, vocabulary]."""
+"""Language models by configuration: they read tokens [N, T] (int64) and return logits [N, T, vocabulary]."""
 
 from __future__ import annotations
 

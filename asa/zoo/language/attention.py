@@ -1,4 +1,4 @@
-"""The core of causal self-attention: what lies between the projections, with no weights of its own."""
+"""The core of causal self-attention between the projections, without weights."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _BASE = 500_000.0
-"""Scaling of rotary frequencies, as in Llama 3."""
+"""Base of rotary frequencies, as in Llama 3."""
 
 
 class CausalAttention(nn.Module):
-    """Queries, keys and values [N, T, heads x width of a head] to what each position attends to, of the queries' shape.
+    """Causal attention: queries, keys and values [N, T, heads x width of a head] to an output in the queries' shape.
 
-    How many heads there are is read from the inputs, so that a share of the heads is computed by the same module:
-    ``kv_heads`` groups of them are independent. ``rotary`` turns queries and keys by their positions (Su et al. 2021),
-    up to ``tokens`` of them.
+    The number of heads is derived from the inputs, so that the same module can compute a share of the heads:
+    ``kv_heads`` groups of them are independent. ``rotary``: queries and keys are rotated by position (Su et al. 2021),
+    for up to ``tokens`` positions.
     """
 
     cosines: Tensor
@@ -32,11 +32,11 @@ class CausalAttention(nn.Module):
 
     @property
     def independent_groups(self) -> int:
-        """Groups of heads that share keys and values: ranks may each have some of them."""
+        """Number of groups of heads that share keys and values; each rank can have some of them."""
         return self.kv_heads
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """[N, T, width of ``query``]."""
+        """Output [N, T, width of ``query``]."""
         query, key, value = (x.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for x in (query, key, value))
         if self.rotary:
             query, key = self._turned(query), self._turned(key)
@@ -51,5 +51,5 @@ class CausalAttention(nn.Module):
         return x * self.cosines[:length].to(x.dtype) + turned * self.sines[:length].to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Sizes."""
+        """Text of the sizes."""
         return f"kv_heads={self.kv_heads}, head_width={self.head_width}, rotary={self.rotary}"

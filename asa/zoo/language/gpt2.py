@@ -1,7 +1,7 @@
-"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm in front, output weights tied to the embedding.
+"""GPT-2 (Radford et al. 2019): learned positions, LayerNorm before each part, output weights tied to the embedding.
 
 Without dropout, as it is trained today; query, key and value are three layers rather than one, which is the same
-computation and the same number of parameters.
+computation with the same number of parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _STD = 0.02
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward network, each added to what it read."""
+    """Attention, then a feed-forward network, each with a residual connection."""
 
     def __init__(self, shape: GPT2Shape, tokens: int) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ class Block(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape as ``x`` [N, T, width]."""
+        """Output in the shape of ``x`` [N, T, width]."""
         y = self.norm1(x)
         x = x + self.projection(self.attention(self.query(y), self.key(y), self.value(y)))
         return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))  # type: ignore[no-any-return]
 
 
 class Embedding(nn.Module):
-    """Tokens and their positions."""
+    """Embedding of tokens and of their positions."""
 
     def __init__(self, vocabulary: int, width: int, tokens: int) -> None:
         super().__init__()
@@ -53,16 +53,16 @@ class Embedding(nn.Module):
         nn.init.normal_(self.positions.weight, std=_STD)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[N, T, width] of ``tokens`` int64 [N, T]."""
+        """Embeddings [N, T, width] of ``tokens`` int64 [N, T]."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         return self.tokens(tokens) + self.positions(places)  # type: ignore[no-any-return]
 
 
 class GPT2(nn.Module):
-    """Logits [N, T, vocabulary] of tokens [N, T]."""
+    """Model from tokens [N, T] to logits [N, T, vocabulary]."""
 
     def __init__(self, shape: GPT2Shape, *, vocabulary: int, tokens: int) -> None:
-        """``tokens``: the longest sequence; published models have 1,024 positions, and have no fewer here."""
+        """``tokens``: length of the longest sequence; there are at least 1,024 positions, as in published models."""
         super().__init__()
         self.embedding = Embedding(vocabulary, shape.width, max(tokens, shape.tokens))
         self.blocks = nn.ModuleList(Block(shape, tokens) for _ in range(shape.layers))
@@ -71,7 +71,7 @@ class GPT2(nn.Module):
         self.head.weight = self.embedding.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[N, T, vocabulary] of ``tokens`` int64 [N, T]."""
+        """Logits [N, T, vocabulary] for ``tokens`` int64 [N, T]."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)

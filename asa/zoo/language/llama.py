@@ -1,4 +1,5 @@
-"""Llama 3 (Grattafiori et al. 2024): RMSNorm in front, rotary positions, grouped queries, a gated feed-forward."""
+"""Llama 3 (Grattafiori et al. 2024): RMSNorm before each part, rotary positions, grouped queries, gated
+feed-forward."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _EPSILON = 1e-5
 
 
 class Block(nn.Module):
-    """Attention, then a gated feed-forward network, each added to what it read."""
+    """Attention, then a gated feed-forward network, each with a residual connection."""
 
     def __init__(self, shape: LlamaShape, tokens: int) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class Block(nn.Module):
         self.down = linear(shape.hidden, width, scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape as ``x`` [N, T, width]."""
+        """Output in the shape of ``x`` [N, T, width]."""
         y = self.norm1(x)
         x = x + self.projection(self.attention(self.query(y), self.key(y), self.value(y)))
         y = self.norm2(x)
@@ -45,10 +46,10 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Logits [N, T, vocabulary] of tokens [N, T]."""
+    """Model from tokens [N, T] to logits [N, T, vocabulary]."""
 
     def __init__(self, shape: LlamaShape, *, vocabulary: int, tokens: int) -> None:
-        """``tokens``: the longest sequence."""
+        """``tokens``: length of the longest sequence."""
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, shape.width)
         nn.init.normal_(self.embedding.weight, std=_STD)
@@ -61,7 +62,7 @@ class Llama(nn.Module):
             nn.init.normal_(self.head.weight, std=_STD)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[N, T, vocabulary] of ``tokens`` int64 [N, T]."""
+        """Logits [N, T, vocabulary] for ``tokens`` int64 [N, T]."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
