@@ -183,9 +183,9 @@ class Comparison:
         ]
 
     def whole(self) -> list[tuple[float, list[Tensor], list[tuple[Tensor, Tensor]], bool, bool, int]]:
-        """The loss of the whole batch, the gradients of this rank's rows of the outputs, and its rows of what the model
-        would be given beside what it was given: by every reading of the program that runs; and whether that takes
-        tensors that differ between ranks for what they are here."""
+        """For every interpretation of the program that runs: the loss of the whole batch, the gradients of this rank's
+        rows of the outputs, pairs of its rows of the model's inputs and their actual values, and whether it assumes
+        that tensors which differ between ranks are as on this rank."""
         tape = self._tape
         first, total = sum(self._rows[: self._votes.rank]), sum(self._rows)
         at = tape.place_of(self._loss)

@@ -36,7 +36,8 @@ _ELEMENTS = 64
 """Number of elements of each parameter that are compared."""
 _SAID = ("lr", "momentum", "betas", "weight_decay")
 _PATIENCE_S = 3.0
-"""In a pass, before a rank says in the store where it is, and in waiting for the others, before it looks there."""
+"""Seconds in a forward or backward before a rank writes its position to the store, and of waiting before it reads
+others'."""
 FORWARD, BACKWARD, _LEFT = "a call of the model", "a backward", "no pass any more"
 REMEDY = (
     "a branch of the loop took another way on some ranks, by a number of a rank's own (its loss, its metric): decide "

@@ -129,8 +129,8 @@ def mark(output: Tensor, placed: PlacedModel) -> None:
 
 
 def found_below(roots: Iterable[Tensor]) -> tuple[PlacedModel | None, list[Any], int]:
-    """The model that ``roots`` come of, None where they come of none that was placed; and the nodes of ``nll_loss`` and
-    ``cross_entropy`` on the way to it, if they take a mean, in one order; and a number for the form of the graph."""
+    """The placed model from which ``roots`` come (None if there is none); the nodes of mean ``nll_loss`` and
+    ``cross_entropy`` on the way to it, in a fixed order; and a number for the form of the graph."""
     pending = deque(r.grad_fn for r in roots if isinstance(r, Tensor) and r.grad_fn is not None)
     seen: set[Any] = set()
     model: PlacedModel | None = None

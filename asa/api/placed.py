@@ -85,7 +85,7 @@ class PlacedModel(nn.Module):
     watch: Watch | None
     """Observer of step times; None if there is none."""
     left: float
-    """By what outputs were weighed in the call made last."""
+    """Weight of the outputs in the last call."""
     learned: bool
     """Whether the call made last with gradients was of a batch whose mean is weighed."""
     told_of_others: bool

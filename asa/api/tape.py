@@ -44,7 +44,7 @@ class Tape:
     """Tensors made from the batch and passed to the model."""
     places: dict[int, int] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
-    """By place: what was seen there. Places number outputs, leaves and results."""
+    """Values by place. Places number outputs, leaves and results."""
     apart: set[int] = field(default_factory=set)
     """Places of single samples that were taken out of a batch."""
     bytes: int = 0
@@ -190,8 +190,8 @@ class Tape:
         return Place(self.places[id(leaf)])
 
     def again(self, values: dict[int, Tensor], number: Callable[[Any], Any]) -> dict[int, Tensor]:
-        """What is at every place with ``values`` at those of outputs and leaves; whole numbers become those of
-        ``number``. It ends with an operation that cannot be done so."""
+        """Values at all places if those of outputs and leaves are ``values``; whole numbers are mapped by ``number``.
+        Ends at the first operation that fails."""
         found = dict(values)
 
         def given(leaf: Any) -> Any:
@@ -275,11 +275,11 @@ class Watched(Tensor):
         return self._taken().item()
 
     def tolist(self) -> Any:
-        """Numbers of Python's."""
+        """The values as Python numbers."""
         return self._taken(whole=bool(self.dim())).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """An array."""
+        """The values as an array."""
         return self._taken(whole=True).numpy(force=force)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -378,7 +378,7 @@ def _run_as_written() -> None:
 
 
 def functions_followed(on: bool) -> None:
-    """Have autograd functions of a program's own written down as one operation each, or leave them alone."""
+    """Record each call of a program's own autograd function as one operation, or stop doing so."""
     _run_as_written()
     base: Any = torch.autograd.Function
     theirs = base.__dict__["apply"]

@@ -192,7 +192,8 @@ class Trial:
             functions_followed(False)
 
     def _tell(self, found: Difference, dtype: torch.dtype, placed: PlacedModel | None) -> bool:
-        """Warn of a difference; say it once where there was none to be found. Whether anything was to be said."""
+        """Warn of a difference; say so once if it could not be determined. Returns whether there was anything to
+        say."""
         lines = [] if found.unknown else told(found, dtype)
         why = found.unknown or ("" if lines else found.doubt)
         if why and why not in self._said and placed is not None:

@@ -23,7 +23,7 @@ _IMAGE = "asa:latest"
 
 
 _MOST_CARRIED = 900_000
-"""Bytes beside the plan, of the 1 MiB that a ConfigMap may have."""
+"""Largest number of bytes beside the plan, out of the 1 MiB of a ConfigMap."""
 _SCREEN = 100
 """Lines of a job above which a file is proposed."""
 

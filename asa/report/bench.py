@@ -200,7 +200,7 @@ def csv_rows(bench: Bench) -> list[tuple[object, ...]]:
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A CSV file; None becomes an empty field."""
+    """Write a CSV file; None becomes an empty field."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)

@@ -57,7 +57,7 @@ def first_sentence(study: Study, rows: list[Figures]) -> str:
 
 
 def html(study: Study, rows: list[Figures], drawn: list[tuple[Chart, str]]) -> str:
-    """The page; ``drawn`` are the figures with their inline SVG."""
+    """The page; ``drawn`` contains the figures with their inline SVG."""
     kept, made = words.columns(study, rows)
     table = [
         ("asa" if f.row.cell.strategy == "asa" else "missing" if f.row.result is None else "",

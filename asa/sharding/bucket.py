@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 Wait = Callable[[], object]
 Send = Callable[["Bucket"], Wait]
-"""Begins to make a bucket its mean over the ranks (collective); what it returns ends when that is done."""
+"""Function that starts to average a bucket over the ranks (collective), and returns a function that waits for it."""
 
 
 class Bucket:
-    """Gradients that travel together, of ``parameters`` of one type in the order in which they lie in ``flat``.
+    """Gradients that are sent in one message, for ``parameters`` of one type in their order in ``flat``.
 
-    A gradient that has been placed is a view of ``flat``. That memory is used again in the next step, unless somebody
-    else still holds such a view: what a program has kept of an earlier step stays what it was.
+    A gradient that has been placed is a view of ``flat``. That memory is used again in the next step, unless another
+    reference to such a view exists: gradients that a program has kept from an earlier step do not change.
     """
 
     def __init__(self, number: int, parameters: list[nn.Parameter], *, last: bool) -> None:
@@ -32,7 +32,7 @@ class Bucket:
         self.waiting = len(parameters)
 
     def begin(self) -> None:
-        """Before the first gradient of a backward is placed."""
+        """Prepare for the first gradient of a backward."""
         self.waiting = len(self.parameters)
         if self.flat.numel() == self._length:
             where = self.flat.untyped_storage().data_ptr()
@@ -43,16 +43,16 @@ class Bucket:
         self._known = _references(self.flat)
 
     def view(self, i: int) -> Tensor:
-        """Where the gradient of parameter ``i`` lies in ``flat``, strided like the parameter."""
+        """The view of ``flat`` for the gradient of parameter ``i``, strided like the parameter."""
         p, start = self.parameters[i], self._starts[i]
         return self.flat.as_strided(p.size(), self._strides[i], start)
 
     def place(self, i: int) -> None:
-        """Have the gradient of parameter ``i`` lie in ``flat``."""
+        """Move the gradient of parameter ``i`` into ``flat``."""
         p = self.parameters[i]
         gradient = p.grad
         assert gradient is not None
-        # Where it has been added to in place it lies there already.
+        # A gradient that was accumulated in place is already there.
         if (
             gradient.data_ptr() != self.flat.data_ptr() + self._starts[i] * self.flat.element_size()
             or gradient.stride() != self._strides[i]
@@ -63,16 +63,16 @@ class Bucket:
             p.grad = view
 
     def absent(self, i: int) -> None:
-        """Have a zero lie in ``flat`` for parameter ``i``, to which no sample of this rank led: a negative one, as a
-        sum is only if all its addends are (IEEE 754)."""
+        """Fill in negative zeros for parameter ``i``, which no sample of this rank reached; a sum is negative zero only
+        if all addends are (IEEE 754)."""
         self.view(i).fill_(-0.0)
 
     def mark(self) -> None:
-        """Have no gradient begin with a negative zero."""
+        """Make sure that no gradient begins with a negative zero."""
         self.flat.index_add_(0, self._firsts, self.flat.new_zeros(len(self._firsts)))
 
     def absent_everywhere(self, i: int) -> bool:
-        """Whether no rank had a gradient of parameter ``i``, which was absent here, once the bucket is summed."""
+        """Whether no rank had a gradient of parameter ``i``, which was absent here; call after the bucket is summed."""
         start = self._starts[i]
         first = self.flat[start : start + 1]
         real = first.real if first.is_complex() else first
@@ -80,7 +80,7 @@ class Bucket:
 
 
 def _dense(p: Tensor) -> bool:
-    """Whether the elements of ``p`` fill a stretch of memory, in whatever order of dimensions."""
+    """Whether the elements of ``p`` fill a contiguous piece of memory, in any order of dimensions."""
     length = 1
     for stride, size in sorted((stride, size) for stride, size in zip(p.stride(), p.shape, strict=True) if size > 1):
         if stride != length:

@@ -32,7 +32,7 @@ class Pipelines(Protocol):
 
     @property
     def schedules(self) -> dict[str, Schedule]:
-        """By name."""
+        """Tools by name."""
 
     def widths(self) -> tuple[int, ...]:
         """Stage widths in the space."""
