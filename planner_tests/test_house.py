@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import networkx as nx
 import nouns
 import pytest
 
@@ -180,3 +181,21 @@ def test_rooms_keep_to_their_lines(room):
     files = sorted((ROOT / "asa" / room).rglob("*.py"))
     lines = sum(len(f.read_text().splitlines()) for f in files)
     assert (lines <= ROOMS[room][0], len(files) <= ROOMS[room][1]) == (True, True), (room, lines, len(files))
+
+
+def test_no_file_needs_another_that_needs_it():
+    """Imports for types and inside functions count; the package's own facade, ``asa/__init__.py``, does not."""
+    files = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in (ROOT / "asa").rglob("*.py")}
+    files = {name.removesuffix(".__init__"): path for name, path in files.items() if name != "asa.__init__"}
+    needs = nx.DiGraph()
+    for name, path in files.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                wanted = {f"{node.module}.{a.name}" for a in node.names} & files.keys() or {node.module}
+            elif isinstance(node, ast.Import):
+                wanted = {a.name for a in node.names}
+            else:
+                continue
+            needs.add_edges_from((name, w) for w in wanted & files.keys() - {name})
+    assert len(needs) > 400
+    assert [sorted(c) for c in nx.strongly_connected_components(needs) if len(c) > 1] == []

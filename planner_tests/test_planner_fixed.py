@@ -16,6 +16,7 @@ from asa.planner.pipeline import column_generation, pricing_problem
 from asa.planner.pipeline.case import Case
 from asa.planner.pipeline.column_generation import ColumnGeneration, game, longest
 from asa.planner.pipeline.lattice import Numbers, divisors
+from asa.planner.pipeline.open_list import OpenList
 from asa.planner.pipeline.pricing_problem import PricingProblem
 from asa.planner.pipeline.stage_cache import StageCache
 from asa.planner.pipeline.stage_slice import StageSlice
@@ -94,7 +95,7 @@ def known(
 ) -> tuple[float, ColumnGeneration]:
     """The fastest plan of such cuts and widths, and what is said of them."""
     p, schedule = len(widths), x.schedules[name]
-    case = Case(StageCache(x), m, name, schedule, [p], lambda *_: True)
+    case = Case(StageCache(x), m, name, schedule, [p], lambda *_: True, OpenList)
     for _ in range(3):
         case.step(INF, INF)
     flights = [schedule.in_flight(s, p, m) for s in range(p)]

@@ -8,20 +8,17 @@ gradients of that.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from asa.api.comparison import gathered
-from asa.api.losses import current
+from asa.api.losses import LearningModel, current
 from asa.api.tape import Watched
 from asa.errors import UsageError
 from asa.executor.model.votes import Votes
-
-if TYPE_CHECKING:
-    from asa.api.placed import PlacedModel
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -36,7 +33,7 @@ def _written(result: Tensor, given: Tensor, alone: Callable[[Tensor], Tensor]) -
     return found
 
 
-def _spread(*, differentiated: bool) -> PlacedModel | None:
+def _spread(*, differentiated: bool) -> LearningModel | None:
     """The model whose batch is being processed; None if there is one rank. ``differentiated``: whether the result
     enters a loss, so that the program handles its loss itself.
 

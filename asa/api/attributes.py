@@ -5,22 +5,20 @@ from __future__ import annotations
 import inspect
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from asa.api.spread_model import SpreadModel
 from asa.errors import UsageError
 from asa.executor.model.parameter_hooks import replaced
 from asa.tracing.preserve import preserved
 from asa.tracing.whole import WholeModel
 
-if TYPE_CHECKING:
-    from asa.api.placed import PlacedModel
 
-
-def found(placed: PlacedModel, name: str) -> Any:
+def found(placed: SpreadModel, name: str) -> Any:
     """The model's attribute ``name``: a parameter in the form this rank sees it, a method as one that ranks call
     together.
 
@@ -52,7 +50,7 @@ def found(placed: PlacedModel, name: str) -> Any:
     return value
 
 
-def at(placed: PlacedModel, value: Any) -> Any:
+def at(placed: SpreadModel, value: Any) -> Any:
     """The ranks' version of ``value`` if it is a module of the model; otherwise ``value``."""
     if not isinstance(value, nn.Module) or placed.parallel is None:
         return value
@@ -66,7 +64,7 @@ def at(placed: PlacedModel, value: Any) -> Any:
     return value
 
 
-def _method(placed: PlacedModel, name: str, *args: Any, **options: Any) -> Any:
+def _method(placed: SpreadModel, name: str, *args: Any, **options: Any) -> Any:
     """Call a method of the model. If it gives gradients it is handled like ``model(...)``, so that ranks sum them."""
     parallel = placed.parallel
     assert parallel is not None
@@ -86,7 +84,7 @@ def _method(placed: PlacedModel, name: str, *args: Any, **options: Any) -> Any:
     return placed.call(name, args, options)
 
 
-def changed(placed: PlacedModel, name: str, value: Any) -> bool:
+def changed(placed: SpreadModel, name: str, value: Any) -> bool:
     """Set an attribute of the model; returns False if the model has none called ``name``.
 
     Raises:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from math import isclose
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -20,10 +20,9 @@ from torch import Tensor
 from asa.api.in_step import BACKWARD
 from asa.api.rank_context import RankContext
 from asa.api.said import say
+from asa.api.spread_model import SpreadModel
+from asa.api.trial import Trial
 from asa.executor.model.votes import Votes
-
-if TYPE_CHECKING:
-    from asa.api.placed import PlacedModel
 
 _MARK = "asa"
 _MOST_NODES, _MOST_TERMS = 2048, 8
@@ -94,6 +93,14 @@ class Terms:
         return after
 
 
+class LearningModel(SpreadModel):
+    """A spread model whose losses are weighed by :class:`Terms` and compared by :class:`asa.api.trial.Trial`; both are
+    None for a single rank."""
+
+    trial: Trial | None
+    terms: Terms | None
+
+
 def _times(factor: float) -> Callable[[Any], Any]:
     return lambda gradients: tuple(None if g is None else g * factor for g in gradients)
 
@@ -121,19 +128,19 @@ def _smoothed(node: Any) -> Any:
     return node.next_functions[0][0] if node is not None and node.name() == "MulBackward0" else node
 
 
-def mark(output: Tensor, placed: PlacedModel) -> None:
+def mark(output: Tensor, placed: LearningModel) -> None:
     """Mark ``output`` in autograd's graph as one of ``placed``; if it is a loss, the search continues below it."""
     node: Any = output.grad_fn
     if node is not None:
         node.metadata[_MARK] = (ref(placed), not output.dim())
 
 
-def found_below(roots: Iterable[Tensor]) -> tuple[PlacedModel | None, list[Any], int]:
+def found_below(roots: Iterable[Tensor]) -> tuple[LearningModel | None, list[Any], int]:
     """The placed model from which ``roots`` come (None if there is none); the nodes of mean ``nll_loss`` and
     ``cross_entropy`` on the way to it, in a fixed order; and a number for the form of the graph."""
     pending = deque(r.grad_fn for r in roots if isinstance(r, Tensor) and r.grad_fn is not None)
     seen: set[Any] = set()
-    model: PlacedModel | None = None
+    model: LearningModel | None = None
     terms: list[Any] = []
     names: list[str] = []
     beside: dict[Any, list[Any]] = {}
@@ -168,7 +175,7 @@ def _odd(node: Any, rows: int) -> bool:
     return node._saved_weight is not None or targets.numel() != rows or _weight(node) != targets.numel()
 
 
-def _other_batches(placed: PlacedModel) -> None:
+def _other_batches(placed: LearningModel) -> None:
     """Have gradients averaged that come of a batch in evaluation that is none of the loader's; say once how."""
     if placed.parallel is not None:
         placed.parallel.reduction.begin()
@@ -185,13 +192,13 @@ _heard: list[Any] = []
 """The model that was called last."""
 
 
-def current() -> PlacedModel | None:
+def current() -> LearningModel | None:
     """The model that was called last, if it still exists; otherwise None."""
-    found: PlacedModel | None = _heard[0]() if _heard else None
+    found: LearningModel | None = _heard[0]() if _heard else None
     return found
 
 
-def listen(placed: PlacedModel) -> None:
+def listen(placed: LearningModel) -> None:
     """Let backwards use ``placed``, which was called last."""
     if not _heard or _heard[0]() is not placed:
         _heard[:] = [ref(placed)]

@@ -20,8 +20,8 @@ from asa.api.batches import GlobalBatches, Share, moved
 from asa.api.calls import Call, lengths, plain
 from asa.api.clipping import clip, understood_by_torch
 from asa.api.generators import generators_now
-from asa.api.in_step import FORWARD, InStep
-from asa.api.losses import Terms, listen, mark
+from asa.api.in_step import FORWARD
+from asa.api.losses import LearningModel, Terms, listen, mark
 from asa.api.names import StateNames
 from asa.api.numbers import numbers_of_wholes
 from asa.api.outputs import Demands, entering, leaving
@@ -29,7 +29,6 @@ from asa.api.rank_context import RankContext
 from asa.api.said import say
 from asa.api.seen import Seen
 from asa.api.trial import Trial
-from asa.api.watch import Watch
 from asa.errors import UsageError
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.parameter_hooks import refuse_hooks, replaced
@@ -58,7 +57,7 @@ def every_placed() -> list[PlacedModel]:
     return list(_placed)
 
 
-class PlacedModel(nn.Module):
+class PlacedModel(LearningModel):
     """One rank's part of a model, called like the model: ``model(x)`` with this rank's samples returns their outputs.
 
     Collective unless every rank computes independently: all ranks must make the same calls. ``plan``: the plan it runs
@@ -66,33 +65,16 @@ class PlacedModel(nn.Module):
     model, whose weights may have been moved.
     """
 
-    parallel: ParallelModel | None
-    place: RankContext
-    origin: nn.Module
-    share: Share | None
-    """The batch that the loader yielded last."""
     calls: int
     names: StateNames | None
     demands: Demands | None
     seen: Seen | None
     again: Callable[[PlacedModel, str], ParallelModel] | None
     """Function that places the model anew as a whole, given a reason; None if that is impossible."""
-    weight: float
-    rows: int
-    """Weight of this rank's mean loss, and its number of samples, in the last call in training."""
-    trial: Trial | None
-    terms: Terms | None
-    watch: Watch | None
-    """Observer of step times; None if there is none."""
     left: float
     """Weight of the outputs in the last call."""
-    learned: bool
-    """Whether the call made last with gradients was of a batch whose mean is weighed."""
-    told_of_others: bool
     held: list[tuple[int, ...]] | None
     """What parameters there were when the model was spread (numbers of objects)."""
-    pace: InStep | None
-    """Exchange between ranks after every batch; None for a single rank."""
     optimizers: Sequence[Optimizer]
 
     def __init__(
@@ -262,22 +244,6 @@ class PlacedModel(nn.Module):
         if torch.is_grad_enabled():
             self.__dict__["learned"] = self.training or (self.share is not None and len(self.share.rows) == rows)
         listen(self)
-
-    @property
-    def full(self) -> bool:
-        """Whether the batch that the loader yielded last has the plan's number of samples."""
-        return self.share is not None and self.plan is not None and self.share.total == self.plan.global_batch
-
-    def weight_now(self) -> float:
-        """Weight of this rank's mean over the batch that the loader yielded last; the average over ranks is 1."""
-        share, ranks, rank = self.share, self.place.ranks, self.place.rank
-        if share is None:
-            return self.weight
-        if ranks > 1 and len(share.rows) == share.total:  # every rank has all of it
-            return float(ranks) if rank == 0 else 0.0
-        if share.total < ranks:
-            return ranks / share.total if rank < share.total else 0.0
-        return len(share.rows) * ranks / share.total
 
     def _weighed(self, tensor: Tensor, weight: float, rows: int) -> Tensor:
         assert self.demands is not None

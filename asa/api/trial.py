@@ -7,7 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -16,11 +16,9 @@ from torch import Tensor
 from asa.api.comparison import Comparison, Difference
 from asa.api.in_step import REMEDY
 from asa.api.said import say
+from asa.api.spread_model import SpreadModel
 from asa.api.tape import Tape, Watched, functions_followed
 from asa.errors import UsageError
-
-if TYPE_CHECKING:
-    from asa.api.placed import PlacedModel
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _WINDOW, _TIMES, _MOST_COMPARED, _MOST_UNFINISHED = 12, 3, 18, 64
@@ -34,7 +32,7 @@ _TRUSTED = "trusted"
 class Trial:
     """Checks the losses of a distributed model. All ranks check the same backwards, and agree on what to do."""
 
-    def __init__(self, placed: PlacedModel) -> None:
+    def __init__(self, placed: SpreadModel) -> None:
         self._placed = ref(placed)
         self._left = _WINDOW
         self._seen: Counter[tuple[float, ...]] = Counter()
@@ -191,7 +189,7 @@ class Trial:
             self._close()
             functions_followed(False)
 
-    def _tell(self, found: Difference, dtype: torch.dtype, placed: PlacedModel | None) -> bool:
+    def _tell(self, found: Difference, dtype: torch.dtype, placed: SpreadModel | None) -> bool:
         """Warn of a difference; say so once if it could not be determined. Returns whether there was anything to
         say."""
         lines = [] if found.unknown else told(found, dtype)
@@ -210,7 +208,7 @@ _SEES_ITS_OWN = (
 )
 
 
-def _look_for_hooks(placed: PlacedModel) -> bool:
+def _look_for_hooks(placed: SpreadModel) -> bool:
     """Warn of a hook on the gradient of a parameter; returns whether there is one."""
     with torch._C.DisableTorchFunctionSubclass():  # a part of a parameter refuses what it does not know
         name = next((n for n, p in placed.named_parameters() if p._backward_hooks), None)

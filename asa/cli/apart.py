@@ -20,9 +20,13 @@ from pathlib import Path
 
 from asa.errors import AsaError, InfeasibleError, UnavailableError
 from asa.ir.cluster import Cluster
+from asa.ir.measurements import Measurements
+from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.scheduler.model import Answer, Question
 
+SOLVE_S = 1.0
+"""Seconds of search, beside training."""
 _NICE = 6
 _LIMIT_S = 120.0
 _PR_SET_PDEATHSIG = 1
@@ -74,6 +78,20 @@ class Apart:
         self._process.wait()
 
 
+def solve_again(plan: Plan, measured: Measurements, profile: Profile, cluster: Cluster, gpus: int) -> Plan:
+    """The best plan for at most ``gpus`` ranks on a corrected profile and cluster, with the memory use observed under
+    ``plan``.
+
+    Raises:
+        InfeasibleError: none fits; names the limiting quantity.
+    """
+    from asa.scheduler.memory import observed, plan_again
+    from asa.strategies import offered
+
+    correction = observed(plan, measured, profile, cluster, offered())
+    return plan_again(plan, correction, gpus, profile, cluster, offered(), time_limit_s=SOLVE_S)
+
+
 def _cores() -> set[int]:
     """Cores that the run may use: those of whoever started this rank, which is bound to one."""
     with contextlib.suppress(OSError, AttributeError):
@@ -94,7 +112,6 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
     with contextlib.suppress(OSError, AttributeError, ValueError):
         os.sched_setaffinity(0, cores)
-    from asa.cli.replanning import solve_again
     from asa.scheduler.model import Model
     from asa.strategies import offered
 

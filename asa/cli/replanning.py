@@ -14,7 +14,7 @@ from asa.cli.console import Console
 from asa.errors import AsaError, InfeasibleError, UnavailableError, UsageError
 from asa.ir import codec
 from asa.ir.cluster import Cluster
-from asa.ir.measurements import EpochRecord, Measurements
+from asa.ir.measurements import EpochRecord
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.shortage import Shortage
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 CORRECTED_PROFILE = "corrected.profile.json"
 CORRECTED_CLUSTER = "corrected.cluster.json"
-SOLVE_S = 1.0
-"""Seconds of search, beside training."""
 
 
 def adapting(plan: Plan, console: Console, *, replan: bool, out: Path | None = None) -> tuple[Adapt, Relieve | None]:
@@ -50,7 +48,7 @@ def adapting(plan: Plan, console: Console, *, replan: bool, out: Path | None = N
     except AsaError as error:
         console.say(f"asa: no re-planning: {error}")
         return adapt, None
-    from asa.cli.apart import Apart
+    from asa.cli.apart import Apart, solve_again
 
     model = Model(
         profile=profile, cluster=cluster, strategies=offered(), solve=solve_again,
@@ -58,20 +56,6 @@ def adapting(plan: Plan, console: Console, *, replan: bool, out: Path | None = N
     )  # fmt: skip
     keep = None if out is None else partial(keep_corrected, model, out)
     return partial(adapt, model=model, keep=keep), partial(relieve, profile, cluster)
-
-
-def solve_again(plan: Plan, measured: Measurements, profile: Profile, cluster: Cluster, gpus: int) -> Plan:
-    """The best plan for at most ``gpus`` ranks on a corrected profile and cluster, with the memory use observed under
-    ``plan``.
-
-    Raises:
-        InfeasibleError: none fits; names the limiting quantity.
-    """
-    from asa.scheduler.memory import observed, plan_again
-    from asa.strategies import offered
-
-    correction = observed(plan, measured, profile, cluster, offered())
-    return plan_again(plan, correction, gpus, profile, cluster, offered(), time_limit_s=SOLVE_S)
 
 
 def regroup(console: Console, plan: Plan, ranks: int) -> Plan:

@@ -36,8 +36,7 @@ _WORTH = 0.02
 _PROVED = 1e-6
 """A gap that is none."""
 _BUSY, _SHORT_S = 2.0, 0.1
-"""Seconds on the wall for one of work from which on a machine is called busy; searches shorter than that say nothing.
-"""
+"""Wall seconds per second of work from which a machine is called busy; shorter searches say nothing."""
 _TIE = 1 + ROUNDING
 """Over the fastest: as good as equal, since times are sums of many floating-point numbers."""
 

@@ -210,8 +210,7 @@ def _one_fits(names: Sequence[str], prices: Prices) -> bool:
 
 
 def _more_devices(space: Space) -> int | None:
-    """The fewest devices, within the cluster, under which something fits: doubled, then by halves between, while
-    there is time."""
+    """The fewest devices of the cluster on which something fits: doubled, then halved between, within the time."""
     most, ends = min(space.cluster.num_devices, _MOST_DEVICES), clock.now() + _LOOK_S
     low, high = space.request.gpus, min(2 * space.request.gpus, most)
     while high > low and not _fits(_with(space, gpus=high)):

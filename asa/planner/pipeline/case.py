@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from asa.interfaces.schedule import Schedule
 from asa.planner import clock
 from asa.planner.pipeline.bounds import Frame, Keys, StageLinks
 from asa.planner.pipeline.lattice import INF, Table, divisors
-from asa.planner.pipeline.open_list import OpenList
 from asa.planner.pipeline.pipelines import Skeleton, value_of
 from asa.planner.pipeline.stage_cache import MANY, StageCache
 from asa.planner.stage.pareto import OutOfTimeError
@@ -26,19 +25,30 @@ from asa.planner.stage.problem import Choice
 _NOTHING = Table(steady=None, forward=None, whole=None, single=None)
 
 
+class Listed(Protocol):
+    """Cuts and widths of a case (:mod:`asa.planner.pipeline.open_list`)."""
+
+    bound: float
+    stuck: bool
+
+    def step(self, best: float, ends: float) -> None:
+        """Raise the bound."""
+
+
 class Case:
     """Plans of ``stages`` stages (any of them), all else open. ``bound`` holds for all; ``found`` is called with plans:
-    (ms, skeleton, choices), and says whether it takes them."""
+    (ms, skeleton, choices), and says whether it takes them. ``listed`` makes the list of cuts and widths."""
 
     value = INF
 
     def __init__(
         self, shop: StageCache, m: int, name: str, schedule: Schedule, stages: Sequence[int],
-        found: Callable[[float, Skeleton, tuple[Choice, ...]], bool], bound: float = 0.0,
+        found: Callable[[float, Skeleton, tuple[Choice, ...]], bool], listed: Callable[..., Listed],
+        bound: float = 0.0,
     ) -> None:  # fmt: skip
         self.shop, self.m, self.name, self.schedule, self.stages = shop, m, name, schedule, tuple(stages)
         self.most = max(stages)
-        self.found = found
+        self.found, self._listed = found, listed
         self.bound, self.level = bound, 0
         self.in_flight = {
             r: min(schedule.in_flight(p - r, p, m) for p in stages if p >= r) for r in range(1, self.most + 1)
@@ -54,7 +64,7 @@ class Case:
         self._near = {(w, r): every for w in self.widths for r in range(1, self.most + 1)}
         self.stuck = False
         self._tight = False
-        self._open: OpenList | None = None
+        self._open: Listed | None = None
 
     def _lead(self, r: int) -> int | None:
         """Microbatches in flight with r stages to the last, where the schedule waits for each to come back."""
@@ -173,6 +183,6 @@ class Case:
 
     def _by_plans(self, best: float, ends: float) -> None:
         if self._open is None:
-            self._open = OpenList(self, dict(self.tables), tight=self._tight)
+            self._open = self._listed(self, dict(self.tables), tight=self._tight)
         self._open.step(best, ends)
         self.bound, self.stuck = max(self.bound, self._open.bound), self._open.stuck

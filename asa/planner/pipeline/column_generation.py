@@ -12,20 +12,18 @@ Operations Research 8, 1960).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from asa.cost.pipeline import program
 from asa.interfaces.schedule import Schedule
+from asa.planner.pipeline.case import Case
 from asa.planner.pipeline.lattice import INF
 from asa.planner.pipeline.pipelines import stage_times
 from asa.planner.pipeline.pricing_problem import PricedChoice, PricingProblem
 from asa.planner.pipeline.stage_slice import StageSlice
 from asa.planner.stage.problem import Choice
-
-if TYPE_CHECKING:
-    from asa.planner.pipeline.case import Case
 
 Cuts = tuple[tuple[int, int, int], ...]
 """Width, first component and component behind the last one, for each stage."""

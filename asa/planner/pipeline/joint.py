@@ -17,6 +17,7 @@ from asa.planner.budget import ROUNDING, USUAL, Effort
 from asa.planner.pipeline.case import Case
 from asa.planner.pipeline.floors import floors
 from asa.planner.pipeline.lattice import INF
+from asa.planner.pipeline.open_list import OpenList
 from asa.planner.pipeline.pipelines import Pipelined, Pipelines, Skeleton
 from asa.planner.pipeline.stage_cache import StageCache
 from asa.planner.stage import exhaustive
@@ -133,7 +134,7 @@ def search(
         for m in floor:
             for name, schedule in _distinct(pipelines.schedules, min(shop.n, shop.gpus), m).items():
                 for stages in _alike(schedule, min(shop.n, shop.gpus), m):
-                    queue.append(Case(shop, m, name, schedule, stages, best.found, bound=floor[m]))
+                    queue.append(Case(shop, m, name, schedule, stages, best.found, OpenList, bound=floor[m]))
     counts = best_first(queue, best, ends, gap=gap, patience=clock.now() + patience_s, news=news)
     return Pipelined(
         skeleton=best.skeleton,

@@ -195,8 +195,7 @@ class ChainWeights:
 
     @cached_property
     def activations(self) -> Any:
-        """Per GiB of a microbatch's activations: row x component. They are let go of in the backward of those in front
-        of it."""
+        """Per GiB of a microbatch's activations, row x component; freed in the backward of those in front of it."""
         behind = self.moments.sum(axis=1, keepdims=True) - np.cumsum(self.moments, axis=1) + self.moments
         return self.memory[:, None] * (self.flight[:, None] - self.moments.sum(axis=1, keepdims=True) + behind)
 

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from asa.planner import clock
+from asa.planner.pipeline.case import Case
 from asa.planner.pipeline.column_generation import ColumnGeneration, Cuts
 from asa.planner.pipeline.explored import Explored, Key, Tables
 from asa.planner.pipeline.lattice import INF
 from asa.planner.pipeline.skeletons import FEW, Leaves, Options, plans
 from asa.planner.stage.pareto import OutOfTimeError
-
-if TYPE_CHECKING:
-    from asa.planner.pipeline.case import Case
 
 _FOREVER = 1e15
 """Ms that no plan takes: a limit where none is known."""

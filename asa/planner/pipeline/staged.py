@@ -113,8 +113,7 @@ class StagedSpace:
     def transfer(
         self, cut: int, num_microbatches: int, source: Layout, target: Layout, offset: int
     ) -> tuple[float, float]:
-        """ms to hand a microbatch over in front of component ``cut``, on and back; the later stage begins at rank
-        ``offset``."""
+        """Ms to hand a microbatch over before component ``cut``, and back; the later stage begins at ``offset``."""
         size, hop = self.crossing(cut), self.hop(offset)
         if size < 0:
             return _NEVER_MS, _NEVER_MS

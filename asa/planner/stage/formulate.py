@@ -153,8 +153,7 @@ def _layouts(menu: Menu, which: Any, count: int) -> list[tuple[int, ...]]:
 
 
 class _Options:
-    """Ways of a menu with their prices: ms and GiB, a row a way, columns as in
-    :data:`asa.planner.stage.rows.COLUMNS`."""
+    """Ways of a menu with their prices: ms and GiB, a row a way, columns :data:`asa.planner.stage.rows.COLUMNS`."""
 
     def __init__(self, menu: Menu, pricer: Pricer, which: Any, forced: float, *, counted: bool) -> None:
         self._menu, self.which = menu, which

@@ -1,5 +1,4 @@
-"""The configurations of one component, and the boundaries between two, as arrays: made into objects when one is asked
-for."""
+"""Configurations of one component and boundaries between two, as arrays; objects are made when asked for."""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ from asa.planner.stage.runs import RunCharge, Runs
 _FIRST_S = 0.15
 """For the label program under a memory limit, at first; four times as long each time it comes back."""
 _LONG, _FORMULATED = 10_000, 1.0
-"""Ways of all components together from which formulating takes long: as long as pricing them one by one, times so much.
-"""
+"""Ways of all components from which formulating takes long: pricing them one by one, times so much."""
 _REFUSED = 60
 """Times that the ILP looks beyond choices that do not fit, although what their components have at least does."""
 _BEYOND_S = 2.0

@@ -1,0 +1,70 @@
+"""A model that ranks hold together, as those see it who look at its losses and attributes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from torch import Tensor, nn
+
+from asa.api.batches import Share
+from asa.api.in_step import InStep
+from asa.api.rank_context import RankContext
+from asa.api.watch import Watch
+from asa.executor.model.parallel import ParallelModel
+from asa.ir.plan import Plan
+
+
+class SpreadModel(nn.Module):
+    """One rank's part of a model, and how much this rank's samples count. ``origin`` is the original model, whose
+    weights may have been moved; ``plan`` is the plan it runs under."""
+
+    parallel: ParallelModel | None
+    plan: Plan | None
+    place: RankContext
+    origin: nn.Module
+    share: Share | None
+    """The batch that the loader yielded last."""
+    weight: float
+    rows: int
+    """Weight of this rank's mean loss, and its number of samples, in the last call in training."""
+    watch: Watch | None
+    """Observer of step times; None if there is none."""
+    pace: InStep | None
+    """Exchange between ranks after every batch; None for a single rank."""
+    learned: bool
+    """Whether the call made last with gradients was of a batch whose mean is weighed."""
+    told_of_others: bool
+    """Whether the user was told that gradients come of other samples than the loader's."""
+
+    @abstractmethod
+    def call(self, method: str | None, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Result of a method (None: ``forward``) of a model that runs whole, for this rank's samples."""
+
+    @abstractmethod
+    def beside(self, value: Tensor) -> Tensor:
+        """A tensor that the last call left in an attribute of the model, treated as one of its outputs."""
+
+    @abstractmethod
+    def run_whole(self, why: str) -> None:
+        """Continue as one component that is called like the model (collective).
+
+        Raises:
+            UsageError: that is impossible.
+        """
+
+    @property
+    def full(self) -> bool:
+        """Whether the batch that the loader yielded last has the plan's number of samples."""
+        return self.share is not None and self.plan is not None and self.share.total == self.plan.global_batch
+
+    def weight_now(self) -> float:
+        """Weight of this rank's mean over the batch that the loader yielded last; the average over ranks is 1."""
+        share, ranks, rank = self.share, self.place.ranks, self.place.rank
+        if share is None:
+            return self.weight
+        if ranks > 1 and len(share.rows) == share.total:  # every rank has all of it
+            return float(ranks) if rank == 0 else 0.0
+        if share.total < ranks:
+            return ranks / share.total if rank < share.total else 0.0
+        return len(share.rows) * ranks / share.total
