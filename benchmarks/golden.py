@@ -2,13 +2,13 @@
 cost-model change.
 
 Cases: the profiles that are shipped on the clusters measured with them (profiles of one's own beside them change
-nothing); and the chains of
-``planner_tests/known_models.py`` at published single-GPU rates over presets from NVSwitch to 25 Gbit/s; memory limits
+nothing); and the chains of ``planner_tests/known_models.py`` at published single-GPU rates over presets from NVSwitch to 25 Gbit/s; memory limits
 from slack to tight, in shares of what plain data parallelism would take on the same devices.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -54,6 +54,8 @@ SHIPPED_CLUSTERS = ("local-gloo-2", "local-gloo-4")
 SHARES = (None, 0.75, 0.5, 0.3)
 LIMIT_S = 6.0
 """Longest search of a case; where it ends with a gap, another machine may come to another plan."""
+_SLOWER = 0.005
+"""Share by which a plan may be slower than the stored one."""
 
 Solve = Callable[[], dict[str, Any]]
 
@@ -136,16 +138,32 @@ def dumps(found: dict[str, dict[str, Any]]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
+def slower(before: dict[str, Any] | None, after: dict[str, Any]) -> float:
+    """Share by which a plan is slower than the one in the file; 0 where there is none to compare."""
+    if not before or "step_ms" not in before or "step_ms" not in after:
+        return 0.0
+    return float(after["step_ms"] / before["step_ms"] - 1)
+
+
 def main() -> None:
-    """Write the file anew and say what changed."""
+    """Solve the cases, say what changed, and write the file anew unless only asked to check."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", default="", metavar="TEXT", help="only cases whose name contains TEXT")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a plan is over 0.5 %% slower")
+    args = parser.parse_args()
     before = json.loads(GOLDEN.read_text()) if GOLDEN.is_file() else {}
-    found = {key: solve() for key, solve in cases()}
-    GOLDEN.parent.mkdir(parents=True, exist_ok=True)
-    GOLDEN.write_text(dumps(found))
+    found = {key: solve() for key, solve in cases() if args.cases in key}
+    if not found:
+        parser.error(f"no case has {args.cases!r} in its name")
     changed = [key for key in found if before.get(key) != found[key]]
     print(f"{len(found)} plans, {len(changed)} changed")
     for key in changed:
-        print(f"  {key}\n    was {before.get(key)}\n    is  {found[key]}")
+        print(f"  {key}: {100 * slower(before.get(key), found[key]):+.2f} %")
+        print(f"    was {before.get(key)}\n    is  {found[key]}")
+    if args.check:
+        raise SystemExit(any(slower(before.get(key), found[key]) > _SLOWER for key in found))
+    GOLDEN.parent.mkdir(parents=True, exist_ok=True)
+    GOLDEN.write_text(dumps(before | found if args.cases else found))
 
 
 if __name__ == "__main__":
