@@ -2,8 +2,9 @@
 cost-model change.
 
 Cases: the profiles that are shipped on the clusters measured with them (profiles of one's own beside them change
-nothing); and the chains of ``planner_tests/known_models.py`` at published single-GPU rates over presets from NVSwitch to 25 Gbit/s; memory limits
-from slack to tight, in shares of what plain data parallelism would take on the same devices.
+nothing), and the chains of ``planner_tests/known_models.py`` at published single-GPU rates over presets from NVSwitch
+to 25 Gbit/s; memory limits from slack to tight, in shares of what plain data parallelism would take on the same
+devices.
 """
 
 from __future__ import annotations
