@@ -45,7 +45,7 @@ from namespaces import NotPermitted, leave_network, name_of, rooms, shape, unsha
 
 from asa.cli.choose import origins
 from asa.cli.console import Console
-from asa.cli.replanning import solve_again
+from asa.cli.apart import solve_again
 from asa.errors import AsaError
 from asa.interfaces.executor import Placement
 from asa.ir import codec

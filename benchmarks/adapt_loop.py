@@ -26,7 +26,7 @@ from typing import Any
 
 import malleus
 
-from asa.cli.replanning import solve_again
+from asa.cli.apart import solve_again
 from asa.cost.machine import presets
 from asa.cost.machine.estimate import estimate
 from asa.cost.machine.slower import slower_profile

@@ -12,8 +12,7 @@ import nouns
 import pytest
 from test_adapt_laws import BEGINS, PROFILE, WINDOW, _back, _first, _kinds, _lines, _model, _silent, _slowness, _world
 
-from asa.cli.apart import Apart
-from asa.cli.replanning import solve_again
+from asa.cli.apart import Apart, solve_again
 from asa.errors import InfeasibleError, UnavailableError
 from asa.interfaces.executor import Placement
 from asa.ir.cluster import Cluster

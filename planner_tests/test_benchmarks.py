@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ROOT / "benchmarks"
 
 
 def script(name: str) -> ModuleType:
@@ -113,3 +116,13 @@ def test_a_cell_that_is_measured_again_takes_the_place_of_the_old_one(tmp_path: 
     found = memory.kept(tmp_path / "m.json", [cell("ddp", 0.01, 0.02)])
     assert [c["strategy"] for c in found["cells"]] == ["ddp", "zero1"]
     assert (found["num_cells"], found["under"], found["over_10_percent"], found["most_over"]) == (2, 0, 1, 0.2)
+
+
+@pytest.mark.parametrize("path", sorted(SCRIPTS.rglob("*.py")), ids=lambda p: str(p.relative_to(SCRIPTS)))
+def test_what_benchmarks_import_of_the_package_is_there(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "asa":
+            module = importlib.import_module(node.module)
+            for name in node.names:
+                if not hasattr(module, name.name):
+                    importlib.import_module(f"{node.module}.{name.name}")
