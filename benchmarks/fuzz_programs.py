@@ -44,6 +44,7 @@ EXPLAINED: tuple[tuple[str, dict[str, str]], ...] = (
     ("the loss is no mean over samples", dict.fromkeys(STRANGE, "mean")),
     ("is made beside the batch, by the sample's place", {"by_place": "mean"}),
     ("made beside the batch has one row on every rank", {"by_place": "mean"}),
+    ("every rank has one sample, and a number 1", dict.fromkeys(STRANGE, "mean")),
     ("computes a sample's output, or its gradient, from other samples", {"mixing": "linear"}),
     ("with pieces of a batch", {"chunks": "usual"}),
     ("hyperparameters of the optimizer differ", {"by_loss": "usual"}),

@@ -36,6 +36,7 @@ PLANS: dict[str, tuple[Choose, str]] = {
     "zero2": (uniform(2, 1), "zero2"),
     "zero3": (uniform(2, 1), "zero3"),
     "tensor": (uniform(1, 2), "replicate"),
+    "alone": (uniform(1, 1), "replicate"),
 }
 
 
@@ -218,6 +219,7 @@ def hook_accumulated() -> nn.Module:
 
 REFUSED: dict[str, tuple[str, Callable[[], nn.Module], Step, str]] = {
     "second derivative, tensor": ("tensor", small, twice, "a gradient of a gradient"),
+    "second derivative, computed by one rank": ("alone", small, twice, "a gradient of a gradient"),
     "second derivative, zero3": ("zero3", small, twice, "a gradient of a gradient"),
     "own gradients": ("ddp", small, asked_for, "torch.autograd.grad and torch.func give a rank"),
     "own gradients, zero2": ("zero2", small, asked_for, "torch.autograd.grad and torch.func give a rank"),

@@ -33,6 +33,14 @@ def test_no_program_is_other_than_alone_without_a_word(ranks: int, count: int) -
         assert found["verdict"] in ("right", "refused", "warned"), (draw, found)
 
 
+def test_a_number_that_may_be_that_of_samples_is_named() -> None:
+    """The hardest half of two samples, of which each of two ranks has one."""
+    fuzz = script()
+    draw = replace(fuzz.drawn(17, 17, 2), layers=("linear",), data=("replicate",), optimizer="plain", loop="usual")
+    assert (draw.loss, draw.batch) == ("hardest", 2)
+    assert fuzz.judged(draw, 2)["verdict"] == "warned"
+
+
 def test_gradients_that_are_not_averaged_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     fuzz = script()
     draw = replace(

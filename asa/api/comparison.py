@@ -260,6 +260,10 @@ class Comparison:
                 f"it is computed with the number {self._tape.rows}, which is also that of this rank's samples, of "
                 "which one device has more"
             )
+        if max(self._rows) == 1 and taken and by_grown.get(0, 0.0) > best.gradients + _SURELY:
+            self._doubt = self._doubt or (
+                "every rank has one sample, and a number 1 that it is computed with may be that of samples or not"
+            )
         return replace(best, stepped=self._stepped, doubt=self._doubt)
 
     def _apart(self, pairs: list[tuple[Tensor, Tensor]]) -> float:

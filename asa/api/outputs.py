@@ -17,8 +17,8 @@ class Demands:
     """Checks that a backward through a model asks for nothing impossible."""
 
     def __init__(self, model: ParallelModel) -> None:
-        layouts = {(layout.data, layout.tensor) for layout in model.layouts}
-        self._apart = any(replaced(a) for a in model.plan.components) or len(layouts) > 1
+        exchanged = any(layout.data != model.plan.num_ranks for layout in model.layouts)
+        self._apart = any(replaced(a) for a in model.plan.components) or exchanged
         wide = any(a.data.degree > 1 for a in model.plan.components)
         self._components = model.components if wide else []
 
