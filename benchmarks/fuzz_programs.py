@@ -45,6 +45,7 @@ EXPLAINED: tuple[tuple[str, dict[str, str]], ...] = (
     ("is made beside the batch, by the sample's place", {"by_place": "mean"}),
     ("made beside the batch has one row on every rank", {"by_place": "mean"}),
     ("every rank has one sample, and a number 1", dict.fromkeys(STRANGE, "mean")),
+    ("BatchNorm over all ranks counts some of them twice", {"exact_norm": "linear", "frozen_norm": "linear"}),
     ("computes a sample's output, or its gradient, from other samples", {"mixing": "linear"}),
     ("with pieces of a batch", {"chunks": "usual"}),
     ("hyperparameters of the optimizer differ", {"by_loss": "usual"}),
@@ -148,7 +149,7 @@ def drawn(seed: int, number: int, ranks: int) -> Draw:
     layouts = [(d, t) for d in range(1, ranks + 1) for t in range(1, ranks + 1) if ranks % (d * t) == 0]
     alike = r.random() < 0.6
     batch, count = r.randint(2, 9), r.uniform(2, 4)
-    if "exact_norm" in layers:  # one process needs two samples in every call
+    if {"exact_norm", "frozen_norm"} & {*layers}:  # one process needs two samples in every call
         batch, count = max(batch, 4), round(count)
     losses = ["mean", "mean", "smoothed", "squares", "second", *STRANGE, *([] if tokens else ["penalty"])]
     return Draw(

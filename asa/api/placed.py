@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -35,7 +36,7 @@ from asa.executor.model.parameter_hooks import refuse_hooks, replaced
 from asa.executor.model.state import load_full_state
 from asa.ir.layout import bounds
 from asa.ir.plan import Plan
-from asa.sharding.batchnorm import synchronised
+from asa.sharding.batchnorm import counted, synchronised
 
 MEETING_S = 30.0
 """Seconds to wait for all ranks in calls that a program easily makes on one rank only."""
@@ -92,7 +93,7 @@ class PlacedModel(LearningModel):
         self.plan: Plan | None = None
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
-        self._averages = self._alone = self._told_of_pieces = False
+        self._averages = self._alone = self._told_of_pieces = self._told_of_norms = False
         self.adopt(parallel)
         self.__dict__["trial"] = Trial(self) if parallel is not None and place.ranks > 1 else None
         self.__dict__["terms"] = Terms(place.votes) if parallel is not None and place.ranks > 1 else None
@@ -142,6 +143,7 @@ class PlacedModel(LearningModel):
         total, weight, first = self._total(len(x))
         left = self._weight_of_outputs(weight, total)
         self.__dict__["left"] = left
+        self._count(total, weight)
         with self._together():
             value, sides = parallel.compute(entering(x, left), torch.arange(first, first + total), self.calls)
         self._called(weight, len(x))
@@ -179,6 +181,7 @@ class PlacedModel(LearningModel):
         if method is not None:
             options = {**options, "method": method}
         known = parallel.draws
+        self._count(total, weight)
         with self._together():
             output = parallel.call(samples, self.calls, total, *args, **options)
         if parallel.draws and not known:
@@ -189,6 +192,20 @@ class PlacedModel(LearningModel):
         return pytree.tree_map(
             lambda leaf: self._weighed(leaf, left, rows) if isinstance(leaf, Tensor) else leaf, output
         )  # fmt: skip
+
+    def _count(self, total: int, weight: float) -> None:
+        """Leave samples that are another rank's out of the statistics of BatchNorm over all ranks."""
+        counted(weight > 0 or not self._independent)
+        total = total if self.share is None else self.share.total
+        if self._independent or total >= self.place.ranks or not self.training or self._told_of_norms:
+            return
+        if any(isinstance(m, _BatchNorm) and m.training for m in self.modules()):
+            self._told_of_norms = True
+            warnings.warn(
+                f"a batch of {total} samples on {self.place.ranks} ranks: BatchNorm over all ranks counts some of them "
+                "twice under this plan, which one device does not; use drop_last=True, or strategies=('ddp',)",
+                stacklevel=5,
+            )
 
     @property
     def learns(self) -> bool:

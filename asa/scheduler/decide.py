@@ -209,7 +209,8 @@ class Decider:
         """``slowness``, unless links seem slower (or faster) than the step time confirms.
 
         A transfer during computation takes longer than one alone, for which the tables are: if the step is explained
-        better without that, it is an artefact of the measurement, and subtracted from here on.
+        better without that, it is an artefact of the measurement, and subtracted from here on. Transfers that have
+        become faster are believed as soon as the step does not contradict.
         """
         before = self._solved.levels
         if max((abs(a - b) for a, b in zip(slowness.levels, before, strict=True)), default=0.0) <= LIKE:
@@ -237,7 +238,7 @@ class Decider:
         if told:
             return slowness
         for level, (now, old) in enumerate(zip(slowness.levels, before, strict=True)):
-            if abs(now - old) > LIKE:
+            if now - old > LIKE:  # nothing makes a transfer look faster than it is: the step may show it a window later
                 factor = self.costs.levels[level]
                 self.costs.biases[level] += factor.mean - old
                 self.costs.levels[level] = replace(factor, mean=old)

@@ -32,16 +32,27 @@ def _view(v: Tensor, x: Tensor) -> Tensor:
     return v.view(1, -1, *(1,) * (x.dim() - 2))
 
 
+_COUNTED = [1.0]
+"""1 if this rank's samples are part of the batch; 0 if they are another rank's, computed here only to keep step."""
+
+
+def counted(mine: bool) -> None:
+    """Set whether this rank's samples belong to the batch, from the next forward on: statistics are over all samples
+    that do. A batch of fewer samples than ranks has some on two ranks."""
+    _COUNTED[0] = float(mine)
+
+
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx.part = part = _COUNTED[0]
         count = torch.tensor([x.numel() / x.shape[1]], dtype=torch.float64, device=x.device)
-        first = torch.cat([_channel_sum(x), count])
+        first = torch.cat([_channel_sum(x), count]) * part
         direct.all_reduce(first, group=axis.group)
         count = first[-1:]
         mean = first[:-1] / count
         centred = x - _view(mean.to(x.dtype), x)
-        squares = _channel_sum(centred * centred)
+        squares = _channel_sum(centred * centred) * part
         direct.all_reduce(squares, group=axis.group)
         variance = squares / count
         inverse = (variance + eps).rsqrt().to(x.dtype)
@@ -54,11 +65,11 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         y, inverse, count = ctx.saved_tensors
-        sums = torch.stack([_channel_sum(gradient), _channel_sum(gradient * y)])
+        sums = torch.stack([_channel_sum(gradient), _channel_sum(gradient * y)]) * ctx.part
         direct.all_reduce(sums, group=ctx.axis.group)
         mean_gradient, mean_product = (sums / count).to(gradient.dtype)
         corrected = gradient - _view(mean_gradient, y) - y * _view(mean_product, y)
-        return corrected * _view(inverse, y), None, None
+        return corrected * _view(inverse, y) * ctx.part, None, None
 
 
 class SynchronisedBatchNorm(nn.Module):
