@@ -1,6 +1,6 @@
 """The adaptive loop on machines that get slower and recover, with the cost model as the world.
 
-    python benchmarks/adapt_loop.py [--noise] [--clean] [--only TEXT] [-o RECORD]
+    python benchmarks/adapt_loop.py [--noise] [--clean] [--only TEXT] [--drawn N --seed S] [-o RECORD]
 
 Each cell is a model on a cluster and a disturbance: one rank, the links, or everything takes longer from the fourth of
 twelve epochs on, until the ninth has passed. Its *oracle* is the planner told the truth; *best* is the fastest plan
@@ -9,6 +9,9 @@ in force at the end of the disturbance takes longer than under the best one; *st
 *To itself*: changes to the layout that was in force. *Total* is the time of all steps and changes, over that of
 somebody who switches at the right moments with hindsight. *Malleus*: a step of the plan that Malleus's two integer
 programs over device speeds (``malleus.py``) answer with, told the truth; the loop should never be over 1 % behind.
+
+``--drawn`` takes cells at random in place of the 93: other models, clusters and batches, one rank or several, links and
+ranks at once, any factor from 1.2 to 16.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import statistics
 import time
 from collections.abc import Iterator
@@ -25,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import malleus
+import practice
 
 from asa.cli.apart import solve_again
 from asa.cost.machine import presets
@@ -51,16 +56,21 @@ SOLVE_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """``rank`` and ``level``: which process or level of links is disturbed, None for everything; ``factor``: by how
-    many times it takes longer."""
+    """``ranks`` and ``level``: which processes and which level of links are disturbed, everything where neither is
+    given; ``factor``: by how many times it takes longer."""
 
     model: str
     cluster: str
     batch: int
     what: str
     factor: float
-    rank: int | None = None
+    ranks: tuple[int, ...] = ()
     level: int | None = None
+
+    @property
+    def everything(self) -> bool:
+        """Whether all devices and all links are slower alike."""
+        return not self.ranks and self.level is None
 
     @property
     def name(self) -> str:
@@ -88,11 +98,33 @@ def cells() -> Iterator[Cell]:
             # A rank in the middle: neither the first nor the last of its host.
             slow = cluster.num_devices // 2 - 1 if cluster.num_devices > 2 else 1
             for factor in ranks:
-                yield Cell(**base, what=f"rank {slow}", factor=factor, rank=slow)  # type: ignore[arg-type]
+                yield Cell(**base, what=f"rank {slow}", factor=factor, ranks=(slow,))  # type: ignore[arg-type]
             for factor in (4.0, 16.0):
                 level = len(cluster.levels) - 1
                 yield Cell(**base, what=f"links of {cluster.levels[level].name}", factor=factor, level=level)  # type: ignore[arg-type]
             yield Cell(**base, what="everything", factor=2.0)  # type: ignore[arg-type]
+
+
+MODELS = ("resnet18", "densenet121", "mobilenet_v3_large", "convnext_tiny", "vgg13", "vit_b_32", "swin_t", "gpt2")
+
+
+def drawn(rng: random.Random) -> Cell:
+    """A cell at random."""
+    while True:
+        where = rng.choice(presets.names())
+        cluster = cluster_of(where)
+        if cluster.num_devices > 1:
+            break
+    some = rng.sample(range(cluster.num_devices), rng.choice((1, 1, 1, 2))) if rng.random() < 0.7 else []
+    level = rng.randrange(len(cluster.levels)) if rng.random() < (0.2 if some else 0.8) else None
+    what = [f"rank {r}" for r in sorted(some)]
+    if level is not None:
+        what.append(f"links of {cluster.levels[level].name}")
+    return Cell(
+        model=rng.choice(MODELS), cluster=where, batch=cluster.num_devices * 2 ** rng.randint(1, 5),
+        what=" and ".join(what) or "everything", factor=round(math.exp(rng.uniform(math.log(1.2), math.log(16))), 2),
+        ranks=tuple(sorted(some)), level=level,
+    )  # fmt: skip
 
 
 @cache
@@ -104,6 +136,8 @@ def cluster_of(name: str) -> Cluster:
 @cache
 def profile_of(model: str, cluster: str) -> Profile:
     """Measured on CPU ranks, estimated elsewhere."""
+    if model in MODELS:
+        return practice.profile_of(model, cluster_of(cluster), 256)
     own = codec.load(Profile, ROOT / "profiles" / f"{model}.cpu.fp32.json")
     device = cluster_of(cluster)
     if device.device.type == "cpu":
@@ -131,11 +165,10 @@ def model_of(cell: Cell) -> Model:
 def slowness(cell: Cell) -> Slowness:
     """The truth while it is disturbed."""
     cluster, log = cluster_of(cell.cluster), math.log(cell.factor)
-    everything = cell.rank is None and cell.level is None
     return Slowness(
-        common=log if everything else 0.0,
-        ranks=tuple(log if r == cell.rank else 0.0 for r in range(cluster.num_devices)),
-        levels=tuple(log if everything or i == cell.level else 0.0 for i in range(len(cluster.levels))),
+        common=log if cell.everything else 0.0,
+        ranks=tuple(log if r in cell.ranks else 0.0 for r in range(cluster.num_devices)),
+        levels=tuple(log if cell.everything or i == cell.level else 0.0 for i in range(len(cluster.levels))),
     )
 
 
@@ -145,7 +178,7 @@ def world(cell: Cell, noise: Noise, *, disturbed: bool = True, window: int = WIN
     everyone = range(model.cluster.num_devices)
     clean = model.profile, model.cluster
     worse = model.corrected(slowness(cell), everyone)
-    if cell.rank is None and cell.level is None:
+    if cell.everything:
         worse = slower_profile(model.profile, cell.factor), worse[1]
 
     def machine(step: int) -> tuple[Profile, Cluster]:
@@ -206,7 +239,7 @@ def run(cell: Cell, noise: Noise, *, disturbed: bool = True, policy: Policy | No
     stay, now = made.true_step_s(first, at), made.true_step_s(last, at)
     return {
         "cell": cell.name,
-        "kind": "rank" if cell.rank is not None else "links" if cell.level is not None else "everything",
+        "kind": "everything" if cell.everything else "links" if not cell.ranks else "rank",
         "undisturbed_s": made.true_step_s(first, clean),
         "stay_s": stay,
         "last_s": now,
@@ -283,11 +316,14 @@ def main() -> None:
     parser.add_argument("--clean", action="store_true", help="no disturbance: nothing may be changed")
     parser.add_argument("--only", default="", help="cells whose name has this text")
     parser.add_argument("-o", "--output", type=Path, help="write a record")
+    parser.add_argument("--drawn", type=int, default=0, metavar="N", help="this many cells at random")
+    parser.add_argument("--seed", type=int, default=0, help="of the cells at random")
     args = parser.parse_args()
     noise = Noise(step=0.03, own=0.02) if args.noise else Noise()
     rows = []
-    for cell in cells():
-        if args.only not in cell.name or (args.clean and (cell.rank is not None or cell.level is not None)):
+    rng = random.Random(args.seed)
+    for cell in [drawn(rng) for _ in range(args.drawn)] or cells():
+        if args.only not in cell.name or (args.clean and not args.drawn and not cell.everything):
             continue
         row = run(cell, noise, disturbed=not args.clean)
         rows.append(row)

@@ -81,7 +81,11 @@ def answers(placement: Placement, rates: Sequence[float], seconds: Sequence[floa
     if len(placement.plan.stages) > 1:
         slowest = [max(ratio[placement.processes[r]] for r in s.ranks) for s in placement.plan.stages]
         stages = cut(slowest, seconds)
-        moved = tuple(replace(c, stage=s) for c, s in zip(placement.plan.components, stages, strict=True))
+        there = {c.stage: c for c in placement.plan.components}  # a stage may have more ranks than its neighbour
+        moved = tuple(
+            c if c.stage == s else replace(c, stage=s, data=there[s].data, tensor=there[s].tensor)
+            for c, s in zip(placement.plan.components, stages, strict=True)
+        )
         yield replace(placement, plan=replace(placement.plan, components=moved))
 
 

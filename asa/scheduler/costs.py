@@ -65,6 +65,11 @@ class Factor:
         """Ratio of measured to expected time."""
         return math.exp(self.mean)
 
+    @property
+    def latest(self) -> float:
+        """:attr:`ratio`, or that of the steps that differ once they are half as many as it takes to believe them."""
+        return math.exp(self.doubt) if 2 * self.doubtful >= MIN_STEPS else self.ratio
+
     def aged(self, steps: int) -> Factor:
         """The estimate after ``steps`` steps without a measurement."""
         return replace(self, variance=min(_PRIOR, self.variance + _FORGETTING * steps / _USUAL))

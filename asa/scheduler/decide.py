@@ -247,7 +247,7 @@ class Decider:
     def _step_s(self, current: Placement, measured: Measurements) -> float:
         """Seconds of a step at present: over the windows since the last change."""
         pace = self.costs.pace
-        return self._expectation(current).step_s * pace.ratio if pace.known else typical(measured)
+        return self._expectation(current).step_s * pace.latest if pace.known else typical(measured)
 
     def _search(self, current: Placement, measured: Measurements, slowness: Slowness) -> bool:
         """Look for a faster plan under ``slowness``. False: beside training, and the answer comes later."""
