@@ -12,8 +12,8 @@ from asa.planner.pipeline.stages import Explorer
 
 
 class StageSlice:
-    """Components ``start`` to ``stop - 1`` of a chain, as a stage with so many microbatches in flight: all that does
-    not depend on weights."""
+    """Components ``start`` to ``stop - 1`` of a chain as a stage with so many microbatches in flight: the arrays that
+    do not depend on weights."""
 
     def __init__(self, explorer: Explorer, start: int, stop: int) -> None:
         x = self.numbers = explorer.numbers
@@ -58,7 +58,7 @@ class StageSlice:
         return np.flatnonzero(np.r_[True, (np.diff(self.component) != 0) | (np.diff(self.layout) != 0)])
 
     def _least(self, held: Any, beside: int | None) -> Any:
-        """Per component and layout, the least of it behind it."""
+        """For each component and layout, the least of ``held`` behind it."""
         begins, x = self._segments(), self.numbers
         least = np.full((self.n, x.count), INF)
         least[self.component[begins], self.layout[begins]] = np.minimum.reduceat(held, begins)
