@@ -2,7 +2,7 @@
 
 It counts the processor time of the thread that searches, not wall time, of which other programs take their share. Where
 next to nothing is left of a processor somebody still waits for the answer, so a wall second counts for a part of a
-second at least. Solvers in another process, or in threads of their own, are charged separately.
+second at least.
 """
 
 from __future__ import annotations
@@ -42,9 +42,3 @@ if hasattr(os, "register_at_fork"):
 def now() -> float:
     """Seconds of work, counted from some moment in the past. They go on in a copy of the process."""
     return _CLOCK.advance()
-
-
-def charge(seconds: float) -> None:
-    """Add the work of another process that this one waited for."""
-    _CLOCK.advance()
-    _CLOCK.seconds += max(0.0, seconds)

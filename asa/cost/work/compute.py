@@ -65,20 +65,19 @@ def _ratio(small: Any, large: Any) -> Any:
 
 @noun
 class Work:
-    """The work of one microbatch of one component on one rank: seconds and bytes. The errors are standard errors in
-    seconds."""
+    """The work of one microbatch of one component on one rank: seconds and bytes. ``error_s`` is a standard error of
+    both passes together."""
 
     forward_s: float
     backward_s: float
     error_s: float
-    deviation_s: float
     saved_bytes: float
     transient_bytes: float
     unmade_bytes: float = 0.0
 
 
 _QUANTITIES = tuple(f.name for f in fields(Work))
-_SECONDS, _ERRORS, _BYTES = slice(0, 2), slice(2, 4), slice(4, 7)
+_SECONDS, _ERROR, _BYTES = slice(0, 2), 2, slice(3, 6)
 """Rows of arrays with a row for each field of :class:`Work`."""
 _TRANSIENT, _UNMADE = _QUANTITIES.index("transient_bytes"), _QUANTITIES.index("unmade_bytes")
 
@@ -107,7 +106,7 @@ class Grid:
         found[_UNMADE] = np.minimum(found[_UNMADE], self._sizes[-1].max(axis=-1))
         nearest = self._nearest(samples)
         scale = max(0.0, samples / xs[nearest]) if len(xs) == 1 or samples > xs[-1] else 1.0
-        found[_ERRORS] = scale * self._error(nearest)
+        found[_ERROR] = scale * self._error(nearest)
         return found
 
     def _nearest(self, samples: int) -> int:
@@ -117,11 +116,10 @@ class Grid:
         return min(among, key=lambda k: abs(math.log(self.xs[k] / samples)))
 
     def _error(self, k: int) -> Any:
-        """Standard error and standard deviation of forward and backward at entry ``k``, in seconds: kind x
-        component."""
+        """The standard error of forward and backward together at entry ``k``, in seconds, for each component."""
         if k not in self._errors:
             both = [(own[k].forward, own[k].backward) for own in self._timings]
-            self._errors[k] = np.array([[math.hypot(*map(of, x)) for x in both] for of in (standard_error, deviation)])
+            self._errors[k] = np.array([math.hypot(*map(standard_error, x)) for x in both])
         return self._errors[k]
 
 

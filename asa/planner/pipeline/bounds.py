@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from asa.planner.pipeline.lattice import INF, Table, divisors
+from asa.planner.stage.pareto import begins
 
 NEVER = -1e30
 """Earlier than anything; finite, so that it can be added to what is infinite."""
@@ -126,7 +127,7 @@ class Frame:
             start=start, stop=stop, steady=steady[good], forward=table.forward[start, stop],
             whole=table.whole[start, stop], single=table.single[start, stop],
             backward=None if table.backward is None else table.backward[start, stop], offsets=offsets,
-            groups=np.flatnonzero(np.r_[True, np.diff(start) != 0]),
+            groups=begins(start),
         )  # fmt: skip
 
     def _look_behind(self) -> None:
@@ -216,7 +217,7 @@ class Frame:
                 into_over = front_over[where][:, :, None, None]
                 steady, whole, single, forward = (v[:, None] for v in (x.steady, x.whole, x.single, x.forward))
                 order = np.argsort(x.stop, kind="stable")
-                groups = np.flatnonzero(np.r_[True, np.diff(x.stop[order]) != 0])
+                groups = begins(x.stop[order])
                 there = (x.stop[order][groups][:, None], x.offsets[None, :] + w, k)
                 for into, values in (
                     (late, np.maximum(into_late + steady, into_ahead + single)),

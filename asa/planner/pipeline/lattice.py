@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from asa.planner.stage.pareto import begins
 from asa.planner.stage.problem import Chain, all_ahead
 from asa.planner.stage.rows import COLUMNS, JOINT, Joints, Row, Sides
 
@@ -55,8 +56,7 @@ class Numbers:
         component, layouts = np.repeat(np.arange(self.n), [len(r) for r in self.rows]), np.concatenate(self.layout)
         order = np.lexsort((layouts, component))
         component, self.flat_layout = component[order], layouts[order]
-        new = (np.diff(component) != 0) | (np.diff(self.flat_layout) != 0)
-        self.flat = (np.concatenate(self.rows)[order], component, np.flatnonzero(np.r_[True, new]))
+        self.flat = (np.concatenate(self.rows)[order], component, begins(component, self.flat_layout))
         """All rows in order of component and layout, the component of each, and where another layout begins."""
         self.edges = np.full((max(0, self.n - 1), len(EDGE), count, count), INF)
         known: dict[int, Any] = {}
@@ -92,8 +92,8 @@ class Numbers:
     def _ahead(self) -> Numbers:
         found = copy(self)
         found.rows = [row.copy() for row in self.rows]
-        rows, component, begins = self.flat
-        found.flat = (rows.copy(), component, begins)
+        rows, component, groups = self.flat
+        found.flat = (rows.copy(), component, groups)
         for row in (*found.rows, found.flat[0]):
             row[:, STATE] -= row[:, ADDED]
             row[:, GRAD], row[:, ADDED] = row[:, GRAD] + row[:, ADDED], 0.0
@@ -114,8 +114,8 @@ class Numbers:
         """The configurations of components that differ, where the next of these components begins, and which of them
         each component equals."""
         some = [self.rows[self.kinds.index(k)] for k in range(len(set(self.kinds)))]
-        begins = np.cumsum([0, *(len(r) for r in some[:-1])])
-        return np.concatenate(some), begins, np.array(self.kinds)
+        groups = np.cumsum([0, *(len(r) for r in some[:-1])])
+        return np.concatenate(some), groups, np.array(self.kinds)
 
     def twin(self, start: int, stop: int) -> tuple[int, int]:
         """The first stage that equals this one, component by component and in between."""
@@ -228,7 +228,7 @@ class PricedChain:
         self.numbers, self.batch = x, batch
         # Component x batch x layout: inside a stage, at its begin, its end, and alone in it.
         self.inner, self.first, self.last, self.alone = (np.full((n, batch, x.count), INF) for _ in range(4))
-        row, component, begins = x.flat
+        row, component, groups = x.flat
         sync, once_ = row[:, PROMPT] + row[:, LATE], row[:, ONCE]
         inside = _weighed(weights, row[:, F], row[:, B], once_ + sync)
         ending, held = inside, weights.memory.any()
@@ -244,12 +244,12 @@ class PricedChain:
         once = weights.once[:, None] * x.saving * (weights.pivot[:, None] != component)
         behind = once * x.sc * hidden * sync
         seen = once * x.sp * (1 - hidden) * row[:, WINDOW]
-        where = (component[begins], slice(None), x.flat_layout[begins])
+        where = (component[groups], slice(None), x.flat_layout[groups])
         for into, cost in (
             (self.inner, inside - behind - seen), (self.first, inside - seen), (self.last, ending - behind),
             (self.alone, ending),
         ):  # fmt: skip
-            into[where] = np.minimum.reduceat(cost, begins, axis=1).T
+            into[where] = np.minimum.reduceat(cost, groups, axis=1).T
         with np.errstate(invalid="ignore"):
             found = []
             for e, first, last in ((x.edges, 1, False), (x.inlets, 0, False), (x.outlets, 0, True)):

@@ -23,7 +23,7 @@ from asa.planner import clock
 from asa.planner.pipeline import lattice as at
 from asa.planner.pipeline.lattice import INF
 from asa.planner.pipeline.stage_slice import StageSlice
-from asa.planner.stage.pareto import OutOfTimeError, efficient, lowest
+from asa.planner.stage.pareto import OutOfTimeError, begins, efficient, lowest
 
 _CLOSE = 1 + 1e-12
 _COARSE, _WIDE = 10, (2e-3, 30.0)
@@ -91,7 +91,7 @@ class PricingProblem:
         self.rows, self.layout, self.component = r[kept], piece.layout[kept], piece.component[kept]
         self.config = piece.config[kept]
         self.sides = np.stack([v[kept] for v in sides])
-        self.begins = np.flatnonzero(np.r_[True, (np.diff(self.component) != 0) | (np.diff(self.layout) != 0)])
+        self.begins = begins(self.component, self.layout)
         self.of = np.searchsorted(self.component, np.arange(n + 1))
         ks = sorted({0, n // 2, n - 1}) if s > 0 else [0]
         self.pivots = np.array(ks)

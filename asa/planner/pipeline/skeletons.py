@@ -16,7 +16,7 @@ from asa.cost.pipeline import makespans, shape
 from asa.interfaces.schedule import Schedule
 from asa.planner.pipeline.bounds import NEVER, Frame
 from asa.planner.pipeline.lattice import INF
-from asa.planner.stage.pareto import lowest
+from asa.planner.stage.pareto import begins, lowest
 
 MOST_ROWS = 60_000
 """Partial plans kept; the bound of the best one dropped limits what is proved."""
@@ -143,11 +143,11 @@ def _grown(
     order = np.argsort(code, kind="stable")
     if not len(order):
         return rows
-    begins = np.flatnonzero(np.r_[True, np.diff(code[order]) != 0])
+    first = begins(code[order])
     places: dict[tuple[int, int], Any] = {}
     leads = [frame.lead(k + 1) for k in range(frame.stages)]
     times = np.array([(m - 1) // lead + 1 if lead else 0 for lead in leads])
-    for begin, end in zip(begins, [*begins[1:], len(order)], strict=True):
+    for begin, end in zip(first, [*first[1:], len(order)], strict=True):
         index = order[begin:end]
         cut, offset, key = int(rows.cut[index[0]]), int(rows.offset[index[0]]), int(rows.key[index[0]])
         x = options.get((r, cut))

@@ -15,7 +15,7 @@ import numpy as np
 from asa.planner.pipeline import lattice as at
 from asa.planner.pipeline.lattice import Numbers
 from asa.planner.pipeline.points import Room
-from asa.planner.stage.pareto import efficient
+from asa.planner.stage.pareto import begins, efficient
 
 _ROUNDED, _ROUNDED_MEMORY = 5e-4, 2e-4
 """By what part of a stage's time, and of the memory, all its components together are rounded down at most."""
@@ -130,11 +130,11 @@ class Thinning:
             cell = ((keys - low) / span * (cells - 1e-6)).astype(np.int64)
             code = (group * cells + cell[:, 0]) * cells + cell[:, 1]
             order = np.lexsort((keys[:, 1 if self.tight else 0], code))
-            begins = np.flatnonzero(np.r_[True, np.diff(code[order]) != 0])
-            if len(begins) <= most or cells == 1:
+            first = begins(code[order])
+            if len(first) <= most or cells == 1:
                 break
             cells = max(1, cells * 2 // 3)
-        merged = front.taken(order[begins])
-        merged.labels = np.minimum.reduceat(labels[order], begins, axis=0)
-        merged.labels[:, SUM] = labels[order[begins], SUM]
+        merged = front.taken(order[first])
+        merged.labels = np.minimum.reduceat(labels[order], first, axis=0)
+        merged.labels[:, SUM] = labels[order[first], SUM]
         return merged

@@ -22,6 +22,7 @@ import numpy as np
 from asa.cost.memory.peak import peaks
 from asa.cost.step import hidden_from
 from asa.planner.budget import ROUNDING
+from asa.planner.stage.pareto import begins
 from asa.planner.stage.problem import Choice, Problem
 from asa.planner.stage.rows import JOINT, Joints
 
@@ -65,7 +66,7 @@ class Arrays:
                 row[:, PROMPT] += row[:, LATE]
                 row[:, LATE] = 0.0
                 self.rows[i] = row
-        self.begins = [np.flatnonzero(np.r_[True, np.diff(x) != 0]) for x in self.layout]
+        self.begins = [begins(x) for x in self.layout]
         self.there = [x[b] for x, b in zip(self.layout, self.begins, strict=True)]
         self.edges = np.full((max(0, n - 1), 4, count, count), INF)
         joints: dict[int, Any] = {}

@@ -18,6 +18,7 @@ from asa.cost.menu import PricedWays
 from asa.ir.units import GIB
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Allowed
+from asa.planner.stage.pareto import begins
 from asa.planner.stage.problem import MS
 
 INF = float("inf")
@@ -49,7 +50,7 @@ def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -
     offered = menu.enough(samples, prices.fewest)
     capacity = space.room(0, width, width) / GIB
     which = np.flatnonzero(offered & ~menu.saving)  # a checkpoint saves no time
-    each = np.flatnonzero(np.r_[True, np.diff(menu.component[which]) != 0])
+    each = begins(menu.component[which])
     if len(which) == 0 or len(each) < len(space.profile.graph):
         return Floor(INF, INF, 0.0, False, len(which))
     x = menu.priced(pricer, which)
@@ -57,7 +58,7 @@ def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -
     crowded = bool(held / GIB > capacity)
     if crowded:
         which = np.flatnonzero(offered)
-        each = np.flatnonzero(np.r_[True, np.diff(menu.component[which]) != 0])
+        each = begins(menu.component[which])
         x = menu.priced(pricer, which)
     sync = x.prompt + x.late
     late = x.once + sync * (1 + max(0.0, -overlap.saving) * overlap.communication_slowdown)

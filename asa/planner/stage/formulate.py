@@ -15,7 +15,7 @@ from asa.ir.layout import Layout
 from asa.ir.units import GIB
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Allowed, anything
-from asa.planner.stage.pareto import efficient
+from asa.planner.stage.pareto import begins, efficient
 from asa.planner.stage.problem import MS, Chain, Choice, Problem
 from asa.planner.stage.rows import COLUMNS, JOINT, Joints, Row, Sides
 
@@ -189,7 +189,7 @@ class _Options:
         return float(self._largest(more[:, 0] + self.values[:, -1]).sum() + more[:, 3].max(initial=0.0))
 
     def _largest(self, values: Any) -> Any:
-        return np.maximum.reduceat(values, np.flatnonzero(np.r_[True, np.diff(self.component) != 0]))
+        return np.maximum.reduceat(values, begins(self.component))
 
     def undominated(self, hidden: float, *, piped: bool, roomy: bool, wrapped: bool = False) -> Any:
         """Indices of options that no other option of the same component and layout can replace in every plan without

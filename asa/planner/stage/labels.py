@@ -269,9 +269,9 @@ class Solver:
         self.bound = max(self.bound, bound)
         self.done = self.done or self.bound == INF
 
-    def answer(self, cutoff: float = INF, solver: str = "dp") -> Solution:
+    def answer(self, cutoff: float = INF) -> Solution:
         """The solution known so far; choices from ``cutoff`` on do not count."""
         if not self.picked or self.value >= cutoff:
-            return Solution(choice=None, value=INF, bound=min(self.bound, cutoff), solver=solver)
+            return Solution(choice=None, value=INF, bound=min(self.bound, cutoff), solver="dp")
         choice = self.x.choice(self.picked)
-        return Solution(choice=choice, value=self.value, bound=min(self.bound, self.value), solver=solver)
+        return Solution(choice=choice, value=self.value, bound=min(self.bound, self.value), solver="dp")

@@ -42,6 +42,11 @@ def efficient(values: Any, group: Any, ends: float = float("inf")) -> Any:
     return order[kept]
 
 
+def begins(*keys: Any) -> Any:
+    """Indices at which another group begins, in rows that are sorted by these keys."""
+    return np.flatnonzero(np.r_[True, np.any([np.diff(key) != 0 for key in keys], axis=0)])
+
+
 def lowest(bounds: Any, most: int) -> tuple[Any, float]:
     """Indices of the ``most`` lowest bounds (in order, where these are all), and the least bound of the rest."""
     if len(bounds) <= most:
