@@ -15,7 +15,7 @@ import numpy as np
 from asa.cost.pipeline import shape
 from asa.interfaces.schedule import Schedule
 from asa.planner import clock
-from asa.planner.pipeline.bounds import Frame, Keys, StageLinks
+from asa.planner.pipeline.bounds import Frame, Keys, StageLinks, Tables
 from asa.planner.pipeline.lattice import INF, Table, divisors
 from asa.planner.pipeline.pipelines import Skeleton, value_of
 from asa.planner.pipeline.stage_cache import MANY, StageCache
@@ -77,14 +77,13 @@ class Case:
     def framed(self) -> Frame:
         """Bounds from the current tables."""
         assert self.links is not None
+        return self._frame(self.keys, self.links, lambda w, r: self.tables.get((w, r)))
 
-        def tables(w: int, r: int) -> Table | None:
-            return self.tables.get((w, r))
-
+    def _frame(self, keys: Keys, links: StageLinks, tables: Tables) -> Frame:
         def near(w: int, r: int) -> Any:
             return self._near[w, r]
 
-        return Frame(self.shop.n, self.m, self.keys, self.links, tables, self.most, self._leads.__getitem__, near)
+        return Frame(self.shop.n, self.m, keys, links, tables, self.most, self._leads.__getitem__, near)
 
     def step(self, best: float, ends: float) -> None:
         """Raise the bound. Plans from ``best`` ms on do not count."""
@@ -135,14 +134,7 @@ class Case:
         def tables(w: int, r: int) -> Table | None:
             return rough[w][self.in_flight[r]] if r in alive[w] else None
 
-        links = self.shop.links(self.m, keys, free=True)
-        self._alive(
-            Frame(
-                self.shop.n, self.m, keys, links, tables, self.most, self._leads.__getitem__,
-                lambda w, r: self._near[w, r],
-            ),
-            best,
-        )  # fmt: skip
+        self._alive(self._frame(keys, self.shop.links(self.m, keys, free=True), tables), best)
 
     def _by_prices(self, best: float, ends: float, *, limit: bool) -> None:
         """Bound by prices without the memory limit, or, with ``limit``, with it. Where it may bind, first roughly, and

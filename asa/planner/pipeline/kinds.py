@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate, groupby
 
 from asa.ir.cluster import Cluster
@@ -18,8 +17,6 @@ from asa.ir.layout import Layout, lowest_terms
 from asa.planner.pipeline.staged import NEVER_MS, StagedSpace
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Allowed, widths
-from asa.planner.stage.formulate import Formulation, formulate
-from asa.planner.stage.problem import MS
 
 _STEPS = 24
 """Weights that are tried of a stage with devices of two speeds, beside equal ones and those in proportion to speed."""
@@ -124,33 +121,12 @@ class KindSpace(StagedSpace):
         """The level of the links in front of the rank at that place."""
         return super().hop(self.first(offset))
 
-    def compute(self, width: int, num_microbatches: int) -> list[float]:
-        """Milliseconds of computation, as :meth:`StagedSpace.compute`."""
-        key = (width, num_microbatches)
-        if key not in self._computes:
-            kind, count = self._stages[width]
-            found = self._prices.compute(count, num_microbatches, self._busy, self._kinds.index(kind))
-            self._computes[key] = [x * MS for x in found]
-        return self._computes[key]
-
     def ends(self, width: int, num_microbatches: int) -> None:
         """None: with unequal devices no bound is known quickly."""
 
-    def formulation(self, width: int, num_microbatches: int) -> Formulation | None:
-        """A formulation, as :meth:`StagedSpace.formulation`."""
-        key = (width, num_microbatches)
-        if key not in self._formulations:
-            kind, count = self._stages[width]
-            made = formulate(
-                self._prices, count, num_microbatches, self._allowed, busy=self._busy, first=self._run(kind, count),
-                crowded=self.crowded,
-            )  # fmt: skip
-            numbered = None if made is None else Formulation(replace(made.chain, width=width), made.ways)
-            self._formulations[key] = numbered
-        return self._formulations[key]
-
-    def _run(self, kind: int, count: int) -> int:
-        """The first rank of ``count`` devices of a kind in a row."""
+    def example(self, width: int) -> int:
+        """The first rank of a stage's kind that is followed by as many of that kind as the stage has."""
+        kind, count = self._stages[width]
         return next(r for r in range(self._busy) if self._kinds[r : r + count] == (kind,) * count)
 
     def transfers(

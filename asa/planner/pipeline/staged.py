@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from asa.cost.pricing import Way
 from asa.interfaces.schedule import Schedule
@@ -59,6 +60,10 @@ class StagedSpace:
         """The devices of a stage of that width; :mod:`asa.planner.pipeline.kinds` numbers them otherwise."""
         return number
 
+    def example(self, width: int) -> int:
+        """The first rank of some stage of that width: all of them have equal devices."""
+        return 0
+
     def widths(self) -> tuple[int, ...]:
         """Stage widths, rising; at least one device is left for another stage."""
         return tuple(sorted(w for w in widths(self.gpus) if w < self.gpus))
@@ -71,7 +76,8 @@ class StagedSpace:
         """Least ms per component of forward and backward of one microbatch; infinite where it cannot run."""
         key = (width, num_microbatches)
         if key not in self._computes:
-            self._computes[key] = [x * MS for x in self._prices.compute(*key, self.gpus)]
+            found = self._prices.compute(self.width(width), num_microbatches, self._busy, self.example(width))
+            self._computes[key] = [x * MS for x in found]
         return self._computes[key]
 
     def ends(self, width: int, num_microbatches: int) -> tuple[list[float], list[float]] | None:
@@ -90,10 +96,13 @@ class StagedSpace:
         """The formulation of stages of that width; None where some component cannot run in one."""
         key = (width, num_microbatches)
         if key not in self._formulations:
-            self._formulations[key] = formulate(
-                self._prices, *key, self._allowed, busy=self.gpus, every=self._every, crowded=self.crowded,
-                counted=self._every,
+            made = formulate(
+                self._prices, self.width(width), num_microbatches, self._allowed, busy=self._busy,
+                first=self.example(width), every=self._every, crowded=self.crowded, counted=self._every,
             )  # fmt: skip
+            if made is not None and made.chain.width != width:
+                made = Formulation(replace(made.chain, width=width), made.ways)
+            self._formulations[key] = made
         return self._formulations[key]
 
     def chain(self, width: int, num_microbatches: int) -> Chain | None:
