@@ -97,8 +97,8 @@ WHY = {
     "whole strategies of fewer devices": "No plan of a search that has time needs them; one that has none is no slower "
     "than data parallelism on fewer devices.",
     "first plans of one stage": "Tight memory over slow links: VGG-16 is 0.9 % slower without.",
-    "rough tables": "Many devices: on 64 and 128 A100s in nodes of 8, ViT-B/16 keeps a gap of 18 % and 21 % without them "
-    "and VGG-16 one of 8 % (all are closed with them); on 8 devices VGG-16 in tight memory one of 0.4 %.",
+    "rough tables": "Many devices: on 64 and 128 A100s in nodes of 8, ViT-B/16 keeps gaps of 18 % and 21 % without "
+    "and VGG-16 one of 8 %, which are closed with them; on 8 devices VGG-16 in tight memory keeps one of 0.4 %.",
     "descent beside a choice": "Tight memory over slow links: VGG-16 is 29 % slower without.",
     "the ILP's turns": "No plan was slower by more than 0.2 % without; two certificates of tight memory stay open.",
     "all ways to run the stages of fixed cuts": "No plan is slower without; two certificates of ViT-B/16 stay open, by "
