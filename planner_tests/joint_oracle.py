@@ -120,7 +120,7 @@ def best(pipelines: Any) -> float:
                             options.append(ways[key])
                         for picked in product(*options):
                             moves = [
-                                pipelines.transfer(at[s], m, picked[s - 1][2], picked[s][1], offsets[s])
+                                pipelines.transfers((at[s],), m, picked[s - 1][2], picked[s][1], offsets[s])[0]
                                 for s in range(1, p)
                             ]
                             value = clock([x[0] for x in picked], moves, orders, m)

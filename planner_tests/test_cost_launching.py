@@ -190,10 +190,10 @@ def test_the_simulator_launches_the_same(strategy):
 def test_no_way_launches_more_for_itself_than_what_is_kept_from_its_ends():
     prices = Prices(Space(SMALL, GPUS, offered(), Request(gpus=8, global_batch=64)))
     pricer, seen = prices.pricer(8, 1, 8), 0
-    states, none = pricer.states, Launches(0.0, 0.0, 0.0, 0.0)
+    states = pricer.states
     for i in range(len(SMALL.graph)):
         for way in prices.space.ways(i, 8, 1):
-            most, own = states.most_launched(i, way.layout), states.kept(i, way).launches or none
+            most, own = states.most_launched(i, way.layout), Launches(*states.kept(i, way).costs.launches)
             inner = [states.collective_s * launched(pricer.inner(i, way), p) for p in ("forward", "backward")]
             assert own.forward + own.update + inner[0] <= most[0] + 1e-12
             assert own.backward + own.gradient + inner[1] + way.checkpoint * inner[0] <= most[1] + 1e-12

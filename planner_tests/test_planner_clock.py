@@ -25,14 +25,6 @@ def test_work_counts_in_full() -> None:
     assert clock.now() - began >= 0.02
 
 
-def test_what_another_process_worked_is_charged_for() -> None:
-    began = clock.now()
-    clock.charge(3.0)
-    assert clock.now() - began >= 3.0
-    clock.charge(-5.0)
-    assert clock.now() - began >= 3.0
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_copy_of_the_process_goes_on_where_the_clock_stood() -> None:
     before = clock.now()

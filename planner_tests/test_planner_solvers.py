@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import label_program
 import numpy as np
+import pulp
 import pytest
 import random_problems
 
@@ -181,13 +182,10 @@ def test_no_time_is_no_proof():
     assert found.choice is None or found.value >= best - 1e-9
 
 
-def test_both_backends_find_the_same():
-    problem = random_problems.draw(random.Random(23), components=5, configs=5, tight=True)
-    found = {name: ilp.solve(problem, backend=name) for name in ilp.available()}
-    assert "highs" in found
-    assert len({round(s.value, 5) for s in found.values()}) == 1
-    with pytest.raises(UnavailableError, match="nosuch"):
-        ilp.solve(problem, backend="nosuch")
+def test_without_its_solver_the_ilp_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(pulp.HiGHS, "available", lambda self: False)
+    with pytest.raises(UnavailableError, match="pip install highspy"):
+        ilp.solve(random_problems.draw(random.Random(23), components=2, configs=2))
 
 
 def test_a_cutoff_below_the_optimum_is_a_proof():

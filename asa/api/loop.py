@@ -20,7 +20,8 @@ from asa.api.names import StateNames
 from asa.api.notes import differing, drawing, trained_norms
 from asa.api.optimizers import Rebinding, check_shared, others_over, whole_because
 from asa.api.optimizers import elementwise as known_elementwise
-from asa.api.placed import PlacedLoader, PlacedModel, rows_here
+from asa.api.placed import PlacedModel, rows_here
+from asa.api.placed_loader import PlacedLoader
 from asa.api.planned import Origins, Wishes, agreed_plan, checked_plan, usual_cache, would_be
 from asa.api.planning import check_plain, device_of, one_tensor, shaped, spec_of
 from asa.api.rank_context import RankContext, find_place, same_weights

@@ -12,7 +12,7 @@ from asa.ir.codec import noun
 
 @noun
 class Constant:
-    """A number, what it counts, and where it is from."""
+    """A constant with its value, its unit and its source."""
 
     value: float
     unit: str

@@ -23,8 +23,9 @@ from asa.ir.codec import noun
 
 @noun
 class StageTimes:
-    """One stage. ``forward`` and ``backward`` are of one microbatch; the last backward takes ``last_backward_extra``
-    longer, and ``after`` comes once per step behind it (gradient synchronisation not hidden, the optimizer)."""
+    """The times of one stage. ``forward`` and ``backward`` are of one microbatch. The last backward takes
+    ``last_backward_extra`` longer. ``after`` is paid once per step behind it (gradient synchronisation that is not
+    hidden, the optimizer)."""
 
     forward: float
     backward: float
@@ -34,8 +35,8 @@ class StageTimes:
 
 @lru_cache(maxsize=16384)
 def program(schedule: Schedule, stages: int, num_microbatches: int) -> tuple[tuple[int, bool, int, bool], ...]:
-    """All actions of a step in an order in which each comes after what it waits for: (stage, whether forward,
-    microbatch, whether it is the last action of its stage).
+    """All actions of a step in an order in which each follows what it waits for: (stage, whether forward, microbatch,
+    whether it is the last action of its stage).
 
     Raises:
         ValueError: the schedule waits for itself.
@@ -66,23 +67,24 @@ def makespan(
     schedule: Schedule,
     num_microbatches: int,
 ) -> float:
-    """The time of a step. ``transfers[i]`` is one microbatch from stage i to the next, and its gradient back."""
+    """The time of a step. ``transfers[i]`` is the time of one microbatch from stage i to the next, and of its gradient
+    back."""
     times = [(s.forward, s.backward, s.last_backward_extra, s.after) for s in stages]
     found: float = _played(times, transfers, schedule, num_microbatches, max)
     return found
 
 
 def makespans(times: Any, transfers: Any, schedule: Schedule, num_microbatches: int) -> Any:
-    """:func:`makespan` of many pipelines of equally many stages at once.
+    """The times of steps of many pipelines with equally many stages, an array with an entry for each pipeline.
 
     ``times`` has shape (stages, 4, pipelines): forward, backward, last_backward_extra, after; ``transfers`` has shape
-    (stages - 1, 2, pipelines). Returns one time per pipeline.
+    (stages - 1, 2, pipelines).
     """
     return _played([[*x] for x in times], [[*x] for x in transfers], schedule, num_microbatches, np.maximum)
 
 
 def _played(times: Any, transfers: Any, schedule: Schedule, num_microbatches: int, later: Callable[..., Any]) -> Any:
-    """The clock, of numbers or of arrays; ``later``: the greater of two."""
+    """The time of a step, a number or an array; ``later`` is the greater of two."""
     count = len(times)
     now, ahead_free, back_free = [0.0] * count, [0.0] * count, [0.0] * count
     arrived: dict[tuple[int, int], Any] = {}
@@ -111,8 +113,9 @@ def _played(times: Any, transfers: Any, schedule: Schedule, num_microbatches: in
 
 @lru_cache(maxsize=16384)
 def shape(schedule: Schedule, stages: int, num_microbatches: int) -> tuple[tuple[int, int, bool], ...]:
-    """Per stage: forwards before its first backward, backwards behind its last forward, and whether microbatch k goes
-    forward only when k - lead has come back, one backward between two forwards."""
+    """For each stage: how many forwards come before its first backward, how many backwards follow its last forward, and
+    whether in between forwards and backwards alternate, so that microbatch k goes forward only when k - lead has come
+    back."""
     found = []
     for s in range(stages):
         order = schedule.order(s, stages, num_microbatches)
@@ -130,12 +133,12 @@ def lower_bound(
     schedule: Schedule,
     num_microbatches: int,
 ) -> float:
-    """What no clock can beat: the longest of a few paths through the step.
+    """A lower bound on :func:`makespan`: the longest of a few paths through the step.
 
-    Through stage i: the first microbatch must get there; then the stage fills up, or waits for the first gradient; has
-    forwards and backwards in turn; drains, or waits for the last gradient; and that gradient travels to some stage in
-    front, which has its once-per-step work left. A stage that holds at most f microbatches moreover lets one in only
-    when the one f before it has made its round trip. And every link carries every microbatch twice.
+    A path through stage i: the first microbatch must get there; then the stage fills up, or waits for the first
+    gradient; it has forwards and backwards in turn; it drains, or waits for the last gradient; and that gradient
+    travels to some stage in front, whose once-per-step work is left. A stage that holds at most f microbatches lets one
+    in only when the one f before it has made its round trip. Every link carries every microbatch twice.
     """
     count, m = len(stages), num_microbatches
     shapes = shape(schedule, count, m)
@@ -178,10 +181,11 @@ def lower_bound(
 
 
 def _drained(stages: Sequence[StageTimes], transfers: Sequence[tuple[float, float]], m: int) -> float:
-    """Where every stage goes forward with all microbatches first: two flow shops of equal jobs, one after the other.
+    """The part of a step behind the first forward of the last stage, where every stage goes forward with all
+    microbatches first: two flow shops of equal jobs, one after the other.
 
-    From the end of the first forward of the last stage: the slowest stage or link has m - 1 more to do, then they turn
-    round, and the slowest one on the way back again; from there on the last microbatch travels, with longer backwards.
+    The slowest stage or link has m - 1 more to do, then they turn round, and so has the slowest one on the way back.
+    From there the last microbatch travels, with longer backwards.
     """
     ahead = max([s.forward for s in stages] + [t[0] for t in transfers])
     path, slowest, lengthened, best = 0.0, 0.0, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""The price of a whole plan, by the closed forms: no solver, no numbers of a solver."""
+"""The price of a complete plan in closed form, without a solver and without a solver's numbers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from asa.cost.memory.peak import Peak, peak
 from asa.cost.pipeline import StageTimes, makespan
 from asa.cost.pricing import Pricer, Way, times_of
 from asa.cost.step import BoundaryCost, ComponentCost, StepCost, step
+from asa.cost.work.compute import Times
 from asa.errors import InvalidInputError
 from asa.interfaces.schedule import Schedule
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster, Overlap
 from asa.ir.codec import noun
-from asa.ir.plan import Plan
+from asa.ir.plan import Plan, Stage
 from asa.ir.profile import Profile
 
 
 @noun
 class StagePrice:
-    """What one stage costs: seconds of its own work in a step, the peak of a rank in bytes.
+    """The price of one stage: seconds of its own work in a step, and the peak of a rank in bytes.
 
     ``start`` is its first component. ``boundaries[i]`` lies in front of its component i, the last one behind the last.
-    ``peak``: of the rank that holds most (:mod:`asa.cost.memory.together`); ``peaks``: one per rank, where ranks hold
+    ``peak`` is that of the fullest rank (:mod:`asa.cost.memory.together`); ``peaks`` has one per rank, where ranks hold
     different shards.
     """
 
@@ -51,7 +52,7 @@ class StagePrice:
 
 @noun
 class Price:
-    """What a plan costs: seconds, the highest peak of a rank in bytes, and standard errors in seconds.
+    """The price of a plan: seconds, the highest peak of a rank in bytes, and standard errors in seconds.
 
     ``handovers[i]`` is the transfer of a microbatch from stage i to the next, forward and back.
     """
@@ -93,7 +94,8 @@ def _rank_peaks(pricer: Pricer, start: int, ways: Sequence[Way], in_flight: int)
 
 
 def price_stage(pricer: Pricer, start: int, ways: Sequence[Way], overlap: Overlap, in_flight: int = 1) -> StagePrice:
-    """A stage in which component ``start + i`` runs ``ways[i]``, with activations of ``in_flight`` microbatches."""
+    """The price of a stage in which component ``start + i`` runs ``ways[i]``, with activations of ``in_flight``
+    microbatches."""
     components = tuple(
         _moved(pricer.component(i, way), start) for i, way in enumerate(ways, start)
     )  # fmt: skip
@@ -115,14 +117,14 @@ def price_stage(pricer: Pricer, start: int, ways: Sequence[Way], overlap: Overla
 
 
 def _moved(cost: ComponentCost, start: int) -> ComponentCost:
-    """Counted from the first component of its stage, where the last bucket leaves."""
+    """The cost with ``release`` counted from the first component of the stage, where its last bucket leaves."""
     return cost if start == 0 else cost.released_at(max(0, cost.release - start))
 
 
 def _times(
     cost: StepCost, components: Sequence[ComponentCost], boundaries: Sequence[BoundaryCost], overlap: Overlap
 ) -> StageTimes:
-    """A stage as the clock of a pipeline sees it. While both streams work, backward is slower."""
+    """The times of a stage for the clock of a pipeline. While both streams work, backward is slower."""
     m = components[0].num_microbatches
     forward = sum(c.forward_s + c.forward_communication_s for c in components) + sum(b.forward_s for b in boundaries)
     backward = sum(c.backward_s + c.backward_communication_s for c in components)
@@ -143,7 +145,7 @@ def _times(
 def price(
     pricers: Sequence[Pricer], starts: Sequence[int], ways: Sequence[Way], overlap: Overlap, schedule: Schedule | None
 ) -> Price:
-    """A plan whose stage s begins with component ``starts[s]`` and is priced by ``pricers[s]``.
+    """The price of a plan whose stage s begins with component ``starts[s]`` and is priced by ``pricers[s]``.
 
     A pipeline takes what its schedule makes of its stages' times (:func:`asa.cost.pipeline.makespan`).
     """
@@ -179,7 +181,7 @@ def _pipelined(
 
 
 def ways_of(plan: Plan, profile: Profile, strategies: Strategies) -> tuple[Way, ...]:
-    """How ``plan`` runs each component of the profile.
+    """The way in which ``plan`` runs each component of the profile.
 
     Raises:
         InvalidInputError: the plan is of another model, or asks of a component what it refuses.
@@ -243,8 +245,8 @@ def schedule_of(plan: Plan, strategies: Strategies) -> Schedule | None:
 
 
 def price_plan(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> Price:
-    """The price of ``plan``, or of one group's where its ranks train in groups; on another kind of device than the
-    profile's, from estimated times.
+    """The price of ``plan``, or of one group where its ranks train in groups. On another kind of device than the
+    profile's, times are estimated.
 
     Raises:
         InvalidInputError: as for :func:`ways_of` and :func:`schedule_of`.
@@ -253,20 +255,17 @@ def price_plan(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strat
     used = on_device(profile, cluster)
     ways, schedule = ways_of(plan, profile, strategies), schedule_of(plan, strategies)
     times = times_of(used, strategies)
-    pricers = [
-        Pricer(
-            used,
-            times,
-            cluster,
-            strategies,
-            width=len(stage.ranks),
-            global_batch=plan.global_batch,
-            num_microbatches=plan.num_microbatches,
-            optimizer=plan.optimizer,
-            busy=None if schedule is None else plan.gpus,
-            compression=plan.compression,
-            speeds=cluster.speeds(stage.ranks),
-        )
-        for stage in plan.stages
-    ]
+    pricers = [pricer_of(plan, s, used, times, cluster, strategies, cluster.speeds(s.ranks)) for s in plan.stages]
     return price(pricers, plan.starts(), ways, cluster.overlap, schedule)
+
+
+def pricer_of(
+    plan: Plan, stage: Stage, profile: Profile, times: Times, cluster: Cluster, strategies: Strategies,
+    speeds: tuple[float, ...],
+) -> Pricer:  # fmt: skip
+    """The pricer of a plan's stage, whose ranks have these ``speeds``; none where all are that of the device."""
+    return Pricer(
+        profile, times, cluster, strategies, width=len(stage.ranks), global_batch=plan.global_batch,
+        num_microbatches=plan.num_microbatches, optimizer=plan.optimizer,
+        busy=None if len(plan.stages) == 1 else plan.gpus, compression=plan.compression, speeds=speeds,
+    )  # fmt: skip

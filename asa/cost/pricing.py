@@ -1,11 +1,11 @@
-"""From a profile, a cluster and what strategies declare to seconds and bytes of one component or boundary.
+"""Prices of components and boundaries, in seconds and bytes, from a profile, a cluster and what strategies declare.
 
-A :class:`Pricer` is made for one width, global batch and number of microbatches; the layouts vary inside it.
+A :class:`Pricer` is made for one stage width, global batch and number of microbatches; the layouts vary inside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -21,9 +21,9 @@ from asa.cost.step import ComponentCost
 from asa.cost.traffic.collectives import Links
 from asa.cost.traffic.handovers import Handovers
 from asa.cost.traffic.launching import Launches, Launching, awaited, launched
-from asa.cost.traffic.prefetch import Hidden, hidden
+from asa.cost.traffic.prefetch import Gathers, Hidden, hidden
 from asa.cost.traffic.sharing import alongside
-from asa.cost.way import Alone, Spread, Way
+from asa.cost.way import PHASES, Figures, Way
 from asa.cost.work.compute import Times, Work, adding
 from asa.cost.work.offload import host_update
 from asa.cost.work.spread import contention, slowest_rank, waiting, working
@@ -33,21 +33,21 @@ from asa.ir.graph import Component
 from asa.ir.layout import Layout
 from asa.ir.plan import CompressionName, OptimizerName
 from asa.ir.profile import Profile
-from asa.ir.traffic import Collective, Memory, Phase
+from asa.ir.traffic import Collective
 
 _NOTHING_HIDDEN = Hidden(forward=0.0, backward=0.0, once=0.0, covered=0.0, queued=0.0)
-_PASSES: tuple[Phase, Phase] = ("forward", "backward")
 _NOTHING_AWAITED = Launches(forward=0.0, backward=0.0, update=0.0, gradient=0.0)
 
 
 class Pricer:
-    """Prices components and boundaries of one model on stages of ``width`` ranks, ``num_microbatches`` to a step.
+    """Prices of one model's components and boundaries on stages of ``width`` ranks, with ``num_microbatches`` to a
+    step.
 
-    ``busy`` is how many ranks work at once in all stages (``width`` where there is one), ``speeds`` those of the
-    stage's ranks where they are not that of the cluster's device. All ranks wait for the slowest: of unequal devices,
-    or uneven shards, the rank decides that takes longest for the component in hand; that it is another one for the
-    next makes the sum too high, never too low. Memory is that of the largest shard; with ``spare``, how many bytes more
-    each rank's device has than the smallest, no less than what any rank holds, less what it has to spare.
+    ``busy`` is how many ranks work at once in all stages (``width`` where there is one). ``speeds`` are those of the
+    stage's ranks, where they differ from the cluster's device. All ranks wait for the slowest: with unequal devices or
+    uneven shards the rank decides that takes longest for the component in hand. The next component may have another
+    slowest rank, so the sum is never too low. Memory is that of the largest shard. With ``spare``, how many bytes each
+    rank's device has more than the smallest, it is no less than what any rank holds, less what it has to spare.
     """
 
     def __init__(
@@ -94,8 +94,7 @@ class Pricer:
         self.held_up_by_update = beside[2] / beside[0] - 1
         """Share by which a stage's update lengthens the backward of those in front, which it runs beside."""
         self._components: dict[tuple[int, Way], ComponentCost] = {}
-        self._alones: dict[tuple[object, ...], Alone] = {}
-        self._spreads: dict[tuple[object, ...], Spread] = {}
+        self._cells: dict[tuple[object, ...], tuple[float, ...]] = {}
         self.width = width
         self.microbatch = self.shards.microbatch
         """Samples of the largest microbatch, over all ranks."""
@@ -109,8 +108,8 @@ class Pricer:
         )  # fmt: skip
 
     def _ahead(self, layout: Layout) -> Any:
-        """By how many seconds the host is ahead of its device after forward and backward of every component, whatever
-        it launches for the component's own communication: component x pass."""
+        """Seconds by which the host is ahead of its device after forward and backward of every component, whatever it
+        launches for the component's own communication: component x pass."""
         components, samples = self.graph.components, self.local(layout)
         if layout.sequence or layout.weights or self.shards.speeds:
             longest = [self.longest(c, layout) for c in components]
@@ -122,7 +121,7 @@ class Pricer:
 
     @property
     def releases(self) -> tuple[int, ...]:
-        """Per component, the one after whose backward the late part of its gradients leaves."""
+        """For each component, the one after whose backward the late part of its gradients leaves."""
         return tuple(r.index for r in self._releases)
 
     def local(self, layout: Layout) -> int:
@@ -138,7 +137,7 @@ class Pricer:
         return found
 
     def slowed(self, samples: int, speed: float = 1.0) -> float:
-        """By what a rank of that speed exceeds the times of the profile, with so many samples."""
+        """The factor by which a rank of that speed exceeds the profile's times, with so many samples."""
         return self.slow * self.times.whole_ratio(samples) / speed
 
     def longest(self, component: Component, layout: Layout) -> tuple[Work, float]:
@@ -155,84 +154,115 @@ class Pricer:
     def _work(self, component: Component, samples: int, layout: Layout) -> Work:
         return self.times.work(component, samples, layout.tensor, by_tokens=layout.sequence)
 
-    def compute_alone(self, index: int, layout: Layout) -> float:
-        """Seconds of forward and backward of component ``index`` in one microbatch, without any communication."""
-        work, slow = self.longest(self.graph.components[index], layout)
-        return (work.forward_s + work.backward_s) * slow
-
     def component(self, index: int, way: Way) -> ComponentCost:
-        """Component ``index``, run that way."""
+        """The cost of component ``index``, run that way."""
         if (index, way) not in self._components:
-            self._components[index, way] = self._component(index, way)
+            self._components[index, way] = self.price(self.figures(index, way))
         return self._components[index, way]
 
-    def _component(self, index: int, way: Way) -> ComponentCost:
-        alone, spread = self._alone(index, way), self._spread(index, way)
-        m, work, slow = self.num_microbatches, alone.work, alone.slow
-        back = spread.back
-        again = 0.0
-        if way.checkpoint:
-            again = work.forward_s
-            back += self._seconds(alone.inner, "forward")
-        footprint, update = self._footprint(index, way)
-        added = adding(alone.update * self.slow_memory / self.shards.slowest, self.optimizer, m)
-        ahead_s, back_s = work.forward_s * slow, (work.backward_s + again) * slow + added
-        met = self._met_on_links(index, way)
-        sync = spread.prompt + spread.late
-        saved, host = self._prefetched(index, way, back_s, met), self._awaited(index, way, ahead_s, back_s)
-        held_up = min(sync, alongside(sync, compute=back_s, collectives=met[1]) + saved.queued)
-        free = 1 - held_up / sync if sync else 1.0
-        blocking = m * (spread.ahead + back) + spread.update_moved + sync
+    def figures(self, index: int, way: Way, alike: range | None = None) -> Figures:
+        """The figures of component ``index``, run that way, for :meth:`price`. ``alike``: the neighbours that run as it
+        does; all of them where None."""
+        component, layout, kept = self.graph.components[index], way.layout, self.states.kept(index, way)
+        (forward, backward, *met, a, b, c, d), gathers = self.cell(index, way), self.states.ahead(index, way)
+        ahead, behind = (0.0, 0.0) if gathers is None else self.beside(index, way, gathers)
+        saved, transient = self.keeping.component(component, layout, checkpoint=way.checkpoint)
+        around = self.around.of(index, way.tensor, saved, alike)
+        work, slow = self.longest(component, layout)
+        return Figures(
+            kept=kept.costs, gathers=gathers, forward=forward, backward=backward, ahead=ahead, behind=behind,
+            update=self.states.update(index, way.tensor), floor=self.times.launch(component), met=met,
+            count=(a, b, c, d), saved=saved, transient=transient,
+            around=kept.page.transient(kept.share, layout.data, around), checkpoint=way.checkpoint, offload=way.offload,
+            split=layout.tensor > 1, alone=layout.data == 1, release=self._releases[index].index,
+            error=slow * work.error_s, link_error=self.edges.link_error(layout),
+        )  # fmt: skip
+
+    def beside(self, index: int, way: Way, gathers: Gathers) -> tuple[float, float]:
+        """Seconds of the neighbours' forward and backward beside which weights are gathered."""
+        ahead = self.pass_of(index - 1, way)[0] if gathers.forward + gathers.once else 0.0
+        return ahead, self.pass_of(index + 1, way)[1] if gathers.backward else 0.0
+
+    def price(self, x: Figures) -> ComponentCost:
+        """The costs of components with these figures: numbers of one, or arrays with an entry for each way."""
+        least = np.minimum if isinstance(x.forward, np.ndarray) else min
+        k, m, slowest, collective_s = x.kept, self.num_microbatches, self.shards.slowest, self.states.collective_s
+        added = adding(x.update * self.slow_memory / slowest, self.optimizer, m)
+        backward = x.backward + x.checkpoint * x.forward + added
+        met_ahead, met_back = x.met[0], x.met[1] + x.checkpoint * x.met[0]
+        ahead, back = self._met(x, 0), self._met(x, 1) + x.checkpoint * x.met[0]
+        saved, host, sync = _NOTHING_HIDDEN, _NOTHING_AWAITED, k.prompt + k.late
+        if x.gathers is not None:
+            saved = hidden(
+                x.gathers, self.cluster.overlap, ahead=x.ahead, behind=x.behind, own=backward,
+                met=(k.shared * met_ahead, k.shared * met_back), scattered=k.scattered, microbatches=m, least=least,
+            )  # fmt: skip
+        if self.states.apart:
+            launches = Launches(*k.launches).beside(
+                collective_s * x.count[0], collective_s * (x.count[1] + x.checkpoint * x.count[0])
+            )
+            host = awaited(launches, forward=x.forward, backward=backward, floor=x.floor, most=_most(x))
+        held_up = alongside(sync, compute=backward, collectives=k.shared * met_back, least=least) + saved.queued
+        held_up = least(sync, held_up)
+        free = 1 - held_up / (sync + (sync <= 0))
+        update = self._updated(x)
+        bucket = k.copied * self.slow / slowest + k.handled[3] + host.gradient
         return ComponentCost(
             num_microbatches=m,
-            forward_s=ahead_s,
-            backward_s=back_s,
-            forward_communication_s=spread.ahead - saved.forward + host.forward,
+            forward_s=x.forward,
+            backward_s=backward,
+            forward_communication_s=ahead - saved.forward + host.forward,
             backward_communication_s=back - saved.backward + host.backward,
-            bucket_s=spread.copying + host.gradient + (0.0 if way.offload else update * self.held_up_by_update),
-            prompt_sync_s=spread.prompt * free,
-            late_sync_s=spread.late * free,
-            release=self._releases[index].index,
+            bucket_s=bucket + (1 - x.offload) * update * self.held_up_by_update,
+            prompt_sync_s=k.prompt * free,
+            late_sync_s=k.late * free,
+            release=x.release,
             update_s=update,
-            update_communication_s=spread.update_moved - saved.once + host.update + held_up,
-            error_s=m * slow * work.error_s,
-            link_error_s=blocking * self.edges.link_error(way.layout),
-            footprint=footprint,
+            update_communication_s=k.update_moved - saved.once + host.update + held_up,
+            error_s=m * x.error,
+            link_error_s=(m * (ahead + back) + k.update_moved + sync) * x.link_error,
+            footprint=self.footprint(x),
             covered_s=saved.covered,
             prefetched_s=m * (saved.forward + saved.backward) + saved.once,
         )
 
-    def _met_on_links(self, index: int, way: Way) -> tuple[float, float]:
-        """Seconds of a forward and of a backward in which collectives inside the component take the links that its
-        weights and gradients go over."""
-        shared = self.states.kept(index, way).shared
-        if not shared:
-            return 0.0, 0.0
-        ahead, back = (self._seconds(self._alone(index, way).inner, phase) for phase in _PASSES)
-        return shared * ahead, shared * (back + ahead if way.checkpoint else back)
+    def _met(self, x: Figures, at: int) -> Any:
+        """Seconds that block in a pass (0 forward, 1 backward): collectives, and waiting at each of them for the
+        slowest rank. A tensor-parallel component meets at least once, if not inside then at its boundary. Where
+        backward waits for collectives that run once per step, ranks also meet at these in one microbatch; their own
+        time is priced separately."""
+        k, once, compute = x.kept, 2 + at, (x.forward, x.backward)[at]
+        apart = k.blocking * (k.count[once] + x.count[once]) / self.num_microbatches
+        number = _most(x)(x.count[at] + k.moving * k.count[at] + apart, 1.0 * x.split)
+        waited = compute * (waiting(self.cluster, self.width, compute / (number + (number == 0))) - 1)
+        return (number > 0) * (x.met[at] + k.moving * k.taken[at] + waited) + k.moving * k.handled[at]
 
-    def _prefetched(self, index: int, way: Way, own: float, met: tuple[float, float]) -> Hidden:
-        """What gathers ahead save; ``own`` is the component's backward, in seconds."""
-        gathers = self.states.ahead(index, way)
-        if gathers is None:
-            return _NOTHING_HIDDEN
-        ahead = self.pass_of(index - 1, way)[0] if gathers.forward + gathers.once else 0.0
-        behind = self.pass_of(index + 1, way)[1] if gathers.backward else 0.0
-        return hidden(
-            gathers, self.cluster.overlap, ahead=ahead, behind=behind, own=own, met=met,
-            scattered=self.states.kept(index, way).scattered, microbatches=self.num_microbatches,
-        )  # fmt: skip
+    def _updated(self, x: Figures) -> Any:
+        """Seconds of the optimizer step, on the device or on its host."""
+        k, sharding = x.kept, self.cluster.sharding
+        full = OPTIMIZER_WORDS[self.optimizer] * k.size
+        part = k.optimizer / (full + (full <= 0))
+        update = part * x.update * self.slow_update
+        if sharding is not None:
+            update = update + (k.parameters < k.size) * sharding.tensor_s * k.tensors
+        on_host = host_update(self.cluster, self.optimizer, part * k.size, self.busy)
+        return x.offload * on_host + (1 - x.offload) * update / self.shards.slowest
 
-    def _awaited(self, index: int, way: Way, forward: float, backward: float) -> Launches:
-        """What the device waits for of the host's work on its communication."""
-        launches, inner = self.states.kept(index, way).launches, self._alone(index, way).inner
-        if not self.states.apart or (launches is None and not inner):
-            return _NOTHING_AWAITED
-        ahead, back = (self.states.collective_s * launched(inner, phase) for phase in _PASSES)
-        return awaited(
-            (launches or _NOTHING_AWAITED).beside(ahead, back + ahead if way.checkpoint else back),
-            forward=forward, backward=backward, floor=self.times.launch(self.graph.components[index]),
-        )  # fmt: skip
+    def footprint(self, x: Figures) -> Footprint:
+        """The bytes that components with these figures hold."""
+        k, several = x.kept, self.num_microbatches > 1
+        # Around the update activations are gone, and all gradients there. Taken as a transient of the component's
+        # backward, that differs by the activations up to it and the gradients in front of it.
+        return Footprint(
+            state=k.state + several * (k.added + k.kept) - x.offload * k.optimizer,
+            activations=x.saved * margin() + (not several) * k.kept,
+            gradients=(not several) * k.gradients,
+            transient=_most(x)(x.transient * margin() + x.around + self.fresh(x), k.updating),
+        )
+
+    def fresh(self, x: Figures) -> Any:
+        """Bytes of a gradient that lies beside the sum it is added to, from the second microbatch on."""
+        return (self.num_microbatches > 1) * x.alone * x.kept.largest
 
     def pass_of(self, index: int, way: Way) -> tuple[float, float]:
         """Seconds of compute of component ``index``, run that way, in forward and in backward of one microbatch."""
@@ -245,22 +275,18 @@ class Pricer:
         return way.data.degree > 1 and self.strategies.data[way.data.strategy].joint
 
     def left(self, index: int, way: Way) -> float:
-        """Bytes that stay after the backward of component ``index``, where none in front is run alike."""
+        """Bytes that stay after the backward of component ``index``, where no component in front of it is run alike."""
         page = self.strategies.data[way.data.strategy].of(way.data)
         return page.left(self.states.share(index, way.tensor), way.layout.data, self.num_microbatches)
 
-    def added(self, index: int, way: Way) -> float:
-        """Bytes of gradients that component ``index`` adds up over several microbatches, beside its buckets."""
-        held = self.states.kept(index, way).held
-        return held.gradients if held.accumulated is None else held.accumulated
-
     def as_made(self, index: int, way: Way, footprint: Footprint, *, ending: bool) -> Footprint:
-        """The ``footprint`` of component ``index`` where each of its gradients is there from when backward makes it on:
-        not earlier in a bucket, or from an earlier microbatch. ``ending``: of those wrapped together no other one with
-        weights follows. In its forward there is no gradient, but the buffer that the weights were gathered into."""
+        """The ``footprint`` of component ``index`` where each of its gradients exists only from when backward makes it:
+        not earlier in a bucket, or from an earlier microbatch. ``ending``: it is the last one with weights of those
+        that are wrapped together. In its forward there is no gradient, but the buffer that its weights were gathered
+        into."""
         if self.num_microbatches > 1 or not self.times.unmade:
             return footprint
-        held, component = self._spread(index, way).held, self.graph.components[index]
+        held, component = self.states.kept(index, way).held, self.graph.components[index]
         unmade = 0.0 if held.buckets else self.keeping.unmade(component, way.layout)
         if not unmade:
             return footprint
@@ -270,118 +296,46 @@ class Pricer:
             made = max(made, min(footprint.transient, passing * margin() + held.transient - held.gradients))
         return replace(footprint, transient=made)
 
-    def footprint(self, index: int, way: Way, alike: range) -> Footprint:
-        """Memory of component ``index`` where of its neighbours only those ``alike`` are run as it is; else as in
-        :meth:`component`, where all are taken to be."""
-        return self._footprint(index, way, alike)[0]
-
-    def _footprint(self, index: int, way: Way, alike: range | None = None) -> tuple[Footprint, float]:
-        alone, spread = self._alone(index, way), self._spread(index, way)
-        saved, transient = self.keeping.component(self.graph.components[index], way.layout, checkpoint=way.checkpoint)
-        beside = self.around.of(index, way.tensor, saved, alike)
-        transient = transient * margin() + spread.page.transient(alone.share, way.layout.data, beside)
-        return self._held(alone, way, spread.held, saved, transient)
-
-    def _alone(self, index: int, way: Way) -> Alone:
-        """What component ``index`` does in a layout, whoever keeps its state."""
+    def cell(self, index: int, way: Way) -> tuple[float, ...]:
+        """What component ``index`` does in a layout, whatever keeps its state: seconds of compute forward and backward,
+        seconds of the collectives inside each, and how many of these there are in each of :data:`asa.cost.way.PHASES`.
+        """
         key = (index, way.layout, way.tensor)
-        if key not in self._alones:
-            work, slow = self.longest(self.graph.components[index], way.layout)
+        if key not in self._cells:
             inner = self.inner(index, way)
-            self._alones[key] = Alone(
-                self.states.share(index, way.tensor), work, slow, inner,
-                ahead=self._met(inner, "forward", way, work.forward_s * slow),
-                back=self._met(inner, "backward", way, work.backward_s * slow),
-                update=self.states.update(index, way.tensor),
-            )  # fmt: skip
-        return self._alones[key]
+            taken = (sum(self._links.seconds(c) for c in inner if c.phase == phase) for phase in PHASES[:2])
+            counts = (launched(inner, phase) for phase in PHASES)
+            work, slow = self.longest(self.graph.components[index], way.layout)
+            self._cells[key] = (work.forward_s * slow, work.backward_s * slow, *taken, *counts)
+        return self._cells[key]
 
     def inner(self, index: int, way: Way) -> tuple[Collective, ...]:
         """Collectives inside component ``index`` in a layout, of one microbatch."""
         splitting = self.strategies.tensor[way.tensor.strategy]
         return splitting.traffic(self.graph.components[index], way.layout.tensor, self.local(way.layout))
 
-    def _spread(self, index: int, way: Way) -> Spread:
-        """What keeping its state one way or another adds, but for what is forgotten or put on the host."""
-        key = (index, way.layout, way.tensor, way.data)
-        if key not in self._spreads:
-            alone, kept = self._alone(index, way), self.states.kept(index, way)
-            ahead, back = alone.ahead, alone.back
-            if kept.blocking or kept.repeated:
-                traffic, work, slow = (*alone.inner, *kept.moved), alone.work, alone.slow
-                once: tuple[Phase, Phase] | tuple[None, None] = (
-                    ("update", "gradient") if kept.blocking else (None, None)
-                )
-                ahead = self._met(traffic, "forward", way, work.forward_s * slow, once[0])
-                back = self._met(traffic, "backward", way, work.backward_s * slow, once[1])
-                ahead += kept.handled["forward"]
-                back += kept.handled["backward"]
-            copying = kept.copied * self.slow / self.shards.slowest + kept.handled["gradient"]
-            self._spreads[key] = Spread(
-                kept.page, kept.held, ahead, back, kept.update_moved, kept.prompt, kept.late, copying
-            )
-        return self._spreads[key]
-
-    def _met(
-        self, traffic: Sequence[Collective], phase: Phase, way: Way, compute_s: float, once: Phase | None = None
-    ) -> float:
-        """Seconds that block in one pass of a component, whose own work is ``compute_s``: its collectives, and waiting
-        at each of them for the slowest rank. A tensor-parallel component meets at least once, if not inside, then at
-        its boundary. ``once``: of which phase there are collectives that ranks meet at as well, in one of a step's
-        microbatches, and that are priced apart."""
-        present = [c for c in traffic if c.ranks > 1 and c.bytes > 0]
-        moved = [c for c in present if c.phase == phase]
-        apart = sum(c.phase == once for c in present) / self.num_microbatches
-        meetings = max(len(moved) + apart, 1 if way.layout.tensor > 1 else 0)
-        if not meetings:
-            return 0.0
-        waited = compute_s * (waiting(self.cluster, self.width, compute_s / meetings) - 1)
-        return self._seconds(moved, phase) + waited
-
-    def _held(self, alone: Alone, way: Way, memory: Memory, saved: float, transient: float) -> tuple[Footprint, float]:
-        """Memory of the component, and seconds of its optimizer step, on the device or on its host."""
-        share, several = alone.share, self.num_microbatches > 1
-        added = memory.gradients if memory.accumulated is None else memory.accumulated
-        full = OPTIMIZER_WORDS[self.optimizer] * share.parameter_bytes
-        part = memory.optimizer / full if full > 0 else 0.0
-        # From the second microbatch on a fresh gradient lies beside the one that it is added to.
-        fresh = share.largest_parameter_bytes if several and way.layout.data == 1 else 0.0
-        # Around the update activations are gone, and all gradients there. Taken as a transient of the component's
-        # backward, that differs by the activations up to it and the gradients in front of it.
-        footprint = Footprint(
-            state=memory.state + (added + memory.kept if several else 0.0) - (memory.optimizer if way.offload else 0.0),
-            activations=saved * margin() + (0.0 if several else memory.kept),
-            gradients=0.0 if several else memory.gradients,
-            transient=max(transient + fresh, memory.updating),
-        )
-        if way.offload:
-            return footprint, host_update(self.cluster, self.optimizer, part * share.parameter_bytes, self.busy)
-        update = part * alone.update * self.slow_update
-        if memory.parameters < share.parameter_bytes and self.cluster.sharding is not None:
-            update += self.cluster.sharding.tensor_s * share.num_parameter_tensors
-        return footprint, update / self.shards.slowest
-
     def handover(self, index: int, source: Layout, target: Layout, offset: int) -> tuple[float, float]:
-        """Seconds of one microbatch from a stage to the next, which begins with component ``index`` on rank ``offset``:
-        of the activations, and of their gradients on the way back."""
-        size = self.graph.components[index - 1].output_bytes_per_sample
-        sent = self._handovers.seconds
-        return sent(size, source, target, offset), sent(size, target, source, offset)
+        """Seconds of one microbatch, and of its gradient, between a stage and the next one, which begins with component
+        ``index`` on rank ``offset``."""
+        return self.handovers((index,), source, target, offset)[0]
 
     def handovers(
         self, indices: Sequence[int], source: Layout, target: Layout, offset: int
     ) -> list[tuple[float, float]]:  # fmt: skip
-        """Seconds of handovers, forward and backward, in front of each of some components."""
+        """Seconds of handovers, forward and backward, in front of each of these components."""
         sizes = tuple(self.graph.components[i - 1].output_bytes_per_sample for i in indices)
-        sent = self._handovers.all_seconds
+        sent = self._handovers.seconds
         return list(zip(sent(sizes, source, target, offset), sent(sizes, target, source, offset), strict=True))
 
-    def _seconds(self, traffic: Iterable[Collective], phase: Phase) -> float:
-        return sum(self._links.seconds(c) for c in traffic if c.phase == phase)
+
+def _most(x: Figures) -> Any:
+    """The function that gives the greater of two numbers, or of two arrays entry by entry."""
+    return np.maximum if isinstance(x.forward, np.ndarray) else max
 
 
 def times_of(profile: Profile, strategies: Strategies) -> Times:
-    """The profile's times, with tensor degrees between measured ones by the FLOPs that a strategy says they share."""
+    """The profile's times; tensor degrees between measured ones are interpolated by the share of FLOPs that the
+    strategy states."""
 
     def flops_share(component: Component, degree: int) -> float:
         if degree == 1 or component.flops_per_sample <= 0 or "tensor" not in strategies.tensor:

@@ -1,6 +1,6 @@
-"""A plan rank by rank and link by link: what each rank computes in a step, and what crosses which links.
+"""The price of a plan rank by rank and link by link: what each rank computes in a step, and what crosses which links.
 
-A whole step is as long as the slowest rank makes it; what is measured on one rank is held against its own part.
+A step is as long as the slowest rank makes it; a measurement on one rank is compared with that rank's own part.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from asa.cost.machine.estimate import on_device
-from asa.cost.planned import price_stage, schedule_of, ways_of
+from asa.cost.planned import price_stage, pricer_of, schedule_of, ways_of
 from asa.cost.pricing import Pricer, Way, times_of
 from asa.cost.traffic.collectives import Links
 from asa.interfaces.strategy import Strategies
@@ -21,8 +21,8 @@ from asa.ir.traffic import CollectiveOp
 
 @noun
 class Carried:
-    """A kind of collective of a plan: ``bytes`` of its largest message and its ``seconds`` alone on the links of
-    ``level``; ``ranks`` and ``stride`` as in :class:`asa.ir.traffic.Collective`."""
+    """One kind of collective of a plan: the ``bytes`` of its largest message and its ``seconds`` alone on the links of
+    ``level``. ``ranks`` and ``stride`` are those of :class:`asa.ir.traffic.Collective`."""
 
     op: CollectiveOp
     level: int
@@ -33,7 +33,7 @@ class Carried:
 
 
 class Ranks:
-    """A plan under one set of costs.
+    """The parts of a plan under one set of costs.
 
     Raises:
         InvalidInputError: the plan is of another model, or asks of a component what it refuses.
@@ -53,17 +53,14 @@ class Ranks:
             yield stage, start, self._ways[start:end]
 
     def _pricer(self, stage: Stage, speeds: tuple[float, ...]) -> Pricer:
-        plan = self._plan
-        return Pricer(
-            self._profile, self._times, self._cluster, self._strategies, width=len(stage.ranks),
-            global_batch=plan.global_batch, num_microbatches=plan.num_microbatches, optimizer=plan.optimizer,
-            busy=self._busy, compression=plan.compression, speeds=speeds,
+        return pricer_of(
+            self._plan, stage, self._profile, self._times, self._cluster, self._strategies, speeds
         )  # fmt: skip
 
     def compute(self) -> tuple[float, ...]:
-        """Seconds that each rank computes in a step, its optimizer step included and all waiting left out.
+        """Seconds that each rank computes in a step, with its optimizer step and without any waiting.
 
-        Each rank is priced as if the others of its stage took no time at all.
+        Each rank is priced as if the others of its stage took no time.
         """
         found: dict[int, float] = {}
         for stage, start, ways in self._stages():
@@ -81,7 +78,7 @@ class Ranks:
         return tuple(found[r] for r in range(self._plan.num_ranks))
 
     def carried(self) -> tuple[Carried, ...]:
-        """Every kind of collective inside stages, by operation, group and links; and one send over every border."""
+        """Every kind of collective inside stages, by operation, group and links, and one send over every border."""
         found: dict[tuple[CollectiveOp, int, int, int], Carried] = {}
         for stage, start, ways in self._stages():
             width = len(stage.ranks)

@@ -1,7 +1,7 @@
-"""Shards of a microbatch on the ranks of one stage: how large they are, on how fast a device, and what is kept of them.
+"""Shards of a microbatch on the ranks of one stage: their size, the speed of their device, and the bytes kept of them.
 
-Microbatches of a step differ by a sample, and so do even shards; uneven ones, and devices, differ by more. For time the
-rank decides that takes longest; for memory the one that holds most, or comes closest to what its device has.
+The microbatches of a step differ by a sample, and so do even shards; uneven ones, and devices, differ by more. For time
+the rank decides that takes longest; for memory the one that holds most, or comes closest to its device's limit.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Shards:
         return min(self.speeds, default=1.0)
 
     def at(self, place: int) -> Shards:
-        """A copy that is asked about the memory of one rank."""
+        """A copy that answers for the memory of one rank."""
         found = copy(self)
         found.place, found._held = place, {}
         return found
 
     def rows(self, layout: Layout) -> tuple[int, ...]:
-        """Samples of every shard, in whichever microbatch it has most; 1 at least."""
+        """Samples of every shard in the microbatch where it has most; at least 1."""
         if layout not in self._rows:
             every = zip(*(layout.sizes(size) for size in self.sizes), strict=True)
             self._rows[layout] = tuple(max(1, *sizes) for sizes in every)
@@ -88,21 +88,22 @@ class Shards:
 
 
 class Keeping:
-    """Bytes of activations on the rank that decides on memory, upper quantiles and spare bytes aside.
+    """Bytes of activations on the rank that decides on memory, without the upper quantile and without spare bytes.
 
-    What a larger device has to spare is taken off what its rank holds: some off what is there for a while, the rest
-    off the components, each by what a sample leaves there, all together no more than there is. Of each the most that is
-    left on any rank counts. If the sum of that fits the smallest device, what every rank holds fits its own.
+    What a larger device has to spare is subtracted from what its rank holds: a part from what is held for a while, the
+    rest from the components in proportion to the bytes that a sample leaves there, in total no more than there is. For
+    each component the rank with the most left counts. If the sum of that fits the smallest device, what every rank
+    holds fits its own.
     """
 
     def __init__(self, graph: LayerGraph, times: Times, shards: Shards) -> None:
         self._graph, self._times, self.shards = graph, times, shards
 
     def component(self, component: Component, layout: Layout, *, checkpoint: bool) -> tuple[float, float]:
-        """What forward leaves for backward, and what is there beside it while backward runs.
+        """Bytes that forward leaves for backward, and bytes held beside them while backward runs.
 
-        Under a checkpoint what stays is the output. Backward begins with forward, and has for a while what that saves.
-        What is cut by tokens is gathered beside what tensor parallelism has at hand anyway.
+        Under a checkpoint only the output stays. Backward then begins with forward, and holds for a while what that
+        saves. What is split by tokens is gathered beside the buffers that tensor parallelism needs anyway.
         """
         found = []
         for samples, spare in self.shards.held(layout):
@@ -125,11 +126,11 @@ class Keeping:
         return max(s for s, _ in found), max(t for _, t in found)
 
     def unmade(self, component: Component, layout: Layout) -> float:
-        """By how much less is there beside a backward that itself makes the component's gradients."""
+        """Bytes that are not yet there in a backward which itself makes the component's gradients."""
         return self._times.work(component, self.shards.largest(layout), layout.tensor).unmade_bytes
 
     def input(self, layout: Layout) -> float:
-        """The model's input."""
+        """Bytes of the model's input."""
         each = self._graph.input_bytes_per_sample
         return max(
             samples * each - (spare * self._parts[1] * each / margin() if spare else 0.0)
@@ -137,15 +138,15 @@ class Keeping:
         )
 
     def part(self, size: float, layout: Layout) -> float:
-        """Most bytes that a rank holds of ``size`` bytes of a whole microbatch."""
+        """The most bytes that a rank holds of ``size`` bytes of a whole microbatch."""
         if not layout.weights:
             return size / layout.data
         return size * max(samples for samples, _ in self.shards.held(layout)) / self.shards.microbatch
 
     @cached_property
     def _parts(self) -> tuple[float, float]:
-        """Shares of a spare byte: how much goes to what is there for a while, and how much to each byte that a sample
-        leaves, the model's input among them. All parts together are one byte at most."""
+        """Shares of a spare byte: how much is taken from what is held for a while, and how much from each byte that a
+        sample leaves, the model's input included. Together they are at most one byte."""
         components = self._graph.components
         works = [self._times.work(c, self.shards.microbatch, 1) for c in components]
         passing, saved = max(w.transient_bytes for w in works), sum(w.saved_bytes for w in works)
@@ -156,8 +157,8 @@ class Keeping:
 
 @lru_cache(maxsize=65536)
 def sending(source: Layout, target: Layout, rows: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """For a transfer of ``rows`` rows between stages: how many flows there are, and the messages (in rows) that a rank
-    sends or receives, for every rank that may be the busiest: none has as many that are all as large."""
+    """How many flows a transfer of ``rows`` rows between stages has, and the messages (in rows) that each rank sends or
+    receives, for all ranks that may be the busiest."""
     busy: dict[int, list[int]] = {}
     senders, receivers = set(), set()
     for sender, place, low, high in messages(source, target, rows):
@@ -169,7 +170,7 @@ def sending(source: Layout, target: Layout, rows: int) -> tuple[int, tuple[tuple
 
 
 def _busiest(ranks: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Without those that have no more messages than another rank, and none that is larger than that one's."""
+    """The ranks without those whose messages are no more, and each no larger, than those of another rank."""
     found: list[tuple[int, ...]] = []
     for mine in sorted(ranks, key=lambda x: (len(x), x[::-1]), reverse=True):
         if not any(all(a <= b for a, b in zip(mine[::-1], other[::-1], strict=False)) for other in found):

@@ -1,11 +1,12 @@
-"""What keeping a component's state costs and moves, whatever the number of microbatches: priced once for all of them.
+"""What it costs to keep the states of components, and the traffic for them, priced once for every number of
+microbatches.
 
-Components that are alike in all but their names, such as repeated blocks, are priced once, too.
+Components that differ only in their names, such as repeated blocks, are priced once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from asa.cost.boundary.crossings import Crossings
@@ -14,9 +15,9 @@ from asa.cost.constants import constant
 from asa.cost.traffic.buckets import Release, bucket_bytes, releases
 from asa.cost.traffic.collectives import Links
 from asa.cost.traffic.compression import remaining
-from asa.cost.traffic.launching import MOST_UNITS, Launches, launched
+from asa.cost.traffic.launching import MOST_UNITS, launched
 from asa.cost.traffic.prefetch import Gathers
-from asa.cost.way import Way
+from asa.cost.way import PHASES, Upkeep, Way
 from asa.cost.work.compute import Times
 from asa.interfaces.strategy import DataStrategy, Strategies
 from asa.ir.cluster import Cluster, Sharding
@@ -30,35 +31,20 @@ _WORDS = ("name", "modules", "why_whole")
 """Fields of a component that nothing is priced by."""
 
 
-_PHASES: tuple[Phase, ...] = ("forward", "backward", "update", "gradient")
-
-
 @dataclass
 class Kept:
-    """A component under a data strategy. ``moved``: all its traffic; ``repeated``: whether some is in every microbatch;
-    ``blocking``: whether backward waits for all of it. Seconds once per step as in
-    :class:`asa.cost.step.ComponentCost`; ``copied`` is compute on a rank as fast as the profile's device, ``handled``,
-    of every phase, on any. ``launches``: what the host does meanwhile, where the device works apart from it.
-    ``shared``: the part of ``moved``, in seconds, that takes the links of the component's own collectives, and could
-    hide; ``scattered``: of ``prompt``, by whom gathers its weights, too."""
+    """A component under a data strategy: the strategy's ``page``, what a rank has of the component and holds, all the
+    traffic for it (``moved``), and what that costs."""
 
     page: DataStrategy
+    share: Share
     held: Memory
     moved: tuple[Collective, ...]
-    repeated: bool
-    blocking: bool
-    update_moved: float
-    prompt: float
-    late: float
-    copied: float
-    handled: Mapping[Phase, float]
-    launches: Launches | None
-    shared: float
-    scattered: float
+    costs: Upkeep
 
 
 class States:
-    """States of the components of one graph, on stages of one width, while so many ranks work as ``links`` knows."""
+    """The states of one graph's components on stages of one width, while as many ranks work as ``links`` says."""
 
     def __init__(
         self, graph: LayerGraph, times: Times, cluster: Cluster, strategies: Strategies, links: Links,
@@ -83,7 +69,7 @@ class States:
         self._between: dict[tuple[Ends, tuple[Layout, ...], tuple[Layout, ...]], Crossings] = {}
 
     def _as_long(self) -> tuple[int, ...]:
-        """Per component the first one that is like it in all but words, and takes as long."""
+        """For each component the first one that is equal but for its names and takes as long."""
         first: dict[tuple[object, ...], int] = {}
         keys = [(k, self._times.signature(c)) for k, c in zip(self.like, self._graph.components, strict=True)]
         return tuple(first.setdefault(key, i) for i, key in enumerate(keys))
@@ -97,7 +83,7 @@ class States:
         return self._shares[key]
 
     def largest(self, tensor: TensorDegree) -> tuple[int, float]:
-        """The component with the largest parameter on a tensor rank, and parameter bytes of all others there."""
+        """The component with the largest parameter on a tensor rank, and the parameter bytes of all others there."""
         page, found = self._strategies.tensor[tensor.strategy], list[tuple[float, float]]()
         for i, c in enumerate(self._graph.components):
             whole = bool(page.refusal(c, tensor.degree))
@@ -108,7 +94,7 @@ class States:
         return at, sum(size for _, size in found) - found[at][1]
 
     def update(self, index: int, tensor: TensorDegree) -> float:
-        """Seconds of an update of all that share."""
+        """Seconds of an optimizer step on all that a tensor rank has of component ``index``."""
         key = (index, tensor)
         if key not in self._updates:
             size, bandwidth = self.share(index, tensor).parameter_bytes, self._cluster.device.memory_bandwidth
@@ -124,7 +110,8 @@ class States:
         return self._kept[key]
 
     def ahead(self, index: int, way: Way) -> Gathers | None:
-        """What is gathered ahead for component ``index``, and beside its backward; None where nothing is."""
+        """Seconds of gathers that run ahead for component ``index``, and beside its backward; None where there are
+        none."""
         if not (self.prefetching and self._strategies.data[way.data.strategy].prefetches and way.layout.data > 1):
             return None
         key = (index, way.layout, way.tensor, way.data)
@@ -140,7 +127,8 @@ class States:
         return self._ahead[key]
 
     def _gathers(self, index: int, way: Way) -> dict[str, float]:
-        """Seconds of the gathers of component ``index`` by phase; empty where it does not exist or cannot be run so."""
+        """Seconds of the gathers of component ``index`` by phase; empty where it does not exist or cannot run that
+        way."""
         if not 0 <= index < len(self._graph):
             return {}
         component = self._graph.components[index]
@@ -153,7 +141,7 @@ class States:
         }
 
     def repeated(self, indices: range, way: Way) -> float:
-        """Bytes of optimizer state that components ``indices``, run alike, count beyond what a rank has of them
+        """Bytes of optimizer state that components ``indices``, run alike, count beyond what a rank holds of them
         together."""
         page = self._strategies.data[way.data.strategy].of(way.data)
         apart = sum(self.kept(i, way).held.optimizer for i in indices)
@@ -169,25 +157,23 @@ class States:
         # gathered once a step are awaited in forward.
         blocking = self._cluster.device.type == "cpu" and not held.buckets
         tensors = share.num_parameter_tensors
-        handled = {phase: self._handled(moved, phase, tensors) for phase in _PHASES}
-        update_moved = sum(self.links.seconds(c) for c in moved if c.phase == "update") + handled["update"]
+        handled = tuple(self._handled(moved, phase, tensors) for phase in PHASES)
+        taken = [sum(self.links.seconds(c) for c in moved if c.phase == phase) for phase in PHASES[:3]]
+        update_moved = taken[2] + handled[2]
         gradients = [c for c in moved if c.phase == "gradient"]
         prompt, late, copied, scattered = self._sync(index, share, gradients, bucketed=held.buckets > 0)
         if blocking:
             update_moved, prompt = update_moved + prompt, 0.0
-        return Kept(
-            page, held, moved,
-            repeated=any(c.phase in ("forward", "backward") for c in moved),
-            blocking=blocking,
-            update_moved=update_moved,
-            prompt=prompt,
-            late=late,
-            copied=copied,
-            handled=handled,
-            launches=self._launches(moved, tensors),
-            shared=self._shared(moved, layout),
-            scattered=scattered,
+        costs = Upkeep(
+            update_moved=update_moved, prompt=prompt, late=late, copied=copied, blocking=blocking,
+            moving=blocking or any(c.phase in PHASES[:2] for c in moved), shared=self._shared(moved, layout),
+            scattered=scattered, handled=handled, count=tuple(launched(moved, phase) for phase in PHASES),
+            taken=tuple(taken[:2]), launches=self._launches(moved, tensors), state=held.state, gradients=held.gradients,
+            added=held.gradients if held.accumulated is None else held.accumulated, kept=held.kept,
+            optimizer=held.optimizer, parameters=held.parameters, updating=held.updating, size=share.parameter_bytes,
+            largest=share.largest_parameter_bytes, tensors=tensors,
         )  # fmt: skip
+        return Kept(page, share, held, moved, costs)
 
     def _shared(self, moved: Sequence[Collective], layout: Layout) -> float:
         if layout.tensor == 1 or self._cluster.overlap.saving <= 0:
@@ -199,7 +185,7 @@ class States:
         return taken[True] / (sum(taken) or 1.0)
 
     def crossing(self, ends: Ends, source: Layout, target: Layout) -> tuple[Boundary, tuple[Collective, ...]]:
-        """The boundary between two layouts, and what moves for each byte of the tensor that crosses it."""
+        """The boundary between two layouts, and its traffic per byte of the tensor that crosses it."""
         key = (ends, source, target)
         if key not in self._crossings:
             boundary = ends.boundary(source, target)
@@ -207,30 +193,30 @@ class States:
         return self._crossings[key]
 
     def between(self, ends: Ends, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Crossings:
-        """All boundaries from some layouts to others, those from the first one first."""
+        """All boundaries from some layouts to others, all from the first layout first."""
         key = (ends, sources, targets)
         if key not in self._between:
             self._between[key] = Crossings([self.crossing(ends, a, b) for a in sources for b in targets])
         return self._between[key]
 
     def entering(self, ends: Ends, layouts: tuple[Layout, ...]) -> Crossings:
-        """Into each of these layouts, from outside of a stage."""
+        """The boundaries into each of these layouts from outside a stage."""
         key = (ends, (), layouts)
         if key not in self._between:
             self._between[key] = Crossings([self.crossing(ends, whole(x), x) for x in layouts])
         return self._between[key]
 
     def leaving(self, ends: Ends, layouts: tuple[Layout, ...]) -> Crossings:
-        """Out of a stage, from each of these layouts."""
+        """The boundaries out of a stage from each of these layouts."""
         key = (ends, layouts, ())
         if key not in self._between:
             self._between[key] = Crossings([self.crossing(ends, x, whole(x)) for x in layouts])
         return self._between[key]
 
     def _handled(self, traffic: Iterable[Collective], phase: Phase, tensors: int) -> float:
-        """Seconds of a rank, beside the links', on what stock sharding gathers and scatters of so many tensors; where
-        they were not measured, those of its copies in the device's memory. Without what the host of a device apart does
-        meanwhile."""
+        """Seconds of a rank, beside those of the links, on gathers and scatters of stock sharding for so many tensors.
+        Where they were not measured, they are copies in device memory. For devices that run asynchronously, the host's
+        time is not included."""
         costs, device = self._cluster.sharding, self._cluster.device
         if costs is None:
             if not self.apart or device.memory_bandwidth <= 0:
@@ -239,19 +225,18 @@ class States:
         unit_s = 0.0 if self.apart else self._unit_s(tensors)
         return sum(unit_s + costs.byte_s * c.bytes for c in _sharding(traffic, phase))
 
-    def _launches(self, traffic: Sequence[Collective], tensors: int) -> Launches | None:
-        """What the host of a device apart does for gathers and scatters; None for nothing."""
-        numbers = [len(_sharding(traffic, phase)) for phase in _PHASES] if self.apart else []
-        return Launches(*(self._unit_s(tensors) * n for n in numbers)) if any(numbers) else None
+    def _launches(self, traffic: Sequence[Collective], tensors: int) -> tuple[float, ...]:
+        """Seconds in each phase that the host of an asynchronous device takes for gathers and scatters."""
+        return tuple(self._unit_s(tensors) * len(_sharding(traffic, p)) if self.apart else 0.0 for p in PHASES)
 
     def _unit_s(self, tensors: int) -> float:
-        """Seconds of the host on a gather, or a scatter, of a unit of so many tensors, whatever their bytes."""
+        """Seconds of the host on a gather or scatter of one unit of so many tensors, whatever their bytes."""
         costs = self._cluster.sharding
         return constant("fsdp_launch_s") if costs is None else costs.unit_s + costs.moved_tensor_s * tensors
 
     def most_launched(self, index: int, layout: Layout) -> tuple[float, float]:
-        """Seconds of the host, in a forward and in a backward, that component ``index`` in a layout takes at most for
-        its own communication, whatever way it is run."""
+        """The most seconds, in a forward and in a backward, that the host takes for the own communication of component
+        ``index`` in a layout, whatever way it runs."""
         key = (self.like[index], layout.data > 1, layout.tensor)
         if key not in self._most:
             component = self._graph.components[index]
@@ -266,11 +251,11 @@ class States:
     def _sync(
         self, index: int, share: Share, moved: list[Collective], *, bucketed: bool
     ) -> tuple[float, float, float, float]:
-        """Seconds of gradient synchronisation: leaving at once, leaving with a later bucket, copying for it, and what
-        of the first is scattered.
+        """Seconds of gradient synchronisation: what leaves at once, what leaves with a later bucket, copying for it,
+        and the part of the first that is scattered.
 
-        ``bucketed``: an all_reduce travels in buckets with its neighbours, so it costs its part of a full bucket's
-        time; anything else is sent component by component.
+        ``bucketed``: an all_reduce travels in buckets with its neighbours, so it costs its share of a full bucket's
+        time. Anything else is sent component by component.
         """
         prompt = late = copied = scattered = 0.0
         for c in moved:
@@ -295,7 +280,7 @@ def _sharding(traffic: Iterable[Collective], phase: Phase) -> list[Collective]:
 
 
 def alike(components: Sequence[Component]) -> tuple[int, ...]:
-    """Per component the first one that is like it in all but words."""
+    """For each component the first one that is equal to it but for its names."""
     names = [f.name for f in fields(Component) if f.name not in _WORDS]
     first: dict[tuple[object, ...], int] = {}
     return tuple(first.setdefault(tuple(getattr(c, n) for n in names), i) for i, c in enumerate(components))

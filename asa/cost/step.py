@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from asa.cost.memory.peak import Footprint
 from asa.ir.cluster import Overlap
 from asa.ir.codec import noun
@@ -26,15 +28,16 @@ from asa.ir.codec import noun
 
 @noun
 class ComponentCost:
-    """One component on one rank, in seconds (of the slowest rank) and bytes.
+    """The cost of one component on one rank, in seconds (of the slowest rank) and bytes: numbers, or arrays with an
+    entry for each way.
 
-    ``forward_s`` and ``backward_s`` are compute of one microbatch, ``forward_communication_s`` and
-    ``backward_communication_s`` what blocks in it; ``bucket_s`` is compute on gradients in the last microbatch, and
-    what the update of a stage takes from those in front. Beside ``covered_s`` of a backward the neighbour's weights are
-    gathered, and gradients wait. The rest is once per step:
-    ``prompt_sync_s`` leaves when the last backward ends, ``late_sync_s`` after the backward of component ``release``;
-    then the optimizer. ``prefetched_s`` is what gathers of weights took beside the neighbours' compute. ``error_s`` is
-    a standard error of a step's compute, ``link_error_s`` one of its communication.
+    Of one microbatch: ``forward_s`` and ``backward_s`` are compute, ``forward_communication_s`` and
+    ``backward_communication_s`` what blocks in it. ``bucket_s`` is compute on gradients in the last microbatch, and
+    what the update of another stage takes from this one. Beside ``covered_s`` of a backward the neighbour's weights are
+    gathered, and gradients wait. Once per step: ``prompt_sync_s`` leaves when the last backward ends, ``late_sync_s``
+    after the backward of component ``release``; the optimizer follows. ``prefetched_s`` is the time of gathers that is
+    hidden beside the neighbours' compute. ``error_s`` is the standard error of a step's compute, ``link_error_s`` that
+    of its communication.
     """
 
     num_microbatches: int
@@ -55,15 +58,15 @@ class ComponentCost:
     prefetched_s: float = 0.0
 
     def released_at(self, release: int) -> ComponentCost:
-        """A copy with another ``release``. (A thousand components of many plans are moved: `replace` checks each
-        field anew.)"""
+        """A copy with another ``release``, made without checking every field again: it is needed for a thousand
+        components of many plans."""
         found = object.__new__(ComponentCost)
         found.__dict__.update(self.__dict__, release=release)
         return found
 
     @property
     def compute_s(self) -> float:
-        """Forward and backward of all microbatches."""
+        """Seconds of forward and backward of all microbatches."""
         return self.num_microbatches * (self.forward_s + self.backward_s) + self.bucket_s
 
     @property
@@ -73,12 +76,13 @@ class ComponentCost:
 
     @property
     def window_s(self) -> float:
-        """Backward compute of the last microbatch, behind which others' synchronisation can hide."""
+        """Seconds of backward compute of the last microbatch, behind which other components' synchronisation can
+        hide."""
         return self.backward_s + self.bucket_s - self.covered_s
 
     @property
     def sync_s(self) -> float:
-        """Gradient synchronisation, wherever it runs."""
+        """Seconds of gradient synchronisation, whether it leaves at once or later."""
         return self.prompt_sync_s + self.late_sync_s
 
 
@@ -101,8 +105,8 @@ class BoundaryCost:
 
 @noun
 class StepCost:
-    """A step taken apart: ``compute_s + exposed_s + bubble_s == total_s``. ``compute_s`` includes the optimizer's own
-    time; of a pipeline, all is that of the busiest stage, and ``bubble_s`` what it waits for others."""
+    """A step taken apart: ``compute_s + exposed_s + bubble_s == total_s``. ``compute_s`` includes the optimizer. For a
+    pipeline the figures are those of the busiest stage, and ``bubble_s`` is what it waits for others."""
 
     total_s: float
     compute_s: float
@@ -117,28 +121,22 @@ def side_by_side(
     windows: Sequence[float], prompt: Sequence[float], late: Sequence[float], release: Sequence[int], sp: float,
     sc: float,
 ) -> float:  # fmt: skip
-    """Seconds during which both streams work (tau of the module), of components with such backward windows, prompt and
-    late synchronisation; the latter leaves after component ``release``."""
-    leaving = list(prompt)
-    for at, size in zip(release, late, strict=True):
-        leaving[at] += size
-    before, behind, found = 0.0, sum(leaving), float("inf")
-    for window, own in zip(windows, leaving, strict=True):
-        behind -= own
-        found = min(found, sp * before + sc * behind)
-        before += window
-    return max(0.0, found)
+    """Seconds during which both streams work (tau of this module). ``windows``, ``prompt`` and ``late`` are seconds of
+    each component; late synchronisation leaves after component ``release``."""
+    leaving = np.array(prompt, dtype=float)
+    np.add.at(leaving, list(release), late)
+    return max(0.0, float(hidden_from(np.array(windows, dtype=float), leaving, sp, sc).min()))
 
 
 def hidden_from(windows: Any, leaving: Any, sp: float, sc: float) -> Any:
-    """What tau is the least of, in arrays: seconds of overlap if the communication stream were busy from each component
-    on. ``windows``: b_l; ``leaving``: synchronisation that each releases. Components first, draws of both behind."""
+    """Seconds of overlap if the communication stream were busy from each component on: tau is the least of them.
+    ``windows`` are b_l, ``leaving`` the synchronisation that each component releases; arrays, component first."""
     behind = leaving.sum(axis=0) - leaving.cumsum(axis=0)
     return sp * (windows.cumsum(axis=0) - windows) + sc * behind
 
 
 def step(components: Sequence[ComponentCost], boundaries: Sequence[BoundaryCost], overlap: Overlap) -> StepCost:
-    """Price a step; ``boundaries[i]`` lies in front of component i, the last one behind the last component."""
+    """The cost of a step; ``boundaries[i]`` lies in front of component i, the last one behind the last component."""
     compute = sum(c.compute_s + c.update_s for c in components)
     sync = sum(c.sync_s for c in components)
     blocking = sum(c.blocking_s + c.update_communication_s for c in components) + sum(b.blocking_s for b in boundaries)

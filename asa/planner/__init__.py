@@ -1,4 +1,5 @@
-"""Decides: from a profile, a cluster and the strategies offered to the fastest plan, with proof. No torch."""
+"""The planner: from a profile, a cluster and the strategies offered to the fastest plan, with a proof. It needs no
+torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What a search may spend: shares of its time limit, seconds of work, and how closely it looks.
+"""Limits of a search: shares of its time limit, seconds of work, and how closely it looks.
 
-A figure that a decision's measurements set names it; ``benchmarks/ablation.py`` says what a mechanism is worth.
+A figure that was set by a decision's measurements names that decision. ``benchmarks/ablation.py`` measures what a
+mechanism is worth.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How closely cuts, widths and stages are looked at: numbers, and shares of a bound."""
+    """Limits on how closely cuts, widths and stages are searched: numbers, and shares of a bound."""
 
     listed: int = 200
     """Cuts and widths up to which they are looked at one by one, rather than their stages in full (decision 0050)."""
@@ -37,7 +38,8 @@ class Effort:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Seconds are of work (:mod:`asa.planner.clock`), shares are of the time limit, gaps of the best plan."""
+    """Limits of one search. Seconds are of work (:mod:`asa.planner.clock`), shares are of the time limit, gaps of the
+    best plan."""
 
     narrower_s: float = 0.05
     """For whole strategies on fewer devices (decision 0033)."""

@@ -1,8 +1,8 @@
-"""The clock of the search: seconds of work, so that a busy machine gets the same answer, only later.
+"""The clock of the search. It counts seconds of work, so that a busy machine gets the same answer, only later.
 
-What is counted is the processor time of the thread that searches, and not the time on the wall, of which other programs
-take their share. Where next to nothing is left of a processor somebody still waits for the answer: a second of the wall
-counts for a part of a second at least. A solver of another process, or of threads of its own, is charged for apart.
+It counts the processor time of the thread that searches, not wall time, of which other programs take their share. Where
+next to nothing is left of a processor somebody still waits for the answer, so a wall second counts for a part of a
+second at least.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _WorkClock:
         self.forget()
 
     def advance(self) -> float:
-        """Add what has passed since the last time."""
+        """Add the work since the last call."""
         thread, worked, wall = self._thread, self._worked, self._wall
         self.forget()
         own = self._worked - worked if thread == self._thread else 0.0
@@ -29,7 +29,7 @@ class _WorkClock:
         return self.seconds
 
     def forget(self) -> None:
-        """Count from here on: in a copy of the process, and in another thread, processor time begins anew."""
+        """Count from here on: in a copy of the process and in another thread, processor time begins anew."""
         self._thread = threading.get_ident()
         self._worked, self._wall = time.thread_time(), time.monotonic()
 
@@ -42,9 +42,3 @@ if hasattr(os, "register_at_fork"):
 def now() -> float:
     """Seconds of work, counted from some moment in the past. They go on in a copy of the process."""
     return _CLOCK.advance()
-
-
-def charge(seconds: float) -> None:
-    """Count work of another process that this one waited for."""
-    _CLOCK.advance()
-    _CLOCK.seconds += max(0.0, seconds)

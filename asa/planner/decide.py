@@ -1,4 +1,4 @@
-"""``plan``: every baseline priced, the space searched, and the answer with its certificate."""
+"""``plan``: prices every baseline, searches the space, and answers with a certificate."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def plan(
 ) -> list[Plan]:  # fmt: skip
     """The best ``request.top_k`` plans, best first. ``known`` as for :class:`asa.planner.space.candidate.Prices`.
 
-    The answer is not predicted to be slower than any whole strategy that fits, but for plain data parallelism: where
-    the machine was measured, that is the answer unless a plan is surely enough faster (decision 0038). A plan of the
-    search's own that beats the best whole strategy by less than the noise gives way to it. The certificate then shows
-    the gap; ``request.prefer_simple`` turns off both.
+    The answer is never predicted to be slower than a whole strategy that fits, with one exception: on a measured
+    machine plain data parallelism is the answer unless a plan is surely enough faster (decision 0038). A mixed plan
+    that beats the best whole strategy by less than the noise is replaced by it. In both cases the certificate shows the
+    gap; switching ``request.prefer_simple`` off turns off both.
 
     Raises:
         UsageError: unknown strategies, contradictory pins, more devices than the cluster has.
@@ -125,7 +125,7 @@ def plan(
 
 
 def _on_devices(found: Plan, cluster: Cluster, order: tuple[int, ...]) -> Plan:
-    """``found`` on ``cluster``, whose devices in that order are the ranks it was made for."""
+    """``found`` on ``cluster``, whose devices in that order are the ranks the plan was made for."""
     shown = ",".join(map(str, order[: found.num_ranks]))
     here = len(cluster.levels) == 1 and found.device_type == "cuda"
     how = f"; start it with CUDA_VISIBLE_DEVICES={shown}" if here else ""
@@ -134,12 +134,12 @@ def _on_devices(found: Plan, cluster: Cluster, order: tuple[int, ...]) -> Plan:
 
 
 def _below(bound_s: float, seconds: float) -> float:
-    """By what part ``bound_s`` lies below ``seconds``: 0 where it does not, or where nothing takes any time."""
+    """The share by which ``bound_s`` lies below ``seconds``; 0 where it does not, or where nothing takes time."""
     return max(0.0, 1 - bound_s / seconds) if seconds > 0 else 0.0
 
 
 def _unfinished(fastest_s: float, outcome: Outcome) -> tuple[str, ...]:
-    """That a longer search may find more than what takes ``fastest_s``, where it was not finished."""
+    """A note that a longer search may find a plan faster than ``fastest_s``, where the search was not finished."""
     left = _below(outcome.lower_bound_s, fastest_s)
     said: list[str] = []
     if left > _WORTH:
@@ -205,13 +205,13 @@ def _members(prices: Prices, name: str) -> tuple[str, ...]:
 
 
 def _simplest(rows: Sequence[StrategyRow]) -> StrategyRow | None:
-    """The fastest of ``rows``; of those that tie the first, which does least beyond training on one device."""
+    """The fastest of ``rows``; of equally fast ones the first, which changes least against training on one device."""
     fastest = min((r.seconds for r in rows), default=0.0)
     return next((r for r in rows if r.seconds <= fastest * _TIE), None)
 
 
 def _choose(prices: Prices, outcome: Outcome, simplest: StrategyRow | None) -> tuple[Candidate | None, tuple[str, ...]]:
-    """The answer, and what is to be said about it."""
+    """The answer, and the notes on it."""
     found = outcome.best
     if simplest is None or simplest.price is None or simplest.candidate is None:
         return found, () if found is None else circumstances(prices, found)
@@ -232,7 +232,7 @@ def _choose(prices: Prices, outcome: Outcome, simplest: StrategyRow | None) -> t
 
 
 def _open(possible: float) -> str:
-    """What is proved of the part that a plan may win: a bound that is far off is not said to be a gain."""
+    """A note on how much a plan may still win, as far as it is proved: a bound that is far off is not called a gain."""
     if possible <= _WORTH:
         return f"the best possible gain is {100 * possible if possible > _PROVED else 0:.2g} %"
     return f"nothing was found that is surely faster; up to {100 * possible:.2g} % are not ruled out"
@@ -242,7 +242,7 @@ def _surely(
     prices: Prices, chosen: Candidate, notes: tuple[str, ...], replicas: StrategyRow | None
 ) -> tuple[Candidate, tuple[str, ...]]:
     """Plain data parallelism in place of an answer that is not surely enough faster, on a machine where both can be
-    tried; the answer with that doubt where it was not to give way (``request.prefer_simple``)."""
+    tried. Where ``request.prefer_simple`` is off the answer stays, and the doubt is noted."""
     space = prices.space
     if replicas is None or replicas.candidate is None or replicas.price is None or not space.measured:
         return chosen, notes
@@ -262,8 +262,7 @@ def _surely(
 
 
 def _least(prices: Prices, *, proved: bool) -> tuple[Candidate, tuple[str, ...]]:
-    """The fastest of the plans that need least memory, where the search found none in its time, and what is to be
-    said about it.
+    """The fastest of the plans with the least memory, where the search found none in its time, and notes on it.
 
     Raises:
         InfeasibleError: none of them fits either.
@@ -292,7 +291,7 @@ def _certificate(prices: Prices, candidate: Candidate, outcome: Outcome, seconds
 
 
 def _curve(outcome: Outcome) -> tuple[CurvePoint, ...] | None:
-    """The curve of the search in a few points: those after which the gap was at most three quarters of before."""
+    """The search's curve in a few points: each after which the gap is at most three quarters of that before."""
     found: list[CurvePoint] = []
     last = float("inf")
     for i, (seconds, best, bound) in enumerate(outcome.curve):

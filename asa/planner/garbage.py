@@ -1,8 +1,8 @@
-"""No looking for garbage while a plan is made.
+"""Garbage collection is off while a plan is made.
 
-A search makes hundreds of thousands of objects that stay, and hardly any that only the collector could free. Each look
-at all of them takes as long as pricing a number of microbatches, and in a forked copy of the process it writes to every
-page that it would share.
+A search makes hundreds of thousands of objects that stay, and hardly any that only the collector could free. Each pass
+over them takes as long as pricing a number of microbatches, and in a forked process it writes to every page that the
+two share.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """The collector is off, if it was on."""
+    """Switch the collector off inside, if it was on."""
     was = gc.isenabled()
     gc.disable()
     try:

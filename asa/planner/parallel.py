@@ -1,8 +1,8 @@
-"""Work on another core: a forked copy of this process does it and sends back what it found.
+"""Work in a forked copy of this process, on another core.
 
-Only where a copy is safe and helps: a process of one thread, without torch (whose threads and devices do not survive a
-fork), on two cores or more. Elsewhere the work is done here, when its result is asked for. It must end by itself: what
-the search does beside it has the same time limit.
+It is used only where a copy is safe and helps: a process with one thread, without torch (whose threads and devices do
+not survive a fork), on two cores or more. Elsewhere the work is done here when its result is asked for. The work must
+end by itself: it has the same time limit as what the search does meanwhile.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _NUMBER = struct.Struct("@d")
 
 
 def possible() -> bool:
-    """Whether work can be done by a copy of this process, at the same time."""
+    """Whether a copy of this process can work at the same time."""
     if not hasattr(os, "fork") or not hasattr(os, "sched_getaffinity") or "torch" in sys.modules:
         return False
     return threading.active_count() == 1 and len(os.sched_getaffinity(0)) > 1
 
 
 class Forked(Generic[T]):
-    """``work`` done by a copy of this process; here, if ``apart`` is false, or the copy comes to grief."""
+    """``work`` done by a copy of this process; or here, if ``apart`` is false or the copy fails."""
 
     def __init__(self, work: Callable[[], T], *, apart: bool) -> None:
         self._work, self._found = work, list[T]()
@@ -65,7 +65,7 @@ class Forked(Generic[T]):
         return b"".join(pieces) if status == 0 else b""
 
     def stop(self) -> None:
-        """No result is wanted any more."""
+        """End the copy: its result is not needed any more."""
         if self._pid > 0:
             with contextlib.suppress(OSError):
                 os.kill(self._pid, signal.SIGKILL)
@@ -75,7 +75,7 @@ class Forked(Generic[T]):
 
 
 class SharedBest:
-    """A number from each of two processes, this one and a copy of it made later, for the other to see."""
+    """A number from each of two processes, this one and a copy of it made later, which the other can read."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 2 * _NUMBER.size)
@@ -83,14 +83,15 @@ class SharedBest:
             _NUMBER.pack_into(self._memory, side * _NUMBER.size, float("inf"))
 
     def exchange(self, side: int, number: float) -> float:
-        """Say a number, on one of the sides 0 and 1, and hear what the other one said last; infinite before it did."""
+        """Publish a number on ``side`` 0 or 1; returns the latest number of the other side, infinite before there is
+        one."""
         _NUMBER.pack_into(self._memory, side * _NUMBER.size, number)
         found: float = _NUMBER.unpack_from(self._memory, (1 - side) * _NUMBER.size)[0]
         return found
 
 
 def _answer(work: Callable[[], T], sink: int) -> NoReturn:
-    """In the copy: never returns, and leaves alone what the original has open."""
+    """Work in the copy: it never returns, and leaves what the original has open."""
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -23,8 +23,9 @@ _PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 @dataclass
 class Crossed:
-    """Seconds of one microbatch and bytes, size x pair, as in :class:`asa.cost.step.BoundaryCost`. Of each pair,
-    ``moved``: whether the layouts differ; ``launched``: how many collectives there are forward and backward."""
+    """Prices of boundaries: arrays, size x pair of layouts, with the fields of :class:`asa.cost.step.BoundaryCost`
+    (seconds of one microbatch, bytes). For each pair, ``moved`` says whether the layouts differ, and ``launched`` how
+    many collectives run in forward and in backward."""
 
     forward: Any
     backward: Any
@@ -35,8 +36,8 @@ class Crossed:
 
 
 class Crossings:
-    """``pairs``: for each pair of layouts the boundary between them and its traffic per byte of the whole microbatch's
-    tensor."""
+    """Boundaries that are priced together. ``pairs`` has, for each pair of layouts, the boundary between them and its
+    traffic per byte of the whole microbatch's tensor."""
 
     def __init__(self, pairs: Sequence[tuple[Boundary, Sequence[Collective]]]) -> None:
         self._count = len(pairs)
@@ -60,7 +61,8 @@ class Crossings:
         self._target = np.array([self._targets.index(b.target) for b, _ in pairs])
 
     def priced(self, links: Links, sizes: Sequence[float], part: Callable[[float, Layout], float]) -> Crossed:
-        """Where so many bytes cross: size x pair. ``part``: how many of them a rank has in a layout."""
+        """Prices where tensors of these ``sizes`` (bytes) cross, size x pair. ``part(size, layout)`` is how many of the
+        bytes a rank holds."""
         seconds = np.array(
             [[links.taken(op, size * b, ranks, stride) for op, b, ranks, stride in self._messages] for size in sizes]
         )
@@ -82,7 +84,7 @@ class Crossings:
 
 
 def _kept(boundary: Boundary) -> tuple[bool, int, int]:
-    """Whether a boundary makes another tensor, which the target keeps; and of how many tokens a rank has how many."""
+    """Whether the boundary makes another tensor, which the target keeps; and how many of how many tokens a rank has."""
     source, target = boundary.source, boundary.target
     if boundary.cuts_tokens:
         tokens = boundary.entry_tokens

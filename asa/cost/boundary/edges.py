@@ -1,6 +1,6 @@
-"""What lies between components, and where stages begin and end: seconds and bytes of boundaries, in arrays.
+"""Prices of the boundaries between components, and of the two ends of a stage: seconds and bytes, in arrays.
 
-Columns: seconds forward, backward and of the wrapper, bytes of state, activations and transient, and the standard error
+Columns: seconds of forward, backward and the wrapper, bytes of state, activations and transient, and the standard error
 in seconds. One boundary is an array of length one.
 """
 
@@ -28,9 +28,9 @@ from asa.ir.transfer import UNDER_WAY, whole
 
 
 class Edges:
-    """Boundaries of one model on stages of one width, ``microbatch`` samples at a time over all ranks,
-    ``num_microbatches`` to a step; ``keeping`` says how much of a tensor a rank has. Each is priced once.
-    ``launching``: what devices wait for of their hosts, where these work apart."""
+    """Boundaries of one model on stages of one width, each priced once. A step has ``num_microbatches`` of
+    ``microbatch`` samples over all ranks. ``keeping`` says how much of a tensor a rank holds; ``launching``, for
+    devices that run asynchronously to their hosts, how long they wait for them."""
 
     def __init__(
         self, graph: LayerGraph, states: States, keeping: Keeping, *, microbatch: int, num_microbatches: int,
@@ -45,32 +45,33 @@ class Edges:
         self._wrappers: dict[Layout, float] = {}
 
     def alike(self, index: int) -> tuple[object, ...]:
-        """What a boundary in front of component ``index`` depends on, beside the layouts."""
+        """A key that is equal for boundaries that cost the same between the same layouts."""
         return (*self.form(index), self._like(index - 1), self._like(index))
 
     def form(self, index: int) -> tuple[float, Ends]:
-        """Bytes of a sample that cross the boundary in front of component ``index``, and its two sides."""
+        """Bytes per sample that cross the boundary in front of component ``index``, and the layout rules of its two
+        sides."""
         before, after = self.graph.components[index - 1], self.graph.components[index]
         return before.output_bytes_per_sample, Ends.between(before, after)
 
     def _like(self, index: int) -> int:
-        """The component whose boundaries those of component ``index`` equal."""
+        """The first component whose boundaries cost the same as those of component ``index``."""
         return -1 if self.launching is None else self.states.timed[index]
 
     def boundary(self, index: int, source: Layout, target: Layout) -> BoundaryCost:
-        """The boundary in front of component ``index`` (1 <= index < number of components)."""
+        """The price of the boundary in front of component ``index`` (1 <= index < number of components)."""
         return self._one(self.boundaries, index, (source,), (target,))
 
     def inlet(self, index: int, layout: Layout) -> BoundaryCost:
-        """Where component ``index`` begins a stage."""
+        """The price of beginning a stage with component ``index``."""
         return self._one(self.inlets, index, (layout,))
 
     def outlet(self, index: int, layout: Layout) -> BoundaryCost:
-        """Where component ``index`` ends a stage."""
+        """The price of ending a stage with component ``index``."""
         return self._one(self.outlets, index, (layout,))
 
     def _one(self, price: Callable[..., Any], index: int, *layouts: tuple[Layout, ...]) -> BoundaryCost:
-        """An array of length one, priced once for all components that are alike."""
+        """The price of one boundary, as an array of length one; computed once for all components that are alike."""
         key = (price.__name__, index, layouts)
         if key not in self._known:
             last = index + 1 == len(self.graph)
@@ -86,12 +87,13 @@ class Edges:
         return self._known[key]
 
     def _output(self, index: int) -> tuple[float, Ends]:
-        """Bytes of a sample that component ``index`` hands on, and that side of it."""
+        """Bytes per sample that component ``index`` hands on, and the layout rule of that side."""
         component = self.graph.components[index]
         return component.output_bytes_per_sample, Ends.between(component, None)
 
     def boundaries(self, indices: Sequence[int], sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Any:
-        """Boundaries in front of some components, from the first of ``sources`` first: component x column x pair."""
+        """Prices of the boundaries in front of some components: component x column x pair of layouts, all pairs with
+        the first of ``sources`` first."""
         sizes, ends = zip(*map(self.form, indices), strict=True)
         wrappers = np.tile([self.wrapper(b) for b in targets], len(sources))
         errors = [max(self.link_error(a), self.link_error(b)) for a in sources for b in targets]
@@ -102,9 +104,9 @@ class Edges:
         return found
 
     def inlets(self, indices: Sequence[int], layouts: tuple[Layout, ...]) -> Any:
-        """Beginnings of stages with some components: component x column x layout. A stage holds what it was sent, and
-        its gradient leaves whole. Of several microbatches, the next is on its way, and two gradients may wait for the
-        stage before to take them."""
+        """Prices of beginning a stage with some components: component x column x layout. A stage holds what it was
+        sent, and sends its gradient whole. With several microbatches the next one is on its way, and two gradients may
+        wait for the stage in front to take them."""
         m, components = self.num_microbatches, self.graph.components
         sizes = [components[max(0, i - 1)].output_bytes_per_sample for i in indices]
         ends = [Ends.between(None, components[i]) for i in indices]
@@ -122,8 +124,8 @@ class Edges:
         return found
 
     def outlets(self, indices: Sequence[int], layouts: tuple[Layout, ...]) -> Any:
-        """Ends of stages behind some components: component x column x layout. The output is made whole; the loss, or a
-        transfer, comes next. Of several microbatches, the gradient of the next is on its way."""
+        """Prices of ending a stage behind some components: component x column x layout. The output is made whole; the
+        loss or a transfer follows. With several microbatches the gradient of the next one is on its way."""
         components = self.graph.components
         sizes, ends = zip(*map(self._output, indices), strict=True)
         sent = np.array([[i + 1 < len(components)] for i in indices])
@@ -140,15 +142,15 @@ class Edges:
         return [max(self.link_error(whole(x)), self.link_error(x)) for x in layouts]
 
     def _parts(self, sizes: Sequence[float], layouts: Sequence[Layout]) -> Any:
-        """Bytes a rank holds of whole tensors of so many bytes a sample: tensor x layout."""
+        """Bytes that a rank holds of whole tensors with these ``sizes`` in bytes per sample: tensor x layout."""
         return np.array([[self.keeping.part(self.microbatch * size, x) for x in layouts] for size in sizes])
 
     def _crossed(
         self, sizes: Sequence[float], ends: Sequence[Ends], crossings: Callable[[Ends], Crossings], errors: Any,
         wrappers: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """What crosses in front of or behind some components, so many bytes a sample, before the host is waited for;
-        and how many collectives are launched: pass x component x pair."""
+        """Prices before the host is waited for (component x column x pair), and how many collectives are launched (pass
+        x component x pair). ``sizes`` are in bytes per sample."""
         parts: list[tuple[list[int], Any, Any]] = []
         for one in dict.fromkeys(ends):
             which = [k for k, e in enumerate(ends) if e == one]
@@ -167,8 +169,8 @@ class Edges:
         return found, counts
 
     def _entry(self, layout: Layout) -> list[float]:
-        """Columns of the model's input: every rank reads its own samples of all microbatches, nothing moves and no
-        gradient is wanted. What they are made of is there until they are ready."""
+        """Columns of the model's input. Every rank reads its own samples of all microbatches; nothing moves, and no
+        gradient is needed. The raw data is held until the input is ready."""
         later = (self.num_microbatches - 1) * self.keeping.shards.largest(layout) * self.graph.input_bytes_per_sample
         held = self.keeping.input(layout) + later
         return [
@@ -182,7 +184,7 @@ class Edges:
         ]
 
     def wrapper(self, layout: Layout) -> float:
-        """Seconds of the wrapper that begins with a layout."""
+        """Seconds per step of the data-parallel wrapper that begins with a layout."""
         if layout not in self._wrappers:
             self._wrappers[layout] = wrapper_seconds(self.graph, self.links, layout.data, layout.inner)
         return self._wrappers[layout]

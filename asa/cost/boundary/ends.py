@@ -10,7 +10,7 @@ from asa.ir.layout import Boundary, Layout
 @hashed
 @noun
 class Ends:
-    """The two sides of a boundary, whatever the layouts: see :class:`asa.ir.layout.Boundary`."""
+    """The layout rules of the two sides of a boundary, whatever the layouts: see :class:`asa.ir.layout.Boundary`."""
 
     exit_partial: bool = False
     entry_partial: bool = False
@@ -19,7 +19,7 @@ class Ends:
 
     @staticmethod
     def between(before: Component | None, after: Component | None) -> Ends:
-        """Behind one component and in front of another; None: something that is whole."""
+        """The rules behind one component and in front of another; None stands for a tensor that is whole."""
         source = before.split if before is not None else None
         target = after.split if after is not None else None
         return Ends(

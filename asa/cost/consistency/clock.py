@@ -16,10 +16,11 @@ STEPS = 48
 
 
 def play(discipline: Discipline | None, machine: Machine, *, steps: int = STEPS, seed: int = 0) -> Played:
-    """A run of ``steps`` global batches; without a discipline all workers add up their gradients after every step.
+    """The outcome of ``steps`` global batches. Without a discipline all workers add up their gradients after every
+    step.
 
     Raises:
-        UsageError: a discipline without servers on a machine that has some, or the other way, or one of stages.
+        UsageError: the discipline needs servers and the machine has none, or the other way round, or it needs stages.
     """
     if discipline is None:
         return met(Discipline(name="local_sgd"), machine, seed, steps)

@@ -1,7 +1,8 @@
-"""Workers that train apart for a period and then meet, round by round.
+"""Workers that train independently for a period and then meet to average, round by round.
 
-A meeting begins when all workers have come, or a quorum of them and the grace time is over; it takes ``meeting_s``, and
-then those who came go on together. Who comes later has missed it and is in the next one; nobody waits for him.
+A meeting begins when all workers have come, or when a quorum has come and the grace time is over. It takes
+``meeting_s`` seconds; then those who came go on together. A worker that comes later takes part in the next meeting;
+nobody waits for it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _QUARTER = {"fp32": 1.0, "int8": 0.25}
 
 
 def met(discipline: Discipline, machine: Machine, seed: int, steps: int) -> Played:
-    """A run of at least ``steps`` global batches under a discipline of local steps."""
+    """The outcome of at least ``steps`` global batches under a discipline of local steps."""
     draws, chance = Draws(machine, seed), random.Random(f"clients {seed}")
     count = len(machine.workers)
     period = max(1, discipline.period // discipline.fragments)

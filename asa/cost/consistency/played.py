@@ -1,4 +1,4 @@
-"""What the clock of a discipline is told of a machine, and what it says of a run on it."""
+"""The machine that a discipline of consistency is simulated on, and the outcome of a run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from asa.ir.codec import noun
 
 @noun
 class Worker:
-    """One worker, in seconds.
+    """One worker. Times are in seconds.
 
-    ``step_s``: mean of forward and backward of its own ``rows`` of a global batch, with nobody to wait for.
-    ``push_s``, ``pull_s``: its own link with all servers together, for all gradients and for all weights.
-    ``hidden_s``: how long before the end of its backward it may begin to push. ``update_s``: an optimizer step that it
-    takes itself, on all weights.
+    ``step_s``: mean of forward and backward of its own ``rows`` of a global batch, without waiting. ``push_s``,
+    ``pull_s``: its link with all servers together, for all gradients and for all weights. ``hidden_s``: how long before
+    the end of its backward it may begin to push. ``update_s``: an optimizer step on all weights, where it takes one
+    itself.
     """
 
     step_s: float
@@ -29,9 +29,9 @@ class Worker:
 
 @noun
 class Server:
-    """One server, in seconds: its link is busy for ``receive_s`` with the gradients of one worker and for ``send_s``
-    with the weights for one; ``apply_s`` of computing are an update of its part of the weights. ``beside``: the worker
-    on whose device it computes, if it has none of its own."""
+    """One server. Times are in seconds: its link is busy for ``receive_s`` with the gradients of one worker and for
+    ``send_s`` with the weights for one worker; ``apply_s`` is the computing of an update of its part of the weights.
+    ``beside``: the worker on whose device it computes, if it has no device of its own."""
 
     receive_s: float = 0.0
     send_s: float = 0.0
@@ -51,12 +51,13 @@ class Machine:
 
     @property
     def rows(self) -> float:
-        """Rows of a global batch."""
+        """Rows of a global batch, over all workers."""
         return sum(w.rows for w in self.workers)
 
     @property
     def fastest(self) -> float:
-        """Rows per second that all workers compute together if nothing ever stops them: no discipline is above it."""
+        """Rows per second that all workers compute together if nothing ever stops them: an upper bound for every
+        discipline."""
         return sum(w.rows / w.step_s for w in self.workers)
 
 
@@ -93,7 +94,7 @@ class Played:
 
 
 class Draws:
-    """How much longer than its mean each next step of a worker takes: the same numbers under every discipline."""
+    """Draws of how much longer than its mean each step of a worker takes: the same numbers under every discipline."""
 
     def __init__(self, machine: Machine, seed: int) -> None:
         self._spread = machine.spread
@@ -101,17 +102,17 @@ class Draws:
         self._machine = machine
 
     def step(self, worker: int) -> float:
-        """Seconds of computing of its next step."""
+        """Seconds that the worker computes in its next step."""
         mean, spread = self._machine.workers[worker].step_s, self._spread
         return mean * math.exp(self._random[worker].gauss(-spread * spread / 2, spread)) if spread else mean
 
     def steps(self, worker: int, count: int) -> float:
-        """Seconds of computing of its next ``count`` steps."""
+        """Seconds that the worker computes in its next ``count`` steps."""
         return sum(self.step(worker) for _ in range(count))
 
 
 def counted(values: Iterator[int] | Sequence[int]) -> tuple[int, ...]:
-    """How often each whole number from 0 occurs.
+    """How often each whole number from 0 on occurs.
 
     >>> counted([0, 2, 2])
     (1, 0, 2)
@@ -124,7 +125,7 @@ def counted(values: Iterator[int] | Sequence[int]) -> tuple[int, ...]:
 
 
 def settled(finished: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """Rows per second of all workers in the second half of what each finished, as (time, rows) in order."""
+    """Rows per second of all workers, in the second half of what each finished. ``done`` has (time, rows) in order."""
     rate = 0.0
     for times in finished:
         half = len(times) // 2

@@ -1,13 +1,13 @@
-"""Workers that pull weights from servers and push gradients to them, event by event.
+"""Workers that pull weights from servers and push gradients to them, as a discrete-event simulation.
 
-A cycle of a worker: wait while a gradient under way is as old as the window allows, pull, compute ``period`` steps,
-push; its pushes begin ``hidden_s`` before backward ends. A server's link takes one worker's gradients, and sends one
-worker's weights, at a time, in the order in which they come; its processor applies one push at a time. A worker pulls
-again once its own push is applied. Under a discipline that is exact the servers add up the pushes of all workers and
-update once.
+In a cycle a worker waits while a gradient under way is as old as the window allows, pulls, computes ``period`` steps
+and pushes; its push begins ``hidden_s`` before its backward ends. A server's link takes the gradients of one worker,
+and sends the weights for one worker, at a time, in the order in which they come. Its processor applies one push at a
+time. A worker pulls again once its own push is applied. Under an exact discipline the servers add up the pushes of all
+workers and update once.
 
-A server beside a worker takes its updates out of that worker's computing. Without servers (``hogwild``) every worker
-writes to memory that all share: nothing is queued for, and the update is its own.
+A server that shares a worker's device takes its updates out of that worker's computing time. Without servers
+(``hogwild``) every worker writes to shared memory: there are no queues, and each worker updates by itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Worker:
 
 
 class Served:
-    """The events of one run."""
+    """The state and events of one run."""
 
     def __init__(self, discipline: Discipline, machine: Machine, seed: int) -> None:
         self.discipline, self.machine = discipline, machine
@@ -61,7 +61,7 @@ class Served:
         self._rejected = 0
 
     def run(self, steps: int) -> Played:
-        """Until ``steps`` global batches were applied, and every worker has finished a cycle or two."""
+        """Simulate until ``steps`` global batches are applied and every worker has finished a cycle or two."""
         batch, count = self.machine.rows, len(self._workers)
         for w in range(count):
             self._begin(w, 0.0)
@@ -92,7 +92,7 @@ class Served:
         )
 
     def _served(self) -> float:
-        """The part of the time so far that the busiest link or processor of a server was busy."""
+        """The share of the time so far in which the busiest link or processor of a server was busy."""
         if self.now <= 0:
             return 0.0
         until = (self._sending, self._receiving, self._applying)
@@ -110,14 +110,14 @@ class Served:
         heapq.heappush(self._events, (time, self._count, kind, w))
 
     def _ticked(self, clock: int) -> None:
-        """A worker has finished step number ``clock``."""
+        """Note that a worker has finished step number ``clock``."""
         self._at_clock[clock] -= 1
         self._at_clock[clock + 1] = self._at_clock.get(clock + 1, 0) + 1
         while not self._at_clock.get(self._slowest):
             self._slowest += 1
 
     def _begin(self, w: int, now: float) -> None:
-        """Pull and compute, or wait for the window."""
+        """Let a worker pull and compute, or wait for the window."""
         me, machine = self._workers[w], self.machine
         lead = me.clock - self._slowest
         if self._held_up(w, lead):
@@ -143,7 +143,8 @@ class Served:
         self._at(got + max(0.0, compute - machine.workers[w].hidden_s), "computed", w)
 
     def _held_up(self, w: int, lead: int) -> bool:
-        """Whether a gradient under way is as old as the window allows; at a window of 0, whether anybody is behind."""
+        """Whether a gradient under way is as old as the window allows; with a window of 0, whether any worker is
+        behind."""
         window = self.discipline.window
         if not window:
             return window == 0 and lead > 0
@@ -170,7 +171,7 @@ class Served:
         self._at(sent, "arrived", w)
 
     def _apply(self, w: int) -> None:
-        """The gradients of ``w`` have arrived."""
+        """Take in the gradients of worker ``w``, which have arrived."""
         if self.discipline.synchronous:
             self._arrived.append((w, self.now))
             if len(self._arrived) == len(self._workers):
@@ -196,7 +197,7 @@ class Served:
         self._ages.append(int(age + 1e-9))
 
     def _updated(self, now: float) -> float:
-        """When all servers have made one update that they learn of ``now``."""
+        """The time at which all servers have made one update that they learn of ``now``."""
         done = now
         for j, server in enumerate(self.machine.servers):
             start = max(now, self._applying[j])
@@ -208,7 +209,7 @@ class Served:
         return done
 
     def _finished(self, w: int) -> None:
-        """A push of ``w`` was applied or rejected; whoever waited for it goes on."""
+        """Let workers go on that waited for the push of ``w``, which was applied or rejected."""
         me, rows = self._workers[w], self.machine.workers[w].rows * self.discipline.period
         if me.rejected:
             me.rejected = False

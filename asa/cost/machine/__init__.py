@@ -1,1 +1,1 @@
-"""Profiles and clusters as they are meant, where nobody measured them: presets, estimates, what-ifs."""
+"""Profiles and clusters that nobody measured: presets, estimates and what-if variants."""

@@ -40,11 +40,11 @@ def estimate(
     activation_scale: float = 1.0,
     trained_on_one: bool = False,
 ) -> Profile:
-    """The profile one would expect on ``device``, of origin ``estimated``.
+    """The profile that is expected on ``device``, of origin ``estimated``.
 
     ``activation_scale`` converts the graph's activation bytes to those at ``precision`` (0.5 from fp32 to bf16).
-    ``trained_on_one``: the model was seen to train on a batch of one sample. Of components with BatchNorm there is no
-    time of one sample otherwise: ranks are then given two or more, as torch refuses to average a single value.
+    ``trained_on_one``: the model was seen to train on a batch of one sample. Otherwise components with BatchNorm get no
+    time for one sample, and ranks are given two or more: torch refuses to average a single value.
 
     Raises:
         InvalidInputError: the device states no peak or no memory bandwidth, or a component would take for ever on it.
@@ -97,7 +97,7 @@ def estimate(
 
 
 def on_device(profile: Profile, cluster: Cluster) -> Profile:
-    """``profile`` itself if it speaks of the cluster's kind of device, else an estimate from its graph.
+    """``profile`` itself if it is of the cluster's kind of device, else an estimate from its graph.
 
     Raises:
         InvalidInputError: an estimate is needed, and the cluster's device states no peak.
@@ -129,7 +129,7 @@ def _degrees(component: Component, most: int) -> list[int]:
 
 
 def _by_tokens(component: Component, sequence: SequenceSplit, degree: int) -> Component:
-    """With the bytes that a rank reads and writes of it where its tokens are cut, too."""
+    """The timings with the bytes that a rank reads and writes where the tokens are split, too."""
     handed = component.output_bytes_per_sample * (sequence.share(degree) if sequence.exit else 1.0)
     saved = max(0.0, component.saved_bytes_per_sample - sequence.spared(degree))
     return replace(component, saved_bytes_per_sample=saved, output_bytes_per_sample=handed)

@@ -1,4 +1,4 @@
-"""Profiles on which components need more memory than they were measured to, by one factor."""
+"""Profiles on which components need a factor more memory than was measured."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from asa.ir.profile import Profile
 
 
 def heavier_profile(profile: Profile, factor: float) -> Profile:
-    """Saved and transient bytes ``factor`` times as many. Parameters, gradients and optimizer state are known exactly:
-    they stay as they are."""
+    """A copy with ``factor`` times the saved and transient bytes. Parameters, gradients and optimizer state are known
+    exactly, so they stay."""
     if factor == 1.0:
         return profile
     return replace(

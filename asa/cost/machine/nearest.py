@@ -1,4 +1,4 @@
-"""The cluster that is meant when none is named: the one that was measured, or the preset of the same GPU."""
+"""The cluster to use where none is named: the one that was measured, or the preset of the same GPU."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _ADDITIONS = {"ti", "super", "ada", "d", "laptop", "mobile"}
 
 
 def nearest(known: Sequence[Cluster], record: DeviceRecord, gpus: int | None) -> Cluster:
-    """A cluster of ``known`` (measured here) of that device with enough ranks, else a preset of that GPU, else, for a
-    CPU, the largest measured one with more ranks on its cores; for one rank, the device alone.
+    """A cluster out of ``known`` (measured here) with that device and enough ranks, else a preset of that GPU, else,
+    for a CPU, the largest measured one with more ranks on its cores. For one rank it is the device alone.
 
     Raises:
-        UsageError: there are some, but none of so many devices.
+        UsageError: there are some, but none with so many devices.
         UnavailableError: there is none.
     """
     device, device_name = record.type, record.name
@@ -50,7 +50,7 @@ def nearest(known: Sequence[Cluster], record: DeviceRecord, gpus: int | None) ->
 
 
 def _named(gpus: int | None) -> str:
-    """Which presets could be named."""
+    """The presets that could be named, in words."""
     return (presets.offered(gpus) if gpus else "") or "`asa cluster list`"
 
 

@@ -27,7 +27,7 @@ def load(name: str, devices: int | None = None) -> Cluster:
     """The preset called ``name``.
 
     Raises:
-        UsageError: there is none; names those that are near, first those that have ``devices`` devices.
+        UsageError: there is none; the message names similar ones, first those that have ``devices`` devices.
     """
     known = names()
     if name not in known:
@@ -54,7 +54,7 @@ def offered(devices: int, like: str | None = None) -> str:
 
 
 def _distance(have: int, asked: int) -> tuple[bool, int]:
-    """First those that have as many as asked for, then the others; the nearest of either first."""
+    """A sort key: presets with as many devices as asked for first, then the others, the most similar name first."""
     return have < asked, abs(have - asked)
 
 

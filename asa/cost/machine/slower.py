@@ -1,4 +1,4 @@
-"""Profiles on which everything takes longer than it was measured to, by one factor."""
+"""Profiles on which everything takes a factor longer than was measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from asa.ir.profile import Profile, Stat, Timing
 
 
 def slower_profile(profile: Profile, factor: float) -> Profile:
-    """Every time ``factor`` times as long."""
+    """A copy in which every time is ``factor`` times as long."""
 
     def scaled(s: Stat) -> Stat:
         return Stat(median=factor * s.median, p10=factor * s.p10, p90=factor * s.p90, n=s.n)

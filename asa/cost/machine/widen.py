@@ -1,4 +1,4 @@
-"""Clusters with more ranks than are known of them: more on the cores of a CPU, or more nodes of the same kind."""
+"""Clusters with more ranks than were measured: more on the cores of a CPU, or more nodes of the same kind."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MOST_DEVICES = 16_384
 
 
 def possible(cluster: Cluster, ranks: int) -> bool:
-    """Whether :func:`widened` has an answer, and fewer are known: CPU ranks that were measured together, or several
-    nodes of equal devices."""
+    """Whether :func:`widened` can add ranks: CPU ranks were measured together, or there are several nodes of equal
+    devices, and fewer ranks are known than asked for."""
     if cluster.devices is not None or ranks <= cluster.num_devices:
         return False
     if len(cluster.levels) > 1:
@@ -29,7 +29,7 @@ def possible(cluster: Cluster, ranks: int) -> bool:
 
 
 def said(cluster: Cluster, ranks: int) -> str:
-    """What :func:`widened` does, in few words."""
+    """What :func:`widened` does, in a few words."""
     if len(cluster.levels) == 1:
         return f"{ranks} ranks on the cores of {cluster.name}, of which {cluster.num_devices} were measured"
     known, nodes = -(-cluster.num_devices // cluster.node), -(-ranks // cluster.node)

@@ -1,1 +1,1 @@
-"""Bytes a rank holds at its peak."""
+"""The bytes that a rank holds at its peak."""

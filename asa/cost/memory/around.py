@@ -1,4 +1,4 @@
-"""What lies around a component: the neighbours whose buffers are there while it computes."""
+"""The neighbours of a component, whose buffers are in memory while it computes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from asa.ir.traffic import Adjacent
 
 
 class Around:
-    """The parameter bytes of a graph's components on one rank. ``copying``: what is scattered arrives in memory of its
-    own."""
+    """Parameter bytes of the neighbours of each component on one rank. ``copying``: scattered data arrives in memory of
+    its own."""
 
     def __init__(self, graph: LayerGraph, strategies: Strategies, num_microbatches: int, *, copying: bool) -> None:
         self._graph, self._strategies = graph, strategies
@@ -18,8 +18,8 @@ class Around:
         self._sizes: dict[TensorDegree, tuple[list[float], list[float], list[float]]] = {}
 
     def of(self, index: int, tensor: TensorDegree, saved: float, alike: range | None = None) -> Adjacent:
-        """Beside component ``index``, which saves ``saved`` bytes; neighbours split as far as it is, if they can be.
-        ``alike``: the components that are run as it is, all of them where None."""
+        """The surroundings of component ``index``, which saves ``saved`` bytes. Neighbours are split as it is where
+        they can be. ``alike``: the components that run as it does; all of them where None."""
         if alike is not None:
             front, behind, rest = _summed(self._held(tensor)[alike.start : alike.stop])
             index -= alike.start
@@ -45,7 +45,7 @@ class Around:
 
 
 def _summed(sizes: list[float]) -> tuple[list[float], list[float], list[float]]:
-    """Per component the nearest size above 0 in front of it and behind it, and the sum from it to the last."""
+    """For each component the nearest size above 0 in front of it and behind it, and the sum from it to the last."""
     front, behind, rest = [0.0], [0.0], [0.0]
     for size in sizes[:-1]:
         front.append(size if size > 0 else front[-1])

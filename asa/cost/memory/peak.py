@@ -14,6 +14,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from asa.cost.constants import constant
 from asa.ir.cluster import Device
@@ -22,7 +25,7 @@ from asa.ir.codec import noun
 
 @noun
 class Footprint:
-    """Bytes one rank holds for one component (or one boundary). Gradients are zero where they count as state."""
+    """Bytes that one rank holds for one component (or one boundary). Gradients are zero where they count as state."""
 
     state: float = 0.0
     activations: float = 0.0
@@ -32,7 +35,8 @@ class Footprint:
 
 @noun
 class Peak:
-    """``index`` is the component whose backward is the peak; the rest says what is held at that moment, in bytes."""
+    """The peak of a rank: ``index`` is the component whose backward it falls into; the rest says what is held then, in
+    bytes."""
 
     total: float
     index: int
@@ -42,42 +46,53 @@ class Peak:
     transient: float
 
 
-def peak(components: Sequence[Footprint], boundaries: Sequence[Footprint], in_flight: int = 1) -> Peak:
-    """Active peak of a step. ``boundaries[i]`` lies in front of component i (the first is the model's input).
+def peaks(state: Any, activations: Any, gradients: Any, transient: Any) -> Any:
+    """Bytes held in the backward of each component, by the law of this module: an array, component first.
 
-    ``in_flight`` microbatches hold their activations: all but the one at work hold all of them.
+    The arguments say what each component holds, in bytes; the first axis is that of components.
     """
-    state = sum(c.state for c in components) + sum(b.state for b in boundaries)
-    others = (in_flight - 1) * sum(x.activations for x in (*components, *boundaries))
-    behind = sum(c.gradients for c in components)
-    activations = 0.0
-    best: tuple[float, int, float, float, float] | None = None
-    for k, (own, entry) in enumerate(zip(components, boundaries, strict=True)):
-        activations += own.activations + entry.activations
-        transient = own.transient + entry.transient
-        total = state + others + activations + behind + transient
-        if best is None or total > best[0]:
-            best = (total, k, others + activations, behind, transient)
-        behind -= own.gradients
-    assert best is not None, "a step has at least one component"
-    total, k, activations, behind, transient = best
+    behind = gradients[::-1].cumsum(axis=0)[::-1]
+    return state.sum(axis=0) + activations.cumsum(axis=0) + behind + transient
+
+
+def peak(components: Sequence[Footprint], boundaries: Sequence[Footprint], in_flight: int = 1) -> Peak:
+    """The peak of a step, in bytes of active memory. ``boundaries[i]`` lies in front of component i (the first is the
+    model's input).
+
+    ``in_flight`` microbatches hold their activations: all but the one at work hold all of theirs.
+    """
+    own, entry = (
+        np.array([(x.state, x.activations, x.gradients, x.transient) for x in some]).T
+        for some in (components, boundaries)
+    )
+    state, activations, gradients, transient = own + entry
+    others = (in_flight - 1) * float(activations.sum())
+    held = others + peaks(state, activations, gradients, transient)
+    k = int(held.argmax())
     return Peak(
-        total=total, index=k, state=state, activations=activations, gradients=behind, transient=transient
-    )  # fmt: skip
+        total=float(held[k]),
+        index=k,
+        state=float(state.sum()),
+        activations=others + float(activations[: k + 1].sum()),
+        gradients=float(gradients[k:].sum()),
+        transient=float(transient[k]),
+    )
 
 
 def made_ready(input_shape: Sequence[int]) -> float:
-    """The most bytes there while an input is made ready, beyond its own, as a share of those: of tokens, their labels.
+    """The most bytes held while an input is prepared, beyond its own, as a share of those. For tokens it is their
+    labels.
 
-    Images are stored as bytes. While they are shifted and mirrored they are there twice, beside where each pixel comes
-    from (8 bytes) and whether that lies inside (2): of three channels 16 bytes a pixel, where 12 of numbers are left.
+    Images are stored as bytes. While they are shifted and mirrored they are held twice, beside the source position of
+    each pixel (8 bytes) and whether it lies inside (2 bytes). With three channels that is 16 bytes a pixel, where 12 of
+    numbers remain.
     """
     channels = input_shape[0]
     return max((2 * channels + 10) / (4 * channels) - 1, 0.25) if len(input_shape) == 3 else 1.0
 
 
 def margin() -> float:
-    """Factor on activations and transients that turns the usual figure into an upper quantile."""
+    """The factor on activations and transients that turns the usual figure into an upper quantile."""
     return 1 + constant("activation_margin")
 
 
@@ -94,13 +109,13 @@ def usable(device: Device, memory_bytes: int | None, ranks: int) -> float:
 
 
 def reserved(device: Device, active: float, gathered: float = 0.0, largest: float = 0.0) -> int:
-    """Bytes that a process takes for ``active`` bytes of training, rounded up: with what the allocator holds beyond
-    them, and on a CPU with what its libraries allocate themselves. What it had without a model is not in it.
+    """Bytes that a process takes for ``active`` bytes of training, rounded up. They include what the allocator holds
+    beyond those bytes and, on a CPU, what its libraries allocate. What the process had without a model is not included.
 
-    ``gathered``: of weights that are gathered and let go of in every step. A heap without a home for each of these
-    buffers, which are of every size, grows by holes of theirs: up to once as much was seen. ``largest``: what is made
-    and let go of in one piece, or nearly. Where something small has taken a place in the hole that it left, it is put
-    behind everything else: whether that happens differs from run to run of the same plan.
+    ``gathered``: bytes of weights that are gathered and released in every step. Such buffers have every size, and the
+    heap grows by the holes they leave: by up to their own size in measurements. ``largest``: bytes that are allocated
+    and released in one piece. If something small takes a place in that hole, the next piece goes behind everything
+    else; this differs from run to run of the same plan.
     """
     if device.type == "cpu":
         return math.ceil(
@@ -110,14 +125,14 @@ def reserved(device: Device, active: float, gathered: float = 0.0, largest: floa
 
 
 def within(device: Device, held: float) -> float:
-    """Bytes of active memory that ``held`` bytes take in: the inverse of :func:`reserved`."""
+    """Bytes of active memory in ``held`` bytes of a process: the inverse of :func:`reserved`."""
     if device.type == "cpu":
         return max(0.0, held - constant("cpu_library_bytes")) / (1 + constant("cpu_allocator_slack"))
     return held / (1 + constant("cuda_allocator_slack"))
 
 
 def needed(device: Device, active: float, ranks: int) -> int:
-    """Memory of a device, in bytes, of which :func:`usable` leaves ``active``: its inverse, rounded up."""
+    """Bytes of device memory of which :func:`usable` leaves ``active``: its inverse, rounded up."""
     if device.type == "cpu":
         return math.ceil(active)
     held = constant("cuda_context_bytes") + (constant("nccl_bytes") if ranks > 1 else 0.0)

@@ -1,11 +1,11 @@
-"""What a rank of a stage holds at its peak, where that depends on which neighbours are run alike.
+"""The peak of a rank of a stage, where it depends on which neighbours run alike.
 
-The sum over components takes each as if all around it were run as it is, as if it were alone with its state, and with
-all its gradients from the first moment of its backward: up to a fifth too much where strategies are mixed, or
-parameters shared out whole. Of a plan as a whole it is known which components are wrapped together.
+The sum over components prices each as if all components around it ran as it does, as if it were alone with its state,
+and as if all its gradients were there from the start of its backward. Where strategies are mixed, or parameters are
+shared out whole, that is up to a fifth too much. For a complete plan it is known which components are wrapped together.
 
-Solvers add up what each component has at least, whatever is beside it (``least_state`` and ``least_transient`` of
-:class:`asa.cost.menu.PricedWays`), so that their bounds hold for every plan; whether what they find fits is said here.
+Solvers add up the least that each component holds, whatever runs beside it (``least_state`` and ``least_transient`` of
+:class:`asa.cost.menu.PricedWays`), so their bounds hold for every plan. Whether their answer fits is decided here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def wrapped(ways: Sequence[Way]) -> Iterator[range]:
-    """Neighbours of one layout and data strategy, which the executor wraps as one."""
+    """Ranges of neighbours with one layout and data strategy, which the executor wraps as one unit."""
     start = 0
     for i in range(1, len(ways) + 1):
         if i == len(ways) or (ways[i].layout, ways[i].data) != (ways[start].layout, ways[start].data):
@@ -33,8 +33,8 @@ def wrapped(ways: Sequence[Way]) -> Iterator[range]:
 
 @dataclass(frozen=True)
 class Wrapped:
-    """Components ``placed`` that are wrapped as one: what each holds, ``repeated``: bytes of state that they count more
-    often than it is there, and ``left``: bytes that stay until all in front are through."""
+    """What the components ``placed``, wrapped as one unit, hold: ``parts`` for each of them, ``repeated``: bytes of
+    state that these count more than once, and ``left``: bytes that stay until all components in front are done."""
 
     placed: range
     parts: tuple[Footprint, ...]
@@ -43,8 +43,7 @@ class Wrapped:
 
 
 def made(pricer: Pricer, alike: range, ways: Sequence[Way], *, whole: bool) -> Wrapped:
-    """What components ``alike`` hold, run in these ways and wrapped as one; ``whole``: there are no others in the
-    stage."""
+    """What components ``alike`` hold, run in these ways and wrapped as one unit. ``whole``: the stage has no others."""
     joint, first = pricer.joint(ways[0]), ways[0]
     repeated = left = 0.0
     if joint and len({(w.tensor, w.offload) for w in ways}) == 1 and not first.offload:
@@ -53,7 +52,7 @@ def made(pricer: Pricer, alike: range, ways: Sequence[Way], *, whole: bool) -> W
     last = max((i for i in alike if pricer.graph.components[i].parameter_bytes), default=alike.start)
     parts = []
     for i, way in zip(alike, ways, strict=True):
-        own = pricer.footprint(i, way, alike) if near else pricer.component(i, way).footprint
+        own = pricer.footprint(pricer.figures(i, way, alike)) if near else pricer.component(i, way).footprint
         parts.append(pricer.as_made(i, way, own, ending=i == last))
     if joint:
         left = next(filter(None, map(pricer.left, alike, ways)), 0.0)
@@ -64,7 +63,7 @@ def held(
     pricer: Pricer, start: int, ways: Sequence[Way], components: Sequence[ComponentCost],
     boundaries: Sequence[BoundaryCost], in_flight: int,
 ) -> Peak:  # fmt: skip
-    """The peak of the rank of a stage that holds most, from component ``start`` on; ``index`` counts from there."""
+    """The peak of the stage's fullest rank; components are counted from ``start``, and so is ``index``."""
     ahead = 1 < pricer.num_microbatches <= in_flight
     inlets, outlet = [b.footprint for b in boundaries[:-1]], boundaries[-1].footprint
     if not (ahead or pricer.times.unmade or any(pricer.joint(w) for w in ways)):
@@ -82,7 +81,7 @@ def held(
         return _less(peak(ended(parts, outlet), inlets, in_flight), repeated)
     # All microbatches are ahead when the first comes back, whose gradients are made meanwhile, as those of a single
     # one are; and when it is through, so are its activations.
-    fresh = [_unmade(p, pricer.added(start + i, ways[i])) for i, p in enumerate(parts)]
+    fresh = [_unmade(p, pricer.states.kept(start + i, ways[i]).costs.added) for i, p in enumerate(parts)]
     first = peak(
         ended(fresh, outlet), [b if start + i == 0 else replace(b, state=0.0) for i, b in enumerate(inlets)], in_flight
     )
@@ -91,17 +90,17 @@ def held(
 
 
 def _less(found: Peak, repeated: float) -> Peak:
-    """Without what is counted for every component, and is there once."""
+    """The peak without bytes that are counted for every component but held once."""
     return replace(found, total=found.total - repeated, state=found.state - repeated)
 
 
 def _unmade(footprint: Footprint, added: float) -> Footprint:
-    """With the gradients that microbatches add up made only now."""
+    """The footprint before microbatches have added up any gradients: these are made only now."""
     return replace(footprint, state=footprint.state - added, gradients=added)
 
 
 def ended(components: Sequence[Footprint], outlet: Footprint) -> list[Footprint]:
-    """What a stage ends with counts as its last component's: its output, made whole where that is another tensor."""
+    """The footprints with the stage's output added to the last component, whole where that is another tensor."""
     *others, last = components
     return [
         *others,

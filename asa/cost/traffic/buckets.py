@@ -20,8 +20,8 @@ from asa.ir.traffic import Collective
 
 @noun
 class Release:
-    """``prompt``: the share of a component's gradients that leaves when its own backward ends; the rest leaves
-    after the backward of component ``index`` (its own index where nothing is left)."""
+    """When a component's gradients leave: the share ``prompt`` at the end of its own backward, the rest after the
+    backward of component ``index`` (its own index where nothing is left)."""
 
     prompt: float
     index: int
@@ -63,7 +63,7 @@ def releases(graph: LayerGraph) -> tuple[Release, ...]:
 
 
 def bucket_bytes(graph: LayerGraph, parameter_bytes: float, num_tensors: int) -> float:
-    """Size of the messages in which a component's gradients travel: a bucket, or its own tensors if larger."""
+    """Bytes of the messages in which a component's gradients travel: a bucket, or its own tensors if larger."""
     bucket = min(constant("ddp_bucket_bytes"), max(1.0, float(graph.parameter_bytes)))
     return max(bucket, parameter_bytes / max(1, num_tensors))
 

@@ -41,7 +41,8 @@ def carried(op: CollectiveOp, ranks: int) -> float:
 
 
 def read(points: tuple[tuple[float, float], ...], size: float) -> float:
-    """Seconds for ``size`` bytes from points (bytes, seconds) sorted by bytes, as the module says."""
+    """Seconds for ``size`` bytes, read from points (bytes, seconds) that are sorted by bytes, as this module
+    describes."""
     if size <= points[0][0]:
         return points[0][1]
     if size >= points[-1][0]:
@@ -62,9 +63,10 @@ def _rising(table: tuple[tuple[int, float], ...]) -> _Curve:
 
 
 class Links:
-    """A cluster's tables, indexed for pricing many collectives.
+    """A cluster's tables, indexed to price many collectives.
 
-    ``width``: ranks 0..width-1 take part in the stage; ``busy``: how many do in the step, where there are more stages.
+    ``width``: ranks 0 to width - 1 are the stage; ``busy``: how many ranks work in the step, where there are more
+    stages.
     """
 
     def __init__(self, cluster: Cluster, width: int | None = None, busy: int | None = None) -> None:
@@ -111,10 +113,11 @@ class Links:
         return self._seconds[key]
 
     def handover(self, size: float, offset: int, flows: int) -> float:
-        """Seconds to send ``size`` bytes from a rank in front of rank ``offset`` to one behind, ``flows`` at once.
+        """Seconds to send ``size`` bytes from a rank in front of rank ``offset`` to one behind it, with ``flows`` at
+        once.
 
-        The links are those of the innermost level of which ``offset`` is no border. Inside a level each flow has its
-        own; between nodes those of one node share what leaves it.
+        The links are those of the innermost level that has no border at ``offset``. Inside a level each flow has its
+        own link; between nodes the flows of one node share what leaves it.
         """
         if size <= 0:
             return 0.0
@@ -132,7 +135,7 @@ class Links:
         return self.seconds(Collective(op=op, phase="forward", bytes=1.0, ranks=ranks, stride=stride))
 
     def assumed(self, ranks: int, stride: int = 1) -> bool:
-        """Whether the figures for this group rest on tables that nobody measured as a whole."""
+        """Whether the times of this group rest on tables that nobody measured as a whole."""
         if ranks <= 1:
             return False
         statuses = self._statuses[self.level(ranks, stride)].get(ranks, [])
@@ -157,14 +160,14 @@ class Links:
         return len(levels) - 1
 
     def _sharing(self, level: int, stride: int) -> int:
-        """Groups that use the same outer links at once: strided groups all leave the same inner block."""
+        """How many groups use the same outer links at once: strided groups all leave the same inner block."""
         return 1 if level == 0 else min(stride, self._cluster.levels[level - 1].devices)
 
     def _crowding(self, level: int, op: CollectiveOp, ranks: int) -> float:
-        """By how much groups that work side by side slow each other down, seen from the tables.
+        """The factor by which groups that work side by side slow each other down, read from the tables.
 
-        All ranks of a stage work at once, so smaller groups leave no links idle: a link then carries no more than
-        it does in one group of all those ranks (on a PCIe box a fraction of what a pair gets; on a switch as much).
+        All ranks of a stage work at once, so smaller groups leave no links idle. A link then carries no more than it
+        does in one group of all those ranks (on a PCIe box a fraction of what a pair gets; on a switch as much).
         """
         together = min(self._busy, self._cluster.levels[level].devices)
         return self._slower(level, op, ranks, together)
@@ -205,8 +208,9 @@ class Links:
 
 
 def _curves(tables: dict[tuple[CollectiveOp, int], _Curve], op: CollectiveOp) -> list[tuple[int, _Curve, float]]:
-    """By rising group size: a table to read ``op`` from, and what a link carries of a byte there. Where it has none of
-    its own, another operation's: same bus bandwidth at the same buffer, half the rounds carry half the bytes."""
+    """By rising group size, a table to read ``op`` from and the bytes that a link carries per byte of it. Where there
+    is no own table, another operation's is taken: same bus bandwidth at the same buffer; half the rounds carry half the
+    bytes."""
     others: tuple[CollectiveOp, ...] = (
         op, "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv",
     )  # fmt: skip

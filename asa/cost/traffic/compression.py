@@ -12,9 +12,9 @@ _WORD = 4
 
 
 def remaining(name: CompressionName, moved: Collective, num_tensors: int, *, whole: bool) -> float:
-    """The share of its bytes that a gradient collective still moves; 1 for any other.
+    """The share of its bytes that a gradient collective still moves; 1 for any other collective.
 
-    ``whole``: gradients of a rank are whole, as in the buckets of data parallelism; no others are sent as factors. A
+    ``whole``: a rank's gradients are whole, as in the buckets of data parallelism; only these are sent as factors. A
     tensor of n elements has factors of at least ``2 sqrt(n)`` rows together, which is taken for their size.
     """
     if moved.phase != "gradient" or name == "none":

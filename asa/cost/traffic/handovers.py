@@ -1,4 +1,4 @@
-"""What it takes to hand a microbatch from one stage of a pipeline to the next."""
+"""Seconds to hand a microbatch from one stage of a pipeline to the next."""
 
 from __future__ import annotations
 
@@ -10,37 +10,27 @@ from asa.ir.layout import Layout, largest_shard
 
 
 class Handovers:
-    """Handovers of microbatches of ``microbatch`` samples over ``links``; each is priced once."""
+    """Handovers of ``microbatch`` samples over ``links``, each priced once."""
 
     def __init__(self, links: Links, microbatch: int) -> None:
         self._links, self._microbatch = links, microbatch
-        self._known: dict[tuple[object, ...], float] = {}
-        self._several: dict[tuple[object, ...], list[float]] = {}
+        self._known: dict[tuple[object, ...], list[float]] = {}
         self._sent: dict[tuple[object, ...], tuple[int, tuple[tuple[int, ...], ...]]] = {}
 
-    def seconds(self, size: float, source: Layout, target: Layout, offset: int) -> float:
-        """Seconds for ``size`` bytes of a sample to (or from) a stage that begins on rank ``offset``. The busiest rank
-        decides (:mod:`asa.ir.transfer`)."""
-        key = (size, source.width, source.data, target.width, target.data, offset, source.weights, target.weights)
-        found = self._known.get(key)
-        if found is None:
-            (found,) = self.all_seconds((size,), source, target, offset)
-            self._known[key] = found
-        return found
-
-    def all_seconds(self, sizes: tuple[float, ...], source: Layout, target: Layout, offset: int) -> list[float]:
-        """Seconds for each of ``sizes``: many pairs of stages exchange equal messages."""
+    def seconds(self, sizes: tuple[float, ...], source: Layout, target: Layout, offset: int) -> list[float]:
+        """Seconds for each of ``sizes``, in bytes per sample, to (or from) a stage that begins on rank ``offset``. The
+        busiest rank decides (:mod:`asa.ir.transfer`). Many pairs of stages exchange equal messages."""
         flows, ranks = self._messages(source, target)
         key = (sizes, flows, ranks, offset)
-        if key not in self._several:
-            self._several[key] = [
+        if key not in self._known:
+            self._known[key] = [
                 max((sum(self._links.handover(r * size, offset, flows) for r in rows) for rows in ranks), default=0.0)
                 for size in sizes
             ]
-        return self._several[key]
+        return self._known[key]
 
     def _messages(self, source: Layout, target: Layout) -> tuple[int, tuple[tuple[int, ...], ...]]:
-        """See :func:`asa.cost.shards.sending`."""
+        """Flows and messages of a transfer: see :func:`asa.cost.shards.sending`."""
         key = (source.width, source.data, source.weights, target.width, target.data, target.weights)
         found = self._sent.get(key)
         if found is None:

@@ -34,8 +34,8 @@ MOST_CROSSING = 3
 
 @dataclass
 class Launches:
-    """Seconds of the host on communication in every forward, every backward, and once per step: at the first
-    forward, and in the last backward. Numbers, or arrays of them."""
+    """Seconds that the host spends on communication in every forward and every backward, and once per step (at the
+    first forward, and in the last backward). Numbers or arrays."""
 
     forward: Any
     backward: Any
@@ -43,15 +43,15 @@ class Launches:
     gradient: Any
 
     def beside(self, forward: Any, backward: Any) -> Launches:
-        """With so many more seconds in every forward and backward."""
+        """A copy with more seconds in every forward and backward."""
         return Launches(self.forward + forward, self.backward + backward, self.update, self.gradient)
 
 
 def awaited(
     launches: Launches, *, forward: Any, backward: Any, floor: Any, most: Callable[[Any, Any], Any] = max
 ) -> Launches:
-    """The part of ``launches`` that the device waits for: ``forward`` and ``backward`` are the compute of one
-    microbatch, ``floor`` what of a forward its own launch takes, in seconds. With ``most=numpy.maximum`` of many."""
+    """The part of ``launches`` that the device waits for, in seconds. ``forward`` and ``backward`` are the compute of
+    one microbatch, ``floor`` is the launch time in a forward. ``most`` is ``numpy.maximum`` for arrays."""
     ahead, back = most(0.0, forward - floor), most(0.0, backward - 2 * floor)
     in_forward, in_backward = most(0.0, launches.forward - ahead), most(0.0, launches.backward - back)
     return Launches(
@@ -63,16 +63,16 @@ def awaited(
 
 
 def launched(traffic: Iterable[Collective], phase: Phase) -> int:
-    """How many collectives of ``traffic`` are launched in ``phase``."""
+    """The number of collectives of ``traffic`` that are launched in ``phase``."""
     return sum(c.phase == phase and c.ranks > 1 and c.bytes > 0 for c in traffic)
 
 
 class Launching:
-    """What the device waits for at the ends of components, where their boundaries are launched.
+    """Seconds that the device waits at the ends of components, where their boundaries are launched.
 
-    ``ahead(layout)``: by how many seconds the host is ahead of the device after the forward, and the backward, of every
-    component, whatever its own communication took: component x pass. Behind that hides first the end where the pass
-    leaves the component, then the one where it came in.
+    ``ahead(layout)`` gives the seconds by which the host is ahead of the device after the forward, and the backward, of
+    every component, whatever its own communication took: component x pass. The end where the pass leaves the component
+    hides behind that first, then the end where it came in.
     """
 
     def __init__(self, ahead: Callable[[Any], Any]) -> None:
@@ -87,14 +87,14 @@ class Launching:
         return self._known[layout]
 
     def _each(self, indices: Sequence[int], layouts: Sequence[Any]) -> Any:
-        """Pass x component x layout."""
+        """The host's lead: pass x component x layout."""
         return np.stack([self._all(x)[indices] for x in layouts], axis=2).swapaxes(0, 1)
 
     def between(
         self, indices: Sequence[int], sources: Sequence[Any], targets: Sequence[Any], forward: Any, backward: Any
     ) -> Any:
-        """Launches in front of several components between all pairs of layouts, those from the first of ``sources``
-        first: pass x component x pair, as counts are."""
+        """Seconds of waiting in front of several components, between all pairs of layouts with the first of ``sources``
+        first: pass x component x pair. ``forward`` and ``backward`` count launches."""
         ahead = self._each([i - 1 for i in indices], sources)[0]
         back = self._each(indices, targets)[1]
         return (
@@ -103,8 +103,8 @@ class Launching:
         )
 
     def entered(self, indices: Sequence[int], layouts: Sequence[Any], forward: Any, backward: Any) -> Any:
-        """Launches where stages begin with components in each of these layouts, pass x component x layout, as counts
-        are: a microbatch is received, its gradient sent."""
+        """Seconds of waiting where stages begin with components in each of these layouts: pass x component x layout. A
+        microbatch is received, its gradient is sent."""
         ahead, own, message = self._each(indices, layouts), self.collective_s, self.handover_s
         return (
             np.maximum(0.0, forward * own + message - np.maximum(0.0, ahead[0] - self._later)),
@@ -112,7 +112,8 @@ class Launching:
         )
 
     def left(self, indices: Sequence[int], layouts: Sequence[Any], forward: Any, backward: Any, *, sent: Any) -> Any:
-        """Launches where stages end with components, as :meth:`entered`; ``sent``: to another stage, component x 1."""
+        """Seconds of waiting where stages end with components, as for :meth:`entered`. ``sent``: to another stage,
+        component x 1."""
         ahead, own, message = self._each(indices, layouts), self.collective_s, sent * self.handover_s
         return (
             np.maximum(0.0, forward * own + message - ahead[0]),

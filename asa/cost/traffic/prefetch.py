@@ -22,8 +22,8 @@ from asa.ir.cluster import Overlap
 
 @dataclass
 class Gathers:
-    """Seconds of the gathers ahead of a component: in every forward, every backward, and once per step, each beside the
-    neighbour's compute; ``front``: in backward of the component in front of it, beside its own."""
+    """Seconds of the gathers for a component, in every forward, in every backward and once per step, each beside the
+    neighbour's compute; ``front``: of those in backward for the component in front of it, beside its own compute."""
 
     forward: float
     backward: float
@@ -33,9 +33,9 @@ class Gathers:
 
 @dataclass
 class Hidden:
-    """Seconds saved in a forward, a backward and once per step; of the component's own backward, ``covered`` by the
-    gather for the component in front of it, which waits for gradients ``queued`` before it when that is over. Numbers,
-    or arrays of them."""
+    """Seconds saved in a forward, in a backward and once per step. Of the component's own backward, ``covered`` seconds
+    are taken by the gather for the component in front; after it, gradients have ``queued`` for so long. Numbers or
+    arrays."""
 
     forward: Any
     backward: Any
@@ -48,10 +48,10 @@ def hidden(
     gathers: Any, overlap: Overlap, *, ahead: Any, behind: Any, own: Any, met: tuple[Any, Any] = (0.0, 0.0),
     scattered: Any = 0.0, microbatches: int = 1, least: Callable[[Any, Any], Any] = min,
 ) -> Hidden:  # fmt: skip
-    """What ``gathers`` hide: ``ahead`` is the forward of the component in front, ``behind`` the backward of the one
-    behind, ``own`` the component's backward, in seconds; ``met``: of collectives in its forward and in its backward
-    that take the same links; ``scattered``: of its gradients in the last of ``microbatches``. With
-    ``least=numpy.minimum`` of many at once."""
+    """The seconds that ``gathers`` hide. ``ahead`` is the forward of the component in front, ``behind`` the backward of
+    the one behind, ``own`` the component's backward, in seconds. ``met``: seconds of collectives in its forward and
+    backward on the same links; ``scattered``: seconds of its gradients in the last of ``microbatches``. ``least`` is
+    ``numpy.minimum`` for arrays."""
     sp, sc, saving = overlap.compute_slowdown, overlap.communication_slowdown, overlap.saving
 
     def saved(gather: Any, window: Any, collectives: Any) -> Any:

@@ -1,15 +1,15 @@
-"""Messages that are to hide behind a pass, on links over which the pass itself sends.
+"""Messages that could be hidden behind a pass, on links over which the pass itself sends.
 
 Where a component is split by tensors and by data over the same links, its gradients, or the weights gathered for it,
-are under way while it computes *and* while it waits for collectives of its own. Beside one of these each gets half of
-the link, so nothing is saved by that. With m seconds of such messages, w of compute and b of collectives, evenly mixed,
-both kinds are under way for the part m / (w + b) of the pass, and of the messages
+are under way while it computes *and* while it waits for its own collectives. Beside a collective each gets half of the
+link, which saves nothing. With m seconds of such messages, w of compute and b of collectives, evenly mixed, both kinds
+are under way for the part m / (w + b) of the pass, and of the messages
 
     b * min(1, m / (w + b))
 
-seconds go beside collectives: what can hide is the rest. Neighbours, beside whose passes the messages really go, are
-taken to be run alike, as in :mod:`asa.cost.traffic.prefetch`; then it is exact. Collectives at boundaries are not
-counted, which are a matter of two components.
+seconds run beside collectives; the rest can be hidden. The messages really run beside the neighbours' passes, which are
+taken to be alike, as in :mod:`asa.cost.traffic.prefetch`; then the formula is exact. Collectives at boundaries are not
+counted: they depend on two components.
 """
 
 from __future__ import annotations
@@ -21,6 +21,6 @@ _LEAST = 1e-30
 
 
 def alongside(messages: Any, *, compute: Any, collectives: Any, least: Callable[[Any, Any], Any] = min) -> Any:
-    """Seconds of ``messages`` that go beside ``collectives``, all in seconds. With ``least=numpy.minimum`` of many at
-    once."""
+    """Seconds of ``messages`` that run beside ``collectives``; all in seconds. ``least`` is ``numpy.minimum`` for
+    arrays."""
     return collectives * least(1.0, messages / (compute + collectives + _LEAST))

@@ -1,1 +1,1 @@
-"""Seconds of computation: of components, of ranks beside each other, of updates on the host."""
+"""Seconds of computation: of components, of ranks side by side, and of updates on the host."""

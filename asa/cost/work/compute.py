@@ -1,9 +1,9 @@
-"""Compute time of a component at any microbatch and tensor degree, from the times a profile holds.
+"""Compute time of a component at any microbatch and tensor degree, from the times in a profile.
 
-Time is affine in samples *between neighbouring measurements* and along the outermost pair beyond them: small
+Time is affine in samples *between neighbouring measurements*, and beyond them along the outermost pair: small
 microbatches are launch-bound and large ones are not, so one measurement is never scaled linearly. Below the smallest
 microbatch at which a tensor degree was measured, it falls as the whole component does. A tensor degree that was not
-measured lies between its neighbours by the share of FLOPs it computes. Nothing is faster than the dispatch floor.
+measured lies between its neighbours by its share of FLOPs. Nothing is faster than the dispatch floor.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ _NORMAL_P90 = 1.2816
 
 
 def adding(update_s: Any, optimizer: OptimizerName, num_microbatches: int) -> Any:
-    """Seconds to add up gradients of what takes ``update_s`` to update (numbers or arrays), in the mean of a step's
-    microbatches: those of the first are taken as they are."""
+    """Seconds to add up gradients of parameters whose update takes ``update_s`` (numbers or arrays), averaged over a
+    step's microbatches; the first one adds nothing."""
     return update_s * (_ADDING_PASSES / PASSES[optimizer] * (1 - 1 / num_microbatches))
 
 
 def deviation(stat: Stat) -> float:
-    """Standard deviation of one observation, taking p10..p90 for a normal's. Seconds."""
+    """Standard deviation of one observation in seconds, taking p10 to p90 for a normal distribution's."""
     return (stat.p90 - stat.p10) / (2 * _NORMAL_P90)
 
 
 def standard_error(stat: Stat) -> float:
-    """Standard error of the median over ``n`` observations (1.2533 times that of a normal's mean). Seconds."""
+    """Standard error of the median over ``n`` observations in seconds (1.2533 times that of a normal's mean)."""
     return 1.2533 * deviation(stat) / math.sqrt(stat.n)
 
 
 def _line(xs: list[float], ys: Any, x: float) -> Any:
-    """Piecewise affine through (xs, ys); beyond the ends along the outermost pair, never falling beyond the last. The
-    last axis of ``ys`` is that of ``xs``."""
+    """Values at ``x``, piecewise affine through (xs, ys); beyond the ends along the outermost pair, never falling
+    beyond the last. The last axis of ``ys`` is that of ``xs``."""
     if len(xs) == 1:
         return ys[..., 0]
     at = min(max(bisect_left(xs, x), 1), len(xs) - 1)
@@ -65,25 +65,25 @@ def _ratio(small: Any, large: Any) -> Any:
 
 @noun
 class Work:
-    """One microbatch of one component on one rank. Seconds and bytes; the errors are standard errors in seconds."""
+    """The work of one microbatch of one component on one rank: seconds and bytes. ``error_s`` is a standard error of
+    both passes together."""
 
     forward_s: float
     backward_s: float
     error_s: float
-    deviation_s: float
     saved_bytes: float
     transient_bytes: float
     unmade_bytes: float = 0.0
 
 
 _QUANTITIES = tuple(f.name for f in fields(Work))
-_SECONDS, _ERRORS, _BYTES = slice(0, 2), slice(2, 4), slice(4, 7)
+_SECONDS, _ERROR, _BYTES = slice(0, 2), 2, slice(3, 6)
 """Rows of arrays with a row for each field of :class:`Work`."""
 _TRANSIENT, _UNMADE = _QUANTITIES.index("transient_bytes"), _QUANTITIES.index("unmade_bytes")
 
 
 class Grid:
-    """What was measured at one tensor degree of components with the same microbatches ``xs``: ``timings``, a list for
+    """Measurements at one tensor degree of components with the same microbatches ``xs``. ``timings`` has a list for
     each component."""
 
     def __init__(self, timings: Sequence[list[Timing]]) -> None:
@@ -94,7 +94,8 @@ class Grid:
         self._errors: dict[int, Any] = {}
 
     def at(self, samples: int, floor: float) -> Any:
-        """Work of ``samples`` samples: quantity x component. One point fixes only what lies above the ``floor``."""
+        """The work of ``samples`` samples: quantity x component. With one point, only the time above the ``floor``
+        scales."""
         xs, times, sizes = self.xs, _line(self.xs, self._times, samples), _line(self.xs, self._sizes, samples)
         found = np.empty((len(_QUANTITIES), times.shape[1]))
         if len(xs) == 1:
@@ -105,20 +106,20 @@ class Grid:
         found[_UNMADE] = np.minimum(found[_UNMADE], self._sizes[-1].max(axis=-1))
         nearest = self._nearest(samples)
         scale = max(0.0, samples / xs[nearest]) if len(xs) == 1 or samples > xs[-1] else 1.0
-        found[_ERRORS] = scale * self._error(nearest)
+        found[_ERROR] = scale * self._error(nearest)
         return found
 
     def _nearest(self, samples: int) -> int:
-        """The entry whose microbatch is closest in proportion, the smaller one of two."""
+        """The index of the microbatch that is closest in proportion; of two, the smaller one."""
         at = bisect_left(self.xs, samples)
         among = range(max(0, at - 1), min(at + 1, len(self.xs)))
         return min(among, key=lambda k: abs(math.log(self.xs[k] / samples)))
 
     def _error(self, k: int) -> Any:
-        """Standard error and deviation of forward and backward of entry ``k``, in seconds: kind x component."""
+        """The standard error of forward and backward together at entry ``k``, in seconds, for each component."""
         if k not in self._errors:
             both = [(own[k].forward, own[k].backward) for own in self._timings]
-            self._errors[k] = np.array([[math.hypot(*map(of, x)) for x in both] for of in (standard_error, deviation)])
+            self._errors[k] = np.array([math.hypot(*map(standard_error, x)) for x in both])
         return self._errors[k]
 
 
@@ -128,7 +129,7 @@ def _figures(t: Timing) -> tuple[float, ...]:
 
 @dataclass
 class _Alike:
-    """Components (by index) measured at the same tensor degrees and microbatches, and what was measured by degree."""
+    """Components (by index) measured at the same tensor degrees and microbatches, with their measurements by degree."""
 
     index: Any
     degrees: list[int]
@@ -140,9 +141,10 @@ class _Alike:
 
 
 class Times:
-    """A profile's timings, indexed. ``flops_share(component, degree)`` is what the busiest tensor rank computes.
+    """A profile's timings, indexed. ``flops_share(component, degree)`` is the share of FLOPs of the busiest tensor
+    rank.
 
-    All components are looked up at once, those measured alike in one array; one component is a column.
+    All components are looked up together, those measured alike in one array; one component is a column.
     """
 
     def __init__(self, profile: Profile, flops_share: Callable[[Component, int], float]) -> None:
@@ -185,11 +187,12 @@ class Times:
         return found
 
     def launch(self, component: Component) -> float:
-        """Seconds of the host of a device apart to launch a forward of the component, however small it is."""
+        """Seconds that the host of an asynchronous device takes to launch a forward of the component, however small it
+        is."""
         return max(self.floor, constant("estimate_launch_cuda_s") * len(component.modules))
 
     def signature(self, component: Component) -> tuple[object, ...]:
-        """What two components have in common that always take as long as each other."""
+        """A key that is equal for components which always take equally long."""
         times = (
             tuple((k, *((t.microbatch, t.forward.median, t.backward.median) for t in own[component.name, k]))
                   for name, k in sorted(own) if name == component.name)
@@ -198,9 +201,9 @@ class Times:
         return (self.launch(component), *times)
 
     def work(self, component: Component, samples: int, degree: int, *, by_tokens: bool = False) -> Work:
-        """Forward and backward of ``samples`` samples at a tensor degree, alone on the device. ``by_tokens``: of a
-        shard whose tokens are cut, too; as one whose are not where that was not measured. Bytes are always the
-        latter's."""
+        """Forward and backward of ``samples`` samples at a tensor degree, alone on the device. ``by_tokens``: the
+        tokens of the shard are split, too; where that was not measured, it is as if they were not. Bytes are always
+        those of a shard with whole tokens."""
         key = (component.name, samples, degree, by_tokens)
         if key not in self._known:
             column = self.every(samples, degree)[:, self._places[component.name]]
@@ -212,7 +215,8 @@ class Times:
         return self._known[key]
 
     def every(self, samples: int, degree: int) -> Any:
-        """Work of every component, as of :meth:`work`: quantity x component. What cannot be split counts as whole."""
+        """The work of every component, as of :meth:`work`: quantity x component. What cannot be split counts as
+        whole."""
         if (samples, degree) not in self._every:
             found = np.empty((len(_QUANTITIES), len(self._components)))
             for group in self._groups:
@@ -235,7 +239,7 @@ class Times:
         return self.every(samples, degree)[_BYTES][:2]
 
     def least(self, samples: int, degree: int) -> Any:
-        """Seconds of :meth:`both`, with tokens cut, too, where that is faster."""
+        """Seconds of :meth:`both`, or with tokens split where that is faster, for each component."""
         found = self.both(samples, degree)
         for name, measured in self._token_grids:
             if measured == degree:
@@ -283,9 +287,10 @@ class Times:
         return self._shares[degree][x.index]
 
     def whole_ratio(self, samples: int) -> float:
-        """Whole step over the sum of components, as measured at the nearest microbatches (1 where it was not).
+        """The time of a whole step over the sum of its components, as measured at the nearest microbatches; 1 where it
+        was not measured.
 
-        Held within 10 % of 1: a profile that is further off is not one that a factor could mend.
+        It is kept within 10 % of 1: a factor cannot correct a profile that is further off.
         """
         if not self._whole_ratio or len(self._whole_ratio) != len(self._whole_at):
             return 1.0
@@ -299,8 +304,8 @@ class Times:
     ) -> float:
         """Seconds of the optimizer step, a fused kernel, on ``parameter_bytes`` of the component.
 
-        From the timing at that tensor degree, else at the nearest one in proportion to bytes, else of another
-        optimizer in proportion to memory passes, else from memory ``bandwidth`` in bytes/s.
+        It comes from the timing at that tensor degree, else from the nearest degree in proportion to bytes, else from
+        another optimizer in proportion to memory passes, else from memory ``bandwidth`` in bytes/s.
         """
         if parameter_bytes <= 0:
             return 0.0
@@ -328,7 +333,7 @@ class Times:
 
 
 def _indexed(timings: Iterable[Timing]) -> dict[tuple[str, int], list[Timing]]:
-    """By component and tensor degree, with rising microbatches."""
+    """Timings by component and tensor degree, with rising microbatches."""
     found: dict[tuple[str, int], list[Timing]] = defaultdict(list)
     for timing in sorted(timings, key=lambda t: t.microbatch):
         found[timing.component, timing.tensor_degree].append(timing)

@@ -1,7 +1,7 @@
 """Seconds of an optimizer step on the host (Ren et al. 2021, "ZeRO-Offload"): gradients go there, parameters come back.
 
-One after the other, as :mod:`asa.executor.model.offload` does it. Devices of one host share its memory, so its
-bandwidth in an update is theirs together; the link is each one's own.
+The three steps follow each other, as in :mod:`asa.executor.model.offload`. The devices of a host share its memory
+bandwidth during an update; each has its own link.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from asa.ir.plan import OptimizerName
 
 
 def host_update(cluster: Cluster, optimizer: OptimizerName, updated_bytes: Any, busy: int) -> Any:
-    """Seconds to update ``updated_bytes`` (a number, or an array of them) of parameters of a device on its host while
-    ``busy`` devices do so."""
+    """Seconds to update ``updated_bytes`` of a device's parameters on its host while ``busy`` devices do the same. A
+    number, or an array."""
     link = cluster.device.host_bandwidth or constant("fallback_host_bandwidth")
     neighbours = max(1, min(busy, cluster.host))
     arithmetic = PASSES[optimizer] * updated_bytes * neighbours / constant("host_update_bandwidth")

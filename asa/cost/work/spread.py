@@ -1,4 +1,4 @@
-"""From measured spread to what a synchronous step takes and to error bars."""
+"""The time of a synchronous step, and error bars, from the spread that was measured."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _DEVIATIONS: dict[int, tuple[weakref.ref[Profile], float]] = {}
 
 
 def relative_deviation(profile: Profile) -> float:
-    """Standard deviation of one rank's step over its median: of whole steps, else of components in quadrature.
+    """Standard deviation of one rank's step, relative to its median: of whole steps, else of components in quadrature.
 
-    Or, where that is more, of the machine's speed over the time of the profile: steps within a second or two of each
-    other do not see all of it, and cores drift each by itself; those of a virtual machine always do.
+    Where the machine's speed varied more over the time of the profile, that is taken: steps within a second or two of
+    each other do not see all of it. Cores drift independently, and those of a virtual machine always do.
     """
     known = _DEVIATIONS.get(id(profile))
     if known is None or known[0]() is not profile:
@@ -66,9 +66,9 @@ def _relative_deviation(profile: Profile) -> float:
 def drift(measured: Profile | Cluster) -> float:
     """Standard deviation of the logarithm of the machine's speed, from when it was ``measured`` to when it is used.
 
-    What its reference showed over the time of the measurement, and somewhat more, since hours see more than minutes;
-    never less than the floor of its kind of device; an assumed one where no reference was read, and none on top of an
-    estimate's own error.
+    It is what the reference showed during the measurement, and somewhat more, since hours show more than minutes; never
+    less than the floor for that kind of device. Where no reference was read it is assumed; an estimated profile has
+    none, since its own error is larger.
     """
     if isinstance(measured, Profile) and not measured.provenance.trusted:
         return 0.0
@@ -79,7 +79,7 @@ def drift(measured: Profile | Cluster) -> float:
 
 
 def contention(cluster: Cluster, ranks: float, *, memory: bool = False) -> float:
-    """Slowdown of computation while ``ranks`` ranks work at once; affine between measured counts, 1 for one rank.
+    """The slowdown of computation while ``ranks`` ranks work at once; affine between measured counts, 1 for one rank.
 
     ``memory``: of work that only moves memory.
     """
@@ -94,34 +94,18 @@ def contention(cluster: Cluster, ranks: float, *, memory: bool = False) -> float
     return known[low] + (known[high] - known[low]) * (ranks - low) / (high - low)
 
 
-def waiting(cluster: Cluster, ranks: int, stretch_s: float) -> float:
-    """By what factor a stretch of ``stretch_s`` seconds grows when ``ranks`` ranks meet at its end, over one as long as
-    was measured (whole steps have that, see :func:`slowest_rank`). Log-linear between points; 1 where not measured.
-    """
-    known = {w.ranks: w.points for w in cluster.waiting or ()}
-    if ranks < 2 or not known or stretch_s <= 0:
-        return 1.0
-    points = known[min(known, key=lambda n: (abs(n - ranks), -n))]
-    xs, ys = [math.log(s) for s, _ in points], [f for _, f in points]
-    x = math.log(stretch_s)
-    at = bisect_left(xs, x)
-    if at == 0 or at == len(xs):
-        factor = ys[0] if at == 0 else ys[-1]
-    else:
-        factor = ys[at - 1] + (ys[at] - ys[at - 1]) * (x - xs[at - 1]) / (xs[at] - xs[at - 1])
-    return max(1.0, factor / ys[-1])
-
-
-def waitings(cluster: Cluster, ranks: int, stretches: Any) -> Any:
-    """:func:`waiting` of many stretches at once."""
+def waiting(cluster: Cluster, ranks: int, stretch_s: Any) -> Any:
+    """The factor by which stretches of ``stretch_s`` seconds (a number or an array) grow when ``ranks`` ranks meet at
+    their end, compared with stretches as long as those measured (whole steps include that, see :func:`slowest_rank`).
+    Log-linear between points; 1 where not measured."""
     known = {w.ranks: w.points for w in cluster.waiting or ()}
     if ranks < 2 or not known:
-        return np.ones(np.shape(stretches))
+        return 1.0
     points = known[min(known, key=lambda n: (abs(n - ranks), -n))]
     with np.errstate(divide="ignore"):
-        xs = np.log(stretches)
-    factor = np.interp(xs, [math.log(s) for s, _ in points], [f for _, f in points])
-    return np.where(stretches > 0, np.maximum(1.0, factor / points[-1][1]), 1.0)
+        factor = np.interp(np.log(stretch_s), [math.log(s) for s, _ in points], [f for _, f in points])
+    found = np.where(np.greater(stretch_s, 0), np.maximum(1.0, factor / points[-1][1]), 1.0)
+    return found if found.ndim else float(found)
 
 
 def working(width: int, ranks: int, num_microbatches: int) -> float:

@@ -1,1 +1,1 @@
-"""What is said of a plan: prediction, certificate, doubt, alternatives, and why nothing fits."""
+"""What is said about a plan: prediction, certificate, confidence, alternatives, and why nothing fits."""

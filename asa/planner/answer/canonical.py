@@ -1,8 +1,8 @@
-"""Which of plans that take equally long is answered: a total order, and the first plan in it around the answer.
+"""A choice among plans that take equally long: a total order, and the first plan in it around the answer.
 
-Stages that wait for the slowest one can be cut and run in many ways that take as long, and which of these a search
-meets first depends on its clock. So the answer is changed, one thing at a time, as long as that leads to a plan that
-takes no longer and comes first in this order:
+Stages that wait for the slowest one can be cut and run in many ways that take equally long. Which of these a search
+meets first depends on its clock. So the answer is changed, one thing at a time, as long as that gives a plan that takes
+no longer and comes first in this order:
 
 1. fewer ranks, 2. fewer stages, 3. fewer microbatches: less to run;
 4. work, the sum over stages of ranks x (seconds of its own work)^2: less of it, and spread evenly, so that a stage that
@@ -10,9 +10,10 @@ takes no longer and comes first in this order:
 5. the lower peak of memory;
 6. strategies in the order in which they are offered, the schedule by name, then earlier cuts, narrower stages first.
 
-Equal are times, work and peaks to one part in a billion: they are sums of many floating-point numbers. A change moves
-one cut or several in a row, takes another schedule or half as many microbatches, runs a stage in another style or on
-fewer ranks, runs one component otherwise in its layout, or has two components of a stage change their ways.
+Times, work and peaks count as equal within one part in a billion: they are sums of many floating-point numbers. A
+change moves one cut or several in a row, takes another schedule or half as many microbatches, runs a stage in another
+style or on fewer ranks, runs one component otherwise in its layout, or has two components of a stage exchange their
+ways.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _CHANGES = 200
 
 
 def canonical(prices: Prices, candidate: Candidate, allowed: Allowed, ends: float = INF) -> Candidate:
-    """The plan itself, or one that takes no longer and comes before it; the first of all around it, if the
-    clock leaves time until ``ends``."""
+    """The plan itself, or one that takes no longer and comes before it; the first of all around it, if the clock leaves
+    time until ``ends``."""
     if len(candidate.ways) > _MOST:
         return candidate
     around = _Around(prices, candidate, allowed)
@@ -60,8 +61,8 @@ def canonical(prices: Prices, candidate: Candidate, allowed: Allowed, ends: floa
 
 
 def improved(prices: Prices, candidate: Candidate, allowed: Allowed, ends: float = INF) -> Candidate:
-    """A plan that is no slower, and if the clock leaves time until ``ends`` has no faster one beside it: what
-    is not proved to be the fastest is rarely even that."""
+    """A plan that is no slower; if the clock leaves time until ``ends``, no single change makes it faster. What is not
+    proved to be the fastest is often not even that."""
     if len(candidate.ways) > _MOST:
         return candidate
     around = _Around(prices, candidate, allowed)
@@ -72,7 +73,7 @@ def improved(prices: Prices, candidate: Candidate, allowed: Allowed, ends: float
 
 
 def _kept(prices: Prices, before: Candidate, after: Candidate) -> Candidate:
-    """``after``, if its price in full says so, too."""
+    """``after`` if its full price is no worse, else ``before``."""
     if after is before:
         return before
     price, limit_s = prices.of(after), prices.of(before).cost.total_s * (1 + 2 * TIE)
@@ -80,7 +81,7 @@ def _kept(prices: Prices, before: Candidate, after: Candidate) -> Candidate:
 
 
 def _whole(shares: Sequence[Fraction]) -> tuple[int, ...]:
-    """Weights in proportion to ``shares``: the smallest whole numbers, or nearly, where these are too large."""
+    """The smallest whole numbers in proportion to ``shares``, or nearly, where these are too large."""
     scale = lcm(*(x.denominator for x in shares))
     found = lowest_terms(tuple(int(x * scale) for x in shares))
     if max(found, default=0) <= MOST_WEIGHT:
@@ -89,13 +90,13 @@ def _whole(shares: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def _even(number: float) -> float:
-    """To nine digits."""
+    """The number rounded to nine digits."""
     return float(f"{number:.9g}")
 
 
 @dataclass(frozen=True)
 class _Stage:
-    """A stage of a candidate: what its price depends on."""
+    """A stage of a candidate: all that its price depends on."""
 
     first: int
     width: int
@@ -107,7 +108,7 @@ class _Stage:
 
 
 class _Around:
-    """Plans beside one, and their order."""
+    """The plans around one, and their order."""
 
     def __init__(self, prices: Prices, candidate: Candidate, allowed: Allowed) -> None:
         self.prices, self.space, self.allowed = prices, prices.space, allowed
@@ -130,7 +131,7 @@ class _Around:
         return first and self.seconds(x, self.limit_s) <= self.limit_s
 
     def earlier(self, x: Candidate, until: float) -> Candidate | None:
-        """A plan beside ``x`` that comes before it; None where there is none, or time is up."""
+        """A plan around ``x`` that comes before it; None where there is none, or time is up."""
         for other in self.changes(x):
             if clock.now() > until:
                 return None
@@ -139,7 +140,8 @@ class _Around:
         return None
 
     def faster(self, x: Candidate, until: float) -> Candidate | None:
-        """A plan beside ``x`` that takes less, and is the limit then; None where there is none, or time is up."""
+        """A plan around ``x`` that takes less, and is the limit from then on; None where there is none, or time is
+        up."""
         less_s = self.limit_s / (1 + TIE) * (1 - 2 * TIE)
         for other in self.changes(x):
             if clock.now() > until:
@@ -168,7 +170,7 @@ class _Around:
         return self._stages[x]
 
     def _needs(self, x: Candidate) -> tuple[float, ...]:
-        """What comes first in the order: what it takes to run it."""
+        """The first part of the order: what it takes to run the plan."""
         key = x.key
         if key not in self._known:
             stages = [self._priced(s) for s in self._parts(x)]
@@ -178,7 +180,7 @@ class _Around:
         return self._known[key]
 
     def _said(self, x: Candidate) -> tuple[Any, ...]:
-        """What comes last: how it is written down."""
+        """The last part of the order: how the plan is written down."""
         return x.schedule, x.starts, x.widths, tuple(map(self._rank, x.ways))
 
     def _rank(self, way: Way) -> tuple[Any, ...]:
@@ -226,7 +228,7 @@ class _Around:
         return self._possible[key]
 
     def _cut_otherwise(self, x: Candidate) -> Iterator[Candidate]:
-        """A single stage of unequal devices, whose batch is cut by other weights: devices of one kind have some samples
+        """Plans of a single stage of unequal devices with other batch weights: devices of one kind get some samples
         more, and those of another kind as many less."""
         if len(x.widths) > 1 or not self.space.cluster.unequal or not self.space.request.uneven:
             return
@@ -265,7 +267,7 @@ class _Around:
             yield from self._in_styles(x, s, w)
 
     def _in_styles(self, x: Candidate, s: int, w: int) -> Iterator[Candidate]:
-        """Stage ``s`` on ``w`` ranks, all its components alike."""
+        """Plans whose stage ``s`` has ``w`` ranks and runs all its components alike."""
         assert self.sketch is not None
         m, a, b = x.num_microbatches, x.starts[s], (*x.starts[1:], self.n)[s]
         widths = (*x.widths[:s], w, *x.widths[s + 1 :])
@@ -278,8 +280,9 @@ class _Around:
                     yield replace(x, widths=widths, ways=(*x.ways[:a], *ways, *x.ways[b:]))
 
     def _cut_elsewhere(self, x: Candidate) -> Iterator[Candidate]:
-        """One cut anywhere between its neighbours, or several in a row by one component (of equal components in stages
-        of equal width, work is least where no such change makes it less: it is L-natural convex in the cuts)."""
+        """Plans with one cut anywhere between its neighbours, or with several cuts in a row moved by one component. For
+        equal components in stages of equal width, work is least where no such change lowers it: it is L-natural convex
+        in the cuts."""
         ends = (*x.starts, self.n)
         for s in range(1, len(x.starts)):
             for start in range(ends[s - 1] + 1, ends[s + 1]):
@@ -291,7 +294,8 @@ class _Around:
                     yield from self._cut(x, (*x.starts[:s], *(c + by for c in x.starts[s:t]), *x.starts[t:]))
 
     def _cut(self, x: Candidate, starts: tuple[int, ...]) -> Iterator[Candidate]:
-        """With other cuts: what moves to another stage runs as it did, or most like its neighbour there."""
+        """The plan with other cuts: a component that moves to another stage runs as it did, or most like its neighbour
+        there."""
         if not all(a < b for a, b in pairwise((*starts, self.n))) or not all(
             map(self.space.profile.graph.cuttable, starts[1:])
         ):
@@ -308,7 +312,7 @@ class _Around:
         yield replace(cut, ways=tuple(ways))
 
     def _like(self, i: int, w: int, m: int, beside: Way, own: Way) -> Way | None:
-        """The way of component ``i`` in a stage of ``w`` ranks: its own, or the one most like its neighbour's."""
+        """A way of component ``i`` in a stage of ``w`` ranks: its own, or the one most like its neighbour's."""
         possible = self._ways(i, w, m)
         if own in possible:
             return own
@@ -322,14 +326,14 @@ class _Around:
         return min(possible, key=apart, default=None)
 
     def _private(self, x: Candidate) -> Iterator[Candidate]:
-        """One component otherwise in its layout."""
+        """Plans in which one component runs otherwise in its layout."""
         for i, way in enumerate(x.ways):
             for other in self._ways(i, way.layout.width, x.num_microbatches, way.layout.weights):
                 if other != way and other.layout == way.layout:
                     yield x.with_way(i, other)
 
     def _exchanged(self, x: Candidate) -> Iterator[Candidate]:
-        """Two components of a stage in each other's ways."""
+        """Plans in which two components of a stage exchange their ways."""
         m = x.num_microbatches
         for a, b in zip(x.starts, (*x.starts[1:], self.n), strict=True):
             layouts: dict[Layout, list[int]] = {}

@@ -1,14 +1,14 @@
-"""Holds a certificate to account, with nothing of the search in it: no array, table or bound of the solvers.
+"""An independent check of a certificate: it uses no array, table or bound of the solvers.
 
-Two questions about a plan and its ``lower_bound_s``. Does any plan break it? Plans of the stated space near the
-answer, and the whole strategies, are priced one by one by the closed forms (:mod:`asa.cost.planned`): none may be
-faster than the bound, and none faster than an answer called optimal. And is the bound worth anything? :func:`floor`
-is what follows from compute alone, by a few lines of its own:
+It asks two questions about a plan and its ``lower_bound_s``. Does any plan break it? Plans of the stated space near the
+answer, and the whole strategies, are priced one by one in closed form (:mod:`asa.cost.planned`): none may be faster
+than the bound, and none faster than an answer called optimal. And is the bound worth anything? :func:`floor` derives
+one from compute alone, in a few lines of its own:
 
     a step takes at least  sum_{j<i} T_j + m T_i  for every stage i, T the least compute of a microbatch, there and back
 
 (the first microbatch has to reach stage i and the last one to leave it again), least over cuts and widths. A bound
-below it was no search at all.
+below it shows that no search was made.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ROOM = 16 * 2**10
 
 @noun
 class Trial:
-    """What became of ``tried`` plans that fit: the fastest of them, and ``floor_s`` (seconds, as the others).
+    """The outcome of a check: of ``tried`` plans that fit the fastest one, and ``floor_s``, both in seconds.
 
     ``refuted``: one was faster than the certificate's bound, or than a plan called optimal.
     """
@@ -54,7 +54,7 @@ class Trial:
 
 
 class Evaluator:
-    """Prices plans of one problem: profile, cluster, strategies and what the plan was asked for."""
+    """Prices of plans of one problem: profile, cluster, strategies and what the plan was asked for."""
 
     def __init__(
         self, plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies, request: Request | None = None
@@ -89,7 +89,7 @@ class Evaluator:
         return tuple(self.space.ways(index, width, num_microbatches, self.space.pinned))
 
     def floor(self) -> float:
-        """Seconds that no plan can beat, by compute alone."""
+        """Seconds that no plan can beat, from compute alone."""
         found = float("inf")
         for m in self.space.microbatches():
             for prices, among in views(self.prices):
@@ -99,13 +99,14 @@ class Evaluator:
         return found
 
     def _fastest(self, width: int, m: int) -> list[float]:
-        """The least compute of a stage, wherever it stands."""
+        """The least compute of a stage, whichever ranks it has."""
         gpus = self.space.request.gpus
         places = range(gpus - width + 1) if self.space.cluster.unequal else (0,)
         return [min(times) for times in zip(*(self.prices.compute(width, m, gpus, r) for r in places), strict=True)]
 
     def _pipelines(self, m: int, best: float) -> float:
-        """A bound in seconds on plans of several stages: the least behind a cut on r ranks, last cut first."""
+        """A bound in seconds on plans of several stages, by a dynamic program over cuts and ranks from the last cut
+        on."""
         gpus, n = self.space.request.gpus, len(self.space.profile.graph)
         taken = {w: self._fastest(w, m) for w in widths(gpus) if w < gpus}
         none = float("inf")
@@ -127,8 +128,8 @@ class Evaluator:
 
 
 def moves(evaluator: Evaluator, rng: random.Random, count: int) -> Iterator[Candidate]:
-    """Plans of the space beside the answer: another way for one or a few components, a cut or a rank moved, a stage
-    more or fewer, other microbatches or another schedule; some of them from one another, a few steps away."""
+    """Plans of the space near the answer: another way for one or a few components, a cut or a rank moved, a stage more
+    or fewer, other microbatches or another schedule. Some are a few steps away."""
     at, made = evaluator.answer, 0
     while made < count:
         if rng.random() < 0.3:
@@ -157,7 +158,7 @@ def _moved(e: Evaluator, at: Candidate, rng: random.Random) -> Candidate | None:
 
 
 def _other_ways(e: Evaluator, at: Candidate, rng: random.Random) -> Candidate:
-    """One to three components in a row, or apart, run otherwise."""
+    """Plans in which one to three components, in a row or not, run otherwise."""
     ways = list(at.ways)
     first, count, together = rng.randrange(len(ways)), rng.choice([1, 1, 1, 2, 3]), rng.random() < 0.5
     picked = None
@@ -172,7 +173,7 @@ def _other_ways(e: Evaluator, at: Candidate, rng: random.Random) -> Candidate:
 
 
 def _other_stages(e: Evaluator, at: Candidate, rng: random.Random) -> Candidate | None:
-    """A cut moved, a rank handed to another stage, two stages joined or one halved."""
+    """Plans with a cut moved, a rank handed to another stage, two stages joined or one halved."""
     starts, sizes, n = list(at.starts), list(at.widths), len(at.ways)
     kind = rng.randrange(4)
     s = rng.randrange(len(sizes))
@@ -203,7 +204,7 @@ def _rebuilt(
     e: Evaluator, at: Candidate, starts: Sequence[int], sizes: Sequence[int], m: int, schedule: str,
     rng: random.Random,
 ) -> Candidate | None:  # fmt: skip
-    """A plan of these components in other stages, each run as before where possible; None where that is no plan."""
+    """The plan with these components in other stages, each run as before where possible; None where that is no plan."""
     n, gpus = len(at.ways), e.space.request.gpus
     allowed = set(widths(gpus))
     if sum(sizes) > gpus or any(w not in allowed for w in sizes) or m > e.space.request.global_batch:

@@ -1,4 +1,4 @@
-"""What a reader of a plan should know besides its numbers, in sentences."""
+"""Notes on a plan: what a reader should know besides its numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asa.planner.space.space import Space
 
 
 def circumstances(prices: Prices, candidate: Candidate) -> tuple[str, ...]:
-    """What a reader of the plan should know besides its numbers."""
+    """Sentences with what a reader of the plan should know besides its numbers."""
     space, request = prices.space, prices.space.request
     notes = []
     if candidate.ranks == 1 < request.gpus:
@@ -43,7 +43,7 @@ def circumstances(prices: Prices, candidate: Candidate) -> tuple[str, ...]:
 
 
 def _unequal(space: Space, candidate: Candidate) -> list[str]:
-    """How a plan meets devices that are not alike."""
+    """Sentences about devices that are not alike."""
     cluster, cut = space.cluster, candidate.ways[0].layout
     if not cluster.unequal:
         return []

@@ -39,7 +39,7 @@ _SEED = 20250321
 
 
 class Errors:
-    """Draws by what they are of; the same name always gives the same draws."""
+    """Draws of errors by name; the same name always gives the same draws."""
 
     def __init__(self, draws: int) -> None:
         self._draws = draws
@@ -47,7 +47,7 @@ class Errors:
         self._none = np.ones(draws)
 
     def of(self, deviation: float, *name: object) -> np.ndarray:
-        """Factors around 1 with that relative deviation."""
+        """Factors around 1 with the relative ``deviation``, one for each draw."""
         if deviation == 0:
             return self._none
         key = (deviation, *name)
@@ -94,7 +94,8 @@ def faster(
 def joint_times(
     finalists: Sequence[tuple[Candidate, Price]], profile: Profile, strategies: Strategies, overlap: Overlap
 ) -> np.ndarray:
-    """Seconds of a step, a row a plan and a column a draw: errors that plans share are the same in a column."""
+    """Seconds of a step: a row for each plan and a column for each draw. Errors that plans share are the same in a
+    column."""
     errors = Errors(DRAWS)
     return np.array([_times(c, p, profile, strategies, overlap, errors) for c, p in finalists])
 
@@ -117,7 +118,8 @@ def _times(
 def _stage(
     candidate: Candidate, stage: StagePrice, overlap: Overlap, model: float, errors: Errors
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Forward and backward of a microbatch, what lengthens the last backward, and what comes after it."""
+    """Seconds of forward and backward of a microbatch, of what lengthens the last backward, and of what comes after it;
+    an entry for each draw."""
     sp, sc = overlap.compute_slowdown, overlap.communication_slowdown
     zero = np.zeros(DRAWS)
     forward, backward, once, sync = zero.copy(), zero.copy(), zero.copy(), zero.copy()

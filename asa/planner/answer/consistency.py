@@ -1,7 +1,7 @@
-"""Disciplines of consistency side by side: seconds a step, and, where curves of staleness are known, time to a target.
+"""A table of disciplines of consistency: seconds per step and, where curves of staleness are known, time to a target.
 
-Synchronous training with uneven batches stands in every table: with known speeds it has no straggler and no staleness,
-and a discipline that does not beat it is not worth what it costs in convergence.
+Synchronous training with uneven batches is in every table: with known speeds it has no straggler and no staleness, and
+a discipline that does not beat it is not worth what it costs in convergence.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ EVEN, UNEVEN = "ddp", "ddp, uneven batches"
 
 @noun
 class TimeToTarget:
-    """Seconds: the mean of seeds times the predicted step; the lowest and the highest of both. None where unknown."""
+    """Seconds to the target: the mean over seeds times the predicted step, and the lowest and the highest of both. None
+    where unknown."""
 
     mean_s: float | None
     low_s: float | None
@@ -44,14 +45,14 @@ class TimeToTarget:
 
 @noun
 class ConsistencyRow:
-    """One way to wait for one another.
+    """One way in which workers wait for each other.
 
     Attributes:
         name: a discipline as ``--strategies`` takes it, or a kind of synchronous training.
         exact: whether it trains as plain data parallelism does.
         step_time_s: seconds per global batch, with its 90 % interval.
         mean_age, max_age: of gradients, in global batches of others' gradients.
-        waited: the part of the time that the worker who waits most is waiting.
+        waited: the share of the time for which the worker who waits most is waiting.
         steps: global batches to the target; None where unknown, and ``unknown`` says why.
         fits: whether the devices have memory enough.
     """
@@ -78,9 +79,9 @@ class ConsistencyRow:
 
 @noun
 class Consistency:
-    """The table. ``fastest`` has the shortest step of those that fit, ``first`` reaches the target first on average. It
-    is ``surely`` before synchronous training where its slowest seed is before that one's fastest: how fast the machine
-    turns out to be is the same for both."""
+    """The table. ``fastest`` has the shortest step of those that fit; ``first`` reaches the target first on average. It
+    is ``surely`` ahead of synchronous training where its slowest seed is faster than that one's fastest: how fast the
+    machine turns out to be is the same for both."""
 
     rows: tuple[ConsistencyRow, ...]
     fastest: str
@@ -95,8 +96,8 @@ def compare(
     loosely: bool, target: Target | None = None, curves: Sequence[Staleness] = (),
     asked: Sequence[Discipline] = (),
 ) -> Consistency:  # fmt: skip
-    """Synchronous training, ``answer`` among it, and with ``loosely`` every discipline at its usual figures, and those
-    of ``asked``.
+    """The table with synchronous training, the ``answer`` among it, the disciplines ``asked`` for and, with
+    ``loosely``, every discipline at its usual figures.
 
     Raises:
         UsageError: fewer than 2 devices, or a plan that replicates nothing.
@@ -150,7 +151,7 @@ def _surely(first: ConsistencyRow, known: Sequence[ConsistencyRow]) -> bool:
 
 
 def _fitting(curves: Sequence[Staleness], profile: Profile, request: Request) -> Staleness | str:
-    """The newest curves of this model, optimizer and batch, or why there are none."""
+    """The newest curves of this model, optimizer and batch, or the reason why there are none."""
     mine = [c for c in curves if c.model_fingerprint == profile.model_fingerprint and c.optimizer == request.optimizer]
     fitting = [c for c in mine if c.global_batch == request.global_batch]
     if fitting:
@@ -175,7 +176,7 @@ def _uneven(prices: Prices, replicated: Candidate) -> Candidate | None:
 
 
 class _Judge:
-    """Rows of one table."""
+    """The rows of one table."""
 
     def __init__(
         self, prices: Prices, workers: Candidate, target: Target | None, curves: Staleness | str
@@ -191,7 +192,7 @@ class _Judge:
         self._factor = usual.step_time_high_s / usual.step_time_s if usual.step_time_s > 0 else 1.0
 
     def planned(self, plan: Plan) -> ConsistencyRow:
-        """The plan that is the answer."""
+        """The row of the plan that is the answer."""
         p = plan.prediction
         made = ConsistencyRow(
             name=f"this plan ({plan.strategy})", waits_for="every worker waits in every step", changes="nothing",
@@ -202,7 +203,7 @@ class _Judge:
         return self._timed(made, *self._plainly())
 
     def synchronous(self, name: str, candidate: Candidate) -> ConsistencyRow:
-        """Data parallelism, with even or uneven shares."""
+        """The row of data parallelism, with even or uneven shares."""
         price = self._prices.of(candidate)
         made = replace(
             self._row(name, price, "every worker waits in every step", "nothing", exact=True),
@@ -212,7 +213,7 @@ class _Judge:
         return self._timed(made, *self._plainly())
 
     def discipline(self, d: Discipline) -> ConsistencyRow:
-        """A discipline on the workers of data parallelism; one of stages on the best pipeline."""
+        """The row of a discipline on the workers of data parallelism, or on the best pipeline for one of stages."""
         told = WAITS_FOR[d.name], CHANGES[d.name]
         try:
             d.workers(self._workers.ranks)
@@ -264,7 +265,7 @@ class _Judge:
         return self._curves.steps_to(self._target, ONE_LATE), f"no curve of {ONE_LATE.words}"
 
     def _steps(self, d: Discipline, made: ConsistencyRow) -> tuple[Steps | None, str]:
-        """Global batches to the target under ``d``, or why they are unknown."""
+        """Global batches to the target under ``d``, or the reason why they are unknown."""
         curves, target, count = self._curves, self._target, d.workers(self._workers.ranks)
         if target is None or self._exact(d) or isinstance(curves, str):
             return self._plainly()

@@ -1,6 +1,8 @@
-"""Disciplines of consistency asked for by name: plain data parallelism or a pipeline, and who waits for whom.
+"""Plans under a discipline of consistency that is asked for by name: data parallelism or a pipeline, and who waits for
+whom.
 
-They change what training converges to, so none is ever chosen among other strategies: it is the only one asked for.
+Disciplines change what training converges to, so none is ever chosen among other strategies: it must be the only one
+asked for.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ def asked(request: Request) -> Discipline | None:
 def planned(
     discipline: Discipline, request: Request, solve: Callable[[Request], list[Plan]], prices: Prices
 ) -> list[Plan]:
-    """Plans of ``request`` under ``discipline``: those of its workers that ``solve`` finds for plain data
-    parallelism, and the discipline, with the step time that its clock says under ``prices``."""
+    """Plans of ``request`` under ``discipline``: the workers run what ``solve`` finds for plain data parallelism, and
+    the step time is that of the discipline's clock under ``prices``."""
     if discipline.groups is not None:
         return _grouped(discipline, request, solve, prices)
     workers, staged = discipline.workers(request.gpus), discipline.waiting == "pipelined"
@@ -61,8 +63,8 @@ def planned(
 def _grouped(
     discipline: Discipline, request: Request, solve: Callable[[Request], list[Plan]], prices: Prices
 ) -> list[Plan]:
-    """Plans of ``request`` whose groups of ranks each run what ``solve`` finds for its share of devices and batch,
-    among the other strategies asked for, if any are, and meet as ``discipline`` says."""
+    """Plans of ``request`` whose groups of ranks each run what ``solve`` finds for their share of devices and batch,
+    among the other strategies asked for, and meet as ``discipline`` says."""
     count, batch = discipline.workers(request.gpus), request.global_batch
     if batch % count:
         raise UsageError(
@@ -96,8 +98,8 @@ def _grouped(
 
 
 def undrained(prices: Prices) -> Price:
-    """A pipeline (``1f1b``) that is never drained: a step is the work of its busiest stage. A stage keeps three times
-    its weights: the newest, and those that the two batches under way compute with.
+    """A pipeline (``1f1b``) that is never drained: a step is the work of its busiest stage. A stage keeps three copies
+    of its weights: the newest, and those that the two batches under way compute with.
 
     Raises:
         UsageError: there is no pipeline of as many stages as ranks.
@@ -115,7 +117,7 @@ def undrained(prices: Prices) -> Price:
 
 
 def _under(plain: Plan, discipline: Discipline, gpus: int, cost: StepCost | None) -> Plan:
-    """``plain`` data parallelism under ``discipline``, with ranks of their own for servers that are to have some."""
+    """``plain`` data parallelism under ``discipline``, with separate ranks for servers that need them."""
     name = discipline.name
     notes: tuple[str, ...] = (f"{name}: {WAITS_FOR[name]}", f"what changes: {CHANGES[name]}")
     prediction = plain.prediction

@@ -1,4 +1,4 @@
-"""Why nothing fits, in numbers, and the nearest change that would make something fit."""
+"""An explanation, in numbers, of why nothing fits, and the nearest change after which something would."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ MOST_MEMORY = 2**20 * GIB
 
 
 def overfull(space: Space) -> bool:
-    """Whether nothing is left for a plan, or less than the weights alone take, each of them held once."""
+    """Whether no memory is left for a plan, or less than the weights alone take, each of them held once."""
     gpus = space.request.gpus
     free = sum(max(0.0, space.room(rank, 1, 1)) for rank in range(gpus))
     return free <= 0 or sum(c.parameter_bytes for c in space.profile.graph.components) > free
 
 
 def hopeless(prices: Prices, allowed: Allowed = anything) -> bool:
-    """Whether state, gradients and gathered weights alone leave no plan, activations for nothing.
+    """Whether no plan fits even if activations take nothing: state, gradients and gathered weights are too much.
 
-    A necessary condition that is quickly tested: every component at its leanest, and one at a time with what it needs
+    The test is a necessary condition and quick: every component at its least, and one at a time with what it needs
     while it computes, in stages of every width and any split of the components over them.
     """
     space, n = prices.space, len(prices.space.profile.graph)
@@ -81,7 +81,7 @@ def _leanest_component(prices: Prices, index: int, width: int, allowed: Allowed)
 def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True) -> InfeasibleError:
     """The error to raise: what binds, and the nearest batch, memory or number of devices that fits.
 
-    Not ``proved``: time was up before the search had seen that there is none.
+    Without ``proved`` time was up before the search had shown that nothing fits.
     """
     space, request = prices.space, prices.space.request
     found = leanest(prices, allowed, few=True) if overfull(space) else None
@@ -124,7 +124,7 @@ def _in_words(candidate: Candidate) -> str:
 
 
 def remedy(prices: Prices, names: Sequence[str]) -> str:
-    """What to try where only the whole strategies ``names`` were asked for, and none of them can be had."""
+    """What to try where only the whole strategies ``names`` were asked for and none of them can be had, in words."""
     space = prices.space
     needed = [_memory_for(space, prices.of(c).peak.total, prices.busy(c)) for n in names for c in _uniform(n, prices)]
     said = _told(min(needed)) if needed else []
@@ -139,12 +139,12 @@ def remedy(prices: Prices, names: Sequence[str]) -> str:
 
 
 def _told(memory: float) -> list[str]:
-    """So much memory as an option, where devices could have it."""
+    """The memory limit as an option, where devices could have so much."""
     return [f"--memory {memory / GIB:.3g}"] if memory <= MOST_MEMORY else []
 
 
 def _uniform(name: str, prices: Prices) -> Iterator[Candidate]:
-    """One whole strategy in one microbatch and in all powers of two, as far as it and the pins go."""
+    """Plans of one whole strategy in one microbatch and in all powers of two, as far as it and the pins allow."""
     try:
         for candidate in baselines.candidates(name, prices):
             if all(prices.space.pinned(i, way) for i, way in enumerate(candidate.ways)):
@@ -175,7 +175,7 @@ def _fits(prices: Prices) -> bool:
 
 
 def _smaller_batch(space: Space) -> int | None:
-    """The largest halving of the global batch under which something fits, if it is soon found."""
+    """The largest halving of the global batch under which something fits, if it is found soon."""
     batch, ends = space.request.global_batch // 2, clock.now() + _LOOK_S
     if batch and hopeless(_with(space, global_batch=batch), space.pinned):
         return None  # what does not depend on the batch is too much already
@@ -187,7 +187,7 @@ def _smaller_batch(space: Space) -> int | None:
 
 
 def _fewer_devices(space: Space, names: Sequence[str]) -> int | None:
-    """The most devices, fewer than asked for, on which one of the whole strategies fits, if it is soon found: stages
+    """The most devices, fewer than asked for, on which one of the whole strategies fits, if it is found soon: stages
     and splits need as many components, rows or samples as there are ranks."""
     ends = clock.now() + _LOOK_S
     for gpus in range(space.request.gpus - 1, 1, -1):
@@ -199,7 +199,7 @@ def _fewer_devices(space: Space, names: Sequence[str]) -> int | None:
 
 
 def _larger_batch(space: Space, names: Sequence[str]) -> int | None:
-    """A few times the batch, on which one of the whole strategies has the samples that it wants, and fits."""
+    """A multiple of the batch with which one of the whole strategies has the samples that it needs, and fits."""
     batch = space.request.global_batch
     larger = (batch * factor for factor in (2, 4, 8) if batch * factor <= MOST_SAMPLES)
     return next((b for b in larger if _one_fits(names, _with(space, global_batch=b))), None)
@@ -210,7 +210,7 @@ def _one_fits(names: Sequence[str], prices: Prices) -> bool:
 
 
 def _more_devices(space: Space) -> int | None:
-    """The fewest devices of the cluster on which something fits: doubled, then halved between, within the time."""
+    """The fewest devices of the cluster on which something fits, found by doubling and halving within the time."""
     most, ends = min(space.cluster.num_devices, _MOST_DEVICES), clock.now() + _LOOK_S
     low, high = space.request.gpus, min(2 * space.request.gpus, most)
     while high > low and not _fits(_with(space, gpus=high)):
@@ -224,7 +224,7 @@ def _more_devices(space: Space) -> int | None:
 
 
 def _nothing_runs(space: Space, allowed: Allowed, *, proved: bool) -> str:
-    """No width lets every component run at all, samples or pins forbid it; and no pipeline was found either."""
+    """The error where samples or pins let no component run at any width, and no pipeline was found either."""
     request = space.request
     graph = space.profile.graph
     for i, component in enumerate(graph.components):

@@ -1,4 +1,4 @@
-"""The plan with the lowest peak of memory, as far as it is looked for: what fits if anything does."""
+"""A search for the plan with the lowest peak of memory, within limits: what fits if anything does."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Leanest:
 
 
 def lean(prices: Prices, allowed: Allowed = anything, *, few: bool = False) -> Iterator[Leanest]:
-    """Plans of low peaks: every single stage (where ``few``: of one rank, of all, and of a power of two), and for every
-    number of equal stages of a pipeline the cuts that spread the least state and activations evenly."""
+    """Plans with low peaks: every single stage (with ``few``: of one rank, of all, and of a power of two), and for
+    every number of equal stages of a pipeline the cuts that spread the least state and activations evenly."""
     gpus = prices.space.request.gpus
     some = sorted({1, gpus, 2 ** (gpus.bit_length() - 1)}) if few else list(widths(gpus))
     for candidate in (*_leanest_stages(prices, allowed, some), *_leanest_pipelines(prices, allowed)):
@@ -36,13 +36,13 @@ def lean(prices: Prices, allowed: Allowed = anything, *, few: bool = False) -> I
 
 
 def leanest(prices: Prices, allowed: Allowed = anything, *, few: bool = False) -> Leanest | None:
-    """The plan that comes closest to fitting, as far as it is looked for; None where no plan exists at all."""
+    """The plan that comes closest to fitting among those of :func:`lean`; None where no plan exists at all."""
     return min(lean(prices, allowed, few=few), key=lambda x: x.excess, default=None)
 
 
 def _leanest_stages(prices: Prices, allowed: Allowed, some: Sequence[int]) -> Iterator[Candidate]:
-    """With one microbatch gradients do not exist all at once. Of several, the more the leaner, as long as each layout's
-    ranks have samples."""
+    """Single stages in one microbatch, where gradients do not exist all at once, and in as many as give each layout's
+    ranks samples: the more, the less memory."""
     for width in some:
         counts = _microbatches(prices.space)
         divisors = [d for d in range(1, width + 1) if width % d == 0]
@@ -58,8 +58,8 @@ def _leanest_stages(prices: Prices, allowed: Allowed, some: Sequence[int]) -> It
 
 
 def _leanest_pipelines(prices: Prices, allowed: Allowed) -> Iterator[Candidate]:
-    """1f1b holds no more microbatches than any other schedule. The smaller they are, the less of activations; with one
-    alone, gradients do not exist all at once."""
+    """Pipelines under 1f1b, which holds no more microbatches than any other schedule: in the most microbatches, which
+    leave the fewest activations, and in the fewest, where gradients do not exist all at once."""
     space, n = prices.space, len(prices.space.profile.graph)
     if "1f1b" not in space.schedules:
         return
@@ -113,7 +113,7 @@ def _even(chain: Chain, flights: Sequence[int]) -> tuple[int, ...]:
 
 
 def _microbatches(space: Space) -> list[int]:
-    """One microbatch, and all powers of two: memory rarely falls further than the last that can run."""
+    """One microbatch, and all powers of two; memory rarely falls beyond the last that can run."""
     return list(space.microbatches())
 
 

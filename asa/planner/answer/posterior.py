@@ -1,9 +1,9 @@
-"""What measuring adds to what costs say: beliefs about the step times of some plans, and where another step pays most.
+"""Beliefs about the step times of some plans, updated by measurements, and where another measured step is worth most.
 
 The logarithms of the step times are jointly normal. Prior: means and covariances of the joint draws of the errors of
 costs (:mod:`asa.planner.answer.confidence`), an error common to all plans and one of each plan's own, for what no cost
-foresees. Likelihood: in one round of turns every time carries noise of its own and a drift that the plans of the
-round share (the machine was slow just then), so what plans differ by is learned faster than what they take.
+foresees. Likelihood: in one round of turns every time carries its own noise and a drift that the plans of the round
+share (the machine was slow just then), so the differences between plans are learned faster than their times.
 
     worth of a round with some plans = least mean now - expected least mean after it
 
@@ -45,21 +45,21 @@ _SEED = 20250321
 
 @noun
 class Belief:
-    """Per plan: how likely it is the fastest, or as good as that (:data:`TIE`), and what choosing it costs over the
-    fastest on average."""
+    """For each plan: the probability that it is the fastest, or as good as that (:data:`TIE`), and the expected loss
+    against the fastest if it is chosen."""
 
     p_best: tuple[float, ...]
     expected_regret: tuple[float, ...]
 
     @property
     def best(self) -> int:
-        """The plan to choose: the one of least expected regret."""
+        """The plan to choose: the one with the least expected regret."""
         return min(range(len(self.expected_regret)), key=self.expected_regret.__getitem__)
 
 
 def prior(draws: np.ndarray, own: float = OWN) -> tuple[np.ndarray, np.ndarray]:
-    """Means and covariances of the logarithms, before anything is measured; ``draws`` as of :class:`Posterior`, ``own``
-    the deviation of each plan's own error."""
+    """Means and covariances of the logarithms before anything is measured. ``draws`` as for :class:`Posterior`; ``own``
+    is the deviation of each plan's own error."""
     logs = np.log(draws)
     apart = logs - logs.mean(axis=1, keepdims=True)
     distance = np.sqrt(((apart[:, None] - apart[None]) ** 2).mean(axis=2))
@@ -68,7 +68,7 @@ def prior(draws: np.ndarray, own: float = OWN) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sample(mean: np.ndarray, covariance: np.ndarray, count: int) -> np.ndarray:
-    """Joint draws, a row each, in pairs on both sides of the mean; always the same ones."""
+    """Joint draws, a row each, in pairs on both sides of the mean; the same ones every time."""
     values, vectors = np.linalg.eigh(covariance)
     root = vectors * np.sqrt(np.maximum(values, 0.0))
     half = np.random.default_rng(_SEED).standard_normal((count // 2, len(mean)))
@@ -76,8 +76,8 @@ def sample(mean: np.ndarray, covariance: np.ndarray, count: int) -> np.ndarray:
 
 
 class Posterior:
-    """Beliefs after some rounds. ``draws``: seconds of a step, a row a plan and a column a joint draw; ``noise``: the
-    relative deviation of one step that is expected before any was seen."""
+    """Beliefs after some rounds. ``draws``: seconds of a step, a row for each plan and a column for each joint draw;
+    ``noise``: the relative deviation of one step that is expected before any was measured."""
 
     def __init__(self, draws: np.ndarray, rounds: Sequence[Round] = (), *, noise: float = NOISE) -> None:
         self.mean, self.covariance = prior(draws)
@@ -100,7 +100,7 @@ class Posterior:
         return self.noise**2 * np.eye(count) + self.drift**2
 
     def belief(self) -> Belief:
-        """Over joint draws, always the same for the same rounds."""
+        """The belief over joint draws, the same for the same rounds."""
         times = np.exp(sample(self.mean, self.covariance, DRAWS))
         fastest = times.min(axis=1, keepdims=True)
         return Belief(
@@ -109,7 +109,8 @@ class Posterior:
         )
 
     def worth(self, plans: Sequence[int]) -> float:
-        """By what share of a step one more round with a turn for each of ``plans`` is expected to lower the choice."""
+        """The share of a step by which one more round with a turn for each of ``plans`` is expected to lower the chosen
+        time."""
         chosen, best = sorted(set(plans)), 0.0
         for times in _AHEAD:
             gain = self._gain(chosen, times)
@@ -120,10 +121,10 @@ class Posterior:
 
 
 def _spread(rounds: list[dict[int, float]], expected: float) -> tuple[float, float, list[dict[int, float]]]:
-    """Deviation of a step, deviation of a round, and the rounds with steps far off drawn in. ``expected``: the former,
-    before any was seen.
+    """Deviation of a step, deviation of a round, and the rounds with outliers drawn in. ``expected``: the first, before
+    any step was measured.
 
-    Two-way: a time is its plan's median, what its round is off, and noise.
+    The model is two-way: a time is its plan's median, its round's offset, and noise.
     """
     if not rounds:
         return expected, _DRIFT, []
@@ -144,11 +145,13 @@ def _spread(rounds: list[dict[int, float]], expected: float) -> tuple[float, flo
 
 @noun
 class Policy:
-    """Which plans have a turn next. ``draws`` as of :class:`Posterior`; the plans of ``always`` come first.
+    """A policy that says which plans have a turn next. ``draws`` as for :class:`Posterior`; the plans of ``always``
+    come first.
 
-    Every plan has one turn beside the first of ``always`` before any has a second; measuring ends where the expected
-    regret of the choice is below ``enough``, and the plans of ``always`` and the choice have had ``least`` turns.
-    ``noise``: as of :class:`Posterior`; where steps are noisy and few of them look alike by chance, measuring goes on.
+    Every plan has one turn beside the first of ``always`` before any has a second. Measuring ends when the expected
+    regret of the choice is below ``enough`` and the plans of ``always`` and the choice have had ``least`` turns.
+    ``noise`` is that of :class:`Posterior`: where steps are noisy and a few of them look alike by chance, measuring
+    goes on.
     """
 
     draws: tuple[tuple[float, ...], ...]
@@ -160,7 +163,7 @@ class Policy:
     def next(self, rounds: Sequence[Round], left_s: float, build_s: float = 0.0) -> tuple[int, ...]:
         """The plans of the next round; none where measuring is to end.
 
-        ``left_s``: seconds that may still be spent; ``build_s``: what a plan takes before its first turn.
+        ``left_s``: seconds that may still be spent; ``build_s``: seconds that a plan needs before its first turn.
         """
         turns = [sum(i in r for r in rounds) for i in range(len(self.draws))]
         expected = np.median(np.array(self.draws), axis=1)
@@ -192,9 +195,9 @@ class Policy:
 def choose(
     draws: np.ndarray, rounds: Sequence[Round], guard: int | None, *, noise: float = NOISE
 ) -> tuple[int, Belief, Belief]:
-    """The plan to run, and the beliefs before and after measuring; ``noise`` as of :class:`Posterior`.
+    """The plan to run, and the beliefs before and after measuring. ``noise`` as for :class:`Posterior`.
 
-    A plan whose measured median is above that of ``guard`` (plain data parallelism) gives way to it.
+    A plan whose measured median is above that of ``guard`` (plain data parallelism) is replaced by it.
     """
     before, after = Posterior(draws).belief(), Posterior(draws, rounds, noise=noise).belief()
     medians = {i: float(np.median([r[i] for r in rounds if i in r])) for i in {i for r in rounds for i in r}}

@@ -1,4 +1,4 @@
-"""A price as the prediction that goes into a plan, with its error bar."""
+"""The prediction that goes into a plan, made of a price, with its error bar."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from asa.ir.profile import Profile
 def deviation(price: Price, profile: Profile, cluster: Cluster) -> float:
     """Standard deviation of the step time around its prediction, in seconds.
 
-    In quadrature: the standard errors of the measured times, the model's usual error on compute and on a stage's
-    waiting for another's (a far larger one on estimated profiles), that of the links on what they leave exposed, and
-    by how much the machine will be faster or slower than it was when it was measured, as much as the more restless of
-    the two measurements saw. That is the same for the whole step, and for every other plan: it says nothing of which is
-    the fastest.
+    It combines in quadrature: the standard errors of the measured times; the model's usual error on compute and on a
+    stage's waiting for another's (far larger for estimated profiles); the error of the links on what they leave
+    exposed; and by how much the machine will be faster or slower than when it was measured, as much as the more
+    restless of the two measurements saw. The last is the same for the whole step and for every other plan, so it does
+    not decide which is fastest.
     """
     model = constant("step_error" if profile.provenance.trusted else "estimate_error")
     moved = price.cost.exposed_s + price.cost.hidden_s
@@ -35,11 +35,11 @@ def deviation(price: Price, profile: Profile, cluster: Cluster) -> float:
 def predict(
     price: Price, profile: Profile, cluster: Cluster, *, widths: Sequence[int], global_batch: int
 ) -> Prediction:
-    """The prediction of one step, of stages of ``widths`` ranks. Ranks with equal shares of a batch all hold what the
+    """The prediction of one step with stages of ``widths`` ranks. Ranks with equal shares of a batch all hold what the
     busiest one does.
 
     The interval is that of a factor (log-normal, as in :mod:`asa.planner.answer.confidence`): a machine in another
-    state than when it was profiled is so many times slower or faster, and more often slower.
+    state than when it was profiled is slower or faster by a factor, and more often slower.
     """
     total = price.cost.total_s
     factor = math.exp(Z90 * deviation(price, profile, cluster) / total) if total > 0 else 1.0
@@ -62,12 +62,12 @@ def predict(
 
 
 def noise(one: Price, other: Price) -> float:
-    """How far two predicted step times must lie apart, in seconds, for the shorter one to be so with a probability of
+    """Seconds by which two predicted step times must differ for the shorter one to be shorter with the probability
     ``sure_enough``.
 
-    Errors of what both do alike cancel, so only components that differ count: their standard errors, and the error of
-    the links on the difference in communication. Never less than the share of a step by which stock data parallelism
-    differs from itself.
+    Errors of what both plans do alike cancel, so only components that differ count: their standard errors, and the
+    error of the links on the difference in communication. It is never less than the share of a step by which stock data
+    parallelism differs from itself.
     """
     pairs = list(zip(one.components, other.components, strict=True))
     mine, theirs = [a.error_s for a, b in pairs if a != b], [b.error_s for a, b in pairs if a != b]

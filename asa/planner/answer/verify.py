@@ -1,4 +1,4 @@
-"""``verify``: time and memory of any plan from profile, cluster and strategies alone. No solver has a say in it."""
+"""``verify``: time and memory of any plan from profile, cluster and strategies alone, without a solver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asa.planner.answer.prediction import predict
 
 
 def verify(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> Prediction:
-    """The prediction of ``plan``, recomputed; of one whose ranks train in groups, a step of a group.
+    """The prediction of ``plan``, recomputed; for ranks that train in groups, that of a group's step.
 
     Raises:
         InvalidInputError: the plan is of another model, or asks of a component what it refuses.

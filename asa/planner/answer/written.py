@@ -1,4 +1,4 @@
-"""A candidate, written down as the plan that is answered."""
+"""The plan document of a candidate."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def plan_of(
     notes: tuple[str, ...],
     rivals: Sequence[Candidate],
 ) -> Plan:
-    """``candidate`` as a plan, with its prediction, its certificate and the whole strategies it is held against.
+    """``candidate`` as a plan, with its prediction, its certificate and the whole strategies it is compared with.
 
-    ``rivals``: other candidates, with which its errors are drawn together.
+    ``rivals``: other candidates, whose errors are drawn jointly with its own.
 
     Raises:
         AsaError: it does not fit, which is an error of the planner.
@@ -108,14 +108,15 @@ def plan_of(
 
 
 def _named(space: Space, candidate: Candidate) -> Candidate:
-    """Stages that take turns with a single microbatch are layers, whatever the schedule that they came with."""
+    """The candidate with the schedule ``layers`` where stages take turns with a single microbatch, whatever it was
+    called."""
     if candidate.num_microbatches == 1 < len(candidate.widths) and "layers" in space.strategies.schedules:
         return replace(candidate, schedule="layers")
     return candidate
 
 
 def _stages(candidate: Candidate) -> tuple[Stage, ...]:
-    """Ranks are handed out in the order of stages."""
+    """The stages with their ranks, handed out in order."""
     ends = list(accumulate(candidate.widths))
     weights = [candidate.ways[start].layout.weights or None for start in candidate.starts]
     return tuple(

@@ -1,1 +1,1 @@
-"""The search over stages: cuts, widths, microbatches and schedules, with a bound on every plan."""
+"""The search over pipelines: cuts, widths, microbatches and schedules, with a bound on every plan."""

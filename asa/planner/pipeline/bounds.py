@@ -1,18 +1,19 @@
-"""Bounds on every plan of several stages with one number of microbatches and one schedule: arrays over where a stage
-begins, on which rank, and how many stages there are from it to the last.
+"""Bounds on every plan of several stages with one number of microbatches and one schedule.
 
-A step of a pipeline is a longest path (:mod:`asa.cost.pipeline`). With T a microbatch forward and back through a stage,
-C there and back over a link, and D what comes once per step, these paths need no more than T, C and D of each stage:
+They are arrays over the component with which a stage begins, its first rank, and how many stages there are from it to
+the last. A step of a pipeline is a longest path (:mod:`asa.cost.pipeline`). With T the time of a microbatch forward and
+back through a stage, C that there and back over a link, and D the time once per step, these paths need only T, C and D
+of each stage:
 
 * through all microbatches of one stage, reached by the first one and left by the last one;
 * once through all stages, with all microbatches over one link;
 * the round trip of a microbatch from some stage on, as often as the schedule waits for it there;
 
-and each ends in the once-per-step work of a stage on its way back. Looking from the front, ``back`` is the least time
-from a microbatch's arrival at a stage to the last gradient leaving it, ``done`` to the end of all stages from there on,
-``trip`` that of a single microbatch. Looking from behind, ``late`` is the least time from the first microbatch's start
-to the end of the stages in front, but for what happens further on. Each is a least value of its own, so what they say
-together is a bound.
+and each ends in the once-per-step work of a stage on its way back. Towards the last stage, ``back`` is the least time
+from a microbatch's arrival at a stage to the last gradient leaving it, ``done`` that to the end of all stages from
+there on, and ``trip`` that of a single microbatch. Towards the first stage, ``late`` is the least time from the first
+microbatch's start to the end of the stages in front, without what happens further on. Each is a least value by itself,
+so together they give a bound.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from asa.planner.pipeline.lattice import INF, Table, divisors
+from asa.planner.stage.pareto import begins
 
 NEVER = -1e30
 """Earlier than anything; finite, so that it can be added to what is infinite."""
@@ -33,7 +35,7 @@ Tables = Callable[[int, int], Table | None]
 
 
 class Keys:
-    """Widths and data degrees at the ends of stages, numbered."""
+    """Widths and data degrees that stages may have at their ends, numbered."""
 
     def __init__(self, widths: Sequence[int], degrees: Callable[[int], tuple[int, ...]] = divisors) -> None:
         self.widths = tuple(sorted(widths))
@@ -49,8 +51,8 @@ class Keys:
 
 
 class StageLinks:
-    """Transfers: forward and back, arrays cut x key in front x key behind, for each kind of hop; and which ranks a
-    stage may begin at."""
+    """Transfers between stages, forward and back: arrays cut x key in front x key behind for each kind of hop.
+    ``offsets``: the ranks at which a stage of each width may begin."""
 
     def __init__(self, gpus: int, hops: Sequence[int], ahead: Any, back: Any, m: int, offsets: dict[int, Any]) -> None:
         self.gpus = gpus
@@ -63,8 +65,9 @@ class StageLinks:
 
 @dataclass
 class Stages:
-    """Stages of one width and place that may be in a plan: start and stop, in order of starts; values by entry and
-    exit degree as in :class:`Table`; on which ranks they can begin; ``groups``: where each start begins."""
+    """Stages of one width and place that may be in a plan: starts and stops in order of starts, values by entry and
+    exit degree as in :class:`Table`, the ranks on which they may begin, and ``groups``: the index at which each start
+    begins."""
 
     start: Any
     stop: Any
@@ -80,9 +83,9 @@ class Stages:
 
 
 class Frame:
-    """The arrays. ``lead(r)``: microbatches that go forward first in a stage with r stages to the last, or None where
-    the schedule does not wait for one to come back before it lets the next in. ``near(w, r)``: which stages (start x
-    stop) may be in a plan at all."""
+    """The arrays of this module. ``lead(r)``: how many microbatches go forward first in a stage with r stages to the
+    last; None where the schedule does not wait for one to come back before it lets the next in. ``near(w, r)``: which
+    stages (start x stop) may be in a plan at all."""
 
     def __init__(
         self, n: int, m: int, keys: Keys, links: StageLinks, tables: Tables, stages: int,
@@ -124,7 +127,7 @@ class Frame:
             start=start, stop=stop, steady=steady[good], forward=table.forward[start, stop],
             whole=table.whole[start, stop], single=table.single[start, stop],
             backward=None if table.backward is None else table.backward[start, stop], offsets=offsets,
-            groups=np.flatnonzero(np.r_[True, np.diff(start) != 0]),
+            groups=begins(start),
         )  # fmt: skip
 
     def _look_behind(self) -> None:
@@ -167,7 +170,7 @@ class Frame:
                     into[where] = np.minimum.reduceat(values.min(axis=-1), x.groups, axis=0)
 
     def _over_links(self, r: int) -> None:
-        """What is behind a cut, the link included, by the key in front of it."""
+        """Fill in what lies behind a cut, the link included, by the key in front of it."""
         links = self.links
         cuts, used = _used(self.trip[r])
         for hop in sorted(set(links.hops[used].tolist())):
@@ -182,7 +185,7 @@ class Frame:
             self.behind_crowd[r][where] = (crowd + trip).min(axis=-1)
 
     def look_ahead(self, stages: Iterable[int]) -> None:
-        """The arrays that look from behind, for plans of so many stages: in front of a stage with r to the last."""
+        """Fill in the arrays towards the first stage, for plans with these numbers of stages."""
         n, m, keys, links = self.n, self.m, self.keys, self.links
         wanted = set(stages)
         shape = (self.stages + 1, n + 1, links.gpus + 1, len(keys))
@@ -214,7 +217,7 @@ class Frame:
                 into_over = front_over[where][:, :, None, None]
                 steady, whole, single, forward = (v[:, None] for v in (x.steady, x.whole, x.single, x.forward))
                 order = np.argsort(x.stop, kind="stable")
-                groups = np.flatnonzero(np.r_[True, np.diff(x.stop[order]) != 0])
+                groups = begins(x.stop[order])
                 there = (x.stop[order][groups][:, None], x.offsets[None, :] + w, k)
                 for into, values in (
                     (late, np.maximum(into_late + steady, into_ahead + single)),
@@ -224,11 +227,11 @@ class Frame:
                     into[there] = np.minimum.reduceat(values.min(axis=2)[order], groups, axis=0)
 
     def value(self, stages: Iterable[int]) -> float:
-        """A bound on every plan of one of these numbers of stages."""
+        """A bound in ms on every plan with one of these numbers of stages."""
         return min((float(self.done[p, 0, 0].min(initial=INF)) for p in stages), default=INF)
 
     def through(self, w: int, r: int) -> Any:
-        """A bound on every plan with such a stage in it, r stages to the last: start x stop."""
+        """A bound in ms on every plan with such a stage in it, r stages to the last: start x stop."""
         if (w, r) in self._through:
             return self._through[w, r]
         found = self._through[w, r] = np.full((self.n, self.n + 1), INF)
@@ -248,8 +251,8 @@ class Frame:
         return found
 
     def room(self, w: int, r: int, cut: float) -> Any:
-        """What stages may take at most, per start and stop, in a plan that is done by ``cut``: ms as in
-        :class:`asa.planner.pipeline.points.Room`."""
+        """The most ms that stages may take in a plan that takes ``cut`` ms: figure
+        (:class:`asa.planner.pipeline.points.Room`) x start x stop."""
         found = np.zeros((3, self.n, self.n + 1))
         x = self.parts.get((w, r))
         if x is None:
@@ -267,6 +270,6 @@ class Frame:
 
 
 def _used(values: Any) -> tuple[Any, Any]:
-    """Cuts and offsets of an array cut x offset x key that have anything finite."""
+    """The cuts and the offsets at which an array cut x offset x key has anything finite."""
     some = np.isfinite(values).any(axis=-1)
     return np.flatnonzero(some.any(axis=1)), np.flatnonzero(some.any(axis=0))

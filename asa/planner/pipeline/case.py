@@ -1,4 +1,4 @@
-"""One number of microbatches and one schedule: a bound on all plans with them that rises in steps, and plans.
+"""Plans with one number of microbatches and one schedule: a bound on all of them that rises in steps.
 
 Prices without the memory limit bound them first, then prices of memory, where that may bind. After that come the cuts
 and widths of plans, those with the lowest bounds first (:mod:`asa.planner.pipeline.open_list`).
@@ -15,7 +15,7 @@ import numpy as np
 from asa.cost.pipeline import shape
 from asa.interfaces.schedule import Schedule
 from asa.planner import clock
-from asa.planner.pipeline.bounds import Frame, Keys, StageLinks
+from asa.planner.pipeline.bounds import Frame, Keys, StageLinks, Tables
 from asa.planner.pipeline.lattice import INF, Table, divisors
 from asa.planner.pipeline.pipelines import Skeleton, value_of
 from asa.planner.pipeline.stage_cache import MANY, StageCache
@@ -26,7 +26,7 @@ _NOTHING = Table(steady=None, forward=None, whole=None, single=None)
 
 
 class Listed(Protocol):
-    """Cuts and widths of a case (:mod:`asa.planner.pipeline.open_list`)."""
+    """The cuts and widths of a case (:mod:`asa.planner.pipeline.open_list`)."""
 
     bound: float
     stuck: bool
@@ -36,8 +36,9 @@ class Listed(Protocol):
 
 
 class Case:
-    """Plans of ``stages`` stages (any of them), all else open. ``bound`` holds for all; ``found`` is called with plans:
-    (ms, skeleton, choices), and says whether it takes them. ``listed`` makes the list of cuts and widths."""
+    """Plans of ``stages`` stages (any of these numbers), all else open. ``bound`` holds for all of them. ``found(ms,
+    skeleton, choices)`` is called with plans and says whether it takes them. ``listed`` makes the list of cuts and
+    widths."""
 
     value = INF
 
@@ -67,25 +68,25 @@ class Case:
         self._open: Listed | None = None
 
     def _lead(self, r: int) -> int | None:
-        """Microbatches in flight with r stages to the last, where the schedule waits for each to come back."""
+        """How many microbatches are in flight with r stages to the last, where the schedule waits for each to come
+        back."""
         found = {shape(self.schedule, p, self.m)[p - r] for p in self.stages if p >= r}
         lead, _, strict = next(iter(found))
         return lead if len(found) == 1 and strict else None
 
     def framed(self) -> Frame:
-        """Bounds by the tables of now."""
+        """Bounds from the current tables."""
         assert self.links is not None
+        return self._frame(self.keys, self.links, lambda w, r: self.tables.get((w, r)))
 
-        def tables(w: int, r: int) -> Table | None:
-            return self.tables.get((w, r))
-
+    def _frame(self, keys: Keys, links: StageLinks, tables: Tables) -> Frame:
         def near(w: int, r: int) -> Any:
             return self._near[w, r]
 
-        return Frame(self.shop.n, self.m, self.keys, self.links, tables, self.most, self._leads.__getitem__, near)
+        return Frame(self.shop.n, self.m, keys, links, tables, self.most, self._leads.__getitem__, near)
 
     def step(self, best: float, ends: float) -> None:
-        """Raise the bound. ``best``: what is known already, plans from there on are of no interest."""
+        """Raise the bound. Plans from ``best`` ms on do not count."""
         if self.level < 2:
             try:
                 self._by_prices(best, ends, limit=self.level == 1)
@@ -99,7 +100,7 @@ class Case:
         self.level += 1
 
     def _alive(self, frame: Frame, best: float) -> None:
-        """Note the bound, and drop the widths that are in no plan below ``best``."""
+        """Take the bound of ``frame``, and drop the widths that are in no plan below ``best``."""
         self.bound = max(self.bound, frame.value(self.stages))
         if self.bound >= best:
             return
@@ -121,8 +122,8 @@ class Case:
         self.stages = tuple(p for p in self.stages if p <= self.most)
 
     def _roughly(self, best: float, ends: float) -> None:
-        """By prices of stages without what lies between them, whatever the degrees at their ends: as far as there is
-        time for prices, by compute alone beyond."""
+        """Bound by prices of stages without what lies between them, whatever the degrees at their ends; by compute
+        alone where there is no time for prices."""
         keys = Keys(self.widths, lambda _w: (1,))
         alive = {w: [r for r in range(1, self.most + 1) if self.tables.get((w, r)) is not None] for w in self.widths}
         tight = self._tight or self.shop.crowded
@@ -133,17 +134,11 @@ class Case:
         def tables(w: int, r: int) -> Table | None:
             return rough[w][self.in_flight[r]] if r in alive[w] else None
 
-        links = self.shop.links(self.m, keys, free=True)
-        self._alive(
-            Frame(
-                self.shop.n, self.m, keys, links, tables, self.most, self._leads.__getitem__,
-                lambda w, r: self._near[w, r],
-            ),
-            best,
-        )  # fmt: skip
+        self._alive(self._frame(keys, self.shop.links(self.m, keys, free=True), tables), best)
 
     def _by_prices(self, best: float, ends: float, *, limit: bool) -> None:
-        """Without the memory limit, and then with it. Where it may bind, roughly first, and then with it at once."""
+        """Bound by prices without the memory limit, or, with ``limit``, with it. Where it may bind, first roughly, and
+        then with it at once."""
         if not limit:
             if not self.shop.crowded and sum(len(divisors(w)) for w in self.widths) > MANY:
                 self._roughly(best, ends)
@@ -164,7 +159,7 @@ class Case:
             self._alive(self.framed(), best)
 
     def _priced(self, ends: float) -> None:
-        """Tables of prices, with the memory limit where it may bind."""
+        """Compute tables of prices, with the memory limit where it may bind."""
         for w in self.widths:
             if clock.now() > ends:
                 raise OutOfTimeError
@@ -176,7 +171,7 @@ class Case:
     def tell(
         self, starts: tuple[int, ...], widths: tuple[int, ...], choices: tuple[Choice, ...]
     ) -> tuple[float, bool]:  # fmt: skip
-        """Hand a plan on; its time, and whether it was taken."""
+        """Hand a plan on; returns its time in ms, and whether it was taken."""
         skeleton = Skeleton(starts=starts, widths=widths, num_microbatches=self.m, schedule=self.name)
         value = value_of(self.shop.pipelines, skeleton, choices)
         return value, self.found(value, skeleton, choices)

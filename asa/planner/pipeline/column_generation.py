@@ -1,12 +1,11 @@
-"""Plans whose cuts and widths are fixed: what the best of them takes at least, and plans near it.
+"""Plans whose cuts and widths are fixed: a lower bound on all of them, and good plans among them.
 
-A step is the longest of many paths through the clock (:mod:`asa.cost.pipeline`), so no plan takes less than any mean of
-paths, and at such weights stages have nothing to do with each other but for the data degrees at their ends. Each has
-its own least value then, memory limit and all (:mod:`asa.planner.pipeline.pricing_problem`), and their sum is a bound
-on all
-plans of these cuts and widths. Weights that say most are those of a game: against the choices that came up so far, one
-picks paths, the other picks among the choices. What is best against the paths picked comes up next (Dantzig and Wolfe,
-Operations Research 8, 1960).
+A step is the longest of many paths through the clock (:mod:`asa.cost.pipeline`), so no plan takes less than any
+weighted mean of paths. Under such weights stages depend on each other only through the data degrees at their ends. Each
+stage then has its own least value with the memory limit (:mod:`asa.planner.pipeline.pricing_problem`), and their sum is
+a bound on all plans with these cuts and widths. The best weights are the optimal mixed strategy of a zero-sum game
+between paths (rows) and the choices that came up so far (columns). The best choice under these weights comes up next
+(Dantzig and Wolfe, Operations Research 8, 1960).
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ weights that leave a stage out may take any time there."""
 
 
 class ColumnGeneration:
-    """The plans of a case with these cuts and widths: none takes less than ``bound`` ms; ``value`` and ``choices``: the
-    best that came up. ``done``: other weights say no more. ``seen``: times of plans or bounds on them, in the order of
-    :func:`longest`, against which weights are first chosen."""
+    """The plans of a case with these cuts and widths. None takes less than ``bound`` ms; ``value`` and ``choices`` are
+    the best that came up. ``done``: other weights give no better bound. ``seen``: times of plans, or bounds on them, in
+    the order of :func:`longest`, against which the first weights are chosen."""
 
     def __init__(self, case: Case, cuts: Cuts, bound: float, seen: Sequence[Any]) -> None:
         self.case, self.cuts, self.bound = case, cuts, bound
@@ -66,8 +65,8 @@ class ColumnGeneration:
             self.bound = INF
 
     def step(self, limit: float, ends: float) -> None:
-        """Raise the bound: by prices of memory first, then each time by what is best at weights, and at others then.
-        Plans from ``limit`` ms on are of no interest.
+        """Raise the bound: first by prices of memory, then by the best choice under the current weights, with new
+        weights each time. Plans from ``limit`` ms on do not count.
 
         Raises:
             OutOfTimeError: time is up.
@@ -91,7 +90,7 @@ class ColumnGeneration:
             self._price()
 
     def _price(self) -> None:
-        """All stages at the weights of now, from the last one on: bounds by prices of memory."""
+        """Bound all stages under the current weights by prices of memory, from the last stage on."""
         behind, stages, weights = np.zeros(self._pieces[-1].numbers.degrees), list[PricingProblem](), self._weights
         for s in range(len(self.cuts) - 1, -1, -1):
             forward, backward, last, after = weights[4 * s : 4 * s + 4].tolist()
@@ -103,7 +102,8 @@ class ColumnGeneration:
         self.bound = max(self.bound, float(begun.min()))
 
     def _best(self, limit: float, ends: float) -> tuple[list[Choice] | None, bool]:
-        """The best choices at the weights of now, below ``limit``, and whether some were not looked at."""
+        """The best choices below ``limit`` under the current weights (None where there are none), and whether some
+        labels were dropped."""
         front, proved = np.zeros(self._pieces[0].numbers.degrees), limit
         found, turns = list[PricedChoice](), list[Any]()
         for s, stage in enumerate(self._stages):
@@ -129,7 +129,7 @@ class ColumnGeneration:
         return choices[::-1], proved < value
 
     def _met(self, choices: Sequence[Choice]) -> float:
-        """Add a plan, and take the weights that say most against all that were met; what they say of these."""
+        """Add a plan, and take the weights with the best bound against all plans so far; returns that bound."""
         column = self._times(choices)
         value, path = longest(column, self.case.schedule, len(self.cuts), self.case.m)
         if value < self.value:
@@ -141,7 +141,7 @@ class ColumnGeneration:
         return reach
 
     def _begun(self, seen: Any) -> Any:
-        """Weights to begin with: those that say most against ``seen``, with a share of the paths through each stage."""
+        """The first weights: the best against ``seen``, with a share of the paths through each stage."""
         p, through = len(self.cuts), []
         for s in range(p):
             slow = seen.mean(axis=0)
@@ -150,7 +150,7 @@ class ColumnGeneration:
         return (1 - _FIRST) * self._against(seen, [])[0] + _FIRST * np.mean(through, axis=0)
 
     def _against(self, columns: Any, paths: list[Any]) -> tuple[Any, float]:
-        """The weights of paths that say most against such plans, and what they say; ``paths`` get more where needed."""
+        """The best weights against such plans, and their bound in ms; ``paths`` are added where needed."""
         p, m = len(self.cuts), self.case.m
         if not paths:
             paths += [longest(c, self.case.schedule, p, m)[1] for c in columns]
@@ -163,13 +163,13 @@ class ColumnGeneration:
         return weights @ np.array(paths), reach
 
     def _over(self, s: int) -> Any:
-        """From stage s - 1 to stage s at the weights of now, by the degrees on either side."""
+        """Ms from stage s - 1 to stage s under the current weights, by the degrees on either side."""
         i = 4 * len(self.cuts) + 2 * (s - 1)
         ahead, back = self._moves[s - 1]
         return self._weights[i] * ahead + self._weights[i + 1] * back
 
     def _times(self, choices: Sequence[Choice]) -> Any:
-        """Times of a plan, in the order of :func:`longest`."""
+        """The times of a plan, in the order of :func:`longest`."""
         pipelines, m, found, degrees = self.case.shop.pipelines, self.case.m, list[float](), []
         for (w, a, _), choice in zip(self.cuts, choices, strict=True):
             chain = pipelines.chain(w, m)
@@ -186,9 +186,9 @@ class ColumnGeneration:
 
 
 def longest(times: Any, schedule: Schedule, stages: int, num_microbatches: int) -> tuple[float, Any]:
-    """Makespan, as :func:`asa.cost.pipeline.makespan`, with how often each time is on a longest path.
+    """The time of a step, as :func:`asa.cost.pipeline.makespan`, and how often each time is on a longest path.
 
-    ``times``: of each stage forward, backward, last_backward_extra and after; then of each link ahead and back.
+    ``times``: of each stage forward, backward, last_backward_extra and after; then of each link forward and back.
     """
     p, m, size = stages, num_microbatches, len(times)
     value = times.tolist()
@@ -226,8 +226,8 @@ def _later(a: tuple[float, Any], b: tuple[float, Any]) -> tuple[float, Any]:
 
 
 def game(values: Any) -> tuple[Any, Any, float]:
-    """Optimal mixed strategies of a positive matrix: rows whose mean is largest in its least column, columns whose
-    mean is least in its largest row, and that value, which is the same (von Neumann). By the simplex method."""
+    """Optimal mixed strategies of a positive matrix, for rows (largest in their least column) and columns (least in
+    their largest row), and the value of the game, by the simplex method (von Neumann)."""
     scale = float(values.max())
     rows, columns = values.shape
     table = np.zeros((rows + 1, columns + rows + 1))

@@ -1,4 +1,4 @@
-"""Which stages a case has explored, up to plans of how many ms, and what is known of them."""
+"""The stages that a case has explored, each up to plans of a number of ms, and what is known of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Wanted:
 
 
 class Explored:
-    """The stages of one number of microbatches; ``in_flight``: of these, by place."""
+    """The explored stages of one number of microbatches. ``in_flight``: how many of these are, by place."""
 
     def __init__(self, shop: StageCache, m: int, in_flight: Mapping[int, int]) -> None:
         self._shop, self._m, self._in_flight = shop, m, in_flight
@@ -56,22 +56,22 @@ class Explored:
         self._detail: dict[Key, int] = {}
 
     def points(self, key: Key) -> Points:
-        """Points of a stage that is part of a plan."""
+        """The points of a stage that is part of a plan."""
         points = self._stages[key].points
         assert points is not None
         return points
 
     def known(self, key: Key, limit: float) -> bool:
-        """Whether it was explored, as far as plans below ``limit`` are concerned."""
+        """Whether a stage was explored as far as plans below ``limit`` ms need it."""
         return self._upto(key, limit) is not None
 
     def exact(self, key: Key, limit: float) -> bool:
-        """Whether a stage is known up to ``limit``, its points being true ways to run it."""
+        """Whether a stage is known up to ``limit`` ms and its points are true ways to run it."""
         known = self._upto(key, limit)
         return known is not None and (known.points is None or known.points.exact)
 
     def refine(self, key: Key) -> bool:
-        """Explore it again with more labels; False where it was with as many as can be."""
+        """Have a stage explored again with more labels; False where it already was with the most."""
         most = self._detail.get(key, self._shop.effort.labels)
         if most >= UTMOST:
             return False
@@ -80,8 +80,8 @@ class Explored:
         return True
 
     def explore(self, frame: Frame, limit: float, ends: float, only: Collection[Key] | None) -> bool:
-        """Explore the stages (``only`` these, if not None) that a plan below ``limit`` could have; whether there were
-        any left."""
+        """Explore the stages (``only`` these, if not None) that a plan below ``limit`` ms could have; returns whether
+        there were any left."""
         wanted: dict[tuple[int, int, int], dict[int, list[_Wanted]]] = {}
         for w, r in frame.parts:
             rooms: Any = None
@@ -117,7 +117,7 @@ class Explored:
         return known if known is not None and known.limit >= limit * (1 - ROUNDING) else None
 
     def tightened(self, base: Tables, limit: float) -> dict[tuple[int, int], Table | None]:
-        """``base`` with what was explored up to ``limit``, as far as plans below it are concerned."""
+        """The tables ``base``, raised by what was explored up to ``limit`` ms."""
         tables = dict(base)
         copied: set[tuple[int, int]] = set()
 
@@ -140,7 +140,7 @@ class Explored:
         return tables
 
     def _least(self, points: Points | None) -> Sequence[Any]:
-        """Least times of each point, in the order of :meth:`asa.planner.pipeline.lattice.Table.values`."""
+        """The least times of each point, in the order of :meth:`asa.planner.pipeline.lattice.Table.values`."""
         if points is None:
             return (None,) * 5
         steady, whole, single = sums_of(points.least, self._m)
@@ -149,8 +149,8 @@ class Explored:
     def options(
         self, frame: Frame, limit: float, only: Collection[Key] | None = None
     ) -> dict[tuple[int, int], Options]:
-        """What stages (``only`` these, if not None) may do in plans below ``limit``, by place (1 is the last) and
-        start: the points of those that were explored so far, and bounds on all there are of the others."""
+        """What stages (``only`` these, if not None) may do in plans below ``limit`` ms, by place (1 is the last) and
+        start: the points of explored stages, and bounds on the others."""
         parts: dict[tuple[int, int], list[Any]] = {}
         for (w, r), part in frame.parts.items():
             near, first = frame.through(w, r)[part.start, part.stop] < limit, frame.keys.of[w].start
@@ -176,7 +176,7 @@ class Explored:
         }
 
     def _some(self, part: Stages, i: int, points: Points | None) -> tuple[Any, ...]:
-        """Entry, exit, times, sums and point of each way known, or of each bound."""
+        """Entry, exit, times, sums and point of each known way, or of each bound."""
         if points is not None:
             return points.entry, points.exit, points.least, sums_of(points.least, self._m), np.arange(len(points))
         entry, leaving = np.nonzero(np.isfinite(part.steady[i]))
@@ -184,7 +184,7 @@ class Explored:
         return entry, leaving, np.concatenate([ways, 0 * ways]), np.zeros((3, len(entry))), np.full(len(entry), -1)
 
     def _bounded(self, part: Stages, i: int, some: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Options of a stage that also keep to the bounds on it."""
+        """The options ``some`` of a stage, raised to the bounds on it."""
         entry, leaving, times, sums, point = some
         bounds = [x[i][entry, leaving] for x in (part.steady, part.whole, part.single)]
         return entry, leaving, times, np.maximum(sums, np.stack(bounds)), point

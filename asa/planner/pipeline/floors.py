@@ -1,10 +1,10 @@
-"""What plans of several stages take at least if nothing but computation took time, and what the host of a device apart
-does for messages between stages: quickly, for any number of ranks.
+"""Lower bounds on plans of several stages from computation alone, and the host's work for messages on asynchronous
+devices. They are quick for any number of ranks.
 
-Of one number of microbatches: every rank always busy; one microbatch through all components; and the slowest stage,
+For one number of microbatches: every rank always busy; one microbatch through all components; and the slowest stage,
 which has all microbatches to do, at the cuts and widths that make it fastest. Then both at once: before a stage begins
-the first microbatch has to reach it, and behind it the last gradient has to go back, so a step takes at least what all
-microbatches take in a stage and one takes in all stages in front.
+the first microbatch has to reach it, and afterwards the last gradient has to go back, so a step takes at least what all
+microbatches take in a stage plus what one takes in all stages in front.
 """
 
 from __future__ import annotations
@@ -36,14 +36,12 @@ def floors(
     pipelines: Pipelines, best: float = INF, ends: float = INF, *, halvings: int = PACED,
     counts: Sequence[int] | None = None,
 ) -> dict[int, float]:  # fmt: skip
-    """Ms per number of microbatches (``counts``, all where None), a bound on every plan of several stages; ``best``
-    where it is no less.
+    """A bound in ms on every plan of several stages, for each number of microbatches (of ``counts``, all where None);
+    ``best`` where it is no less.
 
-    ``halvings``: of what is left between a bound and ``best``, where that is not reached at once; 1 for none, where
-    closer bounds follow.
-
-    Time ``ends`` (a second from now at least) for the last of them only, which takes longest; the others are had
-    whatever time is left: without them nothing is proved.
+    ``halvings``: how often what is left between a bound and ``best`` is halved, where the bound does not reach ``best``
+    at once; 1 for none, where closer bounds follow. The time ``ends`` (a second from now at least) limits only these
+    halvings, which take longest: without the others nothing is proved.
     """
     ends = max(ends, clock.now() + _LEAST_S)
     found = dict.fromkeys(pipelines.microbatches() if counts is None else counts, 0.0)
@@ -71,8 +69,8 @@ def floors(
 def _paced(
     own: Any, joints: Any, widths: Any, gpus: int, m: int, low: float, high: float, ends: float, halvings: int
 ) -> float:  # fmt: skip
-    """A bound between ``low`` and ``high`` on the slowest stage with what is in front of it. ``joints``: ms of
-    beginning, and of ending, a stage with a component, by width."""
+    """A bound between ``low`` and ``high`` ms on the slowest stage with what is in front of it. ``joints``: ms of
+    beginning, and of ending, a stage with each component, by width."""
     unit = 1 if gpus <= _MOST_RANKS else _NODE
     n, slots = own.shape[1], gpus // unit
     counts = sorted(set((widths // unit).tolist()))
@@ -97,8 +95,8 @@ def _paced(
 
 
 def _reachable(least: dict[int, tuple[Any, Any, Any]], slots: int, m: int, most: float) -> bool:
-    """Whether stages fit that take no more than ``most`` ms, the way there counted; ``least``: running sums of ms by
-    component, and ms of beginning and of ending with it, of the widths that count as so many slots."""
+    """Whether stages fit of which each, counted so, takes no more than ``most`` ms. ``least``: for widths that count as
+    so many slots, running sums of ms over components, and ms of beginning and of ending with each."""
     n = next(iter(least.values()))[0].shape[1] - 1
     front = np.full((n + 1, slots + 1), INF)
     """By cut and slots used in front of it, the least ms of a microbatch's way there and back."""
@@ -118,7 +116,7 @@ def _reachable(least: dict[int, tuple[Any, Any, Any]], slots: int, m: int, most:
 
 
 def _slowest(own: Any, widths: Any, gpus: int, low: float, high: float) -> float:
-    """A bound on the slowest stage, from ``low`` to ``high``; ``own``: ms by width and component."""
+    """A bound on the slowest stage between ``low`` and ``high`` ms; ``own``: ms by width and component."""
     sums = np.concatenate([np.zeros((len(widths), 1)), np.cumsum(own, axis=1)], axis=1)
     if high < INF and not _possible(sums, widths, gpus, high):
         return high

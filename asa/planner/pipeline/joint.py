@@ -1,7 +1,8 @@
 """The joint search over stages, cuts, widths, microbatches, schedules and configurations.
 
-Every (microbatches, schedule) is a case with a bound that rises in steps (:mod:`asa.planner.pipeline.case`). Always the
-one with the lowest bound is taken a step further, until that bound has reached the best plan: nothing faster is left.
+Every (microbatches, schedule) is a case with a bound that rises in steps (:mod:`asa.planner.pipeline.case`). The one
+with the lowest bound is always taken a step further, until that bound has reached the best plan: nothing faster is
+left.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SLACK_GIB = 1e-9
 class Item(Protocol):
     """A part of the space, with a bound on all plans in it that rises in steps: a case, or single stages.
 
-    ``value``: ms of the best plan of its own, for those that keep it. ``stuck``: the bound rises no further.
+    ``value``: ms of its own best plan, for parts that keep it. ``stuck``: the bound rises no further.
     """
 
     bound: float
@@ -43,11 +44,11 @@ class Item(Protocol):
     def value(self) -> float: ...
 
     def step(self, best: float, ends: float) -> None:
-        """Raise the bound; plans from ``best`` ms on are of no interest, and time is up at ``ends``."""
+        """Raise the bound. Plans from ``best`` ms on do not count, and time is up at ``ends``."""
 
 
 class Incumbent:
-    """The best plan so far, and the curve. ``limit``: ms of the best of all, ``value``: of the best pipeline."""
+    """The best plan so far, and the curve. ``limit``: ms of the best plan of all; ``value``: of the best pipeline."""
 
     def __init__(self, pipelines: Pipelines | None, incumbent_ms: float, started: float | None = None) -> None:
         self.pipelines = pipelines
@@ -59,13 +60,13 @@ class Incumbent:
         self.bound = 0.0
 
     def other(self, value: float) -> None:
-        """A plan of ``value`` ms that somebody else keeps."""
+        """Note a plan of ``value`` ms that is kept elsewhere."""
         if value < self.limit:
             self.limit, self.value, self.skeleton, self.choices = value, float("inf"), None, ()
             self.note(self.bound)
 
     def found(self, value: float, skeleton: Skeleton, choices: tuple[Choice, ...]) -> bool:
-        """Take it if it is better and fits; whether it was taken."""
+        """Take a plan if it is better and fits; returns whether it was taken."""
         if value >= self.limit or not self._fits(skeleton, choices):
             return False
         self.limit = self.value = value
@@ -74,7 +75,7 @@ class Incumbent:
         return True
 
     def note(self, bound: float) -> None:
-        """A point of the curve."""
+        """Add a point to the curve."""
         self.bound = max(self.bound, min(bound, self.limit))
         point = (clock.now() - self.started, self.limit, self.bound)
         if not self.curve or point[1:] != self.curve[-1][1:]:
@@ -117,11 +118,11 @@ def search(
 ) -> Pipelined:
     """The fastest plan of two or more stages, if it beats ``incumbent_ms``, and a proof of how good it is.
 
-    ``others`` are searched along with it; what they find they keep, and the proof holds for them, too. The search ends
-    when the bound has reached the best, or after ``patience_s`` ``(1 - gap)`` of it, or time is up. ``started``: when
-    the clock of the curve did. ``floor``: the numbers of microbatches to search, with a bound on each
-    (:mod:`asa.planner.pipeline.floors`); all where None. ``news``: as for :func:`best_first`.
-    ``crowded``: memory is likely to bind.
+    ``others`` are searched along with it; they keep what they find, and the proof holds for them, too. The search ends
+    when the bound has reached the best plan, or after ``patience_s`` the share ``1 - gap`` of it, or when time is up.
+    ``started``: when the clock of the curve did. ``floor``: the numbers of microbatches to search, with a bound on each
+    (:mod:`asa.planner.pipeline.floors`); all where None. ``news`` as for :func:`best_first`. ``crowded``: memory is
+    likely to bind.
     """
     best = Incumbent(pipelines, incumbent_ms, started)
     ends = clock.now() + time_limit_s
@@ -147,7 +148,7 @@ def search(
 
 
 class Closed:
-    """What is bounded, but not searched."""
+    """A part that is bounded, but not searched."""
 
     level, stuck, value = 0, False, float("inf")
 
@@ -155,12 +156,12 @@ class Closed:
         self.bound = bound
 
     def step(self, best: float, ends: float) -> None:
-        """There is nothing to do."""
+        """Mark the bound as final."""
         self.stuck = True
 
 
 def joined(a: Pipelined, b: Pipelined) -> Pipelined:
-    """One result from searches through two parts of a space."""
+    """One result from searches of two parts of a space."""
     better = min(a, b, key=lambda x: x.value)
     curve, now = [], [(INF, 0.0), (INF, 0.0)]
     for at, value, bound, k in sorted((t, v, low, k) for k, x in enumerate((a, b)) for t, v, low in x.curve):
@@ -176,10 +177,11 @@ def best_first(
     items: Sequence[Item], best: Incumbent, ends: float, *, gap: float = 0.0, patience: float,
     news: Callable[[float], float] | None = None,
 ) -> dict[str, int]:  # fmt: skip
-    """Always take the item with the lowest bound a step further, until that bound has reached the best plan.
+    """Take the item with the lowest bound a step further, again and again, until that bound has reached the best plan.
 
-    From the time ``patience`` on, ``(1 - gap)`` of it is enough. ``best.bound`` is what is proved of all. ``news``:
-    told the ms of the best plan, it says those of one that somebody else may have found by now.
+    From the time ``patience`` on, the share ``1 - gap`` of it is enough. ``best.bound`` is what is proved of all items.
+    ``news(ms of the best plan)`` returns the ms of a plan that another process may have found by now. Returns how many
+    items and steps there were.
     """
     queue = [(item.bound, k, item) for k, item in enumerate(items)]
     heapq.heapify(queue)
@@ -210,7 +212,7 @@ def best_first(
 
 
 def _alike(schedule: Schedule, most: int, m: int) -> list[list[int]]:
-    """Numbers of stages that may be searched together: memory and order depend on the stages behind alone."""
+    """Numbers of stages that can be searched together: memory and order depend only on the stages behind."""
     allowed = [p for p in range(2, most + 1) if not schedule.refusal(p, m)]
     if not allowed:
         return []

@@ -1,25 +1,22 @@
-"""Unequal devices: which ranks are of one kind, by which weights a stage may cut its batch, and stages of one kind.
+"""Unequal devices: which ranks are of one kind, by which weights a stage may divide its batch, and stages of one kind.
 
 The search over pipelines knows of a stage how many devices it has, and of a place how many are in front of it. Where
-devices are of several kinds it is told other numbers: a device of kind k counts ``u_k``, chosen so that the number of a
-stage says of which kind its devices are, too. Places are sums of what is in front, as before, and what may stand where
-follows from :meth:`KindSpace.placed`. Nothing else changes, so what is proved holds.
+devices are of several kinds it is given other numbers: a device of kind k counts ``u_k``, chosen so that the number of
+a stage also says of which kind its devices are. Places are sums of what is in front, as before; which stage may stand
+where follows from :meth:`KindSpace.placed`. Nothing else changes, so proofs hold.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate, groupby
 
 from asa.ir.cluster import Cluster
 from asa.ir.layout import Layout, lowest_terms
-from asa.planner.pipeline.staged import StagedSpace
+from asa.planner.pipeline.staged import NEVER_MS, StagedSpace
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Allowed, widths
-from asa.planner.stage.formulate import Formulation, formulate
-from asa.planner.stage.problem import MS
 
 _STEPS = 24
 """Weights that are tried of a stage with devices of two speeds, beside equal ones and those in proportion to speed."""
@@ -27,11 +24,10 @@ _FINEST = 2**16
 """Samples that weights tell apart at most."""
 _FINE = 1000
 """The weight of the fastest rank, where weights are in proportion to speed."""
-_NEVER_MS = 1e9
 
 
 def kinds(cluster: Cluster, ranks: int) -> tuple[int, ...]:
-    """Per rank the number of its kind, counted in order: devices of one speed and memory."""
+    """The kind of each rank, numbered in order of appearance: devices of one speed and memory."""
     memories = cluster.memories()
     found = [(cluster.speed(r), memories[r]) for r in range(ranks)]
     order = list(dict.fromkeys(found))
@@ -39,11 +35,11 @@ def kinds(cluster: Cluster, ranks: int) -> tuple[int, ...]:
 
 
 def weights(cluster: Cluster, width: int, batch: int) -> tuple[tuple[int, ...], ...]:
-    """How a stage of the first ``width`` ranks may cut a batch, beside evenly.
+    """Weights by which a stage of the first ``width`` ranks may divide a batch, apart from evenly.
 
-    Of two speeds, every whole number of samples for a rank of the one (in steps, where there are many), the rest spread
-    over the others: what is tried does not depend on how fast they are. In steps, or of more than two speeds, in
-    proportion to speed, too.
+    With two speeds: every whole number of samples for a rank of one kind (in steps, where there are many), the rest
+    spread over the others, so that the weights do not depend on the speeds. In steps, or with more than two speeds,
+    also weights in proportion to speed.
 
     >>> from asa.cost.machine import presets
     >>> weights(presets.load("a100-nvlink-8"), 8, 64)
@@ -67,13 +63,13 @@ def weights(cluster: Cluster, width: int, batch: int) -> tuple[tuple[int, ...], 
 
 
 def _distinct(found: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """In lowest terms, each once, without equal ones."""
+    """Weights in lowest terms, each once, without equal shares."""
     return tuple(w for w in dict.fromkeys(lowest_terms(w) for w in found) if w)
 
 
 def views(prices: Prices) -> list[tuple[Prices, tuple[int, ...]]]:
-    """Prices with one choice of batch weights for each of the widths that have devices of several speeds: none for
-    all widths first, then every choice with the widths that it differs for."""
+    """Prices with one choice of batch weights for each of the widths that have devices of several speeds: first without
+    weights for all widths, then every choice with the widths that it concerns."""
     space = prices.space
     found = [(prices, widths(space.request.gpus))]
     if not space.cluster.unequal or not space.request.uneven:
@@ -91,7 +87,6 @@ class KindSpace(StagedSpace):
 
     def __init__(self, prices: Prices, allowed: Allowed) -> None:
         super().__init__(prices, allowed)
-        self._busy = prices.space.request.gpus
         own = kinds(prices.space.cluster, self._busy)
         longest = dict.fromkeys(own, 0)
         for k, run in groupby(own):
@@ -111,11 +106,11 @@ class KindSpace(StagedSpace):
         return self._stages.get(number, (0, number))[1]
 
     def widths(self) -> tuple[int, ...]:
-        """The numbers of all stages, rising; at least one device is left for another stage."""
+        """Numbers of all stages, rising; at least one device is left for another stage."""
         return tuple(sorted(n for n in self._stages if n < self.gpus))
 
     def placed(self, offset: int, width: int) -> bool:
-        """Whether a stage may begin there: devices of its kind, inside a node or in whole ones."""
+        """Whether a stage may begin there: on devices of its kind, inside a node or in whole ones."""
         kind, count = self._stages[width]
         first = self.first(offset)
         if self._starts[first] != offset or set(self._kinds[first : first + count]) != {kind}:
@@ -126,67 +121,31 @@ class KindSpace(StagedSpace):
         """The level of the links in front of the rank at that place."""
         return super().hop(self.first(offset))
 
-    def compute(self, width: int, num_microbatches: int) -> list[float]:
-        """Milliseconds of computation, as :meth:`StagedSpace.compute`."""
-        key = (width, num_microbatches)
-        if key not in self._computes:
-            kind, count = self._stages[width]
-            found = self._prices.compute(count, num_microbatches, self._busy, self._kinds.index(kind))
-            self._computes[key] = [x * MS for x in found]
-        return self._computes[key]
-
     def ends(self, width: int, num_microbatches: int) -> None:
-        """None: with unequal devices nothing is known quickly."""
+        """None: with unequal devices no bound is known quickly."""
 
-    def formulation(self, width: int, num_microbatches: int) -> Formulation | None:
-        """A formulation, as :meth:`StagedSpace.formulation`."""
-        key = (width, num_microbatches)
-        if key not in self._formulations:
-            kind, count = self._stages[width]
-            made = formulate(
-                self._prices, count, num_microbatches, self._allowed, busy=self._busy, first=self._run(kind, count),
-                crowded=self.crowded,
-            )  # fmt: skip
-            numbered = None if made is None else Formulation(replace(made.chain, width=width), made.ways)
-            self._formulations[key] = numbered
-        return self._formulations[key]
-
-    def _run(self, kind: int, count: int) -> int:
-        """The first rank of so many devices of a kind in a row."""
+    def example(self, width: int) -> int:
+        """The first rank of a stage's kind that is followed by as many of that kind as the stage has."""
+        kind, count = self._stages[width]
         return next(r for r in range(self._busy) if self._kinds[r : r + count] == (kind,) * count)
-
-    def transfer(
-        self, cut: int, num_microbatches: int, source: Layout, target: Layout, offset: int
-    ) -> tuple[float, float]:
-        """Milliseconds of a transfer; layouts may come with the numbers of their stages."""
-        ends = []
-        for layout in (source, target):
-            width = self.width(layout.width)
-            if width % layout.data:
-                return _NEVER_MS, _NEVER_MS
-            ends.append(Layout(width=width, data=layout.data, tensor=1))
-        size = self.crossing(cut)
-        if size < 0:
-            return _NEVER_MS, _NEVER_MS
-        (a, b), hop = ends, self.hop(offset)
-        key = (size, num_microbatches, a.width, a.data, b.width, b.data, hop)
-        if key not in self._transfers:
-            pricer = self._prices.pricer(a.width, num_microbatches, self._busy)
-            on, back = pricer.handover(cut, a, b, self.first(offset))
-            self._transfers[key] = (on * MS, back * MS)
-        return self._transfers[key]
 
     def transfers(
         self, cuts: Sequence[int], num_microbatches: int, source: Layout, target: Layout, offset: int
     ) -> list[tuple[float, float]]:
-        """Milliseconds of transfers, as :meth:`StagedSpace.transfers`."""
-        return [self.transfer(c, num_microbatches, source, target, offset) for c in cuts]
+        """Milliseconds of transfers, as :meth:`StagedSpace.transfers`; layouts may come with the numbers of their
+        stages."""
+        ends = [(self.width(x.width), x.data) for x in (source, target)]
+        if any(width % data for width, data in ends):
+            return [(NEVER_MS, NEVER_MS)] * len(cuts)
+        one, other = (Layout(width=width, data=data, tensor=1) for width, data in ends)
+        return super().transfers(cuts, num_microbatches, one, other, offset)
 
 
 def numbering(longest: dict[int, int]) -> dict[int, int]:
-    """What a device of each kind counts, so that up to ``longest[k]`` in a row of kind k are told from all others.
+    """The number that a device of each kind counts, such that up to ``longest[k]`` of kind k in a row differ from all
+    others.
 
-    The kind with most in a row counts 1, so that numbers of devices mean themselves.
+    The kind with most in a row counts 1, so that its numbers are numbers of devices.
 
     >>> numbering({0: 4, 1: 4}), numbering({0: 1, 1: 3})
     ({0: 1, 1: 5}, {1: 1, 0: 4})

@@ -1,4 +1,4 @@
-"""A chain as arrays, and what intervals of it cost at least: one pass over the components for all of them at once.
+"""A chain as arrays, and lower bounds on all its intervals in one pass over the components.
 
 A *key* is the width and data degree of a stage at one of its ends: all that a neighbour sees of it.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from asa.planner.stage.pareto import begins
 from asa.planner.stage.problem import Chain, all_ahead
 from asa.planner.stage.rows import COLUMNS, JOINT, Joints, Row, Sides
 
@@ -55,8 +56,7 @@ class Numbers:
         component, layouts = np.repeat(np.arange(self.n), [len(r) for r in self.rows]), np.concatenate(self.layout)
         order = np.lexsort((layouts, component))
         component, self.flat_layout = component[order], layouts[order]
-        new = (np.diff(component) != 0) | (np.diff(self.flat_layout) != 0)
-        self.flat = (np.concatenate(self.rows)[order], component, np.flatnonzero(np.r_[True, new]))
+        self.flat = (np.concatenate(self.rows)[order], component, begins(component, self.flat_layout))
         """All rows in order of component and layout, the component of each, and where another layout begins."""
         self.edges = np.full((max(0, self.n - 1), len(EDGE), count, count), INF)
         known: dict[int, Any] = {}
@@ -84,7 +84,7 @@ class Numbers:
         self.release = chain.release
 
     def flying(self, in_flight: int) -> Numbers:
-        """The arrays of stages with so many microbatches in flight: others where these are all there are
+        """The arrays of stages with ``in_flight`` microbatches in flight; they differ where these are all
         (:func:`asa.planner.stage.problem.all_ahead`)."""
         return self._ahead if all_ahead(self.m, in_flight) else self
 
@@ -92,33 +92,33 @@ class Numbers:
     def _ahead(self) -> Numbers:
         found = copy(self)
         found.rows = [row.copy() for row in self.rows]
-        rows, component, begins = self.flat
-        found.flat = (rows.copy(), component, begins)
+        rows, component, groups = self.flat
+        found.flat = (rows.copy(), component, groups)
         for row in (*found.rows, found.flat[0]):
             row[:, STATE] -= row[:, ADDED]
             row[:, GRAD], row[:, ADDED] = row[:, GRAD] + row[:, ADDED], 0.0
         found.edges, found.inlets = self.edges.copy(), self.inlets.copy()
         for held in (found.edges[:, ESTATE], found.inlets[1:, ESTATE]):
             held[np.isfinite(held)] = 0.0
-        for name in ("kinds", "distinct", "_twins", "_ahead", "_roomy"):
+        for name in ("kinds", "distinct", "_twins", "_ahead", "_most"):
             found.__dict__.pop(name, None)
         return found
 
     @cached_property
     def kinds(self) -> list[int]:
-        """A number for each component, equal where all configurations are, as in repeated blocks."""
+        """A number for each component, equal for components with equal configurations, such as repeated blocks."""
         return _numbered((row.tobytes(), at.tobytes()) for row, at in zip(self.rows, self.layout, strict=True))
 
     @cached_property
     def distinct(self) -> tuple[Any, Any, Any]:
-        """All configurations of components that differ, where the next of these begins, and which of them each one is
-        like."""
+        """The configurations of components that differ, where the next of these components begins, and which of them
+        each component equals."""
         some = [self.rows[self.kinds.index(k)] for k in range(len(set(self.kinds)))]
-        begins = np.cumsum([0, *(len(r) for r in some[:-1])])
-        return np.concatenate(some), begins, np.array(self.kinds)
+        groups = np.cumsum([0, *(len(r) for r in some[:-1])])
+        return np.concatenate(some), groups, np.array(self.kinds)
 
     def twin(self, start: int, stop: int) -> tuple[int, int]:
-        """The first stage that is the same as this one, component by component and in between."""
+        """The first stage that equals this one, component by component and in between."""
         return self._twins[start, stop]
 
     @cached_property
@@ -140,26 +140,22 @@ class Numbers:
 
     def roomy(self, in_flight: int) -> bool:
         """Whether memory cannot bind, whatever is chosen."""
-        if self.capacity == INF:
-            return True
-        if not hasattr(self, "_roomy"):
-            state = sum(float((r[:, STATE] + r[:, GRAD]).max()) for r in self.rows)
-            held = sum(float(r[:, ACT].max()) for r in self.rows)
-            moving = max(float(r[:, TRANS].max()) for r in self.rows)
-
-            def most(a: Any) -> float:
-                return float(np.where(np.isfinite(a), a, 0.0).max(initial=0.0))
-
-            for i in range(self.n):
-                e = self.edges[i] if i < self.n - 1 else np.zeros((6, 1, 1))
-                state += most(e[ESTATE])
-                held += most(e[EACT])
-            state += most(self.inlets[:, ESTATE]) + most(self.outlets[:, ESTATE])
-            held += most(self.inlets[:, EACT]) + most(self.outlets[:, EACT])
-            moving += most(self.edges[:, ETRANS]) + most(self.inlets[:, ETRANS]) + most(self.outlets[:, ETRANS])
-            self._roomy = (state, held, moving)
-        state, held, moving = self._roomy
+        state, held, moving = self._most
         return state + in_flight * held + moving + self.chain.over <= self.capacity
+
+    @cached_property
+    def _most(self) -> tuple[float, float, float]:
+        """GiB that no choice exceeds of what is held all the time, of a microbatch's activations, and of transients."""
+
+        def most(*arrays: Any) -> list[float]:
+            return [float(np.where(np.isfinite(a), a, 0.0).max(initial=0.0)) for a in arrays]
+
+        rows, ends = self.rows, (self.inlets, self.outlets)
+        state = sum(float((r[:, STATE] + r[:, GRAD]).max()) for r in rows)
+        state += sum(most(*self.edges[:, ESTATE], *(e[:, ESTATE] for e in ends)))
+        held = sum(float(r[:, ACT].max()) for r in rows) + sum(most(*self.edges[:, EACT], *(e[:, EACT] for e in ends)))
+        moving = max(float(r[:, TRANS].max()) for r in rows)
+        return state, held, moving + sum(most(self.edges[:, ETRANS], *(e[:, ETRANS] for e in ends)))
 
 
 def _numbered(values: Iterable[object]) -> list[int]:
@@ -170,15 +166,15 @@ def _numbered(values: Iterable[object]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ChainWeights:
-    """One objective per row of a batch: ``steady`` per ms of a microbatch forward and back, ``ahead`` per ms forward
-    alone, ``once`` per ms of once-per-step work, ``memory`` per GiB held with the activations of ``flight``
-    microbatches: in the backward of each component by its share in ``moments`` (row x component), in that of a stage's
-    last one by what these lack of 1. (In the backward of a component of another stage no more is counted than what is
-    held here throughout, or in the backward of the nearest one.)
+    """A batch of objectives, one for each row: the weights of ``steady``, a ms of a microbatch forward and back;
+    ``ahead``, a ms of it forward alone; ``once``, a ms of once-per-step work; and ``memory``, a GiB held with the
+    activations of ``flight`` microbatches. Memory counts in the backward of each component by its share in ``moments``
+    (row x component), and in that of a stage's last one by what these lack of 1. (In the backward of a component of
+    another stage, what counts is at most what is held here throughout, or in the backward of the nearest component.)
 
-    What synchronisation and backward take side by side is bounded, for every component k of a stage, by the windows in
-    front of k and the synchronisation behind it. ``hidden`` is 0 for components in front of k, 1 for those behind (row
-    x component), and between for a mean of such bounds; ``pivot`` is k, or -1.
+    The overlap of synchronisation and backward is bounded, for every component k of a stage, by the windows in front of
+    k and the synchronisation behind it. ``hidden`` is 0 for components in front of k, 1 for those behind it (row x
+    component), and between these for a mean of such bounds; ``pivot`` is k, or -1.
     """
 
     steady: Any
@@ -195,35 +191,36 @@ class ChainWeights:
 
     @cached_property
     def activations(self) -> Any:
-        """Per GiB of a microbatch's activations, row x component; freed in the backward of those in front of it."""
+        """The weight of a GiB of a microbatch's activations, row x component; they are freed in the backward of the
+        components in front."""
         behind = self.moments.sum(axis=1, keepdims=True) - np.cumsum(self.moments, axis=1) + self.moments
         return self.memory[:, None] * (self.flight[:, None] - self.moments.sum(axis=1, keepdims=True) + behind)
 
     @cached_property
     def gradients(self) -> Any:
-        """Per GiB of gradients: row x component. They come with its backward."""
+        """The weight of a GiB of gradients, which come with the component's backward: row x component."""
         return self.memory[:, None] * np.cumsum(self.moments, axis=1)
 
     @cached_property
     def transient(self) -> Any:
-        """Per GiB that is there in the component's backward alone: row x component."""
+        """The weight of a GiB that is held only in the component's backward: row x component."""
         return self.memory[:, None] * self.moments
 
     @cached_property
     def ending(self) -> Any:
-        """Per GiB that is there in the backward of the last component alone, on top."""
+        """The additional weight of a GiB that is held only in the backward of the stage's last component."""
         return self.memory * (1 - self.moments.sum(axis=1))
 
 
 def _weighed(weights: ChainWeights, f: Any, b: Any, once: Any) -> Any:
-    """Batch first, then the shape of the arguments."""
+    """The weighted sum of forward, backward and once: batch first, then the shape of the arguments."""
     shape = (-1, *([1] * f.ndim))
     total = weights.steady.reshape(shape) * (f + b) + weights.ahead.reshape(shape) * f
     return total + weights.once.reshape(shape) * once
 
 
 class PricedChain:
-    """A chain under a batch of weights: least cost per component and layout, edges and ends."""
+    """A chain under a batch of weights: the least cost of each component and layout, of edges and of ends."""
 
     def __init__(self, numbers: Numbers, weights: ChainWeights) -> None:
         x, n = numbers, numbers.n
@@ -231,7 +228,7 @@ class PricedChain:
         self.numbers, self.batch = x, batch
         # Component x batch x layout: inside a stage, at its begin, its end, and alone in it.
         self.inner, self.first, self.last, self.alone = (np.full((n, batch, x.count), INF) for _ in range(4))
-        row, component, begins = x.flat
+        row, component, groups = x.flat
         sync, once_ = row[:, PROMPT] + row[:, LATE], row[:, ONCE]
         inside = _weighed(weights, row[:, F], row[:, B], once_ + sync)
         ending, held = inside, weights.memory.any()
@@ -247,12 +244,12 @@ class PricedChain:
         once = weights.once[:, None] * x.saving * (weights.pivot[:, None] != component)
         behind = once * x.sc * hidden * sync
         seen = once * x.sp * (1 - hidden) * row[:, WINDOW]
-        where = (component[begins], slice(None), x.flat_layout[begins])
+        where = (component[groups], slice(None), x.flat_layout[groups])
         for into, cost in (
             (self.inner, inside - behind - seen), (self.first, inside - seen), (self.last, ending - behind),
             (self.alone, ending),
         ):  # fmt: skip
-            into[where] = np.minimum.reduceat(cost, begins, axis=1).T
+            into[where] = np.minimum.reduceat(cost, groups, axis=1).T
         with np.errstate(invalid="ignore"):
             found = []
             for e, first, last in ((x.edges, 1, False), (x.inlets, 0, False), (x.outlets, 0, True)):
@@ -287,8 +284,8 @@ class PricedChain:
         return found
 
     def completions(self) -> Any:
-        """Least cost of what lies behind component i in its layout, to the end of a stage that stops at b:
-        i x batch x b x layout."""
+        """Least cost of what lies behind component i in its layout, to the end of a stage that stops at b: i x batch x
+        b x layout."""
         x, n = self.numbers, self.numbers.n
         found = np.full((n, self.batch, n + 1, x.count), INF)
         for i in range(n - 1, -1, -1):
@@ -302,10 +299,10 @@ class PricedChain:
 
 @dataclass
 class Table:
-    """Least values of stages of one width: arrays start x stop x entry degree x exit degree.
+    """Least ms of stages of one width: arrays start x stop x entry degree x exit degree.
 
-    ``steady``: forward and backward of a microbatch; ``forward`` and ``backward``: alone; ``whole``: all of a step;
-    ``single``: one microbatch and what comes once per step.
+    ``steady``: forward and backward of a microbatch; ``forward`` and ``backward``: each alone; ``whole``: all of a
+    step; ``single``: one microbatch and what is paid once per step.
     """
 
     steady: Any
@@ -315,7 +312,7 @@ class Table:
     backward: Any = None
 
     def anyhow(self) -> Table:
-        """The least of each value, whatever the degrees at the ends."""
+        """The table with the least of each value over the degrees at the ends."""
         return Table(*(None if x is None else x.min(axis=(2, 3), keepdims=True) for x in self.values()))
 
     def values(self) -> tuple[Any, ...]:

@@ -1,11 +1,10 @@
-"""The cuts and widths that plans of a case may have, those with the lowest bound first.
+"""The cuts and widths of a case's plans, those with the lowest bound first.
 
-Stages as they are known by now are put together to all plans below a limit (:mod:`asa.planner.pipeline.skeletons`), a
-little further each time. Few cuts and widths are among them, and each is looked at by itself: by prices of memory at
-weights of the clock, by labels then (:mod:`asa.planner.pipeline.column_generation`), and where weights say no more,
-by all ways to
-run its stages. One step at a time, always where the bound is lowest: plans come up early, and what cannot be better
-than these is not looked at any closer.
+Stages, as far as they are known, are put together to all plans below a limit (:mod:`asa.planner.pipeline.skeletons`),
+which rises step by step. These have only a few different cuts and widths. Each is examined by itself: by prices of
+memory at weights of the clock, then by labels (:mod:`asa.planner.pipeline.column_generation`), and where weights give
+no better bound, by all ways to run its stages. One step at a time, always where the bound is lowest: plans come up
+early, and what cannot be better than these is not examined further.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ _SEEN = 12
 
 
 class OpenList:
-    """Cuts and widths of a case, whose unexplored stages are bounded by ``base``. No plan takes less than ``bound`` ms;
-    ``stuck``: that is as far as it goes."""
+    """The cuts and widths of a case; ``base`` bounds stages that are not explored. No plan takes less than ``bound``
+    ms; ``stuck``: it rises no further."""
 
     def __init__(self, case: Case, base: Tables, *, tight: bool) -> None:
         self._case, self._base, self._tight = case, base, tight
@@ -53,7 +52,7 @@ class OpenList:
         self.bound, self.stuck = case.bound, False
 
     def step(self, best: float, ends: float) -> None:
-        """Raise the bound. ``best``: plans from there on are of no interest.
+        """Raise the bound. Plans from ``best`` ms on do not count.
 
         Raises:
             OutOfTimeError: time is up.
@@ -80,7 +79,8 @@ class OpenList:
         self.bound = max(self.bound, INF if low >= min(best, _FOREVER) else low)
 
     def _closer(self, low: float, cuts: Cuts, best: float, ends: float) -> tuple[float, float]:
-        """Look at these a little closer: a bound on them, and the time of a plan where a better one came up."""
+        """Examine one set of cuts and widths a step further; returns a bound on it, and the ms of a plan where a better
+        one came up."""
         leaf, rows, exact = self._leaves[cuts]
         if exact:
             value, taken = self._filled(leaf, int(rows[0]), self._options)
@@ -104,7 +104,8 @@ class OpenList:
         return max(low, fixed.bound), value
 
     def _in_full(self, fixed: ColumnGeneration, best: float, ends: float) -> tuple[float, float]:
-        """All ways to run the stages of these cuts and widths, as far as they may be part of a better plan."""
+        """Explore all ways to run the stages of these cuts and widths that may be part of a better plan; returns as
+        :meth:`_closer`."""
         limit, frame, schedule = min(best, self._limit), self._frame, self._case.schedule
         keys = keys_of(fixed.cuts)
         new = {key for key in keys if not self._known.known(key, limit)}
@@ -130,8 +131,8 @@ class OpenList:
         return fixed.bound, value
 
     def _list(self, best: float, ends: float) -> None:
-        """All cuts and widths of plans below a limit, a little further than the last time. Where they are many, the
-        first few of them say how far that limit has to be, and stages are explored in full."""
+        """List all cuts and widths of plans below a limit that is a little higher than the last time. Where there are
+        many, the first few of them say how high that limit must be, and stages are explored in full."""
         cap = _FOREVER
         while True:
             share = self._next(best)
@@ -170,7 +171,7 @@ class OpenList:
         self._note(best)
 
     def _next(self, best: float) -> float:
-        """The share of the bound up to which plans are listed: far from the best plan, in longer strides."""
+        """The share of the bound by which the limit lies above it; far from the best plan it grows faster."""
         if self.bound <= 0 or best >= _FOREVER or self._short:
             return self._share
         left = best / self.bound - 1
@@ -178,7 +179,7 @@ class OpenList:
         return max(self._share, left if left <= leap else left * self._effort.stride)
 
     def _open(self, leaves: Sequence[Leaves], limit: float) -> None:
-        """Take what is below ``limit`` among leaves."""
+        """Take the cuts and widths below ``limit`` among leaves."""
         self._queue, self._leaves, self._listed = [], {}, limit
         for low, leaf, rows in alike(leaves, self._options):
             cuts = tuple((w, a, b) for (w, _, a, b), _, _ in ways(leaf, int(rows[0]), self._options))
@@ -197,7 +198,7 @@ class OpenList:
         return {key for _, cuts in self._queue for key in keys_of(cuts) if not self._known.known(key, self._limit)}
 
     def _seen(self, leaf: Leaves, rows: Any) -> list[Any]:
-        """What is known of the times of plans, as :func:`asa.planner.pipeline.column_generation.longest` takes them."""
+        """Known times of plans, as :func:`asa.planner.pipeline.column_generation.longest` takes them."""
         found, links = [], self._case.links
         assert links is not None
         for i in rows.tolist():
@@ -218,14 +219,14 @@ class OpenList:
         return found
 
     def _filled(self, leaf: Leaves, i: int, options: dict[tuple[int, int], Options]) -> tuple[float, bool]:
-        """The time of the plan behind a leaf, and whether it was taken."""
+        """The ms of the plan that a leaf stands for, and whether it was taken."""
         stages = ways(leaf, i, options)
         choices = tuple(self._known.points(key).choice(int(x.point[k])) for key, x, k in stages)
         return self._case.tell(tuple(key[2] for key, _, _ in stages), tuple(key[0] for key, _, _ in stages), choices)
 
 
 def alike(leaves: Sequence[Leaves], options: dict[tuple[int, int], Options]) -> list[tuple[float, Leaves, Any]]:
-    """Leaves with the same cuts and widths: the lowest bound, and the rows, those with the lowest bounds first."""
+    """Leaves with the same cuts and widths: their lowest bound, and their rows in order of bounds."""
     found = []
     for x in leaves:
         widths = np.zeros_like(x.starts)

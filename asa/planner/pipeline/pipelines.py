@@ -1,4 +1,4 @@
-"""What the joint search is handed, and what it answers: numbers in ms and GiB, no cluster arithmetic.
+"""The question and the answer of the joint search: numbers in ms and GiB, without cluster arithmetic.
 
 A plan of several stages cuts the chain of components into intervals. Stage s runs its components on ``widths[s]``
 ranks, taken in order from rank 0 on; it begins at rank ``sum(widths[:s])``. All stages work on the same number of
@@ -28,11 +28,11 @@ class Pipelines(Protocol):
 
     @property
     def gpus(self) -> int:
-        """Ranks there are; a plan may use fewer."""
+        """The number of ranks; a plan may use fewer."""
 
     @property
     def schedules(self) -> dict[str, Schedule]:
-        """Tools by name."""
+        """Schedules by name."""
 
     def widths(self) -> tuple[int, ...]:
         """Stage widths in the space."""
@@ -41,46 +41,42 @@ class Pipelines(Protocol):
         """Numbers of microbatches in the space."""
 
     def compute(self, width: int, num_microbatches: int) -> Sequence[float] | None:
-        """Per component the least ms of forward and backward of one microbatch, nothing communicated; infinite where it
-        cannot run, None where nothing can. Cheap."""
+        """For each component the least ms of forward and backward of one microbatch, without communication; infinite
+        where it cannot run, None where nothing can. It must be quick."""
 
     def ends(self, width: int, num_microbatches: int) -> tuple[Sequence[float], Sequence[float]] | None:
-        """Per component at least so many ms of one microbatch, there and back, for a stage to begin with it, and to end
-        with it; None where nothing is known. Cheap."""
+        """For each component the least ms of one microbatch, there and back, for a stage to begin with it, and to end
+        with it; None where nothing is known. It must be quick."""
 
     def chain(self, width: int, num_microbatches: int) -> Chain | None:
-        """All there is to know about stages of that width; None where some component cannot run. Asked for once."""
+        """The numbers of stages of that width; None where some component cannot run. The caller asks once."""
 
     def placed(self, offset: int, width: int) -> bool:
         """Whether a stage of that width may begin at that rank."""
 
     def hop(self, offset: int) -> int:
-        """Which links a handover to a stage takes that begins at rank ``offset`` (equal: the same transfers)."""
+        """A number for the links that a handover takes to a stage which begins at rank ``offset``; equal for the same
+        transfers."""
 
     def crossing(self, cut: int) -> float:
-        """What of the cut in front of component ``cut`` decides its transfers, such as bytes of a sample (equal: the
-        same transfers). Below zero: no stage may begin there."""
-
-    def transfer(
-        self, cut: int, num_microbatches: int, source: Layout, target: Layout, offset: int
-    ) -> tuple[float, float]:
-        """Ms of one microbatch in front of component ``cut`` to a stage that begins at rank ``offset``, and back.
-
-        Of the layouts only widths and data degrees count.
-        """
+        """A number for the cut in front of component ``cut``, such as bytes per sample; equal for the same transfers.
+        Negative: no stage may begin there."""
 
     def transfers(
         self, cuts: Sequence[int], num_microbatches: int, source: Layout, target: Layout, offset: int
     ) -> list[tuple[float, float]]:
-        """:meth:`transfer` in front of each of ``cuts``."""
+        """Ms of one microbatch in front of each of ``cuts`` to a stage that begins at rank ``offset``, and back.
+
+        Of the layouts only widths and data degrees count.
+        """
 
     def fits(self, skeleton: Skeleton, choices: Sequence[Choice]) -> bool:
-        """Whether a plan that its chains say fits does, all of it known."""
+        """Whether a plan that fits by its chains also fits by its full price."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Skeleton:
-    """A plan of several stages but for what is chosen inside them: stage s begins with component ``starts[s]``."""
+    """A plan of several stages without the choices inside them: stage s begins with component ``starts[s]``."""
 
     starts: tuple[int, ...]
     widths: tuple[int, ...]
@@ -102,7 +98,7 @@ class Pipelined:
 
     ``choices[s]`` indexes into ``chain(widths[s], m).configs[start:stop]``. Without a ``skeleton`` nothing is faster
     than the incumbent (or nothing fits). No plan of several stages takes less than ``bound``; where that is the
-    incumbent, none is worth having. ``curve``: (seconds, best, bound) as they got better, the incumbent included.
+    incumbent, none is better. ``curve``: (seconds, best, bound) as they improved, the incumbent included.
     """
 
     skeleton: Skeleton | None
@@ -114,7 +110,7 @@ class Pipelined:
 
 
 def stage_times(problem: Problem, choice: Choice) -> StageTimes:
-    """One stage under ``choice`` as the clock of a pipeline sees it, in ms (:mod:`asa.cost.step` has the formulas)."""
+    """The times of one stage under ``choice`` for the clock of a pipeline, in ms (formulas: :mod:`asa.cost.step`)."""
     m = problem.num_microbatches
     picked = [problem.configs[i][c] for i, c in enumerate(choice)]
     joints = [problem.edges[i][a.layout, b.layout] for i, (a, b) in enumerate(pairwise(picked))]
@@ -135,7 +131,7 @@ def stage_times(problem: Problem, choice: Choice) -> StageTimes:
 
 
 def value_of(pipelines: Pipelines, skeleton: Skeleton, choices: Sequence[Choice]) -> float:
-    """Ms of a step of that plan, by the clock."""
+    """Ms of a step of that plan, by the clock of a pipeline."""
     m, schedule = skeleton.num_microbatches, pipelines.schedules[skeleton.schedule]
     times, ends = [], []
     for width, start, choice in zip(skeleton.widths, skeleton.starts, choices, strict=True):
@@ -146,7 +142,7 @@ def value_of(pipelines: Pipelines, skeleton: Skeleton, choices: Sequence[Choice]
         times.append(stage_times(stage, (0,) * len(choice)))
         ends.append((chain.layouts[stage.configs[0][0].layout], chain.layouts[stage.configs[-1][0].layout]))
     transfers = [
-        pipelines.transfer(skeleton.starts[s], m, ends[s - 1][1], ends[s][0], offset)
+        pipelines.transfers((skeleton.starts[s],), m, ends[s - 1][1], ends[s][0], offset)[0]
         for s, offset in enumerate(skeleton.offsets())
         if s
     ]

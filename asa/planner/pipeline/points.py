@@ -1,4 +1,4 @@
-"""Ways to run a stage, as the search over stages sees them."""
+"""Ways to run a stage, as the search over pipelines sees them."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ _ANY = 1e15
 
 
 class Room(NamedTuple):
-    """What a stage may take, in ms: a microbatch forward and back; all of a step; one microbatch with what comes once
-    per step."""
+    """The most ms that a stage may take: a microbatch forward and back; all of a step; one microbatch with what is paid
+    once per step."""
 
     steady: float
     whole: float
     single: float = _ANY
 
     def joined(self, other: Room) -> Room:
-        """Room for both."""
+        """The room that covers both."""
         return Room(*map(max, self, other))
 
     def larger(self, factor: float) -> Room:
-        """So many times as much."""
+        """The room multiplied by ``factor``."""
         return Room(*(x * factor for x in self))
 
     def holds(self, other: Room) -> bool:
-        """Whether it is no less in anything."""
+        """Whether it is at least as large as the other in everything."""
         return all(a >= b for a, b in zip(self, other, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Points:
-    """Ways to run one stage, none better in everything: one entry of each array per way, ms.
+    """Ways to run one stage of which none is better in everything: arrays with an entry for each way, in ms.
 
-    ``least`` holds forward, backward, what lengthens the last backward, and all that comes once per step (that length
-    included), never more than in truth; ``exact`` says whether they are the truth. ``entry`` and ``exit`` are data
-    degrees by number. ``picks`` leads back to the choices.
+    ``least`` holds forward, backward, what lengthens the last backward, and all that is paid once per step (that length
+    included), never more than the truth; ``exact`` says whether they are the truth. ``entry`` and ``exit`` are data
+    degrees by number. ``origin`` and ``history`` lead back to the choices.
     """
 
     least: Any
@@ -73,7 +73,7 @@ class Points:
         )  # fmt: skip
 
     def choice(self, index: int) -> Choice:
-        """The choice behind a point."""
+        """The choice that a point stands for."""
         found: list[int] = []
         label = int(self.origin[index])
         for parents, configs in reversed(self.history):

@@ -1,14 +1,14 @@
-"""One stage at weights of its times: what it takes at least with the memory limit, and the choice that takes least.
+"""One stage under weights of its times: a lower bound with the memory limit, and the best choice.
 
-A path through the clock of a pipeline counts a stage's forward and backward so often, what lengthens its last backward,
-and what comes once per step; several paths, each with its share, count them in fractions. At such weights a stage is a
-:class:`asa.planner.stage.problem.Problem` with two ends: what is in front of it has cost so much for each data degree
-it may begin with, and what is behind costs at least so much for each it may end with.
+A path through the clock of a pipeline contains a stage's forward and backward a number of times, what lengthens its
+last backward, and what is paid once per step; a weighted mean of paths contains fractions of them. Under such weights a
+stage is a :class:`asa.planner.stage.problem.Problem` with two ends: what is in front has a cost for each data degree
+that the stage may begin with, and what is behind has a least cost for each that it may end with.
 
 Memory has prices in the backward of some components (:mod:`asa.planner.stage.dual`), which bound every completion of a
-partial choice. What synchronisation and backward take side by side saves as much as ``saving``; in a stage that the
-path goes on from, it makes backward longer instead, and ``saving`` is below zero: then the least of its bounds counts,
-component by component, where otherwise the largest does.
+partial choice. A ms of overlap of synchronisation and backward saves ``saving``. In a stage that the path goes on from,
+overlap makes backward longer instead, and ``saving`` is negative: bounds are then combined with min instead of max,
+component by component.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asa.planner import clock
 from asa.planner.pipeline import lattice as at
 from asa.planner.pipeline.lattice import INF
 from asa.planner.pipeline.stage_slice import StageSlice
-from asa.planner.stage.pareto import OutOfTimeError, efficient, lowest
+from asa.planner.stage.pareto import OutOfTimeError, begins, efficient, lowest
 
 _CLOSE = 1 + 1e-12
 _COARSE, _WIDE = 10, (2e-3, 30.0)
@@ -39,7 +39,7 @@ V, C, P, U, W, MOVING = range(6)
 
 @dataclass
 class _Front:
-    """Labels behind one component: ``own`` clocks and memory, ``priced`` memory at each price."""
+    """Labels behind one component: ``own`` has clocks and memory, ``priced`` the cost of memory at each price."""
 
     own: Any
     priced: Any
@@ -54,8 +54,9 @@ class _Front:
 
 @dataclass(frozen=True)
 class PricedChoice:
-    """What one pass found: per data degree at the end (by number) the least value, infinite where there is none below
-    the limit, and the choice that has it. ``proved``: no choice that was not looked at is in a plan that takes less."""
+    """The outcome of one pass, for each data degree at the end (by number): the least value, infinite where there is
+    none below the limit, and the choice that has it. ``proved``: no choice that was dropped is in a plan that takes
+    less."""
 
     values: Any
     choices: Sequence[tuple[int, ...] | None]
@@ -64,9 +65,9 @@ class PricedChoice:
 
 
 class PricingProblem:
-    """A piece at weights: of forward, backward, of what lengthens the last backward of a path that goes on, and of what
-    comes once per step in one that ends here. ``behind``: per data degree at the end, the least cost of what follows.
-    """
+    """A stage under weights of forward, of backward, of what lengthens the last backward of a path that goes on, and of
+    what is paid once per step where the path ends. ``behind``: the least cost of what follows, for each data degree at
+    the end."""
 
     def __init__(self, piece: StageSlice, weights: Sequence[float], behind: Any) -> None:
         forward, backward, longer, once = weights
@@ -90,7 +91,7 @@ class PricingProblem:
         self.rows, self.layout, self.component = r[kept], piece.layout[kept], piece.component[kept]
         self.config = piece.config[kept]
         self.sides = np.stack([v[kept] for v in sides])
-        self.begins = np.flatnonzero(np.r_[True, (np.diff(self.component) != 0) | (np.diff(self.layout) != 0)])
+        self.begins = begins(self.component, self.layout)
         self.of = np.searchsorted(self.component, np.arange(n + 1))
         ks = sorted({0, n // 2, n - 1}) if s > 0 else [0]
         self.pivots = np.array(ks)
@@ -108,7 +109,7 @@ class PricingProblem:
         return np.sort(efficient(np.concatenate(seen, axis=1), group))
 
     def _price(self) -> None:
-        """Look for the price of memory that says most, and keep a few."""
+        """Find the price of memory with the best bound, and keep a few around it."""
         piece, n = self.piece, self.piece.n
         last = np.eye(n)[n - 1]
         self._with(np.zeros((1, n)))
@@ -157,8 +158,8 @@ class PricingProblem:
         self.root = self.offset[:, None] + self._rooted()
 
     def _look_behind(self) -> None:
-        """Least cost behind a component: component x way x price set x layout. Ways, with a saving: for each pivot,
-        and last behind any; without: V, C and P."""
+        """Compute the least cost behind a component: component x way x price set x layout. With a saving, ways are the
+        pivots, and one behind all of them; without, they are the clocks V, C and P."""
         piece, n = self.piece, self.piece.n
         sets, count = len(self.memory), piece.numbers.count
         ways = len(self.pivots) + 1 if self.saving >= 0 else 3
@@ -173,7 +174,7 @@ class PricingProblem:
         self.behind = behind
 
     def _through(self, i: int, behind: Any) -> Any:
-        """Least cost of component i and what is behind it: way x price set x layout."""
+        """The least cost of component i and what is behind it: way x price set x layout."""
         front, pivot, bucket, beyond = self.least[i]
         if self.saving >= 0:
             own = [front if i < k else pivot if i == k else beyond for k in self.pivots.tolist()]
@@ -190,14 +191,14 @@ class PricingProblem:
         return here[:-1].max(axis=0) if self.saving >= 0 else here[P]
 
     def begun(self) -> Any:
-        """The least value with each data degree at the begin, by its number: price by price, the best of them."""
+        """A bound for each data degree at the start, by its number."""
         found = np.full(self.piece.numbers.degrees, INF)
         np.minimum.at(found, self.piece.numbers.degree, self.root.max(axis=0))
         return found
 
     def best(self, entry: Any, limit: float, most: int, ends: float) -> PricedChoice:
-        """The best choices below ``limit``; ``entry``: what all in front costs, by the data degree at the begin.
-        So many labels are kept behind a component, those with the lowest bounds.
+        """The best choices below ``limit``. ``entry``: the cost of all that is in front, by the data degree at the
+        start. The ``most`` labels with the lowest bounds are kept behind each component.
 
         Raises:
             OutOfTimeError: time is up.
@@ -253,18 +254,18 @@ class PricingProblem:
         return _Front(own, np.zeros((len(layout), len(self.memory))), x.degree[layout], layout, none, none)
 
     def _efficient(self, front: _Front, seen: Any, ends: float) -> Any:
-        """A clock that has not begun yet has not for any of the labels."""
+        """The undominated labels. A clock that has not begun yet has not for any label of a layout."""
         if not self.saving:
             seen = seen[:, P:]
         return efficient(np.where(np.abs(seen) < _NEVER / 2, seen, 0.0), front.layout, ends)
 
     def _over(self, front: _Front, i: int, limit: float, ends: float) -> _Front:
-        """What arrives in each layout of component i, before its configuration."""
+        """Labels that arrive in each layout of component i, before its configuration."""
         e = self.piece.edges[i - 1]
         here = self._through(i, self.behind[i])
         cost = self.edges[i - 1][front.layout]  # label x layout
         clocks = front.own[:, None, :3] + cost[:, :, None]
-        value = self._completed(clocks, here, i - 1)  # price set x label x layout
+        value = self._completed(clocks, here[:, :, None, :], i - 1)  # price set x label x layout
         priced = front.priced.T[:, :, None] + self.moved[:, i - 1][:, front.layout]
         possible = (value + priced + self.offset[:, None, None] < limit).all(axis=0)
         source, layout = np.nonzero(possible)
@@ -279,10 +280,9 @@ class PricingProblem:
             return found
         return found.taken(self._efficient(found, own if self.piece.tight else own[:, :U], ends))
 
-    def _completed(self, clocks: Any, here: Any, i: int) -> Any:
-        """Bounds on what labels come to at the end, for all in layouts: price set x label x layout, without memory.
-        ``here``: way x price set x layout, behind component i."""
-        ways = here[:, :, None, :]
+    def _completed(self, clocks: Any, ways: Any, i: int) -> Any:
+        """Bounds on the value at the end, without memory: price set x labels. ``clocks``: labels x clock; ``ways``: the
+        least cost behind component i, way x price set x labels."""
         if self.saving >= 0:
             found = np.maximum(clocks[..., V], clocks[..., C])[None] + ways[-1]
             for k, pivot in enumerate(self.pivots.tolist()):
@@ -293,20 +293,12 @@ class PricingProblem:
         return np.minimum(found, clocks[..., P][None] + ways[P])
 
     def _bounds(self, front: _Front, i: int) -> Any:
-        behind = self.behind[i][:, :, front.layout]
-        clocks = front.own[:, :3]
-        if self.saving >= 0:
-            found = np.maximum(clocks[:, V], clocks[:, C])[None] + behind[-1]
-            for k, pivot in enumerate(self.pivots.tolist()):
-                if pivot > i:
-                    found = np.maximum(found, clocks[:, P][None] + behind[k])
-        else:
-            found = np.minimum(clocks[:, V][None] + behind[V], clocks[:, C][None] + behind[C])
-            found = np.minimum(found, clocks[:, P][None] + behind[P])
+        """Bounds on the value at the end, a number for each label."""
+        found = self._completed(front.own[:, :3], self.behind[i][:, :, front.layout], i)
         return (found + front.priced.T + self.offset[:, None]).max(axis=0)
 
     def _configured(self, front: _Front, i: int, limit: float) -> _Front:
-        """With every configuration of component i."""
+        """Labels with every configuration of component i."""
         piece, x = self.piece, self.piece.numbers
         a, b = self.of[i], self.of[i + 1]
         index, chosen = np.nonzero(front.layout[:, None] == self.layout[None, a:b])

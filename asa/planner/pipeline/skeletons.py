@@ -1,5 +1,7 @@
-"""Every plan below a limit, stage by stage from the front; what is behind a cut is known as a bound, so that hardly
-anything is followed in vain. Then the clock, for many of them at once.
+"""All plans below a limit, built stage by stage from the front, and then their times by the clock.
+
+The bound on what is behind a cut keeps the search from following partial plans in vain. The clock runs for many plans
+at once.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from asa.cost.pipeline import makespans, shape
 from asa.interfaces.schedule import Schedule
 from asa.planner.pipeline.bounds import NEVER, Frame
 from asa.planner.pipeline.lattice import INF
-from asa.planner.stage.pareto import lowest
+from asa.planner.stage.pareto import begins, lowest
 
 MOST_ROWS = 60_000
 """Partial plans kept; the bound of the best one dropped limits what is proved."""
@@ -28,11 +30,11 @@ MOST_TURNS = 40_000_000
 
 @dataclass
 class Options:
-    """Stages that begin with one component, r stages to the last: one entry of each array per way to run one.
+    """Ways to run stages that begin with one component, r stages to the last: arrays with an entry for each way.
 
     ``times``: forward, backward, what lengthens the last backward, once per step (that length included); ``least``:
-    steady, whole and single as in :class:`asa.planner.pipeline.lattice.Table`; ``point`` says where it comes from,
-    below zero where it is no way but a bound on all there are.
+    steady, whole and single as in :class:`asa.planner.pipeline.lattice.Table`; ``point`` is the way's point, or
+    negative for a bound on all ways.
     """
 
     width: Any
@@ -45,18 +47,19 @@ class Options:
 
 
 def sums_of(times: Any, m: int) -> Any:
-    """Steady, whole and single of the ``times`` of options."""
+    """Steady, whole and single ms from the ``times`` of options."""
     steady = times[0] + times[1]
     return np.stack([steady, m * steady + times[3], steady + times[3]])
 
 
 @dataclass
 class _Rows:
-    """Partial plans: what is behind them begins at ``cut`` on rank ``offset``; bounds as in :class:`Frame`.
+    """Partial plans: the rest begins at ``cut`` on rank ``offset``. Bounds are those of :class:`Frame`.
 
-    ``trip``: of a microbatch through all of it and back; ``most_ahead`` and ``most_back``: of a stage or link, on
-    either way. ``turns``: row x place from the last, what a step takes for the round trips that the schedule waits for
-    in the stage there, but for what they take further on."""
+    ``trip``: of a microbatch through the whole partial plan and back; ``most_ahead`` and ``most_back``: of its slowest
+    stage or link, on either way. ``turns``: row x place from the last, the time in a step of the round trips that the
+    schedule waits for in the stage there, without what they take further on.
+    """
 
     cut: Any
     offset: Any
@@ -79,8 +82,8 @@ class _Rows:
 
 @dataclass
 class Leaves:
-    """Whole plans with as many stages, in order of their bounds. ``starts`` and ``options``: plan x stage, the options
-    being entries of the :class:`Options` of that start and place; ``values``: the clock of their times."""
+    """Complete plans with equally many stages, in order of their bounds. ``starts`` and ``options``: plan x stage;
+    options are indices into the :class:`Options` of that start and place. ``values``: ms by the clock."""
 
     starts: Any
     options: Any
@@ -106,7 +109,7 @@ def plans(
 ) -> tuple[list[Leaves], float]:  # fmt: skip
     """All plans whose bound is below ``limit``, and that limit, lowered where there were too many.
 
-    ``options[r, start]``: the ways to run a stage there; ``most``: partial and whole plans kept.
+    ``options[r, start]``: the ways to run a stage there; ``most``: how many partial and complete plans are kept.
     """
     levels: dict[int, _Rows] = {}
     wanted = set(stages)
@@ -134,17 +137,17 @@ def filled_up(trip: Any, ahead: Any, back: Any, m: int) -> Any:
 def _grown(
     frame: Frame, options: dict[tuple[int, int], Options], r: int, rows: _Rows, limit: float, *, filled: bool
 ) -> _Rows:  # fmt: skip
-    """One more stage, r - 1 to come. ``filled``: see :func:`filled_up`."""
+    """Partial plans with one more stage, r - 1 to come. ``filled``: :func:`filled_up` holds."""
     m, links, found = frame.m, frame.links, []
     code = (rows.cut * (links.gpus + 1) + rows.offset) * (len(frame.keys) + 1) + rows.key + 1
     order = np.argsort(code, kind="stable")
     if not len(order):
         return rows
-    begins = np.flatnonzero(np.r_[True, np.diff(code[order]) != 0])
+    first = begins(code[order])
     places: dict[tuple[int, int], Any] = {}
     leads = [frame.lead(k + 1) for k in range(frame.stages)]
     times = np.array([(m - 1) // lead + 1 if lead else 0 for lead in leads])
-    for begin, end in zip(begins, [*begins[1:], len(order)], strict=True):
+    for begin, end in zip(first, [*first[1:], len(order)], strict=True):
         index = order[begin:end]
         cut, offset, key = int(rows.cut[index[0]]), int(rows.offset[index[0]]), int(rows.key[index[0]])
         x = options.get((r, cut))
@@ -212,7 +215,7 @@ def _grown(
 def _leaves(
     frame: Frame, options: dict[tuple[int, int], Options], levels: dict[int, _Rows], schedule: Schedule, limit: float
 ) -> list[Leaves]:
-    """Traced back to the front, and timed."""
+    """The complete plans, traced back to the front and timed."""
     last = levels[0]
     good = np.flatnonzero(last.bound < limit)
     if not len(good):

@@ -24,8 +24,8 @@ MANY = 24
 
 
 class StageCache:
-    """What cases share: chains as arrays, tables and transfers, each made once. ``crowded``: memory is likely to bind,
-    so that bounds by compute alone are not worth their time."""
+    """Chains as arrays, tables and transfers, shared between cases and made once. ``crowded``: memory is likely to
+    bind, so that bounds from compute alone are not worth their time."""
 
     def __init__(self, pipelines: Pipelines, *, crowded: bool = False, effort: Effort = USUAL.effort) -> None:
         self.pipelines, self.crowded, self.effort = pipelines, crowded, effort
@@ -50,7 +50,7 @@ class StageCache:
         self._pieces: dict[tuple[int, int, int, int, int], StageSlice] = {}
 
     def alone(self, m: int) -> dict[int, Table]:
-        """Stages of each width that can run at all, by compute alone."""
+        """Tables from compute alone, for each width at which stages can run at all."""
         if m not in self._alone:
             tables = self._alone.setdefault(m, {})
             for w in (w for w in self.offsets if w < self.gpus):
@@ -62,8 +62,8 @@ class StageCache:
         return self._alone[m]
 
     def rough(self, w: int, m: int, in_flight: Iterable[int], ends: float, *, tight: bool) -> dict[int, Table | None]:
-        """Stages of any degrees at their ends, by microbatches in flight; by compute alone where time is up and nothing
-        better is known. ``tight``: with the memory limit, but without what lies between components."""
+        """Tables whatever the degrees at the ends, by microbatches in flight; from compute alone where time is up and
+        nothing better is known. ``tight``: with the memory limit, but without what lies between components."""
         found: dict[int, Table | None] = {}
         for f in set(in_flight):
             if tight and (w, m, f) not in self._rough and ((w, m) in self._numbers or clock.now() < ends):
@@ -79,19 +79,19 @@ class StageCache:
         return found
 
     def tight(self, w: int, m: int, in_flight: int) -> bool:
-        """Whether memory may bind, of what is formulated."""
+        """Whether memory may bind, of chains that are formulated."""
         numbers = self._numbers.get((w, m))
         return numbers is not None and not numbers.flying(in_flight).roomy(in_flight)
 
     def numbers(self, w: int, m: int) -> Numbers | None:
-        """The chain as arrays."""
+        """The arrays of a chain; None where some component cannot run."""
         if (w, m) not in self._numbers:
             chain = self.pipelines.chain(w, m)
             self._numbers[w, m] = None if chain is None else Numbers(chain)
         return self._numbers[w, m]
 
     def relaxed(self, w: int, m: int) -> Table | None:
-        """Stages without the memory limit."""
+        """The table without the memory limit."""
         numbers = self.numbers(w, m)
         if numbers is None:
             return None
@@ -100,7 +100,7 @@ class StageCache:
         return self._relaxed[w, m]
 
     def limited(self, w: int, m: int, in_flight: Iterable[int]) -> dict[int, Table | None]:
-        """Stages with it, by microbatches in flight."""
+        """Tables with the memory limit, by microbatches in flight."""
         numbers, table, asked = self.numbers(w, m), self.relaxed(w, m), sorted(set(in_flight))
         if numbers is None or table is None:
             return dict.fromkeys(asked, table)
@@ -112,19 +112,19 @@ class StageCache:
         return {f: self._limited[w, m, f] if f in tight else table for f in asked}
 
     def place(self, w: int, m: int, in_flight: int) -> tuple[int, int, int]:
-        """What stages are explored by; alike wherever memory cannot bind."""
+        """A key for exploring stages; equal wherever memory cannot bind."""
         numbers = self.numbers(w, m)
         assert numbers is not None
         return w, m, 0 if numbers.flying(in_flight).roomy(in_flight) else in_flight
 
     def twin(self, w: int, m: int, start: int, stop: int) -> tuple[int, int]:
-        """The first stage that is equal to this one: to be explored in its place."""
+        """The first stage that equals this one and is explored in its place."""
         numbers = self.numbers(w, m)
         assert numbers is not None
         return numbers.twin(start, stop)
 
     def explorer(self, place: tuple[int, int, int]) -> Explorer:
-        """Explorer of such stages."""
+        """The explorer of such stages."""
         w, m, in_flight = place
         numbers = self.numbers(w, m)
         assert numbers is not None
@@ -133,7 +133,7 @@ class StageCache:
         return self._explorers[place]
 
     def piece(self, place: tuple[int, int, int], start: int, stop: int) -> StageSlice:
-        """Such a stage, to be looked at by itself."""
+        """Such a stage by itself, as arrays."""
         key = (*place, *self.twin(place[0], place[1], start, stop))
         if key not in self._pieces:
             self._pieces[key] = StageSlice(self.explorer(place), *key[3:])
@@ -142,7 +142,7 @@ class StageCache:
     def explored(
         self, place: tuple[int, int, int], start: int, asked: dict[int, tuple[Room, int]], ends: float
     ) -> dict[int, Points | None]:
-        """The points of stages from ``start`` to each stop that is asked for, up to so many ms at least, with so many
+        """The points of stages from ``start`` to each stop in ``asked``, up to that many ms at least and with that many
         labels."""
         missing = {}
         for stop, (room, most) in asked.items():
@@ -163,7 +163,7 @@ class StageCache:
         return {stop: self._points[(*place, start, stop)][2] for stop in asked}
 
     def links(self, m: int, keys: Keys, *, free: bool = False, ends: float = INF) -> StageLinks:
-        """Transfers between stages of these keys; nothing where ``free``.
+        """Transfers between stages of these keys; all zero where ``free``.
 
         Raises:
             OutOfTimeError: the clock has passed ``ends``.
@@ -194,7 +194,7 @@ class StageCache:
 
 
 def _summed(row: Any) -> Any:
-    """Sums over all stages: start x stop, and one degree at either end."""
+    """Sums of a row over all stages: start x stop, with one degree at either end."""
     n, never = len(row), 1e17
     sums = np.concatenate([[0.0], np.cumsum(np.minimum(np.asarray(row, dtype=float), 10 * never))])
     found = np.where(np.arange(n + 1)[None, :] > np.arange(n)[:, None], sums[None, :] - sums[:n, None], INF)

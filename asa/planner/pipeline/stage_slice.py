@@ -9,11 +9,12 @@ import numpy as np
 from asa.planner.pipeline import lattice as at
 from asa.planner.pipeline.lattice import INF
 from asa.planner.pipeline.stages import Explorer
+from asa.planner.stage.pareto import begins
 
 
 class StageSlice:
-    """Components ``start`` to ``stop - 1`` of a chain, as a stage with so many microbatches in flight: all that does
-    not depend on weights."""
+    """Components ``start`` to ``stop - 1`` of a chain as a stage with so many microbatches in flight: the arrays that
+    do not depend on weights."""
 
     def __init__(self, explorer: Explorer, start: int, stop: int) -> None:
         x = self.numbers = explorer.numbers
@@ -54,14 +55,11 @@ class StageSlice:
         held = [self.row[:, at.STATE] + self.row[:, k] for k in (at.GRAD, at.ACT)]
         self.standing, self.held = (self._least(h, k) for h, k in zip(held, (None, at.EACT), strict=True))
 
-    def _segments(self) -> Any:
-        return np.flatnonzero(np.r_[True, (np.diff(self.component) != 0) | (np.diff(self.layout) != 0)])
-
     def _least(self, held: Any, beside: int | None) -> Any:
-        """Per component and layout, the least of it behind it."""
-        begins, x = self._segments(), self.numbers
+        """For each component and layout, the least of ``held`` behind it."""
+        first, x = begins(self.component, self.layout), self.numbers
         least = np.full((self.n, x.count), INF)
-        least[self.component[begins], self.layout[begins]] = np.minimum.reduceat(held, begins)
+        least[self.component[first], self.layout[first]] = np.minimum.reduceat(held, first)
         found = np.zeros((self.n, x.count))
         for i in range(self.n - 1, 0, -1):
             e = self.edges[i - 1]

@@ -1,8 +1,9 @@
-"""The space of pipelines as numbers: what :mod:`asa.planner.pipeline.joint` asks for, made when it is asked for."""
+"""The space of pipelines as numbers for :mod:`asa.planner.pipeline.joint`, made when they are asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from asa.cost.pricing import Way
 from asa.interfaces.schedule import Schedule
@@ -13,14 +14,15 @@ from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, widths
 from asa.planner.stage.formulate import Formulation, formulate
 from asa.planner.stage.problem import MS, Chain, Choice
 
-_NEVER_MS = 1e9
+NEVER_MS = 1e9
 """A hand-over where no stage may begin: finite, so that bounds can be subtracted, and never worth it."""
 
 
 def ways_of(
     skeleton: Skeleton, choices: Sequence[Choice], formulated: Callable[[int, int], Formulation | None]
 ) -> tuple[Way, ...]:
-    """How each component runs, of a pipeline whose stages chose from ``formulated(width, microbatches)``."""
+    """The way in which each component runs, in a pipeline whose stages chose from ``formulated(width,
+    microbatches)``."""
     ways: list[Way] = []
     for start, width, choice in zip(skeleton.starts, skeleton.widths, choices, strict=True):
         found = formulated(width, skeleton.num_microbatches)
@@ -30,10 +32,11 @@ def ways_of(
 
 
 class StagedSpace:
-    """Stages of every width and number of microbatches in one space. Prices take all devices to be at work.
+    """Stages of every width and number of microbatches in one space. Prices assume that all devices are at work.
 
-    ``every``: with the ways that only save memory also where it cannot bind, and the memory of each component as
-    ``counted`` by :func:`asa.planner.stage.formulate.formulate`."""
+    ``every``: with ways that only save memory also where it cannot bind, and with memory as ``counted`` by
+    :func:`asa.planner.stage.formulate.formulate`.
+    """
 
     def __init__(self, prices: Prices, allowed: Allowed, *, every: bool = False) -> None:
         space = prices.space
@@ -44,29 +47,37 @@ class StagedSpace:
         self._formulations: dict[tuple[int, int], Formulation | None] = {}
         self._computes: dict[tuple[int, int], list[float]] = {}
         self._several: dict[tuple[object, ...], list[tuple[float, float]]] = {}
-        self._transfers: dict[tuple[float, int, int, int, int, int, int], tuple[float, float]] = {}
         self.names = tuple(c.name for c in space.profile.graph.components)
         self.global_batch = space.request.global_batch
-        self.gpus = space.request.gpus
+        self.gpus = self._busy = space.request.gpus
         self.schedules: dict[str, Schedule] = space.schedules
+
+    def first(self, offset: int) -> int:
+        """The rank at a place; :mod:`asa.planner.pipeline.kinds` numbers places otherwise."""
+        return offset
 
     def width(self, number: int) -> int:
         """The devices of a stage of that width; :mod:`asa.planner.pipeline.kinds` numbers them otherwise."""
         return number
+
+    def example(self, width: int) -> int:
+        """The first rank of some stage of that width: all of them have equal devices."""
+        return 0
 
     def widths(self) -> tuple[int, ...]:
         """Stage widths, rising; at least one device is left for another stage."""
         return tuple(sorted(w for w in widths(self.gpus) if w < self.gpus))
 
     def microbatches(self) -> tuple[int, ...]:
-        """Numbers of microbatches of the space, up to what a pipeline may have."""
+        """Numbers of microbatches of the space, up to the most that a pipeline may have."""
         return tuple(m for m in self._prices.space.microbatches() if m <= MOST_IN_A_PIPELINE)
 
     def compute(self, width: int, num_microbatches: int) -> list[float]:
         """Least ms per component of forward and backward of one microbatch; infinite where it cannot run."""
         key = (width, num_microbatches)
         if key not in self._computes:
-            self._computes[key] = [x * MS for x in self._prices.compute(*key, self.gpus)]
+            found = self._prices.compute(self.width(width), num_microbatches, self._busy, self.example(width))
+            self._computes[key] = [x * MS for x in found]
         return self._computes[key]
 
     def ends(self, width: int, num_microbatches: int) -> tuple[list[float], list[float]] | None:
@@ -82,13 +93,16 @@ class StagedSpace:
         return begin.tolist(), end.tolist()
 
     def formulation(self, width: int, num_microbatches: int) -> Formulation | None:
-        """Stages of that width, in full; None where some component cannot run in one."""
+        """The formulation of stages of that width; None where some component cannot run in one."""
         key = (width, num_microbatches)
         if key not in self._formulations:
-            self._formulations[key] = formulate(
-                self._prices, *key, self._allowed, busy=self.gpus, every=self._every, crowded=self.crowded,
-                counted=self._every,
+            made = formulate(
+                self._prices, self.width(width), num_microbatches, self._allowed, busy=self._busy,
+                first=self.example(width), every=self._every, crowded=self.crowded, counted=self._every,
             )  # fmt: skip
+            if made is not None and made.chain.width != width:
+                made = Formulation(replace(made.chain, width=width), made.ways)
+            self._formulations[key] = made
         return self._formulations[key]
 
     def chain(self, width: int, num_microbatches: int) -> Chain | None:
@@ -110,43 +124,29 @@ class StagedSpace:
             return -1.0
         return float(self._prices.space.profile.graph.components[cut - 1].output_bytes_per_sample)
 
-    def transfer(
-        self, cut: int, num_microbatches: int, source: Layout, target: Layout, offset: int
-    ) -> tuple[float, float]:
-        """Ms to hand a microbatch over before component ``cut``, and back; the later stage begins at ``offset``."""
-        size, hop = self.crossing(cut), self.hop(offset)
-        if size < 0:
-            return _NEVER_MS, _NEVER_MS
-        key = (size, num_microbatches, source.width, source.data, target.width, target.data, hop)
-        if key not in self._transfers:
-            pricer = self._prices.pricer(source.width, num_microbatches, self.gpus)
-            on, back = pricer.handover(cut, source, target, offset)
-            self._transfers[key] = (on * MS, back * MS)
-            # The other way round the same happens in the other order.
-            self._transfers[key[0], key[1], *key[4:6], *key[2:4], hop] = (back * MS, on * MS)
-        return self._transfers[key]
-
     def transfers(
         self, cuts: Sequence[int], num_microbatches: int, source: Layout, target: Layout, offset: int
     ) -> list[tuple[float, float]]:
-        """:meth:`transfer` in front of each of ``cuts``."""
+        """Milliseconds to hand a microbatch over in front of each of ``cuts``, and back; the later stage begins at
+        ``offset``."""
         some = tuple(c for c in cuts if self.crossing(c) >= 0)
         key = (some, num_microbatches, source.width, source.data, target.width, target.data, self.hop(offset))
         if key not in self._several:
-            pricer = self._prices.pricer(source.width, num_microbatches, self.gpus)
-            found = [(on * MS, back * MS) for on, back in pricer.handovers(some, source, target, offset)]
+            pricer = self._prices.pricer(source.width, num_microbatches, self._busy)
+            sent = pricer.handovers(some, source, target, self.first(offset))
+            found = [(on * MS, back * MS) for on, back in sent]
             # The other way round the same happens in the other order.
             self._several[*key[:2], *key[4:6], *key[2:4], key[6]] = [(back, on) for on, back in found]
             self._several[key] = found
         known = dict(zip(some, self._several[key], strict=True))
-        return [known.get(c, (_NEVER_MS, _NEVER_MS)) for c in cuts]
+        return [known.get(c, (NEVER_MS, NEVER_MS)) for c in cuts]
 
     def fits(self, skeleton: Skeleton, choices: Sequence[Choice]) -> bool:
         """Whether every rank of such a pipeline has memory enough."""
         return self._prices.fits(self.candidate(skeleton, choices))
 
     def candidate(self, skeleton: Skeleton, choices: Sequence[Choice]) -> Candidate:
-        """The candidate that choices of a pipeline stand for."""
+        """The candidate that choices in a pipeline stand for."""
         return Candidate(
             origin="asa",
             widths=tuple(self.width(w) for w in skeleton.widths),

@@ -1,10 +1,10 @@
-"""Every way of running a stage that could matter: labels front to back over its components, for all stops at once.
+"""All ways to run a stage that could matter: labels over its components from front to back, for all stops at once.
 
 A label is a partial choice, reduced to what the rest can see: forward and backward of a microbatch, the clocks of
-gradient synchronisation (derived in :mod:`asa.planner.stage.labels`; here without what is done per microbatch),
-the memory held and its peak. One that is no better in anything than another with the same entry degree and layout is
-dropped, and so is one whose best completion is beyond what a stage may take there. Where labels get too many
-(:mod:`asa.planner.pipeline.thinning`), what comes out is still a bound.
+gradient synchronisation (derived in :mod:`asa.planner.stage.labels`; here without work per microbatch), the memory held
+and its peak. A label is dropped if another with the same entry degree and layout is at least as good in everything, or
+if its best completion exceeds what a stage may take there. Where there are too many labels
+(:mod:`asa.planner.pipeline.thinning`), the result is still a bound.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UTMOST = 12_000
 
 
 class Completions:
-    """Least cost of what lies behind a component, under several objectives."""
+    """The least cost of what lies behind a component, under several objectives."""
 
     def __init__(self, numbers: Numbers, in_flight: int, tight: bool) -> None:
         n, m = numbers.n, numbers.m
@@ -50,21 +50,21 @@ class Completions:
         self.capacity = numbers.capacity if tight else 0.0
 
     def limits(self, room: Room) -> Any:
-        """What each objective may come to, where a stage may take that long."""
+        """The most that each objective may reach, where a stage may take as long as ``room`` says."""
         whole = min(room.whole, room.single) if self.m == 1 else room.whole  # of one microbatch both are the same
         once = np.where(self.single, room.single, whole)
         base = np.where(self.rows[:, 2] > 0, once, np.where(self.rows[:, 0] > 0, room.steady, 0.0))
         return base * (1 + ROUNDING) + self.rows[:, 3] * self.capacity * _CLOSE + 1e-9
 
     def values(self, labels: Any, i: int) -> Any:
-        """Objectives of labels behind component i so far: label x objective."""
+        """The objectives of labels behind component i so far: label x objective."""
         once = np.maximum(labels[:, V], labels[:, C])
         seen = np.stack([labels[:, FWD] + labels[:, BWD], once, labels[:, P], labels[:, HELD]], axis=1)
         return seen @ self.weights[i]
 
 
 class Explorer:
-    """Stages of one chain with one number of microbatches in flight."""
+    """An explorer of the stages of one chain with one number of microbatches in flight."""
 
     def __init__(self, numbers: Numbers, in_flight: int) -> None:
         self.numbers, self.in_flight = numbers, in_flight
@@ -81,8 +81,8 @@ class Explorer:
             self.by_layout.append(known[key])
 
     def _undominated(self, i: int) -> list[tuple[int, Any, Any]]:
-        """Per layout, the configurations that no other one beats in all that they add to a label
-        (:meth:`asa.planner.pipeline.thinning.Thinning.best`)."""
+        """For each layout of component i, the configurations that no other one equals or beats in all that they add to
+        a label (:meth:`asa.planner.pipeline.thinning.Thinning.best`)."""
         x, row = self.numbers, self.numbers.rows[i]
         both, sync = row[:, at.F] + row[:, at.B], row[:, at.PROMPT] + row[:, at.LATE]
         late, prompt, window = x.sc * sync, x.sc * row[:, at.PROMPT], x.sp * row[:, at.WINDOW]
@@ -102,9 +102,9 @@ class Explorer:
     def explore(
         self, start: int, caps: Mapping[int, Room], most: int = USUAL.effort.labels, *, ends: float = INF
     ) -> dict[int, Points]:
-        """Points of the stages from ``start`` to each stop in ``caps``, up to the ms named there.
+        """Points of the stages from ``start`` to each stop in ``caps``, up to the ms stated there.
 
-        ``most`` labels are kept per component, others merged with them.
+        ``most`` labels are kept per component; others are merged with them.
 
         Raises:
             OutOfTimeError: the clock has passed ``ends``.
@@ -140,7 +140,7 @@ class Explorer:
         return found
 
     def _begin(self, i: int) -> LabelFront | None:
-        """Layouts in which component i can begin a stage; the configuration comes next."""
+        """Labels in each layout in which component i can begin a stage, before its configuration."""
         x, more = self.numbers, self.in_flight - 1
         inlet = x.inlets[i]
         layouts = np.flatnonzero(np.isfinite(inlet[at.EF]))
@@ -157,7 +157,7 @@ class Explorer:
         return LabelFront(labels, x.degree[layouts], layouts, none, none)
 
     def _over(self, front: LabelFront, i: int, room: Any) -> LabelFront | None:
-        """What arrives in each layout of component i, before its configuration."""
+        """Labels that arrive in each layout of component i, before its configuration."""
         x, more = self.numbers, self.in_flight - 1
         edges = x.edges[i - 1][:, front.layout, :]
         possible = np.isfinite(edges[at.EF])
@@ -184,7 +184,7 @@ class Explorer:
         return arrived
 
     def _through(self, front: LabelFront, i: int, start: int, room: Any) -> LabelFront | None:
-        """With every configuration of component i."""
+        """Labels with every configuration of component i."""
         x, more = self.numbers, self.in_flight - 1
         picked, config, rows = [], [], []
         for layout, numbers, row in self.by_layout[i]:
@@ -231,7 +231,7 @@ class Explorer:
     def _ended(
         self, front: LabelFront, i: int, caps: Room, exact: bool, history: list[tuple[Any, Any]]
     ) -> Points | None:
-        """The stage stops behind component i."""
+        """The points of the stage that stops behind component i; None where there are none."""
         x, more = self.numbers, self.in_flight - 1
         e = x.outlets[i][:, front.layout]
         labels = front.labels

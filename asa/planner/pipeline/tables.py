@@ -1,10 +1,10 @@
-"""What stages of a chain take at least: tables from objectives, a pass over the components for all of them at once.
+"""Tables of lower bounds on the stages of a chain, from objectives: one pass over the components for all stages at
+once.
 
-Where memory binds it is given prices: of all choices that fit, none takes less than what time and memory cost together
-at a price, less what the capacity costs (Lagrangian relaxation). Good prices are what a GiB saved costs in time, a
-microbatch with fewer activations or a step with less state: the slopes of the lower hull of what all components take
-and hold, each at its best for a price (:func:`rates`). Where few ways differ, as in repeated blocks, these are all
-prices that matter.
+Where memory binds it has a price: no choice that fits takes less than the least sum of time and priced memory, minus
+the price of the capacity (Lagrangian relaxation). Good prices are what a saved GiB costs in time, for a microbatch with
+fewer activations or for a step with less state: the slopes of the lower hull of what all components take and hold, each
+at its best for a price (:func:`rates`). Where few ways differ, as in repeated blocks, no other prices matter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ENTRIES = 6_000_000
 
 
 def weights_of(rows: Sequence[Objective], n: int) -> ChainWeights:
-    """Weights of objectives; ``hidden`` beyond 1 is 2 + k for a pivot at component k."""
+    """The weights of objectives; ``hidden`` beyond 1 is 2 + k for a pivot at component k."""
     a = np.array(rows, dtype=float)
     pivot = np.where(a[:, 5] > 1, a[:, 5] - 2, -1).astype(np.int64)
     behind = (np.arange(n)[None, :] >= pivot[:, None]).astype(float)
@@ -45,7 +45,7 @@ def weights_of(rows: Sequence[Objective], n: int) -> ChainWeights:
 
 
 def pivots(n: int, count: int) -> list[float]:
-    """Some components, spread over the chain, as ``hidden`` of a row."""
+    """Some components, spread over the chain, as values of ``hidden``."""
     return sorted({2.0 + n * (k + 1) // (count + 1) for k in range(count)})
 
 
@@ -56,8 +56,8 @@ def rows_of(n: int, m: int) -> list[Objective]:
 
 
 def rates(numbers: Numbers, in_flight: int, most: int, *, whole: bool) -> list[float]:
-    """What a GiB saved costs in ms of a microbatch, or of a step where ``whole``: at most so many rates, neighbours
-    made one where little memory is between them."""
+    """What a saved GiB costs in ms of a microbatch, or of a step where ``whole``: at most ``most`` rates; neighbours
+    with little memory between them become one."""
     x, (row, each, like) = numbers, numbers.distinct
     count = np.bincount(like)
     held = row[:, at.STATE] + in_flight * row[:, at.ACT]
@@ -81,9 +81,9 @@ def rates(numbers: Numbers, in_flight: int, most: int, *, whole: bool) -> list[f
 
 
 def priced_memory(numbers: Numbers, in_flight: int) -> list[Objective]:
-    """Objectives with prices of memory: first its amount alone, then for each price steady time, then all of a step;
-    held in the backward of a stage's last component, and, of one microbatch, of the chain's last but one, which decides
-    where the last is small."""
+    """Objectives with prices of memory: first its amount alone, then for each price steady time, then all of a step.
+    Memory is that in the backward of a stage's last component; with one microbatch also that of the chain's last but
+    one, which decides where the last one is small."""
     n, m, flight = numbers.n, numbers.m, float(in_flight)
     steady, whole = rates(numbers, in_flight, _STEADY, whole=False), rates(numbers, in_flight, _WHOLE, whole=True)
     rows: list[Objective] = [(0.0, 0.0, 0.0, 1.0, flight, 1.0, OWN_LAST)]
@@ -94,19 +94,19 @@ def priced_memory(numbers: Numbers, in_flight: int) -> list[Objective]:
 
 
 def _backward_too(rows: list[Objective]) -> list[Objective]:
-    """With objectives of backward alone, at the prices of steady time."""
+    """The objectives, and those of backward alone at the prices of steady time."""
     return rows + [(1.0, -1.0, *r[2:]) for r in rows if r[0] == 1.0 and not r[2]]
 
 
 def _ends_small(x: Numbers) -> bool:
-    """Whether the backward of the last component but one holds more than that of the last one, in the mean of their
+    """Whether the backward of the last component but one holds more than that of the last one, in the mean over their
     configurations."""
     held = [float((row[:, at.GRAD] + row[:, at.TRANS]).mean()) for row in x.rows[-2:]]
     return held[0] > held[-1]
 
 
 def relaxed(numbers: Numbers) -> Table:
-    """Without the memory limit."""
+    """The table without the memory limit."""
     n, m = numbers.n, numbers.m
     rows = [(0.0, 1.0, 0.0, 0.0, 1.0, 1.0, OWN_LAST), *rows_of(n, m)]
     k = len(rows)
@@ -120,8 +120,8 @@ def relaxed(numbers: Numbers) -> Table:
 
 
 def limited(numbers: Numbers, table: Table, in_flight: Sequence[int]) -> list[Table]:
-    """Tables with the memory limit, as far as prices of memory tell, for each of these numbers of microbatches in
-    flight: no stage without memory, and others dearer."""
+    """Tables with the memory limit, from prices of memory, for each of these numbers of microbatches in flight: stages
+    that cannot fit are infinite, and others take longer."""
     x, found = numbers, list[Table]()
     rows = [_backward_too(priced_memory(x, f)) for f in in_flight]
     if not rows:
@@ -138,8 +138,8 @@ def limited(numbers: Numbers, table: Table, in_flight: Sequence[int]) -> list[Ta
 
 
 def rough(numbers: Numbers, in_flight: int) -> Table:
-    """With the limit, but every component as if its neighbours had its layout, and whatever the degrees at the ends:
-    sums of least values, so of all stages at once."""
+    """The table with the memory limit where every component has neighbours in its own layout, whatever the degrees at
+    the ends: sums of least values, for all stages at once."""
     x, n, m = numbers, numbers.n, numbers.m
     slow, fast = x.saving * x.sc, x.saving * x.sp
     prices = [0.0] if x.roomy(in_flight) else [0.0, *rates(x, in_flight, _STEADY, whole=False)]
@@ -176,13 +176,7 @@ def rough(numbers: Numbers, in_flight: int) -> Table:
     k = 2 + len(prices)
     full = np.zeros(found.shape[1:], dtype=bool) if x.roomy(in_flight) else found[1] > x.capacity * (1 + ROUNDING)
     steady, whole = found[2:k].max(axis=0), found[k:-1].max(axis=0)
-    whole, single = np.maximum(whole, m * steady), np.maximum(found[-1], steady)
-    return Table(
-        steady=np.where(full, INF, steady),
-        forward=np.where(full, INF, found[0]),
-        whole=np.where(full, INF, whole),
-        single=np.where(full, INF, whole if m == 1 else single),
-    )
+    return _walled(full, m, Table(steady=steady, forward=found[0], whole=whole, single=found[-1]))
 
 
 def _dearer(x: Numbers, table: Table, rows: list[Objective], values: Any) -> Table:
@@ -196,11 +190,11 @@ def _dearer(x: Numbers, table: Table, rows: list[Objective], values: Any) -> Tab
             backward = np.maximum(backward, free)
         else:
             steady = np.maximum(steady, free)
-    whole, single = np.maximum(whole, x.m * steady), np.maximum(table.single, steady)
-    return Table(
-        steady=np.where(full, INF, steady),
-        forward=np.where(full, INF, table.forward),
-        whole=np.where(full, INF, whole),
-        single=np.where(full, INF, whole if x.m == 1 else single),
-        backward=np.where(full, INF, backward),
-    )
+    return _walled(full, x.m, Table(steady, table.forward, whole, table.single, backward))
+
+
+def _walled(full: Any, m: int, table: Table) -> Table:
+    """The table with infinite entries for stages that are ``full``, and others no lower than by their steady time."""
+    whole, single = np.maximum(table.whole, m * table.steady), np.maximum(table.single, table.steady)
+    values = (table.steady, table.forward, whole, whole if m == 1 else single, table.backward)
+    return Table(*(None if x is None else np.where(full, INF, x) for x in values))

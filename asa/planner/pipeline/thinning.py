@@ -1,8 +1,8 @@
-"""Labels of stages, and how they are kept few.
+"""Labels of stages, and how their number is limited.
 
-Those that others beat are dropped. Where that leaves too many, their numbers are rounded down a little, so that more of
-them beat each other; where that is not enough, similar ones are merged, the least of each number standing for all of
-them. The choice behind a label is then no longer all that it stands for, but none of these is better than the label.
+Dominated labels are dropped. If too many are left, their numbers are rounded down a little, so that more of them
+dominate each other. If that is not enough, similar ones are merged, with the least of each number. The choice behind a
+merged label is only one of those that it stands for, but none of these is better than the label.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from asa.planner.pipeline import lattice as at
 from asa.planner.pipeline.lattice import Numbers
 from asa.planner.pipeline.points import Room
-from asa.planner.stage.pareto import efficient
+from asa.planner.stage.pareto import begins, efficient
 
 _ROUNDED, _ROUNDED_MEMORY = 5e-4, 2e-4
 """By what part of a stage's time, and of the memory, all its components together are rounded down at most."""
@@ -37,15 +37,14 @@ class LabelFront:
 
 
 class Thinning:
-    """Drops dominated labels of a chain; memory counts where it is ``tight``. ``leading``: stages begin a pipeline, for
-    whose last backward no other one waits; ``last``: of stages that end it, behind which there is none. ``rounded``:
-    labels are less than the truth by now. ``ends``: when time is up, which
-    :class:`asa.planner.stage.pareto.OutOfTimeError` says.
+    """A filter for the labels of a chain; memory counts where it is ``tight``. ``leading``: stages begin a pipeline, so
+    no other stage waits for their last backward. ``last``: stages end it. ``rounded``: labels are less than the truth.
+    ``ends``: when :class:`asa.planner.stage.pareto.OutOfTimeError` is raised.
 
     A path through the clock of a pipeline that comes back through a stage has gone forward through it. So what
-    lengthens its last backward counts with a microbatch forward and back at least, where there are stages in front, and
-    so does what comes once per step. Forward and backward count by themselves, too, in the paths of several
-    microbatches; of a single one only forward, where there are stages behind.
+    lengthens its last backward counts together with a microbatch forward and back, where there are stages in front, and
+    so does what is paid once per step. Forward and backward also count by themselves in the paths of several
+    microbatches; of a single one only forward does, where there are stages behind.
     """
 
     def __init__(self, numbers: Numbers, *, tight: bool) -> None:
@@ -57,7 +56,7 @@ class Thinning:
         self.outlets_hold = bool(ends[:, at.ESTATE :].any())
 
     def best(self, labels: Any, group: Any, *, arriving: bool, ending: bool = False) -> Any:
-        """Indices of labels that no other one of their group beats in everything. ``arriving``: over an edge;
+        """Indices of labels that no other one of their group equals or beats in everything. ``arriving``: over an edge;
         ``ending``: where a stage may stop."""
         columns = [np.where(np.isfinite(x), x, 0.0) for x in self._paths(labels)]
         if self.tight:
@@ -70,10 +69,10 @@ class Thinning:
         return efficient(np.concatenate(columns, axis=1), group, self.ends)
 
     def _paths(self, labels: Any) -> list[Any]:
-        """What of a label's times the rest of a plan sees: sums along the paths that go through the stage.
+        """What the rest of a plan sees of a label's times: sums along the paths that go through the stage.
 
-        What comes once per step is the largest of the clocks, each with something that is the same for all labels of a
-        group; what lengthens backward grows with what is hidden, so with the least of what these leave of the sum.
+        What is paid once per step is the largest of the clocks, each plus something that is the same for all labels of
+        a group. What lengthens backward grows with what is hidden, so with the least of what these leave of the sum.
         """
         x, both, clocks = self.numbers, labels[:, FWD, None] + labels[:, BWD, None], labels[:, [V, C, P]]
         seen = [both + clocks]
@@ -89,20 +88,22 @@ class Thinning:
         return seen
 
     def along_paths(self, forward: Any, backward: Any, longer: Any, once: Any) -> Any:
-        """Sums along paths for stages that have ended, where ``once`` is all that comes once per step: stage x sum."""
+        """Sums along paths for stages that have ended, where ``once`` is all that is paid once per step: stage x
+        sum."""
         both = forward + backward
         seen = [forward, both + longer, both + once]
         return np.stack(seen if self.numbers.m == 1 else [*seen, backward], axis=1)
 
     def grain(self, start: int, caps: Mapping[int, Room]) -> Any:
-        """What each number of a label may be rounded by behind each component, in stages from ``start``."""
+        """The amounts by which each number of a label may be rounded behind each component, in stages from
+        ``start``."""
         found = np.full(10, _ROUNDED * max(1e-9, min(whole / (b - start) for b, (_, whole, _) in caps.items())))
         found[[FWD, BWD]] = _ROUNDED * max(1e-9, min(steady / (b - start) for b, (steady, _, _) in caps.items())) / 2
         found[[PEAK, LAST, HELD]] = _ROUNDED_MEMORY * self.numbers.capacity / self.numbers.n if self.tight else 1.0
         return found
 
     def thinned(self, front: LabelFront, ending: bool, most: int, grain: Any) -> tuple[LabelFront, bool]:
-        """At most so many labels, and whether they are less than the truth."""
+        """At most ``most`` labels, and whether they are less than the truth."""
         group = front.entry * self.numbers.count + front.layout
         if len(front.labels) > 1:
             front = front.taken(self.best(front.labels, group, arriving=False, ending=ending))
@@ -117,7 +118,7 @@ class Thinning:
         return (front if len(front.labels) <= most else self._merged(front, most)), True
 
     def _merged(self, front: LabelFront, most: int) -> LabelFront:
-        """Similar labels become one: the least of each number, and one of their choices."""
+        """At most ``most`` labels: similar ones become one, with the least of each number and one of their choices."""
         group = front.entry * self.numbers.count + front.layout
         labels = front.labels
         steady = labels[:, FWD] + labels[:, BWD]
@@ -129,11 +130,11 @@ class Thinning:
             cell = ((keys - low) / span * (cells - 1e-6)).astype(np.int64)
             code = (group * cells + cell[:, 0]) * cells + cell[:, 1]
             order = np.lexsort((keys[:, 1 if self.tight else 0], code))
-            begins = np.flatnonzero(np.r_[True, np.diff(code[order]) != 0])
-            if len(begins) <= most or cells == 1:
+            first = begins(code[order])
+            if len(first) <= most or cells == 1:
                 break
             cells = max(1, cells * 2 // 3)
-        merged = front.taken(order[begins])
-        merged.labels = np.minimum.reduceat(labels[order], begins, axis=0)
-        merged.labels[:, SUM] = labels[order[begins], SUM]
+        merged = front.taken(order[first])
+        merged.labels = np.minimum.reduceat(labels[order], first, axis=0)
+        merged.labels[:, SUM] = labels[order[first], SUM]
         return merged

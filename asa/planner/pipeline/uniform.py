@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from asa.cost.memory.peak import peaks
 from asa.cost.menu import PricedWays
 from asa.cost.pipeline import StageTimes
 from asa.cost.pricing import Pricer, Way
-from asa.cost.step import BoundaryCost, hidden_from
+from asa.cost.step import BoundaryCost, side_by_side
 from asa.ir.cluster import Overlap
 from asa.planner.stage.problem import all_ahead
 
@@ -67,21 +68,15 @@ class Uniform:
         forward += float(x.forward[own].sum())
         backward += float(x.backward[own].sum())
         sync = float((x.prompt[own] + x.late[own]).sum())
-        both = self._overlapped(start, stop) if self.overlap.saving >= 0 else self.overlap.communication_slowdown * sync
-        longer = both * (1 - 1 / self.overlap.compute_slowdown) if self.overlap.saving >= 0 else 0.0
-        longer += float(x.bucket[own].sum())
+        sp, sc = self.overlap.compute_slowdown, self.overlap.communication_slowdown
+        longer, both = float(x.bucket[own].sum()), sc * sync
+        if self.overlap.saving >= 0:
+            release = np.maximum(np.array(self.pricer.releases[own]) - start, 0)
+            both = side_by_side(x.window[own], x.prompt[own], x.late[own], release, sp, sc)
+            longer += both * (1 - 1 / sp)
         after = float(x.once[own].sum()) + sync + wrapper - self.overlap.saving * both - longer
         times = StageTimes(forward=forward, backward=backward, last_backward_extra=longer, after=after)
         return times, self._peak(start, stop, entries[3:], outlet[3:], in_flight)
-
-    def _overlapped(self, start: int, stop: int) -> float:
-        """:func:`asa.cost.step.side_by_side` of a stage."""
-        x, own = self.priced, slice(start, stop)
-        sp, sc = self.overlap.compute_slowdown, self.overlap.communication_slowdown
-        released = x.prompt[own].copy()
-        at = np.maximum(np.array(self.pricer.releases[own]) - start, 0)
-        np.add.at(released, at, x.late[own])
-        return max(0.0, float(hidden_from(x.window[own], released, sp, sc).min()))
 
     def _peak(self, start: int, stop: int, entries: Any, outlet: Any, in_flight: int) -> float:
         """What :mod:`asa.cost.memory.together` says of a stage, but for what neighbours share."""
@@ -89,17 +84,18 @@ class Uniform:
         activations, transient = x.activations[own] + entries[1], x.transient[own] + entries[2]
         activations[-1] += outlet[1]
         transient[-1] += outlet[2]
-        held, state = activations.cumsum() + transient, float(x.state[own].sum() + outlet[0])
+        state = x.state[own].copy()
+        state[-1] += outlet[0]
 
-        def most(gradients: Any, between: float, flying: int) -> float:
-            behind = gradients[::-1].cumsum()[::-1]
-            return between + (flying - 1) * float(activations.sum()) + float((held + behind).max())
+        def most(state: Any, gradients: Any, flying: int) -> float:
+            return float((flying - 1) * activations.sum() + peaks(state, activations, gradients, transient).max())
 
         if not all_ahead(self.pricer.num_microbatches, in_flight):
-            return state + most(x.gradients[own], float(entries[0].sum()), in_flight)
+            return most(state + entries[0], x.gradients[own], in_flight)
         added = x.added[own]
-        first = most(added, float(entries[0, 0]) * (start == 0), in_flight) - float(added.sum())
-        return state + max(first, most(x.gradients[own], float(entries[0].sum()), in_flight - 1))
+        begun = entries[0] * (np.arange(len(state)) + start == 0)
+        first = most(state + begun - added, added, in_flight)
+        return max(first, most(state + entries[0], x.gradients[own], in_flight - 1))
 
 
 def _numbers(cost: BoundaryCost) -> Any:

@@ -1,1 +1,1 @@
-"""Questions that ask for several answers: a frontier, finalists to be measured, why not another plan."""
+"""Questions with several answers: a frontier, finalists to measure, and why the plan is not another one."""

@@ -1,4 +1,5 @@
-"""Why this plan: what each component costs in it, what the next best choice would have cost, and why not another."""
+"""Explanations of a plan: what each component costs in it, what the next best choice would cost, and why not another
+plan."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ _FORCED_S = 1.5
 
 @noun
 class Alternative:
-    """The best other way for one component, all others left as they are. ``fits``: within the memory limit."""
+    """The best other way for one component, with all others left as they are. ``fits``: within the memory limit."""
 
     data: DataDegree
     tensor: TensorDegree
@@ -46,9 +47,9 @@ class Alternative:
 
 @noun
 class ComponentExplanation:
-    """What one component costs in the plan: seconds per step on the busiest rank, bytes at the peak of a step.
+    """The cost of one component in the plan: seconds per step on the busiest rank, bytes at the peak of a step.
 
-    ``boundary_s`` is the boundary in front; ``sync_s`` gradient synchronisation, hidden or not.
+    ``boundary_s`` is the boundary in front of it; ``sync_s`` is gradient synchronisation, hidden or not.
     """
 
     name: str
@@ -94,8 +95,8 @@ class Term:
 
 @noun
 class Difference:
-    """A plan beside another one. ``other_s`` is None where the other cannot be run; ``changed`` names components;
-    ``remark``: why the plan is not the other one, where that is the faster of the two."""
+    """A plan compared with another one. ``other_s`` is None where the other cannot run; ``changed`` names components;
+    ``remark`` says why the plan is not the other one, where that is the faster of the two."""
 
     other: str
     plan_s: float
@@ -127,8 +128,8 @@ def _prices(
 def explain(
     plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies, *, memory_bytes: int | None = None
 ) -> Explanation:
-    """Every component of ``plan`` with its costs and its best alternative. ``memory_bytes``: of a device; None: what it
-    was planned with.
+    """Every component of ``plan`` with its costs and its best alternative. ``memory_bytes`` is that of a device; where
+    None, the memory it was planned with.
 
     Raises:
         InvalidInputError: the plan and the profile do not belong together.
@@ -202,7 +203,8 @@ def why_not(
     *,
     memory_bytes: int | None = None,
 ) -> Difference:
-    """``plan`` beside the best plan with ``other`` forced: a whole strategy, or ``COMPONENT=STRATEGY[@DEGREE]``.
+    """``plan`` compared with the best plan in which ``other`` is forced: a whole strategy, or
+    ``COMPONENT=STRATEGY[@DEGREE]``.
 
     Raises:
         UsageError: ``other`` names no strategy and no component.
@@ -234,7 +236,7 @@ def why_not(
 
 
 def _remark(mine: Price, theirs: Price) -> str:
-    """Why a plan that is slower than another one may be the answer."""
+    """The reason why a plan that is slower than another one may be the answer."""
     gain, unclear = mine.cost.total_s - theirs.cost.total_s, noise(mine, theirs)
     if gain <= 1e-6 * mine.cost.total_s:
         return ""
@@ -245,7 +247,7 @@ def _remark(mine: Price, theirs: Price) -> str:
 
 
 def _served(plan: Plan, candidate: Candidate, prices: Prices, other: str) -> Difference:
-    """``plan`` beside a discipline of consistency on the workers of data parallelism."""
+    """``plan`` compared with a discipline of consistency on the workers of data parallelism."""
     price, workers = prices.of(candidate), row("ddp", prices)
     if workers.candidate is None:
         return Difference(
@@ -266,7 +268,7 @@ def _served(plan: Plan, candidate: Candidate, prices: Prices, other: str) -> Dif
 
 
 def _beside(terms: tuple[Term, ...], theirs: StepCost) -> tuple[Term, ...]:
-    """The terms of a plan beside those of a discipline, whose step is a mean over workers."""
+    """The terms of a plan and those of a discipline, whose step is a mean over workers."""
     known = {
         "compute": theirs.compute_s - theirs.update_s, "optimizer": theirs.update_s,
         "gradient synchronisation": theirs.exposed_s, "waiting for other stages": theirs.bubble_s,
@@ -279,7 +281,7 @@ def _changed(plan: Plan, mine: Candidate, theirs: Candidate) -> tuple[str, ...]:
 
 
 def _terms(mine: Price, theirs: Price) -> tuple[Term, ...]:
-    """The step times as sums, of the busiest stage: overlap counts as what it saves."""
+    """The terms of both step times, of the busiest stage; overlap counts as the time it saves."""
 
     def parts(p: Price) -> dict[str, float]:
         stage = max(p.stages, key=lambda s: s.cost.total_s)

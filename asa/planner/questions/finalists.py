@@ -1,4 +1,4 @@
-"""Which plans are worth measuring against each other: those of which the best is expected to be the fastest."""
+"""Plans worth measuring against each other: those of which the best is expected to be the fastest."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def finalists(
     """Up to ``count`` plans that differ in what they run, seconds of a step of each under joint draws, and which of
     them is plain data parallelism (None where it does not fit).
 
-    First the planner's answer, then plain data parallelism and the best of the other whole strategies, where they
-    fit; then, of all others known, whichever lowers the expected time of the fastest most. Whole strategies that were
-    not asked for (``request.strategies``) are left out.
+    The planner's answer comes first, then plain data parallelism and the best of the other whole strategies, where they
+    fit. Then, of all others known, comes whichever lowers the expected time of the fastest most. Whole strategies that
+    were not asked for (``request.strategies``) are left out.
 
     Raises:
-        As :func:`asa.planner.decide.plan`.
+        UsageError, InfeasibleError, UnavailableError: as for :func:`asa.planner.decide.plan`.
     """
     known = plan(profile, cluster, strategies, replace(request, top_k=max(count, request.top_k)))
     if request.strategies is None or "asa" in request.strategies:

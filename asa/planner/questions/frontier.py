@@ -1,7 +1,7 @@
-"""What another memory, or another number of devices, would buy: the optimum as a curve and not a point.
+"""The gain from other memory, or from another number of devices: the optimum as a curve.
 
-Every point is a solve of its own with a short time limit, with its gap. A plan that a looser limit already gave is
-not solved for again: the fastest plan under a limit is the fastest under every lower limit that it still fits.
+Every point is a search of its own with a short time limit, and has its gap. A plan that a looser limit already gave is
+not searched for again: the fastest plan under a limit is the fastest under every lower limit that it still fits.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _ROOM = 1.0005  # solvers take limits in GiB, with a tolerance
 
 @noun
 class MemoryPoint:
-    """The fastest plan in devices of ``limit_bytes``, the least it fits in; its peak is ``memory_bytes_max``.
+    """The fastest plan on devices of ``limit_bytes``, the least that it fits in; its peak is ``memory_bytes_max``.
 
-    ``fits``: whether the devices asked about have that much. ``changed``: against the point with more memory.
+    ``fits``: whether the devices in question have that much. ``changed``: the difference to the point with more memory.
     """
 
     limit_bytes: int
@@ -80,7 +80,8 @@ class CostPoint:
 
 @noun
 class Frontier:
-    """Time against memory, loosest first; and time against cost, fewest devices first. Empty where not asked for."""
+    """Time against memory, loosest limit first, and time against cost, fewest devices first. A curve that was not asked
+    for is empty."""
 
     memory: tuple[MemoryPoint, ...] = ()
     cost: tuple[CostPoint, ...] = ()
@@ -90,9 +91,9 @@ def against_memory(
     profile: Profile, cluster: Cluster, strategies: Strategies, request: Request, *, points: int = POINTS,
     answer: Plan | None = None,
 ) -> tuple[MemoryPoint, ...]:  # fmt: skip
-    """Optima under up to ``points`` falling limits, from what the optimum of boundless devices needs to the least that
-    fits anything at all. No plan gives way to a simpler one here, so time never falls with memory. ``answer``: the plan
-    that was made for ``request``, with more time to search; the curve is not above it.
+    """Optima under up to ``points`` falling limits, from what the optimum on devices of any size needs to the least
+    that fits anything. No plan is replaced by a simpler one here, so time never falls with memory. ``answer``: the plan
+    that was made for ``request``, with more time to search; the curve does not exceed it.
 
     Raises:
         InfeasibleError: nothing runs, whatever the memory.
@@ -120,7 +121,7 @@ def against_cost(
     profile: Profile, cluster: Cluster, strategies: Strategies, request: Request, *, price: float,
     epoch_samples: int = CIFAR_SAMPLES, answer: Plan | None = None,
 ) -> tuple[CostPoint, ...]:  # fmt: skip
-    """The optimum on 1, 2, 3 ... 8, 16, 32 ... devices, at ``price`` of one device for an hour, in any currency.
+    """The optimum on 1, 2, 3 ... 8, 16, 32 ... devices, at ``price`` for one device and hour, in any currency.
 
     The global batch stays, so an epoch of ``epoch_samples`` takes the same number of steps at every point. Where more
     devices change nothing, one point stands for all (``up_to``). ``answer`` as for :func:`against_memory`.
@@ -168,14 +169,14 @@ def _faster(found: Plan, answer: Plan | None) -> Plan:
 
 
 class _ShownClock:
-    """Shares :data:`BUDGET_S` among points that are still to come."""
+    """A clock that divides :data:`BUDGET_S` among the points that are still to come."""
 
     def __init__(self, request: Request, points: int) -> None:
         self._most, self._points = request.time_limit_s, points
         self._ends = clock.now() + BUDGET_S
 
     def limit(self, done: int) -> float:
-        """Seconds of the next solve, ``done`` points being made."""
+        """Seconds for the next search, after ``done`` points."""
         share = (self._ends - clock.now()) / max(1, self._points - done)
         return min(self._most, max(0.25, share))
 
@@ -191,7 +192,7 @@ def counts(gpus: int) -> tuple[int, ...]:
 
 
 def changes(before: Plan, after: Plan) -> str:
-    """How ``after`` runs otherwise than ``before``, in a few words."""
+    """The difference between ``before`` and ``after``, in a few words."""
     said = []
     for what, old, new in (
         ("ranks", before.num_ranks, after.num_ranks),
@@ -245,15 +246,16 @@ def _ceil(limit: float) -> int:
 
 
 def _falling(top: int, floor: int, points: int) -> list[int]:
-    """``points`` limits from ``top`` to ``floor``, in equal ratios."""
+    """``points`` limits from ``top`` to ``floor`` in equal ratios."""
     ratio = (floor / top) ** (1 / max(1, points - 1)) if floor < top else 1.0
     return [top, *(round(top * ratio**k) for k in range(1, points - 1)), floor]
 
 
 def _as_points(found: Sequence[Plan], cluster: Cluster, have: int) -> tuple[MemoryPoint, ...]:
-    """Loosest first, without what is neither faster nor smaller than the next (a solve that ran out of time).
+    """The points, loosest first, without those that are neither faster nor smaller than the next (of a search that ran
+    out of time).
 
-    What bounds the plans of one limit bounds those of every lower one, so gaps profit from all looser points.
+    The bound of one limit holds for every lower one, so gaps profit from all looser points.
     """
     bounds = list(accumulate((p.certificate.lower_bound_s for p in found), max))
     kept: list[tuple[Plan, float]] = []

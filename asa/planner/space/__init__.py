@@ -1,1 +1,1 @@
-"""What there is to choose: the request, the space it opens, points of it and what they cost."""
+"""What there is to choose: the request, the space, its candidates and their prices."""

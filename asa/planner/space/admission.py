@@ -1,4 +1,4 @@
-"""What can be said against a request before any model is looked at."""
+"""Checks of a request that need no model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from asa.planner.space.space import check
 
 
 def check_request(cluster: Cluster | None, strategies: Strategies, request: Request) -> None:
-    """Refuse what no model changes; of a ``cluster`` that is yet to be measured, what no cluster changes either.
+    """Refuse a request that no model can satisfy. With ``cluster`` None, which is yet to be measured, refuse only what
+    no cluster can satisfy.
 
     Raises:
         UsageError: unknown strategies, contradictory pins, more devices than the cluster has.

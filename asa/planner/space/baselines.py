@@ -1,7 +1,7 @@
-"""The whole strategies: one choice for the whole network, as points of the same space.
+"""The whole strategies, one choice for the whole network, as candidates of the same space.
 
-Where a component refuses its part (nothing to split, nothing to shard), it is run whole, repeated by the ranks that
-would have split it: what the stock implementations do.
+Where a component refuses its part (nothing to split, nothing to shard), it runs whole on each of the ranks that would
+have split it, as the stock implementations do.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ _HYBRID = re.compile(r"hybrid:(?:d(\d{1,5}))?(?:t(\d{1,5}))?(?:p(\d{1,5}))?")
 
 @noun
 class Degrees:
-    """A uniform strategy: data, tensor and pipeline degree, what is done with the data, and how a pipeline runs.
-    ``sequence``: what is split cuts its tokens, too, where it can. ``again``: activations are computed again."""
+    """A uniform strategy: data, tensor and pipeline degree, how data parallelism keeps state, and the schedule.
+    ``sequence``: components that are split also split their tokens, where they can. ``again``: activations are computed
+    again."""
 
     data: DataStrategyName
     d: int
@@ -57,7 +58,7 @@ class Degrees:
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """How many ranks the strategy uses."""
         return self.d * self.t * self.p
 
 
@@ -66,7 +67,7 @@ class Unavailable(Exception):
 
 
 def names(strategies: Strategies, gpus: int) -> tuple[str, ...]:
-    """Every whole strategy that is built, with each proper hybrid of ``gpus`` devices."""
+    """Names of all whole strategies that are built, with each proper hybrid of ``gpus`` devices."""
     found = ["single", *(n for n, data in _DATA.items() if data in strategies.data)]
     if "tensor" in strategies.tensor:
         found.append("tensor")
@@ -96,7 +97,7 @@ def check(asked: tuple[str, ...], strategies: Strategies, gpus: int) -> None:
     """Refuse whole strategies that are unknown or not built.
 
     Raises:
-        UsageError: naming those that are.
+        UsageError: the message names those that are built.
     """
     known = ("asa", *names(strategies, gpus), *(["sequence"] if "sequence" in strategies.tensor else []))
     for name in asked:
@@ -124,7 +125,8 @@ def members(name: str, strategies: Strategies, gpus: int) -> tuple[str, ...]:
 
 
 def candidates(name: str, prices: Prices) -> Iterator[Candidate]:
-    """One whole strategy (other than ``asa`` and ``hybrid``) with one microbatch, and with all powers of two.
+    """Candidates of one whole strategy (other than ``asa`` and ``hybrid``) with one microbatch, and with all powers of
+    two.
 
     Raises:
         Unavailable: fewer samples, devices or components than it needs even in one microbatch.
@@ -145,7 +147,7 @@ def candidates(name: str, prices: Prices) -> Iterator[Candidate]:
 
 
 def _fewest(name: str, prices: Prices) -> int:
-    """Microbatches: stages that take turns with one are ``layers``, whatever they are called."""
+    """The fewest microbatches: stages that take turns with one are ``layers``, whatever they are called."""
     degrees = _degrees(name.removesuffix(AGAIN), prices.space.request.gpus)
     return 2 if degrees.p > 1 and degrees.schedule != "layers" else 1
 
@@ -188,10 +190,10 @@ def uniform(name: str, prices: Prices, num_microbatches: int) -> Candidate:
 
 
 def _check_samples(space: Space, degrees: Degrees, num_microbatches: int) -> None:
-    """Whether every component has samples on every rank.
+    """Refuse a strategy under which a component has too few samples on a rank.
 
     Raises:
-        Unavailable: the first that has too few.
+        Unavailable: names the first such component.
     """
     for i, component in enumerate(space.profile.graph.components):
         if not space.enough_samples(i, degrees.d, num_microbatches):
@@ -240,7 +242,7 @@ def _balanced(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatche
         raise Unavailable(refusal)
     graph = prices.space.profile.graph
     if prices.space.cluster.unequal:
-        return _by_speed(prices, ways, degrees, num_microbatches)
+        return _one_by_one(prices, ways, degrees, num_microbatches)
     alone = prices.alone([w.layout for w in ways], num_microbatches, prices.space.request.gpus)
     before = np.concatenate([[0.0], np.cumsum(alone)])
     # best[i]: the least maximum of the components from i on in the stages still to come; ends: where the first ends.
@@ -253,7 +255,7 @@ def _balanced(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatche
         starts.append(int(ends[left - 1][starts[-1]]))
     if all(graph.cuttable(start) for start in starts):
         return tuple(starts)
-    return _elsewhere(before.tolist(), [i for i in range(n) if graph.cuttable(i)], p)
+    return _one_by_one(prices, ways, degrees, num_microbatches)
 
 
 _Cuts = dict[int, tuple[float, tuple[int, ...]]]
@@ -269,8 +271,9 @@ def _one_more(behind: _Cuts, before: list[float], allowed: list[int]) -> _Cuts:
     }
 
 
-def _by_speed(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatches: int) -> tuple[int, ...]:
-    """Cuts for stages of unequal devices: each stage by what its own ranks take, so that slow ones get less.
+def _one_by_one(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatches: int) -> tuple[int, ...]:
+    """Cuts for stages of unequal devices, each by what its own ranks take, or of a model that can be cut in some places
+    only: every cut is tried.
 
     Raises:
         Unavailable: fewer cuts than stages.
@@ -282,28 +285,13 @@ def _by_speed(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatche
     best: _Cuts = {n: (0.0, ())}
     for stage in range(p - 1, -1, -1):
         pricer = prices.pricer(width, num_microbatches, gpus, stage * width)
-        before = [0.0, *accumulate(pricer.compute_alone(i, w.layout) for i, w in enumerate(ways))]
-        best = _one_more(best, before, allowed)
-    return best[0][1]
-
-
-def _elsewhere(before: list[float], allowed: list[int], stages: int) -> tuple[int, ...]:
-    """Starts out of ``allowed`` such that the stage with the most computation has the least; ``before``: computation
-    in front of each component, and in all.
-
-    Raises:
-        Unavailable: fewer of them than stages.
-    """
-    if len(allowed) < stages:
-        raise Unavailable(f"may be cut into {len(allowed)} stages, not {stages}")
-    best: _Cuts = {i: (before[-1] - before[i], (i,)) for i in allowed}
-    for _ in range(stages - 1):
+        before = [0.0, *accumulate(sum(pricer.cell(i, w)[:2]) for i, w in enumerate(ways))]
         best = _one_more(best, before, allowed)
     return best[0][1]
 
 
 def _first_stages(before: Any, behind: Any, last: int) -> tuple[Any, Any]:
-    """For every start up to ``last`` the least maximum of a stage from there on and of what is ``behind`` it, and its
+    """For every start up to ``last``, the least maximum of a stage from there on and of what is ``behind`` it, and its
     earliest end; infinite further on.
 
     With a later end the stage takes longer and what is behind it less, so the least maximum is where they cross.

@@ -1,4 +1,4 @@
-"""A plan in the making, and what it costs by the closed forms: no solver, no numbers of a solver."""
+"""A plan in the making, and its price in closed form, without a solver."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KEPT = 50_000
 class Candidate:
     """A way for every component, in stages of ``widths`` ranks that begin with components ``starts``.
 
-    ``origin``: who proposed it. One stage has the schedule ``none``.
+    ``origin``: who proposed it. A single stage has the schedule ``none``.
     """
 
     origin: str
@@ -65,7 +65,7 @@ class Candidate:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for candidates that run the same way."""
+        """A key that is equal for candidates that run the same way."""
         return (self.widths, self.starts, self.schedule, self.num_microbatches, self.ways)
 
     def stage(self, index: int) -> int:
@@ -78,7 +78,7 @@ class Candidate:
 
     @property
     def weights(self) -> dict[int, tuple[int, ...]]:
-        """By width, those by which a stage cuts its batch, where there are any."""
+        """The weights by which stages divide their batch, by stage width, where there are any."""
         cut = {w: self.ways[start].layout.weights for w, start in zip(self.widths, self.starts, strict=True)}
         return {w: x for w, x in cut.items() if x}
 
@@ -90,8 +90,8 @@ class Candidate:
 class Prices:
     """Prices of ways and candidates in one space, each computed once.
 
-    ``known``: prices of the same profile, cluster, strategies, batch and optimizer, under another limit of memory or
-    devices; what they have in common is not computed again.
+    ``known``: prices of the same profile, cluster, strategies, batch and optimizer under another limit of memory or
+    devices; what they share is not computed again.
     """
 
     def __init__(self, space: Space, known: Prices | None = None) -> None:
@@ -176,7 +176,7 @@ class Prices:
     def menu_of(
         self, pricer: Pricer, ways: Sequence[Sequence[Way]], forgetting: Callable[[int, Way], bool] | None = None
     ) -> Menu:
-        """These ways of all components, on stages of which ``pricer`` prices some; ``forgetting`` as for
+        """The menu of these ways of all components, on stages of which ``pricer`` prices some. ``forgetting`` as for
         :class:`asa.cost.menu.Menu`."""
         return Menu(
             self.space.profile.graph, pricer.states, self._times, self.space.request.optimizer, ways,
@@ -184,7 +184,8 @@ class Prices:
         )  # fmt: skip
 
     def _spare(self, first: int, width: int) -> tuple[float, ...]:
-        """Per rank of a stage, how many bytes more its device has than the smallest; none where all have the same."""
+        """For each rank of a stage, how many bytes more its device has than the smallest; empty where all have the
+        same."""
         space = self.space
         if space.cluster.devices is None:
             return ()
@@ -193,13 +194,9 @@ class Prices:
         least = space.room(first, width, width)
         return tuple(space.room(r, 1, width) - least for r in range(first, first + width))
 
-    def compute_alone(self, width: int, num_microbatches: int) -> float:
-        """Lower bound in seconds on every plan of one stage of that width: :meth:`compute` of all components."""
-        return num_microbatches * sum(self.compute(width, num_microbatches))
-
     def compute(self, width: int, num_microbatches: int, busy: int | None = None, first: int = 0) -> list[float]:
-        """Per component the least seconds of forward and backward of one microbatch in a stage of that width which
-        begins with rank ``first``, nothing communicated; infinite where it cannot run there at all."""
+        """For each component the least seconds of forward and backward of one microbatch in a stage of that width which
+        begins with rank ``first``, without communication; infinite where it cannot run there at all."""
         busy = width if busy is None else busy
         at_once = working(width, busy, num_microbatches)
         if at_once not in self._slow:
@@ -208,7 +205,7 @@ class Prices:
         return found
 
     def _least(self, width: int, num_microbatches: int, first: int) -> np.ndarray:
-        """Seconds with nobody else at work."""
+        """For each component the seconds of :meth:`compute` while no other rank works."""
         space, batch = self.space, self.space.request.global_batch
         speeds = space.cluster.speeds(range(first, first + width))
         key = (width, num_microbatches, speeds)
@@ -238,8 +235,8 @@ class Prices:
         return np.where(self.fewest <= fewest, np.max(taken, axis=0), np.inf)
 
     def alone(self, layouts: Sequence[Layout], num_microbatches: int, busy: int) -> np.ndarray:
-        """Per component the seconds of forward and backward of one microbatch in a layout of its own, nothing
-        communicated: :meth:`asa.cost.pricing.Pricer.compute_alone` of all components, on equal devices."""
+        """For each component the seconds of forward and backward of one microbatch in its own layout of ``layouts``,
+        without communication, on equal devices."""
         found = np.zeros(len(layouts))
         for layout in dict.fromkeys(layouts):
             pricer = self.pricer(layout.width, num_microbatches, busy)
@@ -250,16 +247,17 @@ class Prices:
         return found
 
     def compute_of(self, data: int, tensor: int, num_microbatches: int, stages: int) -> np.ndarray:
-        """Per component the seconds of forward and backward of one microbatch on stages of ``data`` x ``tensor`` ranks,
-        ``stages`` of which work at once, nothing communicated; whole where it cannot be split, on equal devices."""
+        """For each component the seconds of forward and backward of one microbatch on stages of ``data`` x ``tensor``
+        ranks, ``stages`` of which work at once, without communication and on equal devices; components that cannot be
+        split count whole."""
         width = data * tensor
         split = [tensor > 1 and self.space.splits(i, tensor) for i in range(len(self.space.profile.graph))]
         layouts = [Layout(width=width, data=data, tensor=t) for t in (1, tensor)]
         return self.alone([layouts[s] for s in split], num_microbatches, width * stages)
 
     def at_least(self, candidate: Candidate) -> float:
-        """Seconds that a pipeline takes if nothing is communicated: a microbatch through all stages in front of one,
-        and all of them through that."""
+        """Seconds that a pipeline takes at least, without communication: one microbatch through all stages in front of
+        a stage, and all of them through that."""
         if self.space.cluster.unequal or len(candidate.widths) == 1:
             return 0.0
         m = candidate.num_microbatches
@@ -269,8 +267,8 @@ class Prices:
         return float((front + m * stages).max())
 
     def alone_on(self, samples: int, tensor: int) -> np.ndarray:
-        """Per component the seconds of forward and backward of ``samples`` on one rank of the profile's device that
-        nobody else is beside, split ``tensor`` ways; infinite where it cannot be."""
+        """For each component the seconds of forward and backward of ``samples`` on one rank of the profile's device
+        while no other rank works, split ``tensor`` ways; infinite where it cannot be split."""
         key = (samples, tensor, self.space.by_tokens)
         if key not in self._computes:
             if tensor not in self._splits:
@@ -286,22 +284,22 @@ class Prices:
         return self.space.capacity(self.busy(candidate))
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether every rank has memory enough: what decides on a plan, whoever proposed it."""
+        """Whether every rank has memory enough. This decides for every plan, whoever proposed it."""
         return self.of(candidate).peak.total <= self.capacity(candidate) + TOLERANCE_GIB * GIB
 
     def excess(self, stage: StagePrice, first: int, width: int, busy: int) -> float:
-        """Bytes by which a stage that begins with rank ``first`` oversteps what its ranks may use, at the rank where
-        that is most; below zero where all fit."""
+        """Bytes by which a stage that begins with rank ``first`` exceeds what its ranks may use, at the rank where that
+        is most; negative where all fit."""
         if not stage.peaks:
             return stage.peak.total - self.space.room(first, width, busy)
         return max(p.total - self.space.room(first + r, 1, busy) for r, p in enumerate(stage.peaks))
 
     def busy(self, candidate: Candidate) -> int:
-        """Ranks whose work is taken to slow each other down: those of a single stage, all that a pipeline may use."""
+        """How many ranks slow each other down: those of a single stage, or all that a pipeline may use."""
         return candidate.ranks if len(candidate.widths) == 1 else self.space.request.gpus
 
     def of(self, candidate: Candidate) -> Price:
-        """All of a candidate."""
+        """The price of a candidate."""
         key = candidate.key
         if key not in self._known:
             if len(self._known) > _KEPT // len(candidate.ways):
@@ -318,7 +316,7 @@ class Prices:
         return self._levelled(found, candidate, firsts) if self.space.cluster.devices else found
 
     def _levelled(self, price: Price, candidate: Candidate, firsts: list[int]) -> Price:
-        """With the peak of the stage that comes closest to its devices' memory, less what they have more than
+        """The price with the peak of the stage that comes closest to its devices' memory, less what they have beyond
         :meth:`capacity`."""
         busy, free = self.busy(candidate), self.capacity(candidate)
         places = zip(price.stages, firsts, candidate.widths, strict=True)

@@ -1,11 +1,11 @@
-"""Disciplines of consistency, priced for the table beside what the planner chooses from.
+"""Prices of disciplines of consistency, for the table of comparisons.
 
-Data parallelism whose workers wait for one another otherwise (:mod:`asa.ir.consistency`) costs what its clock says
-(:mod:`asa.cost.consistency`) on a machine of the same prices as every plan: computing and updates of a replicated
-component, a message between two ranks for a push and for a pull, an all_reduce for a meeting. A push leaves when
-backward has ended and the weights come back before the next forward: neither hides behind anything.
+Under a discipline the workers of data parallelism wait for each other in another way (:mod:`asa.ir.consistency`). A
+simulation gives the time (:mod:`asa.cost.consistency`) from the prices that every plan has: computing and updates of a
+replicated component, a message between two ranks for a push and for a pull, an all_reduce for a meeting. A push leaves
+when backward has ended and the weights come back before the next forward: neither is hidden.
 
-Prices are of time and memory alone: what stale weights cost in steps to a target is a curve of its own
+Prices are of time and memory alone. What stale weights cost in steps to a target is a separate curve
 (:mod:`asa.ir.staleness`).
 """
 
@@ -38,7 +38,7 @@ _CYCLES, _MOST, _LEAST = 2000, 48, 4
 
 @noun
 class Disciplined:
-    """A discipline on the workers of data parallelism: its price, the run by the clock, and who its workers are."""
+    """A discipline on the workers of data parallelism: its price, the simulated run, and its workers."""
 
     price: Price
     played: Played
@@ -53,8 +53,8 @@ def why_not(name: str) -> str:
 
 
 def machine(prices: Prices, replicated: Candidate, discipline: Discipline | None) -> Machine:
-    """Workers and servers as the clock sees them: those of ``replicated``, plain data parallelism over at least 2 ranks
-    in one stage; the last ranks are servers where the discipline gives them ranks of their own.
+    """The simulated machine: workers on the ranks of ``replicated``, plain data parallelism over at least 2 ranks in
+    one stage. The last ranks are servers where the discipline gives them ranks of their own.
 
     Raises:
         UsageError: there are too few ranks for the discipline.
@@ -98,7 +98,7 @@ def machine(prices: Prices, replicated: Candidate, discipline: Discipline | None
 
 
 def _apart(cluster: Cluster, ranks: int) -> int:
-    """How far apart two of ``ranks`` ranks are that the widest links between them join."""
+    """The distance of two of ``ranks`` ranks that the widest links between them join."""
     return max((level.devices for level in cluster.levels[:-1] if level.devices < ranks), default=1)
 
 
@@ -106,7 +106,7 @@ def disciplined(prices: Prices, replicated: Candidate, discipline: Discipline) -
     """``discipline`` on the ranks and microbatches of ``replicated``, plain data parallelism in one stage.
 
     Raises:
-        UsageError: there are too few ranks for it, it is one of stages, or ranks have no memory to share.
+        UsageError: there are too few ranks, the discipline is one of stages, or ranks have no memory to share.
     """
     cluster = prices.space.cluster
     if discipline.name == "hogwild" and (cluster.device.type != "cpu" or replicated.ranks > cluster.host):
@@ -130,8 +130,8 @@ def disciplined(prices: Prices, replicated: Candidate, discipline: Discipline) -
 
 def grouped(prices: Prices, plan: Plan, discipline: Discipline) -> tuple[StepCost, tuple[int, ...]]:
     """A step of groups of ranks that each run ``plan`` on their share of the batch and meet as ``discipline`` says; and
-    the bytes that a rank of a group holds for that beyond what ``plan`` needs. A rank meets those with the same part
-    of the weights in the other groups, all at the same time."""
+    the bytes that a rank of a group holds for that beyond what ``plan`` needs. A rank meets those with the same part of
+    the weights in the other groups, all at the same time."""
     assert discipline.groups is not None
     space, count, inside = prices.space, discipline.groups, plan.prediction
     each, links = plan.num_ranks, Links(prices.space.cluster, prices.space.request.gpus)
@@ -161,14 +161,15 @@ def grouped(prices: Prices, plan: Plan, discipline: Discipline) -> tuple[StepCos
 
 
 def _for_meetings(discipline: Discipline, size: float) -> float:
-    """Bytes for meetings of ``size`` bytes of weights: the message, and where workers started and its momentum."""
+    """Bytes for meetings about ``size`` bytes of weights: the message, and, for an outer optimizer, where workers
+    started and the momentum."""
     return size * (1 + (discipline.name == "diloco") * 2)
 
 
 def _held(prices: Prices, plain: Peak, discipline: Discipline) -> Peak:
-    """What the rank that holds most holds. A server keeps its part of the weights, their sum of gradients and the
-    optimizer's state, which no worker has; a meeting of all weights needs as much again for the message, and an outer
-    optimizer keeps where they started and its momentum."""
+    """Bytes of the rank that holds most. A server keeps its part of the weights, their sum of gradients and the
+    optimizer's state, which no worker has. A meeting of all weights needs as much again for the message, and an outer
+    optimizer keeps where workers started and its momentum."""
     size = float(sum(c.parameter_bytes for c in prices.space.profile.graph.components))
     words = OPTIMIZER_WORDS[prices.space.request.optimizer]
     if discipline.servers:

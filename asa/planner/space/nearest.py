@@ -1,4 +1,4 @@
-"""Plans that are known, changed as little as can be where something is asked for: a search begins with them."""
+"""Known plans, changed as little as possible to meet a request: a search begins with them."""
 
 from __future__ import annotations
 
@@ -63,12 +63,13 @@ def beside(prices: Prices, candidate: Candidate, allowed: Allowed, count: int, e
 
 
 def _cut_alike(space: Space, candidate: Candidate) -> Space:
-    """``space`` with the weights by which the batch of ``candidate`` is cut: a stage has one cut for all components."""
+    """``space`` with the weights by which ``candidate`` divides its batch: a stage has one division for all
+    components."""
     return space if space.weights == candidate.weights else space.weighted(candidate.weights)
 
 
 def _apart(one: Way, other: Way) -> int:
-    """In how many choices two ways differ; a layout counts most."""
+    """The number of choices in which two ways differ; a layout counts most."""
     private = (one.data.strategy != other.data.strategy, one.checkpoint != other.checkpoint,
                one.offload != other.offload)  # fmt: skip
     return 4 * (one.layout != other.layout) + sum(private)

@@ -1,4 +1,4 @@
-"""What is asked of the planner, and pins: components held to a strategy."""
+"""What is asked of the planner, and pins, which hold components to a strategy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TENSOR_NAMES: tuple[str, ...] = get_args(TensorStrategyName)
 class Pin:
     """Components whose name, or a prefix of it up to a dot, matches ``pattern`` use ``strategy`` at ``degree``.
 
-    Without a degree any one does, above 1 where the strategy spreads anything.
+    Without a degree any one is allowed, above 1 where the strategy spreads anything.
     """
 
     pattern: str
@@ -31,7 +31,7 @@ class Pin:
 
     @property
     def axis(self) -> Literal["data", "tensor"]:
-        """Which of a component's two choices is held."""
+        """Which of a component's two choices (data or tensor) is held."""
         return "data" if self.strategy in DATA_NAMES else "tensor"
 
     def matches(self, name: str) -> bool:
@@ -47,7 +47,7 @@ class Pin:
         return f"{self.pattern}={self.strategy}" + ("" if self.degree is None else f"@{self.degree}")
 
     def allows(self, strategy: str, degree: int) -> bool:
-        """Whether a choice on its axis is what is held. At degree 1 the strategies of one axis are the same thing.
+        """Whether a choice on its axis is the one held. At degree 1 all strategies of one axis are the same.
 
         >>> Pin(pattern="x", strategy="zero3").allows("zero3", 4), Pin(pattern="x", strategy="zero3").allows("zero3", 1)
         (True, False)
@@ -79,7 +79,7 @@ def parse_pin(text: str) -> Pin:
 
 
 def usual_limit(gpus: int) -> float:
-    """Seconds of search that somebody who waits for the answer is ready to spend.
+    """Seconds of search that a user who waits for the answer usually accepts.
 
     >>> usual_limit(8), usual_limit(1024)
     (2.0, 6.0)
@@ -91,12 +91,11 @@ def usual_limit(gpus: int) -> float:
 class Request:
     """One question to the planner.
 
-    ``gpus`` is the most devices a plan may use; ``memory_bytes`` per rank, the device's own where None;
-    ``strategies`` are whole-strategy identifiers the answer may come from, all of them where None.
-    ``offload``: whether optimizer state may be on the host; ``auto`` where plain data parallelism does not fit.
-    ``microbatches``: how many a step has; as many as are fastest where None.
-    ``uneven``: whether ranks with unequal devices may have unequal shares of a batch.
-    ``prefer_simple``: take the best whole strategy where a plan of its own would win less than the noise, and plain
+    ``gpus`` is the most devices a plan may use. ``memory_bytes`` is per rank, the device's own where None.
+    ``strategies`` are whole-strategy identifiers the answer may come from, all of them where None. ``offload``: whether
+    optimizer state may be on the host; ``auto``: where plain data parallelism does not fit. ``microbatches``: how many
+    a step has; the fastest number where None. ``uneven``: whether ranks with unequal devices may have unequal shares of
+    a batch. ``prefer_simple``: take the best whole strategy where a mixed plan would win less than the noise, and plain
     data parallelism where nothing is surely enough faster.
     """
 

@@ -1,4 +1,4 @@
-"""The space that is searched: stage widths, layouts, and what each component may do in them."""
+"""The space that is searched: stage widths, layouts, and the ways in which each component may run."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Allowed = Callable[[int, Way], bool]
 
 
 def anything(_index: int, _way: Way) -> bool:
-    """No restriction."""
+    """Allow everything: no restriction."""
     return True
 
 
 def widths(gpus: int) -> tuple[int, ...]:
-    """Stage widths worth trying: all up to 8, then whole nodes of 8, and all of them; widest first."""
+    """Stage widths to try, widest first: all up to 8, then whole nodes of 8, and all ranks."""
     found = {*range(1, min(gpus, 8) + 1), *range(16, gpus + 1, 8), gpus}
     return tuple(sorted(found, reverse=True))
 
@@ -84,7 +84,7 @@ class Space:
         """By width, how stages that begin with rank 0 cut a batch; evenly where nothing is said."""
 
     def weighted(self, weights: dict[int, tuple[int, ...]]) -> Space:
-        """A copy in which batches are cut by ``weights``."""
+        """A copy in which stages divide batches by ``weights``."""
         found = copy(self)
         found.weights, found._layouts, found._ways = weights, {}, {}
         return found
@@ -95,17 +95,17 @@ class Space:
         return self.profile.provenance.trusted and self.cluster.status == "measured"
 
     def microbatches(self) -> tuple[int, ...]:
-        """Numbers of them: the one asked for, or powers of two up to the batch."""
+        """Numbers of microbatches: the one asked for, or powers of two up to the batch."""
         if self.request.microbatches is not None:
             return (self.request.microbatches,)
         return tuple(2**k for k in range(self.request.global_batch.bit_length()))
 
     def capacity(self, width: int) -> float:
-        """Bytes of active memory a rank may plan with: of unequal devices, the least that the first ``width`` have."""
+        """Bytes of active memory that a rank may plan with; of unequal devices the least among the first ``width``."""
         return self.room(0, width, width)
 
     def room(self, first: int, width: int, busy: int) -> float:
-        """Bytes for a stage that begins with rank ``first``, where ``busy`` ranks take part."""
+        """Bytes per rank for a stage that begins with rank ``first``, where ``busy`` ranks take part."""
         limit = self.request.memory_bytes
         if limit is None and self.cluster.devices is not None:
             limit = min(self.cluster.memories()[first : first + width])
@@ -173,7 +173,8 @@ class Space:
         return self._layouts[key]
 
     def forgets(self, component: Component) -> bool:
-        """Whether checkpointing it is offered, and saves anything: a checkpoint keeps the component's output."""
+        """Whether checkpointing a component is offered and saves anything: a checkpoint keeps the component's
+        output."""
         return self.strategies.checkpoint and component.saved_bytes_per_sample > component.output_bytes_per_sample
 
     def _offloads(self, has_parameters: bool) -> tuple[bool, ...]:
@@ -182,10 +183,11 @@ class Space:
         return (True,) if self.request.offload == "always" else (False, True)
 
     def shards(self, layout: Layout) -> int | None:
-        """Over how many neighbours hsdp cuts the state of a data group: those inside a node. None where it has no more
-        than one node, or stands askew in them.
+        """Over how many neighbours hsdp shards the state of a data group: those inside a node. None where the group has
+        no more than one node, or is not aligned with nodes.
 
-        All devices of a cluster of one level are one node: there half of the group, if hsdp is asked for by name.
+        All devices of a cluster with one level are one node: there it is half of the group, if hsdp is asked for by
+        name.
         """
         node, degree = self.cluster.node, layout.data
         if len(self.cluster.levels) > 1:
@@ -196,7 +198,7 @@ class Space:
         return inside if 1 < inside < degree and degree % inside == 0 else None
 
     def data_degree(self, name: DataStrategyName, layout: Layout) -> DataDegree | None:
-        """The choice of a data strategy in a layout; None where there is none."""
+        """The choice of a data strategy in a layout; None where it has none there."""
         if (name, layout) not in self._data_degrees:
             self._data_degrees[name, layout] = self._new_data_degree(name, layout)
         return self._data_degrees[name, layout]
@@ -227,7 +229,7 @@ class Space:
         return self.request.global_batch // num_microbatches // degree >= self.fewest_samples(index)
 
     def enough(self, index: int, layout: Layout, num_microbatches: int) -> bool:
-        """Whether a layout, whose shards may be uneven, has samples enough."""
+        """Whether a layout, whose shards may be uneven, leaves a component enough samples."""
         return self.samples(layout, num_microbatches) >= self.fewest_samples(index)
 
     def samples(self, layout: Layout, num_microbatches: int) -> int:
@@ -342,7 +344,7 @@ def check(strategies: Strategies, pins: Sequence[Pin]) -> None:
     """Refuse pins to strategies that are not offered.
 
     Raises:
-        UsageError: naming those that are.
+        UsageError: the message names those that are.
     """
     offered = (*strategies.data, *strategies.tensor)
     for pin in pins:

@@ -1,1 +1,1 @@
-"""The problem inside a stage: numbers, and the solvers that agree on them."""
+"""The problem inside a stage, as numbers, and the solvers for it."""

@@ -1,8 +1,8 @@
-"""Better choices beside one that fits, as long as the stage gets faster.
+"""A local search around a choice that fits, which goes on as long as the stage gets faster.
 
-Prices of memory (:mod:`asa.planner.stage.dual`) come upon choices that leave some of it empty: at one price every
-component that may give way does, also the one whose turn it was not. The room that is left goes where it gains most,
-and what is in the way of a greater gain gives way instead.
+Prices of memory (:mod:`asa.planner.stage.dual`) find choices that leave some of it empty: at one price every component
+gives way that may, also one that need not. The room that is left is used where it gains most, and what is in the way of
+a greater gain gives way instead.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Descent:
         self._see(picked)
 
     def _see(self, picked: list[int]) -> None:
-        """What ties the components together: peaks and overlap, by component."""
+        """Take a choice, with its peak and overlap at each component."""
         self.picked, seen = picked, self.x.seen(picked)
         self._rows, self._layout, self._between = seen.rows, seen.layout, seen.between
         self._hidden, self._peaks, self._total, self.value = seen.hidden, seen.peaks, seen.total, seen.value
 
     def by_one(self) -> None:
-        """Always the change of one component that gains most, until none does."""
+        """Apply the change of one component that gains most, until none gains."""
         while (found := self._best()) is not None:
             self._see(self._with(*found))
 
     def by_two(self) -> None:
-        """Until no change of two gains either: a fast one that does not fit, and the one that makes room for it."""
+        """Apply changes of two components as well: a fast one that does not fit, and the one that makes room for it."""
         self.by_one()
         while (found := self._pair()) is not None:
             self._see(found)
@@ -48,7 +48,7 @@ class Descent:
         return [*self.picked[:i], row, *self.picked[i + 1 :]]
 
     def _best(self) -> tuple[int, int] | None:
-        """The component and its row that gain most; None where nothing does."""
+        """The component and its row that gain most; None where no change gains."""
         least, found = self.value - ROUNDING * abs(self.value), None
         for i in range(self.x.n):
             values, fits = self._others(i)
@@ -74,7 +74,8 @@ class Descent:
         return None
 
     def _best_below(self, least: float, but: int) -> tuple[int, int] | None:
-        """The change, not of component ``but``, after which all fits, and takes less."""
+        """The change of a component other than ``but`` after which everything fits in less than ``least`` ms; None
+        where there is none."""
         for j in range(self.x.n):
             if j != but:
                 values, fits = self._others(j)
@@ -85,7 +86,7 @@ class Descent:
         return None
 
     def _others(self, i: int) -> tuple[Any, Any]:
-        """With each row of component i in place of its own: ms of a step, and whether that fits."""
+        """For each row of component i in place of its own: ms of a step, and whether that fits."""
         x, n = self.x, self.x.n
         layout, k = x.layout[i], np.arange(n)
         new = x.rows[i] - self._rows[i]

@@ -1,15 +1,15 @@
-"""The problem inside a stage as arrays, and what it costs at least when memory and overlap have a price.
+"""The problem inside a stage as arrays, and lower bounds from prices of memory and overlap.
 
 Two things tie the components of a stage together beyond their neighbours: the memory limit, once for every component k
-whose backward may be the peak, and the overlap, which is the least of one sum per component k. With a price
-``memory[k] >= 0`` (ms per GiB) on the first and weights ``pivot[k] >= 0`` that sum to 1 on the second,
+whose backward may be the peak, and the overlap, which is the least of one sum per component k. With a price ``memory[k]
+>= 0`` (ms per GiB) on the first and weights ``pivot[k] >= 0`` that sum to 1 on the second,
 
     value  >=  sum work + sum edge - saving * sum_k pivot[k] (sp * windows in front of k + sc * released behind k)
                + sum_k memory[k] (peak in component k - capacity)
 
 for every choice that fits (Lagrangian relaxation). The right side is a shortest path through layouts, so its least
-value is a bound on every choice, and what lies behind a component can be bounded by it, too. Any prices do; good ones
-are looked for along subgradients, and on the way there are choices that fit.
+value is a bound on every choice; what lies behind a component can be bounded by it, too. Any prices give a bound. Good
+ones are found by subgradient steps, and on the way choices come up that fit.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from asa.cost.memory.peak import peaks
 from asa.cost.step import hidden_from
 from asa.planner.budget import ROUNDING
+from asa.planner.stage.pareto import begins
 from asa.planner.stage.problem import Choice, Problem
 from asa.planner.stage.rows import JOINT, Joints
 
@@ -34,7 +36,7 @@ _JOINED = [JOINT.index(x) for x in ("cost", "state", "activations", "transient")
 
 
 class Arrays:
-    """One problem. Configurations are kept per component, in order of layouts."""
+    """One problem as arrays. Configurations are stored by component, in order of layouts."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -64,7 +66,7 @@ class Arrays:
                 row[:, PROMPT] += row[:, LATE]
                 row[:, LATE] = 0.0
                 self.rows[i] = row
-        self.begins = [np.flatnonzero(np.r_[True, np.diff(x) != 0]) for x in self.layout]
+        self.begins = [begins(x) for x in self.layout]
         self.there = [x[b] for x, b in zip(self.layout, self.begins, strict=True)]
         self.edges = np.full((max(0, n - 1), 4, count, count), INF)
         joints: dict[int, Any] = {}
@@ -90,7 +92,7 @@ class Arrays:
         """No choice takes longer: a bound beyond says that none fits."""
 
     def _pad(self) -> None:
-        """All rows in one array, component x layout x configurations of it, absent ones infinitely dear."""
+        """Store all rows in one array, component x layout x configuration; absent ones are infinitely dear."""
         n, count = self.n, self.count
         most = max(int(np.diff(np.r_[b, len(x)]).max()) for b, x in zip(self.begins, self.layout, strict=True))
         self.padded = np.zeros((8, n, count, most))
@@ -103,11 +105,11 @@ class Arrays:
             self.slot[i, self.layout[i], place] = np.arange(len(self.layout[i]))
 
     def choice(self, picked: list[int]) -> Choice:
-        """The choice of the problem behind rows picked here."""
+        """The choice of the problem that these rows stand for."""
         return tuple(int(self.index[i][k]) for i, k in enumerate(picked))
 
     def seen(self, picked: list[int]) -> Seen:
-        """What ties the components together under that choice."""
+        """Overlap, peaks and time under a choice of rows."""
         n = self.n
         rows = np.array([self.rows[i][k] for i, k in enumerate(picked)])
         layout = [int(self.layout[i][k]) for i, k in enumerate(picked)]
@@ -118,19 +120,17 @@ class Arrays:
         np.add.at(leaving, list(self.release), rows[:, LATE])
         hidden = hidden_from(rows[:, WINDOW], leaving, self.sp, self.sc)
         total = float(rows[:, WORK].sum() + between[:n, COST].sum())
-        held = np.cumsum(rows[:, ACT] + between[:n, EACT])
-        gradients = np.cumsum(rows[::-1, GRAD])[::-1]
-        standing = rows[:, STATE].sum() + between[:n, ESTATE].sum()
-        peaks = standing + held + gradients + rows[:, TRANS] + between[:n, ETRANS]
+        state, activations, transient = rows[:, [STATE, ACT, TRANS]].T + between[:n, [ESTATE, EACT, ETRANS]].T
+        held = peaks(state, activations, rows[:, GRAD], transient)
         value = total - self.saving * float(hidden.min())
-        return Seen(rows, layout, between, hidden=hidden, peaks=peaks, total=total, value=value)
+        return Seen(rows, layout, between, hidden=hidden, peaks=held, total=total, value=value)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One choice: rows, layouts and boundaries (the last behind the end, all zero) by component; ms that would be
-    ``hidden`` if the stream of gradients stayed busy from each component on, GiB at the peak of each; ms of all work,
-    and of the step."""
+    """One choice: rows, layouts and boundaries by component (the last boundary, behind the end, is zero); ms that would
+    be ``hidden`` if the communication stream stayed busy from each component on; GiB at the peak of each; ms of all
+    work, and of the step."""
 
     rows: Any
     layout: list[int]
@@ -143,7 +143,8 @@ class Seen:
 
 @dataclass
 class StageWeights:
-    """What one ms or GiB of each field of a component weighs, under a batch of prices; ``offset`` comes on top."""
+    """The weight of one ms or GiB of each field of a component, under a batch of prices; ``offset`` is added to the
+    sum."""
 
     pivot: Any
     memory: Any
@@ -160,7 +161,7 @@ class StageWeights:
 
 
 def weigh(x: Arrays, pivot: Any, memory: Any) -> StageWeights:
-    """Weights of prices, batch x component each."""
+    """The weights that prices give; ``pivot`` and ``memory`` are batch x component."""
     before = np.cumsum(pivot, axis=1) - pivot
     behind = pivot.sum(axis=1, keepdims=True) - before - pivot
     upto = np.cumsum(memory, axis=1)
@@ -188,14 +189,14 @@ def config_costs(x: Arrays, w: StageWeights, i: int) -> Any:
 
 
 def edge_costs(x: Arrays, w: StageWeights, i: int) -> Any:
-    """In front of component i: batch x layout x layout."""
+    """Costs of the edges in front of component i: batch x layout x layout."""
     e = x.edges[i - 1]
     found = e[COST] + w.state[:, None, None] * e[ESTATE] + w.activations[:, i, None, None] * e[EACT]
     return found + w.memory[:, i, None, None] * e[ETRANS]
 
 
 class PricedStage:
-    """Least costs under a batch of prices: of components and edges, and of all behind a component."""
+    """Least costs under a batch of prices: of components, of edges, and of everything behind a component."""
 
     def __init__(self, x: Arrays, w: StageWeights) -> None:
         n = x.n
@@ -211,13 +212,14 @@ class PricedStage:
 
     @property
     def value(self) -> Any:
-        """The bound that each of the prices gives."""
+        """The bound from each set of prices."""
         return (self.least[0] + self.behind[0]).min(axis=1) + self.weights.offset
 
 
 class Search:
-    """Good prices. ``bound``: the best value of :class:`PricedStage`; ``value`` and ``picked``: the best choice that
-    fits among those that came up; ``loose``: the value of the best one that came up, whether or not it fits."""
+    """The search for good prices. ``bound``: the best value of :class:`PricedStage`; ``value`` and ``picked``: the best
+    choice that fits among those that came up; ``loose``: the value of the best one that came up, whether or not it
+    fits."""
 
     def __init__(self, x: Arrays) -> None:
         self.x = x
@@ -231,7 +233,7 @@ class Search:
         self.best = (single[at], np.zeros(n))
 
     def run(self, steps: int, *, cutoff: float = INF, gap: float = 0.0) -> None:
-        """So many subgradient steps, or until the bound has reached the cutoff or the best choice."""
+        """Take ``steps`` subgradient steps, or fewer, until the bound has reached the cutoff or the best choice."""
         x, n = self.x, self.x.n
         tight = x.capacity < INF
         pivot, memory = (a.copy() for a in self.best)
@@ -243,9 +245,9 @@ class Search:
                 self.bound = INF
                 return
             seen = x.seen(path)
-            peaks, hidden, exact = seen.peaks, seen.hidden, seen.value
+            held, hidden, exact = seen.peaks, seen.hidden, seen.value
             self.loose = min(self.loose, exact)
-            if exact < self.value and (not tight or peaks.max() <= x.capacity * (1 + 1e-12)):
+            if exact < self.value and (not tight or held.max() <= x.capacity * (1 + 1e-12)):
                 self.value, self.picked = exact, path
             since += 1
             if low > self.bound:
@@ -266,7 +268,7 @@ class Search:
             slope_pivot = -x.saving * hidden
             some = pivot > 0
             slope_pivot = np.maximum(slope_pivot - slope_pivot[some].mean(), np.where(some, -INF, 0.0))
-            slope_memory = (peaks - x.capacity) * unit if tight else np.zeros(n)
+            slope_memory = (held - x.capacity) * unit if tight else np.zeros(n)
             slope_memory = np.where((memory <= 0) & (slope_memory < 0), 0.0, slope_memory)
             slope = np.concatenate([slope_pivot, slope_memory])
             drift = slope if drift is None else slope + 0.3 * drift

@@ -1,4 +1,4 @@
-"""The oracle: the value and peak of one choice, straight from the definition, and the best of all choices."""
+"""The oracle: value and peak of one choice by definition, and the best choice by brute force."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def peak(problem: Problem, choice: Choice) -> float:
 
 
 def solve(problem: Problem, ends: float = float("inf")) -> Solution:
-    """Try every choice; until the time ``ends`` (:mod:`asa.planner.clock`), what there is time for, proving nothing.
+    """The best choice, by trying all of them; what was found by the time ``ends`` (:mod:`asa.planner.clock`), without
+    proof.
 
     Raises:
         UsageError: more than :data:`LIMIT` choices.

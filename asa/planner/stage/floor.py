@@ -1,8 +1,9 @@
-"""What a single stage takes at least, before it is formulated: every component at its best, whatever its neighbours do.
+"""A lower bound on a single stage before it is formulated: every component at its best, whatever its neighbours do.
 
-Where memory may bind it has a price, and a component may take and hold what is least together; that price is looked for
-which says most. With that price, and no boundary between components, this is the optimum of the linear relaxation of a
-multiple-choice knapsack: what a GiB too much costs at least, in recomputation, gathers and smaller shards.
+Where memory may bind it has a price, and each component minimises time plus the price of what it holds; the price that
+gives the highest bound is looked for. Without boundaries between components this is the optimum of the linear
+relaxation of a multiple-choice knapsack: what each GiB over the limit costs at least, in recomputation, gathers and
+smaller shards.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from asa.cost.memory.peak import peaks
 from asa.cost.menu import PricedWays
 from asa.ir.units import GIB
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Allowed
+from asa.planner.stage.pareto import begins
 from asa.planner.stage.problem import MS
 
 INF = float("inf")
@@ -28,8 +31,8 @@ _PIVOTS = 4
 
 @dataclass(frozen=True)
 class Floor:
-    """Bounds on a single stage: ms of a step, and of what comes once per step; GiB that a choice holds. ``crowded``:
-    some choices hold more than there is. ``ways``: of all components, that were priced for it."""
+    """Bounds on a single stage: ms of a step, ms of what is paid once per step, and GiB that any choice holds.
+    ``crowded``: some choices hold more than there is. ``ways``: how many ways of all components were priced for it."""
 
     whole: float
     once: float
@@ -39,7 +42,7 @@ class Floor:
 
 
 def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -> Floor:
-    """Least time and memory of stages of that width."""
+    """Lower bounds on the time and memory of stages of that width."""
     space, overlap = prices.space, prices.space.cluster.overlap
     pricer = prices.pricer(width, num_microbatches)
     menu = prices.menu(pricer, allowed)
@@ -47,7 +50,7 @@ def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -
     offered = menu.enough(samples, prices.fewest)
     capacity = space.room(0, width, width) / GIB
     which = np.flatnonzero(offered & ~menu.saving)  # a checkpoint saves no time
-    each = np.flatnonzero(np.r_[True, np.diff(menu.component[which]) != 0])
+    each = begins(menu.component[which])
     if len(which) == 0 or len(each) < len(space.profile.graph):
         return Floor(INF, INF, 0.0, False, len(which))
     x = menu.priced(pricer, which)
@@ -55,7 +58,7 @@ def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -
     crowded = bool(held / GIB > capacity)
     if crowded:
         which = np.flatnonzero(offered)
-        each = np.flatnonzero(np.r_[True, np.diff(menu.component[which]) != 0])
+        each = begins(menu.component[which])
         x = menu.priced(pricer, which)
     sync = x.prompt + x.late
     late = x.once + sync * (1 + max(0.0, -overlap.saving) * overlap.communication_slowdown)
@@ -68,31 +71,31 @@ def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -
     once = float(np.minimum.reduceat(late, each).sum()) * MS
     if not crowded:
         return Floor(whole, once, 0.0, False, len(which))
-    memory, peaks = _held(x, each)
-    found = [_dearer(side, held, each, capacity - beside) for side in sides for held, beside in peaks]
+    memory, pivots = _held(x, each)
+    found = [_dearer(side, held, each, capacity - beside) for side in sides for held, beside in pivots]
     return Floor(max(whole, *found), once, memory, True, len(which))
 
 
 def _held(x: PricedWays, each: Any) -> tuple[float, list[tuple[Any, float]]]:
-    """GiB below which no choice peaks: every component at its leanest in each respect, whether or not at once. And for
-    some components in whose backward the peak may be, what each choice of each component holds then, and what the one
-    at work holds beside."""
+    """GiB below which no choice peaks: every component at its least in each respect, whether or not at once. And, for
+    some components in whose backward the peak may be, what each way of each component holds then, with the transient of
+    the one at work."""
     n, count = len(each), np.diff(np.r_[each, len(x.state)])
     component = np.repeat(np.arange(n), count)
     columns = [v / GIB for v in (x.least_state, x.activations, x.gradients, x.least_transient)]
     state, activations, gradients, transient = (np.minimum.reduceat(v, each) for v in columns)
-    behind = gradients[::-1].cumsum()[::-1]
-    memory = float((state.sum() + activations.cumsum() + behind + transient).max())
+    memory = float(peaks(state, activations, gradients, transient).max())
     some = [n - 1] if not x.gradients.any() else sorted({n * k // (_PIVOTS - 1) for k in range(_PIVOTS - 1)} | {n - 1})
-    peaks = []
+    found = []
     for k in some:
         held = columns[0] + np.where(component <= k, columns[1], 0.0) + np.where(component >= k, columns[2], 0.0)
-        peaks.append((held, float(transient[k])))
-    return memory, peaks
+        found.append((held, float(transient[k])))
+    return memory, found
 
 
 def _dearer(time: Any, held: Any, each: Any, capacity: float) -> float:
-    """What the best of the prices of a GiB says: the least sum of ``time`` and what is ``held`` over the capacity."""
+    """The best bound over prices of a GiB: the least sum of ``time`` and of the price of what is ``held`` over the
+    capacity, in ms."""
     unit = max(1e-9, abs(float(np.minimum.reduceat(time, each).sum()))) / max(1e-9, capacity)
     price = unit * np.geomspace(_LOWEST, _HIGHEST, _PRICES)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""From a space to numbers: all components on stages of one width with one number of microbatches."""
+"""The numeric problem of a space: all components on stages of one width with one number of microbatches."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from asa.ir.layout import Layout
 from asa.ir.units import GIB
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Allowed, anything
+from asa.planner.stage.pareto import begins, efficient
 from asa.planner.stage.problem import MS, Chain, Choice, Problem
 from asa.planner.stage.rows import COLUMNS, JOINT, Joints, Row, Sides
 
 
 class Formulation:
-    """A :class:`Chain` and the way back from choices in it to candidates."""
+    """A :class:`Chain`, and the candidates that choices in it stand for."""
 
     def __init__(self, chain: Chain, ways: tuple[tuple[Way, ...], ...]) -> None:
         self.chain = chain
@@ -29,7 +30,7 @@ class Formulation:
 
     @property
     def problem(self) -> Problem:
-        """All of it as a single stage."""
+        """All components as a single stage."""
         if self._problem is None:
             self._problem = self.chain.stage(0, len(self.chain.names))
         return self._problem
@@ -54,7 +55,7 @@ _NEVER_GIB = 1e6
 
 @dataclass(frozen=True)
 class _Besides:
-    """What is ``allowed``, and plain replicas of ``components``."""
+    """A restriction that also lets plain replicas of ``components`` through."""
 
     allowed: Allowed
     components: frozenset[int]
@@ -77,17 +78,17 @@ def formulate(
     counted: bool = False,
     wrapped: bool = False,
 ) -> Formulation | None:
-    """The numbers, or None where some component cannot run at all in a stage of that width.
+    """The formulation, or None where some component cannot run at all in a stage of that width.
 
-    Of a pipeline, stages of that width may have the other components: what ``allowed`` keeps out of them all is there
-    with more state than any device holds (but with ``every``).
+    In a pipeline other stages may run a component that ``allowed`` excludes here: it is then present with more state
+    than any device holds (but not with ``every``).
 
-    ``busy``: ranks of the whole pipeline that such stages are part of; None for a single stage. ``first``: its first
-    rank, where devices are unequal. Where memory cannot bind, whatever is chosen, ways that only save memory are left
-    out (a checkpoint takes as long again in backward as forward, of which less can hide synchronisation), but with
-    ``every``. ``crowded``: it is likely to bind. ``counted``: with the memory of every component as if all around it
-    were run alike, which is about what a plan has, or more; otherwise what it has at least, for bounds. ``wrapped``:
-    what a way holds with neighbours that are run alike may decide, so that only another of these stands in for it.
+    ``busy``: ranks of the whole pipeline that such stages are part of; None for a single stage. ``first``: the stage's
+    first rank, where devices are unequal. Where memory cannot bind, ways that only save memory are left out, but not
+    with ``every``: a checkpoint takes as much longer in backward as a forward takes, and hides no more synchronisation.
+    ``crowded``: memory is likely to bind. ``counted``: each component holds what it would if all around it ran alike,
+    which is about what a plan holds, or more; otherwise the least that it holds, for bounds. ``wrapped``: what a way
+    holds may depend on neighbours that run alike, so only such a way may replace it.
     """
     space, overlap = prices.space, prices.space.cluster.overlap
     pricer = prices.pricer(width, num_microbatches, busy, first)
@@ -145,7 +146,7 @@ def formulate(
 
 
 def _layouts(menu: Menu, which: Any, count: int) -> list[tuple[int, ...]]:
-    """Per component the layouts it may have, in the order of its ways."""
+    """For each component the layouts that it may have, in the order of its ways."""
     found: list[dict[int, None]] = [{} for _ in range(count)]
     for i, k in zip(menu.component[which].tolist(), menu.layout[which].tolist(), strict=True):
         found[i][k] = None
@@ -153,7 +154,8 @@ def _layouts(menu: Menu, which: Any, count: int) -> list[tuple[int, ...]]:
 
 
 class _Options:
-    """Ways of a menu with their prices: ms and GiB, a row a way, columns :data:`asa.planner.stage.rows.COLUMNS`."""
+    """Ways of a menu with their prices, a row for each way: ms and GiB in columns
+    :data:`asa.planner.stage.rows.COLUMNS`."""
 
     def __init__(self, menu: Menu, pricer: Pricer, which: Any, forced: float, *, counted: bool) -> None:
         self._menu, self.which = menu, which
@@ -169,7 +171,7 @@ class _Options:
         self.work = (pricer.num_microbatches * (x.forward + x.backward) + once + sync) * MS
 
     def among(self, which: Any) -> _Options:
-        """Options that are in a mask over the menu."""
+        """The options that a mask over the menu keeps."""
         found, kept = copy(self), which[self.which]
         found.which, found.values, found.work = self.which[kept], self.values[kept], self.work[kept]
         found.counted = self.counted[kept]
@@ -177,7 +179,7 @@ class _Options:
         return found
 
     def most(self, column: str) -> Any:
-        """The largest value of each component in one of memory's columns, whatever is run beside it."""
+        """The largest value of each component in a column of memory, whatever runs beside it."""
         return self._largest(self.counted[:, COLUMNS.index(column) - COLUMNS.index("state")])
 
     def over(self) -> float:
@@ -187,60 +189,39 @@ class _Options:
         return float(self._largest(more[:, 0] + self.values[:, -1]).sum() + more[:, 3].max(initial=0.0))
 
     def _largest(self, values: Any) -> Any:
-        return np.maximum.reduceat(values, np.flatnonzero(np.r_[True, np.diff(self.component) != 0]))
+        return np.maximum.reduceat(values, begins(self.component))
 
     def undominated(self, hidden: float, *, piped: bool, roomy: bool, wrapped: bool = False) -> Any:
-        """Which are left without those that another one of the same component and layout replaces in every plan at no
-        loss; of time alone where memory is ``roomy``.
+        """Indices of options that no other option of the same component and layout can replace in every plan without
+        loss; where memory is ``roomy``, in time alone.
 
-        ``hidden`` is what a ms of synchronisation saves at most: a configuration with more of it may gain that much.
-        ``piped``: a microbatch's time may hide behind other stages where work once per step does not, so both count.
+        ``hidden`` is what a ms of synchronisation saves at most: an option with more of it may gain that much.
+        ``piped``: a microbatch's time may be hidden behind other stages and work once per step not, so both count.
         ``wrapped`` as for :func:`formulate`.
         """
-        cell = self.component * len(self._menu.layouts) + self.layout
-        order = np.argsort(cell, kind="stable")
-        begins = np.flatnonzero(np.r_[True, np.diff(cell[order]) != 0])
-        sizes = np.diff(np.r_[begins, len(order)])
-        place = np.arange(sizes.max())
-        good = place[None, :] < sizes[:, None]
-        table = order[np.where(good, begins[:, None] + place[None, :], 0)]
-
-        # group x way that might replace x way that might be replaced
-        better = good[:, :, None] & good[:, None, :]
-
-        def pair(values: Any) -> tuple[Any, Any]:
-            return values[table][:, :, None], values[table][:, None, :]
 
         def column(name: str) -> Any:
             return self.values[:, COLUMNS.index(name)]
 
+        group = self.component * len(self._menu.layouts) + self.layout
         if wrapped:
-            a, b = pair(self._menu.wrapping[self.which])
-            better &= a == b
-        less = ["forward", "backward"] + ([] if roomy else ["state", "activations", "gradients", "transient"])
-        for name in less:
-            a, b = pair(column(name))
-            better &= a <= b
-        a, b = pair(column("window"))
-        better &= a >= b
-        gain = 0.0
-        for name in ("prompt", "late") if hidden else ():
-            a, b = pair(column(name))
-            gain = gain + hidden * np.maximum(0.0, b - a)
-        a, b = pair(self.work)
-        better &= a <= b - gain
+            wrapping = self._menu.wrapping[self.which]
+            group = group * (wrapping.max() + 2) + wrapping + 1
+        gain = [0.0]
+        if hidden:  # no synchronisation may gain, either part of it, or both
+            prompt, late = hidden * column("prompt"), hidden * column("late")
+            gain += [prompt, late, prompt + late]
+        seen = [column("forward"), column("backward"), -column("window"), *(self.work - g for g in gain)]
         if piped:
-            a, b = pair(column("once") + column("prompt") + column("late"))
-            better &= a <= b - gain
-            if not roomy:
-                a, b = pair(column("state") - column("added"))
-                better &= a <= b
-        first = place[:, None] < place[None, :]
-        beaten = (better & (first | ~better.swapaxes(1, 2)) & (place[:, None] != place[None, :])).any(axis=1)
-        return np.sort(table[good & ~beaten])
+            once = column("once") + column("prompt") + column("late")
+            seen += [once - g for g in gain]
+        if not roomy:
+            seen += [column(name) for name in ("state", "activations", "gradients", "transient")]
+            seen += [column("state") - column("added")] if piped else []
+        return np.sort(efficient(np.stack(seen, axis=1), group))
 
     def rows(self, kept: Any, numbers: dict[Layout, int]) -> tuple[Row, ...]:
-        """Options that are left, a row a component."""
+        """The options ``kept``, a row for each component."""
         number = np.array([numbers.get(x, -1) for x in self._menu.layouts])
         found = []
         for some in np.split(kept, np.flatnonzero(np.diff(self.component[kept])) + 1):
@@ -250,7 +231,7 @@ class _Options:
 
 
 def _most(options: _Options, joints: Iterable[Joints | Sides], in_flight: int) -> float:
-    """GiB that no choice for any of the components, however they are cut into stages, has at its peak."""
+    """GiB above which no choice peaks, however the components are cut into stages."""
     found = float((options.most("state") + options.most("gradients") + in_flight * options.most("activations")).sum())
     moving, passing = float(options.most("transient").max()), 0.0
     for joint in joints:
@@ -263,8 +244,8 @@ def _most(options: _Options, joints: Iterable[Joints | Sides], in_flight: int) -
 def _edges(
     pricer: Pricer, layouts: tuple[Layout, ...], found: list[tuple[int, ...]], numbers: dict[Layout, int]
 ) -> tuple[Joints, ...]:  # fmt: skip
-    """Boundaries between all of the ``layouts`` that neighbours have. Those that look alike, as between repeated
-    blocks, are one and the same."""
+    """Boundaries between all of the ``layouts`` that neighbours have. Equal ones, as between repeated blocks, are one
+    object."""
     keys = [(found[i - 1], found[i], pricer.edges.alike(i)) for i in range(1, len(found))]
     known: dict[tuple[object, ...], Joints] = {}
     for some in dict.fromkeys(key[:2] for key in keys):
@@ -277,8 +258,8 @@ def _edges(
 
 
 def _figures(pricer: Pricer, columns: Any) -> Any:
-    """ms and GiB, component x figure as in :data:`asa.planner.stage.rows.JOINT` x pair or layout, of columns as in
-    :class:`asa.cost.boundary.edges.Edges`."""
+    """Numbers of boundaries in ms and GiB: component x figure (:data:`asa.planner.stage.rows.JOINT`) x pair or layout.
+    ``columns`` are those of :class:`asa.cost.boundary.edges.Edges`."""
     forward, backward, once = columns[:, :3].swapaxes(0, 1)
     cost = pricer.num_microbatches * (forward + backward) + once
     return np.concatenate([cost[:, None] * MS, columns[:, :3] * MS, columns[:, 3:6] / GIB], axis=1)
@@ -288,8 +269,8 @@ def _ends(
     pricer: Pricer, layouts: tuple[Layout, ...], found: list[tuple[int, ...]], numbers: dict[Layout, int], *,
     inlet: bool, whole: bool,
 ) -> tuple[Sides, ...]:  # fmt: skip
-    """What beginning (or ending) a stage with each component costs, in those of the ``layouts`` that it has; only at
-    the very ends for a single stage."""
+    """Costs of beginning (or ending) a stage with each component, in those of the ``layouts`` that it may have; for a
+    single stage only at its two ends."""
     all_, n = pricer.edges, len(found)
     price = all_.inlets if inlet else all_.outlets
     indices = range(n) if not whole else [0] if inlet else [n - 1]

@@ -1,4 +1,4 @@
-"""The problem inside a stage as an integer linear program, through PuLP to HiGHS (or CBC).
+"""The problem inside a stage as an integer linear program, solved by HiGHS through PuLP.
 
 Variables, for component i, configuration c, layouts a and b:
 
@@ -30,7 +30,6 @@ that it ended (:func:`_ending`).
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -45,7 +44,7 @@ from asa.planner.stage.runs import RunCharge
 Ending = Literal["optimal", "feasible", "infeasible", "nothing"]
 """How a solve ended: a choice that is proved or not, a proof that there is none, or neither."""
 
-_GAP = 0.0
+_NAME, _GAP = "ilp (HiGHS)", 0.0
 _HAS_SOLUTION = 2
 """What HiGHS calls a solution that is feasible."""
 
@@ -76,19 +75,18 @@ def solve(
     problem: Problem,
     *,
     time_limit_s: float = 60.0,
-    backend: str | None = None,
     forbidden: tuple[Choice, ...] = (),
     charges: Sequence[RunCharge] = (),
     cutoff: float = float("inf"),
 ) -> Solution:
-    """The best choice. ``backend``: ``highs`` or ``cbc``; the first that is installed where None.
+    """The best choice, solved by HiGHS.
 
     ``forbidden`` choices are cut off, to enumerate the best plans one after the other. ``charges``: what some runs of
-    components hold beyond the sum. Choices that are not faster than
-    ``cutoff`` ms are of no interest: where there is none, ``choice`` is None and ``cutoff`` a proved bound.
+    components hold beyond the sum. Choices that are not faster than ``cutoff`` ms do not count: where there is no
+    other, ``choice`` is None and ``cutoff`` a proved bound.
 
     Raises:
-        UnavailableError: no solver is installed, or it failed.
+        UnavailableError: PuLP or HiGHS is not installed.
     """
     pulp = _pulp()
     model = _Model(problem, pulp.LpProblem("stage", pulp.LpMinimize))
@@ -102,27 +100,11 @@ def solve(
     goal = _objective(model, pulp, tau)
     if cutoff < float("inf"):
         model.lp += goal <= cutoff
-    solver, name = _solver(pulp, backend, time_limit_s)
-    began, worked = time.monotonic(), clock.now()
+    solver = _solver(pulp, time_limit_s)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcome = model.lp.solve(solver)
-    if "CBC" in name:  # it works in a process of its own
-        clock.charge(time.monotonic() - began - (clock.now() - worked))
-    return _read(model, pulp, _ending(model.lp, outcome, pulp), name, cutoff)
-
-
-def available() -> tuple[str, ...]:
-    """Backends that can run here, best first."""
-    pulp = _pulp()
-    found = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if pulp.HiGHS(msg=False).available():
-            found.append("highs")
-        if any(cls(msg=False).available() for cls in _cbc(pulp)):
-            found.append("cbc")
-    return tuple(found)
+    return _read(model, pulp, _ending(model.lp, outcome, pulp), cutoff)
 
 
 def _choose(model: _Model, pulp: Any) -> None:
@@ -206,15 +188,15 @@ def _sum(pulp: Any, terms: list[tuple[Any, float]]) -> Any:
     return made(terms)
 
 
-def _read(model: _Model, pulp: Any, ending: Ending, name: str, cutoff: float) -> Solution:
+def _read(model: _Model, pulp: Any, ending: Ending, cutoff: float) -> Solution:
     if ending == "infeasible":
-        return Solution(choice=None, value=float("inf"), bound=cutoff, solver=name)
+        return Solution(choice=None, value=float("inf"), bound=cutoff, solver=_NAME)
     if ending == "nothing":
-        return Solution(choice=None, value=float("inf"), bound=_dual_bound(model.lp), solver=name)
+        return Solution(choice=None, value=float("inf"), bound=_dual_bound(model.lp), solver=_NAME)
     choice = tuple(max(range(len(row)), key=lambda c: row[c].value() or 0.0) for row in model.x)
     found = pulp.value(model.lp.objective)
     bound = found if ending == "optimal" else _dual_bound(model.lp)
-    return Solution(choice=choice, value=found, bound=bound, solver=name)
+    return Solution(choice=choice, value=found, bound=bound, solver=_NAME)
 
 
 def _ending(lp: Any, outcome: Any, pulp: Any) -> Ending:
@@ -250,11 +232,6 @@ def _pulp() -> Any:
     except ImportError as error:  # pragma: no cover - a dependency of the package
         raise UnavailableError(f"the ILP needs PuLP ({error}); pip install pulp highspy, or --solver dp") from None
     return pulp
-
-
-def _cbc(pulp: Any) -> list[Any]:
-    """CBC under the names that PuLP 3 and 4 give it."""
-    return [getattr(pulp, name) for name in ("COIN_CMD", "PULP_CBC_CMD") if hasattr(pulp, name)]
 
 
 def _silent(pulp: Any, seconds: float) -> Any:
@@ -302,21 +279,13 @@ def _muted(descriptor: int) -> Iterator[None]:
         os.close(nowhere)
 
 
-def _solver(pulp: Any, backend: str | None, time_limit_s: float) -> tuple[Any, str]:
+def _solver(pulp: Any, time_limit_s: float) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if backend in (None, "highs"):
-            # Always one thread: a second solve with another number returns "Not Solved".
-            wall_s = clock.PATIENCE * time_limit_s
-            highs = _silent(pulp, time_limit_s)(
-                msg=False, gapRel=_GAP, timeLimit=wall_s, threads=1, mip_abs_gap=_GAP
-            )  # fmt: skip
-            if highs.available():
-                return highs, "ilp (HiGHS)"
-        if backend in (None, "cbc"):
-            for cls in _cbc(pulp):
-                cbc = cls(msg=False, gapRel=_GAP, timeLimit=time_limit_s, threads=1)
-                if cbc.available():
-                    return cbc, "ilp (CBC)"
-    wanted = backend or "highs or cbc"
-    raise UnavailableError(f"no solver for the ILP: {wanted} is not installed; pip install highspy, or --solver dp")
+        # Always one thread: a second solve with another number returns "Not Solved".
+        found = _silent(pulp, time_limit_s)(
+            msg=False, gapRel=_GAP, timeLimit=clock.PATIENCE * time_limit_s, threads=1, mip_abs_gap=_GAP
+        )
+        if not found.available():
+            raise UnavailableError("the ILP needs HiGHS, which is not installed; pip install highspy, or --solver dp")
+    return found

@@ -51,7 +51,8 @@ V, C, P, U, W, MOVING = range(6)
 
 @dataclass
 class _Labels:
-    """Labels behind one component: ``own`` as above, ``costs`` under each set of prices."""
+    """Labels behind one component: columns ``own`` as in this module's docstring, and ``costs`` under each set of
+    prices."""
 
     own: Any
     costs: Any
@@ -64,7 +65,7 @@ class _Labels:
 
 
 class _Pass:
-    """What passes over one problem share."""
+    """Data that all passes over one problem share."""
 
     def __init__(self, x: dual.Arrays, found: dual.Search) -> None:
         self.x = x
@@ -83,7 +84,7 @@ class _Pass:
         self.held = self._least_memory(ACT)
 
     def _least_memory(self, beside: int) -> Any:
-        """Per component and layout, the least state behind it and of what is ``beside`` it."""
+        """For each component and layout, the least state behind it plus the least of what is ``beside`` it, in GiB."""
         x, n = self.x, self.x.n
         found = np.zeros((n, x.count))
         for i in range(n - 1, 0, -1):
@@ -96,7 +97,8 @@ class _Pass:
         return found
 
     def run(self, limit: float, most: int, ends: float) -> tuple[float, list[int], float]:
-        """The best choice below ``limit`` that was met and its value, and below which value there is no other.
+        """The value of the best choice below ``limit`` that came up, the choice, and a value below which there is no
+        other.
 
         Raises:
             OutOfTimeError: time is up.
@@ -134,7 +136,7 @@ class _Pass:
         return _Labels(own, np.zeros((count, len(self.priced.weights))), np.arange(count), none, none)
 
     def _over(self, front: _Labels, i: int, limit: float, ends: float) -> _Labels:
-        """What arrives in each layout of component i, before its configuration."""
+        """Labels that arrive in each layout of component i, before its configuration."""
         x, p = self.x, self.priced
         ahead = p.edges[i] + (p.least[i] + p.behind[i])[:, None, :] + p.weights.offset[:, None, None]
         possible = np.ones((len(front.layout), x.count), dtype=bool)
@@ -152,7 +154,7 @@ class _Pass:
         return found.taken(_efficient(own[:, : self.seen + 1], layout, ends)) if len(source) > 40 else found
 
     def _through(self, front: _Labels, i: int, limit: float) -> _Labels:
-        """With every configuration of component i."""
+        """Labels with every configuration of component i."""
         x, p = self.x, self.priced
         begins, ends = x.begins[i], np.r_[x.begins[i][1:], len(x.layout[i])]
         picked, config = [], []
@@ -187,15 +189,15 @@ class _Pass:
 
 
 def _efficient(own: Any, layout: Any, ends: float) -> Any:
-    """Indices of undominated labels; a clock that has not begun has not for any of them."""
+    """Indices of undominated labels. A clock that has not begun (minus infinity) has not for any label of a layout."""
     return efficient(np.where(np.isfinite(own), own, 0.0), layout, ends)
 
 
 class Solver:
-    """One problem, solved as far as the time given to it so far has sufficed.
+    """A solver of one problem that can be continued.
 
-    ``bound`` holds for every choice that fits; ``value`` and ``picked`` are the best one so far. ``done``: there is
-    nothing more that this solver could do.
+    ``bound`` holds for every choice that fits; ``value`` and ``picked`` are the best choice so far. ``done``: this
+    solver can do no more.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -209,11 +211,11 @@ class Solver:
 
     @property
     def binds(self) -> bool:
-        """Whether the fastest choice is known not to fit: something that does not fit is below the bound."""
+        """Whether the fastest choice is known not to fit: a choice that does not fit has a value below the bound."""
         return self.prices.loose < self.bound * (1 - ROUNDING)
 
     def price(self, cutoff: float = INF, gap: float = 0.0) -> None:
-        """Look for good prices, of memory and of overlap; of a thousand components, not for long."""
+        """Look for good prices of memory and of overlap; with a thousand components, only for a short time."""
         steps = max(_STEPS // 6, min(_STEPS, 100 * _STEPS // self.x.n))
         for _ in range(_ROUNDS):
             before = self.prices.bound
@@ -227,7 +229,7 @@ class Solver:
             self._descend()
 
     def _descend(self) -> None:
-        """Beside the choice that was found: further off where that is far from the bound."""
+        """Improve the choice that was found; by two changes at a time where it is far from the bound."""
         found = Descent(self.x, self.picked)
         found.by_one()
         if found.value > self.bound * _FAR:
@@ -236,7 +238,7 @@ class Solver:
             self.value, self.picked = found.value, found.picked
 
     def run(self, cutoff: float, ends: float, gap: float = 0.0) -> None:
-        """Pass by pass, until nothing below ``cutoff`` and the best choice is left, or time is up."""
+        """Run passes until nothing is left below ``cutoff`` and the best choice, or time is up."""
         while not self.done:
             best = min(cutoff, self.value)
             if self.bound >= best * (1 - 2 * ROUNDING) and not best == INF > self.bound:
@@ -267,9 +269,9 @@ class Solver:
         self.bound = max(self.bound, bound)
         self.done = self.done or self.bound == INF
 
-    def answer(self, cutoff: float = INF, solver: str = "dp") -> Solution:
-        """What is known by now. Choices from ``cutoff`` on are of no interest."""
+    def answer(self, cutoff: float = INF) -> Solution:
+        """The solution known so far; choices from ``cutoff`` on do not count."""
         if not self.picked or self.value >= cutoff:
-            return Solution(choice=None, value=INF, bound=min(self.bound, cutoff), solver=solver)
+            return Solution(choice=None, value=INF, bound=min(self.bound, cutoff), solver="dp")
         choice = self.x.choice(self.picked)
-        return Solution(choice=choice, value=self.value, bound=min(self.bound, self.value), solver=solver)
+        return Solution(choice=choice, value=self.value, bound=min(self.bound, self.value), solver="dp")

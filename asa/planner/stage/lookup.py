@@ -1,4 +1,4 @@
-"""Stages of one width and number of microbatches: formulated when first asked for, and what is known of each."""
+"""Stages of one width and number of microbatches, formulated when first asked for, and what is known of each."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _OPEN = Solution(choice=None, value=float("inf"), bound=0.0, solver="dp")
 
 
 class FormulatedStage:
-    """One (width, microbatches): its formulation, and what is known of it with the memory limit and without. Without a
-    formulation, nothing fits. ``fitting``: whether a choice fits, all of it known; by the formulation where None."""
+    """A stage of one width and number of microbatches: its formulation, and what is known of it with the memory limit
+    and without. Without a formulation nothing fits. ``fitting``: says of a choice whether its full price fits; where
+    None, the formulation decides."""
 
     def __init__(
         self, formulation: Formulation | None, fitting: Callable[[Choice], bool] | None = None,
@@ -50,7 +51,7 @@ class FormulatedStage:
 
     @property
     def solver(self) -> labels.Solver | None:
-        """With the memory limit; None where nothing fits."""
+        """The solver with the memory limit; None where nothing fits."""
         if self._solver is None and self._possible:
             self._solver = labels.Solver(self.problem)
         return self._solver
@@ -63,23 +64,23 @@ class FormulatedStage:
 
     @property
     def handy(self) -> bool:
-        """Whether the ILP is likely to prove it soon."""
+        """Whether the ILP is likely to prove the optimum soon."""
         return self.fits or sum(map(len, self.problem.configs)) <= self._handy
 
     @property
     def asked(self) -> Problem:
-        """The problem to solve: without the limit where the fastest plan fits anyway."""
+        """The problem to solve, without the memory limit where the fastest plan fits anyway."""
         return self.problem.without_memory_limit() if self.fits else self.problem
 
     def look(self, cutoff: float) -> None:
-        """Look for good prices, once."""
+        """Look for good prices; only the first call does anything."""
         if self.solver is not None and not self._looked:
             self._looked = True
             self.solver.price(cutoff)
 
     def settle(self, cutoff: float, ends: float) -> None:
-        """Whether the fastest choice fits, which is ``free`` then. Open where there is none below ``cutoff``, or time
-        is up."""
+        """Find out whether the fastest choice fits, which is ``free`` then. It stays open where there is none below
+        ``cutoff``, or time is up."""
         if self.settled or self.solver is None:
             return
         self.look(cutoff)
@@ -97,7 +98,7 @@ class FormulatedStage:
 
 
 class StageLookup:
-    """All (width, microbatches) of a space, formulated when first asked for."""
+    """All widths and numbers of microbatches of a space, formulated when first asked for."""
 
     def __init__(
         self, prices: Prices, allowed: Allowed, among: tuple[int, ...] | None = None, budget: Budget = USUAL
@@ -105,8 +106,7 @@ class StageLookup:
         self._prices, self._allowed, self.budget = prices, allowed, budget
         self._among = widths(prices.space.request.gpus) if among is None else among
         self._known: dict[tuple[int, int], FormulatedStage | None] = {}
-        self._counted: dict[tuple[int, int], FormulatedStage] = {}
-        self._wrapped: dict[tuple[int, int], FormulatedStage] = {}
+        self._variants: dict[tuple[object, ...], FormulatedStage] = {}
         self._floors: dict[tuple[int, int], Floor] = {}
         self.took: dict[tuple[int, int], float] = {}
         """CPU seconds that it took to price all components of one, one by one."""
@@ -115,17 +115,17 @@ class StageLookup:
         """(ms of compute alone, width, microbatches) of each that could run."""
         for w in (w for w in self._among if self._prices.space.capacity(w) > 0):
             for m in self._prices.space.microbatches():
-                alone = self._prices.compute_alone(w, m) * MS
+                alone = m * sum(self._prices.compute(w, m)) * MS
                 if alone < float("inf"):
                     yield alone, w, m
 
     @property
     def asked_for(self) -> bool:
-        """Whether the number of microbatches is given."""
+        """Whether the request states the number of microbatches."""
         return self._prices.space.request.microbatches is not None
 
     def floor(self, width: int, num_microbatches: int) -> Floor:
-        """What is known of such a stage before it is formulated."""
+        """Bounds on such a stage before it is formulated."""
         key = (width, num_microbatches)
         if key not in self._floors:
             began = clock.now()
@@ -134,10 +134,10 @@ class StageLookup:
         return self._floors[key]
 
     def apart(self, width: int, num_microbatches: int, alone_ms: float) -> float:
-        """A bound in ms that also counts gradient synchronisation and memory, every component by itself; of several
-        microbatches only what comes once per step, which is as with one.
+        """A bound in ms that counts each component independently, with gradient synchronisation and memory. With
+        several microbatches it counts of these only what is paid once per step, which is as with one.
 
-        Synchronisation hides behind backward at most, which is a part of one microbatch's computation.
+        Synchronisation is hidden behind backward at most, which is a part of one microbatch's computation.
         """
         m, one = num_microbatches, self.floor(width, 1)
         if m == 1:
@@ -145,33 +145,30 @@ class StageLookup:
         return max(alone_ms, alone_ms * (1 - 1 / m) + (one.once if one.once < float("inf") else 0.0))
 
     def get(self, width: int, num_microbatches: int) -> FormulatedStage | None:
-        """The stage, formulated; None where it cannot run."""
+        """The formulated stage; None where some component cannot run in it."""
         key = (width, num_microbatches)
         if key not in self._known:
             self._known[key] = self._made(width, num_microbatches)
         return self._known[key]
 
     def counted(self, width: int, num_microbatches: int) -> FormulatedStage:
-        """A copy with the memory that every component counts for as if all around it were run alike: what fits
-        there usually does."""
-        key = (width, num_microbatches)
-        if key not in self._counted:
-            self._counted[key] = self._formulated(
-                formulate(self._prices, *key, self._allowed, crowded=self.floor(*key).crowded, counted=True)
-            )
-        return self._counted[key]
+        """The stage with the memory of each component as if all around it ran alike: what fits there usually does."""
+        return self._variant(width, num_microbatches, counted=True)
 
     def wrapped(self, width: int, num_microbatches: int) -> FormulatedStage:
-        """A copy with all ways that may hold less where neighbours are run alike."""
-        key = (width, num_microbatches)
-        if key not in self._wrapped:
-            self._wrapped[key] = self._formulated(
-                formulate(self._prices, *key, self._allowed, crowded=self.floor(*key).crowded, wrapped=True)
-            )
-        return self._wrapped[key]
+        """The stage with all ways that may hold less where neighbours run alike."""
+        return self._variant(width, num_microbatches, wrapped=True)
+
+    def _variant(self, width: int, num_microbatches: int, **how: bool) -> FormulatedStage:
+        key = (width, num_microbatches, *how)
+        if key not in self._variants:
+            crowded = self.floor(width, num_microbatches).crowded
+            formulation = formulate(self._prices, width, num_microbatches, self._allowed, crowded=crowded, **how)
+            self._variants[key] = self._formulated(formulation)
+        return self._variants[key]
 
     def runs(self, stage: FormulatedStage) -> Runs:
-        """What runs of its choices hold beyond the sum over components."""
+        """What runs of the stage's choices hold beyond the sum over components."""
         return Runs(self._prices, stage.formulation)
 
     def _formulated(self, formulation: Formulation | None) -> FormulatedStage:
@@ -182,8 +179,8 @@ class StageLookup:
         )
 
     def enough(self, width: int, num_microbatches: int, cutoff: float, ends: float) -> bool | None:
-        """Whether fewer microbatches are enough, so that so many are not in the space: what is fastest with fewer, or
-        what would be, fits. None where that is open."""
+        """Whether fewer microbatches are enough, so that this number is not in the space: the fastest choice with fewer
+        fits. None where that is open."""
         if num_microbatches == 1 or self.asked_for:
             return False
         fewer = self.get(width, num_microbatches // 2)
@@ -197,7 +194,7 @@ class StageLookup:
         return before if before or fewer.settled else None
 
     def possible(self, width: int, known: Floor) -> bool:
-        """Whether something may fit."""
+        """Whether any choice may fit."""
         return known.memory <= self._prices.space.capacity(width) / GIB + TOLERANCE_GIB
 
     def _made(self, width: int, num_microbatches: int) -> FormulatedStage | None:

@@ -1,9 +1,9 @@
-"""Memory alone: the least that a stage can peak at, and bounds on the peak of any choice.
+"""The least peak of memory of a stage, and bounds on the peak of any choice.
 
 A label is a partial choice for components 0..i, reduced to the layout of component i, the peak ``u`` of a step that
 ended here and the state and activations ``w`` held so far. Both are monotone, so a label that is no better in either
-than another with the same layout is dropped, and the least ``u`` at the end is exact. :mod:`asa.cost.memory.peak` has
-the law itself.
+than another with the same layout is dropped, and the least ``u`` at the end is exact. :mod:`asa.cost.memory.peak`
+states the law.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from __future__ import annotations
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
+
+from asa.cost.memory.peak import peaks
 from asa.planner.stage.problem import Problem, Solution
 
 _INF = float("inf")
@@ -45,7 +48,7 @@ def least_memory(problem: Problem) -> Solution:
 
 
 def _arrivals(problem: Problem, i: int, front: dict[int, list[_Label]]) -> dict[int, list[_Arrival]]:
-    """What reaches each layout of component ``i``, before it takes a configuration there."""
+    """Labels that reach each layout of component ``i``, before it takes a configuration there."""
     if i == 0:
         return {config.layout: [(0.0, 0.0, 0.0, None)] for config in problem.configs[0]}
     found: dict[int, list[_Arrival]] = {}
@@ -67,15 +70,10 @@ def _undominated(labels: list[Any], size: int) -> list[Any]:
 
 
 def memory_floor(problem: Problem) -> float:
-    """GiB below which no choice peaks: every component at its leanest in each respect, whether or not at once."""
-    state = sum(min(c.state for c in row) for row in problem.configs)
-    gradients = [min(c.gradients for c in row) for row in problem.configs]
-    activations, behind, found = 0.0, sum(gradients), 0.0
-    for row, own in zip(problem.configs, gradients, strict=True):
-        activations += min(c.activations for c in row)
-        found = max(found, state + activations + behind + min(c.transient for c in row))
-        behind -= own
-    return found
+    """GiB below which no choice peaks: every component at its least in each respect, whether or not at once."""
+    names = ("state", "activations", "gradients", "transient")
+    least = (np.array([min(getattr(c, name) for c in row) for row in problem.configs]) for name in names)
+    return float(peaks(*least).max())
 
 
 def memory_ceiling(problem: Problem) -> float:

@@ -1,4 +1,4 @@
-"""Rows of numbers of which no other is better in everything."""
+"""Pareto fronts: rows of numbers that no other row equals or beats in every column."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ import numpy as np
 
 from asa.planner import clock
 
-_IN_FRONT = np.triu(np.ones((600, 600), dtype=bool), 1)
-"""Rows come in order of their sums: what beats a row has a smaller one, and of equals the first one stays."""
-
-_SPARSE, _MOST_PAIRS = 8, 300_000
-"""Where so few of all pairs of rows are of one group, these are compared, and no others."""
-
-
+_LARGE, _MOST_PAIRS = 200, 300_000
+"""Rows of a group that is looked at by itself, and pairs of rows from which on all groups are."""
 _BLOCK, _FIRST = 256, 64
-"""Rows looked at together where there are many, and against how many of those in front first."""
+"""Rows of a large group looked at together, and against how many of those in front first."""
+_IN_FRONT = np.triu(np.ones((_BLOCK, _BLOCK), dtype=bool), 1)
 
 
 class OutOfTimeError(Exception):
-    """Nothing can be said in time."""
+    """Time was up before anything could be said."""
 
 
 def efficient(values: Any, group: Any, ends: float = float("inf")) -> Any:
@@ -30,40 +26,29 @@ def efficient(values: Any, group: Any, ends: float = float("inf")) -> Any:
     Raises:
         OutOfTimeError: the clock has passed ``ends``, and there are many.
     """
+    # What beats a row has a smaller sum, and of equals the first one stays.
     order = np.lexsort((values.sum(axis=1), group))
     values, group = values[order], group[order]
     kept = np.ones(len(values), dtype=bool)
-    edges = np.flatnonzero(np.diff(group)) + 1
-    sizes = np.diff(np.r_[0, edges, len(group)])
-    pairs = int((sizes * (sizes - 1)).sum()) // 2
-    if _SPARSE * pairs <= len(group) ** 2 and pairs <= _MOST_PAIRS:
+    sizes = np.diff(np.r_[0, np.flatnonzero(np.diff(group)) + 1, len(group)])
+    if sizes.max(initial=0) <= _LARGE and int((sizes * (sizes - 1)).sum()) // 2 <= _MOST_PAIRS:
         kept[_beaten(values, sizes)] = False
         return order[kept]
-    begins = [0, *edges.tolist(), len(group)]
-    if len(group) <= 250 or len(begins) == 2:
-        begins = [0, len(group)]
-        several = True
-    else:
-        several = False
-    for a, b in pairwise(begins):
-        if b - a < 2:
-            continue
-        x = values[a:b]
-        if b - a > 600:
-            kept[a:b] = _swept(x, group[a:b], ends)
-            continue
-        beaten = _IN_FRONT[: b - a, : b - a].copy()
-        if several:
-            beaten &= group[a:b, None] == group[None, a:b]
-        for d in range(x.shape[1]):
-            column = x[:, d]
-            beaten &= column[:, None] <= column[None, :]
-        kept[a:b] = ~beaten.any(axis=0)
+    for a, b in pairwise([0, *np.cumsum(sizes).tolist()]):
+        if b - a > _LARGE:
+            kept[a:b] = _swept(values[a:b], ends)
+        else:
+            kept[a + _beaten(values[a:b], np.array([b - a]))] = False
     return order[kept]
 
 
+def begins(*keys: Any) -> Any:
+    """Indices at which another group begins, in rows that are sorted by these keys."""
+    return np.flatnonzero(np.r_[True, np.any([np.diff(key) != 0 for key in keys], axis=0)])
+
+
 def lowest(bounds: Any, most: int) -> tuple[Any, float]:
-    """Indices of so many with the lowest bounds (in order, where that is all), and the least bound of the rest."""
+    """Indices of the ``most`` lowest bounds (in order, where these are all), and the least bound of the rest."""
     if len(bounds) <= most:
         return np.arange(len(bounds)), float("inf")
     order = np.argpartition(bounds, most)
@@ -71,7 +56,7 @@ def lowest(bounds: Any, most: int) -> tuple[Any, float]:
 
 
 def _beaten(values: Any, sizes: Any) -> Any:
-    """Rows that one in front beats, in groups of these ``sizes``."""
+    """Indices of rows that a row in front of them beats, in groups of these ``sizes``."""
     begin = np.repeat(np.cumsum(sizes) - sizes, sizes)
     row = np.arange(len(begin))
     before = row - begin
@@ -83,10 +68,11 @@ def _beaten(values: Any, sizes: Any) -> Any:
     return behind
 
 
-def _swept(x: Any, group: Any, ends: float) -> Any:
-    """Undominated rows of many, in order of their sums: only a kept row in front can beat one."""
+def _swept(x: Any, ends: float) -> Any:
+    """A mask of the undominated rows of one large group, in order of their sums: only a kept row in front can beat
+    one."""
     kept = np.zeros(len(x), dtype=bool)
-    columns, owners, count = np.empty((x.shape[1] + 1, len(x))), group.astype(float), 0
+    columns, count = np.empty((x.shape[1], len(x))), 0
     for begin in range(0, len(x), _BLOCK):
         if clock.now() > ends:
             raise OutOfTimeError
@@ -94,15 +80,15 @@ def _swept(x: Any, group: Any, ends: float) -> Any:
         at, size = 0, _FIRST
         while at < count and len(left):  # most rows are beaten by some of the first
             some = columns[:, at : min(at + size, count), None]
-            beaten = some[-1] == owners[left]
-            for front, column in zip(some, x[left].T, strict=False):
+            beaten = np.ones((some.shape[1], len(left)), dtype=bool)
+            for front, column in zip(some, x[left].T, strict=True):
                 beaten &= front <= column
             left, at, size = left[~beaten.any(axis=0)], at + size, 4 * size
-        beaten = _IN_FRONT[: len(left), : len(left)] & (owners[left, None] == owners[None, left])
+        beaten = _IN_FRONT[: len(left), : len(left)].copy()
         for column in x[left].T:
             beaten &= column[:, None] <= column[None, :]
         left = left[~beaten.any(axis=0)]
         kept[left] = True
-        columns[:-1, count : count + len(left)], columns[-1, count : count + len(left)] = x[left].T, owners[left]
+        columns[:, count : count + len(left)] = x[left].T
         count += len(left)
     return kept

@@ -16,7 +16,7 @@ backward and gradient synchronisation run side by side (:mod:`asa.cost.step` der
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 from asa.ir.layout import Layout
@@ -28,15 +28,16 @@ MS = 1e3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """One way to run one component. Times in ms, memory in GiB.
+    """One way to run one component. Times are in ms, memory in GiB.
 
-    ``forward`` and ``backward`` are of one microbatch, communication that computation waits for included; ``once`` is
-    paid once per step, beside the gradient synchronisation ``prompt + late``, released with the component and later.
-    ``work`` is all of a step: ``m (forward + backward) + once + prompt + late``. ``window`` is the backward compute
-    of the last microbatch, behind which others' synchronisation can hide; ``bucket`` is the part of ``once`` that is in
-    it. ``activations`` are of one microbatch. ``added``: of the state, gradients that microbatches add up.
+    ``forward`` and ``backward`` are of one microbatch, including the communication that computation waits for. ``once``
+    is paid once per step, beside the gradient synchronisation ``prompt + late``, which is released with the component
+    and later. ``work`` is all of a step: ``m (forward + backward) + once + prompt + late``. ``window`` is the backward
+    compute of the last microbatch, behind which others' synchronisation can hide; ``bucket`` is the part of ``once``
+    that is in it. ``activations`` are of one microbatch. ``added``: the part of the state that is gradients which
+    microbatches add up.
 
-    Memory is what the component has at least, whatever is run beside it (:mod:`asa.cost.memory.together`).
+    Memory is the least that the component holds, whatever runs beside it (:mod:`asa.cost.memory.together`).
     """
 
     layout: int
@@ -61,8 +62,8 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edge:
-    """What passing from one layout to another costs (ms) and holds (GiB); ``cost`` is all of a step,
-    ``m (forward + backward) + once``; ``state`` is what it holds all the time."""
+    """The cost of passing from one layout to another (ms) and what that holds (GiB). ``cost`` is all of a step, ``m
+    (forward + backward) + once``; ``state`` is held all the time."""
 
     cost: float
     activations: float = 0.0
@@ -74,8 +75,8 @@ class Edge:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
-    """One stage of ``width`` ranks. ``edges[i][a, b]`` joins layout a of component i to layout b of component i+1.
+class StageNumbers:
+    """Components on stages of ``width`` ranks. ``edges[i][a, b]`` joins layout a of component i to layout b of i + 1.
 
     ``release[i]`` is the component after whose backward the late part of component i's synchronisation leaves: its
     own, the one in front, or that of the one in front (one bucket is open at a time). ``saving`` is what a ms of
@@ -87,7 +88,7 @@ class Problem:
     num_microbatches: int
     names: tuple[str, ...]
     layouts: tuple[Layout, ...]
-    configs: tuple[tuple[Config, ...], ...]
+    configs: tuple[Sequence[Config], ...]
     edges: tuple[Mapping[tuple[int, int], Edge], ...]
     release: tuple[int, ...]
     saving: float
@@ -95,6 +96,11 @@ class Problem:
     sc: float
     capacity: float
     over: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem(StageNumbers):
+    """One stage with all its components, whose ends are part of its first and last one."""
 
     def __post_init__(self) -> None:
         n = len(self.names)
@@ -119,7 +125,7 @@ Choice = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """What a solver found. ``choice`` is None where nothing fits; ``bound`` is in ms, proved by that solver."""
+    """A solver's answer. ``choice`` is None where nothing fits; ``bound`` is in ms, proved by that solver."""
 
     choice: Choice | None
     value: float
@@ -135,38 +141,26 @@ class Solution:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chain:
-    """All components on stages of ``width`` ranks with ``num_microbatches``: what a stage of any interval is cut from.
+class Chain(StageNumbers):
+    """All components, of which stages over any interval can be cut.
 
-    As in :class:`Problem`, whose fields of these names these are; ``inlets[i]`` says per layout what it costs to begin
-    a stage with component i (for the first: to read the data), ``outlets[i]`` to end one behind it (for the last: the
-    loss). Transfers between stages are not in them.
+    ``inlets[i]`` is, for each layout, the cost of beginning a stage with component i (for the first: of reading the
+    data), ``outlets[i]`` that of ending one behind it (for the last: of the loss). Transfers between stages are not in
+    them.
     """
 
-    width: int
-    num_microbatches: int
-    names: tuple[str, ...]
-    layouts: tuple[Layout, ...]
-    configs: tuple[Sequence[Config], ...]
-    edges: tuple[Mapping[tuple[int, int], Edge], ...]
     inlets: tuple[Mapping[int, Edge], ...]
     outlets: tuple[Mapping[int, Edge], ...]
-    release: tuple[int, ...]
-    saving: float
-    sp: float
-    sc: float
-    capacity: float
-    over: float = 0.0
 
     def stage(self, start: int, stop: int, in_flight: int = 1) -> Problem:
         """Components ``start`` to ``stop - 1`` as one stage that holds the activations of ``in_flight`` microbatches.
 
-        Choices of the result index into ``configs[start:stop]``.
+        Choices in the result index into ``configs[start:stop]``.
         """
         return self._cut(start, [list(row) for row in self.configs[start:stop]], in_flight)
 
     def chosen(self, start: int, choice: Choice, in_flight: int = 1) -> Problem:
-        """A stage from component ``start`` on in which each has one configuration, the one chosen."""
+        """A stage from component ``start`` on in which each component has the one configuration that is chosen."""
         return self._cut(start, [[self.configs[start + k][c]] for k, c in enumerate(choice)], in_flight)
 
     def _cut(self, start: int, picked: list[list[Config]], in_flight: int) -> Problem:
@@ -182,31 +176,23 @@ class Chain:
         if all(len(row) == 1 for row in rows):
             pairs = [(a[0].layout, b[0].layout) for a, b in pairwise(rows)]
             edges = tuple({ab: e[ab]} for ab, e in zip(pairs, edges, strict=True))
-        return Problem(
-            width=self.width,
-            num_microbatches=self.num_microbatches,
-            names=self.names[start:stop],
-            layouts=self.layouts,
-            configs=tuple(tuple(row) for row in rows),
-            edges=tuple(
+        if more:
+            edges = tuple(
                 {ab: replace(e, state=(0.0 if ahead else e.state) + more * e.activations) for ab, e in found.items()}
-                if more
-                else found
                 for found in edges
-            ),
-            release=tuple(max(r, start) - start for r in self.release[start:stop]),
-            saving=self.saving,
-            sp=self.sp,
-            sc=self.sc,
-            capacity=self.capacity,
-            over=self.over,
-        )
+            )
+        shared = {f.name: getattr(self, f.name) for f in fields(StageNumbers)}
+        release = tuple(max(r, start) - start for r in self.release[start:stop])
+        shared |= {"names": self.names[start:stop], "configs": tuple(map(tuple, rows)), "edges": edges}
+        return Problem(**shared | {"release": release})
 
 
 def all_ahead(num_microbatches: int, in_flight: int) -> bool:
-    """Whether all microbatches are ahead of a stage when the first one comes back. Its gradients are made meanwhile,
-    as those of a single microbatch are, and what boundaries keep from one to the next is not there yet: what is held
-    when it is through, without its activations, is hardly ever more, and never less than this says.
+    """Whether all microbatches have gone forward in a stage when the first one comes back.
+
+    The stage's gradients are then made while it comes back, as those of a single microbatch are, and what boundaries
+    keep from one microbatch to the next is not there yet. What is held when the first is through, without its
+    activations, is hardly ever more, and never less than this assumes.
 
     >>> all_ahead(4, 4), all_ahead(4, 3), all_ahead(1, 1)
     (True, False, False)
@@ -215,8 +201,8 @@ def all_ahead(num_microbatches: int, in_flight: int) -> bool:
 
 
 def _held(config: Config, in_flight: int, *, ahead: bool) -> Config:
-    """With the activations of all microbatches in flight but the one at work counted as state; the gradients that they
-    add up are not there before, where all are ``ahead``."""
+    """The configuration with the activations of all microbatches in flight but the one at work counted as state. Where
+    all are ``ahead``, gradients that they add up are not there before."""
     if in_flight == 1:
         return config
     more = (in_flight - 1) * config.activations
@@ -226,7 +212,7 @@ def _held(config: Config, in_flight: int, *, ahead: bool) -> Config:
 
 
 def _joined(config: Config, end: Edge, in_flight: int) -> Config:
-    """With an end of the stage taken in."""
+    """The configuration with an end of the stage added."""
     return replace(
         config,
         work=config.work + end.cost,

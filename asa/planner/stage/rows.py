@@ -1,4 +1,4 @@
-"""Configurations of one component and boundaries between two, as arrays; objects are made when asked for."""
+"""Configurations of one component and boundaries between two, stored as arrays; objects are made when asked for."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ JOINT = ("cost", "forward", "backward", "once", "state", "activations", "transie
 
 
 class Row(Sequence[Config]):
-    """``values``: configuration x column; ``layout`` and ``work``: an entry a configuration; ``ways``: what each of
-    them stands for."""
+    """The configurations of one component. ``values``: configuration x column; ``layout`` and ``work``: an entry for
+    each configuration; ``ways``: the ways that they stand for."""
 
     def __init__(self, values: Any, work: Any, layout: Any, ways: Sequence[Way]) -> None:
         self.values, self.work, self.layout, self.ways = values, work, layout, ways
@@ -52,7 +52,7 @@ class Row(Sequence[Config]):
 
 
 class Sides(Mapping[int, Edge]):
-    """What it costs to begin, or to end, a stage in each of ``layouts`` (by number); ``figures``: column x layout."""
+    """Costs of beginning, or of ending, a stage in each of ``layouts`` (by number); ``figures``: column x layout."""
 
     def __init__(self, layouts: Sequence[int], figures: Any) -> None:
         self.layouts, self.figures = layouts, figures
@@ -81,7 +81,7 @@ class Joints(Mapping[tuple[int, int], Edge]):
 
     @property
     def places(self) -> dict[tuple[int, int], int]:
-        """Where each boundary is."""
+        """The index of each boundary in ``figures``."""
         if not self._places:
             pairs = zip(self.source.tolist(), self.target.tolist(), strict=True)
             self._places = {pair: k for k, pair in enumerate(pairs)}

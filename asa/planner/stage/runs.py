@@ -1,8 +1,8 @@
-"""What a run of neighbours that are wrapped as one holds beyond the sum over its components.
+"""Bytes that a run of neighbours, wrapped as one unit, holds beyond the sum over its components.
 
-Solvers add up what each component has at least, whatever is beside it. Which neighbours are wrapped together decides
-what more there is (:mod:`asa.cost.memory.together`). Where a choice does not fit for that reason, the ILP is told of
-its runs: whoever has a run like that, from the same component to the same component, holds as much more.
+Solvers add up the least that each component holds, whatever runs beside it. Which neighbours are wrapped together
+decides what is held beyond that (:mod:`asa.cost.memory.together`). Where a choice does not fit for that reason, the ILP
+is told of its runs: any choice with such a run, from the same component to the same component, holds as much more.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from asa.planner.stage.problem import Choice
 
 @dataclass(frozen=True)
 class RunCharge:
-    """GiB that a stage holds beyond the sum, in the backward of each of its components (``more``), where component
-    ``start + i`` has one of the configurations ``members[i]``, and no neighbour of these (``front``, ``behind``) has
-    one of those given for it."""
+    """GiB that a stage holds beyond the sum in the backward of each component (``more``). It applies where component
+    ``start + i`` has one of the configurations ``members[i]`` and no neighbour of these has one of ``front`` or
+    ``behind``."""
 
     start: int
     members: tuple[frozenset[int], ...]
@@ -32,7 +32,7 @@ class RunCharge:
 
 
 class Runs:
-    """Charges of the runs of a formulation of a single stage, each made once."""
+    """Charges for the runs of a single stage's formulation, each made once."""
 
     def __init__(self, prices: Prices, formulation: Formulation) -> None:
         self._formulation, self._chain = formulation, formulation.chain
@@ -42,8 +42,8 @@ class Runs:
         self._families = set[tuple[object, ...]]()
 
     def of(self, choice: Choice) -> list[RunCharge]:
-        """One for each run of the choice that holds more than the sum says; and where it is state that it holds more,
-        one for each run of other components kept alike, too."""
+        """A charge for each run of the choice that holds more than the sum. Where that is state, there is one for each
+        run of other components that keep it alike, too."""
         ways = self._formulation.picked(0, choice)
         if not self._even or ways[0].layout.weights:
             return []
@@ -72,7 +72,8 @@ class Runs:
         )
 
     def _like(self, i: int, way: Way, *, fully: bool) -> frozenset[int]:
-        """Configurations of component ``i`` that are wrapped with one run that way; ``fully``: and split alike."""
+        """Configurations of component ``i`` that are wrapped with one that runs ``way``; ``fully``: that are also split
+        alike."""
         if not 0 <= i < self._n:
             return frozenset()
         return frozenset(
@@ -82,7 +83,7 @@ class Runs:
         )  # fmt: skip
 
     def _more(self, run: range, choice: Choice, some: Sequence[Way]) -> list[float]:
-        """GiB beyond the sum in the backward of each component, for the run of a choice."""
+        """GiB beyond the sum in the backward of each component, for a run of the choice."""
         chain, rows = self._chain, self._formulation.ways
         whole = len(run) == self._n
         found = made(self._pricer, run, some, whole=whole)
@@ -99,7 +100,7 @@ class Runs:
         return more
 
     def _family(self, way: Way, but: range) -> list[RunCharge]:
-        """The state of all runs kept like ``way``."""
+        """Charges for the state of all runs that keep it like ``way``."""
         found = list[RunCharge]()
         extra = [self._extra(i, way) for i in range(self._n)]
         for a in range(self._n):

@@ -1,9 +1,9 @@
-"""What a single stage of unequal devices takes at least, however its batch is cut over them.
+"""A lower bound on a single stage of unequal devices, however its batch is divided among them.
 
-Weights of ranks are whole numbers, and there are more of them than can be searched one by one. So this says nothing of
-which are best, and holds for all: in every component the devices of each speed have some number of samples, all of them
-together the batch, and the one that takes longest decides. The least of that, over all cuts, is found component by
-component (each as if the cut were its own); of synchronisation what cannot hide, and the update, come on top.
+Weights of ranks are whole numbers, and there are too many to search them one by one. This bound holds for all of them:
+in every component the devices of each speed have some number of samples, all of them together the batch, and the one
+that takes longest decides. The least of that over all divisions is found component by component, as if each had its
+own. Synchronisation that cannot be hidden, and the update, are added.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _HALVINGS = 40
 
 
 def free_bound(prices: Prices, allowed: Allowed) -> float:
-    """Ms that no plan of one stage with devices of several speeds takes less than, whatever its weights; infinite where
-    no stage has such devices, or batches are cut evenly."""
+    """Ms that no plan of one stage with devices of several speeds can beat, whatever its weights; infinite where no
+    stage has such devices, or batches are divided evenly."""
     space = prices.space
     if not space.cluster.unequal or not space.request.uneven:
         return INF
@@ -52,7 +52,7 @@ def _bounds(prices: Prices, width: int, allowed: Allowed) -> Iterator[float]:
 
 
 def _longest(prices: Prices, tensor: int, samples: int, shards: Counter[float]) -> Any:
-    """Per component the least seconds of the shard that takes longest, in forward and backward of ``samples``."""
+    """For each component the least seconds of the shard that takes longest, in forward and backward of ``samples``."""
     grid = np.unique(np.geomspace(1, max(1, samples), _POINTS).astype(np.int64))
     taken = np.stack([prices.alone_on(int(n), tensor) for n in grid])
     taken = np.minimum.accumulate(taken[::-1])[::-1]  # of no more samples than these, or of any more of them
@@ -72,7 +72,7 @@ def _longest(prices: Prices, tensor: int, samples: int, shards: Counter[float]) 
 
 
 def _late(prices: Prices, width: int, allowed: Allowed) -> Any:
-    """Per component the least seconds once a step, that no backward hides."""
+    """For each component the least seconds per step that no backward hides."""
     space, overlap = prices.space, prices.space.cluster.overlap
     pricer = prices.pricer(width, 1)
     menu = prices.menu(pricer, allowed)

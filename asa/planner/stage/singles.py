@@ -1,10 +1,10 @@
-"""Plans of a single stage: widths and microbatches one by one, each with a bound that rises in steps.
+"""Plans of a single stage: each width and number of microbatches has a bound that rises in steps.
 
-First compute alone bounds a (width, microbatches), then every component by itself, memory included
-(:mod:`asa.planner.stage.floor`), then prices of memory and overlap (:mod:`asa.planner.stage.dual`), which give a
-first plan, too. Where these do not say that memory binds, the label program looks for the optimum *without* the
-limit; where that does not fit, for the one with it, for as long as it takes. Microbatches double only while memory
-binds, that is while the fastest plan without a limit does not fit.
+First compute alone bounds it, then every component independently, memory included (:mod:`asa.planner.stage.floor`),
+then prices of memory and overlap (:mod:`asa.planner.stage.dual`), which also give a first plan. Unless these show that
+memory binds, the label program looks for the optimum *without* the limit; where that does not fit, for the one with it,
+for as long as it takes. Microbatches double only while memory binds, that is while the fastest plan without a limit
+does not fit.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _NOTHING = Solution(choice=None, value=float("inf"), bound=float("inf"), solver=
 
 
 class Single:
-    """All plans of one stage of that width with so many microbatches, for the queue of
+    """All plans of one stage of that width with that many microbatches, for the queue of
     :mod:`asa.planner.pipeline.joint`.
 
     ``bound`` holds for all of them; ``solution`` is the best one so far. ``stuck``: nothing more can be proved.
-    ``by_ilp``: the ILP has proved it. ``origin``: the stage that the solution is a choice of; ``refused``: choices of
-    :attr:`stage` that do not fit, although the sum of what their components have at least does.
+    ``by_ilp``: the ILP has proved it. ``origin``: the stage that the solution is a choice of. ``refused``: choices of
+    :attr:`stage` that do not fit, although the sum of the least that their components hold does.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class Single:
 
     @property
     def took(self) -> float:
-        """CPU seconds for the price of one microbatch; 0 before it is known."""
+        """CPU seconds for pricing one microbatch; 0 before it is known."""
         return self._stages.took.get((self.width, 1), 0.0)
 
     @property
     def long(self) -> bool:
-        """Whether that is known, and formulating takes long."""
+        """Whether formulating is known to take long."""
         return self.took > 0 and self._stages.floor(self.width, 1).ways > _LONG
 
     @property
     def ways(self) -> int:
-        """Number of ways of all components together that are priced for :attr:`least`."""
+        """How many ways of all components together are priced for :attr:`least`."""
         return self._stages.floor(self.width, self.num_microbatches).ways
 
     @property
@@ -87,7 +87,7 @@ class Single:
         return known.whole if self._stages.possible(self.width, known) else float("inf")
 
     def begin(self, best: float) -> None:
-        """A plan below ``best`` that the prices of memory and overlap come upon, if it is known to be in the space."""
+        """Take a plan below ``best`` that the search for prices finds, if this part is known to be in the space."""
         m = self.num_microbatches
         if self._solver == "exhaustive" or (m > 1 and self._stages.enough(self.width, m, best, 0.0) is not False):
             return
@@ -98,7 +98,7 @@ class Single:
             self._take(stage.solver.answer(min(best, self.value)))
 
     def step(self, best: float, ends: float) -> None:
-        """Raise the bound. Plans from ``best`` on are of no interest."""
+        """Raise the bound. Plans from ``best`` ms on do not count."""
         self.level += 1
         self.stuck = False
         began = clock.now()
@@ -119,7 +119,8 @@ class Single:
         self.bound = max(self.bound, bound)
 
     def _several(self, best: float, until: float) -> None:
-        """Not in the space at all where one microbatch is enough; by their prices elsewhere."""
+        """Decide whether several microbatches are in the space at all: not where one is enough. Else bound them by
+        their prices."""
         if self._stages.floor(self.width, 1).crowded:
             self._raise(self._stages.floor(self.width, self.num_microbatches).whole)
             if self.bound >= best:
@@ -134,7 +135,7 @@ class Single:
             self.bound = float("inf") if one.fits else self.bound
 
     def _look(self, best: float) -> None:
-        """By prices of memory and overlap."""
+        """Bound by prices of memory and overlap."""
         stage = self.stage = self._stages.get(self.width, self.num_microbatches)
         if stage is None or stage.solver is None:
             self.bound = float("inf")
@@ -145,7 +146,7 @@ class Single:
             self._take(stage.solver.answer(min(best, self.value)))
 
     def _settle(self, best: float, ends: float) -> None:
-        """Whether it is in the space, and what would be fastest without the memory limit."""
+        """Find out whether this part is in the space, and what would be fastest without the memory limit."""
         stage, until = self.stage, min(ends, clock.now() + _FIRST_S * 4 ** min(8, max(0, self.level - 4)))
         assert stage is not None
         enough = self._stages.enough(self.width, self.num_microbatches, best, until)
@@ -159,8 +160,8 @@ class Single:
         self._raise(stage.free.bound)
 
     def _solve(self, best: float, ends: float) -> None:
-        """With it, as far as it gets, by labels and by the ILP in turn: where one of them takes long, the other often
-        does not. A plan found is put back as the limit of what is looked for."""
+        """Solve with the memory limit as far as possible, by labels and by the ILP in turn: where one takes long, the
+        other often does not. The best plan so far limits what is looked for."""
         assert self.stage is not None
         if self._solver == "exhaustive":
             self._take(exhaustive.solve(self.stage.asked, ends))
@@ -191,13 +192,13 @@ class Single:
 
     @property
     def _relaxed(self) -> float:
-        """Ms of the first choice that was refused."""
+        """Ms of the first choice that does not fit."""
         assert self.stage is not None
         return exhaustive.value(self.stage.asked, self.refused[0])
 
     def _otherwise(self, cutoff: float, slice_s: float, ends: float) -> None:
-        """Where what looked best does not fit: a plan by what components count for; then by the ILP, which is told
-        what the runs of refused choices hold."""
+        """Go on where the best choice does not fit: look for a plan with counted memory, then use the ILP with charges
+        for the runs of refused choices."""
         self._tried += 1
         safe = self._stages.counted(self.width, self.num_microbatches)
         beyond = self._solver == "ilp" and self._looked_beyond < _REFUSED
@@ -213,7 +214,8 @@ class Single:
             self.stuck = True
 
     def _beyond(self, cutoff: float, until: float) -> None:
-        """The fastest choice without those that were refused, and without what holds as much for the same reason."""
+        """Find the fastest choice apart from those that were refused and those that hold as much for the same
+        reason."""
         stage = self._stages.wrapped(self.width, self.num_microbatches)
         self._runs = self._runs or self._stages.runs(stage)
         if not self._forbidden:
@@ -243,7 +245,7 @@ class Single:
         self._charges.update(dict.fromkeys(self._runs.of(choice)))
 
     def _by_ilp(self, slice_s: float) -> None:
-        """The ILP's turn, where labels get too many. What it says of its choice is not believed; its bound is."""
+        """Let the ILP solve, where labels get too many. Its bound counts; its choice is priced again."""
         assert self.stage is not None
         problem = self.stage.asked
         found = ilp.solve(problem, time_limit_s=slice_s)
@@ -252,14 +254,14 @@ class Single:
         self._proved(found)
 
     def _proved(self, found: Solution) -> None:
-        """What the ILP's bound says, the solution's proof included."""
+        """Take the ILP's bound, which may prove the solution."""
         self._raise(min(found.bound, self.value))
         if self.bound >= self.value * (1 - ROUNDING):
             self.bound, self.by_ilp = self.value, True
             self.solution = replace(self.solution, bound=self.value, solver=f"{found.solver} and dp")
 
     def _take(self, found: Solution, stage: FormulatedStage | None = None) -> None:
-        """``stage``: that it is a choice of, its own where None."""
+        """Take a solution: a choice of ``stage``, of :attr:`stage` where None."""
         stage = stage or self.stage
         self._raise(found.bound)
         if found.value < self.value and found.choice is not None and stage is not None:
@@ -271,7 +273,7 @@ class Single:
                     self._count()
 
     def _count(self) -> None:
-        """A plan by what components count for, in place of one that does not fit: what prices come upon."""
+        """Take a plan with counted memory, found by prices, in place of one that does not fit."""
         safe = self._stages.counted(self.width, self.num_microbatches)
         if safe.solver is not None:
             safe.look(float("inf"))
@@ -282,7 +284,7 @@ class Single:
 
 
 def singles(stages: StageLookup, solver: SolverName) -> list[Single]:
-    """One for every width and number of microbatches that could run."""
+    """A :class:`Single` for every width and number of microbatches that could run."""
     return [Single(stages, alone, w, m, solver) for alone, w, m in stages.bounds()]
 
 

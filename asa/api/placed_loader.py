@@ -1,0 +1,78 @@
+"""A rank's share of a loader: the samples of every global batch that a placed model works on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from asa.api.batches import GlobalBatches, Share, moved
+from asa.api.generators import generators_now
+from asa.api.placed import PlacedModel
+from asa.api.said import say
+
+
+class PlacedLoader:
+    """This rank's samples of every global batch, on its device. Attributes that it does not have are the loader's
+    own."""
+
+    def __init__(self, batches: GlobalBatches, model: PlacedModel) -> None:
+        self._batches, self._model, self._told, self._told_parts = batches, model, False, False
+
+    def __iter__(self) -> Iterator[Any]:
+        device, trial = self._model.place.device, self._model.trial
+        looks = 2  # batches behind which the generators are looked at
+        self._model.unchanged()
+        self._model.batch_ended(0, last=True, indexed=self._batches.indexed)
+        if trial is not None:
+            trial.epoch_began()
+        try:
+            shares = enumerate(self._batches.epoch())
+            self._loaded(None)
+            while (loaded := self._loaded(shares)) is not None:
+                number, share = loaded
+                self._model.alike_in_shape(self._batches, share.batch)
+                self._model.__dict__["share"] = share
+                batch = moved(share.batch, device)
+                if trial is None or not self._model.training:
+                    if trial is not None and not self._told_parts:
+                        self._told_parts = True
+                        say(self._model.place, "the loader yields this rank's samples in evaluation, too: add up over "
+                            "ranks by asa.reduce(x, 'sum'), or evaluate on a loader of your own")  # fmt: skip
+                    if trial is not None:
+                        trial.batch_over()
+                    yield batch
+                    self._model.batch_ended(number, last=False, indexed=self._batches.indexed)
+                    continue
+                before = generators_now() if looks and not self._told else None
+                yield trial.begin(batch, len(share.rows))
+                looks = max(0, looks - 1)
+                self._model.batch_ended(number, last=False, indexed=self._batches.indexed)
+                if before is not None and generators_now() != before and not self._told:
+                    self._told = True
+                    say(self._model.place, "the loop draws random numbers between two batches: each rank draws its own "
+                        "for its samples, and one process others; what the loader's collate_fn draws is drawn for the "
+                        "whole batch")  # fmt: skip
+            self._model.batch_ended(0, last=True, indexed=self._batches.indexed)
+            self._model.epoch_ended()
+        finally:
+            self._model.__dict__["share"] = None
+
+    def _loaded(self, shares: Iterator[tuple[int, Share]] | None) -> tuple[int, Share] | None:
+        """The next of ``shares`` and its number, with the wait for it measured; None after the last, and where an epoch
+        begins."""
+        watch, began = self._model.watch, time.perf_counter()
+        share = None if shares is None else next(shares, None)
+        if watch is not None:
+            watch.loaded(time.perf_counter() - began)
+            if share is None:
+                watch.odd()
+        return share
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._batches.loader, name)
