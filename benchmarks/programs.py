@@ -49,6 +49,7 @@ NAMING = (
     "by the sample's place", "differs between ranks", "differ between ranks", "from other samples", "with pieces of a",
     "weighs the mean of", "ignored by the loss", "from what one device would give", "a hook on its gradient",
     "keeps something from call to call", "no longer the same", "normalises over", "forward changes", "is not updated",
+    "asks how many there are",
     "was changed behind", "updates element by element",
 )  # fmt: skip
 """Words in warnings and lines that name what differs from one process; that something was not checked is none."""

@@ -91,8 +91,15 @@ class Comparison:
         for number, (tensor, cut) in enumerate(zip(leaves, batched, strict=True)):
             at = places[number]
             plain = tensor.detach().as_subclass(Tensor)
+            if votes.everyone(number >= made and tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] == tape.rows):
+                square = _grown(gathered(votes, plain.cpu()), sum(rows))
+                if square is not None:
+                    wholes[at] = square.to(device)
+                    continue
             if votes.everyone(cut):
                 parts = gathered(votes, plain.cpu() if self._weight else plain.cpu()[:0])
+                if len({p.shape[1:] for p in parts}) > 1:
+                    return "something beside the batch has other sizes on other ranks"
                 wholes[at] = torch.cat(parts).to(device)
                 parts = [p for p, count in zip(parts, rows, strict=True) if count]
                 if number >= len(tape.outputs) and all(
@@ -284,6 +291,21 @@ class Comparison:
 def _cut(tensor: Tensor, rows: int) -> bool:
     """Whether ``tensor`` has ``rows`` rows, or a multiple of them."""
     return bool(tensor.dim()) and rows > 0 and tensor.shape[0] > 0 and tensor.shape[0] % rows == 0
+
+
+def _grown(parts: list[Tensor], count: int) -> Tensor | None:
+    """The square of ``count`` rows that continues the squares of all ranks, made beside the batch, if they are equal
+    along diagonals (``torch.eye``, ``tril``): the outermost ones are repeated. None if they are not, or have one
+    row."""
+    longest = max(parts, key=len)
+    size = len(longest)
+    if size < 2 or not all(torch.equal(p, longest[: len(p), : len(p)]) for p in parts):
+        return None
+    if not torch.equal(longest[1:, 1:], longest[:-1, :-1]):
+        return None
+    by_distance = torch.cat([longest[:, 0].flip(0), longest[0, 1:]])  # from the lower left to the upper right
+    at = torch.arange(count)
+    return by_distance[(at[None] - at[:, None]).clamp(1 - size, size - 1) + size - 1]
 
 
 def gathered(votes: Votes, part: Tensor) -> list[Tensor]:
