@@ -262,6 +262,8 @@ class Comparison:
             if best is None or max(found.gradients, found.inputs) < max(best.gradients, best.inputs) - _ROUNDING:
                 best, taken = found, grown
         assert best is not None
+        if best.loss_parts != best.loss_parts and best.loss_whole != best.loss_whole:
+            return Difference(unknown="it is no number")
         if self._counts and taken == 0 and by_grown.get(1, 0.0) > best.gradients + _SURELY:
             self._doubt = self._doubt or (
                 f"it is computed with the number {self._tape.rows}, which is also that of this rank's samples, of "
@@ -275,16 +277,20 @@ class Comparison:
 
     def _apart(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
         """Relative distance of all ranks' tensors from the desired ones (collective)."""
-        off = size = 0.0
+        off = size = strange = 0.0
         for mine, want in pairs:
             if mine.shape != want.shape:
                 off = size = 1.0
                 continue
             kind = torch.complex128 if want.is_complex() else torch.float64
-            off += float((mine.to(kind) - want.to(kind)).abs().square().sum())
-            size += float(want.to(kind).abs().square().sum())
-        sums = self._votes.gather([off, size])
+            gap = (mine.to(kind) - want.to(kind)).abs().square().masked_fill(mine.isnan() & want.isnan(), 0.0)
+            strange += float(gap.isnan().any())
+            off += float(gap.nan_to_num(nan=0.0).sum())
+            size += float(want.to(kind).abs().square().nan_to_num(nan=0.0).sum())
+        sums = self._votes.gather([off, size, strange])
         total, scale = sum(s[0] for s in sums), sum(s[1] for s in sums)
+        if any(s[2] for s in sums):  # no number on one side only
+            return 1.0
         return (total / scale) ** 0.5 if scale > 0 else float(total > 0)
 
 

@@ -20,8 +20,8 @@ from asa.errors import UsageError
 LossWeight = Callable[[Any], Tensor | float] | Literal["sum"] | None
 _MEAN = 1
 _EPOCHS, _STEPS = 3, 3
-"""Number of epochs in whose first steps the whole batch's loss is computed, too, and of these steps: with the samples of
-one it may agree by chance."""
+"""Number of epochs in whose first steps the whole batch's loss is computed, too, and of these steps: with the samples
+of one it may agree by chance."""
 
 
 class JobLoss:

@@ -255,7 +255,7 @@ class Watched(Tensor):
         if func is Tensor.register_hook:
             tape.strange = "a hook changes gradients on the way"
         apart = _sample_by_sample(func, args, tape.rows, result)
-        if func == _GRAD and isinstance(result, Tensor):
+        if func is torch.autograd.grad or (func == _GRAD and isinstance(result, Tensor)):
             tape.strange = "gradients of what the model is given are those of a rank's mean, not of the batch's"
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
             return result
