@@ -195,7 +195,10 @@ class InStep:
             if self._since is None:
                 apart, here = int(number) > self.shared, f"went on to the end of the batch with {self.shared}"
             else:
-                apart, here = int(number) == self.shared and kind != self._kind, f"is in {self._kind}"
+                # Nobody leaves an exchange of sizes before all have come to it, so who is further was in another pass.
+                ahead = self._kind == _OTHER_ROWS and int(number) > self.shared
+                apart = ahead or (int(number) == self.shared and kind != self._kind)
+                here = f"is in {self._kind}"
             if apart:
                 return f"rank {rank} waits in {kind}, its {number}th pass, for rank {self.rank}, which {here}; {REMEDY}"
         return ""
