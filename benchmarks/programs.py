@@ -7,6 +7,7 @@ two forked ranks; the weights are compared. The record is resumed: what it has i
 programs, and are started anew where one of them broke or hung.
 
 ``right``: the numbers of one process. ``warned``: others, and a warning or a line of ``asa`` named what differs.
+``unchecked``: others, and a line said that the loss, or something in it, was not checked, and why.
 ``refused``: an error of ``asa``'s on every rank before the first update. ``silent``: others without a word.
 ``broken``: any other error, or an error behind the first update. ``hung``: no answer in time.
 """
@@ -49,6 +50,7 @@ NAMING = (
     "by the sample's place", "differs between ranks", "differ between ranks", "from other samples", "with pieces of a",
     "weighs the mean of", "ignored by the loss", "from what one device would give", "a hook on its gradient",
     "keeps something from call to call", "no longer the same", "normalises over", "forward changes", "is not updated",
+    "asks how many there are", "gradients of what the model is given",
     "was changed behind", "updates element by element",
 )  # fmt: skip
 """Words in warnings and lines that name what differs from one process; that something was not checked is none."""
@@ -184,6 +186,7 @@ def judged(program: Program, how: str, wanted: dict[str, Tensor]) -> dict[str, A
     return {
         **found,
         "said": [s[:300] for s in said],
+        "unchecked": any("was not checked" in line for line in lines),
         "seconds": {k: round(v, 2) for k, v in seconds.items() if k != "updates"},
     }
 
@@ -215,7 +218,8 @@ def verdict(program: Program, answers: list[dict[str, Any]]) -> dict[str, Any]:
         return {"verdict": kind, "why": next(a["why"] for a in answers if "why" in a), "seconds": seconds}
     worst = max(answers, key=lambda a: a["distance"] if a["distance"] == a["distance"] else float("inf"))
     right = worst["distance"] <= program.within and not worst["missing"]
-    kind = "right" if right else "warned" if said else "silent"
+    unchecked = any(a["unchecked"] for a in answers)
+    kind = "right" if right else "warned" if said else "unchecked" if unchecked else "silent"
     return {"verdict": kind, "distance": worst["distance"], "tensor": worst["tensor"], "said": said, "seconds": seconds,
             **({"missing": worst["missing"]} if worst["missing"] else {})}  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,14 @@ def test_no_program_is_other_than_alone_without_a_word(ranks: int, count: int) -
     draws = [fuzz.drawn(5, number, ranks) for number in range(count)]
     for draw, found in zip(draws, fuzz.judged_all(draws, ranks), strict=True):
         assert found["verdict"] in ("right", "refused", "warned"), (draw, found)
+
+
+def test_the_record_has_500_programs_and_none_that_differs_in_silence() -> None:
+    record = json.loads((ROOT / "benchmarks" / "records" / "fuzz_programs.json").read_text())
+    assert len(record["draws"]) >= 500
+    assert set(record["verdicts"]) <= {"right", "warned", "refused"}
+    assert sum(record["verdicts"].values()) == len(record["draws"])
+    assert {d["verdict"] for d in record["draws"]} == set(record["verdicts"])
 
 
 def test_a_number_that_may_be_that_of_samples_is_named() -> None:

@@ -85,6 +85,9 @@ def understood_by_torch(model: ParallelModel, *, job: bool = False) -> None:
             theirs = getattr(where, name, None)
             if theirs is not None and not hasattr(theirs, "asa"):
                 setattr(where, name, ours(theirs))
+        theirs = getattr(where, "clip_grad_value_", None)
+        if theirs is not None and not hasattr(theirs, "asa"):
+            where.clip_grad_value_ = _clamped(theirs)  # type: ignore[attr-defined]
 
 
 def _checked(norm: Tensor, error_if_nonfinite: bool, gradients: list[Tensor], model: ParallelModel) -> Tensor:
@@ -114,6 +117,21 @@ def _norm(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     norm.asa = True  # type: ignore[attr-defined]
     return norm
+
+
+def _clamped(theirs: Callable[..., None]) -> Callable[..., None]:
+    @torch.no_grad()
+    def clamped(parameters: Any, clip_value: float, foreach: Any = None) -> None:
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        known = {id(p) for model in _split for p in model.parameters()}
+        if others := [p for p in listed if id(held_of(p)) not in known]:
+            theirs(others, clip_value, foreach)
+        for gradient in (held_of(p).grad for p in listed if id(held_of(p)) in known):
+            if gradient is not None:  # of every element for itself, whoever holds it
+                (gradient.to_local() if isinstance(gradient, DTensor) else gradient).clamp_(-clip_value, clip_value)
+
+    clamped.asa = True  # type: ignore[attr-defined]
+    return clamped
 
 
 def _scaled(theirs: Callable[..., None]) -> Callable[..., None]:

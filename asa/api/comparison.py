@@ -91,8 +91,15 @@ class Comparison:
         for number, (tensor, cut) in enumerate(zip(leaves, batched, strict=True)):
             at = places[number]
             plain = tensor.detach().as_subclass(Tensor)
+            if votes.everyone(number >= made and tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] == tape.rows):
+                square = _grown(gathered(votes, plain.cpu()), sum(rows))
+                if square is not None:
+                    wholes[at] = square.to(device)
+                    continue
             if votes.everyone(cut):
                 parts = gathered(votes, plain.cpu() if self._weight else plain.cpu()[:0])
+                if len({p.shape[1:] for p in parts}) > 1:
+                    return "something beside the batch has other sizes on other ranks"
                 wholes[at] = torch.cat(parts).to(device)
                 parts = [p for p, count in zip(parts, rows, strict=True) if count]
                 if number >= len(tape.outputs) and all(
@@ -255,6 +262,8 @@ class Comparison:
             if best is None or max(found.gradients, found.inputs) < max(best.gradients, best.inputs) - _ROUNDING:
                 best, taken = found, grown
         assert best is not None
+        if best.loss_parts != best.loss_parts and best.loss_whole != best.loss_whole:
+            return Difference(unknown="it is no number")
         if self._counts and taken == 0 and by_grown.get(1, 0.0) > best.gradients + _SURELY:
             self._doubt = self._doubt or (
                 f"it is computed with the number {self._tape.rows}, which is also that of this rank's samples, of "
@@ -268,22 +277,41 @@ class Comparison:
 
     def _apart(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
         """Relative distance of all ranks' tensors from the desired ones (collective)."""
-        off = size = 0.0
+        off = size = strange = 0.0
         for mine, want in pairs:
             if mine.shape != want.shape:
                 off = size = 1.0
                 continue
             kind = torch.complex128 if want.is_complex() else torch.float64
-            off += float((mine.to(kind) - want.to(kind)).abs().square().sum())
-            size += float(want.to(kind).abs().square().sum())
-        sums = self._votes.gather([off, size])
+            gap = (mine.to(kind) - want.to(kind)).abs().square().masked_fill(mine.isnan() & want.isnan(), 0.0)
+            strange += float(gap.isnan().any())
+            off += float(gap.nan_to_num(nan=0.0).sum())
+            size += float(want.to(kind).abs().square().nan_to_num(nan=0.0).sum())
+        sums = self._votes.gather([off, size, strange])
         total, scale = sum(s[0] for s in sums), sum(s[1] for s in sums)
+        if any(s[2] for s in sums):  # no number on one side only
+            return 1.0
         return (total / scale) ** 0.5 if scale > 0 else float(total > 0)
 
 
 def _cut(tensor: Tensor, rows: int) -> bool:
     """Whether ``tensor`` has ``rows`` rows, or a multiple of them."""
     return bool(tensor.dim()) and rows > 0 and tensor.shape[0] > 0 and tensor.shape[0] % rows == 0
+
+
+def _grown(parts: list[Tensor], count: int) -> Tensor | None:
+    """The square of ``count`` rows that continues the squares of all ranks, made beside the batch, if they are equal
+    along diagonals (``torch.eye``, ``tril``): the outermost ones are repeated. None if they are not, or have one
+    row."""
+    longest = max(parts, key=len)
+    size = len(longest)
+    if size < 2 or not all(torch.equal(p, longest[: len(p), : len(p)]) for p in parts):
+        return None
+    if not torch.equal(longest[1:, 1:], longest[:-1, :-1]):
+        return None
+    by_distance = torch.cat([longest[:, 0].flip(0), longest[0, 1:]])  # from the lower left to the upper right
+    at = torch.arange(count)
+    return by_distance[(at[None] - at[:, None]).clamp(1 - size, size - 1) + size - 1]
 
 
 def gathered(votes: Votes, part: Tensor) -> list[Tensor]:

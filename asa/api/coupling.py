@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from asa.api.calls import Call, samples_of
 from asa.api.generators import generators_now
+from asa.api.losses import found_below
 from asa.api.planning import device_of
 from asa.errors import UsageError
 from asa.ir.plan import Plan
@@ -107,7 +108,37 @@ def _apart(model: nn.Module, call: Call, samples: int) -> float | None:
             continue
         off = float((torch.cat([a, b]) - all_).double().norm() / all_.double().norm().clamp(min=1e-12))
         worst = max(worst, off if off > _TOLERANCES.get(all_.dtype, 0.1) else 0.0)
+    worst = max(worst, _totals_apart(model, call, samples, device))
     return worst or _gradients_apart(model, call, samples, device)
+
+
+def _totals_apart(model: nn.Module, call: Call, samples: int, device: torch.device) -> float:
+    """Relative distance of single numbers with gradients that the model gives, or leaves in an attribute (its own
+    loss), from the means of those of two halves. Cross-entropies, whose denominators are added over ranks, are left
+    out."""
+    half = samples // 2
+    with torch.enable_grad():
+        whole, first, second = (
+            _numbers(model, _run(model, call, samples, slice(*ends), device))
+            for ends in ((0, samples), (0, half), (half, samples))
+        )
+    worst = 0.0
+    for name, all_ in whole.items():
+        a, b = first.get(name), second.get(name)
+        if a is None or b is None or found_below([all_])[1]:
+            continue
+        mean = (float(a.detach()) * half + float(b.detach()) * (samples - half)) / samples
+        size = max(abs(float(all_.detach())), abs(mean), 1e-12)
+        off = abs(float(all_.detach()) - mean) / size
+        worst = max(worst, off if not off <= _LOOSER * _TOLERANCES.get(all_.dtype, 0.1) else 0.0)
+    return worst
+
+
+def _numbers(model: nn.Module, output: Any) -> dict[str, Tensor]:
+    """Single numbers with gradients in ``output`` and in attributes of modules."""
+    found = {str(i): t for i, t in enumerate(pytree.tree_leaves(output))}
+    found |= {f"{path}.{k}": t for path, m in model.named_modules() for k, t in vars(m).items()}
+    return {k: t for k, t in found.items() if isinstance(t, Tensor) and not t.dim() and t.grad_fn is not None}
 
 
 def _doubled(call: Call, samples: int) -> Call:

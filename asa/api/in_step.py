@@ -39,6 +39,7 @@ _PATIENCE_S = 3.0
 """Seconds in a forward or backward before a rank writes its position to the store, and of waiting before it reads
 others'."""
 FORWARD, BACKWARD, _LEFT = "a call of the model", "a backward", "no pass any more"
+_OTHER_ROWS = "a call of the model with other samples than the loader's"
 REMEDY = (
     "a branch of the loop took another way on some ranks, by a number of a rank's own (its loss, its metric): decide "
     "by one of all ranks, asa.reduce(x)"
@@ -51,7 +52,7 @@ class InStep:
     def __init__(self, timeout_s: float) -> None:
         self.world = dist.group.WORLD
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.shared = self.updates = 0
+        self.shared = self.updates = self.backwards = 0
         self._timeout_s = timeout_s
         within = timedelta(seconds=timeout_s)
         self._group: Any = dist.new_group(backend="gloo", timeout=within)
@@ -83,6 +84,7 @@ class InStep:
             WorkersFailedError: another rank is gone.
         """
         self.shared += 1
+        self.backwards += kind == BACKWARD
         self._kind, self._since = kind, time.monotonic()
         try:
             with others_may_leave():
@@ -100,7 +102,7 @@ class InStep:
         """
         wire = torch.tensor([float(mine)], dtype=torch.float64)
         found = [torch.empty_like(wire) for _ in range(self.ranks)]
-        with self.together(FORWARD):
+        with self.together(_OTHER_ROWS):
             work: Any = dist.all_gather(found, wire, group=self._sizes, async_op=True)
             self._wait(work)
             work.wait()
@@ -176,6 +178,7 @@ class InStep:
 
     def begin(self) -> None:
         """Another program begins, on all ranks."""
+        self._told.clear()
         if self._left:
             self._left = False
             self._store.set(f"asa/pass/{self.rank}", "0 ")
@@ -192,7 +195,10 @@ class InStep:
             if self._since is None:
                 apart, here = int(number) > self.shared, f"went on to the end of the batch with {self.shared}"
             else:
-                apart, here = int(number) == self.shared and kind != self._kind, f"is in {self._kind}"
+                # Nobody leaves an exchange of sizes before all have come to it, so who is further was in another pass.
+                ahead = self._kind == _OTHER_ROWS and int(number) > self.shared
+                apart = ahead or (int(number) == self.shared and kind != self._kind)
+                here = f"is in {self._kind}"
             if apart:
                 return f"rank {rank} waits in {kind}, its {number}th pass, for rank {self.rank}, which {here}; {REMEDY}"
         return ""

@@ -22,7 +22,7 @@ from asa.api.executor import UserData, UserExecutor
 from asa.api.job_loss import LossWeight
 from asa.api.loop import cache_folder, how_called
 from asa.api.names import StateNames
-from asa.api.notes import check_exact, differing, trained_norms
+from asa.api.notes import check_exact, differing, drawing, trained_norms
 from asa.api.optimizers import Rebinding, check_shared, whole_because
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.placed import MEETING_S
@@ -208,6 +208,7 @@ class Job:
             afterwards."""
             if not plain and spare is None:
                 raise UsageError("this job was made without re-planning")
+            first = bool(plain)
             fresh = plain.pop() if plain or spare is None else spare.copy()
             made = materialize(
                 wanted, subject(fresh), example.to(device_of(fresh)), rank=place.rank, strategies=offered(),
@@ -217,6 +218,9 @@ class Job:
             made.meet = votes.meet
             for line in differing(wanted, norms, made.changed, batch_norm) if place.rank == 0 else ():
                 warnings.warn(line, stacklevel=4)
+            if first and (names := next(filter(None, votes.exchange(drawing(made))), "")):
+                say(place, f"{names} draws random numbers by sample and step: the same under every plan, and others "
+                    "than without asa")  # fmt: skip
             return made
 
         found: tuple[Path, Manifest] | None = None

@@ -19,8 +19,9 @@ from asa.errors import UsageError
 
 LossWeight = Callable[[Any], Tensor | float] | Literal["sum"] | None
 _MEAN = 1
-_TIMES = 3
-"""Number of epochs in whose first step the whole batch's loss is computed, too."""
+_EPOCHS, _STEPS = 3, 3
+"""Number of epochs in whose first steps the whole batch's loss is computed, too, and of these steps: with the samples
+of one it may agree by chance."""
 
 
 class JobLoss:
@@ -33,7 +34,7 @@ class JobLoss:
         self._loss_fn, self._weight, self._place, self._votes = loss_fn, weight, place, place.votes
         self._counting: bool | None = None if weight is None else True
         self.tried = self._warned = self._told = False
-        self._times = 0
+        self._epochs = self._steps = 0
         self._sum = 0.0
         self._seen: list[tuple[Any, Any]] = []
         self.rows = 0
@@ -103,8 +104,9 @@ class JobLoss:
         """
         if self.tried:
             return
-        first, self.tried = not self._times, True
-        self._times += 1
+        first = not self._epochs and not self._steps
+        self._steps += 1
+        self.tried = self._steps >= _STEPS
         found, why = self._whole(counts)
         self._seen.clear()
         if found is None or found[0] != found[0]:
@@ -124,11 +126,14 @@ class JobLoss:
         )
         if first:
             raise UsageError(text)
+        self.tried, self._epochs = True, _EPOCHS
         warnings.warn(text, stacklevel=4)
 
     def look_again(self) -> None:
         """Check again in a new epoch, because a loss may change between epochs."""
-        self.tried = self._times >= _TIMES
+        if self._steps:
+            self._epochs, self._steps = self._epochs + 1, 0
+        self.tried = self._epochs >= _EPOCHS
 
     def _whole(self, counts: bool) -> tuple[tuple[float, float] | None, str]:
         """The loss of the whole batch and the distance of its gradients from those of the parts; or why they are

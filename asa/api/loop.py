@@ -171,7 +171,8 @@ def parallelize(
     if degrees == {1}:  # every rank computes on all samples
         least[:] = [1]
     all_apart = degrees == {place.ranks}
-    if place.votes.tell(apart > 0 and all_apart):  # statistics of one sample are none
+    samples_meet = bool(place.votes.tell(apart > 0))
+    if samples_meet and all_apart:  # statistics of one sample are none
         least[:] = [2]
     parallel = build(chosen, subject)
     for line in (
@@ -198,7 +199,7 @@ def parallelize(
         placed.__dict__["watch"] = Watch(place, chosen, None if origins is None else would_be(origins, wishes))
     pace = in_step(timeout_s)
     pace.count(optimizers)
-    placed.__dict__.update(pace=pace, optimizers=optimizers)
+    placed.__dict__.update(pace=pace, optimizers=optimizers, coupled=samples_meet)
     outside = [name for rebinding in rebindings for name in rebinding.outside(parallel)]
     for rebinding in rebindings:
         rebinding.apply(parallel, placed.seen)

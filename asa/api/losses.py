@@ -22,6 +22,7 @@ from asa.api.rank_context import RankContext
 from asa.api.said import say
 from asa.api.spread_model import SpreadModel
 from asa.api.trial import Trial
+from asa.errors import UsageError
 from asa.executor.model.votes import Votes
 
 _MARK = "asa"
@@ -72,7 +73,8 @@ class Terms:
         for i, node in enumerate(nodes[:_MOST_TERMS]):
             mine[1 + i] = _weight(node) if weight else 0.0
         found = self._votes.gather(mine)
-        if len({f[0] for f in found}) > 1 or not nodes or len(nodes) > _MOST_TERMS:
+        # A rank none of whose samples count may have computed something else, such as nothing times its outputs.
+        if len({f[0] for f in found if f[0]}) > 1 or not nodes or len(nodes) > _MOST_TERMS:
             return lambda: None
         handles = []
         for i, node in enumerate(nodes):
@@ -229,6 +231,13 @@ def listen(placed: LearningModel) -> None:
                         strange = "gradients are handed to backward"
                     found.trial.note(graph)
                     found.trial.around(roots[0], lambda: theirs(tensors, *args, **options), strange)
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" in str(error):
+                    raise UsageError(
+                        "a parameter that ranks hold in shards goes into the loss beside the model's outputs: use "
+                        "p.full_tensor() there, or plan with strategies=('ddp',)"
+                    ) from error
+                raise
             finally:
                 after()
             if found.watch is not None:

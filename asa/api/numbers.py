@@ -1,13 +1,14 @@
 """Numbers from sharded tensors (``g.norm().item()``), for which torch silently returns each rank's own shard's
-value."""
+value, and random numbers for them, which torch draws otherwise than for whole ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 _LEAVE = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__")
 
@@ -19,6 +20,22 @@ def numbers_of_wholes(parameters: Iterable[Tensor]) -> None:
         return
     for name in _LEAVE:
         setattr(DTensor, name, _whole(getattr(Tensor, name)))
+    for name in _DRAWN:
+        setattr(DTensor, name, _drawn(getattr(Tensor, name)))
+
+
+_DRAWN = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_", "geometric_")
+
+
+def _drawn(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def drawn(tensor: DTensor, *args: Any, **options: Any) -> DTensor:
+        with torch.no_grad():  # every rank draws the whole, and keeps its part, so that equal seeds give one whole
+            full = theirs(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args, **options)
+            part = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.copy_(part)
+        return tensor
+
+    return drawn
 
 
 def _whole(theirs: Callable[..., Any]) -> Callable[..., Any]:

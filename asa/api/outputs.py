@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from asa.errors import UsageError
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.parameter_hooks import replaced
+from asa.sharding.batchnorm import synchronised
 
 
 class Demands:
@@ -19,20 +20,32 @@ class Demands:
     def __init__(self, model: ParallelModel) -> None:
         exchanged = any(layout.data != model.plan.num_ranks for layout in model.layouts)
         self._apart = any(replaced(a) for a in model.plan.components) or exchanged
+        self._all = model.components
         wide = any(a.data.degree > 1 for a in model.plan.components)
         self._components = model.components if wide else []
 
-    def check(self, _gradient: Tensor) -> None:
-        """A hook on an output.
+    def check(self, weight: float) -> None:
+        """Called with a gradient of an output, which is multiplied by ``weight`` on the way.
 
         Raises:
             UsageError: gradients of gradients are requested while ranks hold shards, or gradients that are not sums.
         """
-        if self._apart and torch.is_grad_enabled():
-            raise UsageError(
-                "a gradient of a gradient (create_graph=True) does not cross ranks that hold parts of a model; plan "
-                "with strategies=('ddp',)"
-            )
+        if torch.is_grad_enabled():  # a second derivative goes where no weight, and no sum over ranks, goes with it
+            if self._apart:
+                raise UsageError(
+                    "a gradient of a gradient (create_graph=True) does not cross ranks that hold parts of a model; "
+                    "plan with strategies=('ddp',)"
+                )
+            if any(map(synchronised, self._all)):
+                raise UsageError(
+                    "a gradient of a gradient (create_graph=True) does not cross a BatchNorm over all ranks; leave out "
+                    "batch_norm='exact', or use a norm of single samples (GroupNorm, LayerNorm)"
+                )
+            if weight != 1:
+                raise UsageError(
+                    "a gradient of a gradient (create_graph=True) is wanted of one of several calls of the model that "
+                    "go into one backward with unlike numbers of samples; call backward for each"
+                )
         p = next((p for c in self._components for p in c.parameters() if p.requires_grad), None)
         ask = getattr(torch._C, "_will_engine_execute_node", None)
         if p is None or ask is None or isinstance(p, DTensor):  # a shard is in no graph: torch says so itself
@@ -76,7 +89,7 @@ def leaving(x: Tensor, weight: float, demands: Demands) -> Tensor:
     left = x if weight == 1 else _weighed(x, weight)
     if not left.is_leaf:
         with torch._C.DisableTorchFunctionSubclass():  # what a tape writes down as a hook is the program's own
-            left.register_hook(demands.check)
+            left.register_hook(lambda _gradient: demands.check(weight))
     return left
 
 

@@ -75,6 +75,8 @@ class PlacedModel(LearningModel):
     held: list[tuple[int, ...]] | None
     """What parameters there were when the model was spread (numbers of objects)."""
     optimizers: Sequence[Optimizer]
+    coupled: bool
+    """Whether the model computes a sample's output from other samples."""
 
     def __init__(
         self,
@@ -88,6 +90,7 @@ class PlacedModel(LearningModel):
         super().__init__()
         self.__dict__.update(place=place, share=None, calls=0, names=names, again=again, weight=1.0, rows=0, watch=None)
         self.__dict__.update(pace=None, optimizers=(), left=1.0, learned=True, told_of_others=False, held=None)
+        self.__dict__["coupled"] = False
         self.plan: Plan | None = None
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
@@ -118,6 +121,11 @@ class PlacedModel(LearningModel):
         """The model's own output for this rank's samples, with any inputs. A model that is cut into components takes
         one tensor; if called with anything else it runs whole from then on."""
         parallel, device = self.parallel, self.place.device
+        if parallel is not None and self.place.ranks > 1 and torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UsageError(
+                "torch.func transforms (grad, vmap, jvp) give a rank what its own samples make of its own part of the "
+                "model; use loss.backward() and p.grad, or compute that in a plain copy: load model.state_dict()"
+            )
         args, options = self._handed(args, options)
         args, options = moved(args, device), moved(options, device)
         if parallel is None:
@@ -192,16 +200,19 @@ class PlacedModel(LearningModel):
         )  # fmt: skip
 
     def _count(self, total: int, weight: float) -> None:
-        """Leave samples that are another rank's out of the statistics of BatchNorm over all ranks."""
+        """Leave samples that are another rank's out of the statistics of BatchNorm over all ranks; warn once where they
+        cannot be left out."""
         counted(weight > 0 or not self._independent)
         total = total if self.share is None else self.share.total
         if self._independent or total >= self.place.ranks or not self.training or self._told_of_norms:
             return
-        if any(isinstance(m, _BatchNorm) and m.training for m in self.modules()):
+        norms = any(isinstance(m, _BatchNorm) and m.training for m in self.modules())
+        if norms or self.coupled:
             self._told_of_norms = True
+            what = "BatchNorm over all ranks" if norms else "what the model computes over its batch"
             warnings.warn(
-                f"a batch of {total} samples on {self.place.ranks} ranks: BatchNorm over all ranks counts some of them "
-                "twice under this plan, which one device does not; use drop_last=True, or strategies=('ddp',)",
+                f"a batch of {total} samples on {self.place.ranks} ranks: {what} counts some of them twice under this "
+                "plan, which one device does not; use drop_last=True, or strategies=('ddp',)",
                 stacklevel=5,
             )
 
@@ -479,6 +490,11 @@ class PlacedModel(LearningModel):
             for placed in every_placed():
                 if placed.trial is not None:
                     placed.trial.look_again()
+
+    @property
+    def backwards(self) -> int:
+        """Number of backwards in this process."""
+        return 0 if self.pace is None else self.pace.backwards
 
     def epoch_ended(self) -> None:
         """Average running statistics over all ranks; called by the loader at its end (collective)."""

@@ -45,7 +45,9 @@ class PlacedLoader:
                     self._model.batch_ended(number, last=False, indexed=self._batches.indexed)
                     continue
                 before = generators_now() if looks and not self._told else None
+                backwards = self._model.backwards
                 yield trial.begin(batch, len(share.rows))
+                trial.by_samples(share, learned=self._model.backwards > backwards)
                 looks = max(0, looks - 1)
                 self._model.batch_ended(number, last=False, indexed=self._batches.indexed)
                 if before is not None and generators_now() != before and not self._told:

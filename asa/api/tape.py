@@ -56,6 +56,8 @@ class Tape:
     """Whether a number was taken out of torch."""
     taken_whole: bool = False
     """Whether a tensor was, with all its numbers."""
+    asked: bool = False
+    """Whether the program asked for sizes of a tensor on it."""
     hooked: bool = False
     """Whether a gradient hook was added to a tensor on it."""
 
@@ -231,6 +233,7 @@ class Place:
 
 
 _GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
+_SIZES: Any = (Tensor.__len__, Tensor.size, Tensor.numel, Tensor.shape.__get__)  # type: ignore[attr-defined]
 
 
 class Watched(Tensor):
@@ -244,15 +247,15 @@ class Watched(Tensor):
         tapes = [t.tape for t in watched_in((args, options)) if not t.tape.closed]
         tape = min(tapes, key=lambda t: bool(t.strange), default=None)
         result = _plainly(func, args, options)
-        if func is Tensor.register_hook:
-            for each in tapes:
-                each.hooked = True
+        for each in tapes:
+            each.hooked = each.hooked or func is Tensor.register_hook
+            each.asked = each.asked or func in _SIZES
         if tape is None or tape.strange:
             return _unwatched(result, args, options)
         if func is Tensor.register_hook:
             tape.strange = "a hook changes gradients on the way"
         apart = _sample_by_sample(func, args, tape.rows, result)
-        if func == _GRAD and isinstance(result, Tensor):
+        if func is torch.autograd.grad or (func == _GRAD and isinstance(result, Tensor)):
             tape.strange = "gradients of what the model is given are those of a rank's mean, not of the batch's"
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
             return result

@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from asa.api.batches import Share
 from asa.api.comparison import Comparison, Difference
 from asa.api.in_step import REMEDY
 from asa.api.said import say
@@ -38,10 +39,12 @@ class Trial:
         self._seen: Counter[tuple[float, ...]] = Counter()
         self._compared = self._unfinished = 0
         self._said: set[str] = set()
-        self._hooks = self._said_own = False
+        self._hooks = self._said_own = self._said_samples = False
         self._tape: Tape | None = None
         self._graphs: set[int] = set()
         self._asked = 0
+        self.sized = False
+        """Whether the program asked how many samples there are."""
         self.asks = False
         """Whether a loss of a new form has come that was not checked."""
         self.trusted = False
@@ -170,11 +173,24 @@ class Trial:
         """A batch of the loader is over."""
         self._close()
 
+    def by_samples(self, share: Share, *, learned: bool) -> None:
+        """Say once of a batch, of which this rank has ``share``, that the program may go another way with it than on
+        one device. ``learned``: whether a backward came of it."""
+        mine, placed = len(share.rows), self._placed()
+        sized = self.sized or (self._tape is not None and self._tape.asked)
+        if self._said_samples or placed is None or not sized or mine >= share.total or (learned and mine > 1):
+            return
+        self._said_samples = True
+        say(placed.place, f"a batch of {share.total} samples {'is one a rank' if learned else 'had no backward'}, and "
+            f"the program asks how many there are: what it decides by that (len(x) > 1, len(x) == batch_size) one "
+            f"device decides by {share.total}, and this rank by its {mine}")  # fmt: skip
+
     def _close(self) -> None:
         """Stop recording: tensors of the batch are like any others from here on."""
         if self._tape is not None:
             self._tape.closed = True
             self._said_own = self._said_own or self._tape.taken
+            self.sized = self.sized or self._tape.asked
             self._tape = None
 
     def _rest(self) -> None:

@@ -7,7 +7,6 @@ detect.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -101,9 +100,14 @@ class SynchronisedBatchNorm(nn.Module):
         found: type = self.__dict__.get("_source", type(self))
         return found
 
+    @property
+    def meets(self) -> bool:
+        """Whether ranks exchange statistics in the next forward: not where running ones are used."""
+        return self.training or self.running_mean is None
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x`` [samples, channels, ...]."""
-        if not self.training and self.running_mean is not None:
+        if not self.meets:
             return nn.functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
@@ -135,19 +139,18 @@ class _Meeting(TorchFunctionMode):
         self.met = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.met = self.met or func is F.batch_norm
-        call = _over(self._axis) if func is F.batch_norm else func
-        return call(*args, **(kwargs or {}))
+        if func is not F.batch_norm:
+            return func(*args, **(kwargs or {}))
+        return self._batch_norm(*args, **(kwargs or {}))
 
-
-def _over(axis: Axis) -> Callable[..., Tensor]:
-    def batch_norm(
-        x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+    def _batch_norm(
+        self, x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
         bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
     ) -> Tensor:  # fmt: skip
         if not training:
             return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
-        y, mean, variance, count = _Normalise.apply(x, axis, eps)
+        self.met = True
+        y, mean, variance, count = _Normalise.apply(x, self._axis, eps)
         with torch.no_grad():
             if running_mean is not None:
                 running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -155,8 +158,6 @@ def _over(axis: Axis) -> Callable[..., Tensor]:
                 running_var.lerp_((variance * (count / (count - 1))).to(running_var.dtype), momentum)
         y = y if weight is None else y * _view(weight, x)
         return y if bias is None else y + _view(bias, x)
-
-    return batch_norm
 
 
 class _Within:
@@ -210,11 +211,11 @@ def synchronise(component: TracedComponent, axis: Axis) -> None:
 
 
 def synchronised(component: TracedComponent, *, perhaps: bool = False) -> bool:
-    """Whether ranks meet in a BatchNorm of ``component``, in backward too; of code that is not torch's known behind its
-    first forward, before that only whether they do ``perhaps``."""
+    """Whether ranks meet in a BatchNorm of ``component`` in its present mode, in backward too; of code that is not
+    torch's known behind its first forward. ``perhaps``: whether they may, in any mode."""
     run = component.__dict__.get("forward")
     within = isinstance(run, _Within) and (perhaps or run.met)
-    return within or any(type(m) is SynchronisedBatchNorm for m in component.modules())
+    return within or any(type(m) is SynchronisedBatchNorm and (perhaps or m.meets) for m in component.modules())
 
 
 def _calls(component: TracedComponent) -> bool:
