@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,39 +15,53 @@ from planner_tests.standin.registry import scenario
 
 @scenario
 def measures_all_that_a_machine_can_tell(folder: Path) -> None:
-    """The pieces of ``make gpu``, each with its first few commands; taken up again, nothing is run twice."""
-    import subprocess
-
-    from planner_tests.standin import sites
-
-    seal(folder / "sealed")
-    small = [
-        "--models",
-        "cnn",
-        "--memory-models",
-        "cnn",
-        "--input",
-        "1x8x8",
-        "--batch",
-        "16",
-        "--seconds",
-        "1",
-        "--strategies",
-        "ddp",
-        "--no-compile",
-    ]
-    script = str(sites.ROOT.parent / "benchmarks" / "gpu.py")
-    pieces = "profiles,memory,rehearsal,speed,study"
-    for named, most in ((pieces, "3"), (pieces, "3"), ("machine", "9")):
-        argv = [sys.executable, "-W", "ignore", script, "--out", "gpu", *small, "--pieces", named, "--most", most]
-        done = subprocess.run([*argv, "--sealed", "sealed"], capture_output=True, text=True, cwd=folder)
-        assert done.returncode == 0, done.stderr + (folder / "gpu" / "record.jsonl").read_text()[-2000:]
-    names = [json.loads(line)["name"] for line in (folder / "gpu" / "record.jsonl").read_text().splitlines()]
-    assert len(names) == len(set(names)), names
-    score = [sys.executable, str(Path(script).with_name("gpu_report.py")), "gpu/record.jsonl", "--sealed", "sealed"]
-    said = subprocess.run(score, capture_output=True, text=True, cwd=folder, check=True).stdout
+    """The pieces of ``make gpu``, each with its first few commands: cut off, failed, taken up again; sent back."""
+    os.environ["STANDIN_NAME"] = card = "NVIDIA A100-SXM4-80GB"
+    seal(folder / "sealed", card)
+    _pieces("profiles", 2, "--limit", "3", code=1)  # less than a process takes to start
+    assert not _record(), "what was cut off is no answer"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    _pieces("profiles", 1, code=1)
+    del os.environ["CUDA_VISIBLE_DEVICES"]
+    (failed,) = _record()
+    assert failed["exit_code"] == 5, failed
+    assert "FAILED with 5" in (folder / "gpu" / "gpu-report.md").read_text()
+    _pieces("profiles", 1, code=1)
+    assert len(_record()) == 1, "what failed was not asked for again"
+    _pieces("profiles,memory,rehearsal,speed", 3, "--failed", "--shares", "2")
+    _pieces("study", 7)
+    _pieces("machine", 9)
+    names = [entry["name"] for entry in _record()]
+    assert len(names) == 1 + len(set(names)), names
+    _pieces("profiles,memory,rehearsal,speed", 3)
+    assert len(_record()) == len(names), "taken up again, nothing is run twice"
+    assert (folder / "profiles" / "cnn.nvidia-a100-sxm4-80gb.fp32.json").is_file(), "where plans look for it"
+    said = _python("gpu_report.py", "gpu/record.jsonl", "--sealed", "sealed")
     assert "cnn ddp on stand-in-2: sealed" in said, said
-    assert said.strip() in (folder / "gpu" / "gpu-report.md").read_text()
+    assert "a100-nvlink-8: 6 predictions made anew from profiles of this card, every hash holds" in said, said
+    page = (folder / "gpu" / "gpu-report.md").read_text()
+    assert said.strip() in page
+    assert "reference's speed: " in page, page
+
+
+def _record() -> list[dict[str, Any]]:
+    record = Path("gpu/record.jsonl")
+    return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+
+
+def _pieces(names: str, most: int, *more: str, code: int = 0) -> None:
+    """``benchmarks/gpu.py`` on a small network."""
+    small = "--models cnn --memory-models cnn --input 1x8x8 --batch 16 --seconds 1 --strategies ddp --no-compile"
+    argv = ["--out", "gpu", "--sealed", "sealed", *small.split(), "--pieces", names, "--most", str(most), *more]
+    _python("gpu.py", *argv, code=code)
+
+
+def _python(script: str, *argv: str, code: int = 0) -> str:
+    """What a script of ``benchmarks`` prints."""
+    file = str(Path(__file__).parents[2] / "benchmarks" / script)
+    done = subprocess.run([sys.executable, "-W", "ignore", file, *argv], capture_output=True, text=True)
+    assert done.returncode == code, (done.returncode, done.stderr, _record()[-1:])
+    return done.stdout
 
 
 NOT_HERE = {

@@ -86,12 +86,12 @@ def same_losses(folder: Path, plan: Any, close: float = 1e-4, **changes: Any) ->
         assert abs(ours["train_loss"] - theirs["train_loss"]) <= close, (ours, theirs)
 
 
-def seal(folder: Path) -> None:
+def seal(folder: Path, card: str = "Stand-In GPU") -> None:
     """A prediction of the stand-in's own two GPUs, written down before."""
     from asa.ir.sealed import FIRST, Claim, sealed
 
     claim = Claim(
-        machine="stand-in-2", device_name="Stand-In GPU", num_devices=2, num_nodes=1, strategy="ddp",
+        machine="stand-in-2", device_name=card, num_devices=2, num_nodes=1, strategy="ddp",
         plan=on_gpu(small_plan(ranks=2)), place=1, among=1,
     )  # fmt: skip
     folder.mkdir()
