@@ -67,7 +67,7 @@ def test_half_precision_is_near_the_whole_one(name: str, precision: Any) -> None
         output = model(x)
         half = loss_of(output, y)
     assert output.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    assert float(half) == pytest.approx(float(whole), rel=0.05)
+    assert half.item() == pytest.approx(whole.item(), rel=0.05)
 
 
 def test_tf32_is_taken_and_given_back() -> None:
@@ -109,7 +109,7 @@ def test_compiled_components_train_the_same(compiled: Any) -> None:
                     assert p.grad is not None, step
                     p -= 0.1 * p.grad
                     p.grad = None
-            losses[name].append(float(loss))
+            losses[name].append(loss.item())
     assert losses["made"] == pytest.approx(losses["plain"], rel=1e-3)
 
 
