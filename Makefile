@@ -79,7 +79,7 @@ samples: setup
 gpu: setup
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
 	  { echo "no CUDA device is usable here: \`make gpu\` needs one (\`asa doctor\` says more)" >&2; exit 5; }
-	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python benchmarks/gpu.py --shares 99 --failed
 
 standin: setup
 	$(BIN)/python -m pytest -m standin -s planner_tests/test_standin.py

@@ -1,16 +1,21 @@
 """What a machine with GPUs can tell, in pieces of at most eight minutes, each taken up where it was left.
 
-    python benchmarks/gpu.py [--pieces tests,profiles,...] [--out runs/gpu] [--again] [--models resnet50,vit_b_16]
+    python benchmarks/gpu.py [--pieces tests,profiles,...] [--out runs/gpu] [--shares 99] [--failed | --again]
+                             [--models resnet50,vit_b_16]
                              [--memory-models ...] [--input 3x32x32] [--large 3x224x224] [--batch 256] [--seconds 60]
 
 ``tests``: all tests marked ``gpu``. ``profiles``: of each model in fp32 and bf16; components against the whole.
 ``memory``: plans for one GPU, predicted against measured, over batches, precisions, recomputation and optimizers, and
 the largest batch that fits. ``rehearsal``: one rank of plans for 8 GPUs. ``speed``: a step beside a reference tuned by
-hand, compiled, channels_last and as CUDA graphs. ``study``: what 8 GPUs are foreseen to do, from the new profiles.
+hand, in TF32, compiled, channels_last and as CUDA graphs. ``study``: what 8 GPUs are foreseen to do, from the new
+profiles, and the sealed predictions made anew from them.
 ``machine``: with several GPUs, their links, every strategy, the planner's regret and the sealed predictions.
 
 Every command's answer is kept in ``record.jsonl`` as it comes, failures included, and what is there is not run again
-(``--again`` does). ``gpu-report.md`` is the verdict (:mod:`benchmarks.gpu_report`), and names the files to send back.
+(``--failed`` runs failures again, ``--again`` everything). A command that the end of the eight minutes cuts off is the
+first of the next share; ``--shares`` takes up to so many of each piece, one after the other. Profiles are also put
+where ``asa plan`` looks for them. ``gpu-report.md`` is the verdict (:mod:`benchmarks.gpu_report`), and names the files
+to send back.
 """
 
 from __future__ import annotations
@@ -33,6 +38,10 @@ Command = tuple[str, tuple[str, ...]]
 """What a result is filed under, and the arguments of ``python -m``."""
 _MOST_DOUBLINGS = 8
 _FEWEST = 2
+_CLASSES, _CLASSES_OF_LARGE = "100", "1000"
+_EIGHT = 8
+_MOST_OF_IT = 0.9
+"""Of a share: a command that had so much and did not end has failed."""
 
 
 def _asa(*argv: str) -> tuple[str, ...]:
@@ -45,24 +54,24 @@ def tests(_: argparse.Namespace, out: Path) -> Iterator[Command]:
 
 
 def _profile(
-    args: argparse.Namespace, out: Path, model: str, precision: str, *how: str, shape: str | None = None
+    args: argparse.Namespace, out: Path, model: str, precision: str, *how: str, large: bool = False
 ) -> Command:
-    shape, marks = shape or args.input, "".join(f".{h}" for h in how[1::2])
-    large = "" if shape == args.input else f".{shape}"
-    file = out / f"{model}{large}{marks}.{precision}.json"
+    shape, marks = args.large if large else args.input, "".join(f".{h}" for h in how[1::2])
+    file = out / f"{model}{f'.{shape}' if large else ''}{marks}.{precision}.json"
     name = " ".join((f"profile {model} {precision}", *how[1::2], *([shape] if large else [])))
-    given = ("--input", shape, "--classes", "100", "--global-batch", str(args.batch), "--device", "cuda")
+    classes = _CLASSES_OF_LARGE if large else _CLASSES
+    given = ("--input", shape, "--classes", classes, "--global-batch", str(args.batch), "--device", "cuda")
     limit = ("--time-limit", f"{args.seconds}s", "-o", str(file))
     return name, _asa("profile", model, *given, "--precision", precision, *how, *limit)
 
 
 def profiles(args: argparse.Namespace, out: Path) -> Iterator[Command]:
-    """Profiles that the other pieces plan from; transformers over patches on large images, too."""
+    """Profiles that the other pieces plan from, and of what was sealed on large images."""
     for model in args.models.split(","):
         for precision in ("fp32", "bf16"):
             yield _profile(args, out, model, precision)
-            if model.startswith("vit") and args.large:
-                yield _profile(args, out, model, precision, shape=args.large)
+            if args.large and model in args.large_models.split(","):
+                yield _profile(args, out, model, precision, large=True)
 
 
 def memory(args: argparse.Namespace, out: Path) -> Iterator[Command]:
@@ -115,36 +124,34 @@ def rehearsal(args: argparse.Namespace, out: Path) -> Iterator[Command]:
 
 def speed(args: argparse.Namespace, out: Path) -> Iterator[Command]:
     """One GPU beside a reference tuned by hand, way by way."""
+    ways = (
+        ("tf32", "contiguous", "none"), ("bf16", "contiguous", "none"), ("bf16", "channels_last", "none"),
+        ("bf16", "channels_last", "components"), ("bf16", "channels_last", "graphs"),
+    )  # fmt: skip
     for model in args.models.split(","):
-        for form, compiled in (("contiguous", "none"), ("channels_last", "none"), ("channels_last", "components"),
-                               ("channels_last", "graphs")):  # fmt: skip
+        for precision, form, compiled in ways:
             if compiled != "none" and args.no_compile:
                 continue
             how = ("--memory-format", form, "--compile", compiled)
-            what = f"{model} bf16 {form} {compiled}"
-            yield _profile(args, out, model, "bf16", *how)
+            what = f"{model} {precision} {form} {compiled}"
+            yield _profile(args, out, model, precision, *how)
             theirs = {"components": "default"}.get(compiled, compiled)
             given = ("--input", args.input, "--batch", str(args.batch), "--memory-format", form, "--compile", theirs)
-            yield f"reference {what}", ("benchmarks.gpu_reference", model, *given)
-            yield from _alone(out, "speed", what, f"{model}.{form}.{compiled}.bf16.json", args.batch)
+            yield f"reference {what}", ("benchmarks.gpu_reference", model, *given, "--precision", precision)
+            yield from _alone(out, "speed", what, f"{model}.{form}.{compiled}.{precision}.json", args.batch)
 
 
 def study(args: argparse.Namespace, out: Path) -> Iterator[Command]:
-    """Eight GPUs, foreseen from the profiles that were taken here."""
+    """Eight GPUs, foreseen from the profiles that were taken here, and what was sealed of this card made anew."""
     for model in args.models.split(","):
         for strategy in ("ddp", "fsdp", "tensor", "1f1b", "hybrid", "asa"):
-            asked = (
-                "--gpus",
-                "8",
-                "--cluster",
-                args.cluster,
-                "--strategies",
-                strategy,
-                "--global-batch",
-                str(args.batch),
-            )
+            asked = ("--gpus", "8", "--cluster", args.cluster, "--strategies", strategy)
+            asked += ("--global-batch", str(args.batch))
             file = out / f"study.{model}.{strategy}.json"
             yield f"study {model} {strategy}", _asa("plan", str(out / f"{model}.fp32.json"), *asked, "-o", str(file))
+    given = ("--profiles", str(out), "--after", str(args.sealed), "--folder", str(out / "sealed"), "--json")
+    also = [f"{model}:{args.input}:{_CLASSES}:{args.batch}" for model in args.models.split(",")]
+    yield "sealed anew", ("benchmarks.make_sealed", *given, "--also", *also)
 
 
 def machine(args: argparse.Namespace, out: Path) -> Iterator[Command]:
@@ -157,7 +164,7 @@ def machine(args: argparse.Namespace, out: Path) -> Iterator[Command]:
     limit = ("--time-limit", f"{args.seconds}s")
     yield "links", _asa("cluster", "measure", "--gpus", str(gpus), "--device", "cuda", *limit, "-o", str(cluster))
     for model in args.models.split(","):
-        given = ("--models", model, "--input", args.input, "--classes", "100", "--gpus", str(gpus))
+        given = ("--models", model, "--input", args.input, "--classes", _CLASSES, "--gpus", str(gpus))
         among = ("--strategies", args.strategies, "--cluster", str(cluster), "--budget", f"{2 * args.seconds}s")
         batch = ("--global-batch", str(args.batch), "--device", "cuda", "--data", "synthetic")
         yield f"bench {model}", _asa("bench", *given, *batch, *among)
@@ -181,31 +188,69 @@ def _gpus() -> int:
     return cuda_devices()
 
 
+def _eight() -> str:
+    """A preset of one machine with eight cards like this one's, if there is one."""
+    from asa.cost.machine import presets
+    from asa.cost.machine.nearest import same_gpu
+    from asa.instruments import nvml
+
+    card = next(iter(nvml.names(1)), "")
+    for name in presets.names():
+        known = presets.load(name)
+        if known.num_devices == _EIGHT and len(known.levels) == 1 and card and same_gpu(known.device.name, card):
+            return name
+    return "a100-nvlink-8"
+
+
 def run(piece: str, args: argparse.Namespace, record: Path) -> bool:
-    """Every command of ``piece`` that has no answer yet; whether they ended before its time was over."""
-    known = {} if args.again else answers(record)
-    ends = time.monotonic() + LIMIT_S
+    """Every command of ``piece`` that has no answer yet, for at most :data:`LIMIT_S`; whether none is left."""
+
+    def stands(name: str, found: dict[str, Any]) -> bool:
+        return name in args.ran or not (args.again or (args.failed and failed(found)))
+
+    known = {name: found for name, found in answers(record).items() if stands(name, found)}
+    ends = time.monotonic() + args.limit
     for name, argv in islice(PIECES[piece](args, args.out), args.most):
         if name in known:
             continue
         left = ends - time.monotonic()
         if left < 1:
-            print(f"gpu: {piece} used its {LIMIT_S:.0f} s; run it again for the rest", file=sys.stderr)
-            return False
+            return _cut_off(piece, args.limit)
         began = time.monotonic()
         try:
             done = subprocess.run([sys.executable, "-m", *argv], capture_output=True, text=True, timeout=left)
             code, said, wrong = done.returncode, done.stdout, done.stderr
         except subprocess.TimeoutExpired:
+            if left < _MOST_OF_IT * args.limit:  # others had the time: it has all of the next share
+                return _cut_off(piece, args.limit)
             code, said, wrong = 124, "", f"it did not end in {left:.0f} s"
         found = {"piece": piece, "name": name, "argv": argv, "exit_code": code, "seconds": time.monotonic() - began}
         answer = _document(said)
         found |= {"answer": answer} if answer else {"said": said[-2000:]}
         with record.open("a") as file:
             file.write(json.dumps(found | ({"error": wrong[-2000:]} if code else {})) + "\n")
+        if code == 0 and name.startswith("profile "):
+            _put_away(Path(argv[argv.index("-o") + 1]), args.keep)
+        args.ran.add(name)
         known[name] = found  # a command that two pieces want is run once
         print(f"gpu: {name}: {'ok' if not failed(found) else f'exit code {code}'}", file=sys.stderr)
     return True
+
+
+def _cut_off(piece: str, limit: float) -> bool:
+    print(f"gpu: {piece} used its {limit:.0f} s; its next share goes on there", file=sys.stderr)
+    return False
+
+
+def _put_away(file: Path, folder: Path) -> None:
+    """Copy a profile to where ``asa plan MODEL`` looks for it."""
+    from asa.ir import codec
+    from asa.ir.profile import Profile
+    from asa.profiler.paths import profile_path
+
+    place = profile_path(codec.load(Profile, file), folder)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(file.read_bytes())
 
 
 def _document(text: str) -> Any:
@@ -220,14 +265,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pieces", default=",".join(PIECES))
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
-    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--shares", type=int, default=1, help="how often each piece may use its eight minutes")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of a share, at most the default")
+    parser.add_argument("--failed", action="store_true", help="run what failed again")
+    parser.add_argument("--again", action="store_true", help="run everything again")
+    parser.add_argument("--keep", type=Path, default=Path("profiles"), help="folder for profiles that plans may use")
     parser.add_argument("--models", default="resnet50,vit_b_16,vgg16")
     parser.add_argument(
         "--memory-models", default="resnet50,vit_b_16,vgg16,densenet121,efficientnet_v2_s,convnext_large"
     )
     parser.add_argument("--input", default="3x32x32")
-    parser.add_argument("--large", default="3x224x224", help="second size of models of patches; empty: none")
-    parser.add_argument("--cluster", default="a100-nvlink-8")
+    parser.add_argument("--large", default="3x224x224", help="second size of images; empty: none")
+    parser.add_argument("--large-models", default="resnet50,vit_b_16", help="models that are profiled on it")
+    parser.add_argument("--cluster", help="of eight GPUs, to plan for (default: a preset with this card)")
     parser.add_argument("--strategies", default="ddp,zero1,zero2,fsdp,tensor,gpipe,1f1b,hybrid,asa")
     parser.add_argument("--sealed", type=Path, default=SEALED, help="folder of sealed predictions")
     parser.add_argument("--most", type=int, help="commands of a piece, for a first try")
@@ -235,6 +285,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--no-compile", action="store_true", help="leave out what needs a compiler for the GPU")
     args = parser.parse_args()
+    args.limit = min(args.limit, LIMIT_S)
+    args.ran = set()
+    args.cluster = args.cluster or _eight()
     args.out.mkdir(parents=True, exist_ok=True)
     record = args.out / "record.jsonl"
     if record.exists() and not record.read_text().endswith("\n"):  # the line that a kill cut off
@@ -243,8 +296,12 @@ def main() -> int:
     score = f"python benchmarks/gpu_report.py {record}"
     whole = True
     for piece in args.pieces.split(","):
-        whole &= run(piece, args, record)
-        (args.out / "gpu-report.md").write_text(report(record, PIECES, score, args.sealed))
+        for _ in range(args.shares):
+            done = run(piece, args, record)
+            (args.out / "gpu-report.md").write_text(report(record, PIECES, score, args.sealed))
+            if done:
+                break
+        whole &= done
     page = args.out / "gpu-report.md"
     print(f"gpu: wrote {page}; send it back with {record}; they are scored by: {score}", file=sys.stderr)
     return int(not whole or any(map(failed, answers(record).values())))

@@ -1,6 +1,6 @@
 """A training step as somebody would tune it by hand for one GPU: what `asa` is held against there.
 
-    python benchmarks/gpu_reference.py MODEL --input 3x32x32 --classes 100 --batch 256 --precision bf16
+    python benchmarks/gpu_reference.py MODEL --input 3x32x32 --classes 100 --batch 256 --precision tf32|bf16
         [--memory-format channels_last] [--compile none|default|graphs] [--device cuda] [--steps 30]
 
 The model whole, fused SGD, inputs on the device, cuDNN's kernels tried before; nothing of `asa` but the zoo that builds
@@ -24,6 +24,7 @@ def step_seconds(args: argparse.Namespace) -> list[float]:
     """Seconds of every timed step; the first ones, in which kernels are made and chosen, are not in it."""
     device = torch.device(args.device)
     torch.backends.cudnn.benchmark = device.type == "cuda"
+    torch.set_float32_matmul_precision("high" if args.precision == "tf32" else "highest")
     shape = tuple(map(int, args.input.split("x")))
     form = torch.channels_last if args.memory_format == "channels_last" else torch.contiguous_format
     model = build(args.model, num_classes=args.classes, input_shape=shape).to(device, memory_format=form).train()
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("--input", default="3x32x32")
     parser.add_argument("--classes", type=int, default=100)
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="bf16")
+    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16", "fp16"), default="bf16")
     parser.add_argument("--memory-format", choices=("contiguous", "channels_last"), default="contiguous")
     parser.add_argument("--compile", choices=("none", "default", "graphs"), default="none")
     parser.add_argument("--device", default="cuda")

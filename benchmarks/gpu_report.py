@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def report(record: Path, pieces: Iterable[str], score: str, sealed: Path) -> str
     """The verdict: what failed, and how far predictions were off."""
     found = answers(record)
     wrong = [f for f in found.values() if failed(f)]
-    lines = ["# What the GPUs said", "", f"{len(found)} commands, {len(wrong)} failed.", ""]
+    lines = ["# What the GPUs said", "", f"{len(found)} commands, {len(wrong)} failed.", *_verdict(found), ""]
     for piece in pieces:
         own = [f for f in found.values() if f["piece"] == piece]
         lines += [f"## {piece}", "", *([line for f in own for line in _told(f, found)] or ["not run"]), ""]
@@ -53,14 +54,54 @@ def report(record: Path, pieces: Iterable[str], score: str, sealed: Path) -> str
     return "\n".join([*lines, f"    {score}", "", *scores(found, sealed), ""])
 
 
+def _verdict(found: dict[str, Found]) -> list[str]:
+    """Each aim with how many cells reach it, in one line; nothing of what was not run."""
+    good = {name: f["answer"] for name, f in found.items() if f.get("answer") and not failed(f)}
+    lines = [f"Device: {card}." for card in sorted({a["device"]["name"] for a in _of(good, "profile ").values()})]
+    if plain := [_off(a) for a in _of(good, "profile ").values() if a["whole"] and not a.get("compiled")]:
+        near = sum(abs(v) <= WITHIN for v in plain)
+        lines.append(f"Components within {WITHIN:.0%} of the whole model: {near} of {len(plain)} profiles.")
+    for what, words in (("memory ", "Memory of plans for one GPU"), ("rehearse ", "Memory of ranks of eight")):
+        if seen := [a["predicted_memory_bytes"] / a["peak_memory_bytes"] - 1 for a in _of(good, what).values()]:
+            median, under = statistics.median(map(abs, seen)), sum(v < 0 for v in seen)
+            lines.append(
+                f"{words}: {len(seen)} cells, {median:.1%} off at the median, {max(map(abs, seen)):.1%} at worst, "
+                f"{under} under-predicted."
+            )
+    ratios = [r for name in _of(good, "speed ") if (r := _speed(name, good)) is not None]
+    if ratios:
+        near = sum(r >= AIM for r in ratios)
+        lines.append(
+            f"At least {AIM} of the tuned reference's speed: {near} of {len(ratios)}, {min(ratios):.2f} at worst."
+        )
+    if checked := _of(good, "verify "):
+        same = sum(a["equivalent"] for a in checked.values())
+        lines.append(f"Plans that train as one device does: {same} of {len(checked)}.")
+    return [text for line in lines for text in ("", line)]
+
+
+def _of(good: dict[str, Any], word: str) -> dict[str, Any]:
+    return {name: answer for name, answer in good.items() if name.startswith(word)}
+
+
+def _off(profile: Any) -> float:
+    """How far the sum of components is from the whole at worst, of its time."""
+    return max((w["components_s"] / w["whole"]["median"] - 1 for w in profile["whole"]), key=abs, default=0.0)
+
+
+def _speed(name: str, good: dict[str, Any]) -> float | None:
+    """Speed over that of the tuned reference; None without one."""
+    theirs = good.get(f"reference {name.removeprefix('speed ')}")
+    return None if theirs is None else float(theirs["step_s"] / good[name]["step_s"]["median"])
+
+
 def _told(found: Found, every: dict[str, Found]) -> list[str]:
     name, answer = found["name"], found.get("answer") or {}
     if failed(found):
         last = (found.get("error") or found.get("said") or "").strip().splitlines()[-1:]
         return [f"- {name}: FAILED with {found['exit_code']}: {''.join(last)}"]
     if name.startswith("profile "):
-        off = [w["components_s"] / w["whole"]["median"] - 1 for w in answer["whole"]]
-        worst = max(off, key=abs, default=0.0)
+        worst = _off(answer)
         doubt = answer["provenance"].get("disturbed", "")
         good = "ok" if abs(worst) <= WITHIN else "TOO FAR OFF"
         if answer.get("compiled"):  # the whole is compiled as one: what that would gain is a finding
@@ -137,8 +178,36 @@ def scores(found: dict[str, Found], folder: Path) -> list[str]:
                 ratio = p.prediction.step_time_s / new["prediction"]["step_time_s"] - 1
                 lines.append(f"- {p.model_spec} {seal.claim.strategy} on {seal.claim.machine}: sealed {ratio:+.1%} off "
                              "what the new profile foresees")  # fmt: skip
+    lines += _anew(found, folder)
     head = ["## Against the sealed predictions", ""]
     return [*head, *(lines or [f"none of {len(seals)} sealed predictions is of what was measured here"])]
+
+
+def _anew(found: dict[str, Found], folder: Path) -> list[str]:
+    """Predictions that were made anew there, every hash checked behind those that are sealed here."""
+    from asa.errors import InvalidInputError
+    from asa.ir.sealed import newest, read
+
+    lines = []
+    for machine, made in ((found.get("sealed anew", {}).get("answer") or {}).get("sealed") or {}).items():
+        before = folder / f"{machine}.jsonl"
+        with tempfile.TemporaryDirectory() as scratch:
+            chain = Path(scratch) / before.name
+            chain.write_text((before.read_text() if before.is_file() else "") + "".join(made))
+            try:
+                seals = read(chain)
+            except InvalidInputError as error:
+                lines.append(f"- {machine}: predictions made anew do not follow what is sealed here: {error}")
+                continue
+        old = {s.claim.key: s for s in newest(seals[: len(seals) - len(made)])}
+        lines.append(f"- {machine}: {len(made)} predictions made anew from profiles of this card, every hash holds")
+        for seal in seals[len(seals) - len(made) :]:
+            new, p = seal.claim.plan.prediction.step_time_s, seal.claim.plan
+            if was := old.get(seal.claim.key):
+                ratio = was.claim.plan.prediction.step_time_s / new - 1
+                lines.append(f"- {p.model_spec} {seal.claim.strategy} on {machine}: {1e3 * new:.2f} ms a step foreseen "
+                             f"now, the one sealed before is {ratio:+.1%} off it")  # fmt: skip
+    return lines
 
 
 def main() -> None:

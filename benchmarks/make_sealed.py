@@ -1,19 +1,24 @@
 """Write predictions down before anybody measures them: ``benchmarks/sealed/MACHINE.jsonl``.
 
-    python benchmarks/make_sealed.py [--machines A,B] [--revise] [--folder DIR]
+    python benchmarks/make_sealed.py [--machines A,B] [--revise] [--folder DIR] [--profiles DIR [--after DIR] [--json]]
 
 Per machine, model and batch every strategy is planned for it, and its step time with interval, peak memory and place in
 the order are appended with a hash chain (:mod:`asa.ir.sealed`). A cell that is sealed stays as it is: a second run adds
 only cells that are missing, and with ``--revise`` a further revision of those whose prediction is another one today.
 Profiles are estimates from FLOPs and bytes unless one measured on that very GPU lies in ``profiles/``; the plan of each
-cell says which (``origin``). ``asa bench --check-sealed`` on such a machine measures them and prints the score.
+cell says which (``origin``). With ``--profiles`` only cells with a measured profile in that folder are planned, for
+every machine with its GPU, and put in DIR behind what was sealed ``--after``: predictions made anew from a new card's
+profiles, to be sent back. ``asa bench --check-sealed`` on such a machine measures them and prints the score.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
@@ -44,7 +49,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks" / "sealed"
 MACHINES = {"a100-nvlink-8": 1, "h100-nvlink-8": 1, "v100-dgx1-8": 1, "t4-pcie-4": 1, "a100-2x8-ib": 2}
 """Cluster presets, with their number of nodes."""
-WORKLOADS: tuple[tuple[str, tuple[int, int, int], int, int], ...] = (
+Workload = tuple[str, tuple[int, int, int], int, int]
+WORKLOADS: tuple[Workload, ...] = (
     ("resnet50", (3, 32, 32), 100, 256),
     ("resnet50", (3, 224, 224), 1000, 512),
     ("vit_b_16", (3, 224, 224), 1000, 512),
@@ -64,14 +70,22 @@ def structure(model: str, shape: tuple[int, int, int], classes: int) -> tuple[La
     return layer_graph(traced, model=model, input_shape=shape, num_classes=classes), traced.model_fingerprint
 
 
+@cache
+def measured(folder: Path) -> tuple[Profile, ...]:
+    """Profiles in a folder of files of several kinds: those of the usual way to compute, that nothing disturbed."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        with contextlib.suppress(InvalidInputError):
+            found.append(codec.load(Profile, path))
+    return tuple(p for p in found if not p.execution and not p.provenance.disturbed)
+
+
 def profile_of(
-    model: str, shape: tuple[int, int, int], classes: int, batch: int, cluster: Cluster, precision: Precision
-) -> Profile:
-    """The best there is: one measured on that GPU, else an estimate."""
-    for path in sorted((ROOT / "profiles").glob("*.json")):
-        if path.name.startswith("cluster."):
-            continue
-        found = codec.load(Profile, path)
+    model: str, shape: tuple[int, int, int], classes: int, batch: int, cluster: Cluster, precision: Precision,
+    folder: Path = ROOT / "profiles",
+) -> Profile | None:  # fmt: skip
+    """The one that was measured on that GPU, if there is one."""
+    for found in measured(folder):
         if (
             (found.model_spec, found.graph.input_shape, found.graph.num_classes) == (model, shape, classes)
             and (found.device.type, found.precision) == (cluster.device.type, precision)
@@ -79,6 +93,13 @@ def profile_of(
             and found.global_batch * cluster.num_devices >= batch
         ):
             return found
+    return None
+
+
+def estimated(
+    model: str, shape: tuple[int, int, int], classes: int, batch: int, cluster: Cluster, precision: Precision
+) -> Profile:
+    """What would be expected of that GPU."""
     graph, fingerprint = structure(model, shape, classes)
     return estimate(
         graph, cluster.device, model_spec=model, model_fingerprint=fingerprint, precision=precision,
@@ -86,11 +107,19 @@ def profile_of(
     )  # fmt: skip
 
 
-def claims(machine: str, precision: Precision = "fp32") -> Iterator[Claim]:
-    """Every cell of a machine that a plan exists for."""
+def claims(
+    machine: str, precision: Precision = "fp32", *, profiles: Path | None = None,
+    workloads: Iterable[Workload] = WORKLOADS,
+) -> Iterator[Claim]:  # fmt: skip
+    """Every cell of a machine that a plan exists for; given ``profiles``, those that one of them is of."""
     cluster = presets.load(machine)
-    for model, shape, classes, batch in WORKLOADS:
-        profile = profile_of(model, shape, classes, batch, cluster, precision)
+    for model, shape, classes, batch in workloads:
+        cell = (model, shape, classes, batch, cluster, precision)
+        profile = profile_of(*cell) if profiles is None else profile_of(*cell, profiles)
+        if profile is None:
+            if profiles is not None:
+                continue
+            profile = estimated(*cell)
         found: dict[str, Plan] = {}
         request = Request(gpus=cluster.num_devices, global_batch=batch, time_limit_s=LIMIT_S)
         prices = Prices(Space(profile, cluster, offered(), request))
@@ -101,7 +130,7 @@ def claims(machine: str, precision: Precision = "fp32") -> Iterator[Claim]:
                 certificate = replace(chosen.certificate, curve=None)
                 found[strategy] = replace(chosen, baselines=(), notes=(), certificate=certificate)
             except (InfeasibleError, UsageError) as error:
-                print(f"  {machine} {model} {shape[1]} {batch} {strategy}: {error}")
+                print(f"  {machine} {model} {shape[1]} {batch} {strategy}: {error}", file=sys.stderr)
         order = sorted(found, key=lambda s: found[s].prediction.step_time_s)
         for strategy, chosen in found.items():
             yield Claim(
@@ -116,8 +145,9 @@ def claims(machine: str, precision: Precision = "fp32") -> Iterator[Claim]:
             )
 
 
-def seal(machine: str, folder: Path, *, revise: bool) -> tuple[int, int]:
-    """Append what is missing (and with ``revise`` what changed) to the machine's file; how many were added, and left.
+def seal(machine: str, folder: Path, made: Iterable[Claim], *, revise: bool) -> tuple[list[str], int]:
+    """Append what is missing of ``made`` (and with ``revise`` what changed) to the machine's file; the lines that were
+    added, and how many cells were left.
 
     Raises:
         InvalidInputError: the file that is there was tampered with.
@@ -128,7 +158,7 @@ def seal(machine: str, folder: Path, *, revise: bool) -> tuple[int, int]:
     previous = there[-1].sha256 if there else FIRST
     lines = []
     left = 0
-    for claim in claims(machine):
+    for claim in made:
         old = last.get(claim.key)
         if old is not None and (not revise or foretold(old.claim) == foretold(claim)):
             left += 1
@@ -142,7 +172,7 @@ def seal(machine: str, folder: Path, *, revise: bool) -> tuple[int, int]:
     with path.open("a", encoding="utf-8") as stream:  # nothing that is there is ever written over
         stream.writelines(lines)
     read(path)
-    return len(lines), left
+    return lines, left
 
 
 def foretold(claim: Claim) -> tuple[object, ...]:
@@ -151,23 +181,44 @@ def foretold(claim: Claim) -> tuple[object, ...]:
     return p.components, p.stages, p.schedule, p.num_microbatches, p.prediction, claim.place, claim.among
 
 
+def _workload(text: str) -> Workload:
+    """``MODEL:CxHxW:CLASSES:BATCH``."""
+    model, shape, classes, batch = text.rsplit(":", 3)
+    channels, height, width = map(int, shape.split("x"))
+    return model, (channels, height, width), int(classes), int(batch)
+
+
 def main() -> None:
     """Seal, and say how many."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--machines", default=",".join(MACHINES))
     parser.add_argument("--revise", action="store_true", help="add a revision of cells that are foretold otherwise now")
     parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--profiles", type=Path, help="folder of new profiles; only their cells are sealed")
+    parser.add_argument("--after", type=Path, default=FOLDER, help="with --profiles: what was sealed before")
+    parser.add_argument("--also", type=_workload, nargs="+", default=[], metavar="MODEL:CxHxW:CLASSES:BATCH")
+    parser.add_argument("--json", action="store_true", help="print the new lines as one JSON document")
     args = parser.parse_args()
+    told: dict[str, list[str]] = {}
     total = 0
     for machine in args.machines.split(","):
         began = time.perf_counter()
+        made = list(claims(machine, profiles=args.profiles, workloads=dict.fromkeys((*WORKLOADS, *args.also))))
+        if args.profiles is not None and not made:
+            continue
+        before, path = args.after / f"{machine}.jsonl", args.folder / f"{machine}.jsonl"
+        if args.profiles is not None and before.is_file():  # as often as it is made anew
+            args.folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(before.read_bytes())
         try:
-            added, left = seal(machine, args.folder, revise=args.revise)
+            told[machine], left = seal(machine, args.folder, made, revise=args.revise or args.profiles is not None)
         except InvalidInputError as error:
             raise SystemExit(str(error)) from None
+        added = len(told[machine])
         total += added + left
-        print(f"{machine}: {added} cells sealed, {left} were and stay; {time.perf_counter() - began:.0f} s", flush=True)
-    print(f"{total} cells")
+        took = time.perf_counter() - began
+        print(f"{machine}: {added} cells sealed, {left} were and stay; {took:.0f} s", file=sys.stderr, flush=True)
+    print(json.dumps({"sealed": told}) if args.json else f"{total} cells")
 
 
 if __name__ == "__main__":

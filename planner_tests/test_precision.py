@@ -10,12 +10,19 @@ import pytest
 import torch
 import training
 
+from asa.cost.machine import presets
+from asa.cost.machine.estimate import estimate
+from asa.errors import UnavailableError
 from asa.executor.running import outdir
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint
 from asa.ir.plan import Plan
+from asa.profiler.machine import require_precision
 from asa.scheduler import adapt
+from asa.sharding.describe import layer_graph
 from asa.strategies import offered
+from planner_tests.hand_plans import traced as traced_model
+from planner_tests.small_models import INPUT, build
 
 
 def under(made: Plan, names: tuple[str, ...]) -> Plan:
@@ -62,3 +69,26 @@ def test_it_learns_under_any_layout(tmp_path: Path, precision: Any) -> None:
     assert result["epochs"][0]["validation_accuracy"] > 0.3
     weights = checkpoint.read(checkpoint.find(tmp_path / outdir.CHECKPOINTS).path, checkpoint.MODEL)
     assert weights["classifier.weight"].dtype == torch.float32
+
+
+def test_tf32_is_priced_where_a_card_has_it_and_refused_elsewhere() -> None:
+    assert presets.load("a100-nvlink-8").device.peak_flops("tf32") == 156e12
+    assert presets.load("v100-dgx1-8").device.peak_flops("tf32") == 0.0
+    assert presets.load("t4-pcie-4").device.peak_flops("tf32") == 0.0
+    with pytest.raises(UnavailableError, match="a CPU has no TF32"):
+        require_precision(torch.device("cpu"), "tf32")
+
+
+def test_tf32_is_estimated_between_fp32_and_bf16() -> None:
+    device = presets.load("a100-nvlink-8").device
+    model = build("plain")
+    graph = layer_graph(traced_model(model, INPUT), model="plain", input_shape=INPUT, num_classes=100)
+
+    def seconds(precision: Any) -> float:
+        found = estimate(
+            graph, replace(device, memory_bandwidth=1e18), model_spec="plain", model_fingerprint="0" * 16,
+            precision=precision, global_batch=1 << 20,
+        )  # fmt: skip
+        return max(t.forward.median for t in found.timings)
+
+    assert seconds("bf16") < seconds("tf32") < seconds("fp32")

@@ -37,7 +37,7 @@ from asa.executor.training.checkpointer import Checkpointer
 from asa.executor.training.clock import StepClock
 from asa.executor.training.epoch_timer import EpochTimer, Interval, who_is_late
 from asa.executor.training.logs import Announce
-from asa.executor.training.precision import LossScale, autocast
+from asa.executor.training.precision import DTYPE, LossScale, autocast
 from asa.executor.training.saving import SaveClock
 from asa.executor.training.settings import TrainSettings
 from asa.executor.training.stopping import VOTE_EVERY_S, StopRequest
@@ -253,7 +253,7 @@ class UserExecutor(PlannedExecutor):
             mine = float(loss / scale.value) if counts else 0.0
             total = math.fsum(v[0] for v in self._votes.gather([mine]))
             kind = next((p.dtype for p in model.parameters()), torch.float32)  # of a process left out any will do
-            kind = kind if worker.precision == "fp32" else torch.bfloat16
+            kind = torch.bfloat16 if worker.precision in DTYPE else kind
             counted.checked(total, counts, kind)
         tally.note(loss / scale.value * share.total * float(model.counts_rows()), share.total if self.leads else 0)
         faults.reached("all_reduce")

@@ -343,7 +343,7 @@ def flops_per_sample(profile: Profile) -> float:
 
 def peak_flops(cluster: Cluster, precision: str) -> float:
     """Peak FLOP/s of a device at ``precision``; 0 if unknown."""
-    return cluster.device.peak_fp32_flops if precision == "fp32" else cluster.device.peak_bf16_flops
+    return cluster.device.peak_flops(precision)
 
 
 def _usage(cell: Cell) -> dict[str, Any]:

@@ -216,7 +216,10 @@ COMPILE = Option(
     default="none",
 )
 PRECISION = Option(
-    name="precision", help="arithmetic of forward and backward", choices=("fp32", "bf16", "fp16"), default="fp32"
+    name="precision",
+    help="arithmetic of forward and backward",
+    choices=("fp32", "tf32", "bf16", "fp16"),
+    default="fp32",
 )
 INPUT = Option(
     name="input", help="size of one image (default: the model's own, mostly 3x32x32)", parse=shape, metavar="CxHxW"

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from asa.errors import UnavailableError
 from asa.ir.execution import Compiled, MemoryFormat
+from asa.ir.profile import Precision
 
 
 def require(device: torch.device, compiled: Compiled) -> None:
@@ -21,11 +22,27 @@ def require(device: torch.device, compiled: Compiled) -> None:
         raise UnavailableError(f"CUDA graphs need a CUDA device, this is {device.type}; choose --compile components")
 
 
-def settle_kernels(device: torch.device) -> None:
+_products: str | None = None
+"""Torch's precision of float32 products before this process computed in TF32; None if it does not."""
+
+
+def settle_kernels(device: torch.device, precision: Precision) -> None:
     """Let cuDNN try its kernels on every new shape and keep the fastest. That happens in the first step of a shape,
-    which is not timed."""
-    if device.type == "cuda":
-        torch.backends.cudnn.benchmark = True
+    which is not timed.
+
+    In ``tf32``, matrix products take TF32 from now on, in backward too, until this is called for another precision.
+    Convolutions in fp32 follow torch's own setting, which allows TF32.
+    """
+    global _products
+    if device.type != "cuda":
+        return
+    torch.backends.cudnn.benchmark = True
+    if precision == "tf32" and _products is None:
+        _products = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+    elif precision != "tf32" and _products is not None:
+        torch.set_float32_matmul_precision(_products)
+        _products = None
 
 
 def apply(components: Iterable[nn.Module], compiled: Compiled, *, eager: type[nn.Module] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -14,6 +15,7 @@ from asa.ir.units import LEAST_RATE, MOST_AMOUNT, MOST_SECONDS
 
 MOST_SLOWDOWN = 1e6
 MOST_SPEED = 1e6
+_BEFORE_AMPERE = re.compile(r"\b(K80|P100|P40|P4|V100|TITAN|T4|RTX 20\d\d|GTX)\b", re.IGNORECASE)
 
 Status = Literal["measured", "measured-plateau-only", "derived", "rule", "measured-hearsay", "estimated"]
 """Origin of a value, from a benchmark on the machine to a guess from its data sheet."""
@@ -42,6 +44,14 @@ class Device:
                 f"device {self.name} needs memory of at least 1 byte, and peaks (FLOPs and bytes per second) of "
                 f"{LEAST_RATE:g} to {MOST_AMOUNT:g}, or 0 where unknown"
             )
+
+    def peak_flops(self, precision: str) -> float:
+        """Peak FLOP/s at ``precision``; 0 if unknown. TF32 has half the rate of bf16 on NVIDIA's GPUs from Ampere on
+        (their data sheets), and earlier ones have none."""
+        if precision == "tf32":
+            without = self.type == "cpu" or _BEFORE_AMPERE.search(self.name)
+            return 0.0 if without else max(self.peak_fp32_flops, self.peak_bf16_flops / 2)
+        return self.peak_fp32_flops if precision == "fp32" else self.peak_bf16_flops
 
 
 @noun

@@ -13,7 +13,7 @@ from asa.ir.graph import LayerGraph, check_count
 from asa.ir.notebook import shown
 from asa.ir.units import MOST_SAMPLES, MOST_SECONDS
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Origin = Literal["measured", "estimated"]
 
 

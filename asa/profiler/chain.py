@@ -26,7 +26,7 @@ AUTOCAST: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float1
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
     """Context for a forward pass at ``precision``; master parameters stay in fp32."""
-    if precision == "fp32":
+    if precision not in AUTOCAST:
         return nullcontext()
     return torch.autocast(device.type, dtype=AUTOCAST[precision])
 

@@ -41,8 +41,11 @@ def require_precision(device: torch.device, precision: Precision) -> None:
     """Check that the device can train in ``precision``.
 
     Raises:
-        UnavailableError: bf16 on a GPU that only emulates it, slower than fp32.
+        UnavailableError: bf16 on a GPU that only emulates it, slower than fp32; tf32 on a device without it.
     """
+    if precision == "tf32" and not (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
+        raise UnavailableError(f"{name} has no TF32; choose --precision fp32")
     if device.type == "cuda" and precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise UnavailableError(f"{torch.cuda.get_device_name(device)} has no bf16; choose --precision fp16")
 

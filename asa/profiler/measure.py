@@ -129,7 +129,7 @@ def profile_module(
     _check(global_batch, time_limit_s, max_tensor_degree)
     clock = solo_clock_of(device)
     keep_freed_memory()  # as ranks do
-    execution.settle_kernels(device)
+    execution.settle_kernels(device, precision)
     with one_thread(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         model.to(device).train()

@@ -55,6 +55,8 @@ def lost(plan: Plan, name: str, tool: str) -> tuple[str, ...]:
 def _of_tool(plan: Plan, name: str, tool: str) -> list[str]:
     """Sentences on what the snippets of one tool cannot express."""
     notes = []
+    if plan.precision == "tf32":
+        notes.append('products in TF32: call torch.set_float32_matmul_precision("high") first; this is fp32')
     recomputed = sum(c.checkpoint for c in plan.components)
     if short(plan, name):
         notes.append(
@@ -62,7 +64,7 @@ def _of_tool(plan: Plan, name: str, tool: str) -> list[str]:
             f"{len(plan.stages)}: this is GPipe"
         )
     if tool == "torch" and name in STAGED:
-        if plan.precision != "fp32":
+        if plan.precision not in ("fp32", "tf32"):
             notes.append(f"a pipeline of torch in {plan.precision}: this is fp32")
         if recomputed:
             notes.append(f"a pipeline of torch recomputes nothing by itself, the plan {recomputed} components")

@@ -49,9 +49,9 @@ def estimate(
     Raises:
         InvalidInputError: the device states no peak or no memory bandwidth, or a component would take for ever on it.
     """
-    peak = device.peak_fp32_flops if precision == "fp32" else device.peak_bf16_flops
+    peak = device.peak_flops(precision)
     if peak <= 0 or device.memory_bandwidth <= 0:
-        kind = "fp32" if precision == "fp32" else "bf16"
+        kind = precision if precision in ("fp32", "tf32") else "bf16"
         raise InvalidInputError(
             f"device {device.name} states no {kind} peak or no memory bandwidth, so nothing can be estimated for it; "
             "profile on it instead"

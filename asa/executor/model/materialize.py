@@ -313,7 +313,7 @@ def materialize(
         component.to(device)
         component.settle()
     execution.require(device, plan.compiled)
-    execution.settle_kernels(device)
+    execution.settle_kernels(device, plan.precision)
     execution.apply(traced.components, plan.compiled, eager=BySample)
     placed = _place(plan, traced, crossings, context, strategies, around)
     made = ParallelModel(

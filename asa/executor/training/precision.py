@@ -17,7 +17,7 @@ DTYPE: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
     """Context for a forward pass in ``precision``; parameters and optimizer stay in fp32."""
-    if precision == "fp32":
+    if precision not in DTYPE:
         return nullcontext()
     return torch.autocast(device.type, dtype=DTYPE[precision])
 

@@ -22,7 +22,7 @@ from asa.report.snippets.pieces import (
 )
 from asa.report.whole import Choice
 
-_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+_PRECISION = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 
 def accelerate(plan: Plan, choice: Choice) -> str:

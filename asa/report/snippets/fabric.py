@@ -20,7 +20,7 @@ from asa.report.snippets.pieces import (
 )
 from asa.report.whole import Choice
 
-_PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+_PRECISION = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 _SHARD = """\
 def shard(model, mesh):
     modules = dict(model.named_modules())

@@ -86,7 +86,7 @@ def _training(plan: Plan, grid: Grid) -> list[str]:
     rows = max(1, plan.global_batch // (grid.data * plan.num_microbatches))
     found = [
         f"--micro-batch-size {rows} --global-batch-size {rows * grid.data * plan.num_microbatches}",
-        *([f"--{plan.precision}"] if plan.precision != "fp32" else []),
+        *([f"--{plan.precision}"] if plan.precision in ("bf16", "fp16") else []),
         "--optimizer adam --lr 1e-3 --weight-decay 0.05 --train-iters 10"
         if plan.optimizer == "adamw"
         else "--optimizer sgd --sgd-momentum 0.9 --lr 0.1 --weight-decay 5e-4 --train-iters 10",

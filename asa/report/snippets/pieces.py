@@ -10,7 +10,7 @@ _SEGMENTATION = ("deeplabv3_", "fcn_", "lraspp_")
 _INCEPTION_AUX_SIDE = 299
 RATES = {"sgd": "lr=0.1, momentum=0.9, weight_decay=5e-4", "adamw": "lr=1e-3, weight_decay=0.05"}
 CLASSES = {"sgd": "SGD", "adamw": "AdamW"}
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 SPLIT_IMPORTS = (
     "from torch import nn",

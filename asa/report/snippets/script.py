@@ -176,7 +176,7 @@ def _cut(plan: Plan, name: str) -> tuple[int, int]:
 
 
 def _autocast(plan: Plan) -> str:
-    on = plan.precision != "fp32"
+    on = plan.precision in ("bf16", "fp16")
     dtype = f", dtype=torch.{DTYPES[plan.precision]}" if on else ", enabled=False"
     scaler = "  # add torch.amp.GradScaler" if plan.precision == "fp16" else ""
     return f"            with torch.autocast(device.type{dtype}):{scaler}\n"
