@@ -5,10 +5,17 @@ from __future__ import annotations
 import random
 from itertools import accumulate, combinations, pairwise
 
+import known_models
 import numpy as np
 import pytest
 
+from asa.cost.machine import presets
+from asa.planner import Request
+from asa.planner.pipeline.whole import table
 from asa.planner.space.baselines import _first_stages
+from asa.planner.space.candidate import Prices
+from asa.planner.space.space import Space
+from asa.strategies import offered
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -26,3 +33,19 @@ def test_balanced_cuts_have_the_least_maximum(seed):
         best = min(max(before[b] - before[a] for a, b in pairwise(c)) for c in cuts)
         assert behind[0] == pytest.approx(best)
         assert 1 <= ends[0] <= last
+
+
+def test_no_whole_strategy_has_stages_across_nodes() -> None:
+    """Three nodes of 8: four stages of 6 would lie across them, and their collectives be priced as if they did not."""
+    nodes = presets.load("a100-3x8-ib")
+    profile = known_models.profile(known_models.transformer(), 500.0, 96)
+    space = Space(profile, nodes, offered(), Request(gpus=24, global_batch=96))
+    rows = {r.name: r for r in table(Prices(space))}
+    for name, row in rows.items():
+        widths = row.candidate.widths if row.candidate is not None else ()
+        offsets = [0, *accumulate(widths)]
+        for offset, width in zip(offsets, widths, strict=False):
+            inside = offset // 8 == (offset + width - 1) // 8
+            assert inside or offset % 8 == width % 8 == 0, name
+    assert rows["hybrid:d6p4"].why_not == "its stages of 6 devices would lie across nodes"
+    assert rows["hybrid:d8p3"].candidate is not None

@@ -168,6 +168,8 @@ def uniform(name: str, prices: Prices, num_microbatches: int) -> Candidate:
         raise Unavailable("needs at least 2 devices")
     if degrees.t > 1 and "tensor" not in space.strategies.tensor:
         raise Unavailable("strategy tensor is not offered")
+    if degrees.p > 1 and not all(space.placed(s * width, width) for s in range(degrees.p)):
+        raise Unavailable(f"its stages of {width} devices would lie across nodes")
     _check_samples(space, degrees, num_microbatches)
     if degrees not in prices.uniform:
         prices.uniform[degrees] = [_way(i, degrees, space) for i in range(len(space.profile.graph))]
