@@ -35,6 +35,9 @@ def profiles_and_plans(folder: Path) -> None:
     asa("plan", "fp32.json", "--gpus", "2", "--cluster", "c.json", "-o", "plan.json", cwd=folder)
     asa("train", "plan.json", "--data", "digits", "--steps-per-epoch", "2", "--out", "run", cwd=folder)
     asa("train", "plan.json", "--rehearse", "0", cwd=folder)
+    small = ("cnn", "--input", "1x8x8", "--classes", "10", "--time-limit", "2s")
+    asa("plan", *small, "--gpus", "2", "--cluster", "c.json", "-o", "unasked.json", cwd=folder)
+    assert json.loads((folder / "unasked.json").read_text())["global_batch"] == 256, "what a GPU is given"
 
 
 @scenario

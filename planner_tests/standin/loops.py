@@ -20,6 +20,7 @@ def trains_a_loop_of_ones_own(folder: Path) -> None:
     del os.environ["CUDA_VISIBLE_DEVICES"]
     (folder / "error").unlink()
     _own_loop(device="cuda")
+    _own_loop(there=True, device="cuda")
 
 
 @scenario
@@ -90,10 +91,14 @@ def _epoch(model: Any, optimizer: Any, loader: Any) -> dict[str, Any]:
     return {name: value.cpu() for name, value in model.state_dict().items()}
 
 
-def _own_loop(**options: Any) -> dict[str, Any]:
+def _own_loop(*, there: bool = False, **options: Any) -> dict[str, Any]:
+    """An epoch, of a model that is on the GPU before it is handed over where ``there``."""
     import asa
 
-    model, optimizer, loader = asa.parallelize(*_own(), **options)
+    model, optimizer, loader = _own()
+    if there:
+        model.cuda()
+    model, optimizer, loader = asa.parallelize(model, optimizer, loader, **options)
     assert next(iter(loader))[0].device.type == "cuda"
     state = _epoch(model, optimizer, loader)
     model.close()
