@@ -86,8 +86,6 @@ def agreed_plan(place: RankContext, model: nn.Module, example: Tensor, wishes: W
         AsaError: raised on rank 0, and then on every rank.
     """
     votes, started = place.votes, time.perf_counter()
-    if place.ranks == 1 and not wishes.pipelines:
-        return plan_of_one(model, example, wishes), None
     kept = votes.once(lambda: Kept.of(place, model, example, wishes))
     made = kept.read() if kept is not None else None
     if not votes.tell(made is not None):

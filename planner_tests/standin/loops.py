@@ -20,7 +20,6 @@ def trains_a_loop_of_ones_own(folder: Path) -> None:
     del os.environ["CUDA_VISIBLE_DEVICES"]
     (folder / "error").unlink()
     _own_loop(device="cuda")
-    _own_loop(there=True, device="cuda")
 
 
 @scenario
@@ -91,14 +90,10 @@ def _epoch(model: Any, optimizer: Any, loader: Any) -> dict[str, Any]:
     return {name: value.cpu() for name, value in model.state_dict().items()}
 
 
-def _own_loop(*, there: bool = False, **options: Any) -> dict[str, Any]:
-    """An epoch, of a model that is on the GPU before it is handed over where ``there``."""
+def _own_loop(**options: Any) -> dict[str, Any]:
     import asa
 
-    model, optimizer, loader = _own()
-    if there:
-        model.cuda()
-    model, optimizer, loader = asa.parallelize(model, optimizer, loader, **options)
+    model, optimizer, loader = asa.parallelize(*_own(), **options)
     assert next(iter(loader))[0].device.type == "cuda"
     state = _epoch(model, optimizer, loader)
     model.close()
@@ -144,7 +139,7 @@ def _two_inputs() -> None:
         return model, torch.optim.SGD(model.parameters(), lr=0.1), loader
 
     alone = trained(*made())
-    for options in ({}, {"strategies": ("fsdp",)}):
+    for options in ({}, {"strategies": ("fsdp",)}, {"strategies": ("ddp",)}):
         placed = asa.parallelize(*made(), time_limit_s=5, **options)
         for name, value in trained(*placed).items():
             torch.testing.assert_close(value, alone[name], rtol=1e-3, atol=1e-4)
