@@ -182,13 +182,9 @@ def uniform(name: str, prices: Prices, num_microbatches: int) -> Candidate:
         raise Unavailable(f"no component can be cut by tokens {degrees.t} ways")
     starts = (0,) if degrees.p == 1 else _balanced(prices, ways, degrees, num_microbatches)
     return Candidate(
-        origin=name,
-        widths=(width,) * degrees.p,
-        starts=starts,
-        schedule=degrees.schedule,
-        num_microbatches=num_microbatches,
-        ways=tuple(ways),
-    )
+        origin=name, widths=(width,) * degrees.p, starts=starts, schedule=degrees.schedule,
+        num_microbatches=num_microbatches, ways=tuple(ways),
+    )  # fmt: skip
 
 
 def _check_samples(space: Space, degrees: Degrees, num_microbatches: int) -> None:
