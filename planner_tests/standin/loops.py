@@ -140,7 +140,10 @@ def _two_inputs() -> None:
 
     alone = trained(*made())
     for options in ({}, {"strategies": ("fsdp",)}, {"strategies": ("ddp",)}):
-        placed = asa.parallelize(*made(), time_limit_s=5, **options)
+        model, optimizer, loader = made()
+        if options.get("strategies") == ("ddp",):  # the user has moved it already
+            model.to(f"cuda:{os.environ['LOCAL_RANK']}")
+        placed = asa.parallelize(model, optimizer, loader, time_limit_s=5, **options)
         for name, value in trained(*placed).items():
             torch.testing.assert_close(value, alone[name], rtol=1e-3, atol=1e-4)
         placed[0].close()
