@@ -24,7 +24,6 @@ from asa.api.planning import (
     measured,
     named_cluster,
     nearest_cluster,
-    outputs_of,
     spec_of,
 )
 from asa.api.rank_context import RankContext
@@ -397,11 +396,8 @@ def usual_cache() -> Path:
     return Path(platformdirs.user_cache_dir("asa")) / "plans"
 
 
-def plan_of_one(model: nn.Module, example: Tensor, wishes: Wishes, *, traced: TracedModel | None = None) -> Plan:
-    """The only plan for one rank that keeps the loop: there is no choice, so nothing is measured. A model that was
-    ``traced`` is not run."""
-    classes = 1 if traced is not None else outputs_of(model, example)
-    traced = traced or trace(model, example.to(device_of(model)), name=spec_of(model))
+def plan_of_one(model: nn.Module, traced: TracedModel, wishes: Wishes) -> Plan:
+    """The plan for one rank of a model called as a whole: there is no choice, so nothing is measured."""
     whole = tuple(
         Assignment(
             name=c.name,
@@ -413,8 +409,8 @@ def plan_of_one(model: nn.Module, example: Tensor, wishes: Wishes, *, traced: Tr
     )
     return Plan(
         model_spec=spec_of(model), model_fingerprint=traced.model_fingerprint, profile_fingerprint="0" * 16,
-        cluster="alone", cluster_fingerprint="0" * 16, input_shape=tuple(example.shape[1:]),
-        num_classes=classes, strategy="single", gpus=1, global_batch=wishes.global_batch,
+        cluster="alone", cluster_fingerprint="0" * 16, input_shape=(1,),
+        num_classes=1, strategy="single", gpus=1, global_batch=wishes.global_batch,
         precision=wishes.precision, optimizer=wishes.optimizer,
         device_type="cuda" if device_of(model).type == "cuda" else "cpu", components=whole,
         stages=(Stage(ranks=(0,)),), schedule="none", num_microbatches=1,

@@ -152,7 +152,7 @@ def by_hand(
     state = sum(p.nbytes for p in model.parameters()) * (2 + OPTIMIZER_WORDS[wishes.optimizer])
     full = state > _FULL * room
     name = next(iter(names or (("fsdp",) if full else ("ddp",))))
-    found = plan_of_one(model, torch.zeros(2, 1), wishes, traced=traced)
+    found = plan_of_one(model, traced, wishes)
     only = Assignment(
         name="model", stage=0, data=DataDegree(strategy=DATA[name], degree=place.ranks),
         tensor=TensorDegree(strategy="none", degree=1),
