@@ -1,7 +1,7 @@
 """What a machine with GPUs can tell, in pieces of at most eight minutes, each taken up where it was left.
 
     python benchmarks/gpu.py [--pieces tests,profiles,...] [--out runs/gpu] [--shares 99] [--failed | --again]
-                             [--models resnet50,vit_b_16]
+                             [--models resnet50,vit_b_16] [--jobs 8]
                              [--memory-models ...] [--input 3x32x32] [--large 3x224x224] [--batch 256] [--seconds 60]
 
 ``tests``: all tests marked ``gpu``. ``profiles``: of each model in fp32 and bf16; components against the whole.
@@ -13,9 +13,9 @@ profiles, and the sealed predictions made anew from them.
 
 Every command's answer is kept in ``record.jsonl`` as it comes, failures included, and what is there is not run again
 (``--failed`` runs failures again, ``--again`` everything). A command that the end of the eight minutes cuts off is the
-first of the next share; ``--shares`` takes up to so many of each piece, one after the other. Profiles are also put
-where ``asa plan`` looks for them. ``gpu-report.md`` is the verdict (:mod:`benchmarks.gpu_report`), and names the files
-to send back.
+first of the next share; ``--shares`` takes up to so many of each piece, one after the other. Commands that time nothing
+run ``--jobs`` at a time; one that times something runs alone. Profiles are also put where ``asa plan`` looks for them.
+``gpu-report.md`` is the verdict (:mod:`benchmarks.gpu_report`), and names the files to send back.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import argparse
 import json
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ from benchmarks.gpu_report import SEALED, answers, failed, report
 LIMIT_S = 480.0
 Command = tuple[str, tuple[str, ...]]
 """What a result is filed under, and the arguments of ``python -m``."""
+TIMED = ("tests of test_profiler", "profile ", "reference ", "speed ", "full ", "links", "bench ", "sealed")
+"""How the names of commands begin that time something, or want all of a card: nothing runs beside them."""
+Stage = Iterable[Iterable[Command]]
+"""Chains of commands that do not wait for one another; the next stage waits for all of them."""
 _MOST_DOUBLINGS = 8
 _FEWEST = 2
 _CLASSES, _CLASSES_OF_LARGE = "100", "1000"
@@ -48,9 +53,15 @@ def _asa(*argv: str) -> tuple[str, ...]:
     return ("asa", *argv, "--json")
 
 
-def tests(_: argparse.Namespace, out: Path) -> Iterator[Command]:
-    """The test suite's own."""
-    yield "tests", ("pytest", "-q", "-m", "gpu", "planner_tests", f"--junit-xml={out / 'tests.xml'}")
+def tests(_: argparse.Namespace, out: Path) -> Iterator[Stage]:
+    """The test suite's own, file by file."""
+    marked = [f for f in sorted(Path("planner_tests").glob("test_*.py")) if "mark.gpu" in f.read_text()]
+    yield [[_tests(file, out)] for file in marked]
+
+
+def _tests(file: Path, out: Path) -> Command:
+    junit = f"--junit-xml={out / file.with_suffix('.xml').name}"
+    return f"tests of {file.stem}", ("pytest", "-q", "-m", "gpu", str(file), junit)
 
 
 def _profile(
@@ -65,27 +76,30 @@ def _profile(
     return name, _asa("profile", model, *given, "--precision", precision, *how, *limit)
 
 
-def profiles(args: argparse.Namespace, out: Path) -> Iterator[Command]:
+def profiles(args: argparse.Namespace, out: Path) -> Iterator[Stage]:
     """Profiles that the other pieces plan from, and of what was sealed on large images."""
     for model in args.models.split(","):
         for precision in ("fp32", "bf16"):
-            yield _profile(args, out, model, precision)
+            yield [[_profile(args, out, model, precision)]]
             if args.large and model in args.large_models.split(","):
-                yield _profile(args, out, model, precision, large=True)
+                yield [[_profile(args, out, model, precision, large=True)]]
 
 
-def memory(args: argparse.Namespace, out: Path) -> Iterator[Command]:
+def memory(args: argparse.Namespace, out: Path) -> Iterator[Stage]:
     """Plans for one GPU: what its allocator saw beside what was promised."""
-    for model in args.memory_models.split(","):
+    models = args.memory_models.split(",")
+    yield [[_profile(args, out, model, precision) for model in models for precision in ("fp32", "bf16")]]
+    cells: list[Iterable[Command]] = []
+    for model in models:
         for precision, strategy, optimizer in (
             ("fp32", "single", "sgd"), ("bf16", "single", "sgd"), ("fp32", "single+ckpt", "sgd"),
             ("fp32", "single", "adamw"),
         ):  # fmt: skip
-            yield _profile(args, out, model, precision)
             for batch in sorted({max(_FEWEST, args.batch // n) for n in (1, 2, 4, 8)}):
                 what = f"{model} {precision} {strategy} {optimizer} {batch}"
-                yield from _alone(out, "memory", what, f"{model}.{precision}.json", batch, strategy, optimizer)
-        yield from _largest(args, out, model)
+                cells.append(_alone(out, "memory", what, f"{model}.{precision}.json", batch, strategy, optimizer))
+    yield cells
+    yield [_largest(args, out, model) for model in models]
 
 
 def _alone(
@@ -112,50 +126,62 @@ def _largest(args: argparse.Namespace, out: Path, model: str) -> Iterator[Comman
         yield f"full {model} {largest[1]}", _asa("train", str(largest[0]), "--rehearse", "0")
 
 
-def rehearsal(args: argparse.Namespace, out: Path) -> Iterator[Command]:
+def rehearsal(args: argparse.Namespace, out: Path) -> Iterator[Stage]:
     """One rank of eight."""
+    cells = []
     for model in args.models.split(","):
         for strategy in ("ddp", "fsdp", "tensor", "1f1b", "asa"):
             plan = out / f"rehearsal.{model}.{strategy}.json"
             asked = ("--gpus", "8", "--cluster", args.cluster, "--strategies", strategy)
-            yield f"plan {model} {strategy}", _asa("plan", str(out / f"{model}.fp32.json"), *asked, "-o", str(plan))
-            yield f"rehearse {model} {strategy}", _asa("train", str(plan), "--rehearse", "0")
+            planned = _asa("plan", str(out / f"{model}.fp32.json"), *asked, "-o", str(plan))
+            rehearsed = _asa("train", str(plan), "--rehearse", "0")
+            cells.append([(f"plan {model} {strategy}", planned), (f"rehearse {model} {strategy}", rehearsed)])
+    yield cells
 
 
-def speed(args: argparse.Namespace, out: Path) -> Iterator[Command]:
+def speed(args: argparse.Namespace, out: Path) -> Iterator[Stage]:
     """One GPU beside a reference tuned by hand, way by way."""
     ways = (
         ("tf32", "contiguous", "none"), ("bf16", "contiguous", "none"), ("bf16", "channels_last", "none"),
         ("bf16", "channels_last", "components"), ("bf16", "channels_last", "graphs"),
     )  # fmt: skip
-    for model in args.models.split(","):
-        for precision, form, compiled in ways:
-            if compiled != "none" and args.no_compile:
-                continue
+    for precision, form, compiled in ways:
+        if compiled != "none" and args.no_compile:
+            continue
+        for model in args.models.split(","):
             how = ("--memory-format", form, "--compile", compiled)
             what = f"{model} {precision} {form} {compiled}"
-            yield _profile(args, out, model, precision, *how)
             theirs = {"components": "default"}.get(compiled, compiled)
             given = ("--input", args.input, "--batch", str(args.batch), "--memory-format", form, "--compile", theirs)
-            yield f"reference {what}", ("benchmarks.gpu_reference", model, *given, "--precision", precision)
-            yield from _alone(out, "speed", what, f"{model}.{form}.{compiled}.{precision}.json", args.batch)
+            yield [[
+                _profile(args, out, model, precision, *how),
+                (f"reference {what}", ("benchmarks.gpu_reference", model, *given, "--precision", precision)),
+                *_alone(out, "speed", what, f"{model}.{form}.{compiled}.{precision}.json", args.batch),
+            ]]  # fmt: skip
 
 
-def study(args: argparse.Namespace, out: Path) -> Iterator[Command]:
+def study(args: argparse.Namespace, out: Path) -> Iterator[Stage]:
     """Eight GPUs, foreseen from the profiles that were taken here, and what was sealed of this card made anew."""
+    cells = []
     for model in args.models.split(","):
         for strategy in ("ddp", "fsdp", "tensor", "1f1b", "hybrid", "asa"):
             asked = ("--gpus", "8", "--cluster", args.cluster, "--strategies", strategy)
             asked += ("--global-batch", str(args.batch))
             file = out / f"study.{model}.{strategy}.json"
-            yield f"study {model} {strategy}", _asa("plan", str(out / f"{model}.fp32.json"), *asked, "-o", str(file))
+            planned = _asa("plan", str(out / f"{model}.fp32.json"), *asked, "-o", str(file))
+            cells.append([(f"study {model} {strategy}", planned)])
+    yield cells
     given = ("--profiles", str(out), "--after", str(args.sealed), "--folder", str(out / "sealed"), "--json")
     also = [f"{model}:{args.input}:{_CLASSES}:{args.batch}" for model in args.models.split(",")]
-    yield "sealed anew", ("benchmarks.make_sealed", *given, "--also", *also)
+    yield [[("sealed anew", ("benchmarks.make_sealed", *given, "--also", *also))]]
 
 
-def machine(args: argparse.Namespace, out: Path) -> Iterator[Command]:
+def machine(args: argparse.Namespace, out: Path) -> Iterator[Stage]:
     """What several GPUs are to each other, and what was foretold of machines like this one."""
+    yield [_machine(args, out)]
+
+
+def _machine(args: argparse.Namespace, out: Path) -> Iterator[Command]:
     yield "doctor", _asa("doctor")
     gpus = _gpus()
     if gpus < 2:
@@ -202,44 +228,85 @@ def _eight() -> str:
     return "a100-nvlink-8"
 
 
-def run(piece: str, args: argparse.Namespace, record: Path) -> bool:
-    """Every command of ``piece`` that has no answer yet, for at most :data:`LIMIT_S`; whether none is left."""
+class _Share:
+    """Runs commands that have no answer yet, until the time of one share is over."""
 
-    def stands(name: str, found: dict[str, Any]) -> bool:
-        return name in args.ran or not (args.again or (args.failed and failed(found)))
+    def __init__(self, piece: str, args: argparse.Namespace, record: Path) -> None:
+        self.piece, self.args, self.record = piece, args, record
+        self.known = {name for name, found in answers(record).items() if self._stands(name, found)}
+        self.ends = time.monotonic() + args.limit
+        self.cut_off = False
+        self._most = args.most
+        self._change = threading.Condition()
+        self._running = 0
 
-    known = {name: found for name, found in answers(record).items() if stands(name, found)}
-    ends = time.monotonic() + args.limit
-    for name, argv in islice(PIECES[piece](args, args.out), args.most):
-        if name in known:
-            continue
-        left = ends - time.monotonic()
-        if left < 1:
-            return _cut_off(piece, args.limit)
+    def _stands(self, name: str, found: dict[str, Any]) -> bool:
+        return name in self.args.ran or not (self.args.again or (self.args.failed and failed(found)))
+
+    def chain(self, commands: Iterable[Command]) -> None:
+        """Run ``commands`` one after the other."""
+        for name, argv in commands:
+            alone = name.startswith(TIMED)
+            with self._change:
+                if self._most == 0:
+                    return
+                self._most = self._most and self._most - 1
+                if name in self.known or not name.startswith(self.args.only):
+                    continue
+                self._change.wait_for(lambda: self._running == 0 if alone else self._running >= 0)  # noqa: B023
+                if self.cut_off:
+                    return
+                self._running = -1 if alone else self._running + 1
+            try:
+                found = self._answer(name, argv)
+            finally:
+                with self._change:
+                    self._running = 0 if alone else self._running - 1
+                    self._change.notify_all()
+            if found is None:
+                return
+            if found["exit_code"] == 0 and name.startswith("profile "):
+                _put_away(Path(argv[argv.index("-o") + 1]), self.args.keep)
+
+    def _answer(self, name: str, argv: tuple[str, ...]) -> dict[str, Any] | None:
+        """What a command said, filed; None where the share ended before."""
+        left = self.ends - time.monotonic()
         began = time.monotonic()
         try:
+            if left < 1:
+                raise subprocess.TimeoutExpired(argv, left)
             done = subprocess.run([sys.executable, "-m", *argv], capture_output=True, text=True, timeout=left)
             code, said, wrong = done.returncode, done.stdout, done.stderr
         except subprocess.TimeoutExpired:
-            if left < _MOST_OF_IT * args.limit:  # others had the time: it has all of the next share
-                return _cut_off(piece, args.limit)
+            if left < _MOST_OF_IT * self.args.limit:  # others had the time: it has all of the next share
+                with self._change:
+                    self.cut_off = True
+                return None
             code, said, wrong = 124, "", f"it did not end in {left:.0f} s"
-        found = {"piece": piece, "name": name, "argv": argv, "exit_code": code, "seconds": time.monotonic() - began}
+        found = {"piece": self.piece, "name": name, "argv": argv, "exit_code": code}
+        found["seconds"] = time.monotonic() - began
         answer = _document(said)
         found |= {"answer": answer} if answer else {"said": said[-2000:]}
-        with record.open("a") as file:
-            file.write(json.dumps(found | ({"error": wrong[-2000:]} if code else {})) + "\n")
-        if code == 0 and name.startswith("profile "):
-            _put_away(Path(argv[argv.index("-o") + 1]), args.keep)
-        args.ran.add(name)
-        known[name] = found  # a command that two pieces want is run once
+        with self._change:
+            with self.record.open("a") as file:
+                file.write(json.dumps(found | ({"error": wrong[-2000:]} if code else {})) + "\n")
+            self.args.ran.add(name)
+            self.known.add(name)  # a command that two pieces want is run once
         print(f"gpu: {name}: {'ok' if not failed(found) else f'exit code {code}'}", file=sys.stderr)
+        return found
+
+
+def run(piece: str, args: argparse.Namespace, record: Path) -> bool:
+    """Every command of ``piece`` that has no answer yet, for at most :data:`LIMIT_S`; whether none is left."""
+    share = _Share(piece, args, record)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for stage in PIECES[piece](args, args.out):
+            for done in [pool.submit(share.chain, chain) for chain in stage]:
+                done.result()
+            if share.cut_off:
+                print(f"gpu: {piece} used its {args.limit:.0f} s; its next share goes on there", file=sys.stderr)
+                return False
     return True
-
-
-def _cut_off(piece: str, limit: float) -> bool:
-    print(f"gpu: {piece} used its {limit:.0f} s; its next share goes on there", file=sys.stderr)
-    return False
 
 
 def _put_away(file: Path, folder: Path) -> None:
@@ -269,6 +336,8 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of a share, at most the default")
     parser.add_argument("--failed", action="store_true", help="run what failed again")
     parser.add_argument("--again", action="store_true", help="run everything again")
+    parser.add_argument("--jobs", type=int, default=1, help="commands at a time, of those that time nothing")
+    parser.add_argument("--only", type=lambda text: tuple(text.split(",")), default="", help="commands named so")
     parser.add_argument("--keep", type=Path, default=Path("profiles"), help="folder for profiles that plans may use")
     parser.add_argument("--models", default="resnet50,vit_b_16,vgg16")
     parser.add_argument(

@@ -150,6 +150,7 @@ def scores(found: dict[str, Found], folder: Path) -> list[str]:
     from asa.cost.machine.nearest import same_gpu
     from asa.ir.sealed import newest, read
 
+    found = {name: entry for name, entry in found.items() if not failed(entry)}  # an error is a document, too
     every = [s for path in sorted(folder.glob("*.jsonl")) for s in read(path)]
     seals, known = newest(every), {s.sha256 for s in every}
     lines: list[str] = []

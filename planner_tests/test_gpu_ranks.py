@@ -136,9 +136,13 @@ def test_shards_hold_less_than_whole_states() -> None:
     assert held(zero(3)) < held(zero(1)) < held({})
 
 
+FLAT = {"warmup": 0.0, "schedule": "constant"}
+"""The same learning rate at a step, however long the run is."""
+
+
 def _ran(out: Path, device: str, *, epochs: int, resume: bool) -> dict[str, Any]:
     plan = replace(training.plan(batch=16), device_type=device)
-    settings = training.settings(out, epochs=epochs, steps_per_epoch=2, resume=resume, timeout_s=120.0)
+    settings = training.settings(out, epochs=epochs, steps_per_epoch=2, resume=resume, timeout_s=120.0, **FLAT)
     result = train(plan, settings, strategies=offered(), adapt=adapt)
     assert result["exit_code"] == 0, result
     return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +243,7 @@ def test_on_a_gpu_it_saves_memory_and_trains_the_same(optimizer: str) -> None:
     base = hand_plan(
         build("plain", even=True), 1, uniform(1, 1), input_shape=INPUT, num_classes=100, optimizer=optimizer
     )
-    found = verify(offloaded(base), lambda: build("plain", even=True), STRATEGIES, device="cuda", timeout_s=120)
+    found = verify(offloaded(base), partial(build, "plain", even=True), STRATEGIES, device="cuda", timeout_s=120)
     assert found.equivalent, f"{found.worst_tensor}: {found.max_rel_error:.2e} > {found.allowed:.2e}"
 
     def held(away: bool) -> int:

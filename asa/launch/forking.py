@@ -8,12 +8,12 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from asa.errors import UsageError
-from asa.launch.devices import default_threads
+from asa.launch.devices import cuda_devices, default_threads
 
 _log = logging.getLogger("asa")
 
@@ -31,6 +31,14 @@ def fork_beside_threads() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork.*", category=DeprecationWarning)
         yield
+
+
+def ranks_can_fork() -> bool:
+    """Whether ranks that are forked from this process can compute: CUDA does not survive a fork, nor does autograd once
+    it has started a thread for every CUDA device, which its first backward does, on the CPU too."""
+    if torch.cuda.is_initialized():
+        return False
+    return cuda_devices() == 0 or _child(lambda: torch.ones((), requires_grad=True).backward()) == 0
 
 
 def safe_threads(asked: int | None, num_ranks: int) -> int:
@@ -57,22 +65,32 @@ def safe_threads(asked: int | None, num_ranks: int) -> int:
 def _fork_computes(threads: int) -> bool:
     """Whether a forked child can compute with ``threads`` threads; found by trying, since no library tells."""
     global _hung
-    if _hung:  # the pool of threads behind it stays
-        return False
+
+    def compute() -> None:
+        torch.set_num_threads(threads)
+        torch.ones(1 << 20).add_(1)
+
+    _hung = _hung or _child(compute) is None  # the pool of threads behind it stays
+    return not _hung
+
+
+def _child(compute: Callable[[], object]) -> int | None:
+    """Exit status of a forked child that does ``compute``; None of one that hangs."""
     with fork_beside_threads():
         pid = os.fork()
     if pid == 0:
+        code = 1
         try:
-            torch.set_num_threads(threads)
-            torch.ones(1 << 20).add_(1)
+            compute()
+            code = 0
         finally:
-            os._exit(0)
+            os._exit(code)
     until = time.monotonic() + _PROBE_S
     while time.monotonic() < until:
-        if os.waitpid(pid, os.WNOHANG)[0]:
-            return True
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status
         time.sleep(0.002)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    _hung = True
-    return False
+    return None

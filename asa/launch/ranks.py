@@ -18,7 +18,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-import torch
 from torch._C._distributed_c10d import TCPStore
 
 from asa.errors import AsaError, UnavailableError, UsageError, WorkersFailedError
@@ -26,7 +25,7 @@ from asa.launch import alive
 from asa.launch.apart import surroundings
 from asa.launch.blame import Outcome, culprit
 from asa.launch.devices import cuda_devices
-from asa.launch.forking import fork_beside_threads, safe_threads
+from asa.launch.forking import fork_beside_threads, ranks_can_fork, safe_threads
 from asa.launch.signals import held_while_starting, leave_terminal
 from asa.launch.worker import Failure, Setting, work
 
@@ -65,8 +64,9 @@ def run_ranks(
 ) -> list[T]:
     """Call ``function(rank, *args)`` on ``num_ranks`` new processes that form one process group.
 
-    Ranks are forked (spawned if this process has initialized CUDA, which does not survive a fork: ``function`` and
-    ``args`` must then be picklable). Results must be picklable; tensors in them arrive as copies.
+    Ranks are forked (spawned if this process has used CUDA or, beside CUDA devices, autograd, which do not survive a
+    fork: ``function`` and ``args`` must then be picklable). Results must be picklable; tensors in them arrive as
+    copies.
 
     Args:
         backend: ``gloo``, or ``nccl`` (rank r on CUDA device r; CPU tensors still go through gloo).
@@ -141,7 +141,7 @@ class _Crew:
         self.store: TCPStore | None = None
 
     def start(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        forking = not torch.cuda.is_initialized()
+        forking = ranks_can_fork()
         context = multiprocessing.get_context("fork" if forking else "spawn")
         where = surroundings()
         counters = None

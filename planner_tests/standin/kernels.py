@@ -183,10 +183,65 @@ def _math_attention(*args: Any, **kwargs: Any) -> int:
     return 0
 
 
+def _weights(query, key, bias, is_causal, scale):
+    """Attention weights (..., queries, keys) in float32 or wider, and the scale of the products."""
+    kind = torch.promote_types(query.dtype, torch.float32)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query.to(kind) @ key.to(kind).transpose(-2, -1) * scale
+    if bias is not None:
+        scores = scores + bias
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return scores.softmax(-1), scores.logsumexp(-1), scale
+
+
+def _efficient_attention(query, key, value, bias, log, dropout=0.0, is_causal=False, *, scale=None):
+    if dropout:
+        raise NotStoodIn("attention with dropout in one kernel")
+    weights, logs, _ = _weights(query, key, bias, is_causal, scale)
+    none = torch.zeros((), dtype=torch.int64)
+    return (weights @ value.to(weights.dtype)).to(query.dtype), logs if log else logs[..., :0], none, none.clone()
+
+
+def _efficient_attention_backward(
+    grad, query, key, value, bias, out, logs, seed, offset, dropout, wanted, is_causal=False, *, scale=None
+):
+    weights, _, scale = _weights(query, key, bias, is_causal, scale)
+    kind = weights.dtype
+    toward = grad.to(kind) @ value.to(kind).transpose(-2, -1)
+    scores = weights * (toward - (toward * weights).sum(-1, keepdim=True))
+    found = (
+        (scores @ key.to(kind) * scale).to(query.dtype),
+        (scores.transpose(-2, -1) @ query.to(kind) * scale).to(key.dtype),
+        (weights.transpose(-2, -1) @ grad.to(kind)).to(value.dtype),
+        scores.sum_to_size(bias.shape).to(bias.dtype) if wanted[3] else torch.empty(0),
+    )
+    return tuple(g if w else torch.empty(0) for g, w in zip(found, wanted, strict=True))
+
+
+def _flash_attention(query, key, value, dropout=0.0, is_causal=False, debug=False, *, scale=None):
+    out, logs, seed, offset = _efficient_attention(query, key, value, None, True, dropout, is_causal, scale=scale)
+    none = torch.empty(0, dtype=torch.int32)
+    return out, logs, none, none.clone(), query.shape[-2], key.shape[-2], seed, offset, torch.empty(0)
+
+
+def _flash_attention_backward(
+    grad, query, key, value, out, logs, _q, _k, _most_q, _most_k, dropout, is_causal, seed, offset, *, scale=None
+):
+    wanted = (True, True, True, False)
+    return _efficient_attention_backward(
+        grad, query, key, value, None, out, logs, seed, offset, dropout, wanted, is_causal, scale=scale
+    )[:3]
+
+
 _WRITTEN_OUT: dict[str, Callable[..., Any]] = {
     "cudnn_batch_norm": _cudnn_batch_norm,
     "cudnn_batch_norm_backward": _cudnn_batch_norm_backward,
     "_batch_norm_with_update": _batch_norm_with_update,
+    "_scaled_dot_product_flash_attention": _flash_attention,
+    "_scaled_dot_product_flash_attention_backward": _flash_attention_backward,
+    "_scaled_dot_product_efficient_attention": _efficient_attention,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_attention_backward,
 }
 _ALSO = ("copy_", "convolution", "convolution_backward", "_fused_sdp_choice")
 """Operators that are composed of others, of which CUDA would choose its own."""
