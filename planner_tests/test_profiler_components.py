@@ -178,3 +178,5 @@ def test_a_forecast_starts_from_a_line_and_learns():
     assert forecast.lap(16, 4) == pytest.approx(1.0)
     assert forecast.fits(16, [1, 4], 3, slice_s=12.7)
     assert not forecast.fits(16, [1, 4], 3, slice_s=12.5)
+    forecast.learn(64, 4, 3.0, before=7.0)
+    assert forecast.cost(16, [4], 3) == pytest.approx(3 * 1.0 + 7.0), "what came before does not shrink with the size"

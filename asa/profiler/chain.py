@@ -81,11 +81,13 @@ class Chain:
         for p in self._parameters:
             p.grad = None
 
-    def step(self, x: Tensor, mark: Callable[[], Any]) -> Marks:
+    def step(self, x: Tensor, mark: Callable[[], Any], inner: Callable[[], Any] | None = None) -> Marks:
         """Run forward and backward of ``x`` (a batch, without gradient), with synthetic gradients at the outputs.
 
-        ``mark`` is called at every boundary, in order of time. Gradients are kept.
+        ``mark`` is called at the ends of forward and backward, ``inner`` (default: ``mark``) at the boundaries between
+        components, in order of time. Gradients are kept.
         """
+        inner = inner or mark
         last = len(self.components)
         before: list[Any] = [None] * (last + 1)
         sides: list[Tensor] = []
@@ -99,8 +101,8 @@ class Chain:
                     sides.extend(extra)
                     value = value.view_as(value)
                 if i < last and value.requires_grad:
-                    value.register_hook(_setter(before, i, mark))
-                forward.append(mark())
+                    value.register_hook(_setter(before, i, inner))
+                forward.append(inner() if i < last else mark())
         outputs = [t for t in (value, *sides) if t.requires_grad]
         gradients = synthetic_gradients(outputs, len(x))
         before[last] = mark()
@@ -113,6 +115,15 @@ class Chain:
         self.clear()
         clock.settle()
         return self.step(x, clock.mark).read(clock)
+
+    def seconds(self, x: Tensor, clock: Clock) -> float:
+        """Run one step, after clearing gradients, and time it without the marks between components: where the device
+        waits for the host, a step that is not watched does not wait for those."""
+        self.clear()
+        clock.settle()
+        marks = self.step(x, clock.mark, lambda: None)
+        forward, backward = marks.forward, marks.backward
+        return sum(clock.seconds([forward[0], forward[-1]]) + clock.seconds([backward[-1], backward[0]]))
 
 
 def _setter(marks: list[Any], index: int, mark: Callable[[], Any]) -> Callable[[Tensor], None]:

@@ -22,14 +22,15 @@ from asa.errors import UnavailableError, UsageError
 from asa.ir.profile import Stat, Timing, WholeStep
 from asa.ir.units import GIB
 from asa.profiler.chain import Chain, Lap, whole_step
-from asa.profiler.clock import Clock, Repeats, quiet, scaled
+from asa.profiler.clock import Clock, CudaClock, Repeats, quiet, scaled
 from asa.profiler.drift import Reference
 from asa.profiler.effort import WHOLE, Forecast, is_wanted, microbatches
 from asa.profiler.memory import StepMemory, measure_memory
 from asa.sharding.collectives import stand_ins_kept
 
 _LEAST = 3
-_MOST = 15
+_MOST, _MOST_OF_EVENTS = 15, 30
+"""Laps at most, on the host and on devices with events, whose steps are short beside the host's disturbances."""
 _FIRST = 1.25
 """Factor on the time for the largest microbatch, where every degree is measured."""
 _CHECKED = 3
@@ -88,6 +89,7 @@ class Surveyor:
         progress: Callable[[float, str], None],
     ) -> None:
         self.subject, self.clock, self.progress = subject, clock, progress
+        self._events = isinstance(clock, CudaClock)
         self.global_batch, self.free_bytes = global_batch, free_bytes
         self.time_s, self.end = time_s, time.perf_counter() + time_s
         self.sweep = Sweep()
@@ -273,26 +275,34 @@ class Surveyor:
 
     def _alternate(self, size: int, degree: int, x: Tensor, finish: float, least: int, *, beside: bool) -> None:
         self.reference.read(due=True)
-        chain, laps, whole = self.subject.chains[degree], list[Lap](), list[float]()
+        chain, laps, unmarked, whole = self.subject.chains[degree], list[Lap](), list[float](), list[float]()
+        entered = time.perf_counter()
+        if self._events:
+            chain.lap(x, self.clock)  # tries kernels, whose workspaces later steps do not hold
         memory = measure_memory(chain, x)
         if beside:
             self._whole(x)
-        repeats = Repeats(slice_s=finish - time.perf_counter(), least=least, most=_MOST)
+        most = _MOST_OF_EVENTS if self._events else _MOST
+        repeats = Repeats(slice_s=finish - time.perf_counter(), least=least, most=most)
         started, begun = time.perf_counter(), self.reference.now()
         with quiet(), stand_ins_kept() if degree < 0 else nullcontext():
-            while repeats.again([[lap.seconds for lap in laps], *([whole] if beside else [])]):
+            while repeats.again([unmarked or [lap.seconds for lap in laps], *([whole] if beside else [])]):
                 laps.append(chain.lap(x, self.clock))
                 chain.clear()
+                if self._events:
+                    unmarked.append(chain.seconds(x, self.clock))
+                    chain.clear()
                 if beside:
                     whole.append(self._whole(x))
         # The forecast is of wall time, which includes other processes and the overhead of the marks.
-        taken = [sum(lap.seconds for lap in laps), sum(whole)]
+        taken = [sum(lap.seconds for lap in laps) + sum(unmarked), sum(whole)]
         stretch = (time.perf_counter() - started) / max(sum(taken), 1e-9) / len(laps)
-        self.forecast.learn(size, degree, taken[0] * stretch)
+        before = (started - entered) / (1 + beside) if self._events else 0.0
+        self.forecast.learn(size, degree, taken[0] * stretch, before)
         span = (begun, self.reference.now())
-        self._record(size, degree, laps, memory, span)
+        self._record(size, degree, laps, unmarked, memory, span)
         if beside:
-            self.forecast.learn(size, WHOLE, taken[1] * stretch)
+            self.forecast.learn(size, WHOLE, taken[1] * stretch, before)
             self._check(size, whole)
             self._checks.append(span)
         if degree == 1 and size == self.top:
@@ -308,14 +318,16 @@ class Surveyor:
         return whole_step(self.subject.model, x, self.clock, chain.device, chain.precision)
 
     def _record(
-        self, size: int, degree: int, laps: Sequence[Lap], memory: StepMemory, span: tuple[float, float]
-    ) -> None:
+        self, size: int, degree: int, laps: Sequence[Lap], unmarked: Sequence[float], memory: StepMemory,
+        span: tuple[float, float],
+    ) -> None:  # fmt: skip
         # Interruptions are rare in one component but common in a lap, so the medians of the components sum to less than
-        # the median lap. All are scaled by one factor, so that they sum to it.
+        # the median lap. All are scaled by one factor, so that they sum to it; to one without marks where these are
+        # work of the host that the device waits for.
         forward = [Stat.of(times) for times in zip(*(lap.forward for lap in laps), strict=True)]
         backward = [Stat.of(times) for times in zip(*(lap.backward for lap in laps), strict=True)]
         parts = sum(stat.median for stat in (*forward, *backward))
-        factor = Stat.of(lap.seconds for lap in laps).median / parts if parts else 1.0
+        factor = Stat.of(unmarked or [lap.seconds for lap in laps]).median / parts if parts else 1.0
         found, spans = (self.sweep.timings, self._spans) if degree > 0 else (self.sweep.by_tokens, self._token_spans)
         for i, name in enumerate(self.subject.names):
             for each in self.subject.alike(name) if name in self.subject.split[degree] else ():

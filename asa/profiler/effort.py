@@ -8,7 +8,7 @@ WHOLE = 0
 """Value of a tensor degree for the whole, unsplit model. Negative degrees are those with split tokens."""
 
 _WARMUP_LAPS = 1.2
-"""Cost of the lap that records memory, in laps."""
+"""Cost of the lap that records memory, in laps, before one was seen."""
 
 
 def microbatches(global_batch: int) -> list[int]:
@@ -59,10 +59,13 @@ class Forecast:
         self.whole = whole
         self.seconds = line_through(first, second)
         self._taken: dict[int, tuple[int, float]] = {}
+        self._begun: dict[int, tuple[int, float]] = {}
 
-    def learn(self, size: int, degree: int, seconds: float) -> None:
-        """Record that a lap of ``degree`` took ``seconds`` at microbatch ``size``."""
+    def learn(self, size: int, degree: int, seconds: float, before: float = 0.0) -> None:
+        """Record that a lap of ``degree`` took ``seconds`` at microbatch ``size``, and how many went by ``before``
+        the first that was timed."""
         self._taken[degree] = (size, seconds)
+        self._begun[degree] = (size, before)
 
     def lap(self, size: int, degree: int) -> float:
         """Expected seconds, scaled from the last lap of that degree; a guess if there was none."""
@@ -76,5 +79,11 @@ class Forecast:
         return self.cost(size, degrees, laps) <= slice_s
 
     def cost(self, size: int, degrees: Sequence[int], laps: int) -> float:
-        """Expected seconds of ``laps`` laps of each degree, and one for warm-up."""
-        return sum(self.lap(size, d) for d in degrees) * (laps + _WARMUP_LAPS)
+        """Expected seconds of ``laps`` laps of each degree, and of what comes before them: the lap that records memory,
+        or what it took last time where that was more, as it is where kernels are tried for every new size."""
+        return sum(laps * self.lap(size, d) + self._before(size, d) for d in degrees)
+
+    def _before(self, size: int, degree: int) -> float:
+        known = degree if degree in self._begun else next(iter(self._begun), None)
+        seen = self._begun[known][1] if known is not None else 0.0
+        return max(_WARMUP_LAPS * self.lap(size, degree), seen)
