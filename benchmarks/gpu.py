@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -37,7 +38,10 @@ from benchmarks.gpu_report import SEALED, answers, failed, report
 LIMIT_S = 480.0
 Command = tuple[str, tuple[str, ...]]
 """What a result is filed under, and the arguments of ``python -m``."""
-TIMED = ("tests of test_profiler", "profile ", "reference ", "speed ", "full ", "links", "bench ", "sealed")
+TIMED = (
+    "tests of test_profiler", "tests of test_gpu_kernels", "profile ", "reference ", "speed ", "full ", "links", "bench ",
+    "sealed",
+)  # fmt: skip
 """How the names of commands begin that time something, or want all of a card: nothing runs beside them."""
 Stage = Iterable[Iterable[Command]]
 """Chains of commands that do not wait for one another; the next stage waits for all of them."""
@@ -228,6 +232,50 @@ def _eight() -> str:
     return "a100-nvlink-8"
 
 
+_here = threading.local()
+_workers: list[subprocess.Popen[str]] = []
+
+
+def _run(argv: tuple[str, ...], limit: float) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of ``python -m`` of ``argv``, in a process that this thread keeps.
+
+    Raises:
+        TimeoutError: it did not end in ``limit`` seconds.
+    """
+    if argv[0] == "pytest":
+        try:
+            done = subprocess.run([sys.executable, "-m", *argv], capture_output=True, text=True, timeout=limit)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
+        return done.returncode, done.stdout, done.stderr
+    worker = getattr(_here, "worker", None)
+    if worker is None or worker.poll() is not None:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        _here.worker = worker
+        _workers.append(worker)
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    late = threading.Timer(limit, worker.kill)
+    late.start()
+    try:
+        worker.stdin.write(json.dumps(argv) + "\n")
+        worker.stdin.flush()
+        line = worker.stdout.readline()
+    except BrokenPipeError:
+        line = ""
+    finally:
+        ended = late.is_alive()
+        late.cancel()
+    if line:
+        found = json.loads(line)
+        return found["exit_code"], found["said"], found["error"]
+    if not ended:
+        raise TimeoutError
+    return worker.wait(), "", "the process ended without an answer"
+
+
 class _Share:
     """Runs commands that have no answer yet, until the time of one share is over."""
 
@@ -274,10 +322,9 @@ class _Share:
         began = time.monotonic()
         try:
             if left < 1:
-                raise subprocess.TimeoutExpired(argv, left)
-            done = subprocess.run([sys.executable, "-m", *argv], capture_output=True, text=True, timeout=left)
-            code, said, wrong = done.returncode, done.stdout, done.stderr
-        except subprocess.TimeoutExpired:
+                raise TimeoutError
+            code, said, wrong = _run(argv, left)
+        except TimeoutError:
             if left < _MOST_OF_IT * self.args.limit:  # others had the time: it has all of the next share
                 with self._change:
                     self.cut_off = True
@@ -296,16 +343,16 @@ class _Share:
         return found
 
 
-def run(piece: str, args: argparse.Namespace, record: Path) -> bool:
-    """Every command of ``piece`` that has no answer yet, for at most :data:`LIMIT_S`; whether none is left."""
+def run(piece: str, args: argparse.Namespace, record: Path, pool: ThreadPoolExecutor) -> bool:
+    """Every command of ``piece`` that has no answer yet, for at most :data:`LIMIT_S`, by ``pool``; whether none is
+    left."""
     share = _Share(piece, args, record)
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for stage in PIECES[piece](args, args.out):
-            for done in [pool.submit(share.chain, chain) for chain in stage]:
-                done.result()
-            if share.cut_off:
-                print(f"gpu: {piece} used its {args.limit:.0f} s; its next share goes on there", file=sys.stderr)
-                return False
+    for stage in PIECES[piece](args, args.out):
+        for done in [pool.submit(share.chain, chain) for chain in stage]:
+            done.result()
+        if share.cut_off:
+            print(f"gpu: {piece} used its {args.limit:.0f} s; its next share goes on there", file=sys.stderr)
+            return False
     return True
 
 
@@ -363,14 +410,17 @@ def main() -> int:
         with record.open("a") as file:
             file.write("\n")
     score = f"python benchmarks/gpu_report.py {record}"
-    whole = True
+    whole, pool = True, ThreadPoolExecutor(args.jobs)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for piece in args.pieces.split(","):
         for _ in range(args.shares):
-            done = run(piece, args, record)
+            done = run(piece, args, record, pool)
             (args.out / "gpu-report.md").write_text(report(record, PIECES, score, args.sealed))
             if done:
                 break
         whole &= done
+    for worker in _workers:
+        worker.kill()
     page = args.out / "gpu-report.md"
     print(f"gpu: wrote {page}; send it back with {record}; they are scored by: {score}", file=sys.stderr)
     return int(not whole or any(map(failed, answers(record).values())))
