@@ -4,6 +4,7 @@ including those inside operators, in backward and in communication buckets."""
 from __future__ import annotations
 
 import os
+from bisect import bisect_right, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,7 +52,31 @@ def record(work: Callable[[], object], device: torch.device, marks: str = "") ->
                 events.append(Event(at=entry.start_time_ns, pointer=fields.ptr, size=fields.alloc_size))
         elif marks and entry.name.startswith(marks):
             times[entry.name] = entry.start_time_ns
-    return sorted(events, key=lambda e: e.at), times
+    events.sort(key=lambda e: e.at)
+    return (_released(events) if device.type == "cuda" else events), times
+
+
+def _released(events: Sequence[Event]) -> list[Event]:
+    """``events`` with a release of what another allocation lies on. Autograd's thread for a CUDA device lets go of the
+    gradients that a node was given after it has left the record."""
+    starts: list[int] = []
+    sizes: dict[int, int] = {}
+    found: list[Event] = []
+    for event in events:
+        if event.size > 0:
+            i = max(0, bisect_right(starts, event.pointer) - 1)
+            while i < len(starts) and starts[i] < event.pointer + event.size:
+                if starts[i] + sizes[starts[i]] > event.pointer:
+                    found.append(Event(at=event.at, pointer=starts[i], size=-sizes.pop(starts.pop(i))))
+                else:
+                    i += 1
+            insort(starts, event.pointer)
+            sizes[event.pointer] = event.size
+        elif event.pointer in sizes:
+            del sizes[event.pointer]
+            starts.remove(event.pointer)
+        found.append(event)
+    return found
 
 
 def _walk(entries: Sequence[Any]) -> Iterator[Any]:

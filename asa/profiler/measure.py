@@ -129,7 +129,6 @@ def profile_module(
     _check(global_batch, time_limit_s, max_tensor_degree)
     clock = solo_clock_of(device)
     keep_freed_memory()  # as ranks do
-    execution.settle_kernels(device, precision)
     with one_thread(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         model.to(device).train()
@@ -139,6 +138,7 @@ def profile_module(
         graph = layer_graph(traced, model=spec, input_shape=shape, num_classes=num_classes)
         subject = _subject(model, traced, graph, example, device, precision, max_tensor_degree, memory_format)
         graph = replace(graph, notes=(*graph.notes, *told(drawing(traced.components, subject.batch(_EXAMPLE_SAMPLES)))))
+        execution.settle_kernels(device, precision)  # not before: tracing has batches of its own
         compile_s = None
         if compiled != "none":
             say(0.03, "compiling")

@@ -23,7 +23,7 @@ from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.staleness import ONE_LATE, PLAIN, Staleness, Steps, Target
 from asa.planner.answer.disciplines import undrained
-from asa.planner.answer.prediction import predict
+from asa.planner.answer.prediction import memory_max, predict
 from asa.planner.pipeline.whole import row
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.consistency import Disciplined, disciplined, machine
@@ -248,7 +248,7 @@ class _Judge:
             name=name, waits_for=waits, changes=changes, exact=exact, step_time_s=step,
             step_time_low_s=step / self._factor, step_time_high_s=step * self._factor,
             samples_per_s=self._prices.space.request.global_batch / step if step > 0 else None,
-            memory_bytes_max=math.ceil(max(s.most for s in price.stages)),
+            memory_bytes_max=memory_max(price, self._prices.space.cluster),
         )  # fmt: skip
 
     def _plainly(self) -> tuple[Steps | None, str]:

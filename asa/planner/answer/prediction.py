@@ -53,12 +53,23 @@ def predict(
         update_s=price.cost.update_s,
         bubble_s=price.cost.bubble_s,
         memory_bytes_per_rank=tuple(
-            math.ceil(stage.held(place))
+            math.ceil(stage.held(place) + _libraries(cluster))
             for stage, width in zip(price.stages, widths, strict=True)
             for place in range(width)
         ),
         samples_per_s=global_batch / total if total > 0 else 0.0,
     )
+
+
+def _libraries(cluster: Cluster) -> float:
+    """Bytes that the allocator counts beside the training's own, on every rank. They belong to the context that plans
+    leave room for."""
+    return constant("cuda_workspace_bytes") if cluster.device.type == "cuda" else 0.0
+
+
+def memory_max(price: Price, cluster: Cluster) -> int:
+    """Bytes of active memory of the rank that holds most."""
+    return math.ceil(max(s.most for s in price.stages) + _libraries(cluster))
 
 
 def noise(one: Price, other: Price) -> float:

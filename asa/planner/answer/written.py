@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -12,7 +11,7 @@ from asa.ir import codec
 from asa.ir.plan import KEPT_OUT, Assignment, Baseline, Certificate, Plan, Stage
 from asa.ir.profile import Profile
 from asa.planner.answer.confidence import confidence
-from asa.planner.answer.prediction import predict
+from asa.planner.answer.prediction import memory_max, predict
 from asa.planner.pipeline.whole import StrategyRow
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Space
@@ -88,7 +87,7 @@ def plan_of(
             Baseline(
                 name=r.name,
                 step_time_s=r.price.cost.total_s if r.price else None,
-                memory_bytes_max=math.ceil(max(s.most for s in r.price.stages)) if r.price else None,
+                memory_bytes_max=memory_max(r.price, space.cluster) if r.price else None,
                 fits=r.fits and pins_allow(space, r.candidate),
                 why_not=r.why_not or ("" if pins_allow(space, r.candidate) else KEPT_OUT),
             )

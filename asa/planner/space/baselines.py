@@ -164,7 +164,7 @@ def uniform(name: str, prices: Prices, num_microbatches: int) -> Candidate:
     width = degrees.d * degrees.t
     if degrees.ranks > gpus:
         raise Unavailable(f"needs {degrees.ranks} devices, there are {gpus}")
-    if name != "single" and degrees.ranks == 1:
+    if name.removesuffix(AGAIN) != "single" and degrees.ranks == 1:
         raise Unavailable("needs at least 2 devices")
     if degrees.t > 1 and "tensor" not in space.strategies.tensor:
         raise Unavailable("strategy tensor is not offered")
