@@ -106,3 +106,18 @@ def test_presets_that_are_asked_for_by_half_a_name_come_with_as_many_devices_fir
 
 def test_names_of_the_hub_are_offered_as_such(capsys):
     assert "did you mean hf:bert-base-uncased, bert?" in refused(capsys, 2, "plan", "bert-base-uncased")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ("csv:empty.csv", "a header and samples are needed"),
+        ("broken_data:data", "failed with RuntimeError: no"),
+    ],
+)
+def test_data_is_read_before_a_model_is_measured(data, words, tmp_path, monkeypatch, capsys):
+    user_folder(tmp_path, monkeypatch)
+    (tmp_path / "empty.csv").write_text("pixel,class\n")
+    (tmp_path / "broken_data.py").write_text("def data():\n    raise RuntimeError('no')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert words in refused(capsys, 3, "train", "logistic", "--gpus", "1", "--input", "1x8x8", "--data", data)

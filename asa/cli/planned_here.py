@@ -13,6 +13,7 @@ from asa.errors import UsageError
 from asa.ir import codec
 from asa.ir.optimizers import planned_as
 from asa.ir.plan import Plan
+from asa.zoo import specs
 from asa.zoo.names import check
 
 OPTIONS = (
@@ -66,6 +67,24 @@ def words(args: Arguments, path: Path) -> tuple[str, ...]:
     return (str(path), *kept)
 
 
+def _read(args: Arguments, model: str) -> None:
+    """Read data of the user's own, before minutes of measuring: ranks that are forked have it then.
+
+    Raises:
+        UsageError, InvalidInputError, UnavailableError: it cannot be used.
+    """
+    if not specs.is_own(args.data):
+        return
+    import torch
+
+    from asa.profiler.clock import one_thread
+    from asa.zoo.data.own import open_own
+    from asa.zoo.models import default_input
+
+    with one_thread(torch.device("cpu")):
+        open_own(args.data, "train", default_input(model, o.input_shape(args), args.classes)[0])
+
+
 def planned(args: Arguments, console: Console) -> tuple[Path, Plan]:
     """Make a plan for the model ``args.plan`` on the available devices; returns it with the path of its file.
 
@@ -81,6 +100,7 @@ def planned(args: Arguments, console: Console) -> tuple[Path, Plan]:
     device, gpus = bench_setup.device_of(args)
     asked = Request(gpus=gpus, global_batch=args.global_batch or 1, strategies=args.strategies)
     check_request(None, offered(), asked)
+    _read(args, model)
     cluster = bench_setup.cluster_here(args, console, device, gpus)
     profile, said = choose.profile_here(args, console, model, device, gpus)
     console.say(f"asa: {said}")
