@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from asa.instruments import allocations
 from asa.instruments.allocations import Event
 from asa.profiler.chain import Chain, Marks, whole_step
 from asa.profiler.clock import HostClock
@@ -183,3 +184,24 @@ def test_accounting_of_a_made_up_step():
     assert [held.transient for held in memory.components] == [60, 7]
     # With all 42 of gradients counted: 169 live then, less 100 saved.
     assert [held.unmade for held in memory.components] == [33, 0]
+
+
+def test_what_another_allocation_lies_on_was_released():
+    events = [
+        Event(at=1, pointer=0, size=512), Event(at=2, pointer=512, size=512), Event(at=3, pointer=4096, size=512),
+        Event(at=4, pointer=256, size=512), Event(at=5, pointer=4096, size=-512), Event(at=6, pointer=4096, size=512),
+    ]  # fmt: skip
+    found = allocations._released(events)
+    assert [(e.at, e.pointer, e.size) for e in found if e not in events] == [(4, 0, -512), (4, 512, -512)]
+    assert [e for e in found if e in events] == events
+    assert allocations.peak(found) == 1536
+
+
+def test_a_lap_without_marks_between_components_is_the_same_step():
+    x, marks = torch.randn(4, 3), list[str]()
+    chain = Chain([Piece(nn.Linear(3, 3)), Piece(nn.Linear(3, 3)), Piece(nn.Linear(3, 2))], CPU, "fp32")
+    found = chain.step(x, lambda: marks.append("end") or len(marks), lambda: marks.append("between") or len(marks))
+    assert marks == ["end", "between", "between", "end", "end", "between", "between", "end"]
+    assert (found.forward, found.backward) == ([1, 2, 3, 4], [8, 7, 6, 5])
+    assert chain.seconds(x, HostClock()) > 0
+    assert all(p.grad is not None for c in chain.components for p in c.parameters())
