@@ -116,8 +116,8 @@ def test_a_plan_that_keeps_its_promise_is_kept_and_every_epoch_saved() -> None:
     records, events = _run(executor, 3, model)
     assert executor.calls == [(what, e) for e in range(3) for what in ("run", "save")]
     assert [r.verdict.action for r in records] == ["keep"] * 3
-    assert records[0].verdict.reason == "predicted 1 s/step, measured 1.04 s (-3.8 %)"
-    assert records[1].verdict.reason == "predicted 1.04 s/step, measured 1.04 s (+0.0 %)", "it has learnt"
+    assert records[0].verdict.reason == "predicted 1.00 s a step, measured 1.04 s (-3.8 %)"
+    assert records[1].verdict.reason == "predicted 1.04 s a step, measured 1.04 s (+0.0 %)", "it has learnt"
     assert (events, model.asked) == ([], [])
     assert records[-1].step == 3 * STEPS
 
@@ -175,7 +175,7 @@ def test_the_last_epoch_changes_nothing() -> None:
         (_plan(1.0), 0.0, "stays the best"),
         (dataclasses.replace(_plan(1.0), notes=("solved again",)), 0.0, "stays the best"),
         (_plan(0.98, strategy="ddp"), 0.0, "stays the best"),
-        (_plan(0.5, strategy="ddp"), 999.0, "20 s to gain for a change of 1000 s"),
+        (_plan(0.5, strategy="ddp"), 999.0, "20.0 s to gain for a change of 16.7 min"),
         (InfeasibleError("nothing fits any more"), 0.0, "no other plan: nothing fits any more"),
         (ValueError("a fault"), 0.0, "no other plan: the search broke with ValueError: a fault"),
     ],
@@ -194,7 +194,7 @@ def test_a_change_waits_until_what_was_lost_would_have_paid_for_it() -> None:
     _, events = _run(executor, 9, Promising(_plan(0.5, strategy="ddp"), move_s=49.0))
     # 20 s are lost in an epoch, 10 s before another plan was looked for, and a change costs 50.
     assert [(e["kind"], e["epoch"]) for e in events] == [("wait", 0), ("switch", 1), ("outcome", 2)]
-    assert "a change costs 50 s, 30 s were lost so far" in events[0]["why"]
+    assert "a change costs 50.0 s, 30.0 s were lost so far" in events[0]["why"]
 
 
 def test_a_migration_that_fails_leaves_the_plan_in_force() -> None:
@@ -248,6 +248,6 @@ def test_more_memory_than_promised_is_said_once_and_solved_for() -> None:
 
 def test_the_line_of_an_epoch() -> None:
     line = describe(_measured(_plan(0.742), 0.751))
-    assert line == "predicted 0.742 s/step, measured 0.751 s (-1.2 %)"
-    assert describe(_measured(_plan(0.0001), 0.00005)) == "predicted 0.0001 s/step, measured 0.00005 s (+100.0 %)"
-    assert describe(_measured(_plan(1.0), 2.0), 1.9) == "predicted 1.9 s/step, measured 2 s (-5.0 %)"
+    assert line == "predicted 742 ms a step, measured 751 ms (-1.2 %)"
+    assert describe(_measured(_plan(0.0001), 0.00005)) == "predicted 100 us a step, measured 50.0 us (+100.0 %)"
+    assert describe(_measured(_plan(1.0), 2.0), 1.9) == "predicted 1.90 s a step, measured 2.00 s (-5.0 %)"

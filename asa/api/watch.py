@@ -19,9 +19,9 @@ from asa.executor.training.worker import LossCounter
 from asa.interfaces.executor import Placement
 from asa.ir.measurements import Measurements
 from asa.ir.plan import Plan
+from asa.ir.units import seconds
 from asa.scheduler import Model, Policy
 from asa.scheduler.decide import Change, Decider
-from asa.scheduler.policy import seconds
 from asa.scheduler.relative import Compared
 
 _LOOK_EVERY = 50

@@ -1,4 +1,4 @@
-"""Named units. Records contain plain seconds, bytes and FLOPs; bytes are formatted here for error messages of all
+"""Named units. Records contain plain seconds, bytes and FLOPs; seconds and bytes are formatted here for messages of all
 packages, other units in ``asa.report``."""
 
 from __future__ import annotations
@@ -67,3 +67,17 @@ def figures(value: float) -> str:
     if magnitude >= 99.95:
         return f"{value:.0f}"
     return f"{value:.1f}" if magnitude >= 9.995 else f"{value:.2f}"
+
+
+def seconds(value: float) -> str:
+    """Seconds as text: three significant digits with the unit that fits.
+
+    >>> [seconds(v) for v in (0.0000123, 0.00456, 1.236, 83.5, 4000)]
+    ['12.3 us', '4.56 ms', '1.24 s', '83.5 s', '66.7 min']
+    """
+    if abs(value) < 5e-9:
+        return "0 s"
+    for limit, scale, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (600.0, 1.0, "s")):
+        if abs(value) < limit:
+            return f"{figures(value * scale)} {unit}"
+    return f"{figures(value / 60)} min"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asa.ir import units
 from asa.ir.units import binary, figures
 
 NOTHING = "-"
@@ -13,14 +14,7 @@ def seconds(value: float | None) -> str:
     >>> [seconds(v) for v in (0.0000123, 0.00456, 1.236, 83.5, 4000)]
     ['12.3 us', '4.56 ms', '1.24 s', '83.5 s', '66.7 min']
     """
-    if value is None:
-        return NOTHING
-    if abs(value) < 5e-9:
-        return "0 s"
-    for limit, scale, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms"), (600.0, 1.0, "s")):
-        if abs(value) < limit:
-            return f"{figures(value * scale)} {unit}"
-    return f"{figures(value / 60)} min"
+    return NOTHING if value is None else units.seconds(value)
 
 
 def difference(value: float, *, plus: bool = False) -> str:

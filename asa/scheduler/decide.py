@@ -17,6 +17,7 @@ from typing import Any
 from asa.errors import AsaError
 from asa.interfaces.executor import Placement, Probe
 from asa.ir.measurements import Measurements
+from asa.ir.units import seconds
 from asa.scheduler import norms
 from asa.scheduler.cores import Cores
 from asa.scheduler.costs import LIKE, MIN_STEPS, Costs, Slowness, turns, typical
@@ -25,7 +26,7 @@ from asa.scheduler.exposed import Exposed
 from asa.scheduler.findings import Finding, Findings, awry
 from asa.scheduler.lasting import Lasting
 from asa.scheduler.model import Answer, Asked, Model, Question, rung, same
-from asa.scheduler.policy import Policy, seconds
+from asa.scheduler.policy import Policy
 
 _CLEAR = 5
 """Number of steps from which on a change may be judged, if its effect is clear."""
@@ -389,7 +390,7 @@ class Decider:
             self._next_quiet = self.policy.cool_down
             self.reason = f"the new plan saves {100 * gain:.1f} % of a step"
             return None
-        slower = f"{seconds(now)}/step after the change, {seconds(change.step_s)} before"
+        slower = f"{seconds(now)} a step after the change, {seconds(change.step_s)} before"
         self._penalties.append((change.target, math.log(now / change.promised_s)))
         return Change(
             target=change.before,

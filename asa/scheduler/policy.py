@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asa.ir.codec import noun
 from asa.ir.measurements import Measurements
+from asa.ir.units import seconds
 
 
 @noun
@@ -35,21 +36,11 @@ def describe(measured: Measurements, predicted_s: float | None = None) -> str:
     ``predicted_s``: under costs corrected by earlier measurements; the plan's own prediction if None.
 
     >>> describe(measurements)  # doctest: +SKIP
-    'predicted 0.742 s/step, measured 0.751 s (-1.2 %)'
+    'predicted 742 ms a step, measured 751 ms (-1.2 %)'
     """
     predicted = measured.predicted_step_time_s if predicted_s is None else predicted_s
     actual = measured.step_time.median
     if predicted <= 0 or actual <= 0:
-        return f"measured {seconds(actual)}/step, without a prediction"
+        return f"measured {seconds(actual)} a step, without a prediction"
     error = 100 * (predicted / actual - 1)
-    return f"predicted {seconds(predicted)}/step, measured {seconds(actual)} ({error:+.1f} %)"
-
-
-def seconds(value: float) -> str:
-    """Seconds as text with three significant digits, without an exponent.
-
-    >>> [seconds(v) for v in (0.7421, 12.34, 0.00012)]
-    ['0.742 s', '12.3 s', '0.00012 s']
-    """
-    text = f"{value:.3g}"
-    return f"{float(text):.10f}".rstrip("0").rstrip(".") + " s" if "e" in text else f"{text} s"
+    return f"predicted {seconds(predicted)} a step, measured {seconds(actual)} ({error:+.1f} %)"

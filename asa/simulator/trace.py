@@ -61,4 +61,6 @@ def save_trace(timeline: Timeline, path: Path) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise UnavailableError(f"cannot write the trace to {path}: {error.strerror or error}") from None
+        raise UnavailableError(
+            f"cannot write the trace to {path}: {error.strerror or error}; name another file"
+        ) from None

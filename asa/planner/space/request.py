@@ -129,7 +129,7 @@ class Request:
         m = self.microbatches
         if m is not None and (m < 1 or m & (m - 1) or m > self.global_batch):
             raise UsageError(
-                f"{m} microbatches of a batch of {self.global_batch}: a power of two, and a sample in each of them"
+                f"a batch of {self.global_batch} is not cut into {m} microbatches; take a power of two up to it"
             )
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise UsageError(f"memory of {self.memory_bytes} bytes per device is below 1")
