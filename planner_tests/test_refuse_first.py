@@ -95,9 +95,9 @@ def test_ranks_of_a_users_own_program_measure_no_links_for_nothing(words, wishes
 
 
 def test_presets_that_are_asked_for_by_half_a_name_come_with_as_many_devices_first():
-    with pytest.raises(UsageError, match="presets: a100-nvlink-8, "):
+    with pytest.raises(UsageError, match="`asa cluster list` has a100-nvlink-8, "):
         presets.load("a100", 8)
-    with pytest.raises(UsageError, match="presets: a100-nvlink-2, "):
+    with pytest.raises(UsageError, match="`asa cluster list` has a100-nvlink-2, "):
         presets.load("a100", 2)
     assert presets.offered(10**6) == ""
     assert "a100-2x8-ib" in presets.offered(16, like="a100-nvlink-8")

@@ -158,7 +158,7 @@ def test_a_change_that_makes_it_worse_is_rolled_back_and_rests_ever_longer() -> 
     assert rests[0] >= 2
     assert rests == sorted(rests)
     assert rests[-1] > rests[0]
-    assert "3.75 s/step after the change, 2 s before" in next(e["why"] for e in events if e["kind"] == "rollback")
+    assert "3.75 s a step after the change, 2.00 s before" in next(e["why"] for e in events if e["kind"] == "rollback")
     assert executor.plan == old
 
 

@@ -34,8 +34,7 @@ def load(name: str, devices: int | None = None) -> Cluster:
         near = [n for n in known if n.startswith(name)] or get_close_matches(name, known, n=8, cutoff=0.4) or known
         if devices is not None:
             near.sort(key=lambda n: (_distance(load(n).num_devices, devices), len(n)))
-        shown = ", ".join(near[:_NAMED])
-        raise UsageError(f"no cluster {name!r}: neither a file nor a preset; presets: {shown}; all: `asa cluster list`")
+        raise UsageError(f"no cluster {name!r}: no file, no preset; `asa cluster list` has {', '.join(near[:_NAMED])}")
     return _read(name)
 
 
