@@ -40,7 +40,7 @@ def _run(log: Path, *names: str) -> set[str]:
         pytest.skip(str(missing))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "planner_tests.standin.scenarios", str(log), *names],
-        capture_output=True, text=True, timeout=1200, cwd=sites.ROOT.parent,
+        capture_output=True, text=True, timeout=2400, cwd=sites.ROOT.parent,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     failed = {name: error for name, error in json.loads(done.stdout.splitlines()[-1]).items() if error}
@@ -56,7 +56,7 @@ def test_a_gpu_that_is_stood_in_for_profiles_trains_and_refuses(tmp_path: Path) 
 
 
 @pytest.mark.standin
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2700)
 def test_every_place_that_asks_for_cuda_is_reached(tmp_path: Path) -> None:
     reached, known = _run(tmp_path / "sites"), sites.sites()
     missed = [s for s in known if s not in reached and sites.named(s) not in EXCEPTIONS]
