@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from asa.planner import clock
 from asa.planner.budget import ROUNDING
+from asa.planner.space.candidate import Candidate
 from asa.planner.space.request import SolverName
 from asa.planner.stage import exhaustive, ilp
 from asa.planner.stage.lookup import FormulatedStage, StageLookup
@@ -54,6 +55,11 @@ class Single:
         self._forbidden, self._charges = list[Choice](), dict[RunCharge, None]()
         self._tried = self._looked_beyond = 0
         self._runs: Runs | None = None
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """By what batches are divided among ranks."""
+        return self._stages.weights(self.width)
 
     @property
     def value(self) -> float:
@@ -291,3 +297,22 @@ def singles(stages: StageLookup, solver: SolverName) -> list[Single]:
 def crowded(some: Sequence[Single]) -> bool:
     """Whether memory may bind in the widest: likely also in pipelines."""
     return bool(some) and max(some, key=lambda x: x.width).crowded
+
+
+def first_plan(alone: Sequence[Single], known: Candidate | None, best: float) -> float:
+    """Ms of a first plan, which is kept; infinite where none below ``best`` ms was found.
+
+    The best whole strategy, ``known``, says of how many ranks a stage may be, and in how many microbatches it fits. The
+    prices of memory and overlap, which the search would look for anyway, often come close to the best plan of its kind.
+    """
+    if known is None:
+        return float("inf")
+    own = [x for x in alone if (x.width, x.weights) == (known.ranks, known.ways[0].layout.weights)]
+    for single in sorted(own, key=lambda x: x.num_microbatches):
+        if single.num_microbatches > known.num_microbatches or single.bound >= best or single.long:
+            break
+        if single.least < best:
+            single.begin(best)
+            if single.value < best:
+                return single.value
+    return float("inf")
