@@ -82,13 +82,15 @@ def test_what_a_search_proves_does_not_depend_on_where_it_begins(model):
     assert found[1][0] == pytest.approx(found[1][1])
 
 
-def test_nothing_slower_than_what_is_known_is_begun_with():
+def test_nothing_slower_than_what_is_known_is_begun_with_nor_all_ranks_where_memory_is_plenty():
     prices = tight("vgg16", CLUSTERS[1], 1.3)
     known, alone = whole(prices), singles(StageLookup(prices, anything), "ilp")
     value = first_plan(alone, known, INF)
     assert value < INF
     assert first_plan(singles(StageLookup(prices, anything), "ilp"), known, 0.5 * value) == INF
-    assert first_plan(alone, None, INF) == INF
+    assert first_plan(singles(StageLookup(prices, anything), "ilp"), None, INF) < INF, "memory binds"
+    roomy = Prices(Space(prices.space.profile, prices.space.cluster, offered(), Request(gpus=4, global_batch=64)))
+    assert first_plan(singles(StageLookup(roomy, anything), "ilp"), None, INF) == INF
 
 
 def test_a_search_without_time_answers_with_it_all_the_same():

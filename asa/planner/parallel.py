@@ -68,9 +68,7 @@ class Forked(Generic[T]):
 
     def over(self) -> bool:
         """Whether no copy is at work any more."""
-        if self._pid <= 0:
-            return True
-        return os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return self._pid <= 0 or os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def stop(self) -> None:
         """End the copy: its result is not needed any more."""

@@ -182,8 +182,7 @@ class _Ways:
         """A first plan of several stages, if one is kept, and what is left of the pipelines.
 
         On two cores a copy of this process makes the first plan, and then searches every other number of microbatches.
-        They tell each other the time of their best plan once, before that: later, what they heard and when would depend
-        on the clock, and so would the answer.
+        They tell each other their best time once, before that: later, what was heard would depend on the clock.
         """
         apart, best, counts = possible(), self.best, self.staged.microbatches()
         two = apart and joint.searched(self.staged)

@@ -59,11 +59,8 @@ def practice(prices: Prices, allowed: Allowed, until: float = INF) -> Candidate 
 
 
 def on_fewer(prices: Prices, allowed: Allowed, below: float, until: float) -> Candidate | None:
-    """The fastest such plan of one stage on fewer devices, if it takes less than ``below`` seconds.
-
-    What has the lowest bound is searched first, and computation alone bounds wide stages lowest. Over slow links, or
-    where the last devices are slow, a narrow stage is faster all the same.
-    """
+    """The fastest such plan of one stage on fewer devices, if it takes less than ``below`` seconds: a search, which
+    begins with what compute bounds lowest, comes to narrow stages late."""
     found = _fastest(_alone(prices, allowed, _widths(prices.space)), below, until)
     return found if found is not None and prices.of(found).cost.total_s < below else None
 
@@ -91,8 +88,7 @@ def _fastest(splits: Iterable[tuple[Sketch, _Split]], below: float, until: float
 def _widths(space: Space) -> list[int]:
     """Widths worth a look: the devices in front that are as fast as the first one, a node, all, powers of two, few."""
     gpus, cluster = space.request.gpus, space.cluster
-    speeds = [cluster.speed(r) for r in range(gpus)]
-    alike = next((r for r, s in enumerate(speeds) if s != speeds[0]), gpus)
+    alike = next((r for r in range(gpus) if cluster.speed(r) != cluster.speed(0)), gpus)
     powers = (2**k for k in range(gpus.bit_length() - 1, 0, -1))
     some = dict.fromkeys((alike, cluster.node, *powers, *(w for w in widths(gpus) if w <= _EACH)))
     return [w for w in some if w < gpus]

@@ -25,6 +25,8 @@ _FIRST_S = 0.15
 """For the label program under a memory limit, at first; four times as long each time it comes back."""
 _LONG, _FORMULATED = 10_000, 1.0
 """Ways of all components from which formulating takes long: pricing them one by one, times so much."""
+_MORE = 5_000
+"""Ways that are priced of more than one microbatch for a first plan: a dozen milliseconds for each thousand."""
 _REFUSED = 60
 """Times that the ILP looks beyond choices that do not fit, although what their components have at least does."""
 _BEYOND_S = 2.0
@@ -300,19 +302,25 @@ def crowded(some: Sequence[Single]) -> bool:
 
 
 def first_plan(alone: Sequence[Single], known: Candidate | None, best: float) -> float:
-    """Ms of a first plan, which is kept; infinite where none below ``best`` ms was found.
-
-    The best whole strategy, ``known``, says of how many ranks a stage may be, and in how many microbatches it fits. The
-    prices of memory and overlap, which the search would look for anyway, often come close to the best plan of its kind.
-    """
-    if known is None:
-        return float("inf")
-    own = [x for x in alone if (x.width, x.weights) == (known.ranks, known.ways[0].layout.weights)]
-    for single in sorted(own, key=lambda x: x.num_microbatches):
-        if single.num_microbatches > known.num_microbatches or single.bound >= best or single.long:
-            break
-        if single.least < best:
-            single.begin(best)
-            if single.value < best:
-                return single.value
-    return float("inf")
+    """Ms of a first plan, which is kept; infinite where none below ``best`` ms was found. Stages of the width of
+    ``known``, the best whole strategy, are looked at, in no more microbatches; and where memory binds, those of all
+    ranks. The prices that a search looks for anyway often come close to the best plan of a kind."""
+    kinds: list[tuple[int, tuple[int, ...], float]] = [(max((x.width for x in alone), default=0), (), float("inf"))]
+    if known is not None:
+        kinds.append((known.ranks, known.ways[0].layout.weights, known.num_microbatches))
+    value = float("inf")
+    for width, weights, most in kinds:
+        own, priced = [x for x in alone if (x.width, x.weights) == (width, weights)], 0
+        for single in sorted(own, key=lambda x: x.num_microbatches):
+            priced += single.ways if single.num_microbatches > 1 else 0
+            wanted = single.num_microbatches <= most and (single.crowded or most < float("inf"))
+            if priced > _MORE or single.bound >= best or single.long or not wanted:
+                break
+            if single.least < best:
+                single.begin(best)
+                if single.value < best:
+                    value = best = single.value
+                    break
+            elif single.least < float("inf"):  # more microbatches are in the space only where this many do not fit
+                break
+    return value
