@@ -47,7 +47,7 @@ class Budget:
     """Share for single stages before all is searched together (0041)."""
     singles_s: float = 0.5
     """Most seconds of that."""
-    outlines: float = 0.35
+    outlines: float = 0.3
     """Share for first plans of pipelines (0041)."""
     outlines_s: float = 0.15
     """For these whatever the time limit is (0041)."""
@@ -59,8 +59,8 @@ class Budget:
     """Gap not worth searching on for: a tenth of the usual error of a step time."""
     nearly: float = 0.03
     """Gap from which on single stages wait for pipelines."""
-    rest_s: float = 0.25
-    """For all that is left after first plans, whatever the time limit is."""
+    rest: float = 0.6
+    """Share for all that is left after first plans at least, whatever these took."""
     again_s: float = 0.5
     """For the ILP to solve once more what labels have proved."""
     ilp_s: float = 0.55

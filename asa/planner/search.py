@@ -233,8 +233,9 @@ class _Ways:
         halvings = 1 if joint.searched(staged) else PACED
         until = max(self.ends, clock.now() + own.floors_s)
         floor = floors(staged, best.limit, until, counts=counts, halvings=halvings)
+        ends = max(self.ends, clock.now() + own.rest * (self.ends - best.started))
         found = joint.search(
-            staged, incumbent_ms=best.limit, time_limit_s=max(own.rest_s, self.ends - clock.now()), gap=own.enough,
+            staged, incumbent_ms=best.limit, time_limit_s=ends - clock.now(), gap=own.enough,
             patience_s=max(0.0, best.started + own.patience_s - clock.now()), others=others, started=best.started,
             floor=floor, crowded=staged.crowded, effort=own.effort,
         )  # fmt: skip
