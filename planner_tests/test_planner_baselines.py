@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import accumulate, combinations, pairwise
 
 import known_models
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from asa.cost.machine import presets
-from asa.planner import Request
+from asa.errors import InvalidInputError
+from asa.planner import Request, plan, verify
 from asa.planner.pipeline.whole import table
 from asa.planner.space.baselines import _first_stages
 from asa.planner.space.candidate import Prices
@@ -49,3 +51,16 @@ def test_no_whole_strategy_has_stages_across_nodes() -> None:
             assert inside or offset % 8 == width % 8 == 0, name
     assert rows["hybrid:d6p4"].why_not == "its stages of 6 devices would lie across nodes"
     assert rows["hybrid:d8p3"].candidate is not None
+
+
+def test_a_plan_file_with_a_stage_across_nodes_is_refused() -> None:
+    nodes = presets.load("a100-3x8-ib")
+    profile = known_models.profile(known_models.transformer(), 500.0, 96)
+    asked = Request(gpus=24, global_batch=96, strategies=("hybrid:d8p3",))
+    found = plan(profile, nodes, offered(), asked)[0]
+    assert verify(found, profile, nodes, offered()).step_time_s == pytest.approx(found.prediction.step_time_s)
+    six = plan(
+        profile, replace(nodes, levels=nodes.levels[-1:]), offered(), replace(asked, strategies=("hybrid:d6p4",))
+    )
+    with pytest.raises(InvalidInputError, match=r"stage 1 \(ranks 6 to 11\) is neither inside a node nor in whole"):
+        verify(six[0], profile, nodes, offered())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from asa.cost.machine import presets
 from asa.cost.machine.estimate import on_device
 from asa.ir import codec
 from asa.ir.profile import Profile
-from asa.planner import Request
+from asa.planner import Request, clock
+from asa.planner.answer.canonical import improved
 from asa.planner.pipeline.climb import Climber, first_plans
+from asa.planner.pipeline.practice import on_fewer, practice
 from asa.planner.pipeline.sketch import PipelineOutline, Sketch
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
@@ -45,6 +48,26 @@ def first_s(model: str, cluster: str, gpus: int, batch: int) -> float:
 def test_more_devices_are_not_worse_to_begin_with(model, cluster, batch, few, many):
     # What is best here is one microbatch through stages of fewer ranks than there are.
     assert first_s(model, cluster, many, batch) <= first_s(model, cluster, few, batch) * 1.002
+
+
+def test_first_plans_do_not_depend_on_how_busy_the_machine_is(monkeypatch):
+    found = []
+    for busy in (False, True):
+        if busy:  # a clock that leaves no time at all
+            ticks = itertools.count(1)
+            monkeypatch.setattr(clock, "now", lambda ticks=ticks: 1e6 * next(ticks))
+        own = prices("resnet50", "l4-pcie-8", 8, 64)
+        begun = clock.counted()
+        some = [
+            practice(own, anything, clock.counted() + 0.05),
+            on_fewer(own, anything, INF, clock.counted() + 0.05),
+            first_plans(own, anything, INF, clock.counted() + 0.1),
+        ]
+        some.append(improved(own, some[-1], anything, clock.counted() + 0.05))
+        found.append(([x.key for x in some], clock.counted() - begun))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-9)
+    assert found[0][1] > 0.1, "limits cut them off"
 
 
 def test_stages_on_slow_devices_are_priced_as_such():

@@ -14,8 +14,9 @@ from asa.cost.machine import presets
 from asa.cost.machine.estimate import on_device
 from asa.planner import Request, plan
 from asa.planner.budget import Budget
+from asa.planner.pipeline.practice import on_fewer
+from asa.planner.space.baselines import uniform
 from asa.planner.space.candidate import Prices
-from asa.planner.space.narrower import by_width
 from asa.planner.space.space import Space, anything
 from asa.strategies import offered
 
@@ -56,12 +57,30 @@ def test_without_time_to_search_the_answer_is_no_slower_than_data_parallelism_on
         assert all(step <= ddp * (1 + 1e-9) for fewer, (_, ddp) in known.items() if fewer <= gpus)
 
 
-def test_uniform_plans_of_few_widths_fit_and_come_fastest_first():
+def test_the_best_uniform_plan_on_fewer_devices_fits_and_is_allowed():
     prices = slow_links()
-    found = by_width(prices, anything, INF)
-    assert sorted(x.ranks for x in found) == [2, 3, 4, 5, 6, 7, 8, 16]
-    seconds = [prices.of(x).cost.total_s for x in found]
-    assert seconds == sorted(seconds)
-    assert all(prices.of(x).peak.total <= prices.capacity(x) for x in found)
-    assert by_width(prices, lambda _i, way: way.data.degree == 4, INF)[0].ranks in (4, 8, 16)
-    assert by_width(prices, anything, -INF) == []
+    found = on_fewer(prices, anything, INF, INF)
+    assert found is not None
+    assert prices.fits(found)
+    taken_s = prices.of(found).cost.total_s
+    assert taken_s < prices.of(uniform("ddp", prices, 1)).cost.total_s
+    for width in range(2, 9):
+        assert taken_s <= prices.of(uniform(f"hybrid:d{width}", prices, 1)).cost.total_s * (1 + 1e-9)
+    four = on_fewer(prices, lambda _i, way: way.data.degree == 4, INF, INF)
+    assert four is not None
+    assert {way.data.degree for way in four.ways} == {4}
+    assert on_fewer(prices, anything, taken_s, INF) is None, "nothing is faster than the best"
+    assert on_fewer(prices, anything, INF, -INF) is None, "there was no time"
+
+
+def test_unequal_devices_in_tight_memory_get_shares_of_weights_and_state_on_fewer():
+    cluster = unequal(1.0, 1.0, 0.9, 0.9, 0.3)
+    free = Prices(Space(nouns.profile(), cluster, offered(), Request(gpus=5, global_batch=40, optimizer="adamw")))
+    memory = int(0.7 * free.of(uniform("ddp", free, 1)).peak.total)
+    asked = Request(gpus=5, global_batch=40, optimizer="adamw", memory_bytes=memory)
+    prices = Prices(Space(nouns.profile(), cluster, offered(), asked))
+    found = on_fewer(prices, anything, INF, INF)
+    assert found is not None
+    assert found.ranks == 4
+    assert len(set(found.ways[0].layout.weights)) == 2
+    assert prices.fits(found)

@@ -20,7 +20,7 @@ from asa.ir.layout import Layout
 from asa.ir.plan import Plan
 from asa.ir.units import GIB
 from asa.planner import Request, plan, verify
-from asa.planner.parallel import Forked, SharedBest
+from asa.planner.parallel import Exchange, Forked
 from asa.planner.pipeline.floors import floors
 from asa.planner.pipeline.pipelines import Skeleton
 from asa.planner.pipeline.staged import StagedSpace
@@ -191,9 +191,19 @@ def test_what_is_priced_once_for_all_microbatches_is_what_each_would_price(compr
                 assert prices.pricer(4, m, 8).component(i, way) == alone.component(i, way)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a copy of the process")
 def test_two_processes_hear_of_each_others_number():
-    told = SharedBest()
-    assert told.exchange(0, 3.0) == float("inf")
-    other = Forked(lambda: told.exchange(1, 2.0), apart=hasattr(os, "fork"))
+    exchange = Exchange()
+    other = Forked(lambda: exchange.told(2.0), apart=True)
+    assert exchange.told(3.0, other) == 2.0
     assert other.result() == 3.0
-    assert told.exchange(0, 3.0) == 2.0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a copy of the process")
+def test_nobody_waits_for_a_process_that_ended_without_a_word():
+    exchange = Exchange()
+    other = Forked(lambda: 1.0, apart=True)
+    assert exchange.told(3.0, other) == float("inf")
+    assert other.result() == 1.0
+    other = Forked(lambda: exchange.told(2.0), apart=False)
+    assert exchange.told(3.0, other) == float("inf"), "the work is done here when its result is asked for"

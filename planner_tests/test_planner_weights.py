@@ -62,6 +62,29 @@ def test_no_weights_beat_the_bound_and_hardly_any_the_answer(profile, speeds) ->
     assert found.prediction.step_time_s <= best * 1.002
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("cluster", ["t4-pcie-4", "a100-nvlink-8"])
+def test_no_components_in_layouts_of_their_own_beat_the_bound(profile, cluster) -> None:
+    """Over slow links what is sent between layouts decides, and it is in the bound."""
+    rng, links = random.Random(1), presets.load(cluster)
+    every = (1.0, 0.7, 0.7, 0.7, *[0.7] * (links.num_devices - 4))
+    links = replace(links, devices=tuple(RankDevice(name=f"at {s:g}", speed=s) for s in every))
+    prices = Prices(Space(profile, links, offered(), Request(gpus=4, global_batch=30)))
+    bound, n = free_bound(prices, anything) / MS, len(profile.graph)
+    best = float("inf")
+    for width in (2, 3, 4):
+        for _ in range(6):
+            cut = lowest_terms(tuple(max(1, round(100 * s * rng.uniform(0.8, 1.25))) for s in every[:width]))
+            view, m = Prices(prices.space.weighted({width: cut}), prices), rng.choice((1, 2))
+            able = [list(view.space.ways(i, width, m, anything)) for i in range(n)]
+            x = Candidate(origin="", widths=(width,), num_microbatches=m, ways=tuple(map(rng.choice, able)))
+            for i in range(n):  # better one by one
+                some = [x.with_way(i, way) for way in rng.sample(able[i], min(8, len(able[i])))]
+                x = min([x, *some], key=lambda y: view.of(y).cost.total_s)
+            best = min(best, view.of(x).cost.total_s)
+    assert bound <= best <= 2 * bound
+
+
 def test_where_batches_are_cut_evenly_nothing_is_added_to_the_bound() -> None:
     even = Request(gpus=4, global_batch=64, uneven=False)
     for cluster, asked in (

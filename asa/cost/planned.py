@@ -80,7 +80,7 @@ def _rank_peaks(pricer: Pricer, start: int, ways: Sequence[Way], in_flight: int)
     known: dict[tuple[int, ...], Peak] = {}
     found = []
     for place in range(pricer.width):
-        mine = tuple(w.layout.data_index(place) for w in ways)
+        mine = tuple(pricer.shards.rows(w.layout)[w.layout.data_index(place)] for w in ways)
         if mine not in known:
             own = pricer.holder(place)
             parts = [own.component(i, way).footprint for i, way in enumerate(ways, start)]
@@ -96,9 +96,7 @@ def _rank_peaks(pricer: Pricer, start: int, ways: Sequence[Way], in_flight: int)
 def price_stage(pricer: Pricer, start: int, ways: Sequence[Way], overlap: Overlap, in_flight: int = 1) -> StagePrice:
     """The price of a stage in which component ``start + i`` runs ``ways[i]``, with activations of ``in_flight``
     microbatches."""
-    components = tuple(
-        _moved(pricer.component(i, way), start) for i, way in enumerate(ways, start)
-    )  # fmt: skip
+    components = tuple(_moved(pricer.component(i, way), start) for i, way in enumerate(ways, start))
     between = [pricer.edges.boundary(i, a.layout, b.layout) for i, (a, b) in enumerate(pairwise(ways), start + 1)]
     stop = start + len(ways)
     boundaries = (pricer.edges.inlet(start, ways[0].layout), *between, pricer.edges.outlet(stop - 1, ways[-1].layout))
@@ -249,11 +247,12 @@ def price_plan(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strat
     profile's, times are estimated.
 
     Raises:
-        InvalidInputError: as for :func:`ways_of` and :func:`schedule_of`.
+        InvalidInputError: as for :func:`ways_of`, :func:`schedule_of` and :meth:`asa.ir.cluster.Cluster.check_stages`.
     """
     cluster, plan = cluster.ordered(plan.devices), plan.of_group() if plan.groups > 1 else plan
     used = on_device(profile, cluster)
     ways, schedule = ways_of(plan, profile, strategies), schedule_of(plan, strategies)
+    cluster.check_stages([s.ranks for s in plan.stages])
     times = times_of(used, strategies)
     pricers = [pricer_of(plan, s, used, times, cluster, strategies, cluster.speeds(s.ranks)) for s in plan.stages]
     return price(pricers, plan.starts(), ways, cluster.overlap, schedule)

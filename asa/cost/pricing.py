@@ -94,6 +94,7 @@ class Pricer:
         self.held_up_by_update = beside[2] / beside[0] - 1
         """Share by which a stage's update lengthens the backward of those in front, which it runs beside."""
         self._components: dict[tuple[int, Way], ComponentCost] = {}
+        self._holders: dict[int, Pricer] = {}
         self._cells: dict[tuple[object, ...], tuple[float, ...]] = {}
         self.width = width
         self.microbatch = self.shards.microbatch
@@ -130,11 +131,12 @@ class Pricer:
 
     def holder(self, place: int) -> Pricer:
         """A copy that prices the memory of the stage's rank ``place``."""
-        found = copy(self)
-        found.shards = self.shards.at(place)
-        found.keeping = Keeping(self.graph, self.times, found.shards)
-        found._components, found.edges = {}, found._edges()
-        return found
+        if place not in self._holders:
+            found = self._holders[place] = copy(self)
+            found.shards = self.shards.at(place)
+            found.keeping = Keeping(self.graph, self.times, found.shards)
+            found._components, found.edges = {}, found._edges()
+        return self._holders[place]
 
     def slowed(self, samples: int, speed: float = 1.0) -> float:
         """The factor by which a rank of that speed exceeds the profile's times, with so many samples."""

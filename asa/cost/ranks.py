@@ -53,9 +53,7 @@ class Ranks:
             yield stage, start, self._ways[start:end]
 
     def _pricer(self, stage: Stage, speeds: tuple[float, ...]) -> Pricer:
-        return pricer_of(
-            self._plan, stage, self._profile, self._times, self._cluster, self._strategies, speeds
-        )  # fmt: skip
+        return pricer_of(self._plan, stage, self._profile, self._times, self._cluster, self._strategies, speeds)
 
     def compute(self) -> tuple[float, ...]:
         """Seconds that each rank computes in a step, with its optimizer step and without any waiting.

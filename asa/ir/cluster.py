@@ -263,6 +263,28 @@ class Cluster:
         there."""
         return next((i for i, level in enumerate(self.levels) if offset % level.devices), len(self.levels) - 1)
 
+    def placed(self, offset: int, width: int) -> bool:
+        """Whether a stage of that width may begin at that rank: inside a node, or in whole nodes."""
+        return all(
+            offset // each == (offset + width - 1) // each or not (offset % each or width % each)
+            for each in (level.devices for level in self.levels[:-1])
+        )
+
+    def check_stages(self, stages: Sequence[Sequence[int]]) -> None:
+        """Refuse several stages of which one is partly in one node and partly in another: its collectives would be
+        priced as if they stayed in one.
+
+        Raises:
+            InvalidInputError: names the stage.
+        """
+        for s, ranks in enumerate(stages if len(stages) > 1 else ()):
+            if not self.placed(ranks[0], len(ranks)):
+                raise InvalidInputError(
+                    f"the plan cannot be priced: stage {s} (ranks {ranks[0]} to {ranks[-1]}) is neither inside a node "
+                    f"nor in whole nodes",
+                    where=f"$.stages[{s}]",
+                )
+
     def __post_init__(self) -> None:
         if self.num_devices < 1:
             raise InvalidInputError(f"cluster {self.name} has {self.num_devices} devices", where="$.num_devices")

@@ -41,28 +41,26 @@ class Budget:
     """Limits of one search. Seconds are of work (:mod:`asa.planner.clock`), shares are of the time limit, gaps of the
     best plan."""
 
-    narrower_s: float = 0.05
+    narrower_s: float = 0.15
     """For whole strategies on fewer devices (decision 0033)."""
-    singles_first: float = 0.15
-    """Share for single stages before first plans of pipelines, where both have one core (0041)."""
-    singles: float = 0.35
+    singles: float = 0.25
     """Share for single stages before all is searched together (0041)."""
-    brief_s: float = 0.6
-    """Time limits beyond it leave no more time for these, nor for first plans (0041)."""
-    outlines: float = 0.4
-    """Share for first plans of pipelines; half of it where one stage of all ranks leads (0041)."""
+    singles_s: float = 0.5
+    """Most seconds of that."""
+    outlines: float = 0.3
+    """Share for first plans of pipelines (0041)."""
     outlines_s: float = 0.15
-    """For first plans of pipelines, whatever the time limit is (0041)."""
+    """For these whatever the time limit is (0041)."""
     floors_s: float = 1.0
     """For bounds on pipelines by compute alone: without them nothing is proved."""
-    patience_s: float = 0.5
+    patience_s: float = 0.8
     """From then on the gap ``enough`` ends a search."""
     enough: float = 0.005
     """Gap not worth searching on for: a tenth of the usual error of a step time."""
     nearly: float = 0.03
     """Gap from which on single stages wait for pipelines."""
-    rest_s: float = 0.25
-    """For all that is left after first plans, whatever the time limit is."""
+    rest: float = 0.6
+    """Share for all that is left after first plans at least, whatever these took."""
     again_s: float = 0.5
     """For the ILP to solve once more what labels have proved."""
     ilp_s: float = 0.55

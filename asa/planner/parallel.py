@@ -15,12 +15,14 @@ import signal
 import struct
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Generic, NoReturn, TypeVar
 
 T = TypeVar("T")
 _PIECE = 1 << 16
+_SOON_S, _LEAST = 0.0005, 1e-300
 _NUMBER = struct.Struct("@d")
 
 
@@ -64,6 +66,10 @@ class Forked(Generic[T]):
         _, status = os.waitpid(pid, 0)
         return b"".join(pieces) if status == 0 else b""
 
+    def over(self) -> bool:
+        """Whether no copy is at work any more."""
+        return self._pid <= 0 or os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
     def stop(self) -> None:
         """End the copy: its result is not needed any more."""
         if self._pid > 0:
@@ -74,20 +80,23 @@ class Forked(Generic[T]):
             self._pid = -1
 
 
-class SharedBest:
-    """A number from each of two processes, this one and a copy of it made later, which the other can read."""
+class Exchange:
+    """Two processes, this one and a copy of it made later, tell each other one number that is not negative."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 2 * _NUMBER.size)
-        for side in (0, 1):
-            _NUMBER.pack_into(self._memory, side * _NUMBER.size, float("inf"))
+        self._memory, self._made_by = mmap.mmap(-1, 2 * _NUMBER.size), os.getpid()
 
-    def exchange(self, side: int, number: float) -> float:
-        """Publish a number on ``side`` 0 or 1; returns the latest number of the other side, infinite before there is
-        one."""
-        _NUMBER.pack_into(self._memory, side * _NUMBER.size, number)
-        found: float = _NUMBER.unpack_from(self._memory, (1 - side) * _NUMBER.size)[0]
-        return found
+    def told(self, number: float, other: Forked[T] | None = None) -> float:
+        """Tell ``other`` a number (the original, where None) and wait for its own; infinite if it ends without."""
+        side = int(other is None)
+        _NUMBER.pack_into(self._memory, side * _NUMBER.size, max(_LEAST, number))
+        while True:
+            over = os.getppid() != self._made_by if other is None else other.over()
+            if found := float(_NUMBER.unpack_from(self._memory, (1 - side) * _NUMBER.size)[0]):
+                return found
+            if over:
+                return float("inf")
+            time.sleep(_SOON_S)
 
 
 def _answer(work: Callable[[], T], sink: int) -> NoReturn:

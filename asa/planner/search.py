@@ -13,32 +13,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from asa.errors import AsaError
 from asa.planner import clock
 from asa.planner.answer.canonical import canonical, improved
 from asa.planner.budget import ROUNDING, USUAL, Budget
-from asa.planner.parallel import Forked, SharedBest, possible
+from asa.planner.parallel import Exchange, Forked, possible
 from asa.planner.pipeline import joint
 from asa.planner.pipeline.climb import first_plans
 from asa.planner.pipeline.floors import PACED, floors
 from asa.planner.pipeline.kinds import pipelines, views
 from asa.planner.pipeline.pipelines import Pipelined
+from asa.planner.pipeline.practice import on_fewer
 from asa.planner.pipeline.staged import StagedSpace
 from asa.planner.space.candidate import Candidate, Prices
-from asa.planner.space.narrower import by_width
 from asa.planner.space.request import SolverName
 from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, anything
 from asa.planner.stage import exhaustive, ilp
-from asa.planner.stage.first import first_plan
 from asa.planner.stage.formulate import Formulation
 from asa.planner.stage.lookup import StageLookup
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
 from asa.planner.stage.shares import free_bound
-from asa.planner.stage.singles import Single, crowded, singles
+from asa.planner.stage.singles import Single, crowded, first_plan, singles
 
 _LOG = logging.getLogger("asa")
 _SLACK = 1e-7
@@ -93,8 +91,10 @@ def search(
     polish_s = min(budget.polish_s, budget.polish * time_limit_s)
     # Weights of unequal devices are searched a few at a time; this holds for all of them.
     found = replace(found, lower_bound_s=min(found.lower_bound_s, free_bound(prices, allowed) / MS))
-    if found.best is None:
-        found = _beside_baseline(prices, found, allowed, incumbent_s, baselines, polish_s)
+    if found.best is None and baselines and found.lower_bound_s < incumbent_s * (1 - _PROVED):
+        better = improved(prices, baselines[0], allowed, clock.counted() + polish_s)
+        if prices.of(better).cost.total_s < incumbent_s * (1 - _PROVED):
+            found = replace(found, best=replace(better, origin="asa"), solver="dp, as bounds")
     if found.best is None:
         return replace(found, wall_s=time.monotonic() - began)
     before_ms = prices.of(found.best).cost.total_s * MS
@@ -102,25 +102,13 @@ def search(
     if proved:
         first = canonical(prices, found.best, allowed)
     else:  # which plan that is depends on the clock anyway
-        better = improved(prices, found.best, allowed, clock.now() + polish_s)
-        first = canonical(prices, better, allowed, clock.now() + polish_s)
+        better = improved(prices, found.best, allowed, clock.counted() + polish_s)
+        first = canonical(prices, better, allowed, clock.counted() + polish_s)
     value_ms = prices.of(first).cost.total_s * MS
     taken = clock.now() - started
     last = ((taken, value_ms, found.lower_bound_s * MS),) if value_ms < before_ms * (1 - ROUNDING) else ()
     wall_s = time.monotonic() - began
     return replace(found, best=first, seconds=taken, wall_s=wall_s, curve=(*found.curve, *last))
-
-
-def _beside_baseline(
-    prices: Prices, found: Outcome, allowed: Allowed, incumbent_s: float, baselines: Sequence[Candidate], seconds: float
-) -> Outcome:
-    """What is faster beside the best whole strategy, where a search that was not finished found nothing else."""
-    if found.lower_bound_s >= incumbent_s * (1 - _PROVED) or not baselines:
-        return found
-    better = improved(prices, baselines[0], allowed, clock.now() + seconds)
-    if prices.of(better).cost.total_s >= incumbent_s * (1 - _PROVED):
-        return found
-    return replace(found, best=replace(better, origin="asa"), solver="dp, as bounds")
 
 
 def _search(
@@ -137,13 +125,13 @@ def _search(
     start_s = float("inf") if start is None else prices.of(start).cost.total_s
     found = start if start_s < incumbent_s else None
     incumbent_s = min(incumbent_s, start_s)
-    narrow = by_width(prices, allowed, clock.now() + budget.narrower_s)
-    narrow_s = min((prices.of(x).cost.total_s * (1 + _SLACK) for x in narrow), default=float("inf"))
-    if narrow_s < incumbent_s:
-        found, incumbent_s = narrow[0], narrow_s
+    narrow = on_fewer(prices, allowed, incumbent_s / (1 + _SLACK), clock.counted() + budget.narrower_s)
+    if narrow is not None:
+        found, incumbent_s = narrow, prices.of(narrow).cost.total_s * (1 + _SLACK)
     best = joint.Incumbent(None, incumbent_s * MS, started)
+    whole = narrow or next((x for x in baselines if len(x.widths) == 1), None)
+    best.other(first_plan(alone, whole, best.limit))
     if not piping:
-        best.other(first_plan(alone, best.limit, started + budget.singles_first * (ends - started)))
         joint.best_first(alone, best, ends, patience=started + budget.patience_s, gap=budget.enough)
         bound_ms, limit_ms, curve = best.bound, best.limit, best.curve
     else:
@@ -190,40 +178,30 @@ class _Ways:
     ends: float
     budget: Budget
 
-    def __post_init__(self) -> None:
-        gpus, first = self.prices.space.request.gpus, next(iter(self.baselines), None)
-        self.likely = first is not None and (len(first.widths) > 1 or first.ranks < gpus)
-        self.near = 1 if first is None else first.num_microbatches
-        self.limit_s = min(self.budget.brief_s, self.ends - self.best.started)
-
     def search(self) -> tuple[Candidate | None, Pipelined]:
         """A first plan of several stages, if one is kept, and what is left of the pipelines.
 
-        On two cores a copy of this process makes the first plan, and then searches every other number of microbatches;
-        each tells the other its best time.
+        On two cores a copy of this process makes the first plan, and then searches every other number of microbatches.
+        They tell each other their best time once, before that: later, what was heard would depend on the clock.
         """
         apart, best, counts = possible(), self.best, self.staged.microbatches()
         two = apart and joint.searched(self.staged)
         mine, theirs = (counts[::2], counts[1::2]) if two else (counts, ())
-        told = SharedBest()
+        exchange = Exchange()
 
         def there() -> tuple[Candidate | None, float, Pipelined | None]:
             found, value = self._sketched()
-            best.other(told.exchange(1, value))
+            if not theirs:
+                return found, value, None
             best.other(value)
-            return found, value, self._rest((), theirs, partial(told.exchange, 1)) if theirs else None
+            best.other(exchange.told(best.limit))
+            return found, value, self._rest((), theirs)
 
         other = Forked(there, apart=apart)
         try:
-            if not apart:
-                until = clock.now() + self.budget.singles_first * self.limit_s
-                self._first()
-                joint.best_first(self.alone, best, until, patience=self.ends)
-                best.other(other.result()[1])
-            self._singles(partial(told.exchange, 0))
-            if not theirs:
-                best.other(other.result()[1])
-            here = self._rest(self.alone, mine, partial(told.exchange, 0))
+            self._singles()
+            best.other(exchange.told(best.limit, other) if theirs else other.result()[1])
+            here = self._rest(self.alone, mine)
             found, value, rest = other.result()
             best.other(value)
             return found, here if rest is None else joint.joined(here, rest)
@@ -232,26 +210,21 @@ class _Ways:
 
     def _sketched(self) -> tuple[Candidate | None, float]:
         """A first plan of several stages, and its ms."""
-        share = self.budget.outlines * (1 if self.likely else 0.5)
-        until = clock.now() + max(self.budget.outlines_s, share * self.limit_s)
-        near = self.near if self.near > 1 else None
+        until = clock.counted() + max(self.budget.outlines_s, self.budget.outlines * (self.ends - self.best.started))
+        near = next((x.num_microbatches for x in self.baselines[:1] if x.num_microbatches > 1), None)
         found = first_plans(self.prices, self.allowed, self.best.limit / MS, until, near)
         if found is not None:
-            found = improved(self.prices, found, self.allowed, until)
-        return found, float("inf") if found is None else self.prices.of(found).cost.total_s * MS
+            found = improved(self.prices, found, self.allowed, clock.counted() + self.budget.polish_s)
+        value = float("inf") if found is None else self.prices.of(found).cost.total_s * MS
+        return (found, value) if value < self.best.limit else (None, float("inf"))
 
-    def _first(self) -> None:
-        """A first plan of one stage, where memory binds."""
-        self.best.other(first_plan(self.alone, self.best.limit, clock.now() + self.budget.singles_first * self.limit_s))
-
-    def _singles(self, news: Callable[[float], float]) -> None:
+    def _singles(self) -> None:
         """Single stages for a part of the time."""
-        self._first()
         now = clock.now()
-        until = now + self.budget.singles * min(self.budget.brief_s, self.ends - now)
-        joint.best_first(self.alone, self.best, until, patience=now, gap=self.budget.nearly, news=news)
+        until = now + min(self.budget.singles_s, self.budget.singles * (self.ends - now))
+        joint.best_first(self.alone, self.best, until, patience=now, gap=self.budget.nearly)
 
-    def _rest(self, others: Sequence[Single], counts: Sequence[int], news: Callable[[float], float]) -> Pipelined:
+    def _rest(self, others: Sequence[Single], counts: Sequence[int]) -> Pipelined:
         """All that is left of pipelines with these numbers of microbatches, and of ``others``; the curve begins with
         what was known before."""
         best, staged, own = self.best, self.staged, self.budget
@@ -260,10 +233,11 @@ class _Ways:
         halvings = 1 if joint.searched(staged) else PACED
         until = max(self.ends, clock.now() + own.floors_s)
         floor = floors(staged, best.limit, until, counts=counts, halvings=halvings)
+        ends = max(self.ends, clock.now() + own.rest * (self.ends - best.started))
         found = joint.search(
-            staged, incumbent_ms=best.limit, time_limit_s=max(own.rest_s, self.ends - clock.now()), gap=own.enough,
+            staged, incumbent_ms=best.limit, time_limit_s=ends - clock.now(), gap=own.enough,
             patience_s=max(0.0, best.started + own.patience_s - clock.now()), others=others, started=best.started,
-            floor=floor, news=news, crowded=staged.crowded, effort=own.effort,
+            floor=floor, crowded=staged.crowded, effort=own.effort,
         )  # fmt: skip
         least = min((b for _, _, b in found.curve), default=0.0)
         before = [(t, v, min(b, least)) for t, v, b in best.curve]

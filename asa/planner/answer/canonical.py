@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate, combinations, pairwise, permutations
+from itertools import accumulate, chain, combinations, pairwise, permutations
 from math import lcm
 from typing import Any
 
@@ -115,7 +115,7 @@ class _Around:
         self.limit_s = prices.of(candidate).cost.total_s * (1 + TIE)
         """What no plan may exceed."""
         self.n = len(candidate.ways)
-        self.sketch = Sketch(prices, allowed, float("inf")) if len(candidate.widths) > 1 else None
+        self.sketch = Sketch(prices, allowed, INF)
         self._stages: dict[_Stage, StagePrice] = {}
         self._known: dict[object, tuple[float, ...]] = {}
         self._possible: dict[tuple[int, int, int, tuple[int, ...]], dict[Way, None]] = {}
@@ -133,7 +133,7 @@ class _Around:
     def earlier(self, x: Candidate, until: float) -> Candidate | None:
         """A plan around ``x`` that comes before it; None where there is none, or time is up."""
         for other in self.changes(x):
-            if clock.now() > until:
+            if clock.counted() > until:
                 return None
             if self.before(other, x):
                 return other
@@ -143,8 +143,8 @@ class _Around:
         """A plan around ``x`` that takes less, and is the limit from then on; None where there is none, or time is
         up."""
         less_s = self.limit_s / (1 + TIE) * (1 - 2 * TIE)
-        for other in self.changes(x):
-            if clock.now() > until:
+        for other in chain(self.changes(x), self._partly(x)):
+            if clock.counted() > until:
                 return None
             taken_s = self.seconds(other, less_s)
             if taken_s < less_s:
@@ -166,6 +166,7 @@ class _Around:
     def _priced(self, x: _Stage) -> StagePrice:
         if x not in self._stages:
             pricer = self.prices.pricer(x.width, x.num_microbatches, x.busy, x.first)
+            clock.count("component", len(x.ways) * (4 if x.ways[0].layout.weights else 1))
             self._stages[x] = price_stage(pricer, x.start, x.ways, self.space.cluster.overlap, x.in_flight)
         return self._stages[x]
 
@@ -192,6 +193,7 @@ class _Around:
     def seconds(self, x: Candidate, most_s: float) -> float:
         """Seconds of a step; infinite where the plan does not fit, or surely takes more than ``most_s``."""
         parts = self._parts(x)
+        clock.count("plan", len(parts) + len(x.ways) / 4)
         stages = [self._priced(s) for s in parts]
         for part, stage in zip(parts, stages, strict=True):
             if self.prices.excess(stage, part.first, part.width, part.busy) > TOLERANCE_GIB * GIB:
@@ -201,7 +203,10 @@ class _Around:
         m, schedule = x.num_microbatches, self.space.strategies.schedules[x.schedule]
         times = [s.times for s in stages]
         moves = [self._moved(a, b) for a, b in pairwise(parts)]
-        return INF if lower_bound(times, moves, schedule, m) > most_s else makespan(times, moves, schedule, m)
+        if lower_bound(times, moves, schedule, m) > most_s:
+            return INF
+        clock.count("action", m * len(parts))
+        return makespan(times, moves, schedule, m)
 
     def _moved(self, a: _Stage, b: _Stage) -> tuple[float, float]:
         pricer = self.prices.pricer(a.width, a.num_microbatches, a.busy, a.first)
@@ -209,7 +214,7 @@ class _Around:
 
     def changes(self, x: Candidate) -> Iterator[Candidate]:
         """Plans that differ in one thing, those with less to run first."""
-        if self.sketch is not None:
+        if len(x.widths) > 1:
             yield from self._fewer(x)
             yield from self._otherwise(x)
             yield from self._cut_elsewhere(x)
@@ -268,7 +273,6 @@ class _Around:
 
     def _in_styles(self, x: Candidate, s: int, w: int) -> Iterator[Candidate]:
         """Plans whose stage ``s`` has ``w`` ranks and runs all its components alike."""
-        assert self.sketch is not None
         m, a, b = x.num_microbatches, x.starts[s], (*x.starts[1:], self.n)[s]
         widths = (*x.widths[:s], w, *x.widths[s + 1 :])
         if not all(self.space.placed(o, v) for o, v in zip((0, *accumulate(widths[:-1])), widths, strict=True)):
@@ -278,6 +282,21 @@ class _Around:
                 ways = tuple(self.sketch.way(i, w, style) for i in range(a, b))
                 if all(way in self._ways(i, w, m) for i, way in enumerate(ways, a)):
                     yield replace(x, widths=widths, ways=(*x.ways[:a], *ways, *x.ways[b:]))
+
+    def _partly(self, x: Candidate) -> Iterator[Candidate]:
+        """Plans in which the first or the last components of a stage run alike."""
+        m = x.num_microbatches
+        for a, b, w in zip(x.starts, (*x.starts[1:], self.n), x.widths, strict=True):
+            cut = x.ways[a].layout.weights
+            for style in self.sketch.styles(w, m, lean=True):
+                ways = [self.sketch.way(i, w, style) for i in range(a, b)]
+                ways = [replace(v, layout=replace(v.layout, weights=cut)) for v in ways] if cut else ways
+                able = [way in self._ways(i, w, m, cut) for i, way in enumerate(ways, a)]
+                for i in range(a + 1, b):
+                    if all(able[: i - a]):
+                        yield replace(x, ways=(*x.ways[:a], *ways[: i - a], *x.ways[i:]))
+                    if all(able[i - a :]):
+                        yield replace(x, ways=(*x.ways[:i], *ways[i - a :], *x.ways[b:]))
 
     def _cut_elsewhere(self, x: Candidate) -> Iterator[Candidate]:
         """Plans with one cut anywhere between its neighbours, or with several cuts in a row moved by one component. For

@@ -115,6 +115,3 @@ def _even(chain: Chain, flights: Sequence[int]) -> tuple[int, ...]:
 def _microbatches(space: Space) -> list[int]:
     """One microbatch, and all powers of two; memory rarely falls beyond the last that can run."""
     return list(space.microbatches())
-
-
-__all__ = ["Leanest", "lean", "leanest"]

@@ -48,6 +48,7 @@ class Climber:
 
     def _seconds(self, x: PipelineOutline, below: float) -> float:
         m, p = x.num_microbatches, len(x.starts)
+        clock.count("plan", p)
         schedule = self.space.strategies.schedules[x.schedule]
         if p < 2 or sum(x.widths) > self.gpus or schedule.refusal(p, m):
             return INF
@@ -67,6 +68,7 @@ class Climber:
             left, offset = leaving, offset + w
         if below < INF and lower_bound(times, moves, schedule, m) >= below:
             return INF
+        clock.count("action", p * min(m, 3 * _STEADY))
         if m <= 2 * _STEADY:
             return makespan(times, moves, schedule, m)
         # In the steady state every further microbatch takes as long.
@@ -155,7 +157,7 @@ class Climber:
         while moved:
             moved = False
             for other in self.neighbours.of(x):
-                if clock.now() > ends:
+                if clock.counted() > ends:
                     return x
                 found = self.seconds(other, value * (1 - 1e-6))
                 if found < value * (1 - 1e-6):
@@ -167,21 +169,22 @@ class Climber:
 def first_plans(
     prices: Prices, allowed: Allowed, best_s: float, ends: float, near: int | None = None
 ) -> Candidate | None:
-    """The best plan of several stages that is found until ``ends``, if it is faster than ``best_s``.
+    """The best plan of several stages that is found until ``ends``, with numbers of microbatches that leave room below
+    ``best_s``.
 
     ``near``: microbatches to begin with; about as many as stages where None, and one.
     """
     sketch = Sketch(prices, allowed, ends)
     if sketch.most < 2:
         return None
-    climber, limit_s = Climber(sketch), best_s
+    climber = Climber(sketch)
     counts = [m for m in prices.space.microbatches() if m <= MOST_IN_A_PIPELINE]
     likely = sorted(counts, key=lambda m: abs(np.log2(m / (near or sketch.most))))
     if near is None and 1 in counts:  # a single one, which whole strategies do best with, comes second at the latest
         likely = list(dict.fromkeys((likely[0], 1, *likely)))
     found: dict[PipelineOutline, float] = {}
     for m in likely:
-        if clock.now() > ends:
+        if clock.counted() > ends:
             break
         if prices.space.strategies.schedules[sketch.schedule].refusal(2, m) or not _worth(prices, m, best_s):
             continue
@@ -193,11 +196,9 @@ def first_plans(
     if not found:
         return None
     candidate = climber.candidate(min(found, key=found.__getitem__))
-    price = prices.of(candidate)
     m = candidate.num_microbatches
     possible = all(w in set(prices.space.ways(i, w.layout.width, m, allowed)) for i, w in enumerate(candidate.ways))
-    fits = possible and prices.fits(candidate)
-    return candidate if fits and price.cost.total_s < limit_s else None
+    return candidate if possible and prices.fits(candidate) else None
 
 
 def _worth(prices: Prices, num_microbatches: int, best_s: float) -> bool:

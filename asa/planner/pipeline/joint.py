@@ -8,7 +8,7 @@ left.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -112,7 +112,6 @@ def search(
     others: Sequence[Item] = (),
     started: float | None = None,
     floor: dict[int, float] | None = None,
-    news: Callable[[float], float] | None = None,
     crowded: bool = False,
     effort: Effort = USUAL.effort,
 ) -> Pipelined:
@@ -121,22 +120,20 @@ def search(
     ``others`` are searched along with it; they keep what they find, and the proof holds for them, too. The search ends
     when the bound has reached the best plan, or after ``patience_s`` the share ``1 - gap`` of it, or when time is up.
     ``started``: when the clock of the curve did. ``floor``: the numbers of microbatches to search, with a bound on each
-    (:mod:`asa.planner.pipeline.floors`); all where None. ``news`` as for :func:`best_first`. ``crowded``: memory is
-    likely to bind.
+    (:mod:`asa.planner.pipeline.floors`); all where None. ``crowded``: memory is likely to bind.
     """
     best = Incumbent(pipelines, incumbent_ms, started)
     ends = clock.now() + time_limit_s
     queue: list[Item] = [*others]
     floor = floors(pipelines, incumbent_ms, ends) if floor is None else floor
-    if not searched(pipelines):
-        queue.append(Closed(min(floor.values(), default=incumbent_ms)))
-    else:
+    if searched(pipelines):
         shop = StageCache(pipelines, crowded=crowded, effort=effort)
         for m in floor:
             for name, schedule in _distinct(pipelines.schedules, min(shop.n, shop.gpus), m).items():
                 for stages in _alike(schedule, min(shop.n, shop.gpus), m):
                     queue.append(Case(shop, m, name, schedule, stages, best.found, OpenList, bound=floor[m]))
-    counts = best_first(queue, best, ends, gap=gap, patience=clock.now() + patience_s, news=news)
+    closed = INF if searched(pipelines) else min(floor.values(), default=incumbent_ms)
+    counts = best_first(queue, best, ends, gap=gap, patience=clock.now() + patience_s, closed=closed)
     return Pipelined(
         skeleton=best.skeleton,
         choices=best.choices,
@@ -145,19 +142,6 @@ def search(
         curve=tuple(best.curve),
         counts=counts,
     )
-
-
-class Closed:
-    """A part that is bounded, but not searched."""
-
-    level, stuck, value = 0, False, float("inf")
-
-    def __init__(self, bound: float) -> None:
-        self.bound = bound
-
-    def step(self, best: float, ends: float) -> None:
-        """Mark the bound as final."""
-        self.stuck = True
 
 
 def joined(a: Pipelined, b: Pipelined) -> Pipelined:
@@ -174,22 +158,18 @@ def joined(a: Pipelined, b: Pipelined) -> Pipelined:
 
 
 def best_first(
-    items: Sequence[Item], best: Incumbent, ends: float, *, gap: float = 0.0, patience: float,
-    news: Callable[[float], float] | None = None,
-) -> dict[str, int]:  # fmt: skip
+    items: Sequence[Item], best: Incumbent, ends: float, *, gap: float = 0.0, patience: float, closed: float = INF
+) -> dict[str, int]:
     """Take the item with the lowest bound a step further, again and again, until that bound has reached the best plan.
 
     From the time ``patience`` on, the share ``1 - gap`` of it is enough. ``best.bound`` is what is proved of all items.
-    ``news(ms of the best plan)`` returns the ms of a plan that another process may have found by now. Returns how many
-    items and steps there were.
+    ``closed``: a bound on what is not searched. Returns how many items and steps there were.
     """
     queue = [(item.bound, k, item) for k, item in enumerate(items)]
     heapq.heapify(queue)
-    steps, lowest = len(queue), INF
+    steps, lowest = len(queue), closed
     while queue:
         bound, number, item = queue[0]
-        if news is not None:
-            best.other(news(best.limit))
         best.note(min(bound, lowest))
         allowed = gap if clock.now() >= patience else 0.0
         if bound >= best.limit * (1 - max(allowed, ROUNDING)) or clock.now() > ends:
@@ -197,8 +177,6 @@ def best_first(
         heapq.heappop(queue)
         item.step(best.limit * (1 - ROUNDING), ends)
         steps += 1
-        if isinstance(item, Case) and item.level == 2 and item.bound < best.limit == INF:
-            item.step(best.limit, ends)  # a first plan, early
         best.other(item.value)
         if item.stuck:
             lowest = min(lowest, item.bound)  # as far as it goes; the others may still hold better plans

@@ -14,6 +14,7 @@ from itertools import accumulate, groupby
 
 from asa.ir.cluster import Cluster
 from asa.ir.layout import Layout, lowest_terms
+from asa.planner.pipeline.practice import FINE
 from asa.planner.pipeline.staged import NEVER_MS, StagedSpace
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Allowed, widths
@@ -22,8 +23,6 @@ _STEPS = 24
 """Weights that are tried of a stage with devices of two speeds, beside equal ones and those in proportion to speed."""
 _FINEST = 2**16
 """Samples that weights tell apart at most."""
-_FINE = 1000
-"""The weight of the fastest rank, where weights are in proportion to speed."""
 
 
 def kinds(cluster: Cluster, ranks: int) -> tuple[int, ...]:
@@ -59,7 +58,7 @@ def weights(cluster: Cluster, width: int, batch: int) -> tuple[tuple[int, ...], 
             found.append(tuple(pair[s] for s in speeds))
         if step == 1:
             return _distinct(found)
-    return _distinct([*found, tuple(max(1, round(_FINE * s / max(speeds))) for s in speeds)])
+    return _distinct([*found, tuple(max(1, round(FINE * s / max(speeds))) for s in speeds)])
 
 
 def _distinct(found: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
@@ -162,6 +161,3 @@ def numbering(longest: dict[int, int]) -> dict[int, int]:
 def pipelines(prices: Prices, allowed: Allowed) -> StagedSpace:
     """The space of pipelines on the cluster's devices."""
     return KindSpace(prices, allowed) if prices.space.cluster.unequal else StagedSpace(prices, allowed)
-
-
-__all__ = ["KindSpace", "kinds", "numbering", "pipelines", "views", "weights"]

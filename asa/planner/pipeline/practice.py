@@ -8,7 +8,7 @@ likeliest first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -16,16 +16,21 @@ from typing import Any
 import numpy as np
 
 from asa.cost.pipeline import makespan
+from asa.ir.layout import lowest_terms
 from asa.ir.plan import DataStrategyName
 from asa.planner import clock
 from asa.planner.pipeline.sketch import INF, Sketch, StageStyle
 from asa.planner.pipeline.uniform import Uniform
 from asa.planner.space.candidate import Candidate, Prices
-from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed
+from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, Space, widths
 
 _KINDS: tuple[DataStrategyName, ...] = ("replicate", "zero1", "zero2", "zero3")
 _MOST_SPLIT = 8
 """Tensor degrees beyond it are for nodes that have so many devices."""
+_EACH = 8
+"""Devices up to which every width is tried; beyond, powers of two and what lies inside a node."""
+FINE = 1000
+"""The weight of the fastest rank, where weights are in proportion to speed."""
 _ASKED = 3
 """Plans that are priced in full, the fastest first, until one fits."""
 
@@ -44,22 +49,67 @@ class _Split:
 
 
 def practice(prices: Prices, allowed: Allowed, until: float = INF) -> Candidate | None:
-    """The fastest such plan that fits and is ``allowed``, of those that are priced by the time ``until``; None where
-    there is none, or devices differ."""
+    """The fastest such plan on all devices that fits and is ``allowed``, of those that are priced by the time
+    ``until``; None where there is none. Unequal devices are one stage."""
+    gpus = prices.space.request.gpus
     if prices.space.cluster.unequal:
-        return None
-    found, best = list[tuple[float, int, Candidate]](), INF
+        return _fastest(_alone(prices, allowed, (gpus,)), INF, until)
     sketch = Sketch(prices, allowed, INF)
-    for split in sorted(_splits(prices), key=lambda x: x.least_s):
-        if split.least_s >= best or clock.now() > until:
+    return _fastest([(sketch, split) for split in _splits(prices)], INF, until)
+
+
+def on_fewer(prices: Prices, allowed: Allowed, below: float, until: float) -> Candidate | None:
+    """The fastest such plan of one stage on fewer devices, if it takes less than ``below`` seconds: a search, which
+    begins with what compute bounds lowest, comes to narrow stages late."""
+    found = _fastest(_alone(prices, allowed, _widths(prices.space)), below, until)
+    return found if found is not None and prices.of(found).cost.total_s < below else None
+
+
+def _fastest(splits: Iterable[tuple[Sketch, _Split]], below: float, until: float) -> Candidate | None:
+    found = list[tuple[float, int, Sketch, Candidate]]()
+    roomy = set[tuple[Sketch, int, int]]()
+    for sketch, split in sorted(splits, key=lambda x: x[1].least_s):
+        if split.least_s >= below or clock.counted() > until:
             break
+        key = (sketch, split.d, split.t)
+        if split.p == 1 and key in roomy:  # more microbatches only save memory
+            continue
         for seconds, candidate in _plans(sketch, split):
-            found.append((seconds, len(found), candidate))
-            best = min(best, seconds)
-    for _, _, candidate in sorted(found)[:_ASKED]:
-        if prices.fits(candidate):
+            found.append((seconds, len(found), sketch, candidate))
+            below = min(below, seconds)
+            if all(w.data.strategy == "replicate" and not w.checkpoint for w in candidate.ways):
+                roomy.add(key)
+    for _, _, sketch, candidate in sorted(found, key=lambda x: x[:2])[:_ASKED]:
+        if sketch.prices.fits(candidate):
             return candidate
     return None
+
+
+def _widths(space: Space) -> list[int]:
+    """Widths worth a look: the devices in front that are as fast as the first one, a node, all, powers of two, few."""
+    gpus, cluster = space.request.gpus, space.cluster
+    alike = next((r for r in range(gpus) if cluster.speed(r) != cluster.speed(0)), gpus)
+    powers = (2**k for k in range(gpus.bit_length() - 1, 0, -1))
+    some = dict.fromkeys((alike, cluster.node, *powers, *(w for w in widths(gpus) if w <= _EACH)))
+    return [w for w in some if w < gpus]
+
+
+def _alone(prices: Prices, allowed: Allowed, some: Sequence[int]) -> Iterator[tuple[Sketch, _Split]]:
+    """Splits of one stage of each of these widths, its batch in equal parts and in proportion to speed."""
+    space = prices.space
+    for w in some:
+        speeds = space.cluster.speeds(range(w))
+        views = [prices]
+        if len(set(speeds)) > 1 and space.request.uneven:
+            cut = lowest_terms(tuple(max(1, round(FINE * s / max(speeds))) for s in speeds))
+            views.append(Prices(space.weighted({w: cut}), prices))
+        for own in views:
+            sketch = Sketch(own, allowed, INF, w)
+            most = min(w, max(_MOST_SPLIT, space.cluster.node)) if "tensor" in space.strategies.tensor else 1
+            for t in (t for t in range(1, most + 1) if w % t == 0):
+                for m in space.microbatches():
+                    if sketch.possible(w, m, StageStyle(w // t, t, "replicate", False)).all():
+                        yield sketch, _Split(w // t, t, 1, m, (0,), m * sum(own.compute(w, m, w)))
 
 
 def _splits(prices: Prices) -> Iterator[_Split]:
@@ -142,6 +192,7 @@ def _filled(sketch: Sketch, x: _Split, ways: Sequence[Uniform]) -> tuple[float, 
         pricer.handover(a, u.ways[a - 1].layout, v.ways[a].layout, o)
         for a, u, v, o in zip(x.starts[1:], chosen, chosen[1:], offsets[1:], strict=False)
     ]  # fmt: skip
+    clock.count("action", m * x.p)
     return makespan(times, moves, schedule, m), chosen
 
 

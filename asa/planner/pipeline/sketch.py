@@ -74,10 +74,10 @@ class _Stages:
 class Sketch:
     """First plans of one space."""
 
-    def __init__(self, prices: Prices, allowed: Allowed, ends: float) -> None:
+    def __init__(self, prices: Prices, allowed: Allowed, ends: float, gpus: int | None = None) -> None:
         self.prices, self.allowed, self.ends = prices, allowed, ends
         space = prices.space
-        self.space, self.gpus, self.graph = space, space.request.gpus, space.profile.graph
+        self.space, self.gpus, self.graph = space, gpus or space.request.gpus, space.profile.graph
         self.n = len(self.graph)
         self.cuts = self._cuts()
         """Components that a stage may begin with, and the number of components behind them."""
@@ -104,7 +104,7 @@ class Sketch:
             yield from self._free(m, sizes)
             return
         for w in sizes:
-            if self.gpus // w <= self.most and (w <= 8 or self.gpus % w == 0) and clock.now() < self.ends:
+            if self.gpus // w <= self.most and (w <= 8 or self.gpus % w == 0) and clock.counted() < self.ends:
                 yield from self._free(m, [w])
 
     def _free(self, m: int, sizes: Sequence[int]) -> Iterator[PipelineOutline]:
@@ -134,7 +134,7 @@ class Sketch:
         for level in np.geomspace(shortest * 1.001, max(longest, shortest * 1.01), _LEVELS):
             for value, candidate in self._below(m, float(level), stages, links, placed, unit, ranks):
                 found.setdefault((candidate.starts, candidate.widths), (value, candidate))
-            if clock.now() > self.ends:
+            if clock.counted() > self.ends:
                 break
         for _, candidate in sorted(found.values(), key=lambda x: x[0])[:_PRICED]:
             yield candidate
@@ -148,6 +148,7 @@ class Sketch:
         behind = np.full((count, ranks + 1), INF)
         behind[-1] = 0.0
         turns: list[Any] = []
+        clock.count("entry", min(self.most, ranks) * len(stages) * count * count * ranks)
         for r in range(min(self.most, ranks)):
             best, turn = np.full((count, ranks + 1), INF), np.full((count, ranks + 1, 2), -1)
             for w, s in stages.items():
@@ -235,7 +236,7 @@ class Sketch:
             strategy = "replicate"
         forgets = x.checkpoint and component.saved_bytes_per_sample > component.output_bytes_per_sample
         return Way(
-            layout=Layout(width=w, data=x.data, tensor=x.tensor if splits else 1),
+            layout=self._layout(w, x.data, x.tensor if splits else 1),
             data=DataDegree(strategy=strategy, degree=x.data),
             tensor=TensorDegree(strategy="tensor" if splits else "none", degree=x.tensor if splits else 1),
             checkpoint=forgets,
@@ -249,6 +250,7 @@ class Sketch:
             some = some if x in some and self.n * len(some) <= _AT_ONCE else [x]
             menu, n = self._menu(pricer, some), len(some)
             priced = menu.priced(pricer, np.arange(len(menu.ways)))
+            clock.count("way", len(menu.ways))
             for k, style in enumerate(some):
                 own = PricedWays(**{name: values[k::n] for name, values in vars(priced).items()})
                 made = Uniform(pricer, self.space.cluster.overlap, menu.ways[k::n], own)
@@ -259,6 +261,7 @@ class Sketch:
         """Every component in each of these styles."""
         key = (pricer.width, tuple(styles))
         if key not in self._menus:
+            clock.count("menu", self.n * len(styles))
             self._menus[key] = self.prices.menu_of(
                 pricer, [[self.way(i, pricer.width, x) for x in styles] for i in range(self.n)]
             )
@@ -268,7 +271,10 @@ class Sketch:
         """Which components may run in that style."""
         if (w, x) not in self._allowed:
             self._allowed[w, x] = np.array([self.allowed(i, self.way(i, w, x)) for i in range(self.n)])
-        return self._allowed[w, x] & (self.space.request.global_batch // m // x.data >= self.prices.fewest)
+        return self._allowed[w, x] & (self.space.samples(self._layout(w, x.data, 1), m) >= self.prices.fewest)
+
+    def _layout(self, w: int, data: int, tensor: int) -> Layout:
+        return Layout(width=w, data=data, tensor=tensor, weights=self.space.weights.get(w, ()))
 
     def _stages(self, w: int, m: int) -> _Stages | None:
         plain = None if self.tight else self._table(w, m, lean=False)
@@ -277,7 +283,7 @@ class Sketch:
         if plain is not None and np.isfinite(plain.steady[:, each, each + even]).all():
             return plain
         self.tight = True
-        return self._table(w, m, lean=True) if clock.now() < self.ends else plain
+        return self._table(w, m, lean=True) if clock.counted() < self.ends else plain
 
     def _table(self, w: int, m: int, *, lean: bool) -> _Stages | None:
         schedule = self.space.strategies.schedules[self.schedule]
@@ -293,8 +299,9 @@ class Sketch:
         forward = np.arange(count)[None, :] > np.arange(count)[:, None]
         counts = np.maximum(1, at[None, :] - at[:, None])
         before: tuple[Any, Any] | None = None
+        clock.count("entry", len(styles) * steady.size)
         for number, x in enumerate(styles):
-            if number and clock.now() > self.ends:
+            if number and clock.counted() > self.ends:
                 break
             c = self.uniform(w, m, x).priced
             sync = c.prompt + c.late

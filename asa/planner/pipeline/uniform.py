@@ -20,6 +20,7 @@ from asa.cost.pipeline import StageTimes
 from asa.cost.pricing import Pricer, Way
 from asa.cost.step import BoundaryCost, side_by_side
 from asa.ir.cluster import Overlap
+from asa.planner import clock
 from asa.planner.stage.problem import all_ahead
 
 
@@ -59,6 +60,7 @@ class Uniform:
 
     def stage(self, start: int, stop: int, in_flight: int) -> tuple[StageTimes, float]:
         """Components ``start`` to ``stop - 1``: seconds as the clock sees them, and the peak of a rank in bytes."""
+        clock.count("stage")
         x, own = self.priced, slice(start, stop)
         inlet = self.pricer.edges.inlet(start, self.ways[start].layout)
         outlet = _numbers(self.pricer.edges.outlet(stop - 1, self.ways[stop - 1].layout))

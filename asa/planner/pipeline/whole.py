@@ -102,7 +102,7 @@ def row(name: str, prices: Prices) -> StrategyRow:
 
 def _practised(prices: Prices) -> StrategyRow:
     """The best uniform split of all devices, recomputed as far as memory asks for it."""
-    until = clock.now() + _PRACTICE * prices.space.request.time_limit_s
+    until = clock.counted() + _PRACTICE * prices.space.request.time_limit_s
     found = practice(prices, prices.space.pinned, until)
     if found is None:
         return StrategyRow(

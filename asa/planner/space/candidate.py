@@ -22,6 +22,7 @@ from asa.ir.layout import Layout, largest_shard
 from asa.ir.plan import DataDegree, Plan, ScheduleName, TensorDegree
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
+from asa.planner import clock
 from asa.planner.space.space import TOLERANCE_GIB, Allowed, Space, anything
 
 _KEPT = 50_000
@@ -309,6 +310,8 @@ class Prices:
 
     def _of(self, candidate: Candidate) -> Price:
         m, busy = candidate.num_microbatches, self.busy(candidate)
+        clock.count("component", len(candidate.ways))
+        clock.count("action", m * len(candidate.widths))
         schedule = self.space.strategies.schedules[candidate.schedule] if len(candidate.widths) > 1 else None
         firsts = [0, *accumulate(candidate.widths[:-1])]
         pricers = [self.pricer(w, m, busy, first) for w, first in zip(candidate.widths, firsts, strict=True)]

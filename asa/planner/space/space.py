@@ -210,12 +210,8 @@ class Space:
         return None if shards is None else DataDegree(strategy=name, degree=layout.data, shards=shards)
 
     def placed(self, offset: int, width: int) -> bool:
-        """Whether a stage of that width may begin at that rank: inside a node, or in whole nodes."""
-        for level in self.cluster.levels[:-1]:
-            inside = offset // level.devices == (offset + width - 1) // level.devices
-            if not inside and (offset % level.devices or width % level.devices):
-                return False
-        return True
+        """Whether a stage of that width may begin at that rank."""
+        return self.cluster.placed(offset, width)
 
     def splits(self, index: int, degree: int) -> bool:
         """Whether component ``index`` can be split that far."""

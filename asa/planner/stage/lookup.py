@@ -111,6 +111,10 @@ class StageLookup:
         self.took: dict[tuple[int, int], float] = {}
         """CPU seconds that it took to price all components of one, one by one."""
 
+    def weights(self, width: int) -> tuple[int, ...]:
+        """By what stages of that width divide batches."""
+        return self._prices.space.weights.get(width, ())
+
     def bounds(self) -> Iterator[tuple[float, int, int]]:
         """(ms of compute alone, width, microbatches) of each that could run."""
         for w in (w for w in self._among if self._prices.space.capacity(w) > 0):

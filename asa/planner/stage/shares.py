@@ -3,19 +3,21 @@
 Weights of ranks are whole numbers, and there are too many to search them one by one. This bound holds for all of them:
 in every component the devices of each speed have some number of samples, all of them together the batch, and the one
 that takes longest decides. The least of that over all divisions is found component by component, as if each had its
-own. Synchronisation that cannot be hidden, and the update, are added.
+own. Synchronisation that cannot be hidden, the update, and what even shards send between layouts are added.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from asa.ir.layout import Layout
 from asa.planner.space.candidate import Prices
-from asa.planner.space.space import Allowed, widths
+from asa.planner.space.space import Allowed, layouts, widths
 from asa.planner.stage.problem import MS
 
 INF = float("inf")
@@ -39,16 +41,27 @@ def free_bound(prices: Prices, allowed: Allowed) -> float:
 
 def _bounds(prices: Prices, width: int, allowed: Allowed) -> Iterator[float]:
     space, batch = prices.space, prices.space.request.global_batch
-    late, speeds = _late(prices, width, allowed), space.cluster.speeds(range(width))
-    divisors = [x for x in range(1, width + 1) if width % x == 0]
+    speeds, some = space.cluster.speeds(range(width)), layouts(width)
+    late = _late(prices, width, allowed, some)
     for m in space.microbatches():
-        samples, least = batch // m, np.full(len(late), INF)
-        for data in (d for d in divisors if d <= samples):
-            inner = width // data
-            shards = Counter(min(speeds[i : i + inner]) for i in range(0, width, inner))
-            for tensor in (t for t in divisors if inner % t == 0):
-                least = np.minimum(least, _longest(prices, tensor, samples, shards))
-        yield float((m * least * prices.pricer(width, m).slow + late).sum())
+        samples, pricer = batch // m, prices.pricer(width, m)
+        taken = np.full(late.shape, INF)
+        for k, layout in enumerate(some):
+            if layout.data <= samples:
+                shards = Counter(min(speeds[i : i + layout.inner]) for i in range(0, width, layout.inner))
+                taken[k] = _longest(prices, layout.tensor, samples, shards)
+        each = m * taken * pricer.slow + late
+        if space.by_tokens:
+            yield float(each.min(axis=0).sum())
+            continue
+        # Between layouts more is sent where shards are uneven: the largest has more than an even one.
+        front = each[:, 0]
+        for i in range(1, len(late[0])):
+            size, ends = pricer.edges.form(i)
+            between = pricer.states.between(ends, some, some)
+            x = between.priced(pricer.edges.links, [pricer.microbatch * size], pricer.edges.keeping.part)
+            front = (front[:, None] + m * (x.forward + x.backward).reshape(len(some), -1)).min(axis=0) + each[:, i]
+        yield float(front.min())
 
 
 def _longest(prices: Prices, tensor: int, samples: int, shards: Counter[float]) -> Any:
@@ -71,14 +84,15 @@ def _longest(prices: Prices, tensor: int, samples: int, shards: Counter[float]) 
     return np.where(can, low, INF)
 
 
-def _late(prices: Prices, width: int, allowed: Allowed) -> Any:
-    """For each component the least seconds per step that no backward hides."""
-    space, overlap = prices.space, prices.space.cluster.overlap
-    pricer = prices.pricer(width, 1)
+def _late(prices: Prices, width: int, allowed: Allowed, some: Sequence[Layout]) -> Any:
+    """By layout, for each component the least seconds per step that no backward hides."""
+    overlap, pricer = prices.space.cluster.overlap, prices.pricer(width, 1)
     menu = prices.menu(pricer, allowed)
-    which = np.flatnonzero(menu.enough([max(1, space.samples(x, 1)) for x in menu.layouts], 0 * prices.fewest))
+    which = np.flatnonzero(menu.enough([max(1, prices.space.samples(x, 1)) for x in menu.layouts], 0 * prices.fewest))
     x = menu.priced(pricer, which)
     hidden = overlap.communication_slowdown * overlap.saving
-    least = np.full(len(space.profile.graph), INF)
-    np.minimum.at(least, menu.component[which], np.maximum(0.0, x.once + (x.prompt + x.late) * (1 - hidden)))
+    least = np.full((len(some), len(prices.space.profile.graph)), INF)
+    places = np.array([some.index(replace(y, weights=(), sequence=False)) for y in menu.layouts])
+    at = (places[menu.layout[which]], menu.component[which])
+    np.minimum.at(least, at, np.maximum(0.0, x.once + (x.prompt + x.late) * (1 - hidden)))
     return least

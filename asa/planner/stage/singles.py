@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from asa.planner import clock
 from asa.planner.budget import ROUNDING
+from asa.planner.space.candidate import Candidate
 from asa.planner.space.request import SolverName
 from asa.planner.stage import exhaustive, ilp
 from asa.planner.stage.lookup import FormulatedStage, StageLookup
@@ -24,6 +25,8 @@ _FIRST_S = 0.15
 """For the label program under a memory limit, at first; four times as long each time it comes back."""
 _LONG, _FORMULATED = 10_000, 1.0
 """Ways of all components from which formulating takes long: pricing them one by one, times so much."""
+_MORE = 5_000
+"""Ways that are priced of more than one microbatch for a first plan: a dozen milliseconds for each thousand."""
 _REFUSED = 60
 """Times that the ILP looks beyond choices that do not fit, although what their components have at least does."""
 _BEYOND_S = 2.0
@@ -54,6 +57,11 @@ class Single:
         self._forbidden, self._charges = list[Choice](), dict[RunCharge, None]()
         self._tried = self._looked_beyond = 0
         self._runs: Runs | None = None
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """By what batches are divided among ranks."""
+        return self._stages.weights(self.width)
 
     @property
     def value(self) -> float:
@@ -291,3 +299,28 @@ def singles(stages: StageLookup, solver: SolverName) -> list[Single]:
 def crowded(some: Sequence[Single]) -> bool:
     """Whether memory may bind in the widest: likely also in pipelines."""
     return bool(some) and max(some, key=lambda x: x.width).crowded
+
+
+def first_plan(alone: Sequence[Single], known: Candidate | None, best: float) -> float:
+    """Ms of a first plan, which is kept; infinite where none below ``best`` ms was found. Stages of the width of
+    ``known``, the best whole strategy, are looked at, in no more microbatches; and where memory binds, those of all
+    ranks. The prices that a search looks for anyway often come close to the best plan of a kind."""
+    kinds: list[tuple[int, tuple[int, ...], float]] = [(max((x.width for x in alone), default=0), (), float("inf"))]
+    if known is not None:
+        kinds.append((known.ranks, known.ways[0].layout.weights, known.num_microbatches))
+    value = float("inf")
+    for width, weights, most in kinds:
+        own, priced = [x for x in alone if (x.width, x.weights) == (width, weights)], 0
+        for single in sorted(own, key=lambda x: x.num_microbatches):
+            priced += single.ways if single.num_microbatches > 1 else 0
+            wanted = single.num_microbatches <= most and (single.crowded or most < float("inf"))
+            if priced > _MORE or single.bound >= best or single.long or not wanted:
+                break
+            if single.least < best:
+                single.begin(best)
+                if single.value < best:
+                    value = best = single.value
+                    break
+            elif single.least < float("inf"):  # more microbatches are in the space only where this many do not fit
+                break
+    return value
