@@ -169,6 +169,7 @@ def judged(program: Program, how: str, wanted: dict[str, Tensor]) -> dict[str, A
         try:
             state = spread(program, how, seconds)
             missing = wanted.keys() ^ state.keys()
+            missing |= {n for n in wanted.keys() & state.keys() if wanted[n].shape != state[n].shape}
             apart = max(
                 (float((state[n].to(w.dtype) - w).abs().max() / w.abs().max().clamp(min=1e-6)), n)
                 for n, w in wanted.items()

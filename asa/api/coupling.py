@@ -67,6 +67,25 @@ def coupled(model: nn.Module, call: Call | None, *, exact: bool = False) -> floa
         return 0.0
 
 
+def keeps_rows(model: nn.Module, call: Call) -> bool:
+    """Whether the model keeps something of a batch that a batch of another size does not fit, as a recurrent state."""
+    samples, device = samples_of(call), device_of(model)
+    if samples < 2:
+        call, samples = _doubled(call, samples), 2 * samples
+    one, all_ = slice(0, 1), slice(0, samples)
+
+    def fails(*runs: slice) -> bool:
+        try:
+            with preserved(model), torch.no_grad():
+                for rows in runs:
+                    _run(model, call, samples, rows, device)
+        except Exception:  # whatever a model's own code raises
+            return True
+        return False
+
+    return (fails(all_, one) or fails(one, all_)) and not fails(one)
+
+
 def warning_of(apart: float, plan: Plan) -> list[str]:
     """Warnings about it under ``plan``."""
     if apart == KEEPS and plan.num_microbatches > 1:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from asa.api.batches import GlobalBatches
 from asa.api.calls import Call, guesses, plain, why_not
-from asa.api.coupling import coupled, warning_of
+from asa.api.coupling import coupled, keeps_rows, warning_of
 from asa.api.in_step import in_step
 from asa.api.names import StateNames
 from asa.api.notes import differing, drawing, trained_norms
@@ -28,7 +28,7 @@ from asa.api.rank_context import RankContext, find_place, same_weights
 from asa.api.said import say
 from asa.api.watch import Watch
 from asa.api.wholes import DATA, anew, spare_of, whole_plan
-from asa.errors import UsageError
+from asa.errors import InvalidInputError, UsageError
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
 from asa.ir.cluster import Cluster
@@ -40,6 +40,9 @@ from asa.launch import give_back_freed_memory, launched
 from asa.sharding.batchnorm import without_torch_groups
 from asa.strategies import offered
 from asa.tracing import TracedModel, called
+
+
+KEEPS_ROWS = "it keeps something from call to call with a row for each sample, and each rank has its own"
 
 
 def parallelize(
@@ -141,14 +144,18 @@ def parallelize(
     elif call is not None and call.tensor is not None:
         example = call.tensor
     origins: Origins | None = None
-    if plan != "auto":
-        chosen = checked_plan(place, plan)
-    elif isinstance(subject, TracedModel):
+    chosen = checked_plan(place, plan) if plan != "auto" else None
+    if chosen is None and not isinstance(subject, TracedModel):
+        try:
+            chosen, origins = agreed_plan(place, model, example, wishes)
+            say(place, chosen.summary())
+        except InvalidInputError as error:  # what cannot be measured, or cut, can be trained
+            why, call = str(error), None
+            subject = called(model, name=spec_of(model), reason=why)
+    if chosen is None:
+        assert isinstance(subject, TracedModel)
         chosen = whole_plan(place, model, subject, call, wishes, why)
         say(place, f"the model runs whole under {chosen.strategy}: {why}")
-    else:
-        chosen, origins = agreed_plan(place, model, example, wishes)
-        say(place, chosen.summary())
     if len(chosen.stages) > 1 or chosen.num_microbatches > 1:
         raise UsageError(
             f"the plan has {len(chosen.stages)} stages and {chosen.num_microbatches} microbatches: a loop of one's own "
@@ -245,7 +252,7 @@ def how_called(
         for i, way in enumerate(ways):
             reason = why_not(model, way)
             if not reason:
-                return i, ""
+                return i, KEEPS_ROWS if keeps_rows(model, way) else ""
             reasons.append(reason)
         return -1, reasons[0]
 
@@ -256,6 +263,6 @@ def how_called(
         return None, f"{asked} ({reason[:160]}), so how it is called is not known; say so with example_input"
     call = ways[index]
     tensor = call.tensor
-    if tensor is None:
-        return call, f"it is called with {call}"
+    if tensor is None or reason:
+        return call, reason or f"it is called with {call}"
     return Call((tensor if len(tensor) > 1 else tensor.repeat(2, *(1,) * (tensor.dim() - 1)),)), ""

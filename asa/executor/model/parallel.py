@@ -154,6 +154,7 @@ class ParallelModel:
         self.draws = False
         """Whether random numbers were observed in training, for a model that is called as a whole."""
         self._rows: dict[int, list[slice]] = {}
+        self._shapes = [{b.shape for b in c.buffers()} for c in self.components]
         if device.type == "cuda":  # on other devices FSDP gathers synchronously
             self.gather_across()
 
@@ -385,12 +386,17 @@ class ParallelModel:
             self.reduction.quiet = False
 
     def average_buffers(self) -> None:
-        """Average running statistics over each data group, weighted by the ranks' shares of the samples
-        (collective)."""
-        for component, layout in zip(self.components, self.layouts, strict=True):
+        """Average running statistics over each data group, weighted by the ranks' shares of the samples (collective).
+        What has become of another shape, as a state with a row for each sample, stays this rank's own."""
+        for component, layout, shapes in zip(self.components, self.layouts, self._shapes, strict=True):
             floats = [b for b in component.buffers() if b.is_floating_point()]
             axis = self.axis("gradient", layout.data_group(self.position.place))
             if axis.group is None or not floats:
+                continue
+            known = torch.tensor([float(b.shape in shapes) for b in floats], device=self.device)
+            dist.all_reduce(known, op=dist.ReduceOp.MIN, group=axis.group)
+            floats = [b for b, same in zip(floats, known.tolist(), strict=True) if same]
+            if not floats:
                 continue
             flat = torch.cat([b.reshape(-1) for b in floats])
             if layout.weights:
