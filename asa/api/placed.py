@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from asa.api import attributes
+from asa.api import attributes, collectives
 from asa.api.batches import GlobalBatches, moved
 from asa.api.calls import Call, lengths, plain
 from asa.api.clipping import clip, understood_by_torch
@@ -109,6 +109,7 @@ class PlacedModel(LearningModel):
             self.plan = parallel.plan
             self.parts = nn.ModuleList(parallel.components)
             understood_by_torch(parallel)
+            collectives.understood_by_torch()
             numbers_of_wholes(parallel.parameters())
             refuse_hooks(parallel.parameters())
             self._independent = all(layout.data == self.place.ranks for layout in parallel.layouts)
