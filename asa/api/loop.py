@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from asa.api.batches import GlobalBatches
 from asa.api.calls import Call, guesses, plain, why_not
-from asa.api.coupling import coupled, keeps_rows, warning_of
+from asa.api.coupling import coupled, fewest_rows, keeps_rows, warning_of
 from asa.api.in_step import in_step
 from asa.api.names import StateNames
 from asa.api.notes import differing, drawing, trained_norms
@@ -115,7 +115,13 @@ def parallelize(
         batch_norm = "exact"
     place = find_place(device, timeout_s)
     least = [2 if trained_norms(model) and batch_norm == "local" else 1]
-    batches = GlobalBatches(loader, place.votes, lambda total: rows_here(total, place.ranks, place.rank, *least))
+    spread: list[PlacedModel] = []
+
+    def rows(total: int) -> list[int]:
+        learning = not spread or spread[0].training
+        return rows_here(total, place.ranks, place.rank, least[0] if learning else 1)
+
+    batches = GlobalBatches(loader, place.votes, rows)
     optimizers = [optimizer, *others_over(model, optimizer)]
     rebindings = [Rebinding(o, model, elementwise=known_elementwise(o, elementwise)) for o in optimizers]
     if place.ranks == 1 and plan == "auto":
@@ -179,8 +185,9 @@ def parallelize(
         least[:] = [1]
     all_apart = degrees == {place.ranks}
     samples_meet = bool(place.votes.tell(apart > 0))
-    if samples_meet and all_apart:  # statistics of one sample are none
-        least[:] = [2]
+    fewest = int(place.votes.tell(fewest_rows(model, call, exact=batch_norm == "exact") if place.rank == 0 else 1))
+    if degrees != {1}:  # statistics of one sample are none
+        least[:] = [max(*least, fewest, 2 if samples_meet and all_apart else 1)]
     parallel = build(chosen, subject)
     for line in (
         (*differing(chosen, normalised, parallel.changed, batch_norm), *warning_of(apart, chosen))
@@ -201,12 +208,13 @@ def parallelize(
         return anew(placed, reason, spare.copy(), build, wishes, rebindings)
 
     placed = PlacedModel(parallel, place, origin=model, names=names, again=None if spare is None else again)
+    spread.append(placed)
     placed.begin(model.training)
     if observe and Watch.wanted(place, chosen):
         placed.__dict__["watch"] = Watch(place, chosen, None if origins is None else would_be(origins, wishes))
     pace = in_step(timeout_s)
     pace.count(optimizers)
-    placed.__dict__.update(pace=pace, optimizers=optimizers, coupled=samples_meet)
+    placed.__dict__.update(pace=pace, optimizers=optimizers, coupled=samples_meet, least=least)
     outside = [name for rebinding in rebindings for name in rebinding.outside(parallel)]
     for rebinding in rebindings:
         rebinding.apply(parallel, placed.seen)
