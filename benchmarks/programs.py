@@ -258,6 +258,8 @@ def run(tasks: list[Task], keep: Any) -> None:
                 last = begun[-1]
                 one = answers.get(last)
                 why = f"{' '.join(str(error).split())[:200]}"
+                if one and "exited with code 2" in why:  # a line of its own, where it could not be raised
+                    one = one * 2
                 keep(
                     *last,
                     verdict(programs[last[0]], one) if one and "verdict" in one[0] else {"verdict": "hung", "why": why},

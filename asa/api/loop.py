@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from asa.api.batches import GlobalBatches
@@ -42,6 +42,8 @@ from asa.strategies import offered
 from asa.tracing import TracedModel, called
 
 
+_SEVERAL = 8
+"""Number of samples on which a model is looked at for what it makes of a batch."""
 KEEPS_ROWS = "it keeps something from call to call with a row for each sample, and each rank has its own"
 
 
@@ -179,13 +181,14 @@ def parallelize(
         return made
 
     spare = spare_of(model) if not why else None
-    apart = coupled(model, call, exact=batch_norm == "exact") if place.rank == 0 else 0.0
+    several = wider(model, batches, call)
+    apart = coupled(model, several, exact=batch_norm == "exact") if place.rank == 0 else 0.0
     degrees = {layout.data for layout in chosen.layouts()}
     if degrees == {1}:  # every rank computes on all samples
         least[:] = [1]
     all_apart = degrees == {place.ranks}
     samples_meet = bool(place.votes.tell(apart > 0))
-    fewest = int(place.votes.tell(fewest_rows(model, call, exact=batch_norm == "exact") if place.rank == 0 else 1))
+    fewest = int(place.votes.tell(fewest_rows(model, several, exact=batch_norm == "exact") if place.rank == 0 else 1))
     if degrees != {1}:  # statistics of one sample are none
         least[:] = [max(*least, fewest, 2 if samples_meet and all_apart else 1)]
     parallel = build(chosen, subject)
@@ -234,6 +237,23 @@ def parallelize(
 def cache_folder(cache: Path | str | None) -> Path | None:
     """The folder that ``cache`` means; None for none."""
     return usual_cache() if cache == "auto" else None if cache is None else Path(cache)
+
+
+def wider(model: nn.Module, batches: GlobalBatches, call: Call | None) -> Call | None:
+    """The ``call`` with more samples of the loader, if it can be made of them."""
+    if call is None:
+        return None
+    try:
+        batch = batches.example(min(_SEVERAL, batches.batch_size))
+    except Exception:  # whatever a data set or a collate_fn raises
+        return call
+    ways = (w for w in guesses(model, batch) if len(w.args) == len(call.args) and w.options.keys() == call.options.keys())
+    found = next(ways, call)
+    same = all(
+        isinstance(a, Tensor) == isinstance(b, Tensor) and (not isinstance(a, Tensor) or a.shape[1:] == b.shape[1:])
+        for a, b in zip((*found.args, *found.options.values()), (*call.args, *call.options.values()), strict=True)
+    )
+    return found if same and not why_not(model, found) else call
 
 
 def how_called(

@@ -28,6 +28,8 @@ _WINDOW, _TIMES, _MOST_COMPARED, _MOST_UNFINISHED = 12, 3, 18, 64
 agree by chance); comparisons in all; outputs followed without a backward."""
 _MOST_ASKED = 8
 """Largest number of times that checking starts again because of a new form of loss."""
+_SMALL = 8
+"""Number of samples of a rank's below which every loss is looked at, where it usually has more."""
 _TRUSTED = "trusted"
 
 
@@ -87,7 +89,7 @@ class Trial:
         """A batch of the loader, of which this rank has a ``share``, recorded until the next one."""
         self._close()
         rows = len(share.rows)
-        self._odd = rows not in self._sizes
+        self._odd = rows not in self._sizes or rows < min(_SMALL, max(self._sizes))
         if not self.watching or not rows:
             functions_followed(False)
             return batch
@@ -283,9 +285,10 @@ def told(found: Difference, dtype: torch.dtype) -> list[str]:
     elif differs:
         sizes = (abs(found.loss_whole), abs(found.loss_parts), 1e-30)
         loss = abs(found.loss_whole - found.loss_parts) / max(sizes)
+        far = f"{loss:.1%} apart" if loss == loss else "one of them is no number"
         said.append(
             f"the loss is no mean over samples: over the whole batch it is {found.loss_whole:.6g}, the mean over ranks "
-            f"is {found.loss_parts:.6g} ({loss:.1%} apart), and gradients of the outputs differ by "
+            f"is {found.loss_parts:.6g} ({far}), and gradients of the outputs differ by "
             f"{found.gradients:.1%} from those of one device; use asa.mean_over(loss_sum, count) for sums and ratios, "
             "asa.gather(outputs) for a loss that compares samples"
         )

@@ -151,6 +151,9 @@ class ParallelModel:
         self.drawing: tuple[str, ...] = ()
         """Names of components that draw random numbers by code of their own."""
         self.meet: Callable[..., None] = _nobody
+        self.needs = 1
+        """The fewest samples of a microbatch that every rank needs, where a batch has as many; the same on all
+        ranks."""
         self.draws = False
         """Whether random numbers were observed in training, for a model that is called as a whole."""
         self._rows: dict[int, list[slice]] = {}
