@@ -29,7 +29,7 @@ agree by chance); comparisons in all; outputs followed without a backward."""
 _MOST_ASKED = 8
 """Largest number of times that checking starts again because of a new form of loss."""
 _SMALL = 8
-"""Number of samples of a rank's below which every loss is looked at, where it usually has more."""
+"""Number of samples for each rank below which every loss is looked at, where batches usually have more."""
 _TRUSTED = "trusted"
 
 
@@ -37,13 +37,15 @@ class Trial:
     """Checks the losses of a distributed model. All ranks check the same backwards, and agree on what to do."""
 
     def __init__(self, placed: SpreadModel) -> None:
-        self._placed = ref(placed)
+        self._placed, self._ranks = ref(placed), placed.place.ranks
         self._left = _WINDOW
         self._seen: Counter[tuple[float, ...]] = Counter()
         self._sized: set[tuple[tuple[float, ...], tuple[float, ...]]] = set()
+        self._told: set[tuple[float, ...]] = set()
         self._sizes: set[int] = set()
+        self._total = 0
         self._odd = False
-        """Whether the batch leaves this rank a number of samples of which no loss was compared."""
+        """Whether the batch is of a size of which no loss was compared, or a small one (the same on all ranks)."""
         self._compared = self._unfinished = 0
         self._said: set[str] = set()
         self._hooks = self._said_own = self._said_samples = False
@@ -89,7 +91,8 @@ class Trial:
         """A batch of the loader, of which this rank has a ``share``, recorded until the next one."""
         self._close()
         rows = len(share.rows)
-        self._odd = rows not in self._sizes or rows < min(_SMALL, max(self._sizes))
+        self._total, small = share.total, _SMALL * self._ranks
+        self._odd = share.total not in self._sizes or share.total < min(small, max(self._sizes))
         if not self.watching or not rows:
             functions_followed(False)
             return batch
@@ -162,9 +165,9 @@ class Trial:
         forms = tuple(f[0] for f in every)
         sized = forms, tuple(f[3] for f in every)
         again = self._seen[forms] >= _TIMES
-        new = (not again or sized not in self._sized) and self._compared < _MOST_COMPARED
+        new = (not again or sized not in self._sized) and self._compared < _MOST_COMPARED and forms not in self._told
         self._sized.add(sized)
-        self._sizes.add(placed.rows)
+        self._sizes.add(self._total)
         if self._compared >= _MOST_COMPARED and not self._seen[forms]:
             self._tell(Difference(unknown="it takes more forms than are compared"), loss.dtype, placed)
         if not self._seen[forms]:
@@ -186,7 +189,7 @@ class Trial:
             if again:
                 found = replace(found, unknown="", doubt="")
             if self._tell(found, loss.dtype, placed):
-                self._seen[forms] = _TIMES
+                self._told.add(forms)
         self._rest()
 
     def batch_over(self) -> None:
