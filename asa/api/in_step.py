@@ -132,8 +132,15 @@ class InStep:
         rates = [_plain(g.get("lr")) for o in optimizers for g in o.param_groups[:1]]
         weights = _size(model) if model is not None and number < _LOOKS else 0.0
         mine = torch.tensor(
-            [self.shared, self.updates, number_of(settings), *(rates[:1] or [0.0]), weights, float(asks),
-             float(self.derived)],
+            [
+                self.shared,
+                self.updates,
+                number_of(settings),
+                *(rates[:1] or [0.0]),
+                weights,
+                float(asks),
+                float(self.derived),
+            ],
             dtype=torch.float64,
         )
         self.derived = False

@@ -41,7 +41,6 @@ from asa.sharding.batchnorm import without_torch_groups
 from asa.strategies import offered
 from asa.tracing import TracedModel, called
 
-
 _SEVERAL = 8
 """Number of samples on which a model is looked at for what it makes of a batch."""
 KEEPS_ROWS = "it keeps something from call to call with a row for each sample, and each rank has its own"
@@ -247,7 +246,9 @@ def wider(model: nn.Module, batches: GlobalBatches, call: Call | None) -> Call |
         batch = batches.example(min(_SEVERAL, batches.batch_size))
     except Exception:  # whatever a data set or a collate_fn raises
         return call
-    ways = (w for w in guesses(model, batch) if len(w.args) == len(call.args) and w.options.keys() == call.options.keys())
+    ways = (
+        w for w in guesses(model, batch) if len(w.args) == len(call.args) and w.options.keys() == call.options.keys()
+    )
     found = next(ways, call)
     same = all(
         isinstance(a, Tensor) == isinstance(b, Tensor) and (not isinstance(a, Tensor) or a.shape[1:] == b.shape[1:])

@@ -313,7 +313,9 @@ class PlacedModel(LearningModel):
         assert self.parallel is not None
         gradients = [p.grad for p in self.parallel.parameters() if p.grad is not None]
         if self.place.votes.anyone(any(bool(numbers_here(g).any()) for g in gradients)):
-            raise UsageError(f"{why}, so the model is to run whole, and has gradients: call zero_grad() before the model")
+            raise UsageError(
+                f"{why}, so the model is to run whole, and has gradients: call zero_grad() before the model"
+            )
         training = self.training
         self.adopt(self.again(self, why))
         self.__dict__["again"] = None

@@ -270,15 +270,16 @@ class Tape:
                 return leaf.as_subclass(Tensor)[rows] if leaf.shape[:1] == (self.rows,) else leaf
             return _given(leaf, found, number)
 
-        for number in grown(self, self.total):
+        def runs(number: Callable[[Any], Any]) -> bool:
             try:
                 found = self.again(self.with_rows(rows), number)
                 new_args, new_options = pytree.tree_map(lambda leaf: more(leaf, found, number), (args, options))
                 func(*new_args, **new_options)
             except Exception:  # whatever a program's own code raises
-                continue
+                return False
             return True
-        return False
+
+        return any(map(runs, grown(self, self.total)))
 
     def place_of(self, tensor: Tensor) -> int:
         """Index of ``tensor`` on the tape."""

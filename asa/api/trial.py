@@ -223,7 +223,7 @@ class Trial:
             placed = self._placed()
             if placed is not None:
                 say(placed.place, "a number that is taken out of a tensor (loss.item()) is of this rank's samples; "
-                    "asa.reduce(loss) is of the whole batch")  # fmt: skip
+                    "asa.reduce(loss) is of the whole batch, by which a loop that branches is to decide")  # fmt: skip
         if not self.watching:
             self._close()
             functions_followed(False)
