@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from asa.api.calls import Call, samples_of
+from asa.api.calls import Call, arguments, samples_of
 from asa.api.generators import generators_now
 from asa.api.losses import found_below
 from asa.api.planning import device_of
@@ -96,6 +96,20 @@ def fewest_rows(model: nn.Module, call: Call | None, *, exact: bool = False) -> 
     if runs(1):
         return 1
     return next((count for count in range(2, samples + 1) if runs(count)), 1)
+
+
+class Scored(nn.Module):
+    """A model with its loss: called with inputs and labels."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
+        super().__init__()
+        self.model, self._loss_fn = model, loss_fn
+
+    def forward(self, inputs: Any, labels: Any) -> Tensor:
+        """The loss."""
+        args, options = arguments(inputs)
+        found: Tensor = self._loss_fn(self.model(*args, **options), labels)
+        return found
 
 
 def keeps_rows(model: nn.Module, call: Call) -> bool:

@@ -80,6 +80,7 @@ class UserExecutor(PlannedExecutor):
         run: str,
         schedules: Schedules,
         max_norm: float | None = None,
+        needs: int = 1,
     ) -> None:
         self._max_norm, self._schedules = max_norm, schedules
         self._build, self._settings, self._rebinding, self._data = build, settings, rebinding, data
@@ -97,7 +98,7 @@ class UserExecutor(PlannedExecutor):
         )  # fmt: skip
         self._loss = JobLoss(data.loss_fn, data.weight, place)
         began = time.perf_counter()
-        self._fewest = 1
+        self._fewest = needs
         self._worker = self._worker_of(build(plan, tuple(range(plan.num_ranks))), LossScale(plan.precision))
         self._built_s = time.perf_counter() - began
         norms = any(
@@ -105,7 +106,7 @@ class UserExecutor(PlannedExecutor):
             for c in self.model.components
             for m in c.modules()
         )
-        self._fewest = self.model.needs = 2 if self._votes.anyone(norms) else 1
+        self._fewest = self.model.needs = max(needs, 2 if self._votes.anyone(norms) else 1)
 
     def _worker_of(self, model: ParallelModel, scale: LossScale) -> Worker:
         understood_by_torch(model, job=True)

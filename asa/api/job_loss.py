@@ -167,7 +167,7 @@ class JobLoss:
         value: tuple[float, float] | None = None
         why = ""
         if votes.rank == first:
-            loss_fn = _copied(self._loss_fn)
+            loss_fn = copied(self._loss_fn)
             try:
                 value = self._by_parts(loss_fn, parts, flat[0][1], flat[0][0], leaves[0][0].device)
             except Exception as error:  # a loss that cannot take more samples than a microbatch has
@@ -218,7 +218,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if parts[0].dim() else parts[0]
 
 
-def _copied(loss_fn: Any) -> Any:
+def copied(loss_fn: Any) -> Any:
     """A copy of the loss, so that its internal state does not change; itself if it cannot be copied."""
     try:
         return copy.deepcopy(loss_fn)

@@ -41,7 +41,7 @@ from asa.sharding.batchnorm import without_torch_groups
 from asa.strategies import offered
 from asa.tracing import TracedModel, called
 
-_SEVERAL = 8
+SEVERAL = 8
 """Number of samples on which a model is looked at for what it makes of a batch."""
 KEEPS_ROWS = "it keeps something from call to call with a row for each sample, and each rank has its own"
 
@@ -243,7 +243,7 @@ def wider(model: nn.Module, batches: GlobalBatches, call: Call | None) -> Call |
     if call is None:
         return None
     try:
-        batch = batches.example(min(_SEVERAL, batches.batch_size))
+        batch = batches.example(min(SEVERAL, batches.batch_size))
     except Exception:  # whatever a data set or a collate_fn raises
         return call
     ways = (
