@@ -197,8 +197,9 @@ class Job:
         apart = coupled(model, call, exact=batch_norm == "exact") if place.rank == 0 else 0.0
         for line in warning_of(apart, chosen):
             warnings.warn(line, stacklevel=2)
-        several = _several(batches, divide)
-        needs = int(votes.tell(fewest_rows(Scored(model, copied(loss_fn)), several) if place.rank == 0 else 1))
+        trial = copied(loss_fn)
+        several = None if trial is None or chosen.num_ranks == 1 else _several(batches, divide)
+        needs = int(votes.tell(fewest_rows(Scored(model, trial), several) if place.rank == 0 else 1))
         least = chosen.fewest(wishes.global_batch, microbatches_of(chosen, wishes.global_batch, needs))
         if least < needs <= wishes.global_batch:
             raise UsageError(
