@@ -82,8 +82,9 @@ def parallelize(
     and does what it does on one device with the loader's batch: ``loader`` yields this rank's samples of every batch,
     and a mean loss over them is weighted by their number. So a loss must be a *mean over the batch*, and its value is
     this rank's mean. Every sample goes to one rank; if a last batch has fewer samples than ranks, or leaves a rank
-    fewer than the model or the loss needs, some go to several, and count once. BatchNorm normalizes over a rank's samples, as in data parallelism (``batch_norm="exact"``: over
-    all); its running statistics are averaged at the end of each pass over the loader.
+    fewer than the model or the loss needs, some go to several, and count once. BatchNorm normalizes over a rank's
+    samples, as in data parallelism (``batch_norm="exact"``: over all); its running statistics are averaged at the end
+    of each pass over the loader.
 
     A loop can have only one stage: plans are without pipelines and without accumulation. For those, use
     :class:`asa.Job`.

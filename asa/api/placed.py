@@ -390,8 +390,8 @@ class PlacedModel(LearningModel):
         return total, counted * rows * ranks / max(counting, 1), 0
 
     def _total_of(self, share: Share | None) -> tuple[int, float, int]:
-        """The same for the loader's batch. Of a small one some compute a sample that is another's, and that does not
-        count."""
+        """What :meth:`_total` gives for the loader's batch. Of a small one some compute a sample that is another's, and
+        that does not count."""
         assert share is not None
         ranks = self.place.ranks
         return share.total * ranks if self._whole else max(ranks, share.total), self.weight_now(), share.first
