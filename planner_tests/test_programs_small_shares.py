@@ -197,6 +197,7 @@ def test_a_model_that_keeps_rows() -> None:
         (lambda z, y: z.std(0).sum(), 2),
         (lambda z, y: torch.stack([h.mean() for h in z.chunk(2)]).sum(), 2),
         (lambda z, y: -z.log_softmax(1)[torch.arange(len(y)), y].mean(), 1),
+        (lambda z, y: (z.t().std(1) + z.flatten(0).view(len(y), -1).mean()).sum(), 2),
         (lambda z, y: (z @ z.T - torch.eye(len(z)).to(z)).square().mean(), 1),
         (lambda z, y: (z.mean(1) * (y > 1)).sum() / (y > 1).sum(), 1),  # some have some
     ],

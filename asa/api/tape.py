@@ -231,20 +231,20 @@ class Tape:
             if value is tensor and plain.shape == (self.rows, self.rows):  # torch.eye(len(x))
                 plain = plain[rows][:, rows]
             elif cut(plain, self.rows):
-                plain = plain.view(self.rows, -1, *plain.shape[1:])[rows].flatten(0, 1)
+                plain = plain.reshape(self.rows, -1, *plain.shape[1:])[rows].flatten(0, 1)
             found[self.place_of(tensor)] = plain.clone()
         return found
 
     def fewest(self, loss: Tensor) -> int:
-        """The fewest of this rank's samples of which ``loss`` can be computed again, and is a number."""
+        """The fewest of this rank's samples of which ``loss`` can be computed again, and is a number; 1 if unknown."""
         at = self.place_of(loss)
         finite = bool(loss.detach().as_subclass(Tensor).isfinite().all())
 
         def works(count: int) -> bool:
             for first in range(min(self.rows - count + 1, _WINDOWS)):
                 for number in grown(self, count):
-                    values = self.with_rows(slice(first, first + count))
                     try:
+                        values = self.with_rows(slice(first, first + count))
                         found = self.again(values, number, strict=True).get(at)
                     except Exception:  # whatever a program's own code raises on so few samples
                         continue
@@ -252,10 +252,10 @@ class Tape:
                         return True
             return False
 
-        with torch.random.fork_rng(), torch.enable_grad(), warnings.catch_warnings():
+        devices = [loss.device] if loss.is_cuda else []
+        with torch.random.fork_rng(devices), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            known = self.rows if self.rows <= _MOST_FEWEST else 1
-            return next((count for count in range(1, min(self.rows, 1 + _MOST_FEWEST)) if works(count)), known)
+            return next((count for count in range(1, 1 + min(self.rows, _MOST_FEWEST)) if works(count)), 1)
 
     def too_few(self, func: Any, args: Any, options: Any) -> bool:
         """Whether ``func``, which has failed, would not with as many samples as the whole batch has."""
