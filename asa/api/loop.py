@@ -147,12 +147,20 @@ def parallelize(
     call, why = how_called(place, model, batches, example_input)
     subject: nn.Module | TracedModel = model
     example = torch.zeros(2, 1)
+    chosen = checked_plan(place, plan) if plan != "auto" else None
+    if chosen is not None and why == KEEPS_ROWS:  # the plan was made of the model's components
+        say(place, f"the model keeps{KEEPS_ROWS.removeprefix('it keeps')}")
+        why = ""
     if why:
         subject = called(model, name=spec_of(model), reason=why)
+        if chosen is not None and {layout.data for layout in chosen.layouts()} != {place.ranks}:
+            raise UsageError(
+                f"the plan has ranks compute the same samples, and the model can only run whole, each rank on its own: "
+                f"{why}; leave out plan=, or hand in one of ddp, zero1, zero2 or fsdp"
+            )
     elif call is not None and call.tensor is not None:
-        example = call.tensor
+        example = call.tensor if len(call.tensor) > 1 else call.tensor.repeat(2, *(1,) * (call.tensor.dim() - 1))
     origins: Origins | None = None
-    chosen = checked_plan(place, plan) if plan != "auto" else None
     if chosen is None and not isinstance(subject, TracedModel):
         try:
             chosen, origins = agreed_plan(place, model, example, wishes)
