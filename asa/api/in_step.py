@@ -41,7 +41,8 @@ the loader's."""
 _PATIENCE_S = 3.0
 """Seconds in a forward or backward before a rank writes its position to the store, and of waiting before it reads
 others'."""
-FORWARD, BACKWARD, _LEFT = "a call of the model", "a backward", "no pass any more"
+FORWARD, BACKWARD, UPDATE = "a call of the model", "a backward", "an update"
+_LEFT = "no pass any more"
 _OTHER_ROWS = "a call of the model with other samples than the loader's"
 REMEDY = (
     "a branch of the loop took another way on some ranks, by a number of a rank's own (its loss, its metric): decide "

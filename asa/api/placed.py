@@ -20,7 +20,7 @@ from asa.api import attributes, collectives
 from asa.api.batches import GlobalBatches, Share, moved
 from asa.api.calls import Call, lengths, plain
 from asa.api.clipping import clip, understood_by_torch
-from asa.api.in_step import FORWARD
+from asa.api.in_step import FORWARD, UPDATE
 from asa.api.losses import LearningModel, Terms, listen, mark
 from asa.api.names import StateNames
 from asa.api.numbers import numbers_of_wholes
@@ -112,6 +112,7 @@ class PlacedModel(LearningModel):
         self.__dict__.update(parallel=parallel, demands=demands, seen=seen)
         if parallel is not None:
             self.plan = parallel.plan
+            parallel.updating = self._updating
             self.parts = nn.ModuleList(parallel.components)
             understood_by_torch(parallel)
             collectives.understood_by_torch()
@@ -294,6 +295,10 @@ class PlacedModel(LearningModel):
         except Exception:
             return False
         return True
+
+    def _updating(self) -> contextlib.AbstractContextManager[None]:
+        """Around an exchange of updates, in which ranks wait for one another."""
+        return contextlib.nullcontext() if self.pace is None else self.pace.together(UPDATE)
 
     def beside(self, value: Tensor) -> Tensor:
         """A tensor that the last call left in an attribute of the model, treated as one of its outputs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +151,8 @@ class ParallelModel:
         self.drawing: tuple[str, ...] = ()
         """Names of components that draw random numbers by code of their own."""
         self.meet: Callable[..., None] = _nobody
+        self.updating: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Context around the exchange of updates."""
         self.needs = 1
         """The fewest samples of a microbatch that every rank needs, where a batch has as many; the same on all
         ranks."""
@@ -212,8 +214,9 @@ class ParallelModel:
     def share_updates(self) -> None:
         """Broadcast what each rank has updated to the ranks that hold it too; call after every optimizer step
         (collective)."""
-        for update in self._updates:
-            update.publish()
+        with self.updating():
+            for update in self._updates:
+                update.publish()
 
     def zero_grad(self) -> None:
         """Set all gradients to None, also those of parameters that other ranks update."""
