@@ -453,10 +453,16 @@ def _verdict(draw: Draw, answers: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _apart(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    """Relative distance by tensor."""
-    return {
-        n: float((state[n] - w).abs().max() / w.abs().max().clamp(min=1e-6)) for n, w in wanted.items() if w.numel()
-    }
+    """Relative distance by tensor. What is no number on both sides is no difference: one process has it, too."""
+    found = {}
+    for n, w in wanted.items():
+        if w.numel():
+            both = ~state[n].isfinite() & ~w.isfinite()
+            off = (state[n] - w).abs().masked_fill(both, 0.0).max() / w.masked_fill(both, 0.0).abs().max().clamp(
+                min=1e-6
+            )
+            found[n] = float(off.nan_to_num(nan=1e300, posinf=1e300))
+    return found
 
 
 def nudged(net: nn.Module, opt: Any, batches: Any) -> tuple[nn.Module, Any, Any]:

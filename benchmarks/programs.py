@@ -71,6 +71,13 @@ def alone(program: Program) -> dict[str, Tensor]:
     return {**net.state_dict(), **(more or {})}
 
 
+def distance(value: Tensor, wanted: Tensor) -> float:
+    """Relative distance. What is no number on both sides is no difference: one process has it, too."""
+    both = ~value.isfinite() & ~wanted.isfinite()
+    size = wanted.masked_fill(both, 0.0).abs().max().clamp(min=1e-6)
+    return float(((value - wanted).abs().masked_fill(both, 0.0).max() / size).nan_to_num(nan=1e300, posinf=1e300))
+
+
 class Watched:
     """A loader that notes when its second batch is asked for: then the first step is over."""
 
@@ -130,14 +137,14 @@ def spread(program: Program, how: str, seconds: dict[str, float]) -> dict[str, T
         return trained_by_job(program, usual, seconds)
     net, opt, loader = asa.parallelize(*program.make(), **usual)
     seconds["start"] = time.perf_counter() - began
-    batches = Watched(loader)
+    batches, before = Watched(loader), net.pace.updates
     try:
         more = program.loop(net, opt, batches)
         if batches.first_step is not None:
             seconds["first step"] = batches.first_step - began
         return {**net.state_dict(), **(more or {})}
     finally:
-        seconds["updates"] = float(batches.first_step is not None)
+        seconds["updates"] = float(net.pace.updates - before)
         net.close()
 
 
@@ -169,8 +176,9 @@ def judged(program: Program, how: str, wanted: dict[str, Tensor]) -> dict[str, A
         try:
             state = spread(program, how, seconds)
             missing = wanted.keys() ^ state.keys()
+            missing |= {n for n in wanted.keys() & state.keys() if wanted[n].shape != state[n].shape}
             apart = max(
-                (float((state[n].to(w.dtype) - w).abs().max() / w.abs().max().clamp(min=1e-6)), n)
+                (distance(state[n].to(w.dtype), w), n)
                 for n, w in wanted.items()
                 if n not in missing and w.numel() and (w.is_floating_point() or w.is_complex())
             )
@@ -216,7 +224,7 @@ def verdict(program: Program, answers: list[dict[str, Any]]) -> dict[str, Any]:
     if kinds:
         kind = "refused" if kinds.count("refused") == len(answers) == 2 else "broken"
         return {"verdict": kind, "why": next(a["why"] for a in answers if "why" in a), "seconds": seconds}
-    worst = max(answers, key=lambda a: a["distance"] if a["distance"] == a["distance"] else float("inf"))
+    worst = max(answers, key=lambda a: a["distance"])
     right = worst["distance"] <= program.within and not worst["missing"]
     unchecked = any(a["unchecked"] for a in answers)
     kind = "right" if right else "warned" if said else "unchecked" if unchecked else "silent"
@@ -257,6 +265,8 @@ def run(tasks: list[Task], keep: Any) -> None:
                 last = begun[-1]
                 one = answers.get(last)
                 why = f"{' '.join(str(error).split())[:200]}"
+                if one and "exited with code 2" in why:  # a line of its own, where it could not be raised
+                    one = one * 2
                 keep(
                     *last,
                     verdict(programs[last[0]], one) if one and "verdict" in one[0] else {"verdict": "hung", "why": why},

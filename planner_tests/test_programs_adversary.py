@@ -220,13 +220,13 @@ def _left(rank: int) -> str:
         patch.setattr(in_step, "_PATIENCE_S", 0.2)
         pace = in_step.in_step(20.0)
         if rank == 0:
-            pace._leave()
+            pace.leave()
             torch.distributed.barrier()
             in_step.in_step(20.0)  # another program begins
             torch.distributed.barrier()
             return ""
         with pytest.raises(UsageError) as stopped:
-            pace.rows(3)
+            pace.rows([3.0])
         torch.distributed.barrier()
         torch.distributed.barrier()
         return f"{stopped.value}|{pace._apart()}"

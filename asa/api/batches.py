@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, de
 from asa.api.generators import as_on_rank_0, generators_now
 from asa.errors import UsageError
 from asa.executor.model.votes import Votes
+from asa.tracing.tracer import reason_of
 
 _LOOKED_AT = 4096
 """Number of elements of each tensor by which batches are compared."""
@@ -118,13 +119,10 @@ class _Picked:
     """A batch sampler whose batches are set before each epoch."""
 
     def __init__(self) -> None:
-        self.batches: list[list[Any]] = []
+        self.batches: Iterator[list[Any]] = iter(())
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
+        return self.batches
 
 
 class GlobalBatches:
@@ -271,18 +269,53 @@ class GlobalBatches:
         starts = [0]
         for one in batches:
             starts.append(starts[-1] + len(one))
-        wanted = [(one, self._rows(len(one)), start) for one, start in zip(batches, starts, strict=False)][skip:]
-        together = self._together
-        self._picked.batches = [one if together else [one[r] for r in rows] for one, rows, _ in wanted if rows]
+        together, decided = self._together, dict[int, list[int]]()
+
+        def rows_of_batch(number: int) -> list[int]:
+            """Decided when the batch is read: what a program needs of a batch may be found on the way."""
+            if number not in decided:
+                decided[number] = self._rows(len(batches[number]))
+            return decided[number]
+
+        def picked() -> Iterator[list[Any]]:
+            for number in range(skip, len(batches)):
+                if rows := rows_of_batch(number):
+                    yield batches[number] if together else [batches[number][r] for r in rows]
+
+        self._picked.batches = picked()
         loaded = iter(self._own)
-        for one, rows, first in wanted:
+        for number in range(skip, len(batches)):
+            one, rows, first = batches[number], rows_of_batch(number), starts[number]
             # A rank that neither reads nor has labels loads nothing: no dataset can make a batch of no samples.
             if together and self._draws and not self.loader.num_workers:
                 as_on_rank_0(self.votes)
-            batch = next(loaded) if rows else None
+            batch = self._read(loaded, one, rows) if rows else None
             if together and rows:
                 batch = rows_of(batch, rows, len(one))
             yield Share(total=len(one), rows=rows, first=first, batch=batch)
+
+    def _read(self, loaded: Iterator[Any], one: list[Any], rows: list[int]) -> Any:
+        """The next of ``loaded``, which has ``rows`` of batch ``one``.
+
+        Raises:
+            UsageError: no batch can be made of so few samples, but one of all.
+        """
+        try:
+            return next(loaded)
+        except (UsageError, StopIteration):
+            raise
+        except Exception as error:  # whatever a data set or a collate_fn raises
+            try:
+                if self._together or len(rows) == len(one):
+                    raise error
+                with unmoved(self.loader):
+                    self.loader.collate_fn([self.loader.dataset[k] for k in one])
+            except Exception:
+                raise error from None
+            raise UsageError(
+                f"the loader's collate_fn makes no batch of the {len(rows)} samples that this rank has of a batch of "
+                f"{len(one)} ({reason_of(error)}): have it take any number of samples, or use drop_last=True"
+            ) from error
 
     def _alike(self, total: int | None, batch: Any = None) -> None:
         """Check that every rank has the same batch of ``total`` samples next (None: no more). Otherwise ranks would

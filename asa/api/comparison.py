@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from asa.api.tape import MOST_BYTES, Tape
+from asa.api.tape import MOST_BYTES, Tape, cut, grown
 from asa.executor.model.votes import Votes
 
 _TAKEN = "it is computed with tensors that are made of what was taken out of torch (numpy(), tolist())"
@@ -67,11 +65,11 @@ class Comparison:
             reason = "an output of the model is changed in place"
         leaves = [*tape.values, *tape.leaves]
         places = [tape.place_of(t) for t in (*tape.outputs, *tape.leaves)]
-        batched = [_cut(t, tape.rows) for t in leaves]
+        batched = [cut(t, tape.rows) for t in leaves]
         size = sum(t.nbytes for t, b in zip(leaves, batched, strict=True) if b) * votes.num_ranks
         if not reason and size > MOST_BYTES:
             reason = f"its whole batch has {size / 2**20:.0f} MiB of outputs"
-        if not reason and any(not _cut(t, tape.rows) for t in tape.values):
+        if not reason and any(not cut(t, tape.rows) for t in tape.values):
             reason = "an output of the model has no row for each sample"
         mine = [float(tape.rows), float(tape.rows if self._weight else 0), float(tape.taken_whole)]
         found = votes.gather([float(bool(reason)), float(len(leaves)), *mine])
@@ -88,7 +86,7 @@ class Comparison:
         wholes: dict[int, Tensor] = {}
         others = False
         made = len(tape.outputs) + tape.read
-        for number, (tensor, cut) in enumerate(zip(leaves, batched, strict=True)):
+        for number, (tensor, split) in enumerate(zip(leaves, batched, strict=True)):
             at = places[number]
             plain = tensor.detach().as_subclass(Tensor)
             if votes.everyone(number >= made and tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] == tape.rows):
@@ -96,7 +94,7 @@ class Comparison:
                 if square is not None:
                     wholes[at] = square.to(device)
                     continue
-            if votes.everyone(cut):
+            if votes.everyone(split):
                 parts = gathered(votes, plain.cpu() if self._weight else plain.cpu()[:0])
                 if len({p.shape[1:] for p in parts}) > 1:
                     return "something beside the batch has other sizes on other ranks"
@@ -177,18 +175,6 @@ class Comparison:
         at = next(apart, None)
         return None if at is None else float(by_rank[0][at])
 
-    def grown(self) -> list[Callable[[Any], Any]]:
-        """What numbers in a program may mean: themselves, this rank's samples, one by those, or so many times those."""
-        mine, total = self._tape.rows, sum(self._rows)
-        tensors = [t for t in self._tape.kept if isinstance(t, Tensor) and t.dim()]
-        sizes, numbers = {int(t.shape[0]) for t in tensors}, {t.numel() for t in tensors}
-        return [
-            lambda n: n,
-            lambda n: total if n == mine else 1 / total if type(n) is float and n == 1 / mine else n,
-            lambda n: n // mine * total if type(n) is int and n in sizes and n % mine == 0 else n,
-            lambda n: n // mine * total if type(n) is int and n in numbers and n % mine == 0 else n,
-        ]
-
     def whole(self) -> list[tuple[float, list[Tensor], list[tuple[Tensor, Tensor]], bool, bool, int]]:
         """For every interpretation of the program that runs: the loss of the whole batch, the gradients of this rank's
         rows of the outputs, pairs of its rows of the model's inputs and their actual values, and whether it assumes
@@ -197,7 +183,7 @@ class Comparison:
         first, total = sum(self._rows[: self._votes.rank]), sum(self._rows)
         at = tape.place_of(self._loss)
         own = {id(t) for t in tape.leaves}
-        given = [t for t in tape.given if id(t) not in own and _cut(t, tape.rows)]
+        given = [t for t in tape.given if id(t) not in own and cut(t, tape.rows)]
         found = []
 
         counted = self._rows[self._votes.rank]
@@ -207,7 +193,7 @@ class Comparison:
             return whole[first * per : (first + counted) * per]
 
         for values, own_ones, repeated in self._wholes:
-            for grown, number in enumerate(self.grown()):
+            for reading, number in enumerate(grown(tape, sum(self._rows))):
                 held = {k: v.clone() for k, v in values.items()}
                 outputs = []
                 for o in tape.outputs:
@@ -230,7 +216,7 @@ class Comparison:
                         plain = t.detach().as_subclass(Tensor)
                         pairs.append((mine(there.detach()), plain if counted else plain[:0]))
                 rows = [mine(torch.zeros_like(e) if g is None else g) for e, g in zip(outputs, gradients, strict=True)]
-                found.append((float(done[at].detach().sum()), rows, pairs, own_ones, repeated, grown))
+                found.append((float(done[at].detach().sum()), rows, pairs, own_ones, repeated, reading))
         return found
 
     def difference(self, received: list[Tensor | None]) -> Difference:
@@ -247,7 +233,7 @@ class Comparison:
             return Difference(unknown="it cannot be done again with a whole batch")
         by_grown: dict[int, float] = {}
         taken = 0
-        for value, rows, pairs, own_ones, repeated, grown in readings[:count]:
+        for value, rows, pairs, own_ones, repeated, reading in readings[:count]:
             gradients = [
                 (torch.zeros_like(want) if got is None or not share else got.detach().to(want) * share, want)
                 for got, want in zip(received, rows, strict=True)
@@ -258,9 +244,9 @@ class Comparison:
                 own=self._apart_by if own_ones and self._own is None else self._own,
                 repeated=repeated,
             )  # fmt: skip
-            by_grown[grown] = min(found.gradients, by_grown.get(grown, found.gradients))
+            by_grown[reading] = min(found.gradients, by_grown.get(reading, found.gradients))
             if best is None or max(found.gradients, found.inputs) < max(best.gradients, best.inputs) - _ROUNDING:
-                best, taken = found, grown
+                best, taken = found, reading
         assert best is not None
         if best.loss_parts != best.loss_parts and best.loss_whole != best.loss_whole:
             return Difference(unknown="it is no number")
@@ -292,11 +278,6 @@ class Comparison:
         if any(s[2] for s in sums):  # no number on one side only
             return 1.0
         return (total / scale) ** 0.5 if scale > 0 else float(total > 0)
-
-
-def _cut(tensor: Tensor, rows: int) -> bool:
-    """Whether ``tensor`` has ``rows`` rows, or a multiple of them."""
-    return bool(tensor.dim()) and rows > 0 and tensor.shape[0] > 0 and tensor.shape[0] % rows == 0
 
 
 def _grown(parts: list[Tensor], count: int) -> Tensor | None:

@@ -3,6 +3,7 @@ BatchNorm."""
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from asa.api.calls import Call, samples_of
+from asa.api.calls import Call, arguments, samples_of
 from asa.api.generators import generators_now
 from asa.api.losses import found_below
 from asa.api.planning import device_of
@@ -65,6 +66,69 @@ def coupled(model: nn.Module, call: Call | None, *, exact: bool = False) -> floa
         return apart or 0.0
     except Exception:  # whatever a model's own code raises on a batch of another size
         return 0.0
+
+
+def fewest_rows(model: nn.Module, call: Call | None, *, exact: bool = False) -> int:
+    """The fewest samples on which the model runs in training, and gives numbers, if more do; otherwise 1. BatchNorm's
+    layers are left out, and with ``exact`` all calls of its function."""
+    if call is None:
+        return 1
+    try:
+        samples, device = samples_of(call), device_of(model)
+        if samples < 2 * _FEWEST:
+            call, samples = _doubled(call, samples), 2 * samples
+    except Exception:  # what it is called with cannot be taken apart
+        return 1
+
+    def runs(count: int) -> bool:
+        try:
+            with preserved(model), torch.no_grad(), _Each() if exact else nullcontext(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for module in model.modules():
+                    if isinstance(module, _NormBase):
+                        module.eval()
+                output = _run(model, call, samples, slice(0, count), device)
+        except Exception:  # whatever a model's own code raises on so few samples
+            return False
+        found = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+        return all(bool(t.isfinite().all()) for t in found)
+
+    if runs(1):
+        return 1
+    return next((count for count in range(2, samples + 1) if runs(count)), 1)
+
+
+class Scored(nn.Module):
+    """A model with its loss: called with inputs and labels."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
+        super().__init__()
+        self.model, self._loss_fn = model, loss_fn
+
+    def forward(self, inputs: Any, labels: Any) -> Tensor:
+        """The loss."""
+        args, options = arguments(inputs)
+        found: Tensor = self._loss_fn(self.model(*args, **options), labels)
+        return found
+
+
+def keeps_rows(model: nn.Module, call: Call) -> bool:
+    """Whether the model keeps something of a batch that a batch of another size does not fit, as a recurrent state."""
+    samples, device = samples_of(call), device_of(model)
+    if samples < 2:
+        call, samples = _doubled(call, samples), 2 * samples
+    one, all_ = slice(0, 1), slice(0, samples)
+
+    def fails(*runs: slice) -> bool:
+        try:
+            with preserved(model), torch.no_grad():
+                for rows in runs:
+                    _run(model, call, samples, rows, device)
+        except Exception:  # whatever a model's own code raises
+            return True
+        return False
+
+    return (fails(all_, one) or fails(one, all_)) and not fails(one)
 
 
 def warning_of(apart: float, plan: Plan) -> list[str]:

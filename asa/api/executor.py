@@ -80,6 +80,7 @@ class UserExecutor(PlannedExecutor):
         run: str,
         schedules: Schedules,
         max_norm: float | None = None,
+        needs: int = 1,
     ) -> None:
         self._max_norm, self._schedules = max_norm, schedules
         self._build, self._settings, self._rebinding, self._data = build, settings, rebinding, data
@@ -97,6 +98,7 @@ class UserExecutor(PlannedExecutor):
         )  # fmt: skip
         self._loss = JobLoss(data.loss_fn, data.weight, place)
         began = time.perf_counter()
+        self._fewest = needs
         self._worker = self._worker_of(build(plan, tuple(range(plan.num_ranks))), LossScale(plan.precision))
         self._built_s = time.perf_counter() - began
         norms = any(
@@ -104,10 +106,11 @@ class UserExecutor(PlannedExecutor):
             for c in self.model.components
             for m in c.modules()
         )
-        self._fewest = 2 if self._votes.anyone(norms) else 1
+        self._fewest = self.model.needs = max(needs, 2 if self._votes.anyone(norms) else 1)
 
     def _worker_of(self, model: ParallelModel, scale: LossScale) -> Worker:
         understood_by_torch(model, job=True)
+        model.needs = self._fewest
         optimizer = self._rebinding.apply(model)
         discipline = model.whole_plan.consistency
         if discipline is not None and discipline.groups is not None:
@@ -158,7 +161,7 @@ class UserExecutor(PlannedExecutor):
         plan = self.plan
 
         def least(samples: int) -> int:
-            return plan.fewest(samples, microbatches_of(plan, samples))
+            return plan.fewest(samples, microbatches_of(plan, samples, self._fewest))
 
         return least(total) >= min(self._fewest, least(plan.global_batch)) > 0
 
@@ -195,6 +198,8 @@ class UserExecutor(PlannedExecutor):
             self._done += share.total
             if self.trainable(share.total):
                 return share
+            message = f"{share.total} samples of epoch {self._epoch} are left out: too few for a batch on all ranks"
+            self.announce({"event": "note", "message": message})
 
     @property
     def _behind(self) -> int:

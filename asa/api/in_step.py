@@ -35,10 +35,14 @@ _LOOKS = 3
 _ELEMENTS = 64
 """Number of elements of each parameter that are compared."""
 _SAID = ("lr", "momentum", "betas", "weight_decay")
+_TRUSTED = 3
+"""Number of batches after which ranks no longer tell one another with how many samples they call the model, if all were
+the loader's."""
 _PATIENCE_S = 3.0
 """Seconds in a forward or backward before a rank writes its position to the store, and of waiting before it reads
 others'."""
-FORWARD, BACKWARD, _LEFT = "a call of the model", "a backward", "no pass any more"
+FORWARD, BACKWARD, UPDATE = "a call of the model", "a backward", "an update"
+_LEFT = "no pass any more"
 _OTHER_ROWS = "a call of the model with other samples than the loader's"
 REMEDY = (
     "a branch of the loop took another way on some ranks, by a number of a rank's own (its loss, its metric): decide "
@@ -63,6 +67,9 @@ class InStep:
         self._kind = ""
         self._told: set[str] = set()
         self._left = False
+        self.derived = False
+        """Whether the model was given something else than the loader's tensors since the last batch."""
+        self._trusted = 0
         self._counted: WeakSet[Optimizer] = WeakSet()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -94,19 +101,24 @@ class InStep:
         finally:
             self._since = None
 
-    def rows(self, mine: int) -> list[int]:
-        """Number of samples with which each rank calls the model (collective).
+    @property
+    def exchanging(self) -> bool:
+        """Whether ranks tell one another with how many samples they call the model, the same on all ranks."""
+        return self._trusted < _TRUSTED
+
+    def rows(self, mine: Sequence[float]) -> list[list[float]]:
+        """What each rank says of the samples with which it calls the model (collective).
 
         Raises:
             UsageError: another rank does something else. WorkersFailedError: a rank does not come.
         """
-        wire = torch.tensor([float(mine)], dtype=torch.float64)
+        wire = torch.tensor(mine, dtype=torch.float64)
         found = [torch.empty_like(wire) for _ in range(self.ranks)]
         with self.together(_OTHER_ROWS):
             work: Any = dist.all_gather(found, wire, group=self._sizes, async_op=True)
             self._wait(work)
             work.wait()
-        return [int(each) for each in found]
+        return [each.tolist() for each in found]
 
     def behind_batch(
         self, model: ParallelModel | None, optimizers: Sequence[Optimizer], number: int, *, asks: bool, wait: bool
@@ -121,9 +133,18 @@ class InStep:
         rates = [_plain(g.get("lr")) for o in optimizers for g in o.param_groups[:1]]
         weights = _size(model) if model is not None and number < _LOOKS else 0.0
         mine = torch.tensor(
-            [self.shared, self.updates, number_of(settings), *(rates[:1] or [0.0]), weights, float(asks)],
+            [
+                self.shared,
+                self.updates,
+                number_of(settings),
+                *(rates[:1] or [0.0]),
+                weights,
+                float(asks),
+                float(self.derived),
+            ],
             dtype=torch.float64,
         )
+        self.derived = False
         asked = self._hear()
         found = [torch.empty_like(mine) for _ in range(self.ranks)]
         self._pending = dist.all_gather(found, mine, group=self._group, async_op=True), found
@@ -143,7 +164,7 @@ class InStep:
         every = [each.tolist() for each in found]
         if len({tuple(e[:2]) for e in every}) > 1:
             said = ", ".join(f"rank {r} {int(e[0])} and {int(e[1])}" for r, e in enumerate(every))
-            self._leave()
+            self.leave()
             raise UsageError(f"ranks differ in how many passes they shared and updates they made: {said}; {REMEDY}")
         if len({e[2] for e in every}) > 1:
             self._warn(
@@ -157,6 +178,7 @@ class InStep:
                 "weights that all ranks hold alike are no longer the same: the loop changed them by numbers of a "
                 "rank's own (its random numbers, its loss); draw them with one seed on all ranks, or use asa.reduce(x)"
             )
+        self._trusted = 0 if any(e[6] for e in every) else self._trusted + 1
         return any(e[5] for e in every)
 
     def _wait(self, work: Any) -> None:
@@ -165,12 +187,12 @@ class InStep:
         began = time.monotonic()
         while not arrived.wait(_PATIENCE_S):
             if apart := self._apart():
-                self._leave()
+                self.leave()
                 raise UsageError(apart)
             if time.monotonic() - began > self._timeout_s:
                 raise WorkersFailedError(f"a rank did not come to where the others are within {self._timeout_s:g} s")
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Say in the store that this rank stops: one that waits for it in a pass ends, too, wherever this one goes."""
         self._left = True
         with contextlib.suppress(Exception):
@@ -179,6 +201,7 @@ class InStep:
     def begin(self) -> None:
         """Another program begins, on all ranks."""
         self._told.clear()
+        self._trusted, self.derived = 0, False
         if self._left:
             self._left = False
             self._store.set(f"asa/pass/{self.rank}", "0 ")

@@ -17,10 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from asa.api.batches import GlobalBatches
 from asa.api.blank import Blank
-from asa.api.coupling import coupled, warning_of
+from asa.api.calls import Call
+from asa.api.coupling import Scored, coupled, fewest_rows, warning_of
 from asa.api.executor import UserData, UserExecutor
-from asa.api.job_loss import LossWeight
-from asa.api.loop import cache_folder, how_called
+from asa.api.job_loss import LossWeight, copied
+from asa.api.loop import SEVERAL, cache_folder, how_called
 from asa.api.names import StateNames
 from asa.api.notes import check_exact, differing, drawing, trained_norms
 from asa.api.optimizers import Rebinding, check_shared, whole_because
@@ -36,6 +37,7 @@ from asa.errors import UsageError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.step import microbatches_of
 from asa.executor.running.outdir import CHECKPOINTS, owned
 from asa.executor.training import checkpoint
 from asa.executor.training.checkpoint import Manifest
@@ -195,6 +197,15 @@ class Job:
         apart = coupled(model, call, exact=batch_norm == "exact") if place.rank == 0 else 0.0
         for line in warning_of(apart, chosen):
             warnings.warn(line, stacklevel=2)
+        trial = copied(loss_fn)
+        several = None if trial is None or chosen.num_ranks == 1 else _several(batches, divide)
+        needs = int(votes.tell(fewest_rows(Scored(model, trial), several) if place.rank == 0 else 1))
+        least = chosen.fewest(wishes.global_batch, microbatches_of(chosen, wishes.global_batch, needs))
+        if least < needs <= wishes.global_batch:
+            raise UsageError(
+                f"the loss cannot be computed of fewer than {needs} samples, and this plan has a rank compute it of "
+                f"{least} of a batch of {wishes.global_batch}: use larger batches, or a plan with fewer ranks"
+            )
         self._names = StateNames(model)
         discipline = chosen.consistency
         if discipline is not None and not discipline.lockstep:
@@ -240,6 +251,7 @@ class Job:
             run=str(votes.tell(secrets.token_hex(4))),
             schedules=schedules,
             max_norm=max_norm,
+            needs=needs,
         )
         give_back_freed_memory()  # the model was traced and cut up
         if found is not None:
@@ -326,6 +338,14 @@ class Job:
         """Destroy the plan's process groups and release the folder (collective)."""
         self._executor.close()
         self._stack.close()
+
+
+def _several(batches: GlobalBatches, divide: Callable[[Any], tuple[Any, Any]]) -> Call | None:
+    """Inputs and labels of a few samples, to look at what the loss makes of them; None if they cannot be had."""
+    try:
+        return Call(divide(batches.example(min(SEVERAL, batches.batch_size))))
+    except Exception:  # whatever a data set or a collate_fn raises
+        return None
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:

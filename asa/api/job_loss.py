@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from types import CellType, FunctionType
 from typing import Any, Literal
 
 import torch
@@ -167,7 +168,7 @@ class JobLoss:
         value: tuple[float, float] | None = None
         why = ""
         if votes.rank == first:
-            loss_fn = _copied(self._loss_fn)
+            loss_fn = copied(self._loss_fn) or self._loss_fn
             try:
                 value = self._by_parts(loss_fn, parts, flat[0][1], flat[0][0], leaves[0][0].device)
             except Exception as error:  # a loss that cannot take more samples than a microbatch has
@@ -218,12 +219,19 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if parts[0].dim() else parts[0]
 
 
-def _copied(loss_fn: Any) -> Any:
-    """A copy of the loss, so that its internal state does not change; itself if it cannot be copied."""
+def copied(loss_fn: Any) -> Any:
+    """A copy of the loss, so that its internal state, and what a function has of its surroundings, does not change;
+    None if it cannot be copied."""
     try:
+        if isinstance(loss_fn, FunctionType) and loss_fn.__closure__:
+            cells = copy.deepcopy([cell.cell_contents for cell in loss_fn.__closure__])
+            return FunctionType(
+                loss_fn.__code__, loss_fn.__globals__, loss_fn.__name__, loss_fn.__defaults__,
+                tuple(map(CellType, cells)),
+            )  # fmt: skip
         return copy.deepcopy(loss_fn)
     except Exception:
-        return loss_fn
+        return None
 
 
 def _detached(leaf: Any) -> Any:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from asa.api.batches import GlobalBatches
 from asa.api.calls import Call, guesses, plain, why_not
-from asa.api.coupling import coupled, warning_of
+from asa.api.coupling import coupled, fewest_rows, keeps_rows, warning_of
 from asa.api.in_step import in_step
 from asa.api.names import StateNames
 from asa.api.notes import differing, drawing, trained_norms
@@ -28,7 +28,7 @@ from asa.api.rank_context import RankContext, find_place, same_weights
 from asa.api.said import say
 from asa.api.watch import Watch
 from asa.api.wholes import DATA, anew, spare_of, whole_plan
-from asa.errors import UsageError
+from asa.errors import InvalidInputError, UsageError
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
 from asa.ir.cluster import Cluster
@@ -40,6 +40,10 @@ from asa.launch import give_back_freed_memory, launched
 from asa.sharding.batchnorm import without_torch_groups
 from asa.strategies import offered
 from asa.tracing import TracedModel, called
+
+SEVERAL = 8
+"""Number of samples on which a model is looked at for what it makes of a batch."""
+KEEPS_ROWS = "it keeps something from call to call with a row for each sample, and each rank has its own"
 
 
 def parallelize(
@@ -77,9 +81,10 @@ def parallelize(
 
     and does what it does on one device with the loader's batch: ``loader`` yields this rank's samples of every batch,
     and a mean loss over them is weighted by their number. So a loss must be a *mean over the batch*, and its value is
-    this rank's mean. Every sample goes to one rank; if a last batch has fewer samples than ranks, some go to several,
-    and count once. BatchNorm normalizes over a rank's samples, as in data parallelism (``batch_norm="exact"``: over
-    all); its running statistics are averaged at the end of each pass over the loader.
+    this rank's mean. Every sample goes to one rank; if a last batch has fewer samples than ranks, or leaves a rank
+    fewer than the model or the loss needs, some go to several, and count once. BatchNorm normalizes over a rank's
+    samples, as in data parallelism (``batch_norm="exact"``: over all); its running statistics are averaged at the end
+    of each pass over the loader.
 
     A loop can have only one stage: plans are without pipelines and without accumulation. For those, use
     :class:`asa.Job`.
@@ -112,7 +117,13 @@ def parallelize(
         batch_norm = "exact"
     place = find_place(device, timeout_s)
     least = [2 if trained_norms(model) and batch_norm == "local" else 1]
-    batches = GlobalBatches(loader, place.votes, lambda total: rows_here(total, place.ranks, place.rank, *least))
+    spread: list[PlacedModel] = []
+
+    def rows(total: int) -> list[int]:
+        learning = not spread or spread[0].training
+        return rows_here(total, place.ranks, place.rank, least[0] if learning else 1)
+
+    batches = GlobalBatches(loader, place.votes, rows)
     optimizers = [optimizer, *others_over(model, optimizer)]
     rebindings = [Rebinding(o, model, elementwise=known_elementwise(o, elementwise)) for o in optimizers]
     if place.ranks == 1 and plan == "auto":
@@ -136,19 +147,31 @@ def parallelize(
     call, why = how_called(place, model, batches, example_input)
     subject: nn.Module | TracedModel = model
     example = torch.zeros(2, 1)
+    chosen = checked_plan(place, plan) if plan != "auto" else None
+    if chosen is not None and why == KEEPS_ROWS:  # the plan was made of the model's components
+        say(place, f"the model keeps{KEEPS_ROWS.removeprefix('it keeps')}")
+        why = ""
     if why:
         subject = called(model, name=spec_of(model), reason=why)
+        if chosen is not None and {layout.data for layout in chosen.layouts()} != {place.ranks}:
+            raise UsageError(
+                f"the plan has ranks compute the same samples, and the model can only run whole, each rank on its own: "
+                f"{why}; leave out plan=, or hand in one of ddp, zero1, zero2 or fsdp"
+            )
     elif call is not None and call.tensor is not None:
-        example = call.tensor
+        example = call.tensor if len(call.tensor) > 1 else call.tensor.repeat(2, *(1,) * (call.tensor.dim() - 1))
     origins: Origins | None = None
-    if plan != "auto":
-        chosen = checked_plan(place, plan)
-    elif isinstance(subject, TracedModel):
+    if chosen is None and not isinstance(subject, TracedModel):
+        try:
+            chosen, origins = agreed_plan(place, model, example, wishes)
+            say(place, chosen.summary())
+        except InvalidInputError as error:  # what cannot be measured, or cut, can be trained
+            why, call = str(error), None
+            subject = called(model, name=spec_of(model), reason=why)
+    if chosen is None:
+        assert isinstance(subject, TracedModel)
         chosen = whole_plan(place, model, subject, call, wishes, why)
         say(place, f"the model runs whole under {chosen.strategy}: {why}")
-    else:
-        chosen, origins = agreed_plan(place, model, example, wishes)
-        say(place, chosen.summary())
     if len(chosen.stages) > 1 or chosen.num_microbatches > 1:
         raise UsageError(
             f"the plan has {len(chosen.stages)} stages and {chosen.num_microbatches} microbatches: a loop of one's own "
@@ -166,14 +189,16 @@ def parallelize(
         return made
 
     spare = spare_of(model) if not why else None
-    apart = coupled(model, call, exact=batch_norm == "exact") if place.rank == 0 else 0.0
+    several = wider(model, batches, call)
+    apart = coupled(model, several, exact=batch_norm == "exact") if place.rank == 0 else 0.0
     degrees = {layout.data for layout in chosen.layouts()}
     if degrees == {1}:  # every rank computes on all samples
         least[:] = [1]
     all_apart = degrees == {place.ranks}
     samples_meet = bool(place.votes.tell(apart > 0))
-    if samples_meet and all_apart:  # statistics of one sample are none
-        least[:] = [2]
+    fewest = int(place.votes.tell(fewest_rows(model, several, exact=batch_norm == "exact") if place.rank == 0 else 1))
+    if degrees != {1}:  # statistics of one sample are none
+        least[:] = [max(*least, fewest, 2 if samples_meet and all_apart else 1)]
     parallel = build(chosen, subject)
     for line in (
         (*differing(chosen, normalised, parallel.changed, batch_norm), *warning_of(apart, chosen))
@@ -194,12 +219,13 @@ def parallelize(
         return anew(placed, reason, spare.copy(), build, wishes, rebindings)
 
     placed = PlacedModel(parallel, place, origin=model, names=names, again=None if spare is None else again)
+    spread.append(placed)
     placed.begin(model.training)
     if observe and Watch.wanted(place, chosen):
         placed.__dict__["watch"] = Watch(place, chosen, None if origins is None else would_be(origins, wishes))
     pace = in_step(timeout_s)
     pace.count(optimizers)
-    placed.__dict__.update(pace=pace, optimizers=optimizers, coupled=samples_meet)
+    placed.__dict__.update(pace=pace, optimizers=optimizers, coupled=samples_meet, least=least)
     outside = [name for rebinding in rebindings for name in rebinding.outside(parallel)]
     for rebinding in rebindings:
         rebinding.apply(parallel, placed.seen)
@@ -219,6 +245,25 @@ def parallelize(
 def cache_folder(cache: Path | str | None) -> Path | None:
     """The folder that ``cache`` means; None for none."""
     return usual_cache() if cache == "auto" else None if cache is None else Path(cache)
+
+
+def wider(model: nn.Module, batches: GlobalBatches, call: Call | None) -> Call | None:
+    """The ``call`` with more samples of the loader, if it can be made of them."""
+    if call is None:
+        return None
+    try:
+        batch = batches.example(min(SEVERAL, batches.batch_size))
+    except Exception:  # whatever a data set or a collate_fn raises
+        return call
+    ways = (
+        w for w in guesses(model, batch) if len(w.args) == len(call.args) and w.options.keys() == call.options.keys()
+    )
+    found = next(ways, call)
+    same = all(
+        isinstance(a, Tensor) == isinstance(b, Tensor) and (not isinstance(a, Tensor) or a.shape[1:] == b.shape[1:])
+        for a, b in zip((*found.args, *found.options.values()), (*call.args, *call.options.values()), strict=True)
+    )
+    return found if same and not why_not(model, found) else call
 
 
 def how_called(
@@ -245,7 +290,7 @@ def how_called(
         for i, way in enumerate(ways):
             reason = why_not(model, way)
             if not reason:
-                return i, ""
+                return i, KEEPS_ROWS if keeps_rows(model, way) else ""
             reasons.append(reason)
         return -1, reasons[0]
 
@@ -256,6 +301,6 @@ def how_called(
         return None, f"{asked} ({reason[:160]}), so how it is called is not known; say so with example_input"
     call = ways[index]
     tensor = call.tensor
-    if tensor is None:
-        return call, f"it is called with {call}"
+    if tensor is None or reason:
+        return call, reason or f"it is called with {call}"
     return Call((tensor if len(tensor) > 1 else tensor.repeat(2, *(1,) * (tensor.dim() - 1)),)), ""

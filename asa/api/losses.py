@@ -44,6 +44,10 @@ class Terms:
         """Whether a cross-entropy of the program has another denominator than its number of samples."""
         return bool(self._counting)
 
+    def count(self) -> None:
+        """Weigh cross-entropies by their targets from now on (on all ranks)."""
+        self._counting = True
+
     def tell_of_means(self, place: RankContext) -> None:
         """Print once that a mean over ranks is not that of such a loss."""
         if not self._told:

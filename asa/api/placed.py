@@ -11,15 +11,16 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from asa.api import attributes
-from asa.api.batches import GlobalBatches, moved
+from asa.api import attributes, collectives
+from asa.api.batches import GlobalBatches, Share, moved
 from asa.api.calls import Call, lengths, plain
 from asa.api.clipping import clip, understood_by_torch
-from asa.api.in_step import FORWARD
+from asa.api.in_step import FORWARD, UPDATE
 from asa.api.losses import LearningModel, Terms, listen, mark
 from asa.api.names import StateNames
 from asa.api.numbers import numbers_of_wholes
@@ -28,13 +29,15 @@ from asa.api.rank_context import RankContext
 from asa.api.said import say
 from asa.api.seen import Seen
 from asa.api.trial import Trial
-from asa.errors import UsageError
+from asa.errors import AsaError, UsageError, place_of
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.parameter_hooks import refuse_hooks, replaced
 from asa.executor.model.state import load_full_state
 from asa.ir.layout import bounds
 from asa.ir.plan import Plan
 from asa.sharding.batchnorm import counted, synchronised
+from asa.tracing.preserve import preserved
+from asa.tracing.tracer import reason_of
 
 MEETING_S = 30.0
 """Seconds to wait for all ranks in calls that a program easily makes on one rank only."""
@@ -77,6 +80,8 @@ class PlacedModel(LearningModel):
     optimizers: Sequence[Optimizer]
     coupled: bool
     """Whether the model computes a sample's output from other samples."""
+    most: int
+    """The most samples of which the model was called."""
 
     def __init__(
         self,
@@ -90,7 +95,7 @@ class PlacedModel(LearningModel):
         super().__init__()
         self.__dict__.update(place=place, share=None, calls=0, names=names, again=again, weight=1.0, rows=0, watch=None)
         self.__dict__.update(pace=None, optimizers=(), left=1.0, learned=True, told_of_others=False, held=None)
-        self.__dict__["coupled"] = False
+        self.__dict__.update(coupled=False, least=[1], most=0)
         self.plan: Plan | None = None
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
@@ -107,8 +112,10 @@ class PlacedModel(LearningModel):
         self.__dict__.update(parallel=parallel, demands=demands, seen=seen)
         if parallel is not None:
             self.plan = parallel.plan
+            parallel.updating = self._updating
             self.parts = nn.ModuleList(parallel.components)
             understood_by_torch(parallel)
+            collectives.understood_by_torch()
             numbers_of_wholes(parallel.parameters())
             refuse_hooks(parallel.parameters())
             self._independent = all(layout.data == self.place.ranks for layout in parallel.layouts)
@@ -146,12 +153,18 @@ class PlacedModel(LearningModel):
             # What is split and exchanged was found for inputs of so many dimensions.
             self.run_whole(f"it is called with {Call((x,))}, and was planned for {['N', *traced]}")
             return self.call(None, args, options)
-        total, weight, first = self._total(len(x))
+        try:
+            total, weight, first = self._total(len(x), x)
+        except Uneven as error:
+            self.run_whole(str(error))
+            return self.call(None, args, options)
         left = self._weight_of_outputs(weight, total)
         self.__dict__["left"] = left
         self._count(total, weight)
-        with self._together():
-            value, sides = parallel.compute(entering(x, left), torch.arange(first, first + total), self.calls)
+        samples = torch.arange(total)
+        samples = first + (samples % self.share.total if self._whole and self.share is not None else samples)
+        with self._together(), self._few(len(x), (x,), {}):
+            value, sides = parallel.compute(entering(x, left), samples, self.calls)
         self._called(weight, len(x))
 
         def weighed(tensor: Tensor) -> Tensor:
@@ -175,7 +188,7 @@ class PlacedModel(LearningModel):
         found = lengths((args, options))
         mine = None if share is None or not self.learns else len(share.rows)
         rows = mine if mine is not None and (mine in found or not found) else next(iter(found), 1)
-        total, weight, first = self._total(rows)
+        total, weight, first = self._total(rows, (args, options))
         if share is not None and rows == mine:
             samples = torch.tensor(share.rows) + share.first
         else:
@@ -188,7 +201,7 @@ class PlacedModel(LearningModel):
             options = {**options, "method": method}
         known = parallel.draws
         self._count(total, weight)
-        with self._together():
+        with self._together(), self._few(rows, args, options):
             output = parallel.call(samples, self.calls, total, *args, **options)
         if parallel.draws and not known:
             say(self.place, "the model draws random numbers in forward, others for other samples: the same under every "
@@ -204,7 +217,8 @@ class PlacedModel(LearningModel):
         cannot be left out."""
         counted(weight > 0 or not self._independent)
         total = total if self.share is None else self.share.total
-        if self._independent or total >= self.place.ranks or not self.training or self._told_of_norms:
+        few = total < self.place.ranks or self._whole
+        if self._independent or not few or not self.training or self._told_of_norms:
             return
         norms = any(isinstance(m, _BatchNorm) and m.training for m in self.modules())
         if norms or self.coupled:
@@ -231,6 +245,61 @@ class PlacedModel(LearningModel):
         """Around a forward: ranks wait for one another in it where they hold parts, or norms see all samples."""
         return contextlib.nullcontext() if self._alone or self.pace is None else self.pace.together(FORWARD)
 
+    @contextlib.contextmanager
+    def _few(self, rows: int, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[None]:
+        """Around a forward with ``rows`` samples: say in a line if it fails because this rank has too few of a batch.
+
+        Raises:
+            UsageError: as said.
+        """
+        try:
+            yield
+        except AsaError:
+            raise
+        except Exception as error:  # whatever a model's own code raises
+            share = self.share
+            if share is None or rows != len(share.rows) or rows >= share.total or not self._does(args, options, share):
+                raise
+            if self.pace is not None:
+                self.pace.leave()
+            raise UsageError(
+                f"the model fails on {rows} samples ({reason_of(error)}{place_of(error)}), which this rank has of a "
+                f"batch of {share.total}, and not on as many as one device has: use larger batches, or drop_last=True"
+            ) from error
+
+    def _does(self, args: tuple[Any, ...], options: dict[str, Any], share: Share) -> bool:
+        """Whether the model runs on as many samples as the whole batch has; where ranks hold it together, whether it
+        did on more than this rank has."""
+        rows, total = len(share.rows), share.total
+        if not self._alone:
+            return self.most > rows
+
+        def more(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.shape[:1] != (rows,):
+                return leaf
+            return leaf.detach().as_subclass(Tensor)[torch.arange(total, device=leaf.device) % rows]
+
+        args, options = pytree.tree_map(more, (args, options))
+        try:
+            with contextlib.ExitStack() as stack:
+                for component in self.parts:
+                    stack.enter_context(preserved(component))
+                stack.enter_context(torch.no_grad())
+                assert self.parallel is not None
+                if self.parallel.called:
+                    self.parts[0](*args, **options)
+                    return True
+                value = args[0]
+                for component in self.parts:
+                    value = component(value)[0]
+        except Exception:
+            return False
+        return True
+
+    def _updating(self) -> contextlib.AbstractContextManager[None]:
+        """Around an exchange of updates, in which ranks wait for one another."""
+        return contextlib.nullcontext() if self.pace is None else self.pace.together(UPDATE)
+
     def beside(self, value: Tensor) -> Tensor:
         """A tensor that the last call left in an attribute of the model, treated as one of its outputs."""
         return self._weighed(value, self.left, self.rows)
@@ -246,6 +315,12 @@ class PlacedModel(LearningModel):
                 f"the plan cuts the model into components, which take one tensor, and {why}: say so before with "
                 "example_input (a tuple of inputs, or a dictionary of them by name)"
             )
+        assert self.parallel is not None
+        gradients = [p.grad for p in self.parallel.parameters() if p.grad is not None]
+        if self.place.votes.anyone(any(bool(numbers_here(g).any()) for g in gradients)):
+            raise UsageError(
+                f"{why}, so the model is to run whole, and has gradients: call zero_grad() before the model"
+            )
         training = self.training
         self.adopt(self.again(self, why))
         self.__dict__["again"] = None
@@ -256,17 +331,17 @@ class PlacedModel(LearningModel):
         """Factor for outputs, if gradients are not weighted as a whole when they are averaged."""
         if not self._averages or not torch.is_grad_enabled() or self.parallel is None:
             return weight
-        few = self.share is not None and self.share.total < self.place.ranks
-        counted = self.share.total if self.share is not None and few else total
+        apart = self.share is not None and (self.share.total < self.place.ranks or self._whole)
+        counted = self.share.total if self.share is not None and apart else total
         meet = weight != 1 and any(map(synchronised, self.parallel.components))
-        left = self.parallel.reduction.weighed(1.0 if meet else weight, counted, self.place.ranks)
+        left = self.parallel.reduction.weighed(1.0 if meet else weight, counted, not apart)
         return weight if meet else left  # gradients that meet those of other ranks on the way are weighed before
 
     def _called(self, weight: float, rows: int) -> None:
         if self.training:
             self.__dict__["calls"] = self.calls + 1
         if self.learns:
-            self.__dict__.update(weight=weight, rows=rows)
+            self.__dict__.update(weight=weight, rows=rows, most=max(rows, self.most))
         if torch.is_grad_enabled():
             self.__dict__["learned"] = self.training or (self.share is not None and len(self.share.rows) == rows)
         listen(self)
@@ -278,35 +353,62 @@ class PlacedModel(LearningModel):
         followed = self.trial is not None and self.learns and torch.is_grad_enabled()
         return self.trial.follow(left, rows) if followed and self.trial is not None else left
 
-    def _total(self, rows: int) -> tuple[int, float, int]:
+    @property
+    def _whole(self) -> bool:
+        """Whether every rank has all samples of the batch, which count once."""
+        return self.share is not None and self.place.ranks > 1 and len(self.share.rows) == self.share.total > 1
+
+    def _total(self, rows: int, inputs: Any) -> tuple[int, float, int]:
         """Number of rows that all ranks compute now, weight of this rank's mean loss, and number of the first row.
 
-        Known from the loader for its batches; for other samples, ranks exchange their numbers.
+        Known from the loader for its batches; for other samples, ranks exchange their numbers. So they do in the first
+        batches, and for as long as the model is given something else than what the loader yields.
+
+        Raises:
+            Uneven: the plan shares that many samples in another way (on all ranks).
         """
-        share = self.share
-        ranks = self.place.ranks
-        all_have_all = share is not None and rows == share.total > 1 and ranks > 1 and not self._independent
-        if share is not None and self.learns and len(share.rows) == rows and (self.training or not all_have_all):
-            # Of a small batch some compute a sample that is another's, and does not count.
-            if all_have_all:
-                raise UsageError(
-                    f"a batch of {rows} samples leaves a rank fewer than two, and BatchNorm trains on two or more: use "
-                    "drop_last=True, or batch_norm='exact'"
-                )
-            return max(ranks, share.total), self.weight_now(), share.first
+        share, ranks = self.share, self.place.ranks
+        own = share is not None and self.learns and len(share.rows) == rows
+        own = own and (self.training or not self._whole or self._independent)
+        asks = self.pace is not None and share is not None and self.training and torch.is_grad_enabled()
+        if self.pace is not None and asks:
+            self.pace.derived = self.pace.derived or not self._from_loader(inputs)
+            asks = self.pace.exchanging
+        if own and not asks:
+            return self._total_of(share)
         if self._independent and not self.training:
             return rows * ranks, 1.0, 0
-        found = [rows] if self.pace is None else self.pace.rows(rows)
-        total = sum(found)
+        counted = 0.0 if share is not None and not self.weight_now() else 1.0
+        found = [[rows, counted, float(own)]] if self.pace is None else self.pace.rows([rows, counted, float(own)])
+        if own and all(f[2] for f in found):
+            return self._total_of(share)
+        if any(f[2] for f in found) and self.terms is not None:
+            self.terms.count()
+        sizes = [int(f[0]) for f in found]
         if share is not None and self.training and torch.is_grad_enabled() and rows < len(share.rows):
             self._tell_of_pieces(rows, len(share.rows))
+        total = sum(sizes)
         wanted = [stop - start for start, stop in (bounds(total, ranks, r) for r in range(ranks))]
-        if found != wanted and not self._independent:
-            raise UsageError(
-                f"ranks compute on {found} samples at once, this plan shares {total} as {wanted}: use the loader that "
-                "asa.parallelize returned, or give every rank as many"
-            )
-        return total, rows * ranks / max(total, 1), 0
+        if sizes != wanted and not self._independent:
+            raise Uneven(f"ranks compute on {sizes} samples at once, and its plan shares {total} as {wanted}")
+        counting = sum(f[0] * f[1] for f in found)
+        return total, counted * rows * ranks / max(counting, 1), 0
+
+    def _total_of(self, share: Share | None) -> tuple[int, float, int]:
+        """What :meth:`_total` gives for the loader's batch. Of a small one some compute a sample that is another's, and
+        that does not count."""
+        assert share is not None
+        ranks = self.place.ranks
+        return share.total * ranks if self._whole else max(ranks, share.total), self.weight_now(), share.first
+
+    def _from_loader(self, inputs: Any) -> bool:
+        """Whether the model is given tensors of the loader as they came."""
+        known = self.__dict__.get("yielded", ())
+        return any(isinstance(t, Tensor) and _where(t) in known for t in pytree.tree_leaves(inputs))
+
+    def yields(self, batch: Any) -> None:
+        """Take note of the batch that the loop is given."""
+        self.__dict__["yielded"] = {_where(t) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()}
 
     def _tell_of_pieces(self, rows: int, mine: int) -> None:
         """Warn once that a piece of a rank's samples does not correspond to a piece on one device."""
@@ -507,6 +609,20 @@ class PlacedModel(LearningModel):
         parallel = self.parallel
         if parallel is not None:
             parallel.close()
+
+
+class Uneven(AsaError):
+    """Ranks have samples in other proportions than their plan."""
+
+
+def numbers_here(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor that this rank has."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _where(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    plain = tensor.as_subclass(Tensor)
+    return plain.data_ptr(), tuple(plain.shape), plain.stride()
 
 
 _placed: WeakSet[PlacedModel] = WeakSet()

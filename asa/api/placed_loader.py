@@ -17,7 +17,8 @@ class PlacedLoader:
     own."""
 
     def __init__(self, batches: GlobalBatches, model: PlacedModel) -> None:
-        self._batches, self._model, self._told, self._told_parts = batches, model, False, False
+        self._batches, self._model = batches, model
+        self._told = self._told_parts = self._told_whole = False
 
     def __iter__(self) -> Iterator[Any]:
         device, trial = self._model.place.device, self._model.trial
@@ -46,7 +47,10 @@ class PlacedLoader:
                     continue
                 before = generators_now() if looks and not self._told else None
                 backwards = self._model.backwards
-                yield trial.begin(batch, len(share.rows))
+                self._model.yields(batch)
+                if len(share.rows) == share.total > 1 and self._model.place.ranks > 1:
+                    self._tell_of_whole(share)
+                yield trial.begin(batch, share)
                 trial.by_samples(share, learned=self._model.backwards > backwards)
                 looks = max(0, looks - 1)
                 self._model.batch_ended(number, last=False, indexed=self._batches.indexed)
@@ -59,6 +63,14 @@ class PlacedLoader:
             self._model.epoch_ended()
         finally:
             self._model.__dict__["share"] = None
+
+    def _tell_of_whole(self, share: Share) -> None:
+        """Say once that every rank computes a whole batch."""
+        if not self._told_whole:
+            self._told_whole = True
+            say(self._model.place, f"a batch of {share.total} samples is computed by every rank, and counts once: a "
+                f"rank's share of it would be fewer than {self._model.least[0]}, which the model or the loss needs; "
+                "numbers that a loop adds up count it on every rank, asa.reduce(x, 'sum') does not")  # fmt: skip
 
     def _loaded(self, shares: Iterator[tuple[int, Share]] | None) -> tuple[int, Share] | None:
         """The next of ``shares`` and its number, with the wait for it measured; None after the last, and where an epoch

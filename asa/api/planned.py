@@ -28,7 +28,7 @@ from asa.api.planning import (
 )
 from asa.api.rank_context import RankContext
 from asa.api.said import say
-from asa.errors import AsaError, InfeasibleError, InvalidInputError, UsageError
+from asa.errors import AsaError, InfeasibleError, InvalidInputError, UsageError, place_of
 from asa.interfaces.strategy import Strategies
 from asa.ir import codec
 from asa.ir.cluster import Cluster, Device, alone
@@ -40,6 +40,7 @@ from asa.planner import plan as solve
 from asa.scheduler import Model
 from asa.strategies import offered
 from asa.tracing import TracedModel, trace
+from asa.tracing.tracer import reason_of
 
 _LINKS_SHARE, _LINKS_S = 0.4, 20.0
 """Fraction of the time limit for measuring unknown links between the ranks, and largest number of seconds."""
@@ -183,10 +184,18 @@ def _measured_here(place: RankContext) -> Cluster | None:
 def _solved(
     place: RankContext, model: nn.Module, example: Tensor, wishes: Wishes, cluster: Cluster | None
 ) -> tuple[Plan, Origins]:
-    profile = measured(
-        model, example, num_classes=None, global_batch=wishes.global_batch, precision=wishes.precision,
-        limit_s=wishes.time_limit_s, max_degree=place.ranks, device=place.device,
-    )  # fmt: skip
+    try:
+        profile = measured(
+            model, example, num_classes=None, global_batch=wishes.global_batch, precision=wishes.precision,
+            limit_s=wishes.time_limit_s, max_degree=place.ranks, device=place.device,
+        )  # fmt: skip
+    except AsaError:
+        raise
+    except Exception as error:  # whatever a model's own code raises on a batch of another size
+        raise InvalidInputError(
+            f"the model cannot be measured on batches of several sizes: {reason_of(error)}{place_of(error)}; have it "
+            "take any number of samples, whatever it was given before"
+        ) from error
     cluster = _links(place, wishes, cluster, profile)
     return on_all_ranks(profile, cluster, place.ranks, wishes), Origins(profile=profile, cluster=cluster)
 

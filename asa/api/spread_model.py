@@ -28,6 +28,8 @@ class SpreadModel(nn.Module):
     weight: float
     rows: int
     """Weight of this rank's mean loss, and its number of samples, in the last call in training."""
+    least: list[int]
+    """The fewest samples that a rank is to have of a batch; with fewer, every rank computes the whole batch."""
     watch: Watch | None
     """Observer of step times; None if there is none."""
     pace: InStep | None

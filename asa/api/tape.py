@@ -7,6 +7,7 @@ part and the whole batch. A program does not declare which kind its loss is, so 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,18 +16,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from asa.errors import AsaError, UsageError, place_of
+from asa.tracing.tracer import reason_of
+
 MOST_BYTES = 1 << 28
 """Largest number of bytes of a whole batch's outputs and labels that are gathered on every rank, and of results on a
 tape."""
 _MOST_OPERATIONS = 4096
+_WINDOWS, _MOST_FEWEST = 4, 8
+"""Places in a batch at which so few samples are taken, and the largest number of them that is looked for."""
 
 
 @dataclass
 class Tape:
     """Operations on tensors that come from a batch or from ``outputs``, in order. ``rows``: number of this rank's
-    samples."""
+    samples, ``total``: of all ranks', if known. ``leave``: called where this rank stops."""
 
     rows: int
+    total: int = 0
+    leave: Callable[[], None] = lambda: None
     outputs: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     """Values of the outputs when they left the model."""
@@ -191,38 +199,122 @@ class Tape:
             self._leaf(leaf)
         return Place(self.places[id(leaf)])
 
-    def again(self, values: dict[int, Tensor], number: Callable[[Any], Any]) -> dict[int, Tensor]:
+    def again(
+        self, values: dict[int, Tensor], number: Callable[[Any], Any], *, strict: bool = False
+    ) -> dict[int, Tensor]:
         """Values at all places if those of outputs and leaves are ``values``; whole numbers are mapped by ``number``.
-        Ends at the first operation that fails."""
+        What fails is left out, unless ``strict``, and what comes of it."""
         found = dict(values)
-
-        def given(leaf: Any) -> Any:
-            if isinstance(leaf, Place):
-                return found[leaf.index]
-            if isinstance(leaf, slice):
-                first, last = (number(n) if type(n) is int else n for n in (leaf.start, leaf.stop))
-                return slice(first, last, leaf.step)
-            if isinstance(leaf, range):
-                return range(number(leaf.start), number(leaf.stop), leaf.step)
-            return number(leaf) if type(leaf) in (int, float) else leaf
-
         for function, args, options, places in self.operations:
             try:
-                new_args, new_options = pytree.tree_map(given, (args, options))
+                new_args, new_options = pytree.tree_map(lambda leaf: _given(leaf, found, number), (args, options))
                 result = function(*new_args, **new_options)
             except Exception:  # numbers that fit no shape
+                if strict:
+                    raise
                 continue
             made = pytree.tree_leaves(places), pytree.tree_leaves(result)
             if len(made[0]) != len(made[1]):  # other pieces than there were
+                if strict:
+                    raise UsageError("a batch falls into another number of pieces")
                 continue
             for place, value in zip(*made, strict=True):
                 if isinstance(place, Place):
                     found[place.index] = value
         return found
 
+    def with_rows(self, rows: slice | Tensor) -> dict[int, Tensor]:
+        """Values of outputs and leaves with other ``rows`` than there are, for :meth:`again`."""
+        found = {}
+        for tensor, value in (*zip(self.outputs, self.values, strict=True), *((t, t) for t in self.leaves)):
+            plain = value.detach().as_subclass(Tensor)
+            if value is tensor and plain.shape == (self.rows, self.rows):  # torch.eye(len(x))
+                plain = plain[rows][:, rows]
+            elif cut(plain, self.rows):
+                plain = plain.reshape(self.rows, -1, *plain.shape[1:])[rows].flatten(0, 1)
+            found[self.place_of(tensor)] = plain.clone()
+        return found
+
+    def fewest(self, loss: Tensor) -> int:
+        """The fewest of this rank's samples of which ``loss`` can be computed again, and is a number; 1 if unknown."""
+        at = self.place_of(loss)
+        finite = bool(loss.detach().as_subclass(Tensor).isfinite().all())
+
+        def works(count: int) -> bool:
+            for first in range(min(self.rows - count + 1, _WINDOWS)):
+                for number in grown(self, count):
+                    try:
+                        values = self.with_rows(slice(first, first + count))
+                        found = self.again(values, number, strict=True).get(at)
+                    except Exception:  # whatever a program's own code raises on so few samples
+                        continue
+                    if found is not None and (not finite or bool(found.isfinite().all())):
+                        return True
+            return False
+
+        devices = [loss.device] if loss.is_cuda else []
+        with torch.random.fork_rng(devices), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return next((count for count in range(1, 1 + min(self.rows, _MOST_FEWEST)) if works(count)), 1)
+
+    def too_few(self, func: Any, args: Any, options: Any) -> bool:
+        """Whether ``func``, which has failed, would not with as many samples as the whole batch has."""
+        if self.strange or not 0 < self.rows < self.total:
+            return False
+        rows = torch.arange(self.total) % self.rows
+
+        def more(leaf: Any, found: dict[int, Tensor], number: Callable[[Any], Any]) -> Any:
+            if isinstance(leaf, Tensor):
+                if id(leaf) in self.places:
+                    return found[self.places[id(leaf)]]
+                return leaf.as_subclass(Tensor)[rows] if leaf.shape[:1] == (self.rows,) else leaf
+            return _given(leaf, found, number)
+
+        def runs(number: Callable[[Any], Any]) -> bool:
+            try:
+                found = self.again(self.with_rows(rows), number)
+                new_args, new_options = pytree.tree_map(lambda leaf: more(leaf, found, number), (args, options))
+                func(*new_args, **new_options)
+            except Exception:  # whatever a program's own code raises
+                return False
+            return True
+
+        return any(map(runs, grown(self, self.total)))
+
     def place_of(self, tensor: Tensor) -> int:
         """Index of ``tensor`` on the tape."""
         return self.places[id(tensor)]
+
+
+def cut(tensor: Tensor, rows: int) -> bool:
+    """Whether ``tensor`` has ``rows`` rows, or a multiple of them."""
+    return bool(tensor.dim()) and rows > 0 and tensor.shape[0] > 0 and tensor.shape[0] % rows == 0
+
+
+def grown(tape: Tape, total: int) -> list[Callable[[Any], Any]]:
+    """What numbers in a program may mean with ``total`` samples instead of this rank's: themselves, this rank's
+    samples, one by those, or so many times those."""
+    mine = tape.rows
+    tensors = [t for t in tape.kept if isinstance(t, Tensor) and t.dim()]
+    sizes, numbers = {int(t.shape[0]) for t in tensors}, {t.numel() for t in tensors}
+    return [
+        lambda n: n,
+        lambda n: total if n == mine else 1 / total if type(n) is float and n == 1 / mine else n,
+        lambda n: n // mine * total if type(n) is int and n in sizes and n % mine == 0 else n,
+        lambda n: n // mine * total if type(n) is int and n in numbers and n % mine == 0 else n,
+    ]
+
+
+def _given(leaf: Any, found: dict[int, Tensor], number: Callable[[Any], Any]) -> Any:
+    """An argument of an operation, with tensors of ``found`` and other numbers."""
+    if isinstance(leaf, Place):
+        return found[leaf.index]
+    if isinstance(leaf, slice):
+        first, last = (number(n) if type(n) is int else n for n in (leaf.start, leaf.stop))
+        return slice(first, last, leaf.step)
+    if isinstance(leaf, range):
+        return range(number(leaf.start), number(leaf.stop), leaf.step)
+    return number(leaf) if type(leaf) in (int, float) else leaf
 
 
 @dataclass(frozen=True)
@@ -246,7 +338,19 @@ class Watched(Tensor):
         options = kwargs or {}
         tapes = [t.tape for t in watched_in((args, options)) if not t.tape.closed]
         tape = min(tapes, key=lambda t: bool(t.strange), default=None)
-        result = _plainly(func, args, options)
+        try:
+            result = _plainly(func, args, options)
+        except AsaError:
+            raise
+        except Exception as error:  # whatever torch says of so few samples
+            if tape is None or not tape.too_few(func, args, options):
+                raise
+            tape.leave()
+            raise UsageError(
+                f"{getattr(func, '__name__', func)} fails on the {tape.rows} samples that this rank has of a batch of "
+                f"{tape.total} ({reason_of(error)}{place_of(error)}), and not on as many as one device has: use larger "
+                "batches, drop_last=True, or asa.gather(outputs)"
+            ) from error
         for each in tapes:
             each.hooked = each.hooked or func is Tensor.register_hook
             each.asked = each.asked or func in _SIZES

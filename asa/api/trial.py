@@ -7,6 +7,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -27,6 +28,8 @@ _WINDOW, _TIMES, _MOST_COMPARED, _MOST_UNFINISHED = 12, 3, 18, 64
 agree by chance); comparisons in all; outputs followed without a backward."""
 _MOST_ASKED = 8
 """Largest number of times that checking starts again because of a new form of loss."""
+_SMALL = 8
+"""Number of samples for each rank below which every loss is looked at, where batches usually have more."""
 _TRUSTED = "trusted"
 
 
@@ -34,9 +37,15 @@ class Trial:
     """Checks the losses of a distributed model. All ranks check the same backwards, and agree on what to do."""
 
     def __init__(self, placed: SpreadModel) -> None:
-        self._placed = ref(placed)
+        self._placed, self._ranks = ref(placed), placed.place.ranks
         self._left = _WINDOW
         self._seen: Counter[tuple[float, ...]] = Counter()
+        self._sized: set[tuple[tuple[float, ...], tuple[float, ...]]] = set()
+        self._told: set[tuple[float, ...]] = set()
+        self._sizes: set[int] = set()
+        self._total = 0
+        self._odd = False
+        """Whether the batch is of a size of which no loss was compared, or a small one (the same on all ranks)."""
         self._compared = self._unfinished = 0
         self._said: set[str] = set()
         self._hooks = self._said_own = self._said_samples = False
@@ -71,20 +80,26 @@ class Trial:
     @property
     def watching(self) -> bool:
         """Whether the next backward is checked."""
-        return self._left > 0 and self._unfinished < _MOST_UNFINISHED
+        return (self._left > 0 or self._odd) and self._unfinished < _MOST_UNFINISHED
 
     def epoch_began(self) -> None:
         """Check again: a program may have another loss in another epoch."""
         self._left = max(self._left, 2) if self._compared < _MOST_COMPARED else self._left
         self._unfinished = 0
 
-    def begin(self, batch: Any, rows: int) -> Any:
-        """A batch of the loader, recorded until the next one."""
+    def begin(self, batch: Any, share: Share) -> Any:
+        """A batch of the loader, of which this rank has a ``share``, recorded until the next one."""
         self._close()
+        rows = len(share.rows)
+        self._total, small = share.total, _SMALL * self._ranks
+        self._odd = share.total not in self._sizes or share.total < min(small, max(self._sizes))
         if not self.watching or not rows:
+            functions_followed(False)
             return batch
         functions_followed(True)
-        self._tape = Tape(rows)
+        placed = self._placed()
+        leave = placed.pace.leave if placed is not None and placed.pace is not None else _stay
+        self._tape = Tape(rows, share.total, leave)
         return self._tape.begin(batch)
 
     @contextmanager
@@ -127,7 +142,7 @@ class Trial:
                 self._unfinished = 0
             backward()
             return
-        self._left -= 1
+        self._left = max(0, self._left - 1)
         self._unfinished = 0
         self._hooks = self._hooks or _look_for_hooks(placed)
         tape = loss.tape if isinstance(loss, Watched) and hasattr(loss, "tape") else None
@@ -141,14 +156,18 @@ class Trial:
         form, self.trusted = form or (_TRUSTED if self.trusted else ""), False
         number = float(zlib.crc32(form.encode())) if form else 0.0
         at = -1.0 if placed.share is None else float(placed.share.first)
-        every = placed.place.votes.gather([number, placed.weight, at])
+        every = placed.place.votes.gather([number, placed.weight, at, float(placed.rows)])
         if len({f[2] for f in every}) > 1:
             raise UsageError(
                 f"ranks compute gradients of different batches (from sample {', '.join(f'{f[2]:.0f}' for f in every)} "
                 f"on): {REMEDY}"
             )
         forms = tuple(f[0] for f in every)
-        new = self._seen[forms] < _TIMES and self._compared < _MOST_COMPARED
+        sized = forms, tuple(f[3] for f in every)
+        again = self._seen[forms] >= _TIMES
+        new = (not again or sized not in self._sized) and self._compared < _MOST_COMPARED and forms not in self._told
+        self._sized.add(sized)
+        self._sizes.add(self._total)
         if self._compared >= _MOST_COMPARED and not self._seen[forms]:
             self._tell(Difference(unknown="it takes more forms than are compared"), loss.dtype, placed)
         if not self._seen[forms]:
@@ -156,17 +175,21 @@ class Trial:
         self._seen[forms] += 1
         if not new or form == _TRUSTED or tape is None or len(set(forms)) > 1 or not form:
             backward()
-            if new and set(forms) != {float(zlib.crc32(_TRUSTED.encode()))}:
+            if new and not again and set(forms) != {float(zlib.crc32(_TRUSTED.encode()))}:
                 unlike = "ranks compute it in different ways" if all(forms) and len(set(forms)) > 1 else ""
                 self._tell(Difference(unknown=why or unlike or "it cannot be followed"), loss.dtype, placed)
         else:
             self._compared += 1
+            least = max(f[0] for f in placed.place.votes.gather([float(tape.fewest(loss))]))
+            placed.least[:] = [max(*placed.least, int(least))]
             comparison = Comparison(placed.place.votes, tape, loss, placed.weight)
             tape.received.clear()
             backward()
             found = comparison.difference([tape.received.get(i) for i in range(len(tape.outputs))])
+            if again:
+                found = replace(found, unknown="", doubt="")
             if self._tell(found, loss.dtype, placed):
-                self._seen[forms] = _TIMES
+                self._told.add(forms)
         self._rest()
 
     def batch_over(self) -> None:
@@ -200,7 +223,7 @@ class Trial:
             placed = self._placed()
             if placed is not None:
                 say(placed.place, "a number that is taken out of a tensor (loss.item()) is of this rank's samples; "
-                    "asa.reduce(loss) is of the whole batch")  # fmt: skip
+                    "asa.reduce(loss) is of the whole batch, by which a loop that branches is to decide")  # fmt: skip
         if not self.watching:
             self._close()
             functions_followed(False)
@@ -216,6 +239,10 @@ class Trial:
         for line in lines:
             warnings.warn(line, stacklevel=6)
         return bool(lines or found.unknown)
+
+
+def _stay() -> None:
+    """Do nothing: no other rank waits for this one."""
 
 
 _SEES_ITS_OWN = (
@@ -261,9 +288,10 @@ def told(found: Difference, dtype: torch.dtype) -> list[str]:
     elif differs:
         sizes = (abs(found.loss_whole), abs(found.loss_parts), 1e-30)
         loss = abs(found.loss_whole - found.loss_parts) / max(sizes)
+        far = f"{loss:.1%} apart" if loss == loss else "one of them is no number"
         said.append(
             f"the loss is no mean over samples: over the whole batch it is {found.loss_whole:.6g}, the mean over ranks "
-            f"is {found.loss_parts:.6g} ({loss:.1%} apart), and gradients of the outputs differ by "
+            f"is {found.loss_parts:.6g} ({far}), and gradients of the outputs differ by "
             f"{found.gradients:.1%} from those of one device; use asa.mean_over(loss_sum, count) for sums and ratios, "
             "asa.gather(outputs) for a loss that compares samples"
         )

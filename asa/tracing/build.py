@@ -235,7 +235,7 @@ def trace(model: nn.Module, example: Tensor, *, name: str, known: str = "") -> T
 def _weighed(model: nn.Module, components: list[TracedComponent], small: Tensor, large: Tensor) -> list[ComponentFacts]:
     with preserved(model):
         _set_mode(components, True)
-        return measure(components, small, large)
+        return measure(model, components, small, large)
 
 
 def _chain(

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from asa.tracing.alike import signature, stand_ins
 from asa.tracing.component import TracedComponent
 from asa.tracing.fused import fused_attention
-from asa.tracing.preserve import foreign_random
+from asa.tracing.preserve import preserved
 
 Kind = Literal["convolution", "attention", "linear", "recurrent", "other"]
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
@@ -146,18 +146,20 @@ def _modules(component: TracedComponent) -> tuple[str, ...]:
     return tuple(m for m in found if m)
 
 
-def measure(components: list[TracedComponent], small: Tensor, large: Tensor) -> list[ComponentFacts]:
-    """Facts of ``components``, run in training mode on batches of two sizes. In a row of components that are equal
-    except for their names, only a few are run. Each must know its ``input_shape``.
+def measure(
+    model: nn.Module, components: list[TracedComponent], small: Tensor, large: Tensor
+) -> list[ComponentFacts]:  # fmt: skip
+    """Facts of the ``components`` of ``model``, run in training mode on batches of two sizes. In a row of components
+    that are equal except for their names, only a few are run. Each must know its ``input_shape``.
 
-    The caller preserves the model.
+    The model is preserved: what it keeps of one batch may not fit the next.
     """
     places = stand_ins([signature(c) for c in components])
     chosen = [c for i, c in enumerate(components) if places[i] == i]
     runs = []
     for batch in (small, large):
         # The same random numbers in both runs, so that a model that skips layers at random skips the same ones.
-        with torch.random.fork_rng(devices=[batch.device] if batch.is_cuda else []), foreign_random():
+        with preserved(model):
             runs.append(dict(zip(chosen, _measure(chosen, batch), strict=True)))
 
     def per_sample(a: int, b: int) -> float:

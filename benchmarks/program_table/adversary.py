@@ -70,6 +70,53 @@ def _subset_before(net: Any, batch: Any) -> Tensor:
     return CE(net(x[keep]), y[keep]) if keep.any() else 0 * net(x).sum()
 
 
+def _some_values(net: Any, batch: Any) -> Tensor:
+    """Of a mean that is none of targets; every rank has some."""
+    x, y = batch
+    keep = x[:, 0] > x[:, 0].min()
+    return F.mse_loss(net(x[keep]), y[keep]) if keep.any() else 0 * net(x).sum()
+
+
+def _halves(out: Tensor, y: Tensor) -> Tensor:
+    """Compares the halves of a batch: of one sample there are none."""
+    first, second = out.chunk(2)
+    return CE(out, y) + (first.mean(0) - second.mean(0)).square().sum()
+
+
+def _paired(rows: list[Any]) -> tuple[Tensor, Tensor]:
+    """Every sample is mixed with its neighbour: one alone has none."""
+    x, y = (torch.stack(part) for part in zip(*rows, strict=True))
+    other = torch.stack([rows[(i + 1) % len(rows)][0] for i in range(len(rows))])
+    if len(rows) < 2:
+        raise ValueError("a sample has no neighbour")
+    return 0.7 * x + 0.3 * other, y
+
+
+class _Spread(nn.Module):
+    """Divides by a deviation over the batch, which one sample has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(F.gelu(h / (0.1 + h.std(0))))
+
+
+class _Recurrent(nn.Module):
+    """Keeps a state whose rows are the batch's, in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head, self.h = nn.GRUCell(8, 6), nn.Linear(6, 3), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.cell(x, self.h)
+        self.h = h.detach()
+        return self.head(h)
+
+
 class _Uncertain(nn.Module):
     """Two tasks, weighed by what is learned of their uncertainty."""
 
@@ -501,3 +548,11 @@ program("adversary", "clipped by the sum of sizes", _classes,
         epochs(pairs(CE), after=lambda n: nn.utils.clip_grad_norm_(n.parameters(), 0.1, norm_type=1.0)))  # fmt: skip
 program("adversary", "norm of all weights beside the loss", _classes,
         epochs(lambda net, b: CE(net(b[0]), b[1]) + 1e-2 * sum(p.abs().sum() for p in net.parameters())))  # fmt: skip
+_job("halves of a batch compared", _halves)
+_job("the worst five", lambda o, y: CE(o, y, reduction="none").topk(5).values.mean(), lambda: _classes(count=18))
+_job("pairs in collate", CE, lambda: made(_net(), normal(20, 8), torch.randint(3, (20,)), collate_fn=_paired))
+_job("divided by a deviation over the batch", CE, lambda: _classes(_Spread, 20))
+_job("squeezed", lambda o, y: F.mse_loss(o.squeeze(), y), lambda: made(_net(1), normal(20, 8), normal(20)))
+_job("a recurrent state in an attribute", CE, lambda: _classes(_Recurrent, 18))
+program("adversary", "a part of the batch in the model, values", lambda: made(_net(), normal(21, 8), normal(21, 3)),
+        epochs(_some_values))  # fmt: skip

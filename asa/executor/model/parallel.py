@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,9 +151,15 @@ class ParallelModel:
         self.drawing: tuple[str, ...] = ()
         """Names of components that draw random numbers by code of their own."""
         self.meet: Callable[..., None] = _nobody
+        self.updating: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Context around the exchange of updates."""
+        self.needs = 1
+        """The fewest samples of a microbatch that every rank needs, where a batch has as many; the same on all
+        ranks."""
         self.draws = False
         """Whether random numbers were observed in training, for a model that is called as a whole."""
         self._rows: dict[int, list[slice]] = {}
+        self._shapes = [{b.shape for b in c.buffers()} for c in self.components]
         if device.type == "cuda":  # on other devices FSDP gathers synchronously
             self.gather_across()
 
@@ -208,8 +214,9 @@ class ParallelModel:
     def share_updates(self) -> None:
         """Broadcast what each rank has updated to the ranks that hold it too; call after every optimizer step
         (collective)."""
-        for update in self._updates:
-            update.publish()
+        with self.updating():
+            for update in self._updates:
+                update.publish()
 
     def zero_grad(self) -> None:
         """Set all gradients to None, also those of parameters that other ranks update."""
@@ -385,12 +392,17 @@ class ParallelModel:
             self.reduction.quiet = False
 
     def average_buffers(self) -> None:
-        """Average running statistics over each data group, weighted by the ranks' shares of the samples
-        (collective)."""
-        for component, layout in zip(self.components, self.layouts, strict=True):
+        """Average running statistics over each data group, weighted by the ranks' shares of the samples (collective).
+        What has become of another shape, as a state with a row for each sample, stays this rank's own."""
+        for component, layout, shapes in zip(self.components, self.layouts, self._shapes, strict=True):
             floats = [b for b in component.buffers() if b.is_floating_point()]
             axis = self.axis("gradient", layout.data_group(self.position.place))
             if axis.group is None or not floats:
+                continue
+            known = torch.tensor([float(b.shape in shapes) for b in floats], device=self.device)
+            dist.all_reduce(known, op=dist.ReduceOp.MIN, group=axis.group)
+            floats = [b for b, same in zip(floats, known.tolist(), strict=True) if same]
+            if not floats:
                 continue
             flat = torch.cat([b.reshape(-1) for b in floats])
             if layout.weights:

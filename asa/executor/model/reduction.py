@@ -27,28 +27,28 @@ class Reduction:
         self._averaging = Averaging(self.replicas, [m.__dict__[UNREACHED] for m in self._sharded])
         self._releases: dict[FSDPModule, bool] = {}
         self._reduced = False
-        self._batch: tuple[int, int] | None = None
+        self._batch: tuple[int, int, bool] | None = None
         self.quiet = False
 
-    def weighed(self, weight: float, total: int, ranks: int) -> float:
+    def weighed(self, weight: float, total: int, shared: bool) -> float:
         """Set ``weight`` as the factor with which gradients of the next backward enter the average, and return the
         factor to apply to outputs instead: 1, except where batches of several sizes go into one backward. ``total``:
-        samples of the batch over all ``ranks``.
+        samples of the batch over all ranks; ``shared``: whether each is counted on the rank that has it.
 
         Raises:
-            UsageError: there are batches of several sizes, and one has fewer samples than ranks (raised on all ranks).
+            UsageError: there are batches of several sizes, and ranks do not share one (raised on all ranks).
         """
         averaging = self._averaging
         if self._batch is None or averaging.done != self._batch[0]:
-            self._batch = averaging.done, total
+            self._batch = averaging.done, total, shared
             averaging.weight = weight
             return 1.0
         if self._batch[1] == total:
             return 1.0
-        if min(total, self._batch[1]) < ranks:
+        if not (shared and self._batch[2]):
             raise UsageError(
-                f"batches of {self._batch[1]} and {total} samples go into one backward, and {ranks} ranks cannot share "
-                "the smaller: call backward for each, or leave it out (drop_last=True)"
+                f"batches of {self._batch[1]} and {total} samples go into one backward, and ranks cannot share the "
+                "smaller: call backward for each, or leave it out (drop_last=True)"
             )
         return weight / averaging.weight
 

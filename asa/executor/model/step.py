@@ -39,11 +39,12 @@ class MicrobatchRows:
         return self.stop - self.start
 
 
-def microbatches_of(plan: Plan, batch: int) -> int:
+def microbatches_of(plan: Plan, batch: int, needs: int = 1) -> int:
     """Number of microbatches into which a batch of ``batch`` samples is cut: the plan's number, or fewer if the batch
-    is too small to give every rank a sample of each."""
+    is too small to give every rank ``needs`` samples of each."""
     widest = max(layout.least for layout in plan.layouts())
-    return max(1, min(plan.num_microbatches, batch // widest))
+    found = max(1, min(plan.num_microbatches, batch // widest))
+    return next((m for m in range(found, 0, -1) if plan.fewest(batch, m) >= needs), found) if needs > 1 else found
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def microbatch_rows(model: ParallelModel, batch: int) -> list[MicrobatchRows]:
 
 def _microbatch_rows(model: ParallelModel, batch: int) -> list[MicrobatchRows]:
     found = []
-    count = microbatches_of(model.plan, batch)
+    count = microbatches_of(model.plan, batch, model.needs)
     for j in range(count):
         start, stop = bounds(batch, count, j)
         size = stop - start

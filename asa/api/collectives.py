@@ -1,0 +1,82 @@
+"""``torch.distributed``'s own collectives on tensors that ranks hold in shards, in programs that were written for whole
+ones: every rank would have the same whole tensor, so the result is known."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+from asa.errors import UsageError
+from asa.sharding.split import TensorPart
+
+_SAME = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
+
+
+class _Done:
+    """Handle of a collective that is over."""
+
+    def wait(self, *_: Any) -> bool:
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return True
+
+
+def understood_by_torch() -> None:
+    """Let ``all_reduce`` and ``broadcast`` do to shards what they would do to a whole tensor that all ranks have alike,
+    and have what torch cannot do with shards refused in a line."""
+    for name in ("all_reduce", "broadcast"):
+        theirs = getattr(dist, name)
+        if not hasattr(theirs, "asa"):
+            setattr(dist, name, _of_wholes(theirs))
+    rule: Any = ShardingPropagator.propagate_op_sharding_non_cached
+    if not hasattr(rule, "asa"):
+        ShardingPropagator.propagate_op_sharding_non_cached = _in_a_line(rule)  # type: ignore[method-assign]
+
+
+def _of_wholes(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    known = inspect.signature(theirs)
+
+    def collective(*args: Any, **options: Any) -> Any:
+        given = known.bind(*args, **options).arguments
+        tensor = given.get("tensor")
+        if not isinstance(tensor, TensorPart | DTensor):
+            return theirs(*args, **options)
+        held = tensor.held if isinstance(tensor, TensorPart) else tensor
+        op = given.get("op", dist.ReduceOp.SUM)
+        if theirs.__name__ == "all_reduce" and op not in _SAME:
+            if op != dist.ReduceOp.SUM:
+                raise UsageError(
+                    f"all_reduce with {op} of a tensor that ranks hold in shards; sums, means and extremes are to be "
+                    "had, or plan with strategies=('ddp',)"
+                )
+            local: Tensor = held.to_local() if isinstance(held, DTensor) else held
+            with torch.no_grad():
+                local.mul_(dist.get_world_size(given.get("group")))
+        return _Done() if given.get("async_op") else None
+
+    collective.asa = True  # type: ignore[attr-defined]
+    return collective
+
+
+def _in_a_line(rule: Callable[..., Any]) -> Callable[..., Any]:
+    def propagate(self: Any, schema: Any) -> Any:
+        try:
+            return rule(self, schema)
+        except NotImplementedError as error:
+            raise UsageError(
+                f"torch cannot do {schema.op} with a tensor that ranks hold in shards: take p.full_tensor(), or "
+                "model.state_dict(), or plan with strategies=('ddp',)"
+            ) from error
+
+    propagate.asa = True  # type: ignore[attr-defined]
+    return propagate
