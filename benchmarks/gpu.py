@@ -39,8 +39,8 @@ LIMIT_S = 480.0
 Command = tuple[str, tuple[str, ...]]
 """What a result is filed under, and the arguments of ``python -m``."""
 TIMED = (
-    "tests of test_profiler", "tests of test_gpu_kernels", "profile ", "reference ", "speed ", "full ", "links", "bench ",
-    "sealed",
+    "tests of test_profiler", "tests of test_gpu_kernels", "profile ", "reference ", "speed ", "full ", "links",
+    "bench ", "sealed",
 )  # fmt: skip
 """How the names of commands begin that time something, or want all of a card: nothing runs beside them."""
 Stage = Iterable[Iterable[Command]]

@@ -164,7 +164,8 @@ def _whole(
     started: float,
 ) -> list[Plan]:
     """The answer where only whole strategies were asked for: the fastest of them that fits."""
-    meant = {m for w in wanted for m in baselines.members(w, prices.space.strategies, prices.space.request.gpus)}
+    space = prices.space
+    meant = {m: w for w in reversed(wanted) for m in baselines.members(w, space.strategies, space.request.gpus)}
     among = sorted((r for r in eligible if r.name in meant), key=lambda r: r.seconds)
     if not among:
         reasons = {r.name: r.why_not or KEPT_OUT for r in rows if r.name in meant}
@@ -184,7 +185,7 @@ def _whole(
             space=f"the whole strategies {', '.join(sorted(meant))}",
             solve_s=clock.now() - started,
         )
-        name = row.name if row.name in wanted else next(w for w in wanted if row.name in _members(prices, w))
+        name = row.name if row.name in wanted else meant[row.name]
         made.append(
             plan_of(
                 profile,
@@ -198,10 +199,6 @@ def _whole(
             )
         )
     return made
-
-
-def _members(prices: Prices, name: str) -> tuple[str, ...]:
-    return baselines.members(name, prices.space.strategies, prices.space.request.gpus)
 
 
 def _simplest(rows: Sequence[StrategyRow]) -> StrategyRow | None:

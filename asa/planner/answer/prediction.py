@@ -62,8 +62,7 @@ def predict(
 
 
 def _libraries(cluster: Cluster) -> float:
-    """Bytes that the allocator counts beside the training's own, on every rank. They belong to the context that plans
-    leave room for."""
+    """Bytes that the allocator counts beside the training's own, on every rank: part of the context left room for."""
     return constant("cuda_workspace_bytes") if cluster.device.type == "cuda" else 0.0
 
 

@@ -82,7 +82,10 @@ def row(name: str, prices: Prices) -> StrategyRow:
             if best is not None and prices.at_least(candidate) > _PAST * best[0]:
                 break
             several = len(candidate.widths) > 1
-            seconds, peak = quick.of(candidate) if quick is not None and several else _exactly(prices, candidate)
+            if quick is not None and several:
+                seconds, peak = quick.of(candidate)
+            else:
+                seconds, peak = prices.of(candidate).cost.total_s, prices.of(candidate).peak.total
             first = first or candidate
             if peak <= _limit(prices, candidate) and (best is None or seconds < best[0]):
                 best = seconds, candidate
@@ -119,11 +122,6 @@ def _too_much(needed: float, free: float) -> str:
 
 def _limit(prices: Prices, candidate: Candidate) -> float:
     return prices.capacity(candidate) + TOLERANCE_GIB * GIB
-
-
-def _exactly(prices: Prices, candidate: Candidate) -> tuple[float, float]:
-    found = prices.of(candidate)
-    return found.cost.total_s, found.peak.total
 
 
 def _overfull(prices: Prices, candidate: Candidate) -> bool:

@@ -22,7 +22,6 @@ from asa.cost.traffic.collectives import Links
 from asa.cost.work.spread import expected_maximum, relative_deviation
 from asa.errors import UsageError
 from asa.interfaces.strategy import OPTIMIZER_WORDS
-from asa.ir.cluster import Cluster
 from asa.ir.codec import noun
 from asa.ir.consistency import Discipline, parse
 from asa.ir.layout import largest_shard
@@ -74,7 +73,9 @@ def machine(prices: Prices, replicated: Candidate, discipline: Discipline | None
     share, largest = batch / count, largest_shard(batch, ranks)
     size = float(sum(c.parameter_bytes for c in space.profile.graph.components))
     links = Links(space.cluster, ranks)
-    message = links.handover(size / num_servers, _apart(space.cluster, ranks), 1) if num_servers else 0.0
+    # The distance of two ranks that the widest links between them join.
+    apart = max((level.devices for level in space.cluster.levels[:-1] if level.devices < ranks), default=1)
+    message = links.handover(size / num_servers, apart, 1) if num_servers else 0.0
     away = (count - 1) / count if beside else 1.0  # the worker beside a server has nothing to send to it
     remote = [message * (num_servers - (beside and w < num_servers)) for w in range(count)]
     return Machine(
@@ -95,11 +96,6 @@ def machine(prices: Prices, replicated: Candidate, discipline: Discipline | None
         spread=spread,
         meeting_s=plain.cost.exposed_s - inside if discipline is None else links.taken("all_reduce", size, ranks, 1),
     )  # fmt: skip
-
-
-def _apart(cluster: Cluster, ranks: int) -> int:
-    """The distance of two of ``ranks`` ranks that the widest links between them join."""
-    return max((level.devices for level in cluster.levels[:-1] if level.devices < ranks), default=1)
 
 
 def disciplined(prices: Prices, replicated: Candidate, discipline: Discipline) -> Disciplined:
