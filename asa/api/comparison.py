@@ -70,7 +70,7 @@ class Comparison:
         if not reason and size > MOST_BYTES:
             reason = f"its whole batch has {size / 2**20:.0f} MiB of outputs"
         if not reason and any(not cut(t, tape.rows) for t in tape.values):
-            reason = "an output of the model has no row for each sample"
+            reason = "an output of the model has no row for each sample: one over pairs of samples has each rank's own"
         mine = [float(tape.rows), float(tape.rows if self._weight else 0), float(tape.taken_whole)]
         found = votes.gather([float(bool(reason)), float(len(leaves)), *mine])
         if any(f[0] for f in found):
