@@ -42,6 +42,10 @@ def profiles_and_plans(folder: Path) -> None:
     small = ("cnn", "--input", "1x8x8", "--classes", "10", "--time-limit", "2s")
     asa("plan", *small, "--gpus", "2", "--cluster", "c.json", "-o", "unasked.json", cwd=folder)
     assert json.loads((folder / "unasked.json").read_text())["global_batch"] == 256, "what a GPU is given"
+    os.environ["STANDIN_NAME"] = "NVIDIA that no preset has"
+    asa("profile", *model, "--time-limit", "2s", "-o", "other.json", cwd=folder)
+    asa("plan", "other.json", "--gpus", "1", "-o", "alone.json", cwd=folder)
+    assert json.loads((folder / "alone.json").read_text())["cluster"] == "alone"
 
 
 @scenario
@@ -71,6 +75,8 @@ def refuses_what_the_devices_cannot(folder: Path) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "1"
     said = asa("profile", *model, "--precision", "bf16", cwd=folder, code=5).stderr
     assert "has no bf16; choose --precision fp16" in said, said
+    said = asa("profile", *model, "--precision", "tf32", cwd=folder, code=5).stderr
+    assert "has no TF32; choose --precision fp32" in said, said
     said = asa("bench", "--models", "cnn", "--gpus", "2", "--device", "cuda", cwd=folder, code=5).stderr
     assert "2 ranks need 2 CUDA devices, this machine has 1" in said, said
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

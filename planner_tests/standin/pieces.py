@@ -31,11 +31,11 @@ def measures_all_that_a_machine_can_tell(folder: Path) -> None:
     _pieces("profiles", 1, code=1)
     assert len(_record()) == 2, "what failed was not asked for again"
     _pieces("profiles,memory,rehearsal,speed", 3, "--failed", "--shares", "2", "--jobs", "2")
-    _pieces("study", 7, code=1)  # four components are no eight stages
-    _pieces("machine", 9)
+    _pieces("study", 7, code=1)  # four components are no eight stages, and a failure in the record stays one
+    _pieces("machine", 9, code=1)
     names = [entry["name"] for entry in _record()]
     assert len(names) == 2 + len(set(names)), names
-    _pieces("profiles,memory,rehearsal,speed", 3)
+    _pieces("profiles,memory,rehearsal,speed", 3, code=1)
     assert len(_record()) == len(names), "taken up again, nothing is run twice"
     assert (folder / "profiles" / "cnn.nvidia-a100-sxm4-80gb.fp32.json").is_file(), "where plans look for it"
     said = _python("gpu_report.py", "gpu/record.jsonl", "--sealed", "sealed")
@@ -90,7 +90,7 @@ def runs_the_tests_marked_gpu(folder: Path) -> None:
     code = pytest.main([*argv, "--rootdir", str(tests.parent), "-c", str(tests.parent / "pyproject.toml"),
                         "--basetemp", str(folder / "tmp"), *files], plugins=[found])  # fmt: skip
     assert code == 0, code
-    assert found.passed >= 45, found.passed
+    assert found.passed >= 44, found.passed
     assert not found.skipped, found.skipped
 
 
