@@ -38,7 +38,8 @@ def ranks_can_fork() -> bool:
     it has started a thread for every CUDA device, which its first backward does, on the CPU too."""
     if torch.cuda.is_initialized():
         return False
-    return cuda_devices() == 0 or _child(lambda: torch.ones((), requires_grad=True).backward()) == 0
+    # Asked twice: a child may lose a race of torch's own threads, rarely.
+    return cuda_devices() == 0 or any(_child(torch.ones((), requires_grad=True).backward) == 0 for _ in range(2))
 
 
 def safe_threads(asked: int | None, num_ranks: int) -> int:
