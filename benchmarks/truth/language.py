@@ -3,9 +3,10 @@
 The published runs (``llm_b200.csv``) are Megatron-LM's: weights and activations in bf16, gradients and optimizer state
 in fp32, the state spread over the data-parallel ranks (ZeRO-1), tokens cut with the tensors, 1F1B, one sequence to a
 microbatch. A row is predicted in the project's own way: the model traced without values, timed by FLOPs and bytes at a
-device's data sheet, its plan priced with the collectives of the preset. One number is fitted to all rows together: the
-share of the device's peak that products reach. What counts as memory beyond the model's own (copies of logits, buffers
-of received activations and of weight gradients) was chosen with these rows in sight, so their errors are in-sample.
+device's data sheet, its plan priced with the collectives of the preset. Nothing is fitted to one row or device; the
+constants of estimates were chosen with these rows and others in sight (decision 0131). What counts as memory beyond the
+model's own (copies of logits, buffers of received activations and of weight gradients) was chosen with these rows in
+sight, so their errors are in-sample.
 
 Rows with experts are no such model and are refused by name. Of ranks that share a sequence (context parallelism) each
 has its part of the tokens and attends to all of them; their exchange of keys and values is not priced.
@@ -14,7 +15,6 @@ has its part of the tokens and attends to all of them; their exchange of keys an
 from __future__ import annotations
 
 import csv
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -119,7 +119,7 @@ def traced(model: str, layers: int, tokens: int) -> LayerGraph:
 
 @dataclass(frozen=True)
 class Predictor:
-    """Predicts runs on a preset; ``efficiency`` is the share of peak that products reach."""
+    """Predicts runs on a preset."""
 
     strategies: Strategies
     graphs: Graphs = traced
@@ -128,10 +128,10 @@ class Predictor:
     def _graph(self, run: Run) -> LayerGraph:
         return _as_megatron(self.graphs(run.model, run.layers, run.tokens // run.context), run)
 
-    def seconds(self, run: Run, efficiency: float) -> float:
+    def seconds(self, run: Run) -> float:
         """A step of ``run``."""
         graph = _of_context(self._graph(run), run)
-        cluster = _at(presets.load(self.preset), efficiency)
+        cluster = presets.load(self.preset)
         plan = planned(run, graph)
         return price_plan(plan, _profile(graph, cluster, run), cluster, self.strategies).cost.total_s
 
@@ -141,24 +141,6 @@ class Predictor:
         graph = self._graph(run)
         stage_of = _stages(graph, run.stages)
         return max(_stage_bytes(run, graph, stage_of, stage) for stage in range(run.stages))
-
-
-def fitted(predictor: Predictor, runs: Sequence[Run]) -> float:
-    """The efficiency at which the logarithms of predicted and measured times differ least.
-
-    A step takes a part that the efficiency divides, and another that it leaves: two prices of a run tell them apart.
-    """
-    slow, fast = 0.25, 1.0
-    lines = []
-    for run in runs:
-        at_slow, at_fast = predictor.seconds(run, slow), predictor.seconds(run, fast)
-        products = (at_slow - at_fast) / (1 / slow - 1 / fast)
-        lines.append((at_fast - products / fast, products, run.seconds))
-
-    def badness(efficiency: float) -> float:
-        return sum(math.log((rest + products / efficiency) / measured) ** 2 for rest, products, measured in lines)
-
-    return min((k / 1000 for k in range(200, 1000)), key=badness)
 
 
 def _stage_bytes(run: Run, graph: LayerGraph, stage_of: Sequence[int], stage: int) -> float:
@@ -231,11 +213,6 @@ def _of_context(graph: LayerGraph, run: Run) -> LayerGraph:
     return replace(graph, components=tuple(parts))
 
 
-def _at(cluster: Cluster, efficiency: float) -> Cluster:
-    scale = efficiency / constant("estimate_flops_efficiency")
-    return replace(cluster, device=replace(cluster.device, peak_bf16_flops=scale * cluster.device.peak_bf16_flops))
-
-
 def _profile(graph: LayerGraph, cluster: Cluster, run: Run) -> Profile:
     return estimate(
         graph, cluster.device, model_spec=run.model, model_fingerprint="0" * 16, precision="bf16",
@@ -243,11 +220,11 @@ def _profile(graph: LayerGraph, cluster: Cluster, run: Run) -> Profile:
     )  # fmt: skip
 
 
-def tokens_per_second(strategies: Strategies, efficiency: float) -> float:
+def tokens_per_second(strategies: Strategies) -> float:
     """Of each of 8 H100 that train Llama 3 8B with FSDP in bf16, two sequences of 8,192 tokens each, every other block
     computed twice: torchtitan publishes 5,762 for that (its selective recomputation takes about as much)."""
     gpus, each, tokens = 8, 2, 8192
-    graph, cluster = traced("llama3-8b", 32, tokens), _at(presets.load("h100-nvlink-8"), efficiency)
+    graph, cluster = traced("llama3-8b", 32, tokens), presets.load("h100-nvlink-8")
     run = Run(
         case="torchtitan", model="llama3-8b", layers=32, tensor=1, stages=1, data=gpus, context=1, experts=1,
         microbatches=1, tokens=tokens, seconds=1.0, memory_bytes=1.0,
@@ -298,4 +275,4 @@ _NOTHING = Prediction(
 )  # fmt: skip
 _NONE = Certificate(solver="hand", status="feasible", lower_bound_s=0.0, gap=1.0, space="", solve_s=0.0)
 
-__all__ = ["GIB", "Predictor", "Run", "expressible", "fitted", "planned", "read", "tokens_per_second", "traced"]
+__all__ = ["GIB", "Predictor", "Run", "expressible", "planned", "read", "tokens_per_second", "traced"]
