@@ -4,13 +4,11 @@ Per component and pass, with F the FLOPs and D the bytes read and written,
 
     time = dispatch + F / (efficiency_F * peak) + F / (intensity * bandwidth) + D / (efficiency_D * bandwidth)
 
-The terms add up because kernels bound by arithmetic (convolutions, matrix products) alternate with ones bound by memory
-(normalisation, activations, additions). A product also loads its operands: one byte for every ``intensity`` FLOPs. So
-the faster a device computes for its bandwidth, the smaller the share of its peak that products reach: 0.85 on the fp32
-cores of a V100, 0.6 on the tensor cores of an A100, 0.46 on those of an H100. On a GPU no pass is faster than its host
-launches it, module by module: small microbatches all take as long. Forward reads and writes what it saves and hands on
-once, and its parameters; backward does twice the arithmetic and moves twice as much. The efficiencies and their sources
-are in ``asa/data/constants.json``.
+The terms add up because kernels bound by arithmetic (products, convolutions) alternate with ones bound by memory
+(normalisation, activations). Products load a byte of operands for every ``intensity`` FLOPs, so they reach 0.85 of peak
+on the fp32 cores of a V100, and 0.46 on the tensor cores of an H100. On a GPU no pass is faster than its host launches
+it, module by module. Forward reads and writes what it saves and hands on once, and its parameters; backward does twice
+the arithmetic and moves twice as much. Sources: ``asa/data/constants.json``.
 """
 
 from __future__ import annotations
@@ -151,7 +149,8 @@ def _timing(
     saved *= scale
     handed = component.output_bytes_per_sample * scale
     moved = samples * 2 * (saved + handed) + parameters
-    arithmetic = samples * flops * seconds_per_flop(peak, device.memory_bandwidth)
+    operands = samples * flops / (constant("estimate_flops_per_byte") * device.memory_bandwidth)
+    arithmetic = samples * flops / (constant("estimate_flops_efficiency") * peak) + operands
     traffic = moved / (constant("estimate_bandwidth_efficiency") * device.memory_bandwidth)
     host = launch * len(component.modules)
     if not _BACKWARD * (dispatch + arithmetic + traffic) <= MOST_SECONDS:
@@ -169,14 +168,6 @@ def _timing(
         saved_bytes=round(samples * saved),
         transient_bytes=round(samples * (2 * handed + saved / 2)),
     )
-
-
-def seconds_per_flop(peak: float, bandwidth: float) -> float:
-    """Seconds that a FLOP of a matrix product or convolution takes, operands loaded (formula of this module).
-
-    ``peak`` in FLOPs/s, ``bandwidth`` of the memory in bytes/s.
-    """
-    return 1 / (constant("estimate_flops_efficiency") * peak) + 1 / (constant("estimate_flops_per_byte") * bandwidth)
 
 
 def _guess(seconds: float) -> Stat:
