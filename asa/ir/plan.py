@@ -223,6 +223,8 @@ class Measured:
 
 KEPT_OUT = "not allowed by the pins"
 """Reason why a whole strategy that fits cannot be chosen."""
+TOO_SLOW = "its compute alone takes longer than another split"
+"""Reason why a uniform split was not priced."""
 
 
 @noun

@@ -264,8 +264,12 @@ def _least(prices: Prices, *, proved: bool) -> tuple[Candidate, tuple[str, ...]]
     Raises:
         InfeasibleError: none of them fits either.
     """
-    found = [] if proved else list(leanest.lean(prices, prices.space.pinned))
-    best = min((x for x in found if x.excess <= 0), key=lambda x: x.price.cost.total_s, default=None)
+    found, ends = list[leanest.Leanest](), clock.now() + prices.space.request.time_limit_s
+    for x in () if proved else leanest.lean(prices, prices.space.pinned):
+        found += [x] if x.excess <= 0 else []
+        if clock.now() > ends:
+            break
+    best = min(found, key=lambda x: x.price.cost.total_s, default=None)
     if best is None:
         raise infeasible.explain(prices, prices.space.pinned, proved=proved)
     said = "one of those that need least memory: the search found none in its time"

@@ -23,7 +23,7 @@ from asa.planner.budget import ROUNDING, USUAL, Budget
 from asa.planner.parallel import Exchange, Forked, possible
 from asa.planner.pipeline import joint
 from asa.planner.pipeline.climb import first_plans
-from asa.planner.pipeline.floors import PACED, floors
+from asa.planner.pipeline.floors import Paced, begun, floors
 from asa.planner.pipeline.kinds import pipelines, views
 from asa.planner.pipeline.pipelines import Pipelined
 from asa.planner.pipeline.practice import on_fewer
@@ -229,15 +229,17 @@ class _Ways:
         what was known before."""
         best, staged, own = self.best, self.staged, self.budget
         staged.crowded = crowded(self.alone)
-        # Whether compute alone says that no pipeline is better; closer bounds only where there are no others.
-        halvings = 1 if joint.searched(staged) else PACED
-        until = max(self.ends, clock.now() + own.floors_s)
-        floor = floors(staged, best.limit, until, counts=counts, halvings=halvings)
+        left = list[Paced]()
+        if joint.searched(staged):  # whether compute alone says that no pipeline is better: closer bounds follow
+            floor = floors(staged, best.limit, self.ends, counts=counts, halvings=1)
+        else:
+            floor, left = begun(staged, best.limit, counts)
+            floor = {m: bound for m, bound in floor.items() if m not in {x.m for x in left}}
         ends = max(self.ends, clock.now() + own.rest * (self.ends - best.started))
         found = joint.search(
             staged, incumbent_ms=best.limit, time_limit_s=ends - clock.now(), gap=own.enough,
-            patience_s=max(0.0, best.started + own.patience_s - clock.now()), others=others, started=best.started,
-            floor=floor, crowded=staged.crowded, effort=own.effort,
+            patience_s=max(0.0, best.started + own.patience_s - clock.now()), others=[*others, *left],
+            started=best.started, floor=floor, crowded=staged.crowded, effort=own.effort,
         )  # fmt: skip
         least = min((b for _, _, b in found.curve), default=0.0)
         before = [(t, v, min(b, least)) for t, v, b in best.curve]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import RenderableType
 
-from asa.ir.plan import KEPT_OUT, Assignment, Baseline, Plan, Trial
+from asa.ir.plan import KEPT_OUT, TOO_SLOW, Assignment, Baseline, Plan, Trial
 from asa.ir.units import figures
 from asa.report.tables import groups, line, runs, short, table
 from asa.report.units import NOTHING, error, percent, rate, seconds, size
@@ -161,7 +161,8 @@ def _folded(plan: Plan, more: int) -> list[RenderableType]:
     for what, names in (
         (KEPT_OUT, [b.name for b in run if b.why_not == KEPT_OUT]),
         ("too large", [b.name for b in run if not b.fits and b.step_time_s is not None and b.why_not != KEPT_OUT]),
-        ("not possible here", [b.name for b in run if not b.fits and b.step_time_s is None]),
+        (TOO_SLOW, [b.name for b in run if b.why_not == TOO_SLOW]),
+        ("not possible here", [b.name for b in run if not b.fits and b.step_time_s is None and b.why_not != TOO_SLOW]),
         ("only on request", [b.name for b in plan.baselines if _only_asked(b)]),
     ):
         rest = f" and {len(names) - _NAMES} others" if len(names) > _NAMES else ""

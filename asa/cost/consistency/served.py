@@ -13,6 +13,7 @@ A server that shares a worker's device takes its updates out of that worker's co
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from dataclasses import dataclass, field
 
 from asa.cost.consistency.played import Draws, Machine, Played, counted, settled
@@ -59,10 +60,13 @@ class Served:
         self._slowest = 0
         self._blocked: set[int] = set()
         self._rejected = 0
+        self._batch = machine.rows
+        self._begun: deque[tuple[int, int, float]] = deque()
+        """Workers that compute, with their clock and the rows that had been applied when they pulled, oldest first."""
 
     def run(self, steps: int) -> Played:
         """Simulate until ``steps`` global batches are applied and every worker has finished a cycle or two."""
-        batch, count = self.machine.rows, len(self._workers)
+        batch, count = self._batch, len(self._workers)
         for w in range(count):
             self._begin(w, 0.0)
         most = 4 * (steps * count + 10 * count)
@@ -120,7 +124,7 @@ class Served:
         """Let a worker pull and compute, or wait for the window."""
         me, machine = self._workers[w], self.machine
         lead = me.clock - self._slowest
-        if self._held_up(w, lead):
+        if self._held_up(lead):
             me.blocked_since = now if me.blocked_since is None else me.blocked_since
             self._blocked.add(w)
             return
@@ -140,20 +144,22 @@ class Served:
         if self.discipline.period > 1:
             compute += self.discipline.period * machine.workers[w].update_s
         me.computing = True
+        self._begun.append((w, me.clock, self.applied))
         self._at(got + max(0.0, compute - machine.workers[w].hidden_s), "computed", w)
 
-    def _held_up(self, w: int, lead: int) -> bool:
+    def _held_up(self, lead: int) -> bool:
         """Whether a gradient under way is as old as the window allows; with a window of 0, whether any worker is
-        behind."""
+        behind. Whoever asks computes nothing itself."""
         window = self.discipline.window
         if not window:
             return window == 0 and lead > 0
-        limit = window * self.machine.rows * (1 - 1e-12)
-        return any(
-            other.computing and self._accepted - other.own - other.pulled >= limit
-            for v, other in enumerate(self._workers)
-            if v != w
-        )
+        while self._begun and not self._under_way(*self._begun[0][:2]):
+            self._begun.popleft()
+        limit = window * self._batch * (1 - 1e-12)
+        return bool(self._begun) and self._accepted - self._begun[0][2] >= limit
+
+    def _under_way(self, w: int, clock: int) -> bool:
+        return self._workers[w].computing and self._workers[w].clock == clock
 
     def _push(self, w: int) -> None:
         me, worker = self._workers[w], self.machine.workers[w]
@@ -182,7 +188,7 @@ class Served:
                 self._arrived = []
             return
         me, worker, limit = self._workers[w], self.machine.workers[w], self.discipline.max_age
-        age = (self._accepted - me.own - me.pulled) / self.machine.rows
+        age = (self._accepted - me.own - me.pulled) / self._batch
         if limit is not None and int(age + 1e-9) > limit:
             me.rejected = True
             self._rejected += 1
@@ -224,5 +230,10 @@ class Served:
         me.clock += 1
         if self.discipline.synchronous and self._slowest < me.clock:
             return  # the others' update is the same one
-        for other in range(len(self._workers)) if self.discipline.synchronous else (w, *sorted(self._blocked - {w})):
+        if self.discipline.synchronous:
+            for other in range(len(self._workers)):
+                self._begin(other, self.now)
+            return
+        self._begin(w, self.now)
+        for other in sorted(self._blocked - {w}) if not self._held_up(0) else ():
             self._begin(other, self.now)

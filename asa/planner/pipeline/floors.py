@@ -44,8 +44,21 @@ def floors(
     halvings, which take longest: without the others nothing is proved.
     """
     ends = max(ends, clock.now() + _LEAST_S)
+    found, left = begun(pipelines, best, counts, halvings=halvings)
+    for x in left:
+        while x.bound < best and not x.stuck and clock.now() <= ends:
+            x.step(best, ends)
+        found[x.m] = x.bound
+    return found
+
+
+def begun(
+    pipelines: Pipelines, best: float, counts: Sequence[int] | None = None, *, halvings: int = PACED
+) -> tuple[dict[int, float], list[Paced]]:
+    """Bounds as those of :func:`floors` before anything is halved, and what can raise some of them."""
     found = dict.fromkeys(pipelines.microbatches() if counts is None else counts, 0.0)
-    gpus = pipelines.gpus
+    left, gpus = list[Paced](), pipelines.gpus
+    unit = 1 if gpus <= _MOST_RANKS else _NODE
     for m in found:
         rows = {w: row for w in pipelines.widths() if w < gpus and (row := pipelines.compute(w, m)) is not None}
         if not rows:
@@ -59,39 +72,47 @@ def floors(
             found[m] = best
             continue
         found[m] = max(low, m * _slowest(own, widths, gpus, low / m, best / m))
-        if found[m] < best < INF and (halvings > 1 or found[m] > _NEAR * best):
-            met = [pipelines.ends(w, m) for w in rows]
-            joints = np.zeros((2, *own.shape)) if None in met else np.array(met, dtype=float).swapaxes(0, 1)
-            found[m] = max(found[m], _paced(own, joints, widths, gpus, m, found[m], best, ends, halvings))
-    return found
+        entries = len(set((widths // unit).tolist())) * own.shape[1] ** 2 * (gpus // unit + 1)
+        if found[m] < best < INF and (halvings > 1 or found[m] > _NEAR * best) and entries <= _MOST_ENTRIES:
+            left.append(Paced(pipelines, own, widths, unit, m, found[m], halvings))
+    return found, left
 
 
-def _paced(
-    own: Any, joints: Any, widths: Any, gpus: int, m: int, low: float, high: float, ends: float, halvings: int
-) -> float:  # fmt: skip
-    """A bound between ``low`` and ``high`` ms on the slowest stage with what is in front of it. ``joints``: ms of
-    beginning, and of ending, a stage with each component, by width."""
-    unit = 1 if gpus <= _MOST_RANKS else _NODE
-    n, slots = own.shape[1], gpus // unit
-    counts = sorted(set((widths // unit).tolist()))
-    if high == INF or len(counts) * n * n * (slots + 1) > _MOST_ENTRIES:
-        return low
-    sums = np.concatenate([np.zeros((len(widths), 1)), np.cumsum(own, axis=1)], axis=1)
-    slots_of = widths // unit
-    least = {k: (sums[slots_of == k], *joints[:, slots_of == k]) for k in counts}
-    for step in range(halvings):
-        middle = high if step == 0 else (low + high) / 2
-        if clock.now() > ends:
-            break
-        if _reachable(least, slots, m, middle * (1 + ROUNDING)):
-            if step == 0:
-                continue
-            high = middle
-        elif step == 0:
-            return high
+class Paced:
+    """Plans with ``m`` microbatches, by the slowest stage and what is in front of it: an item for the queue of
+    :mod:`asa.planner.pipeline.joint`. ``own``: ms by width and component; ranks count in ``unit``s."""
+
+    value = INF
+
+    def __init__(
+        self, pipelines: Pipelines, own: Any, widths: Any, unit: int, m: int, low: float, halvings: int
+    ) -> None:
+        self.m, self.bound, self.level, self.stuck = m, low, 0, False
+        self._pipelines, self._widths, self._halvings, self._high = pipelines, widths, halvings, INF
+        self._slots, self._taken = pipelines.gpus // unit, widths // unit
+        self._sums = np.concatenate([np.zeros((len(widths), 1)), np.cumsum(own, axis=1)], axis=1)
+        self._least = self._with(np.zeros((2, *own.shape)))
+
+    def step(self, best: float, ends: float) -> None:
+        """Ask whether any plan takes less than ``best`` ms, without what hosts take at the ends of stages, and then
+        with that; and halve what is left between the bound and the best plan, again and again."""
+        self.level += 1
+        if self.level == 2:
+            met = [self._pipelines.ends(w, self.m) for w in self._widths.tolist()]
+            if None not in met:
+                self._least = self._with(np.array(met, dtype=float).swapaxes(0, 1))
+        middle = best if self.level < 3 else (self.bound + min(best, self._high)) / 2
+        if _reachable(self._least, self._slots, self.m, middle * (1 + ROUNDING)):
+            self._high = middle
         else:
-            low = middle
-    return low
+            self.bound = middle
+        self.stuck = self.level > self._halvings
+
+    def _with(self, joints: Any) -> dict[int, tuple[Any, Any, Any]]:
+        """By slots of a stage what :func:`_reachable` takes. ``joints``: ms of beginning, and of ending, a stage with
+        each component, by width."""
+        some = sorted(set(self._taken.tolist()))
+        return {k: (self._sums[self._taken == k], *joints[:, self._taken == k]) for k in some}
 
 
 def _reachable(least: dict[int, tuple[Any, Any, Any]], slots: int, m: int, most: float) -> bool:

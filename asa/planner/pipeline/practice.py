@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from asa.cost.pipeline import makespan
+from asa.cost.pipeline import StageTimes, lower_bound, makespan
 from asa.ir.layout import lowest_terms
 from asa.ir.plan import DataStrategyName
 from asa.planner import clock
@@ -48,14 +48,15 @@ class _Split:
     """Seconds that compute takes at least."""
 
 
-def practice(prices: Prices, allowed: Allowed, until: float = INF) -> Candidate | None:
+def practice(prices: Prices, allowed: Allowed, until: float = INF, first: float = 0.0) -> Candidate | None:
     """The fastest such plan on all devices that fits and is ``allowed``, of those that are priced by the time
-    ``until``; None where there is none. Unequal devices are one stage."""
+    ``until``, or so many seconds later, ``first``, where no other one fits; None where there is none. Unequal devices
+    are one stage."""
     gpus = prices.space.request.gpus
     if prices.space.cluster.unequal:
-        return _fastest(_alone(prices, allowed, (gpus,)), INF, until)
+        return _fastest(_alone(prices, allowed, (gpus,)), INF, until, first)
     sketch = Sketch(prices, allowed, INF)
-    return _fastest([(sketch, split) for split in _splits(prices)], INF, until)
+    return _fastest([(sketch, split) for split in _splits(prices)], INF, until, first)
 
 
 def on_fewer(prices: Prices, allowed: Allowed, below: float, until: float) -> Candidate | None:
@@ -65,16 +66,18 @@ def on_fewer(prices: Prices, allowed: Allowed, below: float, until: float) -> Ca
     return found if found is not None and prices.of(found).cost.total_s < below else None
 
 
-def _fastest(splits: Iterable[tuple[Sketch, _Split]], below: float, until: float) -> Candidate | None:
+def _fastest(
+    splits: Iterable[tuple[Sketch, _Split]], below: float, until: float, first: float = 0.0
+) -> Candidate | None:
     found = list[tuple[float, int, Sketch, Candidate]]()
     roomy = set[tuple[Sketch, int, int]]()
     for sketch, split in sorted(splits, key=lambda x: x[1].least_s):
-        if split.least_s >= below or clock.counted() > until:
+        if split.least_s >= below or clock.counted() > (until if found else until + first):
             break
         key = (sketch, split.d, split.t)
         if split.p == 1 and key in roomy:  # more microbatches only save memory
             continue
-        for seconds, candidate in _plans(sketch, split):
+        for seconds, candidate in _plans(sketch, split, below):
             found.append((seconds, len(found), sketch, candidate))
             below = min(below, seconds)
             if all(w.data.strategy == "replicate" and not w.checkpoint for w in candidate.ways):
@@ -142,19 +145,19 @@ def _timed(prices: Prices, d: int, t: int, p: int, m: int, cuts: Sequence[int]) 
         wanted = before[starts[-1]] + (before[-1] - before[starts[-1]]) / (p - s + 1)
         starts.append(min(left, key=lambda c: abs(before[c] - wanted)))
     stages = np.diff(before[[*starts, len(taken)]])
-    return _Split(d, t, p, m, tuple(starts), float(before[-1] + (m - 1) * stages.max()))
+    least_s = max(float(before[-1]), float((before[starts] + m * stages).max()))
+    return _Split(d, t, p, m, tuple(starts), least_s)
 
 
-def _plans(sketch: Sketch, x: _Split) -> Iterator[tuple[float, Candidate]]:
-    """Seconds and plans of a split, one for each way to keep state that leaves room enough."""
+def _plans(sketch: Sketch, x: _Split, below: float) -> Iterator[tuple[float, Candidate]]:
+    """Seconds and plans of a split, one for each way to keep state that leaves room enough; not all of those that take
+    ``below`` seconds or more."""
     space, n, w = sketch.space, sketch.n, x.d * x.t
     for kind in (k for k in _KINDS if k in space.strategies.data and (x.d > 1 or k == "replicate")):
         plain = StageStyle(x.d, x.t, kind, False)
         if not sketch.possible(w, x.num_microbatches, plain).all():
             continue
-        styles = [plain, replace(plain, checkpoint=True)] if space.strategies.checkpoint else [plain]
-        ways = [sketch.uniform(w, x.num_microbatches, style) for style in styles]
-        made = _filled(sketch, x, ways)
+        made = _filled(sketch, x, plain, below)
         if made is not None:
             seconds, uniforms = made
             stops = (*x.starts[1:], n)
@@ -171,18 +174,21 @@ def _plans(sketch: Sketch, x: _Split) -> Iterator[tuple[float, Candidate]]:
             )
 
 
-def _filled(sketch: Sketch, x: _Split, ways: Sequence[Uniform]) -> tuple[float, list[Uniform]] | None:
-    """Seconds of a step, and how each stage runs, with as few components recomputed as fit; None where none do."""
+def _filled(sketch: Sketch, x: _Split, style: StageStyle, below: float) -> tuple[float, list[Uniform]] | None:
+    """Seconds of a step, and how each stage runs, with as few components recomputed as fit; None where none do, or
+    where it surely takes ``below`` seconds or more."""
     space, m, times, chosen = sketch.space, x.num_microbatches, [], list[Uniform]()
+    plain = sketch.uniform(x.d * x.t, m, style)
     room = space.capacity(sketch.gpus)
     schedule = space.strategies.schedules["1f1b"] if x.p > 1 else None
     for s, (a, b) in enumerate(zip(x.starts, (*x.starts[1:], sketch.n), strict=True)):
         flight = 1 if schedule is None else schedule.in_flight(s, x.p, m)
-        made = _recomputed(sketch, ways, a, b, flight, room)
+        own, held = plain.stage(a, b, flight)
+        made = (own, plain) if held <= room else _recomputed(sketch, plain, style, (a, b), flight, room)
         if made is None:
             return None
-        times.append(made[0].stage(a, b, flight)[0])
-        chosen.append(made[0])
+        times.append(made[0])
+        chosen.append(made[1])
     if schedule is None:
         one = times[0]
         return m * (one.forward + one.backward) + one.last_backward_extra + one.after, chosen
@@ -192,30 +198,35 @@ def _filled(sketch: Sketch, x: _Split, ways: Sequence[Uniform]) -> tuple[float, 
         pricer.handover(a, u.ways[a - 1].layout, v.ways[a].layout, o)
         for a, u, v, o in zip(x.starts[1:], chosen, chosen[1:], offsets[1:], strict=False)
     ]  # fmt: skip
+    if lower_bound(times, moves, schedule, m) >= below:
+        return None
     clock.count("action", m * x.p)
     return makespan(times, moves, schedule, m), chosen
 
 
 def _recomputed(
-    sketch: Sketch, ways: Sequence[Uniform], start: int, stop: int, flight: int, room: float
-) -> tuple[Uniform, int] | None:
-    """A stage with as few components recomputed as fit, and how many these are."""
-    plain = ways[0]
-    if plain.stage(start, stop, flight)[1] <= room:
-        return plain, 0
-    if len(ways) == 1 or not all(sketch.allowed(i, ways[1].ways[i]) for i in range(start, stop)):
+    sketch: Sketch, plain: Uniform, style: StageStyle, ends: tuple[int, int], flight: int, room: float
+) -> tuple[StageTimes, Uniform] | None:
+    """The times of a stage with as few components recomputed as fit, and how it runs; None where none do."""
+    (start, stop), own = ends, slice(*ends)
+    if not sketch.space.strategies.checkpoint:
         return None
-    again, own = ways[1], slice(start, stop)
+    again = sketch.uniform(style.data * style.tensor, plain.pricer.num_microbatches, replace(style, checkpoint=True))
+    if not all(sketch.allowed(i, again.ways[i]) for i in range(start, stop)):
+        return None
     spared = plain.priced.activations[own] - again.priced.activations[own]
     longer = again.priced.backward[own] - plain.priced.backward[own]
     able = np.array([w.checkpoint for w in again.ways[own]], dtype=bool) & (spared > 0)
     order: Any = np.argsort(np.where(able, longer / np.maximum(1.0, spared), INF), kind="stable")[: int(able.sum())]
-    low, high, fitting = 1, len(order), None
-    while low <= high:  # the more, the less is held
-        count = (low + high) // 2
+    low, high, count, fitting = 1, len(order), len(order), None
+    while low <= high:  # the more, the less is held: first all, which says whether any number fits
         mixed = plain.mixed(again, [start + int(i) for i in order[:count]])
-        if mixed.stage(start, stop, flight)[1] <= room:
-            fitting, high = (mixed, count), count - 1
+        times, held = mixed.stage(start, stop, flight)
+        if held <= room:
+            fitting, high = (times, mixed), count - 1
+        elif fitting is None:
+            return None
         else:
             low = count + 1
+        count = (low + high) // 2
     return fitting

@@ -11,6 +11,7 @@ from asa.cost.pipeline import makespan
 from asa.cost.planned import Price
 from asa.ir.codec import noun
 from asa.ir.consistency import parse
+from asa.ir.plan import TOO_SLOW
 from asa.ir.units import GIB
 from asa.planner import clock
 from asa.planner.pipeline.practice import practice
@@ -21,8 +22,10 @@ from asa.planner.space.space import TOLERANCE_GIB
 
 _MANY = 100
 """Components from which on numbers of microbatches are compared by what all components cost together."""
+_SPLITS = 20
+"""Uniform splits from which on those are only named whose compute alone takes longer than another one."""
 _PRACTICE = 0.25
-"""Most of the time for a search that the best uniform split is looked for."""
+"""Most of the time for a search that the best uniform split is looked for, and that others are priced."""
 _PAST = 1.1
 """Over the best: from there on more microbatches only make a pipeline slower."""
 
@@ -47,9 +50,23 @@ def table(prices: Prices, wanted: Sequence[str] = ()) -> list[StrategyRow]:
     """Every whole strategy, priced, and those of ``wanted`` that are no usual ones (``hybrid:d3t2`` of 8)."""
     space = prices.space
     names = dict.fromkeys((*baselines.names(space.strategies, space.request.gpus), *wanted))
-    rows = [row(name, prices) for name in names if name not in ("asa", "hybrid")]
+    members = set(baselines.members("hybrid", space.strategies, space.request.gpus))
+    single = [n for n in names if n not in ("asa", "hybrid")]
+    least = dict.fromkeys(single, 0.0)
+    if len(members) > _SPLITS and not space.request.pins and space.request.top_k == 1 and not space.cluster.unequal:
+        least |= {n: baselines.at_least(n, prices) for n in members - {*wanted, "ddp"} if n in least}
+    made, fastest = dict[str, StrategyRow](), float("inf")
+    until = clock.counted() + _PRACTICE * space.request.time_limit_s
+    for name in sorted(single, key=least.__getitem__):
+        if least[name] > 0 and (least[name] > fastest or clock.counted() > until):
+            why = TOO_SLOW if least[name] > fastest else "not priced within the time limit"
+            made[name] = StrategyRow(name=name, candidate=None, price=None, fits=False, why_not=why)
+            continue
+        made[name] = row(name, prices)
+        if name in members and made[name].fits:
+            fastest = min(fastest, made[name].seconds)
+    rows = [made[n] for n in single]
     if "hybrid" in names:
-        members = set(baselines.members("hybrid", space.strategies, space.request.gpus))
         best = min((r for r in rows if r.name in members), key=lambda r: (not r.fits, r.seconds))
         rows.append(
             StrategyRow(name="hybrid", candidate=best.candidate, price=best.price, fits=best.fits, why_not=best.why_not)
@@ -105,8 +122,9 @@ def row(name: str, prices: Prices) -> StrategyRow:
 
 def _practised(prices: Prices) -> StrategyRow:
     """The best uniform split of all devices, recomputed as far as memory asks for it."""
-    until = clock.counted() + _PRACTICE * prices.space.request.time_limit_s
-    found = practice(prices, prices.space.pinned, until)
+    limit_s = prices.space.request.time_limit_s
+    until = clock.counted() + _PRACTICE * limit_s
+    found = practice(prices, prices.space.pinned, until, (1 - _PRACTICE) * limit_s)
     if found is None:
         return StrategyRow(
             name=baselines.BEST_AGAIN, candidate=None, price=None, fits=False, why_not="no uniform split fits"

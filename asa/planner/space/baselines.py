@@ -152,6 +152,19 @@ def _fewest(name: str, prices: Prices) -> int:
     return 2 if degrees.p > 1 and degrees.schedule != "layers" else 1
 
 
+def at_least(name: str, prices: Prices) -> float:
+    """Seconds that computing takes at least under one whole strategy on equal devices, wherever it is cut; 0 where none
+    of its numbers of microbatches is possible."""
+    x, found = _degrees(name.removesuffix(AGAIN), prices.space.request.gpus), list[float]()
+    for m in (m for m in prices.space.microbatches() if _fewest(name, prices) <= m):
+        if prices.space.request.global_batch // m < x.d or (x.p > 1 and m > MOST_IN_A_PIPELINE):
+            break
+        taken = prices.compute_of(x.d, x.t, m, x.p)
+        # A stage waits for those in front, and then has all microbatches: best where later stages are smaller.
+        found.append(max(m * float(taken.max()), float(taken.sum()) / (1 - (1 - 1 / m) ** x.p)))
+    return min(found, default=0.0)
+
+
 def uniform(name: str, prices: Prices, num_microbatches: int) -> Candidate:
     """The candidate of one whole strategy (other than ``asa`` and ``hybrid``).
 
