@@ -23,7 +23,7 @@ from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.ir.consistency import Discipline
 
-_PULL, _MEET, _LAST = 0.0, 1.0, 2.0
+_PULL, _MEET, _LAST, _ENTER = 0.0, 1.0, 2.0, 3.0
 
 
 class Meetings:
@@ -68,6 +68,13 @@ class Meetings:
         with self._changed:
             self.workers.discard(worker)
             self._changed.notify_all()
+
+    def enter(self, worker: int) -> None:
+        """Add ``worker``, which takes the place of a lost one."""
+        with self._changed:
+            self.workers.add(worker)
+            self._through.discard(worker)
+            self._came.pop(worker, None)
 
     def anew(self, live: Collection[int]) -> None:
         """Finish the current round; from here on all remaining workers contribute again."""
@@ -125,6 +132,7 @@ class QuorumSteps(Conduct):
         if votes.rank == 0:
             self._meetings = Meetings(discipline, self._flat.weights(), model.processes)
             self._exchange.serve(self._answer, self._meetings.lost)
+        self._exchange.connect()
         self._outer = self._flat.weights()
         self._steps = 0
 
@@ -145,6 +153,12 @@ class QuorumSteps(Conduct):
             weights = self._ask(_MEET, self._moved())
             assert weights is not None
             self._go_on_from(weights)
+
+    def enter(self) -> None:
+        """Start from the outer weights."""
+        weights = self._ask(_ENTER, None)
+        assert weights is not None
+        self._go_on_from(weights)
 
     def settle(self) -> None:
         """Average all remaining changes, and set every worker to the outer weights (collective)."""
@@ -177,7 +191,9 @@ class QuorumSteps(Conduct):
     def _answer(self, worker: int, asked: Tensor, body: Tensor | None) -> tuple[Tensor, Tensor | None]:
         meetings = self._meetings
         assert meetings is not None
-        if asked[0] == _PULL or body is None:
+        if asked[0] == _ENTER:
+            meetings.enter(worker)
+        if asked[0] in (_PULL, _ENTER) or body is None:
             return head(), meetings.weights.detach().clone()
         if self.discipline.message == "int8":
             scales, numbers = body.split([4 * len(self._flat.sizes), self._flat.total])
