@@ -54,9 +54,11 @@ def slowly(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "ranks"), [("ps_bounded", 3), ("downpour:period=2", 3), ("diloco:period=2:quorum=2", 3)]
+    "text",
+    ["ps_bounded", "downpour:period=2", "diloco:period=2:quorum=2", "local_sgd:quorum=1", "fedavg:period=2:quorum=2"],
 )
-def test_a_killed_worker_comes_back_and_gets_a_share_again(tmp_path, text, ranks):
+def test_a_killed_worker_comes_back_and_gets_a_share_again(tmp_path, text):
+    ranks = 3
     events = run_and_kill(text, ranks, 2, tmp_path)
     assert [e["rank"] for e in of(events, "lost")] == [e["rank"] for e in of(events, "returned")] == [2]
     counted = of(events, "consistency")
