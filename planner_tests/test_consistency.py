@@ -166,6 +166,12 @@ def test_a_quorum_meets_without_the_others_and_takes_in_who_is_late():
     assert torch.equal(meetings.met(0, torch.ones(2)), torch.full((2,), -6.0))
 
 
+def test_a_mean_over_a_quorum_is_weighted_by_samples():
+    meetings = Meetings(parse("local_sgd:quorum=2:grace_s=0"), torch.zeros(1), [0, 1])
+    meetings.last(0, torch.ones(1), 3)
+    assert torch.equal(meetings.met(1, torch.full((1,), 5.0), 1), torch.tensor([-2.0]))
+
+
 def test_a_rank_that_hangs_between_two_meetings_is_left_out_and_said(monkeypatch):
     monkeypatch.setattr(star, "_LATE_TO_MEET_S", 0.05)
     ranks = star.Coordinator(2)
@@ -223,6 +229,7 @@ def test_asynchrony_brings_momentum_and_a_window_of_zero_does_not():
         ("ps_async:window=3", "no parameter of ps_async"),
         ("ps_async:servers", "'servers' is no parameter of ps_async with a value"),
         ("fedavg:fraction=2", "at most 1"),
+        ("fedavg:fraction=0.5:quorum=2", "leave out fraction and spread, or quorum"),
         ("diloco:period=ten", "period is a whole number, not 'ten'"),
         ("diloco:period=4:period=8", "twice"),
     ],

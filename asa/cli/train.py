@@ -170,7 +170,7 @@ def tell(event: dict[str, Any], console: Console, progress: Report, *, trained: 
                 EpochRecord, {k: event[k] for k in event if k not in ("event", "line")}, source="epoch"
             )
             console.line(epoch_line(record, trained=trained))
-        case "note":
+        case "note" | "lost" | "returned":
             console.say(f"asa: {event['message']}")
         case "finding":
             console.line(folded(f"  {PREFIX[kind_of(event)]}{event['line']}"))

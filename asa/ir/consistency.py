@@ -77,12 +77,14 @@ PARAMETERS: Mapping[DisciplineName, Mapping[str, Any]] = {
     "ps_bounded": {"servers": 1, "placement": "beside", "window": 3, "max_age": None, "momentum": None},
     "downpour": {"servers": 1, "placement": "beside", "period": 4, "momentum": None},
     "hogwild": {"momentum": None},
-    "local_sgd": {"period": 4, "growth": 0.0, "groups": None},
+    "local_sgd": {"period": 4, "growth": 0.0, "quorum": None, "grace_s": 1.0, "groups": None},
     "diloco": {
         "period": 50, "outer_rate": 0.7, "outer_momentum": 0.9, "fragments": 1, "message": "fp32", "quorum": None,
         "grace_s": 1.0, "groups": None,
     },
-    "fedavg": {"period": 10, "fraction": 1.0, "spread": 0.0, "message": "fp32"},
+    "fedavg": {
+        "period": 10, "fraction": 1.0, "spread": 0.0, "message": "fp32", "quorum": None, "grace_s": 1.0,
+    },
     "pipedream": {},
 }  # fmt: skip
 """Parameters of every discipline, with their default values."""
@@ -169,6 +171,11 @@ class Discipline:
             raise UsageError(f"{name}: fraction is {self.fraction}; it must be above 0 and at most 1")
         if self.quorum is not None and self.groups is not None:
             raise UsageError(f"{name}: a quorum counts workers of one rank each; leave out groups={self.groups}")
+        if self.quorum is not None and (self.fraction < 1 or self.spread > 0):
+            raise UsageError(
+                f"{name}: with a quorum, whoever is ready gets the next samples: leave out fraction and spread, or "
+                "quorum"
+            )
         if self.quorum is not None and self.fragments > 1:
             raise UsageError(
                 f"{name}: a quorum meets for all weights at once, asked for {self.fragments} fragments too"
@@ -264,7 +271,8 @@ class Discipline:
 
     def __str__(self) -> str:
         usual = _filled(self.name, {} if self.window is None else {"window": self.window})
-        told = ((k, getattr(self, k)) for k in PARAMETERS[self.name])
+        idle = {"grace_s"} if self.quorum is None and not self.grace_s else set()
+        told = ((k, getattr(self, k)) for k in PARAMETERS[self.name] if k not in idle)
         known = {k: getattr(usual, k) for k in PARAMETERS[self.name]} | {"window": PARAMETERS[self.name].get("window")}
         return ":".join([self.name, *(f"{k}={v}".lower() for k, v in told if v != known[k])])
 

@@ -14,17 +14,20 @@ from asa.launch.devices import bind_to_core, cuda_devices, usable_cores
 from asa.launch.heap import give_back_freed_memory, keep_freed_memory
 from asa.launch.ranks import run_ranks
 from asa.launch.torchrun import TorchrunRank, join, launched
-from asa.launch.worker import tell
+from asa.launch.worker import Latecomer, latecomer, store_of_ranks, tell
 
 __all__ = [
+    "Latecomer",
     "TorchrunRank",
     "bind_to_core",
     "cuda_devices",
     "give_back_freed_memory",
     "join",
     "keep_freed_memory",
+    "latecomer",
     "launched",
     "run_ranks",
+    "store_of_ranks",
     "tell",
     "usable_cores",
 ]

@@ -26,6 +26,7 @@ from asa.launch.apart import surroundings
 from asa.launch.blame import Outcome, culprit
 from asa.launch.devices import cuda_devices
 from asa.launch.forking import fork_beside_threads, ranks_can_fork, safe_threads
+from asa.launch.returns import Return
 from asa.launch.signals import held_while_starting, leave_terminal
 from asa.launch.worker import Failure, Setting, work
 
@@ -61,6 +62,7 @@ def run_ranks(
     on_message: Callable[[int, Any], None] | None = None,
     once_started: Callable[[], None] | None = None,
     spare: Callable[[int], bool] | None = None,
+    returns: Callable[[int], bool] | None = None,
 ) -> list[T]:
     """Call ``function(rank, *args)`` on ``num_ranks`` new processes that form one process group.
 
@@ -83,6 +85,8 @@ def run_ranks(
         once_started: called here when all ranks run, to free what only they need. (Without it, ranks that lose each
             other in gloo during start-up are started again, once.)
         spare: whether the others continue without a given rank if it is lost (None: never); its result is then None.
+        returns: whether a given rank is started again if it is lost, as a :class:`~asa.launch.Latecomer`, while the
+            others go on (None: never). One that is lost again and again is started ever later, and in the end no more.
 
     Returns:
         The results, by rank.
@@ -104,8 +108,9 @@ def run_ranks(
     while True:
         limits = (timeout_s, silence_s if silence_s is not None else timeout_s if watched else None)
         crew = _Crew(
-            num_ranks, backend, safe_threads(threads, num_ranks), *limits, together=silence_s is not None, spare=spare
-        )
+            num_ranks, backend, safe_threads(threads, num_ranks), *limits, together=silence_s is not None, spare=spare,
+            returns=returns,
+        )  # fmt: skip
         with _sigterm(crew, forward_sigterm):
             try:
                 with held_while_starting(forward_sigterm):  # delivered once ranks have their handlers
@@ -127,13 +132,17 @@ class _Crew:
 
     def __init__(
         self, num_ranks: int, backend: str, threads: int, timeout_s: float, silence_s: float | None, *, together: bool,
-        spare: Callable[[int], bool] | None = None,
+        spare: Callable[[int], bool] | None = None, returns: Callable[[int], bool] | None = None,
     ) -> None:  # fmt: skip
         self.spare = spare
+        self.returns = {r: Return() for r in range(num_ranks) if returns is not None and returns(r)}
         self.num_ranks, self.backend, self.threads, self.timeout_s = num_ranks, backend, threads, timeout_s
         self.silence_s, self.together = silence_s, together
         self.watch: alive.Watch | None = None
+        self.counters: Any = None
         self.steps: Any = None
+        self.launch: Callable[[int, bool], None] | None = None
+        self.stopping = False
         self.processes: list[BaseProcess] = []
         self.connections: list[Connection] = []
         self.outcomes: dict[int, Outcome] = {}
@@ -144,18 +153,18 @@ class _Crew:
         forking = ranks_can_fork()
         context = multiprocessing.get_context("fork" if forking else "spawn")
         where = surroundings()
-        counters = None
         if self.silence_s is not None:
-            counters = alive.shared_counters(context, self.num_ranks)
+            self.counters = alive.shared_counters(context, self.num_ranks)
             self.steps = alive.shared_counters(context, self.num_ranks)
-            self.watch = alive.Watch(counters, self.silence_s, together=self.together)
+            self.watch = alive.Watch(self.counters, self.silence_s, together=self.together)
         with socket.socket() as listener:
             # The store uses this bound socket, so no other process can take the port in between. Ranks
             # queue in its backlog until the store's thread runs, which starts after all forks.
             listener.bind((where.host, 0))
             listener.listen(4 * self.num_ranks + 16)
             port = listener.getsockname()[1]
-            for rank in range(self.num_ranks):
+
+            def launch(rank: int, late: bool = False) -> None:
                 here, there = context.Pipe()
                 setting = Setting(
                     rank=rank,
@@ -166,18 +175,23 @@ class _Crew:
                     threads=self.threads,
                     timeout_s=self.timeout_s,
                     parent=os.getpid(),
-                    counters=counters,
+                    counters=self.counters,
                     steps=self.steps,
+                    late=late,
                 )
-                inherited = (*self.connections, here, listener) if forking else ()
+                inherited = (*self.connections, here, *(() if late else (listener,))) if forking else ()
                 process: BaseProcess = context.Process(  # type: ignore[attr-defined]
                     target=work, args=(setting, there, inherited, function, args), name=f"asa-rank-{rank}"
                 )
-                self.connections.append(here)
+                self.connections[rank : rank + 1] = [here]
                 with fork_beside_threads():
                     process.start()
-                self.processes.append(process)
+                self.processes[rank : rank + 1] = [process]
                 there.close()
+
+            self.launch = launch
+            for rank in range(self.num_ranks):
+                launch(rank)
             self.store = TCPStore(
                 where.host,
                 port,
@@ -209,7 +223,8 @@ class _Crew:
                 raise WorkersFailedError(f"rank {late} of {self.num_ranks} was not done within the limit", rank=late)
             look = None if self.watch is None else now + self.watch.interval_s
             grace = None if first_failure is None else first_failure + _GRACE_S
-            ends = [t for t in (deadline, grace, look, done) if t is not None]
+            due = self._bring_back(now) if first_failure is None and done is None else None
+            ends = [t for t in (deadline, grace, look, done, due) if t is not None]
             self._hear(on_message, max(0.0, min(ends) - now) + 0.001 if ends else None)
             if first_failure is None:
                 self._look()
@@ -224,16 +239,35 @@ class _Crew:
 
     def _needed_are_done(self) -> bool:
         """Whether all ranks that are not spare have a result; the others are then not waited for."""
-        needed = [r for r in range(self.num_ranks) if self.spare is None or not self.spare(r)]
+        back = {r for r, found in self.returns.items() if found.starts}
+        needed = [r for r in range(self.num_ranks) if r not in back and (self.spare is None or not self.spare(r))]
         return all(r in self.outcomes and self.outcomes[r].failure is None for r in needed)
 
     def _spared(self, rank: int) -> bool:
-        """Whether ``rank`` is lost and the others continue without it."""
-        failure = self.outcomes[rank].failure
-        if failure is None or self.spare is None or not self.spare(rank):
+        """Whether ``rank`` is lost, and the others continue without it or wait for its return."""
+        failure, back = self.outcomes[rank].failure, self.returns.get(rank)
+        spare = self.spare is not None and self.spare(rank)
+        if failure is None or not (spare or (back is not None and back.possible)):
             return False
         error = failure.error
         return failure.lost or (isinstance(error, WorkersFailedError) and error.lost)
+
+    def _bring_back(self, now: float) -> float | None:
+        """Start lost ranks again whose pause is over; returns the end of the next pause, if there is one."""
+        ends = []
+        for rank in [r for r in self.returns if r in self.outcomes and self._spared(r) and not self.stopping]:
+            due = self.returns[rank].due(now)
+            if due is not None and due > now:
+                ends.append(due)
+            elif due is not None and self.launch is not None:
+                self.processes[rank].join(_LEAVE_S)
+                self.connections[rank].close()
+                self.returns[rank].started(now)
+                if self.counters is not None:
+                    self.counters[rank] = 0
+                self.launch(rank, True)
+                del self.outcomes[rank]
+        return min(ends, default=None)
 
     def _look(self) -> None:
         """Mark a rank as lost that has been silent for too long."""
@@ -241,7 +275,7 @@ class _Crew:
         found = None if self.watch is None else self.watch.late(running)
         if found is not None:
             line = f"hung: it gave no sign of life for {found[1]:.0f} s"
-            if self.spare is not None and self.spare(found[0]):
+            if found[0] in self.returns or (self.spare is not None and self.spare(found[0])):
                 self.processes[found[0]].kill()  # closes its connections, so that ranks waiting for it get an error
             self.outcomes[found[0]] = Outcome(failure=Failure(line=line, collective=False, lost=True))
 
@@ -301,6 +335,7 @@ class _Crew:
 
     def signal(self, number: int) -> None:
         """Send signal ``number`` to every living rank."""
+        self.stopping = True
         for process in self.processes:
             if process.pid is not None and process.is_alive():
                 with contextlib.suppress(ProcessLookupError):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed exports no types
+from torch.distributed.distributed_c10d import _get_default_store
 
 from asa.errors import AsaError, WorkersFailedError, place_of
 from asa.launch import alive, faults
@@ -60,7 +61,7 @@ class Failure:
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """What a rank is given at its start. It dies with the process ``parent``; ``counters`` receives its heartbeats and
-    ``steps`` its current step, if they are watched."""
+    ``steps`` its current step, if they are watched. ``late``: it is a :class:`Latecomer`."""
 
     rank: int
     num_ranks: int
@@ -72,6 +73,32 @@ class Setting:
     parent: int
     counters: Any = None
     steps: Any = None
+    late: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latecomer:
+    """A rank that takes the place of a lost one. It is in no process group, and finds the others in the ``store``."""
+
+    rank: int
+    num_ranks: int
+    store: Store
+
+
+_late: Latecomer | None = None
+_store: Store | None = None
+
+
+def latecomer() -> Latecomer | None:
+    """What this process is if it takes the place of a lost rank; otherwise None."""
+    return _late
+
+
+def store_of_ranks() -> Store:
+    """The store in which all ranks meet, those that come late included."""
+    if _late is not None:
+        return _late.store
+    return _get_default_store() if _store is None else _store
 
 
 def tell(message: Any) -> None:
@@ -235,11 +262,18 @@ def _enter(setting: Setting) -> None:
     faults.reached("rendezvous")
     timeout = timedelta(seconds=setting.timeout_s)
     store = TCPStore(setting.where.host, setting.port, None, False, timeout=timeout)
-    form_group(setting.backend, PrefixStore("asa", store), setting.rank, setting.num_ranks, setting.rank, timeout)
+    shared = PrefixStore("asa", store)
+    if setting.late:
+        global _late
+        _late = Latecomer(rank=setting.rank, num_ranks=setting.num_ranks, store=shared)
+    else:
+        form_group(setting.backend, shared, setting.rank, setting.num_ranks, setting.rank, timeout)
 
 
 def form_group(backend: str, store: Store, rank: int, num_ranks: int, local_rank: int, timeout: timedelta) -> None:
     """Join the default process group. With ``nccl`` there is also gloo, for votes that must not wait for the device."""
+    global _store
+    _store = store
     if backend == "nccl":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

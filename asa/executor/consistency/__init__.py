@@ -34,11 +34,9 @@ def conduct_of(model: ParallelModel, optimizer: Optimizer, votes: Votes) -> Cond
         if not isinstance(votes, StarVotes):
             raise UsageError("hogwild's ranks never take a step together; `asa train` and `asa.Job` run it")
         return SharedWeights(discipline, model, optimizer, votes)
-    if discipline.name == "local_sgd":
-        return LocalSteps(discipline, model, optimizer)
     if discipline.quorum is not None:
         if not isinstance(votes, StarVotes):
             raise UsageError(f"{discipline}: a quorum needs workers that may be lost: `asa train` and `asa.Job` run it")
         return QuorumSteps(discipline, model, optimizer, votes)
-    made = {"diloco": OuterSteps, "fedavg": FederatedAverage, "pipedream": UndrainedPipeline}
+    made = {"local_sgd": LocalSteps, "diloco": OuterSteps, "fedavg": FederatedAverage, "pipedream": UndrainedPipeline}
     return made[discipline.name](discipline, model, optimizer)

@@ -1,25 +1,39 @@
-"""Messages between a worker and its servers: one process group per pair, so that a lost rank harms no other pair.
+"""Messages between a worker and its servers: one connection per pair, so that a lost rank harms no other pair.
 
-Everything travels as tensors in ``torch.distributed`` point-to-point operations over gloo, on the host. A request is a
-header [16] of float64 (operation and numbers) and, if the header says so, a body; so is a reply.
+Everything travels as tensors in gloo's point-to-point operations, on the host. A request is a header [32] of float64
+(operation and numbers) and, if the header says so, a body; so is a reply.
+
+A connection is a gloo group of two ranks that meet in the store of the run. The asking end *calls*: it writes a new
+name there, under which both ends connect. So the other end needs to know nothing of who calls, and either end may be a
+process that has taken the place of a lost one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
+import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+from asa.launch import alive, store_of_ranks
 
 _FOREVER = timedelta(days=7)
 """Time limit of messages. A worker or server may wait for another as long as that lives; a lost rank closes its
 sockets."""
+_CONNECT = timedelta(seconds=10)
+_LOOK_S, _LOOK_LATER_S = 0.02, 0.2
+"""Seconds between two looks for a call, without a connection and with one."""
+_COUNT = itertools.count()
+"""Numbers the exchanges of a process, which are made in the same order by all ranks."""
 
 Handle = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 """Function from a worker's request (rank, header, body) to a reply (header, body)."""
@@ -27,14 +41,14 @@ Handle = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 _LEAVE_S = 1.0
 """Seconds that clients may take to report that they leave; one that hangs never does."""
 
-HEAD = 16
+HEAD = 32
 """Length of a header; its last two entries describe the body."""
 LEAVING = -1.0
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int8)
 
 
 class Channel:
-    """One end of the connection between two ranks."""
+    """One end of the connection between two ranks, of which the calling one has number 0."""
 
     def __init__(self, group: Any, other: int) -> None:
         self.group, self.other = group, other
@@ -45,19 +59,19 @@ class Channel:
         head = head.clone()
         head[-2] = -1.0 if body is None else float(_DTYPES.index(body.dtype))
         head[-1] = 0.0 if body is None else float(body.numel())
-        dist.send(head, self.other, group=self.group)
+        self.group.send([head], self.other, 0).wait(_FOREVER)
         if body is not None and body.numel():
-            dist.send(body.contiguous(), self.other, group=self.group)
+            self.group.send([body.contiguous()], self.other, 0).wait(_FOREVER)
 
     def receive(self) -> tuple[Tensor, Tensor | None]:
         """Receive a header and its body (None if there is none) from the other end."""
         head = torch.empty(HEAD, dtype=torch.float64)
-        dist.recv(head, self.other, group=self.group)
+        self.group.recv([head], self.other, 0).wait(_FOREVER)
         if head[-2] < 0:
             return head, None
         body = torch.empty(int(head[-1]), dtype=_DTYPES[int(head[-2])])
         if body.numel():
-            dist.recv(body, self.other, group=self.group)
+            self.group.recv([body], self.other, 0).wait(_FOREVER)
         return head, body
 
 
@@ -71,66 +85,166 @@ def head(*numbers: float) -> Tensor:
 class Exchange:
     """Request and reply between ranks: ``clients`` ask, each of ``hosts`` answers. A rank may be both.
 
-    Every rank must construct one (collective).
+    All ranks construct their exchanges in the same order. ``returning``: hosts that come back if they are lost; a
+    request to one is repeated then, so it may arrive twice. ``patience_s``: how long to wait for a host.
     """
 
-    def __init__(self, rank: int, clients: Sequence[int], hosts: Sequence[int]) -> None:
+    def __init__(
+        self, rank: int, clients: Sequence[int], hosts: Sequence[int], *, returning: Collection[int] = (),
+        patience_s: float = 600.0,
+    ) -> None:  # fmt: skip
         self.rank, self.hosts, self.clients = rank, tuple(hosts), tuple(clients)
+        self._returning, self._patience_s = frozenset(returning), patience_s
         self._to: dict[int, Channel] = {}
-        self._from: dict[int, Channel] = {}
         self._threads: list[threading.Thread] = []
         self._handle: Handle | None = None
-        for host in hosts:
-            for client in clients:
-                if client == host:
-                    continue
-                group = dist.new_group([client, host], backend="gloo", timeout=_FOREVER)
-                if rank == client:
-                    self._to[host] = Channel(group, host)
-                elif rank == host:
-                    self._from[client] = Channel(group, client)
+        self._closed = False
+        self._name = f"exchange/{next(_COUNT)}"
+        found = store_of_ranks() if len({*hosts, *clients}) > 1 else None
+        self._store = None if found is None else PrefixStore(self._name, found.clone())
+
+    def note(self, value: Any) -> None:
+        """Leave a JSON value for ranks that come late."""
+        if self._store is not None:
+            self._store.set("noted", json.dumps(value))
+
+    def noted(self) -> Any:
+        """The value that was left by :meth:`note`."""
+        assert self._store is not None
+        return json.loads(self._store.get("noted"))
 
     def serve(self, handle: Handle, lost: Callable[[int], None]) -> None:
-        """Answer each client in its own thread; ``lost`` is called with a client whose connection has broken."""
+        """Answer each client in threads of its own; ``lost`` is called with a client whose connection has broken."""
         self._handle = handle
-        for client, channel in self._from.items():
-            thread = threading.Thread(target=_answer, args=(client, channel, handle, lost), daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        for client in self.clients:
+            if client != self.rank:
+                thread = threading.Thread(target=self._answer, args=(client, handle, lost), daemon=True)
+                thread.start()
+                self._threads.append(thread)
+
+    def connect(self) -> None:
+        """Connect to all hosts, if this rank is a client."""
+        for host in self.hosts if self.rank in self.clients else ():
+            if host != self.rank and host not in self._to:
+                self._to[host] = self._call(host)
 
     def ask(self, requests: Sequence[tuple[Tensor, Tensor | None]]) -> list[tuple[Tensor, Tensor | None]]:
         """Send one request to each host, then wait for the replies; returns them in the order of hosts."""
-        for host, request in zip(self.hosts, requests, strict=True):
+        self.connect()
+        sent = dict(zip(self.hosts, requests, strict=True))
+        for host, request in sent.items():
             if host != self.rank:
-                self._to[host].send(*request)
+                with self._lasting(host):
+                    self._to[host].send(*request)
         found: dict[int, tuple[Tensor, Tensor | None]] = {}
-        for host, request in zip(self.hosts, requests, strict=True):
-            if host == self.rank:
-                assert self._handle is not None
-                found[host] = self._handle(self.rank, *request)
-        for host in self.hosts:
-            if host != self.rank:
-                found[host] = self._to[host].receive()
+        if self.rank in sent:
+            assert self._handle is not None
+            found[self.rank] = self._handle(self.rank, *sent[self.rank])
+        for host, request in sent.items():
+            while host not in found:
+                with self._lasting(host):
+                    if host not in self._to:
+                        self._to[host] = self._call(host)
+                        self._to[host].send(*request)
+                    found[host] = self._to[host].receive()
         return [found[host] for host in self.hosts]
+
+    @contextlib.contextmanager
+    def _lasting(self, host: int) -> Iterator[None]:
+        """Context in which the loss of a returning host leaves it unconnected."""
+        try:
+            yield
+        except RuntimeError:
+            if host not in self._returning or host not in self._to:
+                raise
+            del self._to[host]
+
+    def _call(self, host: int) -> Channel:
+        """Connect to ``host``, as often as it takes until it answers.
+
+        Raises:
+            RuntimeError: it did not within :attr:`_patience_s`.
+        """
+        assert self._store is not None
+        until = time.monotonic() + self._patience_s
+        while True:
+            name = secrets.token_hex(8)
+            self._store.set(f"call/{self.rank}/{host}", name)
+            try:
+                return Channel(self._group(self._store, name, 0), 1)
+            except RuntimeError:
+                if time.monotonic() > until:
+                    raise
+
+    def _group(self, store: Store, name: str, end: int) -> Any:
+        return ProcessGroupGloo(PrefixStore(name, store.clone()), end, 2, timeout=_CONNECT)
+
+    def _answer(self, client: int, handle: Handle, lost: Callable[[int], None]) -> None:
+        """Answer ``client``, and whatever process takes its place. Each connection has a thread of its own: that of a
+        client which is gone may still be waiting for others."""
+        assert self._store is not None
+        store, last, line = self._store.clone(), "", None
+        with contextlib.suppress(RuntimeError):  # the run has ended, and its store with it
+            while (name := self._called(store, client, last, line)) is not None:
+                last = name
+                try:
+                    channel = Channel(self._group(store, name, 1), 0)
+                except RuntimeError:  # whoever called is gone, or has called again
+                    continue
+                store.set(f"answered/{client}/{self.rank}", name)
+                if line is not None:
+                    line.end()
+                line = _Line(client, channel, handle, lost)
+                line.start()
+
+    def _called(self, store: Store, client: int, last: str, line: _Line | None) -> str | None:
+        """The next name under which ``client`` calls, other than ``last`` and what was answered here before; None once
+        this end is closed or the client has taken its leave."""
+        call, answered = f"call/{client}/{self.rank}", f"answered/{client}/{self.rank}"
+        while not self._closed and not (line is not None and line.left):
+            if store.check([call]):
+                name = str(store.get(call).decode())
+                if name != last and not (store.check([answered]) and store.get(answered).decode() == name):
+                    return name
+            time.sleep(_LOOK_S if line is None or line.ended else _LOOK_LATER_S)
+        return None
 
     def close(self) -> None:
         """Tell every host that this client leaves, and wait for the threads that serve clients here."""
         for channel in self._to.values():
             with contextlib.suppress(RuntimeError):  # it has left before
                 channel.send(head(LEAVING), None)
+        self._closed = True
         until = time.monotonic() + _LEAVE_S
         for thread in self._threads:
             thread.join(timeout=max(0.0, until - time.monotonic()))
-        self._to, self._from, self._threads = {}, {}, []
+        self._to, self._threads = {}, []
 
 
-def _answer(client: int, channel: Channel, handle: Handle, lost: Callable[[int], None]) -> None:
-    try:
-        while True:
-            asked, body = channel.receive()
-            if asked[0] == LEAVING:
-                break
-            channel.send(*handle(client, asked, body))
-    except RuntimeError:  # the other end is gone
-        pass
-    lost(client)
+class _Line(threading.Thread):
+    """The host's end of one connection, while it lasts. ``left``: the client has taken its leave."""
+
+    def __init__(self, client: int, channel: Channel, handle: Handle, lost: Callable[[int], None]) -> None:
+        super().__init__(daemon=True)
+        self._client, self._channel, self._handle, self._lost = client, channel, handle, lost
+        self._one = threading.Lock()
+        self.left = self.ended = False
+
+    def run(self) -> None:
+        """Answer requests until the connection ends."""
+        with contextlib.suppress(RuntimeError):  # the other end is gone
+            while not self.left:
+                asked, body = self._channel.receive()
+                alive.beat()
+                if asked[0] == LEAVING:
+                    self.left = True
+                else:
+                    self._channel.send(*self._handle(self._client, asked, body))
+        self.end()
+
+    def end(self) -> None:
+        """Report the client as lost, once."""
+        with self._one:
+            if not self.ended:
+                self._lost(self._client)
+            self.ended = True

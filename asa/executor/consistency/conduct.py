@@ -72,6 +72,13 @@ class Conduct(ABC):
     def settle(self) -> None:
         """Bring all workers to the same weights, running statistics and optimizer state (collective)."""
 
+    def enter(self) -> None:  # noqa: B027
+        """Take the current weights, as a worker that takes the place of a lost one, once the others know of it."""
+
+    def returned(self, rank: int) -> str:
+        """What there is to say of ``rank``, which has come back after it was lost."""
+        return f"rank {rank} is back, and takes part again"
+
     def pause(self) -> None:  # noqa: B027  (most keep nobody waiting)
         """Announce that this worker is about to wait for all others, so that none of them waits for its updates."""
 

@@ -1,8 +1,9 @@
-"""Averaging that a slow or lost worker does not delay (``diloco`` with a quorum).
+"""Averaging that a slow or lost worker does not delay (``local_sgd``, ``diloco`` and ``fedavg`` with a quorum).
 
 The first worker holds the outer weights and their optimizer. A round of averaging ends when all remaining workers have
 contributed, or when the quorum has and the grace window after that is over; later ones are in the next round. After
-"Decoupled DiLoCo" (2026): all contributions have equal weight.
+"Decoupled DiLoCo" (2026): contributions are weighted by their samples. Without an outer optimizer (``local_sgd``,
+``fedavg``) the outer weights are the mean of the workers'.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.ir.consistency import Discipline
 
-_PULL, _MEET, _LAST = 0.0, 1.0, 2.0
+_PULL, _MEET, _LAST, _ENTER = 0.0, 1.0, 2.0, 3.0
 
 
 class Meetings:
@@ -37,18 +38,18 @@ class Meetings:
             [self.weights], lr=d.outer_rate, momentum=d.outer_momentum, nesterov=d.outer_momentum > 0
         )
         self.held = self.absences = 0
-        self._came: dict[int, Tensor] = {}
+        self._came: dict[int, tuple[Tensor, int]] = {}
         self._through: set[int] = set()
         self._number = 0
         self._enough_at: float | None = None
         self._changed = threading.Condition()
 
-    def met(self, worker: int, moved: Tensor) -> Tensor:
-        """Add ``moved`` [n], the change of weights of ``worker``, wait for the end of the round, and return the outer
-        weights."""
+    def met(self, worker: int, moved: Tensor, samples: int = 1) -> Tensor:
+        """Add ``moved`` [n], the change of weights of ``worker`` over ``samples``, wait for the end of the round, and
+        return the outer weights."""
         with self._changed:
             number = self._number
-            self._come(worker, moved)
+            self._come(worker, moved, samples)
             while self._number == number:
                 if not self._over():
                     self._changed.wait(timeout=self._patience())
@@ -56,10 +57,10 @@ class Meetings:
                     self._conclude()
             return self.weights.detach().clone()
 
-    def last(self, worker: int, moved: Tensor) -> None:
+    def last(self, worker: int, moved: Tensor, samples: int = 1) -> None:
         """Add the change ``moved`` of ``worker`` without waiting; it does not contribute again before :meth:`anew`."""
         with self._changed:
-            self._come(worker, moved)
+            self._come(worker, moved, samples)
             self._through.add(worker)
             self._changed.notify_all()
 
@@ -69,6 +70,13 @@ class Meetings:
             self.workers.discard(worker)
             self._changed.notify_all()
 
+    def enter(self, worker: int) -> None:
+        """Add ``worker``, which takes the place of a lost one."""
+        with self._changed:
+            self.workers.add(worker)
+            self._through.discard(worker)
+            self._came.pop(worker, None)
+
     def anew(self, live: Collection[int]) -> None:
         """Finish the current round; from here on all remaining workers contribute again."""
         with self._changed:
@@ -77,10 +85,11 @@ class Meetings:
             self.workers &= set(live)
             self._through = set()
 
-    def _come(self, worker: int, moved: Tensor) -> None:
+    def _come(self, worker: int, moved: Tensor, samples: int) -> None:
         if worker in self._came:  # too late for the previous round: add both
-            moved = moved + self._came[worker]
-        self._came[worker] = moved
+            before, count = self._came[worker]
+            moved, samples = moved + before, samples + count
+        self._came[worker] = (moved, samples)
         self._changed.notify_all()
 
     def _needed(self) -> int:
@@ -105,7 +114,10 @@ class Meetings:
         came = [self._came[w] for w in sorted(self._came)]
         self.held += 1
         self.absences += len((self.workers - self._through) - self._came.keys())
-        self.weights.grad = torch.stack(came).mean(dim=0)
+        samples = sum(count for _, count in came)
+        if not samples:  # nobody has trained since
+            samples, came = len(came), [(moved, 1) for moved, _ in came]
+        self.weights.grad = torch.stack([moved * (count / samples) for moved, count in came]).sum(dim=0)
         self.optimizer.step()
         self.weights.grad = None
         self._came, self._enough_at = {}, None
@@ -114,7 +126,7 @@ class Meetings:
 
 
 class QuorumSteps(Conduct):
-    """Implements ``diloco`` with a quorum."""
+    """Implements disciplines of local steps with a quorum."""
 
     def __init__(self, discipline: Discipline, model: ParallelModel, optimizer: Optimizer, votes: StarVotes) -> None:
         super().__init__(discipline, model, optimizer)
@@ -125,12 +137,13 @@ class QuorumSteps(Conduct):
         if votes.rank == 0:
             self._meetings = Meetings(discipline, self._flat.weights(), model.processes)
             self._exchange.serve(self._answer, self._meetings.lost)
+        self._exchange.connect()
         self._outer = self._flat.weights()
-        self._steps = 0
+        self._steps = self._samples = 0
 
     def begin(self) -> None:
         """Copy the weights, which are equal on all workers, as outer weights."""
-        self._outer, self._steps = self._flat.weights(), 0
+        self._outer, self._steps, self._samples = self._flat.weights(), 0, 0
         if self._meetings is not None:
             with torch.no_grad():
                 self._meetings.weights.copy_(self._outer)
@@ -140,11 +153,17 @@ class QuorumSteps(Conduct):
         """Take an inner step, and average if the period is over."""
         self.unscale(batch)
         self.optimizer.step()
-        self._steps += 1
-        if self._steps % self.discipline.period == 0:
+        self._steps, self._samples = self._steps + 1, self._samples + self.rows(batch)
+        if self._steps >= self.discipline.period_at(self.rate):
             weights = self._ask(_MEET, self._moved())
             assert weights is not None
             self._go_on_from(weights)
+
+    def enter(self) -> None:
+        """Start from the outer weights."""
+        weights = self._ask(_ENTER, None)
+        assert weights is not None
+        self._go_on_from(weights)
 
     def settle(self) -> None:
         """Average all remaining changes, and set every worker to the outer weights (collective)."""
@@ -156,14 +175,13 @@ class QuorumSteps(Conduct):
         weights = self._ask(_PULL, None)
         assert weights is not None
         self._go_on_from(weights)
-        self._steps = 0
         average_over_star(self.model, self._votes)
 
     def _moved(self) -> Tensor:
         return self._outer - self._flat.weights()
 
     def _go_on_from(self, weights: Tensor) -> None:
-        self._outer = weights
+        self._outer, self._steps, self._samples = weights, 0, 0
         self._flat.put(weights)
 
     def _ask(self, what: float, moved: Tensor | None) -> Tensor | None:
@@ -171,22 +189,24 @@ class QuorumSteps(Conduct):
         if moved is not None and self.discipline.message == "int8":
             numbers, scales = quantised(moved, self._flat.sizes)
             body = torch.cat([scales.float().view(torch.uint8), numbers.view(torch.uint8)])
-        ((_, weights),) = self._exchange.ask([(head(what), body)])
+        ((_, weights),) = self._exchange.ask([(head(what, self._samples), body)])
         return weights
 
     def _answer(self, worker: int, asked: Tensor, body: Tensor | None) -> tuple[Tensor, Tensor | None]:
         meetings = self._meetings
         assert meetings is not None
-        if asked[0] == _PULL or body is None:
+        if asked[0] == _ENTER:
+            meetings.enter(worker)
+        if asked[0] in (_PULL, _ENTER) or body is None:
             return head(), meetings.weights.detach().clone()
         if self.discipline.message == "int8":
             scales, numbers = body.split([4 * len(self._flat.sizes), self._flat.total])
             body = dequantised(numbers.view(torch.int8), scales.clone().view(torch.float32), self._flat.sizes)
         moved = body.to(self._flat.dtype)
         if asked[0] == _LAST:
-            meetings.last(worker, moved)
+            meetings.last(worker, moved, int(asked[1]))
             return head(), None
-        return head(), meetings.met(worker, moved)
+        return head(), meetings.met(worker, moved, int(asked[1]))
 
     def state(self) -> dict[str, Tensor]:
         """Momentum of the outer optimizer, on the first worker."""

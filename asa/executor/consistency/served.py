@@ -8,13 +8,14 @@ held by the servers only. This file does not decide which samples a worker gets.
 from __future__ import annotations
 
 import json
+import secrets
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from asa.errors import UsageError
+from asa.errors import UnavailableError, UsageError
 from asa.executor.consistency.channels import HEAD, Exchange, head
 from asa.executor.consistency.conduct import Conduct
 from asa.executor.consistency.flat import FlatParameters, slices
@@ -25,7 +26,7 @@ from asa.executor.model.votes import Votes
 from asa.ir.consistency import Discipline
 
 _PUSH, _PULL, _PUT, _KEYS, _STATE, _SET, _COUNTS, _THROUGH, _PAUSE = map(float, range(9))
-_MOST_GROUPS = HEAD - 5
+_MOST_GROUPS = HEAD - 8
 
 
 class Served(Conduct):
@@ -46,36 +47,75 @@ class Served(Conduct):
         groups = len(optimizer.param_groups)
         if groups > _MOST_GROUPS:
             raise UsageError(f"{groups} groups of parameters: a server keeps {_MOST_GROUPS} apart at most")
+        self._star = votes if isinstance(votes, StarVotes) else None
+        hosts = discipline.server_ranks(votes.num_ranks)
+        returning = () if self._star is None else self._star.returning
+        self._exchange = Exchange(votes.rank, model.processes, hosts, returning=returning)
         described = None
         if not model.idle:
             self._flat = FlatParameters(optimizer)
             dtype = str(self._flat.dtype).removeprefix("torch.")
             described = [self._flat.total, dtype, self._flat.groups]
-        total, dtype, groups_at = votes.tell(described, source=model.processes[0])
-        hosts = discipline.server_ranks(votes.num_ranks)
+        if self._star is None or not self._star.late:
+            described = votes.tell(described, source=model.processes[0])
+            if self._first:
+                self._exchange.note(described)
+        else:
+            described = self._exchange.noted()
+        total, dtype, groups_at = described
         self._slices = slices(total, len(hosts))
-        self._exchange = Exchange(votes.rank, model.processes, hosts)
+        self._push_number = secrets.randbelow(1 << 30)
+        self._seen = [(0, 0)] * len(hosts)
         if votes.rank in hosts:
             start, stop = self._slices[hosts.index(votes.rank)]
             flat = torch.zeros(stop - start, dtype=getattr(torch, dtype))
             self._server = Server(
                 discipline, flat, start, groups_at, optimizer, model.processes, model.plan.global_batch
             )
+            if self._star is not None and self._star.late:
+                self._recall()
             self._exchange.serve(self._answer, self._server.lost)
+        self._exchange.connect()
         self._options = _options(optimizer)
         self._kept: Tensor | None = None
         self._samples = self._steps = 0
         self._batch = model.plan.global_batch
 
+    def _recall(self) -> None:
+        """Continue this server from the snapshot of the process before it.
+
+        Raises:
+            UnavailableError: there is none.
+        """
+        assert self._star is not None
+        assert self._server is not None
+        kept = None if self._star.snapshots is None else self._star.snapshots.read()
+        if kept is None:
+            raise UnavailableError(f"rank {self._star.rank}, a server, was lost before its first snapshot")
+        self._server.recall(kept)
+
     def begin(self) -> None:
-        """Send the first worker's weights and optimizer state to the servers."""
+        """Send the first worker's weights and optimizer state to the servers; one that comes late takes theirs."""
+        if self._star is not None and self._star.late:
+            self._keep()
+            return
         if self._first:
             assert self._flat is not None
             weights = self._flat.weights()
             self._ask([(head(_PUT), weights[a:b]) for a, b in self._slices])
             self._send_state()
         self._votes.gather([0.0])
+        self._keep()
         self._kept, self._samples, self._steps = None, 0, 0
+
+    def _keep(self) -> None:
+        if self._server is not None and self._star is not None and self._star.snapshots is not None:
+            self._server.keep(self._star.snapshots)
+
+    def enter(self) -> None:
+        """Take the servers' weights."""
+        if self._flat is not None:
+            self.pull()
 
     def step(self, batch: int) -> None:
         """Push the gradient, wait until this worker may continue, and take the weights that come back."""
@@ -100,12 +140,12 @@ class Served(Conduct):
 
     def _push(self, gradient: Tensor, samples: int, rates: list[float]) -> None:
         assert self._flat is not None
+        self._push_number += 1
         asked: list[tuple[Tensor, Tensor | None]] = [
-            (head(_PUSH, samples, self._batch, *rates), gradient[a:b]) for a, b in self._slices
+            (head(_PUSH, samples, self._batch, self._push_number, *seen, *rates), gradient[a:b])
+            for (a, b), seen in zip(self._slices, self._seen, strict=True)
         ]
-        for (start, _), (_, weights) in zip(self._slices, self._ask(asked), strict=True):
-            assert weights is not None
-            self._flat.put(weights, start)
+        self._take(self._ask(asked))
         self._kept, self._samples = None, 0
 
     def _kept_back(self, gradient: Tensor, samples: int, rates: list[float]) -> Tensor:
@@ -163,10 +203,26 @@ class Served(Conduct):
     def pull(self) -> None:
         """Set the model's weights to those of the servers."""
         assert self._flat is not None
-        replies = self._ask([(head(_PULL), None)] * len(self._slices))
+        self._take(self._ask([(head(_PULL), None)] * len(self._slices)))
+
+    def _take(self, replies: list[tuple[Tensor, Tensor | None]]) -> None:
+        """Load the weights in the servers' ``replies``, and note how far the servers are."""
+        assert self._flat is not None
         for (start, _), (_, weights) in zip(self._slices, replies, strict=True):
             assert weights is not None
             self._flat.put(weights, start)
+        self._seen = [(int(said[0]), int(said[1])) for said, _ in replies]
+
+    def returned(self, rank: int) -> str:
+        """What there is to say of ``rank``: of a server also how much it has lost."""
+        if rank not in self._exchange.hosts:
+            return super().returned(rank)
+        _, body = self._ask([(head(_COUNTS), None)] * len(self._slices))[self._exchange.hosts.index(rank)]
+        gone = json.loads(_text(body)).get("samples_gone", 0)
+        return (
+            f"rank {rank}, a server, is back with its last snapshot; the gradients of {gone} samples since then are "
+            "lost for its part of the weights"
+        )
 
     def figures(self) -> dict[str, object]:
         """Counters of every server since the start: samples applied and rejected, ages of gradients, largest lead of a
@@ -193,10 +249,13 @@ class Served(Conduct):
         what = float(asked[0])
         if what == _PUSH:
             assert body is not None
-            rates = asked[3 : 3 + len(server.parts)].tolist()
-            return head(), server.pushed(worker, body, int(asked[1]), rates, batch=int(asked[2]))
+            rates = asked[6 : 6 + len(server.parts)].tolist()
+            batch, serial, applied, life = (int(x) for x in asked[2:6])
+            server.missed(applied, life)
+            weights = server.pushed(worker, body, int(asked[1]), rates, batch=batch, serial=serial)
+            return head(*server.age), weights
         if what == _PULL:
-            return head(), server.pull(worker)
+            return head(*server.age), server.pull(worker)
         if what == _PUT:
             assert body is not None
             server.restart(body)
@@ -266,13 +325,26 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
 @torch.no_grad()
 def average_over_star(model: ParallelModel, votes: StarVotes) -> None:
     """Average running statistics over all remaining workers (collective)."""
-    floats = [b for c in model.components for b in c.buffers() if b.is_floating_point()]
-    if not any(votes.exchange(len(floats))):
-        return
-    mean = votes.mean(torch.cat([b.reshape(-1).cpu().double() for b in floats]) if floats else torch.empty(0).double())
+    mine = statistics_of(model)
+    if any(votes.exchange(mine.numel())):
+        put_statistics(model, votes.mean(mine))
+
+
+def _statistics(model: ParallelModel) -> list[Tensor]:
+    return [b for c in model.components for b in c.buffers() if b.is_floating_point()]
+
+
+def statistics_of(model: ParallelModel) -> Tensor:
+    """Copy of all running statistics as one vector [n] of float64 on the host."""
+    return torch.cat([torch.empty(0).double(), *(b.reshape(-1).cpu().double() for b in _statistics(model))])
+
+
+@torch.no_grad()
+def put_statistics(model: ParallelModel, flat: Tensor) -> None:
+    """Write the vector of :func:`statistics_of` back."""
     at = 0
-    for b in floats:
-        b.copy_(mean[at : at + b.numel()].view_as(b))
+    for b in _statistics(model):
+        b.copy_(flat[at : at + b.numel()].view_as(b))
         at += b.numel()
 
 

@@ -25,7 +25,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +37,26 @@ _SILENT_STEPS, _SILENT_S = 10.0, 2.0
 """Number of its own usual steps, plus seconds, for which a worker may be silent before others stop waiting for it."""
 
 
+class Snapshots(Protocol):
+    """Where a server keeps its state for the process that takes its place."""
+
+    def due(self, step: int) -> bool:
+        """Whether the next snapshot is due after ``step``."""
+
+    def write(self, step: int, rows: dict[str, Tensor], step_s: float) -> None:
+        """Keep ``rows`` as the state after ``step`` (from 1), if a step takes ``step_s`` seconds."""
+
+    def read(self) -> dict[str, Tensor] | None:
+        """The newest state; None if there is none."""
+
+
 @dataclass
 class Counts:
     """Counters of a server. ``ages``: number of applied pushes by age; ``rejected`` and ``applied`` in samples;
-    ``waited_s``: seconds for which workers waited because of the window."""
+    ``waited_s``: seconds for which workers waited because of the window; ``gone``: samples whose gradients were applied
+    and are lost, because this server was started again from a snapshot."""
 
+    gone: int = 0
     ages: Counter[int] = field(default_factory=Counter)
     applied: int = 0
     rejected: int = 0
@@ -63,7 +78,7 @@ class _Push:
 @dataclass
 class _Member:
     """A server's record of one worker. ``clock``: pushes so far. ``seen``: others' samples applied when it last
-    pulled."""
+    pulled. ``serial``: of its last push."""
 
     clock: int = 0
     applied: int = 0
@@ -74,6 +89,7 @@ class _Member:
     waiting: bool = False
     through: bool = False
     computing: bool = True
+    serial: int = 0
 
 
 class Server:
@@ -95,35 +111,44 @@ class Server:
         self._queue: list[_Push] = []
         self._total = 0
         self._changed = threading.Condition()
+        self._snapshots: Snapshots | None = None
+        self._life = self._recalled = self._gone = 0
+        self._updated = time.monotonic()
+        self._usual_s = 0.0
         self._window = 0 if discipline.waiting == "bulk" else discipline.window
         self._by_age = discipline.waiting == "stale"
 
     def pushed(
-        self, worker: int, gradient: Tensor, samples: int, rates: Sequence[float], *, batch: int | None = None
-    ) -> Tensor:
+        self, worker: int, gradient: Tensor, samples: int, rates: Sequence[float], *, batch: int | None = None,
+        serial: int = 0,
+    ) -> Tensor:  # fmt: skip
         """Accept a push, wait until ``worker`` may continue, and return a copy [n] of the weights at that time.
 
         ``batch``: number of samples for which an update has the full learning rate; the global batch if None, fewer in
-        the last, short step of workers that take all steps together.
+        the last, short step of workers that take all steps together. ``serial``: the number of the push, by which one
+        that is sent again after a restart of this server is known; 0 if it has none.
         """
         with self._changed:
             self._heard(worker)
-            self.members[worker].clock += 1
-            self.members[worker].computing = False
-            self._queue.append(
-                _Push(worker, gradient, samples, tuple(rates), self.members[worker].clock, batch or self.batch)
-            )
-            if self._window != 0:
-                self._apply()
-            self._changed.notify_all()
-            self._wait_for(worker)
-            return self._pulled(worker)
+            member = self.members[worker]
+            member.through = False
+            if not serial or serial != member.serial:
+                member.serial = serial
+                member.clock += 1
+                member.computing = False
+                self._queue.append(_Push(worker, gradient, samples, tuple(rates), member.clock, batch or self.batch))
+                if self._window != 0:
+                    self._apply()
+                self._changed.notify_all()
+            self._wait_for(worker, member)
+            return self._pulled(member)
 
     def pull(self, worker: int) -> Tensor:
         """Copy [n] of the current weights."""
         with self._changed:
             self._heard(worker)
-            return self._pulled(worker)
+            self.members[worker].through = False
+            return self._pulled(self.members[worker])
 
     def through(self, worker: int) -> None:
         """Record that ``worker`` pushes no more until :meth:`rounds` resets the clocks."""
@@ -144,6 +169,47 @@ class Server:
         with self._changed:
             self.members.pop(worker, None)
             self._changed.notify_all()
+
+    def keep(self, snapshots: Snapshots) -> None:
+        """Write a snapshot now, and from now on whenever one is due."""
+        with self._changed:
+            self._snapshots = snapshots
+            self._snapshot()
+
+    def _snapshot(self) -> None:
+        """Write weights, the optimizer's state and what was counted of each worker."""
+        assert self._snapshots is not None
+        rows = {"weights": self.flat}
+        for i, group in enumerate(self.optimizer.param_groups):
+            for p in group["params"]:
+                rows |= {f"{i}.{k}": v for k, v in self.optimizer.state.get(p, {}).items() if isinstance(v, Tensor)}
+        told = [[w, m.serial, m.applied] for w, m in self.members.items()]
+        rows["members"] = torch.tensor(told, dtype=torch.int64).reshape(-1, 3)
+        counts = self.counts
+        rows["counts"] = torch.tensor(
+            [self._total, counts.applied, counts.rejected, counts.updates, counts.most_ahead, counts.gone, self._life]
+        )
+        rows["ages"] = torch.tensor(list(counts.ages.items()), dtype=torch.int64).reshape(-1, 2)
+        self._snapshots.write(counts.updates + 1, rows, self._usual_s)
+
+    @torch.no_grad()
+    def recall(self, rows: dict[str, Tensor]) -> None:
+        """Continue from the snapshot ``rows`` of the process before this one. What workers push next counts as if they
+        had just pulled: nobody knows what they have seen of the updates that are lost."""
+        with self._changed:
+            c = self.counts
+            self.flat.copy_(rows["weights"])
+            self._total, c.applied, c.rejected, c.updates, c.most_ahead, c.gone, self._life = rows["counts"].tolist()
+            self._recalled, self._gone, self._life = c.applied, c.gone, self._life + 1
+            c.ages = Counter(dict(rows["ages"].tolist()))
+            for worker, serial, applied in rows["members"].tolist():
+                self.members[worker] = _Member(serial=serial, applied=applied, seen=self._total - applied)
+            for name, row in rows.items():
+                if name in ("weights", "counts", "ages", "members"):
+                    continue
+                group, _, key = name.partition(".")
+                for p in self.optimizer.param_groups[int(group)]["params"]:
+                    self.optimizer.state[p][key] = row
 
     @torch.no_grad()
     def restart(self, weights: Tensor) -> None:
@@ -185,7 +251,20 @@ class Server:
             return {
                 "samples_applied": c.applied, "samples_rejected": c.rejected, "updates": c.updates, "ages": ages,
                 "most_steps_ahead": c.most_ahead, "waited_s": c.waited_s,
+                **({"samples_gone": c.gone} if self._life else {}),
             }  # fmt: skip
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Number of samples whose gradients were applied, and how often this server was started again."""
+        return self.counts.applied, self._life
+
+    def missed(self, applied: int, life: int) -> None:
+        """Record :attr:`age` as a worker has last seen it: what was applied since the snapshot before a restart is
+        lost."""
+        with self._changed:
+            if life < self._life:
+                self.counts.gone = max(self.counts.gone, self._gone + applied - self._recalled)
 
     def rounds(self, live: Collection[int]) -> None:
         """Reset the clocks of all remaining workers (``live``), which have settled."""
@@ -199,8 +278,10 @@ class Server:
     def _heard(self, worker: int) -> None:
         """Record a message of ``worker``; if it had been given up as silent, it continues at the clock of the slowest
         other."""
-        member = self.members.setdefault(worker, _Member())
-        now = time.monotonic()
+        member, now = self.members.get(worker), time.monotonic()
+        if member is None:  # it takes the place of a lost one
+            clock = min((m.clock for m in self._waited_for(worker)), default=0)
+            member = self.members[worker] = _Member(clock=clock, seen=self._total)
         if member.silent:
             member.silent = False
             member.clock = max(member.clock, min((m.clock for m in self._waited_for(worker)), default=0))
@@ -212,14 +293,13 @@ class Server:
     def _waited_for(self, worker: int) -> list[_Member]:
         return [m for w, m in self.members.items() if w != worker and not m.silent and not m.through]
 
-    def _wait_for(self, worker: int) -> None:
-        """Wait until ``worker`` may continue."""
+    def _wait_for(self, worker: int, member: _Member) -> None:
+        """Wait until ``worker`` may continue, or another process has taken its place."""
         if self._window is None:
             return
         began = time.monotonic()
-        member = self.members[worker]
         member.waiting = True
-        while worker in self.members:
+        while self.members.get(worker) is member:
             ahead = member.clock - min((m.clock for m in self._waited_for(worker)), default=member.clock)
             if self._may_go_on(worker, ahead):
                 self.counts.most_ahead = max(self.counts.most_ahead, ahead)
@@ -246,13 +326,11 @@ class Server:
             if not member.waiting and now - member.heard > patience:
                 member.silent = True
 
-    def _pulled(self, worker: int) -> Tensor:
+    def _pulled(self, member: _Member) -> Tensor:
         self._apply()
-        member = self.members.get(worker)
-        if member is not None:
-            member.seen = self._total - member.applied
-            member.computing = True
-            member.heard = time.monotonic()
+        member.seen = self._total - member.applied
+        member.computing = True
+        member.heard = time.monotonic()
         return self.flat.clone()
 
     @torch.no_grad()
@@ -296,6 +374,10 @@ class Server:
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 p.grad = None
+        took, self._updated = time.monotonic() - self._updated, time.monotonic()
+        self._usual_s = took if not self._usual_s else 0.9 * self._usual_s + 0.1 * min(took, 10 * self._usual_s)
+        if self._snapshots is not None and self._snapshots.due(self.counts.updates + 1):
+            self._snapshot()
 
 
 def lowered(group: dict[str, Any], discipline: Discipline, workers: int) -> float:

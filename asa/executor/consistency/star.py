@@ -3,6 +3,9 @@
 A rank whose connection breaks, or that is far too late, is excluded from then on; the others notice only its silence.
 The first rank also hands out samples: a *ticket* is the next stretch of the epoch, as long as its worker needs for one
 step. So workers of any speed share an epoch, and samples a lost worker had not begun go to others.
+
+A process that takes the place of a lost rank enters while samples are handed out: then no messages are being collected,
+so it knows which round comes next. It gets samples at once, and takes part from the end of that epoch on.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,13 +22,28 @@ from torch import Tensor
 
 from asa.errors import WorkersFailedError
 from asa.executor.consistency.channels import Exchange, head
+from asa.executor.consistency.server import Snapshots
 from asa.executor.model.votes import Votes
+from asa.launch import alive, latecomer
 
-_SWAP, _TICKET = 1.0, 2.0
-_OUT, _DONE = -1.0, 0.0
+_SWAP, _TICKET, _ENTER = 1.0, 2.0, 3.0
+_OUT, _DONE, _WAIT = -1.0, 0.0, -2.0
+_LOOK_S = 1.0
+"""Seconds after which a rank that waits to enter asks again."""
 _LATE_STEPS, _LATE_S, _LATE_TO_MEET_S = 10.0, 3.0, 10.0
 """Number of its own longest steps, plus seconds, by which a rank may be later than all others before it is excluded;
 the last number replaces the seconds for a rank without samples, whose step is the time since the last exchange."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """Where a rank enters the run: ``epoch``, the ``position`` and ``step`` at which the others began it, and running
+    statistics [n] at that time."""
+
+    epoch: int
+    position: int
+    step: int
+    statistics: Tensor
 
 
 class Coordinator:
@@ -34,6 +53,9 @@ class Coordinator:
         self.live = set(range(num_ranks))
         self.lost_samples = 0
         self.lost: list[tuple[int, str]] = []
+        self.returned: list[int] = []
+        self._entry: Entry | None = None
+        self._open = self._over = False
         self._round: dict[int, int] = dict.fromkeys(self.live, 0)
         self._said: dict[int, dict[int, bytes]] = {}
         self._heard_out: dict[int, set[int]] = {}
@@ -55,6 +77,7 @@ class Coordinator:
                 return None
             number = self._round[rank]
             self._round[rank] += 1
+            self._open = self._open and rank > 0  # ranks that only serve are here all the time
             self._out.pop(rank, None)
             self._asked.pop(rank, None)
             now = time.monotonic()
@@ -85,10 +108,42 @@ class Coordinator:
             if since is not None and now - since > patience:
                 self._lose(rank, f"was not heard of for {now - since:.0f} s")
 
-    def begin(self, epoch: int, position: int, end: int) -> None:
+    def begin(self, epoch: int, position: int, end: int, *, step: int = 0, statistics: Tensor | None = None) -> None:
         """Offer samples ``position`` to ``end`` of the run as tickets in ``epoch``."""
         with self._changed:
             self._epoch, self._next, self._end, self._stopping = epoch, position, end, False
+            nothing = torch.empty(0, dtype=torch.float64)
+            self._entry = Entry(
+                epoch=epoch, position=position, step=step, statistics=nothing if statistics is None else statistics
+            )
+            self._open = position < end
+            self._changed.notify_all()
+
+    def enter(self, rank: int) -> Entry | None:
+        """Take in ``rank``, which had been lost, as soon as samples are handed out; None if it is to ask again.
+
+        Raises:
+            WorkersFailedError: the run is over.
+        """
+        with self._changed:
+            if not self._open and not self._over:
+                self._changed.wait(timeout=_LOOK_S)
+            if self._over:
+                raise WorkersFailedError("the run is over", rank=rank, lost=True)
+            if not self._open or self._entry is None:
+                return None
+            self.live.add(rank)
+            self._round[rank] = self._round[0]
+            self._asked.pop(rank, None)
+            self._longest.pop(rank, None)
+            self._met[rank] = time.monotonic()
+            self.returned.append(rank)
+            return self._entry
+
+    def end(self) -> None:
+        """Let no rank enter any more."""
+        with self._changed:
+            self._over = True
             self._changed.notify_all()
 
     def ticket(self, rank: int, epoch: int, samples: int, stop: bool) -> tuple[int, int]:
@@ -105,6 +160,7 @@ class Coordinator:
             start = self._next
             count = 0 if self._stopping or rank not in self.live else min(samples, self._end - start)
             self._next += count
+            self._open = self._open and count > 0
             self._out[rank] = count
             return start, count
 
@@ -112,6 +168,12 @@ class Coordinator:
         """Ranks lost since the last call, each with the reason."""
         with self._changed:
             found, self.lost = self.lost, []
+            return found
+
+    def returned_since(self) -> list[int]:
+        """Ranks that have entered since the last call."""
+        with self._changed:
+            found, self.returned = self.returned, []
             return found
 
     @property
@@ -133,21 +195,43 @@ class Coordinator:
 
 
 class StarVotes(Votes):
-    """Votes between ranks of which all but the first may be lost. Constructed by all of them (collective)."""
+    """Votes between ranks of which all but the first may be lost. Constructed by all of them (collective), or by one
+    that takes the place of a lost rank (``late``).
 
-    def __init__(self, timeout_s: float = 300.0) -> None:
-        super().__init__(timeout_s)
+    ``returning``: ranks that are started again if they are lost. ``snapshots``: where a server on this rank keeps its
+    state.
+    """
+
+    def __init__(
+        self, timeout_s: float = 300.0, *, returning: Collection[int] = (), snapshots: Snapshots | None = None
+    ) -> None:  # fmt: skip
+        late = latecomer()
+        self.late, self.returning, self.snapshots = late is not None, frozenset(returning), snapshots
+        if late is None:
+            super().__init__(timeout_s)
+        else:
+            self._timeout_s, self._group = timeout_s, None
+            self.rank, self.num_ranks, self.live = late.rank, late.num_ranks, range(late.num_ranks)
         self.coordinator = Coordinator(self.num_ranks) if self.rank == 0 else None
         self._exchange: Exchange | None = None
         if self.num_ranks > 1:
             self._exchange = Exchange(self.rank, range(self.num_ranks), [0])
             if self.coordinator is not None:
                 self._exchange.serve(self._answer, self.coordinator.gone)
+            self._exchange.connect()
 
     def _answer(self, rank: int, asked: Tensor, body: Tensor | None) -> tuple[Tensor, Tensor | None]:
         assert self.coordinator is not None
         if asked[0] == _TICKET:
             return head(*self.coordinator.ticket(rank, int(asked[1]), int(asked[2]), bool(asked[3]))), None
+        if asked[0] == _ENTER:
+            try:
+                entry = self.coordinator.enter(rank)
+            except WorkersFailedError:
+                return head(_OUT), None
+            if entry is None:
+                return head(_WAIT), None
+            return head(_DONE, entry.epoch, entry.position, entry.step), entry.statistics
         assert body is not None
         found = self.coordinator.swap(rank, body.numpy().tobytes())
         if found is None:
@@ -180,6 +264,19 @@ class StarVotes(Votes):
         self.live = [r for r, f in enumerate(found) if f is not None]
         return found
 
+    def enter(self) -> Entry | None:
+        """Enter the run in the place of a lost rank; None if the run is over."""
+        assert self._exchange is not None
+        while True:
+            ((answer, statistics),) = self._exchange.ask([(head(_ENTER), None)])
+            alive.beat()
+            if answer[0] == _OUT:
+                return None
+            if answer[0] == _DONE:
+                assert statistics is not None
+                epoch, position, step = (int(x) for x in answer[1:4])
+                return Entry(epoch=epoch, position=position, step=step, statistics=statistics)
+
     def ticket(self, epoch: int, samples: int, *, stop: bool) -> tuple[int, int]:
         """Start and number of the next samples for this rank; the number is 0 at the end of the epoch."""
         if self._exchange is None:
@@ -190,6 +287,8 @@ class StarVotes(Votes):
 
     def close(self) -> None:
         """Close the connection to the first rank."""
+        if self.coordinator is not None:
+            self.coordinator.end()
         if self._exchange is not None:
             self._exchange.close()
 

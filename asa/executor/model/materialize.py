@@ -57,12 +57,14 @@ class _Surroundings:
 
     def __init__(
         self, plan: Plan, rank: int, timeout_s: float, outer: Layout | None, alike: bool, processes: tuple[int, ...],
-        groups: Grouped | None,
+        groups: Grouped | None, alone: bool = False,
     ) -> None:  # fmt: skip
         self.alike = alike
         self.position = Position.of(plan, rank)
         self.rank, self.processes = rank, processes
-        self.groups = _groups(plan, rank, timeout_s, outer, processes) if groups is None else groups.own
+        self.groups = None if groups is None else groups.own
+        if groups is None and not alone:
+            self.groups = _groups(plan, rank, timeout_s, outer, processes)
         self._across = groups
         self.outer = outer or whole(self.position.layouts[-1])
 
@@ -236,6 +238,7 @@ def materialize(
     processes: tuple[int, ...] | None = None,
     keyed_draws: bool = False,
     apart: bool = False,
+    alone: bool = False,
 ) -> ParallelModel:
     """Build the part of ``model`` that process ``rank`` of the run computes under ``plan``. Collective: all processes
     call it with equal weights, also those that run no rank of the plan (``processes[i]`` runs rank i; process i if
@@ -248,7 +251,8 @@ def materialize(
     get their outputs, in a plan of one stage; that of the plan if None. ``alike``: the ranks' weights are known to be
     equal, so none are sent before the first step. ``keyed_draws``: random numbers drawn by the model's own code become
     a function of seed, step and sample; ``example`` is run once more for that. ``apart``: the caller implements the
-    plan's consistency discipline, if it has one.
+    plan's consistency discipline, if it has one. ``alone``: this process is in no process group with the others, which
+    it never meets in a collective of the model; they do not call this.
 
     Raises:
         InvalidInputError: the plan's components are not the model's.
@@ -279,13 +283,14 @@ def materialize(
         )
     runs = tuple(range(plan.num_ranks)) if processes is None else processes
     if rank not in runs:
-        return _idle(plan, traced, _groups(plan, None, timeout_s, outer, runs), runs, device)
+        groups = None if alone else _groups(plan, None, timeout_s, outer, runs)
+        return _idle(plan, traced, groups, runs, device)
     own = runs.index(rank)
     position = Position.of(plan, own)
     order = _orders(plan, strategies, position.stage)
     if prepare is not None:
         prepare(traced)
-    around = _Surroundings(plan, own, timeout_s, outer, alike, runs, grouped)
+    around = _Surroundings(plan, own, timeout_s, outer, alike, runs, grouped, alone)
     links = _links(around, traced)
     context = SampleContext(seed=seed)
     found: dict[str, tuple[str, ...]] = {}

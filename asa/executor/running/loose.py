@@ -2,9 +2,9 @@
 
 The loop, the worker, its checkpoints and votes are those of :mod:`asa.executor.running.loop`. The difference: samples
 are handed out on request, figures are combined only at the end of an epoch, and the run goes on without a lost worker
-(:mod:`asa.executor.consistency.star`). Every sample is handed out once. Samples of a lost worker are not trained on,
-and neither are those whose gradient was rejected as too old: a sample counts at most once, and the log says how many
-did not.
+(:mod:`asa.executor.consistency.star`). A process that takes its place enters the running epoch. Every sample is handed
+out once. Samples of a lost worker are not trained on, and neither are those whose gradient was rejected as too old: a
+sample counts at most once, and the log says how many did not.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from asa.errors import UsageError, WorkersFailedError
+from asa.executor.consistency.served import put_statistics, statistics_of
 from asa.executor.consistency.star import StarVotes
 from asa.executor.running.loop import TrainingExecutor
 from asa.executor.training.stopping import VOTE_EVERY_S
@@ -34,6 +35,16 @@ class LooseExecutor(TrainingExecutor):
 
     _votes: StarVotes
 
+    def enter(self) -> bool:
+        """Enter the running epoch in the place of a lost rank; returns False if the run is over."""
+        entry, conduct = self._votes.enter(), self._worker.conduct
+        if entry is None or conduct is None:
+            return False
+        self._position, self._step = entry.position, entry.step
+        put_statistics(self.model, entry.statistics)
+        conduct.enter()
+        return True
+
     def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
         """Train ``epoch`` (the rest of it, after a resume inside one) and validate.
 
@@ -49,7 +60,7 @@ class LooseExecutor(TrainingExecutor):
         first = epoch * self._order.samples_per_epoch
         end = first + min(self._order.samples_per_epoch, self.steps_per_epoch * self.plan.global_batch)
         if votes.coordinator is not None:
-            votes.coordinator.begin(epoch, start, end)
+            votes.coordinator.begin(epoch, start, end, step=self._step, statistics=statistics_of(self.model))
         self.model.train()
         tally = LossCounter(self.model.device)
         steps = self._take(epoch, start, end, tally)
@@ -97,6 +108,7 @@ class LooseExecutor(TrainingExecutor):
             self._rate_at(at, count)
             self._worker.train(self._train, indices, epoch=epoch, step=self._step + steps, tally=tally)
             steps += 1
+            self._say_who_was_lost()
             if time.monotonic() - told > VOTE_EVERY_S:
                 told = time.monotonic()
                 self._announce(
@@ -146,10 +158,7 @@ class LooseExecutor(TrainingExecutor):
         if votes.coordinator is None:
             return
         c = votes.coordinator
-        for rank, how in c.lost_since():
-            self._announce(
-                {"event": "lost", "rank": rank, "message": f"rank {rank} {how}; the others go on without it"}
-            )
+        self._say_who_was_lost()
         self._announce(
             {
                 "event": "consistency",
@@ -162,6 +171,18 @@ class LooseExecutor(TrainingExecutor):
                 **figures,
             }
         )
+
+    def _say_who_was_lost(self) -> None:
+        """Announce, on rank 0, which ranks were lost and which have come back since the last call."""
+        found = self._votes.coordinator
+        if found is None:
+            return
+        for rank, how in found.lost_since():
+            message = f"rank {rank} {how}; the others go on without it"
+            self._announce({"event": "lost", "rank": rank, "message": message})
+        for rank in found.returned_since():
+            assert self._worker.conduct is not None
+            self._announce({"event": "returned", "rank": rank, "message": self._worker.conduct.returned(rank)})
 
     def _validate(self) -> tuple[float, float]:
         """Mean loss and accuracy over the test images, divided among the remaining workers."""

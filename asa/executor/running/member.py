@@ -33,7 +33,7 @@ from asa.ir.optimizers import planned_as
 from asa.ir.plan import Plan
 from asa.ir.shortage import Shortage
 from asa.ir.units import GIB
-from asa.launch import alive, give_back_freed_memory
+from asa.launch import alive, give_back_freed_memory, latecomer
 from asa.zoo.data import ImageSet
 from asa.zoo.inputs import example
 from asa.zoo.models import build
@@ -137,6 +137,7 @@ def _work(
             alike=job.alike,
             processes=processes,
             apart=job.emulated is None,
+            alone=latecomer() is not None,
             **(emulations[-1].hooks() if emulations else {}),
         )
         del model
@@ -168,6 +169,10 @@ def _work(
             keeping=Keeping(job.snapshots[votes.rank]) if job.snapshots else None,
         )
         made.append(executor)
+        if isinstance(executor, LooseExecutor) and latecomer() is not None:
+            if not executor.enter():
+                return Ending()
+            return _to_the_end(job, executor, say, watch)
         words = 1 + OPTIMIZER_WORDS[planned_as(settings.optimizer or job.plan.optimizer)]
         votes.once(lambda: check_space(folder.parent, words * sizes[0], settings.keep))
         kept = newest(job.snapshots, fingerprint(job.plan))
@@ -181,12 +186,16 @@ def _work(
         if executor.left_out:
             message = f"{executor.left_out} samples of every epoch are left out: too few for a batch on all ranks"
             say({"event": "note", "message": message})
-        try:
-            for _ in job.adapt(executor, range(executor.next_epoch, settings.epochs), say):
-                pass
-        except PreemptedError as error:
-            return Ending(preempted=str(error))
-        except NearlyExhausted:
-            return Ending(tight=watch.shortage(executor.plan, executor.step))
-        executor.close()
+        return _to_the_end(job, executor, say, watch)
+
+
+def _to_the_end(job: Job, executor: TrainingExecutor, say: Announce, watch: Watch) -> Ending:
+    try:
+        for _ in job.adapt(executor, range(executor.next_epoch, job.settings.epochs), say):
+            pass
+    except PreemptedError as error:
+        return Ending(preempted=str(error))
+    except NearlyExhausted:
+        return Ending(tight=watch.shortage(executor.plan, executor.step))
+    executor.close()
     return Ending()

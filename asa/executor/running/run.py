@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,14 +21,17 @@ from asa.executor.running.member import Adapt, Ending, Job, work
 from asa.executor.running.outdir import begin, begun_by
 from asa.executor.running.prepare import Material, open_images, prepare
 from asa.executor.running.recovery import RESTARTS, Pending, Relieve, outlast, pending, resized, settle
-from asa.executor.training import checkpoint
+from asa.executor.training import checkpoint, snapshots
 from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.logs import Announce, Event, RunLog, Work
 from asa.executor.training.settings import TrainSettings
+from asa.executor.training.snapshots import RowSnapshots
 from asa.interfaces.strategy import Strategies
 from asa.ir import codec
+from asa.ir.codec import fingerprint
 from asa.ir.plan import Plan
 from asa.launch import bind_to_core, faults, join, launched, run_ranks, tell
+from asa.launch.forking import ranks_can_fork
 from asa.launch.torchrun import agent
 from asa.launch.worker import others_may_leave
 from asa.zoo.preload import ModelPreload
@@ -117,11 +122,20 @@ def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regrou
             job.model.take()  # the ranks have theirs
 
     def start(job: Job, material: Material) -> Ending:
+        files = _files_of_servers(job)
+        try:
+            return started(job, material, files)
+        finally:
+            for file in files.values():
+                os.close(file)
+
+    def started(job: Job, material: Material, files: dict[int, int]) -> Ending:
         endings = run_ranks(
             job.plan.num_processes,
             _rank,
             job,
             material,
+            files,
             backend=_backend(job),
             threads=_threads(job),
             timeout_s=job.settings.timeout_s,
@@ -129,6 +143,7 @@ def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regrou
             forward_sigterm=True,
             on_message=lambda _, event: log(event),
             spare=_spare(job.plan),
+            returns=partial(_returns, job.plan, files),
             once_started=given_away,
         )
         return max((e for e in endings if e is not None), key=lambda ending: ending.pressure)
@@ -136,24 +151,57 @@ def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regrou
     return _concluded(log, lambda: outlast(job, material, log, relieve, regroup, start))
 
 
-def _rank(rank: int, job: Job, material: Material) -> Ending:
-    _bind(job, rank, job.plan.num_processes)
-    return work(job, material, _votes(job.plan, job.settings.timeout_s), rank, tell)
+def _rank(rank: int, job: Job, material: Material, files: dict[int, int]) -> Ending:
+    plan = job.plan
+    _bind(job, rank, plan.num_processes)
+    kept = RowSnapshots(files[rank], fingerprint(plan)) if rank in files else None
+    returning = [r for r in range(plan.num_processes) if _returns(plan, files, r)]
+    votes = _votes(plan, job.settings.timeout_s, returning=returning, snapshots=kept)
+    return work(job, material, votes, rank, tell)
 
 
-def _votes(plan: Plan, timeout_s: float) -> Votes:
-    """Votes of the run's ranks: :class:`StarVotes` if the plan tolerates lost ranks."""
-    loose = plan.consistency is not None and not plan.consistency.lockstep
-    return StarVotes(timeout_s) if loose else Votes(timeout_s)
+def _votes(plan: Plan, timeout_s: float, **returns: Any) -> Votes:
+    """Votes of the run's ranks: :class:`StarVotes` if the plan tolerates lost ranks; ``returns``: its options."""
+    return StarVotes(timeout_s, **returns) if _loose(plan) else Votes(timeout_s)
+
+
+def _loose(plan: Plan) -> bool:
+    return plan.consistency is not None and not plan.consistency.lockstep
+
+
+def _servers(plan: Plan) -> tuple[int, ...]:
+    d = plan.consistency
+    return d.server_ranks(plan.num_processes) if d is not None and d.served else ()
+
+
+def _files_of_servers(job: Job) -> dict[int, int]:
+    """An open file for the snapshots of each rank that serves, if it can be started again beside the others: rank 0
+    cannot, which everyone asks for samples."""
+    ranks = [r for r in _servers(job.plan) if r]
+    if not ranks or not _loose(job.plan) or job.device_type != "cpu" or not ranks_can_fork():
+        return {}
+    return dict(zip(ranks, snapshots.files(len(ranks)), strict=False))
+
+
+def _returns(plan: Plan, files: Collection[int], rank: int) -> bool:
+    """Whether ``rank`` is started again while the others go on. Under hogwild the memory of all weights has no name by
+    which a new process could find it."""
+    d = plan.consistency
+    return (
+        _loose(plan)
+        and rank > 0
+        and (rank not in _servers(plan) or rank in files)
+        and d is not None
+        and d.name != "hogwild"
+    )
 
 
 def _spare(plan: Plan) -> Callable[[int], bool] | None:
     """Predicate for ranks that may be lost: workers that no rank waits for, and that serve none. None if there are
     none."""
-    d = plan.consistency
-    if d is None or d.lockstep:
+    if not _loose(plan):
         return None
-    needed = {0, *(d.server_ranks(plan.num_processes) if d.served else ())}
+    needed = {0, *_servers(plan)}
     return lambda rank: rank not in needed
 
 

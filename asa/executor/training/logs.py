@@ -15,6 +15,8 @@ Events are dicts with a key ``event``:
 ``replan``     a change of plan: reason, predicted gain, and later the measured one; with ``kind`` ``memory`` after a
                rank ran out of memory, or nearly did: the shortage, and what was done; with ``kind`` ``lost`` after a
                rank was lost for good: why, which one, and how many are left
+``lost``       rank, ``message``: a rank was lost, and the others go on without it
+``returned``   rank, ``message``: a process has taken its place
 ``checkpoint`` step, path
 ``end``        exit_code, status, message
 =============  =====================================================================================================

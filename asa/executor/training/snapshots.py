@@ -12,10 +12,12 @@ import json
 import math
 import mmap
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from asa.executor.training.migration import Part
 from asa.instruments.room import rooms
@@ -82,6 +84,37 @@ def scarce(parts: Sequence[Part], device: torch.device) -> bool:
     """Whether two snapshots of ``parts`` would take more than half of the memory that is still free for ``device``."""
     size = 2 * sum(p.tensor.nbytes for p in parts)
     return any(2 * size > (1 - room.full) * room.limit for room in rooms(device))
+
+
+@dataclass
+class RowSnapshots:
+    """Snapshots of tensors by name in ``file``, for whichever process takes the place of this one; ``plan``: its
+    fingerprint."""
+
+    file: int
+    plan: str
+
+    def __post_init__(self) -> None:
+        self._keeping: Keeping | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether the next snapshot is due after ``step``."""
+        return self._keeping is None or self._keeping.due(step)
+
+    def write(self, step: int, rows: dict[str, Tensor], step_s: float) -> None:
+        """Keep ``rows`` as the state after ``step`` (from 1), if a step takes ``step_s`` seconds."""
+        if self._keeping is None:
+            self._keeping = Keeping(self.file)
+        began = time.monotonic()
+        parts = [Part(name, tuple(row.shape), (), row) for name, row in rows.items()]
+        self._keeping.write(Snapshot(step=step, position=0, plan=self.plan, loss_scale=1.0, parts=parts))
+        if step_s:
+            self._keeping.paced(time.monotonic() - began, step_s)
+
+    def read(self) -> dict[str, Tensor] | None:
+        """The newest rows; None if there are none."""
+        step = newest((self.file,), self.plan)
+        return {part.name: part.tensor for part in read(self.file, step).parts} if step else None
 
 
 def _region(told: Sequence[Sequence[Sequence[int]]]) -> Region:

@@ -1,0 +1,153 @@
+"""Ranks of a running job that are killed and started again: they enter it, and the others never stop."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training
+from test_consistency_runs import of, under
+
+from asa.errors import WorkersFailedError
+from asa.executor.consistency.server import Server
+from asa.executor.consistency.star import Coordinator
+from asa.executor.running.run import train
+from asa.executor.training.snapshots import RowSnapshots, files
+from asa.ir.consistency import parse
+from asa.launch import faults
+from asa.scheduler import adapt
+from asa.strategies import offered
+
+
+def run_and_kill(text: str, ranks: int, victim: int, out: Path, times: int = 1, **changes: Any) -> list[dict[str, Any]]:
+    """Events of a run in which ``victim`` gets SIGKILL while samples are handed out, in the first ``times`` epochs."""
+    events: list[dict[str, Any]] = []
+    killed: set[int] = set()
+
+    def on_event(event: dict[str, Any]) -> None:
+        events.append(event)
+        if event["event"] != "note" or "samples handed out" not in event["message"] or len(killed) >= times:
+            return
+        epoch = int(event["message"].split(":")[0].split()[1])
+        if epoch not in killed:
+            killed.add(epoch)
+            (process,) = [p for p in multiprocessing.active_children() if p.name == f"asa-rank-{victim}"]
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+
+    settings = training.settings(out, **({"steps_per_epoch": 22, "observe": False} | changes))
+    result = train(under(text, ranks), settings, strategies=offered(), adapt=adapt, on_event=on_event)
+    assert result["exit_code"] == 0
+    assert not any("ranks are started again" in e["message"] for e in of(events, "note"))
+    return events
+
+
+@pytest.fixture(autouse=True)
+def slowly(monkeypatch):
+    """Ranks rest in every step, so that a run lasts as long on any machine as a rank takes to come back."""
+    monkeypatch.setenv(faults.VARIABLE, "hang:0.1@point=backward")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["ps_bounded", "downpour:period=2", "diloco:period=2:quorum=2", "local_sgd:quorum=1", "fedavg:period=2:quorum=2"],
+)
+def test_a_killed_worker_comes_back_and_gets_a_share_again(tmp_path, text):
+    ranks = 3
+    events = run_and_kill(text, ranks, 2, tmp_path)
+    assert [e["rank"] for e in of(events, "lost")] == [e["rank"] for e in of(events, "returned")] == [2]
+    counted = of(events, "consistency")
+    assert counted[-1]["live"] == list(range(ranks))
+    assert counted[-1]["steps_per_worker"][2] > 5
+    assert counted[-1]["samples_lost"] <= 2 * 20  # what it had when it was killed
+    assert [e["epoch"] for e in of(events, "epoch")] == [0, 1]
+    if "servers" in counted[-1]:
+        assert max(map(int, counted[-1]["servers"][0]["ages"])) <= 3
+        done = sum(counted[-1]["servers"][0][k] for k in ("samples_applied", "samples_rejected"))
+        handed_out = sum(c["samples_handed_out"] for c in counted)
+        assert handed_out - 20 * parse(text).period <= done <= handed_out
+
+
+@pytest.mark.parametrize(("text", "victim"), [("ps_bounded:placement=own", 2), ("ps_async:servers=2", 1)])
+def test_a_killed_server_alone_is_started_again_from_its_last_snapshot(tmp_path, text, victim):
+    events = run_and_kill(text, 3, victim, tmp_path, times=2)
+    assert [e["rank"] for e in of(events, "lost")] == [e["rank"] for e in of(events, "returned")] == [victim] * 2
+    assert all(
+        "a server, is back with its last snapshot; the gradients of" in e["message"] for e in of(events, "returned")
+    )
+    last = of(events, "consistency")[-1]
+    assert last["live"] == [0, 1, 2]
+    servers = {s.get("samples_gone") for s in last["servers"]}
+    assert servers - {None}, last
+    assert max(servers - {None}) <= 4 * 60  # a few updates, not the epoch
+    assert of(events, "epoch")[-1]["validation_accuracy"] > 0.5
+
+
+def test_a_server_says_how_much_was_lost_with_its_process_and_takes_no_push_twice():
+    def server() -> Server:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(4))], lr=0.1, momentum=0.9)
+        return Server(parse("ps_async:momentum=0.5"), torch.zeros(4), 0, [(0, 4)], optimizer, range(2), 8)
+
+    class Seldom(RowSnapshots):
+        def due(self, step: int) -> bool:
+            return step == 3
+
+    (file,) = files(1)
+    first = server()
+    first.keep(Seldom(file, "0" * 16))
+    for serial in range(1, 6):  # the snapshot is of the second of them
+        first.pushed(0, torch.ones(4), 4, [0.1], serial=serial)
+    seen = first.age
+    assert seen == (20, 0)
+    kept = RowSnapshots(file, "0" * 16).read()
+    assert kept is not None
+    second = server()
+    second.recall(kept)
+    assert second.age == (8, 1)
+    second.missed(*seen)
+    second.missed(*second.age)
+    assert second.counted()["samples_gone"] == 12
+    before = second.pull(1)
+    assert torch.equal(second.pushed(0, torch.ones(4), 4, [0.1], serial=2), before)  # it is in the snapshot
+    again = second.pushed(0, torch.ones(4), 4, [0.1], serial=6)
+    alone = server()
+    for _ in range(3):
+        wanted = alone.pushed(0, torch.ones(4), 4, [0.1])
+    torch.testing.assert_close(again, wanted)  # momentum came back, too
+    assert RowSnapshots(file, "1" * 16).read() is None
+    os.close(file)
+
+
+def test_ranks_enter_while_samples_are_handed_out_and_not_at_the_end():
+    ranks = Coordinator(3)
+    assert ranks.enter(2) is None
+    ranks.begin(4, 100, 200, step=7, statistics=torch.ones(2))
+    ranks.gone(2)
+    assert ranks.live == {0, 1}
+    entry = ranks.enter(2)
+    assert entry is not None
+    assert (entry.epoch, entry.position, entry.step, entry.statistics.tolist()) == (4, 100, 7, [1, 1])
+    assert ranks.ticket(2, 4, 60, False) == (100, 60)
+    assert ranks.ticket(0, 4, 60, False) == (160, 40)
+    assert ranks.ticket(0, 4, 60, False)[1] == 0
+    ranks.gone(2)
+    assert ranks.enter(2) is None  # the others are about to meet
+    ranks.end()
+    with pytest.raises(WorkersFailedError, match="the run is over"):
+        ranks.enter(2)
+
+
+def test_a_rank_that_is_killed_again_and_again_is_left_out_in_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("asa.launch.returns.MOST_STARTS", 1)
+    monkeypatch.setenv(faults.VARIABLE, "kill@rank=1,point=data;hang:0.05@point=backward")
+    settings = training.settings(tmp_path, steps_per_epoch=10, observe=False, epochs=1)
+    events: list[dict[str, Any]] = []
+    result = train(under("ps_async", 2), settings, strategies=offered(), adapt=adapt, on_event=events.append)
+    assert result["exit_code"] == 0
+    assert [e["rank"] for e in of(events, "returned")] == [1]
+    assert of(events, "consistency")[-1]["live"] == [0]
