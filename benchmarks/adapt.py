@@ -241,7 +241,7 @@ DISTURBANCES: dict[str, Disturbance] = {
 def _start(plan_file: Path, plan: Plan, out: Path, case: str, steps: int, adapting: bool) -> Run:
     command = [
         sys.executable, "-m", "asa", "train", str(plan_file), "--data", "synthetic",
-        "--epochs", str(-(-steps // EPOCH)), "--steps-per-epoch", str(EPOCH), "--lr", "0.01",
+        "--epochs", str(-(-steps // EPOCH)), "--steps-per-epoch", str(min(EPOCH, steps)), "--lr", "0.01",
         "--out", str(out), "--timeout", "60s",
     ]  # fmt: skip
     if not adapting:
@@ -377,7 +377,7 @@ def examine(case: str, plan_file: Path, args: argparse.Namespace, folder: Path) 
     }  # fmt: skip
     if case in ("none", "memory") or args.no_oracle:
         return row
-    constant = {"steps": max(EPOCH, third), "begins": 0, "ends": 10**9, "adapting": False}
+    constant = {"steps": third, "begins": 0, "ends": 10**9, "adapting": False}
     kept = train(plan_file, folder / f"{case}-kept", case, args, **constant)
     row["kept_s"] = step_s(kept, kept.step / 2, kept.step)
     tried = {"the plan": row["kept_s"]}

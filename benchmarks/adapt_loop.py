@@ -1,6 +1,6 @@
 """The adaptive loop on machines that get slower and recover, with the cost model as the world.
 
-    python benchmarks/adapt_loop.py [--noise] [--clean] [--only TEXT] [--drawn N --seed S] [-o RECORD]
+    python benchmarks/adapt_loop.py [--noise] [--clean] [--only TEXT] [--drawn N --seed S] [-o RECORD] [--again]
 
 Each cell is a model on a cluster and a disturbance: one rank, the links, or everything takes longer from the fourth of
 twelve epochs on, until the ninth has passed. Its *oracle* is the planner told the truth; *best* is the fastest plan
@@ -186,7 +186,7 @@ def world(cell: Cell, noise: Noise, *, disturbed: bool = True, window: int = WIN
 
     return World(
         first_plan(cell.model, cell.cluster, cell.batch), machine, offered(), processes=len(everyone), steps=STEPS,
-        window=window, move_s=MOVE_S, noise=noise, seed=1,
+        window=window, move_s=MOVE_S, rebuild_s=MOVE_S, noise=noise, seed=1,
     )  # fmt: skip
 
 
@@ -253,6 +253,7 @@ def run(cell: Cell, noise: Noise, *, disturbed: bool = True, policy: Policy | No
         "moved_at": [step for step, _, _ in made.moves],
         "rolled_back": sum(e.get("kind") == "rollback" for e in events),
         "back_regret": made.true_step_s(back, clean) / quiet_best - 1,
+        "back_loses_s": (EPOCHS - ENDS) * STEPS * (made.true_step_s(back, clean) - quiet_best),
         "total_s": made.spent_s,
         "never_switch_s": EPOCHS * STEPS * made.true_step_s(first, clean)
         + ((ENDS - BEGINS) * STEPS * (stay - made.true_step_s(first, clean)) if disturbed else 0.0),
@@ -303,10 +304,28 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "moves": sum(r["moves"] for r in rows),
         "to_itself": sum(r["to_itself"] for r in rows),
         "back_within_5_percent": sum(r["back_regret"] <= 0.05 for r in rows),
+        "not_back_though_it_pays": [
+            r["cell"] for r in rows if r["back_regret"] > 0.05 and r["back_loses_s"] > 2 * MOVE_S
+        ],
         "moves_where_nothing_is_better": sum(r["moves"] for r in rows if r["stay_regret"] <= 0.001),
         "worst_over_hindsight": max(r["total_s"] / r["hindsight_s"] for r in rows),
         "worst_over_never_switching": max(r["total_s"] / r["never_switch_s"] for r in rows),
     }
+
+
+def read(record: Path | None) -> dict[str, dict[str, Any]]:
+    """Rows of a record by the names of their cells; none where there is no such file."""
+    if record is None or not record.is_file():
+        return {}
+    return {row["cell"]: row for row in json.loads(record.read_text())["cells"]}
+
+
+def write(record: Path, rows: dict[str, dict[str, Any]]) -> None:
+    """Write a record, in place of what it was."""
+    data = {"summary": summary(list(rows.values())), "cells": list(rows.values())}
+    beside = record.with_name(f"{record.name}.tmp")
+    beside.write_text(json.dumps(data, indent=1) + "\n")
+    beside.replace(record)
 
 
 def main() -> None:
@@ -318,15 +337,20 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, help="write a record")
     parser.add_argument("--drawn", type=int, default=0, metavar="N", help="this many cells at random")
     parser.add_argument("--seed", type=int, default=0, help="of the cells at random")
+    parser.add_argument("--again", action="store_true", help="run cells that the record has, too")
     args = parser.parse_args()
     noise = Noise(step=0.03, own=0.02) if args.noise else Noise()
-    rows = []
     rng = random.Random(args.seed)
-    for cell in [drawn(rng) for _ in range(args.drawn)] or cells():
+    every = [drawn(rng) for _ in range(args.drawn)] or list(cells())
+    known = read(args.output)
+    for cell in every:
         if args.only not in cell.name or (args.clean and not args.drawn and not cell.everything):
             continue
-        row = run(cell, noise, disturbed=not args.clean)
-        rows.append(row)
+        if cell.name in known and not args.again:
+            continue
+        row = known[cell.name] = run(cell, noise, disturbed=not args.clean)
+        if args.output:  # after every cell: a run that is cut short goes on from here
+            write(args.output, known)
         print(
             f"{row['cell']:58} {1e3 * row['undisturbed_s']:8.1f} ms, stay {1e3 * row['stay_s']:8.1f}, asa "
             f"{1e3 * row['last_s']:8.1f}, best {1e3 * row['best_s']:8.1f}, Malleus "
@@ -335,10 +359,7 @@ def main() -> None:
             f"{row['total_s'] / row['hindsight_s']:.3f} of hindsight  [{row['seconds']:.0f} s]",
             flush=True,
         )
-    found = summary(rows)
-    print(json.dumps(found, indent=1))
-    if args.output:
-        args.output.write_text(json.dumps({"summary": found, "cells": rows}, indent=1) + "\n")
+    print(json.dumps(summary(list(known.values())), indent=1))
 
 
 if __name__ == "__main__":

@@ -427,6 +427,52 @@ def test_figures_about_the_limit_do_not_go_to_and_fro() -> None:
     assert [level for _, level in seen] == [one for one, _ in seen]
 
 
+def test_links_that_no_plan_has_used_are_as_slow_as_everything_else() -> None:
+    costs = Costs(2, 2)
+    costs.apart = True
+    for all_, first, second in [(2.0, 2.0, 2.0), (2.0, 1.0, 1.0), (1.0, 2.0, 1.0), (1.0, 1.0, 1.0), (3.0, 2.0, 2.0)]:
+        costs.ranks = [Factor(mean=math.log(all_), variance=1e-4, steps=50)] * 2
+        costs.levels = [Factor(mean=math.log(first), variance=1e-4, steps=50), Factor()]
+        assert costs.slowness().levels == (math.log(first), math.log(second))
+
+
+def test_a_change_is_expected_to_take_as_long_as_the_last_one_did() -> None:
+    world = _world(2, _slowness(2, rank=1, by=2.0), move_s=3.0)
+    _, events = _run(world, policy=Policy(rebuild_s=0.2))
+    there, back = (e for e in events if e.get("kind") == "switch")
+    assert (there["seconds"], back["seconds"]) == (3.0, 3.0)
+    assert there["predicted_seconds"] < 1.0 < 2.9 < back["predicted_seconds"]
+
+
+def test_a_change_is_expected_to_take_as_long_as_building_the_first_plan_did() -> None:
+    world = _world(2, _slowness(2, rank=1, by=2.0), ends=BEGINS + 3 * WINDOW, rebuild_s=60.0)
+    _, events = _run(world, 4, Policy(rebuild_s=0.2))
+    assert (world.moves, "wait" in _kinds(events)) == ([], True)
+
+
+def test_the_figures_of_a_window_are_those_of_its_steps() -> None:
+    """Also where the machine changes in the middle of it: only the slow rank computes longer."""
+    seen: list[Measurements] = []
+    world = _world(2, _slowness(2, rank=1, by=3.0), begins=BEGINS + WINDOW // 4)
+    for epoch in range(2):
+        world.run_epoch(epoch, lambda measured, _: seen.append(measured))
+    clean, mixed = seen[0].per_rank, seen[BEGINS // WINDOW].per_rank
+    assert [rank.own_s for rank in mixed] == pytest.approx([clean[0].own_s, 3 * clean[1].own_s])
+    assert mixed[0].mean_own_s == pytest.approx(clean[0].own_s)
+    assert mixed[1].mean_own_s == pytest.approx((0.25 + 3 * 0.75) * clean[1].own_s)
+
+
+def test_a_rank_that_is_slow_in_most_steps_is_as_slow_as_they_are_on_average() -> None:
+    model = _model(2)
+    clean, worse = (model.profile, model.cluster), model.corrected(_slowness(2, rank=1, by=3.0), range(2))
+    world = World(
+        _first(2), lambda step: worse if step >= BEGINS and step % 4 else clean, STRATEGIES, processes=2, steps=STEPS,
+        window=WINDOW, move_s=0.2,
+    )  # fmt: skip
+    _, events = _run(world, 3)
+    assert "rank 1's compute takes 2.5 times as long as predicted" in _lines(events)[0]
+
+
 def test_a_change_says_what_is_slow_now_and_not_what_was_before() -> None:
     world = _world(4, _slowness(4, rank=2, by=2.0))
     worse = _model(4).corrected(_slowness(4, rank=2, by=4.0), range(4))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import training
 
 import asa
@@ -21,8 +22,9 @@ from asa.executor.running import outdir
 from asa.executor.running.losses import Losses
 from asa.executor.running.member import Job
 from asa.executor.running.run import train
-from asa.executor.training import checkpoint
+from asa.executor.training import checkpoint, worker
 from asa.executor.training.logs import RunLog
+from asa.executor.training.worker import Worker
 from asa.ir import codec
 from asa.ir.plan import Plan
 from asa.launch import alive, devices, faults
@@ -183,6 +185,53 @@ def test_what_a_launcher_starts_with_fewer_ranks_and_then_with_all_goes_on(tmp_p
     assert codec.load(Plan, tmp_path / "plan.json").num_ranks == 2
     epochs = _log(tmp_path, "epoch")
     assert [(e["epoch"], e["measurements"]["num_ranks"]) for e in epochs] == [(0, 2), (1, 1), (2, 2)]
+
+
+def _four(_rank: int, out: Path) -> int:
+    """Exit code of a run that a launcher starts again on all four ranks for its third epoch."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+    plan, settings = training.plan("logistic", ranks=4, batch=48), training.settings(out, epochs=3, resume=True)
+    found = train(plan, settings, strategies=offered(), adapt=adapt, regroup=lambda p, n: _of_48(p.model_spec, n))
+    return int(found["exit_code"])
+
+
+def _of_48(model: str, ranks: int) -> Plan:
+    return training.plan(model, ranks=ranks, batch=48)
+
+
+def test_four_ranks_then_three_then_four_use_every_sample_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank writes down what it reads: the last attempt at each step reads its batch, each sample once."""
+    plan, run = _of_48("logistic", 4), tmp_path / "run"
+    honest = Worker._fetch
+
+    def noted(self: Worker, images: Any, indices: torch.Tensor, epoch: int) -> Any:
+        read = worker._rows_read(indices, worker.microbatch_rows(self.model, len(indices)))
+        line = [time.monotonic(), dist.get_world_size(), epoch, indices.tolist(), read.tolist()]
+        with (tmp_path / f"read.{os.getpid()}").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        return honest(self, images, indices, epoch)
+
+    monkeypatch.setattr(Worker, "_fetch", noted)
+    monkeypatch.setenv(faults.VARIABLE, "kill@rank=3,point=backward,step=9")
+    fewer = train(
+        plan, training.settings(run), strategies=offered(), adapt=adapt, regroup=lambda p, n: _of_48(p.model_spec, n)
+    )
+    assert (fewer["exit_code"], [e["measurements"]["num_ranks"] for e in fewer["epochs"]]) == (0, [4, 3])
+    monkeypatch.delenv(faults.VARIABLE)
+    assert run_ranks(4, _four, run, threads=1, timeout_s=60) == [0] * 4
+    assert [e["measurements"]["num_ranks"] for e in _log(run, "epoch")] == [4, 3, 4]
+
+    steps: dict[tuple[int, tuple[int, ...]], list[tuple[float, int, list[int]]]] = {}
+    for file in tmp_path.glob("read.*"):
+        for at, ranks, epoch, batch, read in map(json.loads, file.read_text().splitlines()):
+            steps.setdefault((epoch, tuple(batch)), []).append((at, ranks, read))
+    assert [sum(epoch == e for epoch, _ in steps) for e in range(3)] == [6, 6, 6]
+    for (_, batch), reads in steps.items():
+        last = sorted(reads)[-sorted(reads)[-1][1] :]
+        assert sorted(sample for _, _, read in last for sample in read) == sorted(batch)
+    for e in range(3):
+        samples = [sample for epoch, batch in steps if epoch == e for sample in batch]
+        assert len(set(samples)) == len(samples) == 6 * 48
 
 
 @pytest.mark.parametrize(

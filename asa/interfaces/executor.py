@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
@@ -82,6 +83,10 @@ class Executor(ABC):
     def rebuild_s(self) -> float | None:
         """Seconds that building this process's part of the model took for the first plan; None if it was not timed."""
         return None
+
+    def clock(self) -> float:
+        """Seconds on the clock by which changes of plan are timed."""
+        return time.monotonic()
 
     @property
     def leads(self) -> bool:

@@ -261,13 +261,13 @@ class Costs:
         centres = [sum(m for m, _ in g) / len(g) for g in groups]
         common = self._sure(centres[0], groups[0]) if centres else 0.0
         beyond = {p: centre - centres[0] for g, centre in zip(groups, centres, strict=True) for _, p in g}
-        shared = common if not self.apart else 0.0
+        levels = [self._level(i, f) if self.apart else common for i, f in enumerate(self.levels)]
+        tried = [log for log, f in zip(levels, self.levels, strict=True) if f.known]
+        alike = min([common, *tried]) if tried else 0.0
+        if alike > LIKE:  # everything that was tried is slower: so is what no plan has used yet, as far as is known
+            levels = [log if f.known else alike for log, f in zip(levels, self.levels, strict=True)]
         return Slowness(
-            common=common,
-            ranks=tuple(beyond.get(p, 0.0) for p in range(len(self.ranks))),
-            levels=tuple(self._level(i, f) for i, f in enumerate(self.levels))
-            if self.apart
-            else (shared,) * len(self.levels),
+            common=common, ranks=tuple(beyond.get(p, 0.0) for p in range(len(self.ranks))), levels=tuple(levels)
         )
 
     def _sure(self, common: float, group: Sequence[tuple[float, int]]) -> float:
@@ -300,19 +300,19 @@ def _apart(variance: float) -> float:
 
 
 def typical(measured: Measurements) -> float:
-    """Typical seconds of a step: its mean, but at most the 90th percentile, so that outliers count little; its median
+    """Typical seconds of a step: its mean, but at most the 90th percentile, so that outliers count little. The median
     if no mean was measured."""
     step = measured.step_time
     mean = step.median if measured.mean_step_s is None else measured.mean_step_s
-    return min(max(mean, step.median), max(step.p90, step.median))
+    return min(mean, max(step.p90, step.median))
 
 
 def own_s(measured: Measurements, process: int) -> float:
     """Typical seconds that a process computes in a step, like :func:`typical`."""
     rank, step = measured.per_rank[process], measured.step_time
-    if rank.mean_own_s is None or rank.own_s <= 0 or step.median <= 0:
+    if not (rank.mean_own_s and rank.mean_own_s > 0) or rank.own_s <= 0 or step.median <= 0:
         return rank.own_s
-    return rank.own_s * min(max(1.0, rank.mean_own_s / rank.own_s), max(1.0, step.p90 / step.median))
+    return min(rank.mean_own_s, rank.own_s * max(1.0, step.p90 / step.median))
 
 
 def _spread(measured: Measurements) -> float:

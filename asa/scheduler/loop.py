@@ -3,7 +3,6 @@ undone."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -28,8 +27,8 @@ class _Loop:
     def __init__(
         self, executor: Executor, announce: Announce, model: Model | None, policy: Policy, following: bool
     ) -> None:
-        if executor.rebuild_s is not None:  # a small model is built anew in less than the policy takes for granted
-            policy = replace(policy, rebuild_s=min(policy.rebuild_s, executor.rebuild_s))
+        if executor.rebuild_s is not None:  # what was timed here is better than what is taken for granted
+            policy = replace(policy, rebuild_s=executor.rebuild_s)
         self.executor, self.announce, self.policy = executor, announce, policy
         self.decider = Decider(model, executor.num_processes, policy) if model and executor.leads else None
         self.may_change = model is not None or following
@@ -81,7 +80,7 @@ class _Loop:
     def move(self, target: Placement) -> bool:
         """Change to ``target`` (collective); returns whether it succeeded."""
         old, change = self.executor.plan, self.change
-        began = time.monotonic()
+        began = self.executor.clock()
         try:
             self.executor.migrate(target.plan, target.processes)
         except PreemptedError:
@@ -91,7 +90,7 @@ class _Loop:
                 self.decider.failed()
                 self.announce({"event": "note", "message": f"could not change the plan: {error}"})
             return False
-        took, self.changed, self.moved = time.monotonic() - began, True, True
+        took, self.changed, self.moved = self.executor.clock() - began, True, True
         self.looks = 0
         if self.decider is None or change is None:
             return True

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import median
 
 from asa.cost.planned import price_plan
 from asa.cost.ranks import Ranks
@@ -43,18 +44,20 @@ class Noise:
 class World(Executor):
     """Simulates training under one plan at a time.
 
-    ``window``: steps between two observations, 0 for none inside an epoch; ``move_s``: seconds of a change of plan.
+    ``window``: steps between two observations, 0 for none inside an epoch; ``move_s``: seconds of a change of plan;
+    ``rebuild_s``: seconds that the first plan is said to have taken to build.
     ``spent_s``: sum over all steps and changes; ``moves``: the changes that were made.
     """
 
     def __init__(
         self, plan: Plan, machine: Machine, strategies: Strategies, *, processes: int, steps: int, window: int = 0,
-        move_s: float = 2.0, observed: bool = True, noise: Noise | None = None, seed: int = 0,
+        move_s: float = 2.0, rebuild_s: float | None = None, observed: bool = True, noise: Noise | None = None,
+        seed: int = 0,
     ) -> None:  # fmt: skip
         self._placement = Placement(plan=plan, processes=tuple(range(plan.num_ranks)))
         self._machine, self._strategies = machine, strategies
         self._count, self._steps, self._window = processes, steps, window
-        self._move_s, self._observed = move_s, observed
+        self._move_s, self._rebuild_s, self._observed = move_s, rebuild_s, observed
         self._noise, self._random = noise or Noise(), random.Random(seed)
         self._known: dict[object, tuple[float, tuple[float, ...], tuple[Transfer, ...]]] = {}
         self.step = 0
@@ -62,6 +65,7 @@ class World(Executor):
         self.moves: list[tuple[int, Placement, Placement]] = []
         self.steps_s: list[float] = []
         """Seconds of every step."""
+        self._true: list[tuple[float, tuple[float, ...], tuple[Transfer, ...]]] = []
 
     @property
     def plan(self) -> Plan:
@@ -82,6 +86,15 @@ class World(Executor):
     def steps_per_epoch(self) -> int:
         """Number of steps in an epoch."""
         return self._steps
+
+    @property
+    def rebuild_s(self) -> float | None:
+        """Seconds that building the first plan is said to have taken."""
+        return self._rebuild_s
+
+    def clock(self) -> float:
+        """Simulated seconds since the start of the run."""
+        return self.spent_s
 
     def true_step_s(self, placement: Placement, step: int) -> float:
         """Seconds of a step under ``placement``, without noise."""
@@ -115,6 +128,7 @@ class World(Executor):
             took = self._truth(self._placement, self.step)[0] * self._tail()
             took *= math.exp(self._random.gauss(0, self._noise.step)) if self._noise.step else 1.0
             self.steps_s.append(took)
+            self._true.append(self._truth(self._placement, self.step))
             self.spent_s += took
             self.step, pending = self.step + 1, pending + 1
             if self._window and look is not None and (pending == self._window or i + 1 == self._steps):
@@ -133,20 +147,27 @@ class World(Executor):
         return math.exp(self._random.gauss(0, self._noise.own)) if self._noise.own else 1.0
 
     def _measured(self, steps: int) -> Measurements:
-        """Measurements over the last ``steps`` steps, for the machine at their end."""
-        times = self.steps_s[-steps:]
-        step_s, own, sent = self._truth(self._placement, self.step - 1)
+        """Measurements over the last ``steps`` steps, all under the current plan."""
+        times, true = self.steps_s[-steps:], self._true[-steps:]
         stat, mean = Stat.of(times), sum(times) / len(times)
         place = {p: i for i, p in enumerate(self.processes)}
         per_rank = []
         for p in range(self._count):
-            mine = own[place[p]] * stat.median / step_s * self._off() if p in place else 0.0
+            if p not in place:
+                per_rank.append(RankTiming(own_s=0.0, waiting_s=0.0, data_wait_s=0.0, mean_own_s=0.0))
+                continue
+            off, rank = self._off(), place[p]
+            own = [off * every[rank] * took / step_s for took, (step_s, every, _) in zip(times, true, strict=True)]
             per_rank.append(
                 RankTiming(
-                    own_s=mine, waiting_s=max(0.0, step_s - mine) if p in place else 0.0, data_wait_s=0.0,
-                    mean_own_s=mine * mean / stat.median,
+                    own_s=median(own), mean_own_s=sum(own) / len(own), data_wait_s=0.0,
+                    waiting_s=median(max(0.0, took - mine) for took, mine in zip(times, own, strict=True)),
                 )
             )  # fmt: skip
+        links = []
+        for same in zip(*(sent for _, _, sent in true), strict=True):  # a transfer of the plan, in every step
+            seconds = sum(t.seconds for t in same) / len(same) * self._off()
+            links.append(replace(same[0], seconds=seconds, n=steps))
         return Measurements(
             plan_fingerprint=fingerprint(self.plan),
             strategy=self.plan.strategy,
@@ -159,7 +180,7 @@ class World(Executor):
             peak_memory_bytes=None,
             predicted_memory_bytes=self.plan.prediction.memory_bytes_per_rank,
             per_rank=tuple(per_rank) if self._observed else (),
-            links=tuple(replace(t, seconds=t.seconds * self._off(), n=steps) for t in sent) if self._observed else (),
+            links=tuple(links) if self._observed else (),
             mean_step_s=mean,
         )
 
