@@ -1,8 +1,8 @@
-"""All ways to run all components on stages of one width, priced together: arrays with an entry for each way.
+"""Prices of all ways to run all components on stages of one width: arrays with an entry for each way.
 
-Prices come from :meth:`asa.cost.pricing.Pricer.price`; the figures that it needs are gathered here. Figures that do not
-depend on the number of microbatches are looked up once, and so is what strategies declare of a component in a layout or
-of its state.
+The formulas are those of :meth:`asa.cost.pricing.Pricer.price`; this module collects their inputs (:class:`Figures`).
+Inputs that do not depend on the number of microbatches are computed once, and so are the memory and traffic that
+strategies declare.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from asa.ir.plan import OptimizerName, TensorDegree
 
 @dataclass
 class PricedWays:
-    """Prices, an entry for each way; seconds and bytes as in :class:`asa.cost.step.ComponentCost`.
+    """Prices as arrays with an entry for each way; seconds and bytes as in :class:`asa.cost.step.ComponentCost`.
 
     ``forward`` and ``backward`` include the communication that blocks in them. ``window`` is the backward compute of
-    the last microbatch. ``once`` is paid once per step, without synchronisation but with ``bucket``. ``least_state``
-    and ``least_transient`` are the least that is left of these, whatever runs beside the component
-    (:mod:`asa.cost.memory.together`). ``added``: the part of the state that is gradients which microbatches add up.
+    the last microbatch. ``once`` is paid once per step: it includes ``bucket``, but no gradient synchronisation.
+    ``least_state`` and ``least_transient`` are lower bounds on ``state`` and ``transient`` for any choice of the
+    neighbours' ways (:mod:`asa.cost.memory.together`). ``added``: bytes of accumulated gradients in ``state``.
     """
 
     forward: Any
@@ -53,9 +53,9 @@ class PricedWays:
 
 
 class Menu:
-    """All ways of all components. ``ways`` lists those of every component. ``component`` and ``layout`` (into
-    ``layouts``) are indices, an entry for each way. ``saving`` marks ways that differ from another one only by a
-    checkpoint; ``forgetting(component, way)`` says whether a way with one does."""
+    """All ways of all components in one list: ``ways[i]`` are those of component i. For each way, ``component`` is the
+    index of its component, and ``layout`` that of its layout in ``layouts``. ``saving`` marks ways with a checkpoint
+    that differ from another way in nothing else: those for which ``forgetting(component, way)`` is true."""
 
     def __init__(
         self, graph: LayerGraph, states: States, times: Times, optimizer: OptimizerName,
@@ -83,7 +83,7 @@ class Menu:
             self._keep(each, like, optimizer)
 
     def _keep(self, each: list[tuple[int, Way]], like: Any, optimizer: OptimizerName) -> None:
-        """Look up what keeping states costs, once for each state. ``each`` and ``like`` come from :func:`_keeping`."""
+        """Compute the costs of keeping state, once for each distinct state; arguments as :func:`_keeping` returns."""
         kept = [self._states.kept(i, w) for i, w in each]
         distinct = {id(k): k for k in kept}
         number = {key: at for at, key in enumerate(distinct)}
@@ -111,24 +111,24 @@ class Menu:
 
     @cached_property
     def wrapping(self) -> Any:
-        """A number for each way, equal for ways that are wrapped, split and kept alike; -1 where a way does not depend
-        on its neighbours."""
+        """A number for each way: neighbouring components with equal numbers can be wrapped as one unit. -1 for ways
+        whose memory does not depend on their neighbours."""
         known: dict[object, int] = {}
         keys = [(w.layout, w.data, w.tensor, w.offload) for w in self.ways]
         found = np.array([known.setdefault(key, len(known)) for key in keys], dtype=np.int64)
         return np.where(self._joint, found, -1)
 
     def _others(self, index: int, way: Way) -> float:
-        """Parameter bytes of all other components for the one with the largest parameter, else infinite (see
-        :meth:`asa.interfaces.strategy.DataStrategy.least`)."""
+        """The argument ``others`` of :meth:`asa.interfaces.strategy.DataStrategy.least`: parameter bytes of all other
+        components, for the component with the largest parameter; infinite for the rest."""
         if way.tensor not in self._largest_of:
             self._largest_of[way.tensor] = self._states.largest(way.tensor)
         largest, others = self._largest_of[way.tensor]
         return others if index == largest else float("inf")
 
     def enough(self, samples: Sequence[int], fewest: Any) -> Any:
-        """Whether each way leaves its component enough samples. ``samples``: on a rank, for each layout; ``fewest``:
-        for each component."""
+        """Whether each way gives its component enough samples: an array of booleans. ``samples``: samples of a rank in
+        each layout; ``fewest``: the minimum of each component."""
         return np.array(samples)[self.layout] >= np.asarray(fewest)[self.component]
 
     def priced(self, pricer: Pricer, which: Any) -> PricedWays:
@@ -155,7 +155,7 @@ class Menu:
             alone=np.array([x.data == 1 for x in self.layouts])[k],
         )  # fmt: skip
         if x.gathers is not None:
-            x.ahead, x.behind = self._beside(pricer, which, cells[:2], x.gathers)
+            x.ahead, x.behind = self._neighbour_seconds(pricer, which, cells[:2], x.gathers)
         c = pricer.price(x)
         held, own = c.footprint, transient * margin()
         lone = own + (around if pricer.states.prefetching else self._around(pricer, which, saved, alone=True))
@@ -178,8 +178,8 @@ class Menu:
         )
 
     def _unmade(self, pricer: Pricer, which: Any) -> Any:
-        """Bytes that are not yet there in a backward which makes its gradients itself
-        (:meth:`asa.cost.pricing.Pricer.as_made`), an entry for each way."""
+        """For each way, the bytes of gradients that do not exist yet at the peak of the component's backward
+        (:meth:`asa.cost.pricing.Pricer.as_made`)."""
         found = np.zeros(len(which))
         if pricer.num_microbatches > 1 or not pricer.times.unmade:
             return found
@@ -191,9 +191,9 @@ class Menu:
             found[at] = known[key]
         return found
 
-    def _beside(self, pricer: Pricer, which: Any, passes: Any, gathers: Gathers) -> tuple[Any, Any]:
-        """Seconds of the neighbours' forward and backward beside which weights are gathered, an entry for each way.
-        ``passes``: seconds of compute, pass x layout x component."""
+    def _neighbour_seconds(self, pricer: Pricer, which: Any, passes: Any, gathers: Gathers) -> tuple[Any, Any]:
+        """For each way, the compute seconds that can hide its gathers: the forward of the component in front, and the
+        backward of the one behind. ``passes``: seconds of compute, shape (pass, layout, component)."""
         i, k, last = self.component[which], self.layout[which], len(self._graph) - 1
         front, after = np.maximum(0, i - 1), np.minimum(last, i + 1)
         ahead = passes[0][k, front]
@@ -201,17 +201,17 @@ class Menu:
         for at in np.flatnonzero(gathers.forward + gathers.once + gathers.backward).tolist():
             way = self.ways[int(which[at])]
             if self._by_one(pricer, way.layout):
-                ahead[at], behind[at] = pricer.beside(int(i[at]), way, _among(gathers, at))
+                ahead[at], behind[at] = pricer.neighbour_seconds(int(i[at]), way, _among(gathers, at))
         return ahead, behind
 
     @staticmethod
     def _by_one(pricer: Pricer, layout: Layout) -> bool:
-        """Whether each component must be looked up by itself: ranks differ, or tokens are split."""
+        """Whether components must be priced one at a time: ranks differ in shard or speed, or tokens are split."""
         return bool(layout.weights or layout.sequence or pricer.shards.speeds)
 
     def _around(self, pricer: Pricer, which: Any, saved: Any, *, alone: bool = False) -> Any:
-        """Bytes of neighbours' buffers beside each component, as its strategy declares them. ``alone``: as if no
-        neighbour of a joint strategy ran alike."""
+        """For each way, transient bytes as its strategy declares them, buffers of neighbours included. ``alone``: as if
+        no neighbour of a joint strategy ran the same way."""
         found = self._apart[which]
         known: dict[tuple[object, ...], float] = {}  # alike whether or not its state is on the host
         for at in np.flatnonzero(self._own[which]).tolist():
@@ -226,9 +226,9 @@ class Menu:
         return found
 
     def _in_cells(self, pricer: Pricer, which: Any) -> Any:
-        """What each component does in each layout, whatever keeps its state: quantity x layout x component. Quantities
-        are those of :meth:`asa.cost.pricing.Pricer.cell`, then bytes saved and transient without a checkpoint and with
-        one."""
+        """Figures of each component in each layout that do not depend on the data strategy: shape (12, layout,
+        component). Rows 0-7 are those of :meth:`asa.cost.pricing.Pricer.cell`; rows 8 and 9 are bytes saved and
+        transient without a checkpoint, rows 10 and 11 with one."""
         n = len(self._graph)
         found = np.zeros((12, len(self.layouts), n))
         wanted = np.zeros((len(self.layouts), n), dtype=bool)
@@ -267,8 +267,8 @@ def _among(figures: Any, which: Any) -> Any:
 
 
 def _keeping(ways: Sequence[Sequence[Way]]) -> tuple[list[tuple[int, Way]], Any]:
-    """Pairs (component, way) that keep their state differently, and for each way which of them keeps it alike.
-    Consecutive ways often keep it alike: with a checkpoint, or with an optimizer on the host."""
+    """The distinct pairs (component, way) by how they keep state, and for each way the index of its pair. Consecutive
+    ways that differ only by a checkpoint or an optimizer on the host share a pair."""
     each: list[tuple[int, Way]] = []
     like: list[int] = []
     for i, row in enumerate(ways):

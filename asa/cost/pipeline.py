@@ -1,12 +1,13 @@
-"""The clock of a synchronous pipeline: what a step takes, given what its stages and the links between them take.
+"""Step time of a synchronous pipeline, from the times of its stages and of the links between them.
 
 Every stage performs the actions of its schedule in order. A microbatch can go forward once it has arrived from the
 stage in front, and backward once its gradient has arrived from the stage behind. The link between two neighbours
 carries one message at a time in each direction, in the order they were sent, and holds up neither sender nor receiver.
-The last backward of a stage is longer (synchronisation runs beside it), and after it comes what is paid once per step.
+The last backward of a stage is longer (gradient synchronisation overlaps it); the work paid once per step follows it.
 The step ends with the last stage to finish: ranks wait for each other between steps.
 
-:func:`makespan` is that clock, and monotone in every time; :func:`lower_bound` never exceeds it. Any unit of time.
+:func:`makespan` computes this exactly, and never falls as a time grows; :func:`lower_bound` never exceeds it. All times
+have one unit, which may be any.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from asa.ir.codec import noun
 
 @noun
 class StageTimes:
-    """The times of one stage. ``forward`` and ``backward`` are of one microbatch. The last backward takes
-    ``last_backward_extra`` longer. ``after`` is paid once per step behind it (gradient synchronisation that is not
-    hidden, the optimizer)."""
+    """Times of one stage. ``forward`` and ``backward`` are those of one microbatch; the last backward takes
+    ``last_backward_extra`` longer. ``after`` follows it once per step: exposed gradient synchronisation, optimizer."""
 
     forward: float
     backward: float
@@ -35,11 +35,11 @@ class StageTimes:
 
 @lru_cache(maxsize=16384)
 def program(schedule: Schedule, stages: int, num_microbatches: int) -> tuple[tuple[int, bool, int, bool], ...]:
-    """All actions of a step in an order in which each follows what it waits for: (stage, whether forward, microbatch,
-    whether it is the last action of its stage).
+    """All actions of a step in topological order: tuples (stage, whether forward, microbatch, whether it is the last
+    action of its stage).
 
     Raises:
-        ValueError: the schedule waits for itself.
+        ValueError: the schedule has a deadlock.
     """
     orders = [schedule.order(s, stages, num_microbatches) for s in range(stages)]
     done = [0] * stages
@@ -67,15 +67,15 @@ def makespan(
     schedule: Schedule,
     num_microbatches: int,
 ) -> float:
-    """The time of a step. ``transfers[i]`` is the time of one microbatch from stage i to the next, and of its gradient
-    back."""
+    """The time of a step. ``transfers[i]`` are the times of one microbatch from stage i to stage i + 1, and of its
+    gradient back."""
     times = [(s.forward, s.backward, s.last_backward_extra, s.after) for s in stages]
     found: float = _played(times, transfers, schedule, num_microbatches, max)
     return found
 
 
 def makespans(times: Any, transfers: Any, schedule: Schedule, num_microbatches: int) -> Any:
-    """The times of steps of many pipelines with equally many stages, an array with an entry for each pipeline.
+    """The step times of many pipelines with the same number of stages: an array with an entry for each pipeline.
 
     ``times`` has shape (stages, 4, pipelines): forward, backward, last_backward_extra, after; ``transfers`` has shape
     (stages - 1, 2, pipelines).
@@ -113,9 +113,9 @@ def _played(times: Any, transfers: Any, schedule: Schedule, num_microbatches: in
 
 @lru_cache(maxsize=16384)
 def shape(schedule: Schedule, stages: int, num_microbatches: int) -> tuple[tuple[int, int, bool], ...]:
-    """For each stage: how many forwards come before its first backward, how many backwards follow its last forward, and
-    whether in between forwards and backwards alternate, so that microbatch k goes forward only when k - lead has come
-    back."""
+    """For each stage (lead, trail, strict): forwards before its first backward, backwards after its last forward, and
+    whether forwards and backwards alternate in between. If they do, the forward of microbatch k follows the backward of
+    microbatch k - lead."""
     found = []
     for s in range(stages):
         order = schedule.order(s, stages, num_microbatches)
@@ -135,15 +135,15 @@ def lower_bound(
 ) -> float:
     """A lower bound on :func:`makespan`: the longest of a few paths through the step.
 
-    A path through stage i: the first microbatch must get there; then the stage fills up, or waits for the first
-    gradient; it has forwards and backwards in turn; it drains, or waits for the last gradient; and that gradient
-    travels to some stage in front, whose once-per-step work is left. A stage that holds at most f microbatches lets one
-    in only when the one f before it has made its round trip. Every link carries every microbatch twice.
+    A path through stage i has five parts: the first microbatch arrives; the stage fills up, or waits for the first
+    gradient; it alternates between forwards and backwards; it drains, or waits for the last gradient; this gradient
+    travels to a stage in front, whose once-per-step work follows. In a stage with ``lead`` microbatches in flight, a
+    microbatch enters after the round trip of the one ``lead`` before it. A link carries every microbatch both ways.
     """
     count, m = len(stages), num_microbatches
     shapes = shape(schedule, count, m)
     first, last, trip = [0.0] * count, [0.0] * count, [0.0] * count
-    # From the arrival of the first (last, any) microbatch at stage i to its gradient leaving it.
+    # first, last, trip: from the arrival of the first (last, any) microbatch at stage i until its gradient leaves it.
     for i in range(count - 1, -1, -1):
         f, b = stages[i].forward, stages[i].backward
         lead, trail, _ = shapes[i]
@@ -158,7 +158,7 @@ def lower_bound(
     for i, stage in enumerate(stages):
         f, b, extra = stage.forward, stage.backward, stage.last_backward_extra
         lead, trail, strict = shapes[i]
-        # What is left when the last backward of stage i has ended.
+        # Time from the end of the last backward of stage i to the end of the step.
         finish = stage.after if i == 0 else max(stage.after, finish)
         if lead == m:
             busy = max(first[i] - b + m * b + extra, (m - 1) * f + last[i])
@@ -181,17 +181,17 @@ def lower_bound(
 
 
 def _drained(stages: Sequence[StageTimes], transfers: Sequence[tuple[float, float]], m: int) -> float:
-    """The part of a step behind the first forward of the last stage, where every stage goes forward with all
-    microbatches first: two flow shops of equal jobs, one after the other.
+    """The part of a step after the first forward of the last stage, for schedules in which all ``m`` forwards of a
+    stage come before its backwards: two flow shops of equal jobs, one after the other.
 
-    The slowest stage or link has m - 1 more to do, then they turn round, and so has the slowest one on the way back.
-    From there the last microbatch travels, with longer backwards.
+    Forward, the slowest stage or link has m - 1 more microbatches to do; backward, the same holds for the slowest one
+    on the way back. From there the last microbatch travels to the front, with the longer last backwards.
     """
     ahead = max([s.forward for s in stages] + [t[0] for t in transfers])
     path, slowest, lengthened, best = 0.0, 0.0, 0.0, 0.0
     for i in range(len(stages) - 1, -1, -1):
         stage = stages[i]
-        # The time from the slowest place so far to here; its own longer backward counts if it is a stage.
+        # lengthened: m - 1 backwards of the slowest stage or link so far, and the longer last backwards from there on.
         path += stage.backward
         lengthened = max(lengthened, slowest * (m - 1), (m - 1) * stage.backward) + stage.last_backward_extra
         best = max(best, path + lengthened + stage.after)

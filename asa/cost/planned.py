@@ -1,4 +1,4 @@
-"""The price of a complete plan in closed form, without a solver and without a solver's numbers."""
+"""The price of a complete plan in closed form, independent of the solvers: it checks their numbers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from asa.ir.profile import Profile
 
 @noun
 class StagePrice:
-    """The price of one stage: seconds of its own work in a step, and the peak of a rank in bytes.
+    """The price of one stage: seconds of its own work in a step, and peak memory in bytes.
 
-    ``start`` is its first component. ``boundaries[i]`` lies in front of its component i, the last one behind the last.
-    ``peak`` is that of the fullest rank (:mod:`asa.cost.memory.together`); ``peaks`` has one per rank, where ranks hold
-    different shards.
+    ``start`` is the index of its first component. ``boundaries[i]`` lies in front of its component i; the last entry
+    lies behind its last component. ``peak`` is that of the rank that holds most (:mod:`asa.cost.memory.together`).
+    ``peaks`` has an entry for each rank if shards are uneven, and is empty otherwise.
     """
 
     start: int
@@ -41,20 +41,20 @@ class StagePrice:
     peaks: tuple[Peak, ...] = ()
 
     def held(self, place: int) -> float:
-        """Bytes that its rank ``place`` holds at its peak."""
+        """Peak bytes of the stage's rank number ``place``."""
         return (self.peaks[place] if self.peaks else self.peak).total
 
     @property
     def most(self) -> float:
-        """Bytes of the rank that holds most."""
+        """Peak bytes of the rank that holds most."""
         return max(p.total for p in self.peaks or (self.peak,))
 
 
 @noun
 class Price:
-    """The price of a plan: seconds, the highest peak of a rank in bytes, and standard errors in seconds.
+    """The price of a plan: seconds of a step, the highest peak of a rank in bytes, and standard errors in seconds.
 
-    ``handovers[i]`` is the transfer of a microbatch from stage i to the next, forward and back.
+    ``handovers[i]``: seconds to send a microbatch from stage i to stage i + 1, and its gradient back.
     """
 
     cost: StepCost
@@ -71,7 +71,7 @@ class Price:
 
     @property
     def boundaries(self) -> tuple[BoundaryCost, ...]:
-        """The boundary in front of every component (at the start of a stage, its inlet), and the last outlet."""
+        """The boundary in front of every component (for a stage's first one, its inlet), then the last outlet."""
         return (*(b for s in self.stages for b in s.boundaries[:-1]), self.stages[-1].boundaries[-1])
 
 
@@ -94,8 +94,8 @@ def _rank_peaks(pricer: Pricer, start: int, ways: Sequence[Way], in_flight: int)
 
 
 def price_stage(pricer: Pricer, start: int, ways: Sequence[Way], overlap: Overlap, in_flight: int = 1) -> StagePrice:
-    """The price of a stage in which component ``start + i`` runs ``ways[i]``, with activations of ``in_flight``
-    microbatches."""
+    """The price of a stage in which component ``start + i`` runs ``ways[i]``, while activations of ``in_flight``
+    microbatches are held."""
     components = tuple(_moved(pricer.component(i, way), start) for i, way in enumerate(ways, start))
     between = [pricer.edges.boundary(i, a.layout, b.layout) for i, (a, b) in enumerate(pairwise(ways), start + 1)]
     stop = start + len(ways)
@@ -115,14 +115,14 @@ def price_stage(pricer: Pricer, start: int, ways: Sequence[Way], overlap: Overla
 
 
 def _moved(cost: ComponentCost, start: int) -> ComponentCost:
-    """The cost with ``release`` counted from the first component of the stage, where its last bucket leaves."""
+    """The cost with ``release`` as an index in the stage; gradients due in front of the stage leave at its start."""
     return cost if start == 0 else cost.released_at(max(0, cost.release - start))
 
 
 def _times(
     cost: StepCost, components: Sequence[ComponentCost], boundaries: Sequence[BoundaryCost], overlap: Overlap
 ) -> StageTimes:
-    """The times of a stage for the clock of a pipeline. While both streams work, backward is slower."""
+    """The stage's times as :func:`asa.cost.pipeline.makespan` needs them. Overlap lengthens the last backward."""
     m = components[0].num_microbatches
     forward = sum(c.forward_s + c.forward_communication_s for c in components) + sum(b.forward_s for b in boundaries)
     backward = sum(c.backward_s + c.backward_communication_s for c in components)
@@ -145,7 +145,7 @@ def price(
 ) -> Price:
     """The price of a plan whose stage s begins with component ``starts[s]`` and is priced by ``pricers[s]``.
 
-    A pipeline takes what its schedule makes of its stages' times (:func:`asa.cost.pipeline.makespan`).
+    ``schedule`` is None for one stage; otherwise the step time is :func:`asa.cost.pipeline.makespan`.
     """
     ends = [*starts[1:], len(ways)]
     m = pricers[0].num_microbatches
@@ -182,7 +182,7 @@ def ways_of(plan: Plan, profile: Profile, strategies: Strategies) -> tuple[Way, 
     """The way in which ``plan`` runs each component of the profile.
 
     Raises:
-        InvalidInputError: the plan is of another model, or asks of a component what it refuses.
+        InvalidInputError: the plan is of another model, or a strategy that it chooses refuses the component.
     """
     names = tuple(c.name for c in profile.graph.components)
     if tuple(a.name for a in plan.components) != names:
@@ -225,7 +225,7 @@ def schedule_of(plan: Plan, strategies: Strategies) -> Schedule | None:
     """The schedule of a plan of several stages, None for one stage.
 
     Raises:
-        InvalidInputError: it has none, or one that is not offered or refuses.
+        InvalidInputError: the plan has no schedule, or one that is not offered, or the schedule refuses the plan.
     """
     if len(plan.stages) == 1:
         return None
@@ -243,7 +243,7 @@ def schedule_of(plan: Plan, strategies: Strategies) -> Schedule | None:
 
 
 def price_plan(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> Price:
-    """The price of ``plan``, or of one group where its ranks train in groups. On another kind of device than the
+    """The price of ``plan``; of one group, if its ranks train in groups. If the cluster's kind of device is not the
     profile's, times are estimated.
 
     Raises:
@@ -262,7 +262,7 @@ def pricer_of(
     plan: Plan, stage: Stage, profile: Profile, times: Times, cluster: Cluster, strategies: Strategies,
     speeds: tuple[float, ...],
 ) -> Pricer:  # fmt: skip
-    """The pricer of a plan's stage, whose ranks have these ``speeds``; none where all are that of the device."""
+    """The pricer of a plan's stage. ``speeds`` are those of its ranks; empty if all run at the device's speed."""
     return Pricer(
         profile, times, cluster, strategies, width=len(stage.ranks), global_batch=plan.global_batch,
         num_microbatches=plan.num_microbatches, optimizer=plan.optimizer,

@@ -40,14 +40,13 @@ _NOTHING_AWAITED = Launches(forward=0.0, backward=0.0, update=0.0, gradient=0.0)
 
 
 class Pricer:
-    """Prices of one model's components and boundaries on stages of ``width`` ranks, with ``num_microbatches`` to a
-    step.
+    """Prices of one model's components and boundaries on stages of ``width`` ranks, ``num_microbatches`` per step.
 
-    ``busy`` is how many ranks work at once in all stages (``width`` where there is one). ``speeds`` are those of the
-    stage's ranks, where they differ from the cluster's device. All ranks wait for the slowest: with unequal devices or
-    uneven shards the rank decides that takes longest for the component in hand. The next component may have another
-    slowest rank, so the sum is never too low. Memory is that of the largest shard. With ``spare``, how many bytes each
-    rank's device has more than the smallest, it is no less than what any rank holds, less what it has to spare.
+    ``busy`` is the number of ranks that work at once in all stages (``width`` if there is one stage). ``speeds`` are
+    those of the stage's ranks, relative to the cluster's device; empty if all are 1. All ranks wait for the slowest:
+    with unequal devices or uneven shards, a component takes as long as on its slowest rank. Components may differ in
+    their slowest rank, so the sum is an upper bound. Memory is that of the largest shard. ``spare``: bytes that each
+    rank's device has beyond the smallest device; memory then is at least the bytes of any rank less its spare bytes.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Pricer:
         beside = [contention(cluster, ranks, memory=True) for ranks in (width, at_once, busy)]
         self.slow_update = self.slow_memory * beside[0] / beside[1]
         self.held_up_by_update = beside[2] / beside[0] - 1
-        """Share by which a stage's update lengthens the backward of those in front, which it runs beside."""
+        """Share by which the update of a stage slows down the backward of the stages in front, which runs meanwhile."""
         self._components: dict[tuple[int, Way], ComponentCost] = {}
         self._holders: dict[int, Pricer] = {}
         self._cells: dict[tuple[object, ...], tuple[float, ...]] = {}
@@ -105,12 +104,12 @@ class Pricer:
     def _edges(self) -> Edges:
         return Edges(
             self.graph, self.states, self.keeping, microbatch=self.microbatch, num_microbatches=self.num_microbatches,
-            launching=Launching(self._ahead) if self.states.apart else None,
+            launching=Launching(self._ahead) if self.states.async_device else None,
         )  # fmt: skip
 
     def _ahead(self, layout: Layout) -> Any:
-        """Seconds by which the host is ahead of its device after forward and backward of every component, whatever it
-        launches for the component's own communication: component x pass."""
+        """Seconds by which the host is at least ahead of its device after the forward and the backward of each
+        component, for any way to run it: shape (component, pass)."""
         components, samples = self.graph.components, self.local(layout)
         if layout.sequence or layout.weights or self.shards.speeds:
             longest = [self.longest(c, layout) for c in components]
@@ -122,15 +121,15 @@ class Pricer:
 
     @property
     def releases(self) -> tuple[int, ...]:
-        """For each component, the one after whose backward the late part of its gradients leaves."""
+        """For each component, the index of the one after whose backward the late part of its gradients is sent."""
         return tuple(r.index for r in self._releases)
 
     def local(self, layout: Layout) -> int:
-        """Samples of the busiest rank in one microbatch."""
+        """Samples of the largest shard of a microbatch."""
         return self.shards.largest(layout)
 
     def holder(self, place: int) -> Pricer:
-        """A copy that prices the memory of the stage's rank ``place``."""
+        """A copy that prices the memory of the stage's rank number ``place``."""
         if place not in self._holders:
             found = self._holders[place] = copy(self)
             found.shards = self.shards.at(place)
@@ -139,11 +138,11 @@ class Pricer:
         return self._holders[place]
 
     def slowed(self, samples: int, speed: float = 1.0) -> float:
-        """The factor by which a rank of that speed exceeds the profile's times, with so many samples."""
+        """The factor from the profile's times of ``samples`` samples to those of a rank with relative ``speed``."""
         return self.slow * self.times.whole_ratio(samples) / speed
 
     def longest(self, component: Component, layout: Layout) -> tuple[Work, float]:
-        """The component's work on the rank that takes longest for it, and that rank's factor on the profile's times."""
+        """The component's work on its slowest rank, and the factor from the profile's times to those of this rank."""
         found = self.shards.timed(layout)
         if len(found) == 1:
             samples, speed = found[0]
@@ -157,17 +156,17 @@ class Pricer:
         return self.times.work(component, samples, layout.tensor, by_tokens=layout.sequence)
 
     def component(self, index: int, way: Way) -> ComponentCost:
-        """The cost of component ``index``, run that way."""
+        """The cost of component ``index``, run as ``way`` says."""
         if (index, way) not in self._components:
             self._components[index, way] = self.price(self.figures(index, way))
         return self._components[index, way]
 
     def figures(self, index: int, way: Way, alike: range | None = None) -> Figures:
-        """The figures of component ``index``, run that way, for :meth:`price`. ``alike``: the neighbours that run as it
-        does; all of them where None."""
+        """The input of :meth:`price` for component ``index``, run as ``way`` says. ``alike``: the range of components
+        around it that run the same way; all components if None."""
         component, layout, kept = self.graph.components[index], way.layout, self.states.kept(index, way)
         (forward, backward, *met, a, b, c, d), gathers = self.cell(index, way), self.states.ahead(index, way)
-        ahead, behind = (0.0, 0.0) if gathers is None else self.beside(index, way, gathers)
+        ahead, behind = (0.0, 0.0) if gathers is None else self.neighbour_seconds(index, way, gathers)
         saved, transient = self.keeping.component(component, layout, checkpoint=way.checkpoint)
         around = self.around.of(index, way.tensor, saved, alike)
         work, slow = self.longest(component, layout)
@@ -180,8 +179,9 @@ class Pricer:
             error=slow * work.error_s, link_error=self.edges.link_error(layout),
         )  # fmt: skip
 
-    def beside(self, index: int, way: Way, gathers: Gathers) -> tuple[float, float]:
-        """Seconds of the neighbours' forward and backward beside which weights are gathered."""
+    def neighbour_seconds(self, index: int, way: Way, gathers: Gathers) -> tuple[float, float]:
+        """Compute seconds that can hide gathers of weights: the forward of the component in front, and the backward of
+        the one behind. 0 where nothing is gathered."""
         ahead = self.pass_of(index - 1, way)[0] if gathers.forward + gathers.once else 0.0
         return ahead, self.pass_of(index + 1, way)[1] if gathers.backward else 0.0
 
@@ -199,8 +199,8 @@ class Pricer:
                 x.gathers, self.cluster.overlap, ahead=x.ahead, behind=x.behind, own=backward,
                 met=(k.shared * met_ahead, k.shared * met_back), scattered=k.scattered, microbatches=m, least=least,
             )  # fmt: skip
-        if self.states.apart:
-            launches = Launches(*k.launches).beside(
+        if self.states.async_device:
+            launches = Launches(*k.launches).plus(
                 collective_s * x.count[0], collective_s * (x.count[1] + x.checkpoint * x.count[0])
             )
             host = awaited(launches, forward=x.forward, backward=backward, floor=x.floor, most=_most(x))
@@ -229,13 +229,13 @@ class Pricer:
         )
 
     def _met(self, x: Figures, at: int) -> Any:
-        """Seconds that block in a pass (0 forward, 1 backward): collectives, and waiting at each of them for the
-        slowest rank. A tensor-parallel component meets at least once, if not inside then at its boundary. Where
-        backward waits for collectives that run once per step, ranks also meet at these in one microbatch; their own
-        time is priced separately."""
+        """Seconds that block in pass ``at`` (0 forward, 1 backward): the collectives, and waiting for the slowest rank
+        at each of them. A tensor-parallel component has at least one synchronisation point, inside it or at its
+        boundary. Blocking collectives that run once per step also are such points, in one of the microbatches; their
+        own time is priced separately."""
         k, once, compute = x.kept, 2 + at, (x.forward, x.backward)[at]
-        apart = k.blocking * (k.count[once] + x.count[once]) / self.num_microbatches
-        number = _most(x)(x.count[at] + k.moving * k.count[at] + apart, 1.0 * x.split)
+        per_step = k.blocking * (k.count[once] + x.count[once]) / self.num_microbatches
+        number = _most(x)(x.count[at] + k.moving * k.count[at] + per_step, 1.0 * x.split)
         waited = compute * (waiting(self.cluster, self.width, compute / (number + (number == 0))) - 1)
         return (number > 0) * (x.met[at] + k.moving * k.taken[at] + waited) + k.moving * k.handled[at]
 
@@ -253,8 +253,8 @@ class Pricer:
     def footprint(self, x: Figures) -> Footprint:
         """The bytes that components with these figures hold."""
         k, several = x.kept, self.num_microbatches > 1
-        # Around the update activations are gone, and all gradients there. Taken as a transient of the component's
-        # backward, that differs by the activations up to it and the gradients in front of it.
+        # k.updating is held during the update, when no activations exist, but all gradients. It is counted as if it
+        # were transient in the component's backward: the sum differs by activations up to it and gradients before it.
         return Footprint(
             state=k.state + several * (k.added + k.kept) - x.offload * k.optimizer,
             activations=x.saved * margin() + (not several) * k.kept,
@@ -263,29 +263,30 @@ class Pricer:
         )
 
     def fresh(self, x: Figures) -> Any:
-        """Bytes of a gradient that lies beside the sum it is added to, from the second microbatch on."""
+        """Bytes of the largest new gradient before it is accumulated; 0 with a single microbatch."""
         return (self.num_microbatches > 1) * x.alone * x.kept.largest
 
     def pass_of(self, index: int, way: Way) -> tuple[float, float]:
-        """Seconds of compute of component ``index``, run that way, in forward and in backward of one microbatch."""
+        """Compute seconds of forward and of backward of component ``index``, for one microbatch."""
         work, slow = self.longest(self.graph.components[index], way.layout)
         again = work.forward_s if way.checkpoint else 0.0
         return work.forward_s * slow, (work.backward_s + again) * slow
 
     def joint(self, way: Way) -> bool:
-        """Whether what a component holds that way depends on its neighbours' ways."""
+        """Whether the memory of a component run as ``way`` says depends on the ways of its neighbours."""
         return way.data.degree > 1 and self.strategies.data[way.data.strategy].joint
 
-    def left(self, index: int, way: Way) -> float:
-        """Bytes that stay after the backward of component ``index``, where no component in front of it is run alike."""
+    def remaining_bytes(self, index: int, way: Way) -> float:
+        """Bytes held from the backward of component ``index`` until the whole backward ends, if no component in front
+        runs the same way (:meth:`asa.interfaces.strategy.DataStrategy.remaining_bytes`)."""
         page = self.strategies.data[way.data.strategy].of(way.data)
-        return page.left(self.states.share(index, way.tensor), way.layout.data, self.num_microbatches)
+        return page.remaining_bytes(self.states.share(index, way.tensor), way.layout.data, self.num_microbatches)
 
     def as_made(self, index: int, way: Way, footprint: Footprint, *, ending: bool) -> Footprint:
-        """The ``footprint`` of component ``index`` where each of its gradients exists only from when backward makes it:
-        not earlier in a bucket, or from an earlier microbatch. ``ending``: it is the last one with weights of those
-        that are wrapped together. In its forward there is no gradient, but the buffer that its weights were gathered
-        into."""
+        """The ``footprint`` of component ``index``, corrected for gradients that do not exist yet at the peak of its
+        backward. It is unchanged if gradients exist earlier: in buckets, or from an earlier microbatch. ``ending``: the
+        component is the last one with weights in its wrapped unit; its forward has no gradients, but still the buffer
+        of its gathered weights."""
         if self.num_microbatches > 1 or not self.times.unmade:
             return footprint
         held, component = self.states.kept(index, way).held, self.graph.components[index]
@@ -299,9 +300,9 @@ class Pricer:
         return replace(footprint, transient=made)
 
     def cell(self, index: int, way: Way) -> tuple[float, ...]:
-        """What component ``index`` does in a layout, whatever keeps its state: seconds of compute forward and backward,
-        seconds of the collectives inside each, and how many of these there are in each of :data:`asa.cost.way.PHASES`.
-        """
+        """Eight figures of component ``index`` that do not depend on its data strategy: seconds of compute in forward
+        and in backward, seconds of the collectives inside each, and the number of collectives in each of
+        :data:`asa.cost.way.PHASES`."""
         key = (index, way.layout, way.tensor)
         if key not in self._cells:
             inner = self.inner(index, way)
@@ -312,19 +313,19 @@ class Pricer:
         return self._cells[key]
 
     def inner(self, index: int, way: Way) -> tuple[Collective, ...]:
-        """Collectives inside component ``index`` in a layout, of one microbatch."""
+        """Collectives of tensor parallelism inside component ``index``, for one microbatch."""
         splitting = self.strategies.tensor[way.tensor.strategy]
         return splitting.traffic(self.graph.components[index], way.layout.tensor, self.local(way.layout))
 
     def handover(self, index: int, source: Layout, target: Layout, offset: int) -> tuple[float, float]:
-        """Seconds of one microbatch, and of its gradient, between a stage and the next one, which begins with component
-        ``index`` on rank ``offset``."""
+        """Seconds to send one microbatch to the stage that begins with component ``index`` on rank ``offset``, and to
+        send its gradient back."""
         return self.handovers((index,), source, target, offset)[0]
 
     def handovers(
         self, indices: Sequence[int], source: Layout, target: Layout, offset: int
     ) -> list[tuple[float, float]]:  # fmt: skip
-        """Seconds of handovers, forward and backward, in front of each of these components."""
+        """For each of several components, the seconds of :meth:`handover` in front of it."""
         sizes = tuple(self.graph.components[i - 1].output_bytes_per_sample for i in indices)
         sent = self._handovers.seconds
         return list(zip(sent(sizes, source, target, offset), sent(sizes, target, source, offset), strict=True))
@@ -336,8 +337,8 @@ def _most(x: Figures) -> Any:
 
 
 def times_of(profile: Profile, strategies: Strategies) -> Times:
-    """The profile's times; tensor degrees between measured ones are interpolated by the share of FLOPs that the
-    strategy states."""
+    """The profile's times. Tensor degrees that were not measured are interpolated by the share of FLOPs that the
+    tensor strategy declares."""
 
     def flops_share(component: Component, degree: int) -> float:
         if degree == 1 or component.flops_per_sample <= 0 or "tensor" not in strategies.tensor:

@@ -1,6 +1,6 @@
-"""The price of a plan rank by rank and link by link: what each rank computes in a step, and what crosses which links.
+"""Compute time of each rank of a plan, and its collectives by link.
 
-A step is as long as the slowest rank makes it; a measurement on one rank is compared with that rank's own part.
+The slowest rank decides how long a step takes; measurements of one rank are compared with the rank's own compute time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from asa.ir.traffic import CollectiveOp
 
 @noun
 class Carried:
-    """One kind of collective of a plan: the ``bytes`` of its largest message and its ``seconds`` alone on the links of
-    ``level``. ``ranks`` and ``stride`` are those of :class:`asa.ir.traffic.Collective`."""
+    """One kind of collective of a plan: ``bytes`` of its largest message, and ``seconds`` that the message takes on
+    otherwise idle links of ``level``. ``ranks`` and ``stride`` are those of :class:`asa.ir.traffic.Collective`."""
 
     op: CollectiveOp
     level: int
@@ -33,10 +33,10 @@ class Carried:
 
 
 class Ranks:
-    """The parts of a plan under one set of costs.
+    """Compute time by rank and traffic by link of one plan.
 
     Raises:
-        InvalidInputError: the plan is of another model, or asks of a component what it refuses.
+        InvalidInputError: the plan is of another model, or a strategy that it chooses refuses the component.
     """
 
     def __init__(self, plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> None:
@@ -56,9 +56,9 @@ class Ranks:
         return pricer_of(self._plan, stage, self._profile, self._times, self._cluster, self._strategies, speeds)
 
     def compute(self) -> tuple[float, ...]:
-        """Seconds that each rank computes in a step, with its optimizer step and without any waiting.
+        """Seconds that each rank computes in a step, optimizer included, waiting excluded: an entry for each rank.
 
-        Each rank is priced as if the others of its stage took no time.
+        To exclude waiting, a rank is priced as if the other ranks of its stage took no time.
         """
         found: dict[int, float] = {}
         for stage, start, ways in self._stages():
@@ -76,7 +76,8 @@ class Ranks:
         return tuple(found[r] for r in range(self._plan.num_ranks))
 
     def carried(self) -> tuple[Carried, ...]:
-        """Every kind of collective inside stages, by operation, group and links, and one send over every border."""
+        """Every kind of collective inside stages (by operation, group and links), and one send between each two
+        neighbouring stages."""
         found: dict[tuple[CollectiveOp, int, int, int], Carried] = {}
         for stage, start, ways in self._stages():
             width = len(stage.ranks)

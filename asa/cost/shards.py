@@ -1,7 +1,7 @@
-"""Shards of a microbatch on the ranks of one stage: their size, the speed of their device, and the bytes kept of them.
+"""Shards of a microbatch on the ranks of one stage: their samples, the speed of their devices, and their activations.
 
-The microbatches of a step differ by a sample, and so do even shards; uneven ones, and devices, differ by more. For time
-the rank decides that takes longest; for memory the one that holds most, or comes closest to its device's limit.
+Microbatches of a step differ by at most one sample, and so do even shards; uneven shards and devices differ by more.
+Time is that of the slowest rank; memory is that of the rank that holds most, or comes closest to its device's limit.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from asa.ir.transfer import messages
 class Shards:
     """Shards of ``num_microbatches`` in a step of ``global_batch``, on ``width`` ranks.
 
-    ``speeds``: one per rank, relative to the device that was profiled; ``spare``: how many bytes each rank's device has
-    more than the smallest. Empty where all are alike. ``place``: the rank of whose memory is asked, None for all.
+    ``speeds``: one per rank, relative to the profiled device; ``spare``: bytes that each rank's device has beyond the
+    smallest device. Both are empty if all are equal. ``place``: the rank whose memory is computed, None for all.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Shards:
         return min(self.speeds, default=1.0)
 
     def at(self, place: int) -> Shards:
-        """A copy that answers for the memory of one rank."""
+        """A copy that computes the memory of the stage's rank number ``place``."""
         found = copy(self)
         found.place, found._held = place, {}
         return found
 
     def rows(self, layout: Layout) -> tuple[int, ...]:
-        """Samples of every shard in the microbatch where it has most; at least 1."""
+        """Samples of every shard, in the microbatch in which the shard is largest; at least 1."""
         if layout not in self._rows:
             every = zip(*(layout.sizes(size) for size in self.sizes), strict=True)
             self._rows[layout] = tuple(max(1, *sizes) for sizes in every)
@@ -58,7 +58,8 @@ class Shards:
         return max(self.rows(layout)) if layout.weights else largest_shard(self.microbatch, layout.data)
 
     def timed(self, layout: Layout) -> tuple[tuple[int, float], ...]:
-        """(samples, speed of the slowest rank) of every shard that may take longest, one for each speed."""
+        """Pairs (samples, speed) of the shards that may take longest: for each speed the largest shard. A shard has
+        the speed of its slowest rank."""
         if not layout.weights and not self.speeds:
             return ((self.largest(layout), 1.0),)
         if layout not in self._timed:
@@ -70,7 +71,7 @@ class Shards:
         return self._timed[layout]
 
     def held(self, layout: Layout) -> tuple[tuple[int, float], ...]:
-        """(samples, spare bytes) of every shard that may decide on memory."""
+        """Pairs (samples, spare bytes) of the shards that may determine the peak memory."""
         if not layout.weights:
             return ((self.largest(layout), 0.0),)
         if layout not in self._held:
@@ -88,22 +89,22 @@ class Shards:
 
 
 class Keeping:
-    """Bytes of activations on the rank that decides on memory, without the upper quantile and without spare bytes.
+    """Bytes of activations on the rank that determines the peak, without :func:`asa.cost.memory.peak.margin`.
 
-    What a larger device has to spare is subtracted from what its rank holds: a part from what is held for a while, the
-    rest from the components in proportion to the bytes that a sample leaves there, in total no more than there is. For
-    each component the rank with the most left counts. If the sum of that fits the smallest device, what every rank
-    holds fits its own.
+    Spare bytes of a larger device are subtracted from what its rank holds: a part from the transient bytes, the rest
+    from the components, in proportion to the bytes saved per sample. In total no more is subtracted than is spare. Each
+    component counts with the rank for which the difference is largest. So if the sum fits the smallest device, every
+    rank fits its own device.
     """
 
     def __init__(self, graph: LayerGraph, times: Times, shards: Shards) -> None:
         self._graph, self._times, self.shards = graph, times, shards
 
     def component(self, component: Component, layout: Layout, *, checkpoint: bool) -> tuple[float, float]:
-        """Bytes that forward leaves for backward, and bytes held beside them while backward runs.
+        """Bytes saved by forward for backward, and transient bytes during backward.
 
-        Under a checkpoint only the output stays. Backward then begins with forward, and holds for a while what that
-        saves. What is split by tokens is gathered beside the buffers that tensor parallelism needs anyway.
+        With a checkpoint only the output is saved; backward repeats forward first, so the other saved bytes become
+        transient. Sequence parallelism gathers tokens into buffers of its own, which are transient, too.
         """
         found = []
         for samples, spare in self.shards.held(layout):
@@ -126,7 +127,7 @@ class Keeping:
         return max(s for s, _ in found), max(t for _, t in found)
 
     def unmade(self, component: Component, layout: Layout) -> float:
-        """Bytes that are not yet there in a backward which itself makes the component's gradients."""
+        """Bytes of the component's gradients that backward has not yet computed at its peak."""
         return self._times.work(component, self.shards.largest(layout), layout.tensor).unmade_bytes
 
     def input(self, layout: Layout) -> float:
@@ -138,15 +139,15 @@ class Keeping:
         )
 
     def part(self, size: float, layout: Layout) -> float:
-        """The most bytes that a rank holds of ``size`` bytes of a whole microbatch."""
+        """The most bytes that a rank holds of a tensor of ``size`` bytes for the whole microbatch."""
         if not layout.weights:
             return size / layout.data
         return size * max(samples for samples, _ in self.shards.held(layout)) / self.shards.microbatch
 
     @cached_property
     def _parts(self) -> tuple[float, float]:
-        """Shares of a spare byte: how much is taken from what is held for a while, and how much from each byte that a
-        sample leaves, the model's input included. Together they are at most one byte."""
+        """How a spare byte is distributed: the share subtracted from transient bytes, and the share subtracted per byte
+        that a sample leaves in a component or in the model's input. In total at most one byte."""
         components = self._graph.components
         works = [self._times.work(c, self.shards.microbatch, 1) for c in components]
         passing, saved = max(w.transient_bytes for w in works), sum(w.saved_bytes for w in works)
@@ -157,8 +158,8 @@ class Keeping:
 
 @lru_cache(maxsize=65536)
 def sending(source: Layout, target: Layout, rows: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
-    """How many flows a transfer of ``rows`` rows between stages has, and the messages (in rows) that each rank sends or
-    receives, for all ranks that may be the busiest."""
+    """The number of concurrent flows of a transfer of ``rows`` rows between stages, and the messages (in rows) of each
+    rank that may be the busiest sender or receiver."""
     busy: dict[int, list[int]] = {}
     senders, receivers = set(), set()
     for sender, place, low, high in messages(source, target, rows):
@@ -170,7 +171,7 @@ def sending(source: Layout, target: Layout, rows: int) -> tuple[int, tuple[tuple
 
 
 def _busiest(ranks: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """The ranks without those whose messages are no more, and each no larger, than those of another rank."""
+    """The ranks that no other rank dominates, that is, has at least as many messages, each at least as large."""
     found: list[tuple[int, ...]] = []
     for mine in sorted(ranks, key=lambda x: (len(x), x[::-1]), reverse=True):
         if not any(all(a <= b for a, b in zip(mine[::-1], other[::-1], strict=False)) for other in found):

@@ -1,7 +1,7 @@
-"""What it costs to keep the states of components, and the traffic for them, priced once for every number of
-microbatches.
+"""Costs of the states of components (weights, gradients, optimizer) and of the traffic for them.
 
-Components that differ only in their names, such as repeated blocks, are priced once.
+They do not depend on the number of microbatches, so they are computed once. Components that differ only in their names,
+such as repeated blocks, are priced once.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from asa.ir.traffic import Collective, Memory, Phase, Share
 from asa.ir.transfer import whole
 
 _WORDS = ("name", "modules", "why_whole")
-"""Fields of a component that nothing is priced by."""
+"""Fields of a component that no price depends on."""
 
 
 @dataclass
 class Kept:
-    """A component under a data strategy: the strategy's ``page``, what a rank has of the component and holds, all the
-    traffic for it (``moved``), and what that costs."""
+    """A component under a data strategy: the strategy (``page``), the ``share`` of a tensor rank, the memory of its
+    state (``held``), all traffic for it (``moved``), and the costs of these."""
 
     page: DataStrategy
     share: Share
@@ -44,7 +44,7 @@ class Kept:
 
 
 class States:
-    """The states of one graph's components on stages of one width, while as many ranks work as ``links`` says."""
+    """States of one graph's components on stages of one width. ``links`` has the width and the number of busy ranks."""
 
     def __init__(
         self, graph: LayerGraph, times: Times, cluster: Cluster, strategies: Strategies, links: Links,
@@ -60,22 +60,22 @@ class States:
         self._updates: dict[tuple[int, TensorDegree], float] = {}
         self._kept: dict[tuple[object, ...], Kept] = {}
         self._ahead: dict[tuple[object, ...], Gathers | None] = {}
-        self.apart = cluster.device.type != "cpu"  # of its host, which runs ahead of it
-        self.collective_s = constant("collective_launch_s") if self.apart else 0.0
-        self.timed = self._as_long() if self.apart else self.like
+        self.async_device = cluster.device.type != "cpu"  # its host launches kernels ahead of it
+        self.collective_s = constant("collective_launch_s") if self.async_device else 0.0
+        self.timed = self._as_long() if self.async_device else self.like
         self._most: dict[tuple[int, bool, int], tuple[float, float]] = {}
-        self.prefetching = self.apart and cluster.overlap.saving > 0
+        self.prefetching = self.async_device and cluster.overlap.saving > 0
         self._crossings: dict[tuple[Ends, Layout, Layout], tuple[Boundary, tuple[Collective, ...]]] = {}
         self._between: dict[tuple[Ends, tuple[Layout, ...], tuple[Layout, ...]], Crossings] = {}
 
     def _as_long(self) -> tuple[int, ...]:
-        """For each component the first one that is equal but for its names and takes as long."""
+        """For each component, the index of the first one that has the same times and differs only in its names."""
         first: dict[tuple[object, ...], int] = {}
         keys = [(k, self._times.signature(c)) for k, c in zip(self.like, self._graph.components, strict=True)]
         return tuple(first.setdefault(key, i) for i, key in enumerate(keys))
 
     def share(self, index: int, tensor: TensorDegree) -> Share:
-        """What a tensor rank has of component ``index``."""
+        """The share of component ``index`` on a tensor rank."""
         key = (self.like[index], tensor)
         if key not in self._shares:
             page = self._strategies.tensor[tensor.strategy]
@@ -83,7 +83,8 @@ class States:
         return self._shares[key]
 
     def largest(self, tensor: TensorDegree) -> tuple[int, float]:
-        """The component with the largest parameter on a tensor rank, and the parameter bytes of all others there."""
+        """The index of the component with the largest parameter on a tensor rank, and the parameter bytes of all other
+        components there."""
         page, found = self._strategies.tensor[tensor.strategy], list[tuple[float, float]]()
         for i, c in enumerate(self._graph.components):
             whole = bool(page.refusal(c, tensor.degree))
@@ -94,7 +95,7 @@ class States:
         return at, sum(size for _, size in found) - found[at][1]
 
     def update(self, index: int, tensor: TensorDegree) -> float:
-        """Seconds of an optimizer step on all that a tensor rank has of component ``index``."""
+        """Seconds of an optimizer step on all parameters of component ``index`` on a tensor rank."""
         key = (index, tensor)
         if key not in self._updates:
             size, bandwidth = self.share(index, tensor).parameter_bytes, self._cluster.device.memory_bandwidth
@@ -103,15 +104,15 @@ class States:
         return self._updates[key]
 
     def kept(self, index: int, way: Way) -> Kept:
-        """The state of component ``index``, run that way."""
+        """The state of component ``index``, run as ``way`` says, with its costs."""
         key = (self.like[index], self.releases[index].prompt, way.layout, way.tensor, way.data)
         if key not in self._kept:
             self._kept[key] = self._new(index, way)
         return self._kept[key]
 
     def ahead(self, index: int, way: Way) -> Gathers | None:
-        """Seconds of gathers that run ahead for component ``index``, and beside its backward; None where there are
-        none."""
+        """Seconds of the prefetched gathers for component ``index``, and of those during its backward; None if its
+        strategy or device does not prefetch."""
         if not (self.prefetching and self._strategies.data[way.data.strategy].prefetches and way.layout.data > 1):
             return None
         key = (index, way.layout, way.tensor, way.data)
@@ -127,8 +128,8 @@ class States:
         return self._ahead[key]
 
     def _gathers(self, index: int, way: Way) -> dict[str, float]:
-        """Seconds of the gathers of component ``index`` by phase; empty where it does not exist or cannot run that
-        way."""
+        """Seconds of the gathers of component ``index`` by phase; empty if there is no such component, or if it cannot
+        run that way."""
         if not 0 <= index < len(self._graph):
             return {}
         component = self._graph.components[index]
@@ -141,20 +142,20 @@ class States:
         }
 
     def repeated(self, indices: range, way: Way) -> float:
-        """Bytes of optimizer state that components ``indices``, run alike, count beyond what a rank holds of them
-        together."""
+        """Bytes of optimizer state by which the sum over components ``indices``, priced one by one, exceeds what a rank
+        holds if they all run as ``way`` says and are wrapped as one unit."""
         page = self._strategies.data[way.data.strategy].of(way.data)
-        apart = sum(self.kept(i, way).held.optimizer for i in indices)
+        summed = sum(self.kept(i, way).held.optimizer for i in indices)
         shares = [self.share(i, way.tensor) for i in indices]
-        return apart - page.together(shares, way.layout.data, self._optimizer)
+        return summed - page.together(shares, way.layout.data, self._optimizer)
 
     def _new(self, index: int, way: Way) -> Kept:
         share, layout = self.share(index, way.tensor), way.layout
         page = self._strategies.data[way.data.strategy].of(way.data)
         moved = tuple(page.traffic(share, layout.data, layout.inner))
         held = page.memory(share, layout.data, self._optimizer)
-        # Stock sharding has no stream to scatter on where ranks are CPUs: backward waits for it. Weights that are
-        # gathered once a step are awaited in forward.
+        # On CPUs, stock sharding has no stream of its own: backward waits for reduce-scatters, and forward for weights
+        # that are gathered once per step.
         blocking = self._cluster.device.type == "cpu" and not held.buckets
         tensors = share.num_parameter_tensors
         handled = tuple(self._handled(moved, phase, tensors) for phase in PHASES)
@@ -185,7 +186,7 @@ class States:
         return taken[True] / (sum(taken) or 1.0)
 
     def crossing(self, ends: Ends, source: Layout, target: Layout) -> tuple[Boundary, tuple[Collective, ...]]:
-        """The boundary between two layouts, and its traffic per byte of the tensor that crosses it."""
+        """The boundary between two layouts, and its traffic per byte of the whole microbatch's tensor."""
         key = (ends, source, target)
         if key not in self._crossings:
             boundary = ends.boundary(source, target)
@@ -193,7 +194,7 @@ class States:
         return self._crossings[key]
 
     def between(self, ends: Ends, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Crossings:
-        """All boundaries from some layouts to others, all from the first layout first."""
+        """All boundaries from ``sources`` to ``targets``; those from the first source come first."""
         key = (ends, sources, targets)
         if key not in self._between:
             self._between[key] = Crossings([self.crossing(ends, a, b) for a in sources for b in targets])
@@ -214,29 +215,29 @@ class States:
         return self._between[key]
 
     def _handled(self, traffic: Iterable[Collective], phase: Phase, tensors: int) -> float:
-        """Seconds of a rank, beside those of the links, on gathers and scatters of stock sharding for so many tensors.
-        Where they were not measured, they are copies in device memory. For devices that run asynchronously, the host's
-        time is not included."""
+        """Seconds that a rank spends on copies and calls for the gathers and scatters of one unit of ``tensors``
+        tensors, without the time on links. If the cluster has no measurement, copies at memory bandwidth are assumed.
+        For asynchronous devices the host's time is not included."""
         costs, device = self._cluster.sharding, self._cluster.device
         if costs is None:
-            if not self.apart or device.memory_bandwidth <= 0:
+            if not self.async_device or device.memory_bandwidth <= 0:
                 return 0.0
             costs = Sharding(unit_s=0.0, byte_s=constant("fsdp_copy_passes") / device.memory_bandwidth)
-        unit_s = 0.0 if self.apart else self._unit_s(tensors)
+        unit_s = 0.0 if self.async_device else self._unit_s(tensors)
         return sum(unit_s + costs.byte_s * c.bytes for c in _sharding(traffic, phase))
 
     def _launches(self, traffic: Sequence[Collective], tensors: int) -> tuple[float, ...]:
-        """Seconds in each phase that the host of an asynchronous device takes for gathers and scatters."""
-        return tuple(self._unit_s(tensors) * len(_sharding(traffic, p)) if self.apart else 0.0 for p in PHASES)
+        """Seconds in each phase that the host of an asynchronous device takes to launch gathers and scatters."""
+        return tuple(self._unit_s(tensors) * len(_sharding(traffic, p)) if self.async_device else 0.0 for p in PHASES)
 
     def _unit_s(self, tensors: int) -> float:
-        """Seconds of the host on a gather or scatter of one unit of so many tensors, whatever their bytes."""
+        """Seconds of the host for one gather or scatter of a unit of ``tensors`` tensors, whatever their bytes."""
         costs = self._cluster.sharding
         return constant("fsdp_launch_s") if costs is None else costs.unit_s + costs.moved_tensor_s * tensors
 
     def most_launched(self, index: int, layout: Layout) -> tuple[float, float]:
-        """The most seconds, in a forward and in a backward, that the host takes for the own communication of component
-        ``index`` in a layout, whatever way it runs."""
+        """Upper bounds on the host's seconds to launch communication of component ``index`` itself, in a forward and in
+        a backward, over all ways with this layout."""
         key = (self.like[index], layout.data > 1, layout.tensor)
         if key not in self._most:
             component = self._graph.components[index]
@@ -251,11 +252,11 @@ class States:
     def _sync(
         self, index: int, share: Share, moved: list[Collective], *, bucketed: bool
     ) -> tuple[float, float, float, float]:
-        """Seconds of gradient synchronisation: what leaves at once, what leaves with a later bucket, copying for it,
-        and the part of the first that is scattered.
+        """Seconds of gradient synchronisation (prompt, late, copied, scattered): messages sent when the component's
+        backward ends, messages sent with a later bucket, copies, and the reduce-scatters in ``prompt``.
 
-        ``bucketed``: an all_reduce travels in buckets with its neighbours, so it costs its share of a full bucket's
-        time. Anything else is sent component by component.
+        ``bucketed``: an all_reduce is sent in buckets together with neighbours, so it costs its share of the time of a
+        full bucket. Anything else is sent component by component.
         """
         prompt = late = copied = scattered = 0.0
         for c in moved:
@@ -280,7 +281,7 @@ def _sharding(traffic: Iterable[Collective], phase: Phase) -> list[Collective]:
 
 
 def alike(components: Sequence[Component]) -> tuple[int, ...]:
-    """For each component the first one that is equal to it but for its names."""
+    """For each component, the index of the first one that differs from it only in its names."""
     names = [f.name for f in fields(Component) if f.name not in _WORDS]
     first: dict[tuple[object, ...], int] = {}
     return tuple(first.setdefault(tuple(getattr(c, n) for n in names), i) for i, c in enumerate(components))

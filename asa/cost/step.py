@@ -1,17 +1,20 @@
 """Seconds of a training step of one stage, in closed form, with gradient communication overlapped with backward.
 
-Backward runs from the last component to the first on the compute stream; the gradients of a component are handed to
-one communication stream when its backward has ended (or that of the component which fills its bucket), and only in
-the last microbatch. With b_l the backward time of component l, g_l its synchronisation, released after component
-r_l <= l, and while both streams work compute slowed down by sp and communication by sc, both busy for tau seconds:
+Backward runs from the last component to the first on the compute stream. In the last microbatch, the gradients of a
+component are sent on one communication stream, after its own backward or that of the component which fills its bucket:
 
     step = all compute + all communication - saving * tau,      saving = 1/sc + 1/sp - 1
     tau  = min over k of   sp * sum_{l<k} b_l  +  sc * sum_{l: r_l>k} g_l
 
-Exact for this process: let k begin the stretch in which the communication stream is busy to the end; what was
-released before it ran wholly beside backward, and so does the backward behind it. With sp = sc = 1 it is the two-
-machine flow shop. Where ``saving`` is negative, overlap is forced and not chosen: all synchronisation is charged as
-overlapped, which is never too low. Blocking collectives lie outside the window.
+    b_l, g_l   seconds of backward, and of gradient synchronisation, of component l
+    r_l        component (r_l <= l) after whose backward the gradients of component l are sent
+    sp, sc     slowdown of compute, and of communication, while both streams work
+    tau        seconds during which both streams work
+
+This is exact: let k be the component from which on the communication stream is busy to the end. Gradients sent earlier
+overlap backward completely, and so does the rest of backward. With sp = sc = 1 it is the two-machine flow shop. If
+``saving`` is negative, all synchronisation is charged as overlapped: an upper bound, as overlap cannot be switched off.
+Blocking collectives never overlap.
 """
 
 from __future__ import annotations
@@ -28,16 +31,15 @@ from asa.ir.codec import noun
 
 @noun
 class ComponentCost:
-    """The cost of one component on one rank, in seconds (of the slowest rank) and bytes: numbers, or arrays with an
-    entry for each way.
+    """The cost of one component, in seconds (of the slowest rank) and bytes: numbers, or arrays with an entry for each
+    way.
 
-    Of one microbatch: ``forward_s`` and ``backward_s`` are compute, ``forward_communication_s`` and
-    ``backward_communication_s`` what blocks in it. ``bucket_s`` is compute on gradients in the last microbatch, and
-    what the update of another stage takes from this one. Beside ``covered_s`` of a backward the neighbour's weights are
-    gathered, and gradients wait. Once per step: ``prompt_sync_s`` leaves when the last backward ends, ``late_sync_s``
-    after the backward of component ``release``; the optimizer follows. ``prefetched_s`` is the time of gathers that is
-    hidden beside the neighbours' compute. ``error_s`` is the standard error of a step's compute, ``link_error_s`` that
-    of its communication.
+    For each microbatch: ``forward_s`` and ``backward_s`` are compute, ``forward_communication_s`` and
+    ``backward_communication_s`` are communication that blocks. In the last microbatch: ``bucket_s`` is compute on
+    gradients, and the slowdown by another stage's update; ``covered_s`` of the backward hide a neighbour's gather, so
+    no gradients can be sent meanwhile. Once per step: ``prompt_sync_s`` of gradients are sent after the component's
+    last backward, ``late_sync_s`` after that of component ``release``; then the optimizer runs. ``prefetched_s``:
+    gathers hidden by neighbours' compute. ``error_s``, ``link_error_s``: standard errors of compute and communication.
     """
 
     num_microbatches: int
@@ -71,24 +73,24 @@ class ComponentCost:
 
     @property
     def blocking_s(self) -> float:
-        """Communication inside the component that computation waits for, of all microbatches."""
+        """Seconds of communication inside the component that computation waits for, over all microbatches."""
         return self.num_microbatches * (self.forward_communication_s + self.backward_communication_s)
 
     @property
     def window_s(self) -> float:
-        """Seconds of backward compute of the last microbatch, behind which other components' synchronisation can
-        hide."""
+        """Seconds of backward compute of the last microbatch that can hide other components' synchronisation."""
         return self.backward_s + self.bucket_s - self.covered_s
 
     @property
     def sync_s(self) -> float:
-        """Seconds of gradient synchronisation, whether it leaves at once or later."""
+        """Seconds of gradient synchronisation, prompt and late."""
         return self.prompt_sync_s + self.late_sync_s
 
 
 @noun
 class BoundaryCost:
-    """The boundary in front of one component: seconds of one microbatch, and once per step; bytes held."""
+    """The cost of the boundary in front of one component. ``forward_s`` and ``backward_s`` are seconds of one
+    microbatch; ``wrapper_s`` are seconds per step of the data-parallel wrapper that begins there."""
 
     num_microbatches: int
     forward_s: float
@@ -99,14 +101,14 @@ class BoundaryCost:
 
     @property
     def blocking_s(self) -> float:
-        """All of a step."""
+        """Seconds of a step, over all microbatches."""
         return self.num_microbatches * (self.forward_s + self.backward_s) + self.wrapper_s
 
 
 @noun
 class StepCost:
-    """A step taken apart: ``compute_s + exposed_s + bubble_s == total_s``. ``compute_s`` includes the optimizer. For a
-    pipeline the figures are those of the busiest stage, and ``bubble_s`` is what it waits for others."""
+    """The parts of a step in seconds: ``compute_s + exposed_s + bubble_s == total_s``. ``compute_s`` includes the
+    optimizer. For a pipeline they are those of the busiest stage, which waits ``bubble_s`` for other stages."""
 
     total_s: float
     compute_s: float
@@ -121,16 +123,16 @@ def side_by_side(
     windows: Sequence[float], prompt: Sequence[float], late: Sequence[float], release: Sequence[int], sp: float,
     sc: float,
 ) -> float:  # fmt: skip
-    """Seconds during which both streams work (tau of this module). ``windows``, ``prompt`` and ``late`` are seconds of
-    each component; late synchronisation leaves after component ``release``."""
+    """Seconds during which both streams work: tau in the formula of this module. ``windows`` (b_l), ``prompt`` and
+    ``late`` are seconds of each component; late gradients are sent after component ``release`` (r_l)."""
     leaving = np.array(prompt, dtype=float)
     np.add.at(leaving, list(release), late)
     return max(0.0, float(hidden_from(np.array(windows, dtype=float), leaving, sp, sc).min()))
 
 
 def hidden_from(windows: Any, leaving: Any, sp: float, sc: float) -> Any:
-    """Seconds of overlap if the communication stream were busy from each component on: tau is the least of them.
-    ``windows`` are b_l, ``leaving`` the synchronisation that each component releases; arrays, component first."""
+    """For each component k, the expression whose minimum over k is tau (formula of this module). ``windows`` are b_l;
+    ``leaving`` are the seconds of synchronisation sent after each component. Component is the first axis."""
     behind = leaving.sum(axis=0) - leaving.cumsum(axis=0)
     return sp * (windows.cumsum(axis=0) - windows) + sc * behind
 

@@ -17,17 +17,17 @@ PHASES: tuple[Phase, ...] = ("forward", "backward", "update", "gradient")
 
 @dataclass
 class Upkeep:
-    """What a rank pays to keep the state of a component, whatever the component computes: numbers, or arrays with an
-    entry for each way.
+    """The costs of a component's state on a rank, independent of its computation: numbers, or arrays with an entry for
+    each way.
 
-    Seconds once per step are those of :class:`asa.cost.step.ComponentCost`; ``copied`` is compute on a rank as fast as
-    the profile's device. ``count`` (collectives), ``handled`` (seconds of the rank beside those of the links) and
-    ``launches`` (seconds of a host that runs ahead of its device) have an entry for each of :data:`PHASES`; ``taken``,
-    seconds on links, has one for each of the first two. ``moving``: whether backward, or every microbatch, waits for
-    some of it; ``blocking``: whether backward waits for all of it. ``shared``: the share of the traffic's time on the
-    links of the component's own collectives, which could otherwise be hidden; ``scattered``: the part of ``prompt``
-    that is scattered. Bytes are those of :class:`asa.ir.traffic.Memory` and :class:`asa.ir.traffic.Share`; ``added``:
-    bytes of gradients that several microbatches add up.
+    Once per step, in seconds: ``update_moved`` is communication of the update, ``prompt`` and ``late`` are gradient
+    synchronisation (:class:`asa.cost.step.ComponentCost`), ``copied`` are copies at the speed of the profiled device.
+    For each of :data:`PHASES`: ``count`` collectives, ``handled`` seconds of the rank for copies and calls,
+    ``launches`` seconds of an asynchronous device's host; for the first two phases: ``taken`` seconds on links.
+    ``moving``: whether some of the traffic blocks in every microbatch; ``blocking``: whether backward waits for all of
+    it. ``shared``: share of the traffic's time on the same links as the collectives inside the component;
+    ``scattered``: the reduce-scatters in ``prompt``. Bytes are those of :class:`asa.ir.traffic.Memory` and
+    :class:`asa.ir.traffic.Share`; ``added``: bytes of gradients that are accumulated over microbatches.
     """
 
     update_moved: Any
@@ -57,8 +57,8 @@ class Upkeep:
 @hashed
 @noun
 class Way:
-    """One way to run one component. ``checkpoint``: activations are forgotten, and made again in backward;
-    ``offload``: optimizer state and update are on the host."""
+    """One way to run one component. ``checkpoint``: activations are recomputed in backward; ``offload``: the optimizer
+    state is on the host, which runs the update."""
 
     layout: Layout
     data: DataDegree
@@ -69,16 +69,16 @@ class Way:
 
 @dataclass
 class Figures:
-    """What components do in one microbatch, run some way: numbers of one, or arrays with an entry for each way.
+    """The input of :meth:`asa.cost.pricing.Pricer.price`: numbers for one way to run a component, or arrays with an
+    entry for each way. Seconds and bytes are those of one microbatch.
 
-    Seconds: compute ``forward`` and ``backward``; the neighbours' compute beside which weights are gathered (``ahead``:
-    forward of the component in front, ``behind``: backward of the one behind); an optimizer step on all that the rank
-    has (``update``); the host's launch of a forward (``floor``); ``met``: collectives inside the component in forward
-    and in backward. ``count``: how many of these there are in each of :data:`PHASES`. Bytes: ``saved`` for backward,
-    ``transient`` in it, and ``around`` it for what neighbours gather. Booleans: ``checkpoint``, ``offload``, ``split``
-    by tensors, ``alone`` (not replicated). ``release`` is that of :class:`asa.cost.step.ComponentCost`; ``error`` is
-    the standard error of the compute in seconds, ``link_error`` that of communication as a share. Prices of many ways
-    leave these three out.
+    Seconds: compute ``forward`` and ``backward``; compute of neighbours that can hide gathers (``ahead``: forward of
+    the component in front, ``behind``: backward of the one behind); ``update``: an optimizer step on all parameters of
+    a tensor rank; ``floor``: launch of a forward by the host; ``met``: collectives inside the component, in forward and
+    in backward. ``count``: the number of these in each of :data:`PHASES`. Bytes: ``saved`` for backward, ``transient``
+    in it, and ``around`` for the strategy's buffers, neighbours' gathers included. Booleans: ``checkpoint``,
+    ``offload``, ``split`` (tensor degree > 1), ``alone`` (data degree 1). Only for a single way: ``release`` of
+    :class:`asa.cost.step.ComponentCost`, the standard errors ``error`` (compute, seconds) and ``link_error`` (share).
     """
 
     kept: Upkeep

@@ -84,7 +84,7 @@ class DataStrategy(ABC):
         may be finite for at most one component of a network, and is infinite for the rest."""
         return self.memory(share, degree, optimizer).optimizer
 
-    def left(self, share: Share, degree: int, num_microbatches: int) -> float:
+    def remaining_bytes(self, share: Share, degree: int, num_microbatches: int) -> float:
         """Bytes held from the component's backward until the whole backward ends, if the component before it does not
         run the same way. State and the persistent part of gradients are not counted."""
         return 0.0

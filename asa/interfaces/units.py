@@ -50,7 +50,7 @@ def gathered_once(share: Share, degree: int, beside: Adjacent) -> float:
     )
 
 
-def left(share: Share, degree: int, num_microbatches: int) -> float:
+def remaining_bytes(share: Share, degree: int, num_microbatches: int) -> float:
     """Bytes of the reduce-scatter buffer of a segment's first unit, which is held until backward ends. State and
     gradient shards (with several microbatches: whole gradients) are not counted."""
     if degree == 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
-from asa.interfaces.units import gathered_once, left
+from asa.interfaces.units import gathered_once, remaining_bytes
 from asa.ir.graph import Component
 from asa.ir.traffic import Adjacent, Collective, Memory, Share
 
@@ -47,9 +47,9 @@ class ShardedGradients(DataStrategy):
             kept=0.0 if degree == 1 else size,
         )
 
-    def left(self, share: Share, degree: int, num_microbatches: int) -> float:
+    def remaining_bytes(self, share: Share, degree: int, num_microbatches: int) -> float:
         """Bytes of the reduce-scatter buffer, which replaces accumulated gradients."""
-        return left(share, degree, num_microbatches)
+        return remaining_bytes(share, degree, num_microbatches)
 
     def transient(self, share: Share, degree: int, beside: Adjacent) -> float:
         """Bytes of whole gradients, with those of the component after it (:mod:`asa.interfaces.units`)."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
-from asa.interfaces.units import left, released
+from asa.interfaces.units import released, remaining_bytes
 from asa.ir.graph import Component
 from asa.ir.traffic import Adjacent, Collective, Memory, Share
 
@@ -45,9 +45,9 @@ class FullyShard(DataStrategy):
             transient=0.0 if degree == 1 else 2 * size,
         )
 
-    def left(self, share: Share, degree: int, num_microbatches: int) -> float:
+    def remaining_bytes(self, share: Share, degree: int, num_microbatches: int) -> float:
         """Bytes of the reduce-scatter buffer, which replaces accumulated gradients."""
-        return left(share, degree, num_microbatches)
+        return remaining_bytes(share, degree, num_microbatches)
 
     def transient(self, share: Share, degree: int, beside: Adjacent) -> float:
         """Bytes of whole weights and gradients, including buffers of the neighbours (:mod:`asa.interfaces.units`)."""

@@ -1,7 +1,7 @@
-"""All boundaries between two components at once: from every layout of the one to every layout of the other.
+"""Prices of all boundaries between two components: from every layout of the first to every layout of the second.
 
-What moves per byte does not depend on the number of microbatches and is looked up once; many pairs move the same
-messages, and each message is priced once.
+Messages per byte of the tensor do not depend on the number of microbatches, so they are listed once. Many pairs of
+layouts send the same messages; each message is priced once.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ _PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 @dataclass
 class Crossed:
-    """Prices of boundaries: arrays, size x pair of layouts, with the fields of :class:`asa.cost.step.BoundaryCost`
-    (seconds of one microbatch, bytes). For each pair, ``moved`` says whether the layouts differ, and ``launched`` how
-    many collectives run in forward and in backward."""
+    """Prices of boundaries: arrays of shape (size, pair of layouts), in seconds of one microbatch and in bytes. For
+    each pair, ``moved`` says whether the layouts differ; ``launched`` counts collectives in forward and in backward."""
 
     forward: Any
     backward: Any
@@ -36,8 +35,8 @@ class Crossed:
 
 
 class Crossings:
-    """Boundaries that are priced together. ``pairs`` has, for each pair of layouts, the boundary between them and its
-    traffic per byte of the whole microbatch's tensor."""
+    """Boundaries that are priced together. ``pairs``: for each pair of layouts, the boundary and its traffic per byte
+    of the whole microbatch's tensor."""
 
     def __init__(self, pairs: Sequence[tuple[Boundary, Sequence[Collective]]]) -> None:
         self._count = len(pairs)
@@ -61,8 +60,8 @@ class Crossings:
         self._target = np.array([self._targets.index(b.target) for b, _ in pairs])
 
     def priced(self, links: Links, sizes: Sequence[float], part: Callable[[float, Layout], float]) -> Crossed:
-        """Prices where tensors of these ``sizes`` (bytes) cross, size x pair. ``part(size, layout)`` is how many of the
-        bytes a rank holds."""
+        """Prices for tensors of ``sizes`` bytes, shape (size, pair). ``part(size, layout)``: bytes that a rank holds of
+        such a tensor."""
         seconds = np.array(
             [[links.taken(op, size * b, ranks, stride) for op, b, ranks, stride in self._messages] for size in sizes]
         )
@@ -84,7 +83,7 @@ class Crossings:
 
 
 def _kept(boundary: Boundary) -> tuple[bool, int, int]:
-    """Whether the boundary makes another tensor, which the target keeps; and how many of how many tokens a rank has."""
+    """Whether the boundary makes a new tensor, which the target keeps; the rank's tokens of it, and all its tokens."""
     source, target = boundary.source, boundary.target
     if boundary.cuts_tokens:
         tokens = boundary.entry_tokens

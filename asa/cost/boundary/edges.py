@@ -1,7 +1,7 @@
-"""Prices of the boundaries between components, and of the two ends of a stage: seconds and bytes, in arrays.
+"""Prices of the boundaries between components, and of the two ends of a stage (inlet and outlet), as arrays.
 
-Columns: seconds of forward, backward and the wrapper, bytes of state, activations and transient, and the standard error
-in seconds. One boundary is an array of length one.
+The seven columns: seconds of forward, of backward and of the wrapper; bytes of state, activations and transient; the
+standard error in seconds. A single boundary is priced as an array of length one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from asa.ir.transfer import UNDER_WAY, whole
 
 class Edges:
     """Boundaries of one model on stages of one width, each priced once. A step has ``num_microbatches`` of
-    ``microbatch`` samples over all ranks. ``keeping`` says how much of a tensor a rank holds; ``launching``, for
-    devices that run asynchronously to their hosts, how long they wait for them."""
+    ``microbatch`` samples over all ranks. ``keeping`` gives the bytes of a tensor on a rank; ``launching`` the seconds
+    that asynchronous devices wait for their hosts."""
 
     def __init__(
         self, graph: LayerGraph, states: States, keeping: Keeping, *, microbatch: int, num_microbatches: int,
@@ -45,7 +45,7 @@ class Edges:
         self._wrappers: dict[Layout, float] = {}
 
     def alike(self, index: int) -> tuple[object, ...]:
-        """A key that is equal for boundaries that cost the same between the same layouts."""
+        """A key: boundaries with equal keys cost the same between the same layouts."""
         return (*self.form(index), self._like(index - 1), self._like(index))
 
     def form(self, index: int) -> tuple[float, Ends]:
@@ -71,7 +71,7 @@ class Edges:
         return self._one(self.outlets, index, (layout,))
 
     def _one(self, price: Callable[..., Any], index: int, *layouts: tuple[Layout, ...]) -> BoundaryCost:
-        """The price of one boundary, as an array of length one; computed once for all components that are alike."""
+        """The price of one boundary, computed once for all boundaries with equal :meth:`alike`."""
         key = (price.__name__, index, layouts)
         if key not in self._known:
             last = index + 1 == len(self.graph)
@@ -87,26 +87,26 @@ class Edges:
         return self._known[key]
 
     def _output(self, index: int) -> tuple[float, Ends]:
-        """Bytes per sample that component ``index`` hands on, and the layout rule of that side."""
+        """Bytes per sample of the output of component ``index``, and the layout rule of that side."""
         component = self.graph.components[index]
         return component.output_bytes_per_sample, Ends.between(component, None)
 
     def boundaries(self, indices: Sequence[int], sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Any:
-        """Prices of the boundaries in front of some components: component x column x pair of layouts, all pairs with
-        the first of ``sources`` first."""
+        """Prices of the boundaries in front of components ``indices``: shape (component, column, pair of layouts).
+        Pairs with the first source come first."""
         sizes, ends = zip(*map(self.form, indices), strict=True)
         wrappers = np.tile([self.wrapper(b) for b in targets], len(sources))
         errors = [max(self.link_error(a), self.link_error(b)) for a in sources for b in targets]
         crossings = partial(self.states.between, sources=sources, targets=targets)
         found, counts = self._crossed(sizes, ends, crossings, errors, wrappers)
         if self.launching is not None:
-            found[:, :2] += np.stack(self.launching.between(indices, sources, targets, *counts), axis=1)
+            found[:, :2] += np.stack(self.launching.at_boundaries(indices, sources, targets, *counts), axis=1)
         return found
 
     def inlets(self, indices: Sequence[int], layouts: tuple[Layout, ...]) -> Any:
-        """Prices of beginning a stage with some components: component x column x layout. A stage holds what it was
-        sent, and sends its gradient whole. With several microbatches the next one is on its way, and two gradients may
-        wait for the stage in front to take them."""
+        """Prices of beginning a stage with components ``indices``: shape (component, column, layout). A stage holds the
+        tensor it received, and sends back the whole gradient. With several microbatches it also holds the next tensor,
+        which is being received, and up to two gradients that wait to be sent."""
         m, components = self.num_microbatches, self.graph.components
         sizes = [components[max(0, i - 1)].output_bytes_per_sample for i in indices]
         ends = [Ends.between(None, components[i]) for i in indices]
@@ -114,7 +114,7 @@ class Edges:
             sizes, ends, partial(self.states.entering, layouts=layouts), self._end_errors(layouts), 0.0
         )
         if self.launching is not None:
-            found[:, :2] += np.stack(self.launching.entered(indices, layouts, *counts), axis=1)
+            found[:, :2] += np.stack(self.launching.at_inlets(indices, layouts, *counts), axis=1)
         part = self._parts(sizes, layouts)
         found[:, 2] = [self.wrapper(layout) for layout in layouts]
         found[:, 3] = part * (1 + min(UNDER_WAY, m - 1)) if m > 1 else 0.0
@@ -124,8 +124,9 @@ class Edges:
         return found
 
     def outlets(self, indices: Sequence[int], layouts: tuple[Layout, ...]) -> Any:
-        """Prices of ending a stage behind some components: component x column x layout. The output is made whole; the
-        loss or a transfer follows. With several microbatches the gradient of the next one is on its way."""
+        """Prices of ending a stage with components ``indices``: shape (component, column, layout). The output is made
+        whole, for the loss or for the next stage. With several microbatches the stage also holds the next gradient,
+        which is being received."""
         components = self.graph.components
         sizes, ends = zip(*map(self._output, indices), strict=True)
         sent = np.array([[i + 1 < len(components)] for i in indices])
@@ -133,7 +134,7 @@ class Edges:
             sizes, ends, partial(self.states.leaving, layouts=layouts), self._end_errors(layouts), 0.0
         )
         if self.launching is not None:
-            found[:, :2] += np.stack(self.launching.left(indices, layouts, *counts, sent=sent), axis=1)
+            found[:, :2] += np.stack(self.launching.at_outlets(indices, layouts, *counts, sent=sent), axis=1)
         if self.num_microbatches > 1:
             found[:, 3] = np.where(sent, self._parts(sizes, layouts), 0.0)
         return found
@@ -142,15 +143,15 @@ class Edges:
         return [max(self.link_error(whole(x)), self.link_error(x)) for x in layouts]
 
     def _parts(self, sizes: Sequence[float], layouts: Sequence[Layout]) -> Any:
-        """Bytes that a rank holds of whole tensors with these ``sizes`` in bytes per sample: tensor x layout."""
+        """Bytes that a rank holds of whole tensors of ``sizes`` bytes per sample: shape (tensor, layout)."""
         return np.array([[self.keeping.part(self.microbatch * size, x) for x in layouts] for size in sizes])
 
     def _crossed(
         self, sizes: Sequence[float], ends: Sequence[Ends], crossings: Callable[[Ends], Crossings], errors: Any,
         wrappers: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """Prices before the host is waited for (component x column x pair), and how many collectives are launched (pass
-        x component x pair). ``sizes`` are in bytes per sample."""
+        """Prices without waiting for the host, shape (component, column, pair), and the number of collectives, shape
+        (pass, component, pair). ``sizes`` are in bytes per sample."""
         parts: list[tuple[list[int], Any, Any]] = []
         for one in dict.fromkeys(ends):
             which = [k for k, e in enumerate(ends) if e == one]
@@ -169,19 +170,12 @@ class Edges:
         return found, counts
 
     def _entry(self, layout: Layout) -> list[float]:
-        """Columns of the model's input. Every rank reads its own samples of all microbatches; nothing moves, and no
-        gradient is needed. The raw data is held until the input is ready."""
+        """The seven columns for the model's input. Every rank reads its own samples of all microbatches: there is no
+        communication and no gradient. The raw data is held while the input is prepared."""
         later = (self.num_microbatches - 1) * self.keeping.shards.largest(layout) * self.graph.input_bytes_per_sample
         held = self.keeping.input(layout) + later
-        return [
-            0.0,
-            0.0,
-            self.wrapper(layout),
-            held * margin(),
-            0.0,
-            held * made_ready(self.graph.input_shape) * margin(),
-            0.0,
-        ]
+        ready = held * made_ready(self.graph.input_shape) * margin()
+        return [0.0, 0.0, self.wrapper(layout), held * margin(), 0.0, ready, 0.0]
 
     def wrapper(self, layout: Layout) -> float:
         """Seconds per step of the data-parallel wrapper that begins with a layout."""
@@ -190,6 +184,7 @@ class Edges:
         return self._wrappers[layout]
 
     def link_error(self, layout: Layout) -> float:
+        """The relative standard error of communication in a layout."""
         if layout not in self._errors:
             assumed = self.links.assumed(layout.data, layout.inner) or self.links.assumed(layout.tensor)
             self._errors[layout] = constant("link_error_assumed" if assumed else "link_error_measured")

@@ -1,4 +1,4 @@
-"""How a component's input and output lie on its tensor group, where it is split."""
+"""Layout rules of a split component's input and output: partial sums or shards of tokens on its tensor group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asa.ir.layout import Boundary, Layout
 @hashed
 @noun
 class Ends:
-    """The layout rules of the two sides of a boundary, whatever the layouts: see :class:`asa.ir.layout.Boundary`."""
+    """The layout rules of the two sides of a boundary, for any layouts: fields of :class:`asa.ir.layout.Boundary`."""
 
     exit_partial: bool = False
     entry_partial: bool = False
@@ -19,7 +19,7 @@ class Ends:
 
     @staticmethod
     def between(before: Component | None, after: Component | None) -> Ends:
-        """The rules behind one component and in front of another; None stands for a tensor that is whole."""
+        """The rules of the output of ``before`` and the input of ``after``; None stands for a whole tensor."""
         source = before.split if before is not None else None
         target = after.split if after is not None else None
         return Ends(

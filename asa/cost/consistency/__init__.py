@@ -1,4 +1,4 @@
-"""The clock of disciplines of consistency: what it takes when workers need not take every step together."""
+"""Step times under disciplines of consistency, in which workers need not take every step together."""
 
 from __future__ import annotations
 

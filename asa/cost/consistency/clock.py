@@ -1,6 +1,6 @@
-"""A discipline of consistency on a machine, as a discrete-event simulation: asynchronous runs have no closed form.
+"""Discrete-event simulation of a discipline of consistency: asynchronous runs have no closed form.
 
-Everything is deterministic: a seed draws what steps take, and draws the same under every discipline.
+It is deterministic: the times of steps are drawn with a seed, the same ones under every discipline.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from asa.errors import UsageError
 from asa.ir.consistency import Discipline
 
 STEPS = 48
-"""Global batches of a run, where there is no reason for more."""
+"""Default number of global batches of a simulated run."""
 
 
 def play(discipline: Discipline | None, machine: Machine, *, steps: int = STEPS, seed: int = 0) -> Played:
-    """The outcome of ``steps`` global batches. Without a discipline all workers add up their gradients after every
-    step.
+    """Simulate ``steps`` global batches. Without a discipline all workers average their gradients after every step.
 
     Raises:
-        UsageError: the discipline needs servers and the machine has none, or the other way round, or it needs stages.
+        UsageError: the discipline needs another number of servers than the machine has, or it is pipelined.
     """
     if discipline is None:
         return met(Discipline(name="local_sgd"), machine, seed, steps)

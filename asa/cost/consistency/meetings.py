@@ -1,8 +1,7 @@
-"""Workers that train independently for a period and then meet to average, round by round.
+"""Simulation of workers that train independently for a period and then average their weights, round by round.
 
-A meeting begins when all workers have come, or when a quorum has come and the grace time is over. It takes
-``meeting_s`` seconds; then those who came go on together. A worker that comes later takes part in the next meeting;
-nobody waits for it.
+An averaging round (meeting) begins when all workers have arrived, or when a quorum has arrived and the grace time is
+over. It takes ``meeting_s`` seconds; then its workers continue. A worker that arrives later takes part in the next one.
 """
 
 from __future__ import annotations
@@ -10,19 +9,19 @@ from __future__ import annotations
 import math
 import random
 
-from asa.cost.consistency.played import Draws, Machine, Played, settled
+from asa.cost.consistency.played import Draws, Machine, Played, late_rate
 from asa.ir.consistency import Discipline
 
-_QUARTER = {"fp32": 1.0, "int8": 0.25}
-"""Bytes on the wire of a message over those of fp32."""
+_MESSAGE_BYTES = {"fp32": 1.0, "int8": 0.25}
+"""Bytes of a message, relative to fp32."""
 
 
 def met(discipline: Discipline, machine: Machine, seed: int, steps: int) -> Played:
-    """The outcome of at least ``steps`` global batches under a discipline of local steps."""
+    """Simulate at least ``steps`` global batches under a discipline of local steps."""
     draws, chance = Draws(machine, seed), random.Random(f"clients {seed}")
     count = len(machine.workers)
     period = max(1, discipline.period // discipline.fragments)
-    takes = machine.meeting_s * _QUARTER[discipline.message] / discipline.fragments
+    takes = machine.meeting_s * _MESSAGE_BYTES[discipline.message] / discipline.fragments
     quorum = discipline.quorum or count
     chosen = max(1, math.ceil(discipline.fraction * count - 1e-9))
 
@@ -50,7 +49,7 @@ def met(discipline: Discipline, machine: Machine, seed: int, steps: int) -> Play
             applied += rows
             finished[w].append((now, rows))
             comes[w] = next_arrival(w, now)
-    rate = settled([f for f in finished if f])
+    rate = late_rate([f for f in finished if f])
     return Played(
         seconds=now,
         steps=applied / machine.rows,

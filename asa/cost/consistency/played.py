@@ -13,10 +13,9 @@ from asa.ir.codec import noun
 class Worker:
     """One worker. Times are in seconds.
 
-    ``step_s``: mean of forward and backward of its own ``rows`` of a global batch, without waiting. ``push_s``,
-    ``pull_s``: its link with all servers together, for all gradients and for all weights. ``hidden_s``: how long before
-    the end of its backward it may begin to push. ``update_s``: an optimizer step on all weights, where it takes one
-    itself.
+    ``step_s``: mean of forward and backward of its ``rows`` samples of a global batch, without waiting. ``push_s``,
+    ``pull_s``: time on its link for all gradients to all servers, and for all weights from them. ``hidden_s``: it may
+    begin to push so long before its backward ends. ``update_s``: an optimizer step on all weights, if workers run it.
     """
 
     step_s: float
@@ -29,9 +28,9 @@ class Worker:
 
 @noun
 class Server:
-    """One server. Times are in seconds: its link is busy for ``receive_s`` with the gradients of one worker and for
-    ``send_s`` with the weights for one worker; ``apply_s`` is the computing of an update of its part of the weights.
-    ``beside``: the worker on whose device it computes, if it has no device of its own."""
+    """One server. Its link is busy for ``receive_s`` seconds with the gradients of one worker, and for ``send_s`` with
+    the weights for one worker; ``apply_s`` seconds compute an update of its part of the weights. ``beside``: the worker
+    whose device it shares; None if it has its own."""
 
     receive_s: float = 0.0
     send_s: float = 0.0
@@ -41,8 +40,8 @@ class Server:
 
 @noun
 class Machine:
-    """Workers and servers. ``spread``: standard deviation of the logarithm of a step's computing. ``meeting_s``: what
-    workers take to average all their weights, or to add up all their gradients, once all of them are there."""
+    """Workers and servers. ``spread``: standard deviation of the logarithm of a step's compute time. ``meeting_s``:
+    seconds of one averaging of all weights, or of all gradients, without waiting."""
 
     workers: tuple[Worker, ...]
     servers: tuple[Server, ...] = ()
@@ -51,30 +50,29 @@ class Machine:
 
     @property
     def rows(self) -> float:
-        """Rows of a global batch, over all workers."""
+        """Samples of a global batch, over all workers."""
         return sum(w.rows for w in self.workers)
 
     @property
     def fastest(self) -> float:
-        """Rows per second that all workers compute together if nothing ever stops them: an upper bound for every
-        discipline."""
+        """Samples per second of all workers if none ever waits: an upper bound for every discipline."""
         return sum(w.rows / w.step_s for w in self.workers)
 
 
 @noun
 class Played:
-    """A run by the clock.
+    """The outcome of a simulated run.
 
     Attributes:
-        seconds: of all of it.
-        steps: global batches that were applied in it.
-        step_time_s: seconds per global batch in its second half, when whoever was ahead has been caught up with.
-        ages: gradients by age, in whole global batches of other workers' gradients applied since the pull.
-        leads: steps by how many steps their worker was ahead of the slowest when it began them.
-        mean_age: of applied gradients, in global batches of others' gradients, not rounded.
-        rejected: the part of all gradients that was thrown away for its age.
-        waited: per worker the part of the time that it waited for others.
-        served: the part of the time that the busiest server's link or processor was busy.
+        seconds: length of the run.
+        steps: global batches that were applied.
+        step_time_s: seconds per global batch in the second half, when initial leads of workers have gone.
+        ages: ``ages[n]`` applied gradients had age n: n whole global batches of other workers since the pull.
+        leads: ``leads[n]`` steps began when their worker was n steps ahead of the slowest.
+        mean_age: mean age of applied gradients in global batches, not rounded.
+        rejected: share of the gradients that was rejected because of its age.
+        waited: for each worker the share of the time that it waited for others.
+        served: share of the time that the busiest server's link or processor was busy.
     """
 
     seconds: float
@@ -94,7 +92,7 @@ class Played:
 
 
 class Draws:
-    """Draws of how much longer than its mean each step of a worker takes: the same numbers under every discipline."""
+    """Random compute times of steps, drawn for each worker: the same numbers under every discipline."""
 
     def __init__(self, machine: Machine, seed: int) -> None:
         self._spread = machine.spread
@@ -124,8 +122,9 @@ def counted(values: Iterator[int] | Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def settled(finished: Sequence[Sequence[tuple[float, float]]]) -> float:
-    """Rows per second of all workers, in the second half of what each finished. ``done`` has (time, rows) in order."""
+def late_rate(finished: Sequence[Sequence[tuple[float, float]]]) -> float:
+    """Samples per second of all workers, over the second half of the cycles that each finished. ``finished[w]`` has
+    pairs (time, samples) in order of time."""
     rate = 0.0
     for times in finished:
         half = len(times) // 2

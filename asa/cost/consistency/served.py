@@ -1,13 +1,13 @@
-"""Workers that pull weights from servers and push gradients to them, as a discrete-event simulation.
+"""Discrete-event simulation of workers that pull weights from servers and push gradients to them.
 
-In a cycle a worker waits while a gradient under way is as old as the window allows, pulls, computes ``period`` steps
-and pushes; its push begins ``hidden_s`` before its backward ends. A server's link takes the gradients of one worker,
-and sends the weights for one worker, at a time, in the order in which they come. Its processor applies one push at a
-time. A worker pulls again once its own push is applied. Under an exact discipline the servers add up the pushes of all
-workers and update once.
+In a cycle a worker waits while the age of some worker's gradient has reached the window, then pulls, computes
+``period`` steps and pushes; the push begins ``hidden_s`` before backward ends. A server's link receives the gradients
+of one worker at a time, and sends the weights for one worker at a time, in order of arrival. Its processor applies one
+push at a time. A worker pulls again when its push is applied. Under a synchronous discipline the servers add up the
+pushes of all workers and update once.
 
-A server that shares a worker's device takes its updates out of that worker's computing time. Without servers
-(``hogwild``) every worker writes to shared memory: there are no queues, and each worker updates by itself.
+A server that shares a worker's device delays this worker by its updates. Without servers (``hogwild``) every worker
+writes to shared memory: there are no queues, and each worker computes its updates.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
-from asa.cost.consistency.played import Draws, Machine, Played, counted, settled
+from asa.cost.consistency.played import Draws, Machine, Played, counted, late_rate
 from asa.ir.consistency import Discipline
 
 
@@ -24,10 +24,10 @@ from asa.ir.consistency import Discipline
 class _Worker:
     clock: int = 0
     pulled: float = 0.0
-    """Rows of others that had been applied when it asked for the weights."""
+    """Samples of other workers that had been applied when it asked for the weights."""
     own: float = 0.0
     late_s: float = 0.0
-    """What a server on its device took of the step it computes."""
+    """Seconds by which a server on its device delayed its current step."""
     computing: bool = False
     rejected: bool = False
     blocked_since: float | None = None
@@ -49,9 +49,9 @@ class Served:
         self._busy = [[0.0, 0.0, 0.0] for _ in servers]
         self._arrived: list[tuple[int, float]] = []
         self.applied = 0.0
-        """Rows whose update is finished; what is pulled has these."""
+        """Samples whose update is finished: pulled weights contain them."""
         self._accepted = 0.0
-        """These, and the rows whose update has been begun."""
+        """Samples whose update is finished or has begun."""
         self.now = 0.0
         self._ages: list[int] = []
         self._exact_ages: list[float] = []
@@ -82,7 +82,7 @@ class Served:
                 self._finished(w)
                 if cycles > most:  # all is rejected
                     break
-        rate = settled([w.finished for w in self._workers])
+        rate = late_rate([w.finished for w in self._workers])
         return Played(
             seconds=self.now,
             steps=self.applied / batch,
@@ -114,14 +114,14 @@ class Served:
         heapq.heappush(self._events, (time, self._count, kind, w))
 
     def _ticked(self, clock: int) -> None:
-        """Note that a worker has finished step number ``clock``."""
+        """Record that a worker has finished step number ``clock``."""
         self._at_clock[clock] -= 1
         self._at_clock[clock + 1] = self._at_clock.get(clock + 1, 0) + 1
         while not self._at_clock.get(self._slowest):
             self._slowest += 1
 
     def _begin(self, w: int, now: float) -> None:
-        """Let a worker pull and compute, or wait for the window."""
+        """Start a cycle of worker ``w``: it pulls and computes, or it waits because of the window."""
         me, machine = self._workers[w], self.machine
         lead = me.clock - self._slowest
         if self._held_up(lead):
@@ -148,8 +148,8 @@ class Served:
         self._at(got + max(0.0, compute - machine.workers[w].hidden_s), "computed", w)
 
     def _held_up(self, lead: int) -> bool:
-        """Whether a gradient under way is as old as the window allows; with a window of 0, whether any worker is
-        behind. Whoever asks computes nothing itself."""
+        """Whether a worker must wait: the age of another's gradient has reached the window, or, with a window of 0,
+        some worker is behind."""
         window = self.discipline.window
         if not window:
             return window == 0 and lead > 0
@@ -177,7 +177,7 @@ class Served:
         self._at(sent, "arrived", w)
 
     def _apply(self, w: int) -> None:
-        """Take in the gradients of worker ``w``, which have arrived."""
+        """Apply or reject the gradients of worker ``w``, which have arrived."""
         if self.discipline.synchronous:
             self._arrived.append((w, self.now))
             if len(self._arrived) == len(self._workers):
@@ -203,7 +203,7 @@ class Served:
         self._ages.append(int(age + 1e-9))
 
     def _updated(self, now: float) -> float:
-        """The time at which all servers have made one update that they learn of ``now``."""
+        """The time at which all servers have applied an update that arrived ``now``."""
         done = now
         for j, server in enumerate(self.machine.servers):
             start = max(now, self._applying[j])
@@ -215,7 +215,7 @@ class Served:
         return done
 
     def _finished(self, w: int) -> None:
-        """Let workers go on that waited for the push of ``w``, which was applied or rejected."""
+        """Continue with ``w``, whose push was applied or rejected, and with the workers that waited for it."""
         me, rows = self._workers[w], self.machine.workers[w].rows * self.discipline.period
         if me.rejected:
             me.rejected = False

@@ -1,1 +1,1 @@
-"""Profiles and clusters that nobody measured: presets, estimates and what-if variants."""
+"""Profiles and clusters that were not measured: presets, estimates and what-if variants."""

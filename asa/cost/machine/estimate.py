@@ -1,14 +1,14 @@
-"""A profile for a device nobody has measured on: FLOPs, bytes and a stated efficiency. Good to tens of per cent.
+"""Estimated profile of a device without measurements, from FLOPs, bytes and efficiencies. Errors are tens of per cent.
 
 Per component and pass, with F the FLOPs and D the bytes read and written,
 
     time = dispatch + F / (efficiency_F * peak) + F / (intensity * bandwidth) + D / (efficiency_D * bandwidth)
 
-The terms add up because kernels bound by arithmetic (products, convolutions) alternate with ones bound by memory
+The terms are added because kernels bound by arithmetic (products, convolutions) alternate with kernels bound by memory
 (normalisation, activations). Products load a byte of operands for every ``intensity`` FLOPs, so they reach 0.85 of peak
-on the fp32 cores of a V100, and 0.46 on the tensor cores of an H100. On a GPU no pass is faster than its host launches
-it, module by module. Forward reads and writes what it saves and hands on once, and its parameters; backward does twice
-the arithmetic and moves twice as much. Sources: ``asa/data/constants.json``.
+on the fp32 cores of a V100, and 0.46 on the tensor cores of an H100. On a GPU a pass takes at least as long as its host
+needs to launch it, module by module. Forward writes and reads its saved bytes and its output once, and reads its
+parameters; backward has twice the FLOPs and twice the bytes. Sources: ``asa/data/constants.json``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from asa.ir.units import MOST_SECONDS
 _BACKWARD = 2.0
 
 _BUSY = 4096
-"""Samples that keep a GPU busy longer than its host takes to launch a pass."""
+"""Samples for which the compute of a pass on a GPU takes longer than its launch by the host."""
 
 
 def estimate(
@@ -43,11 +43,11 @@ def estimate(
     """The profile that is expected on ``device``, of origin ``estimated``.
 
     ``activation_scale`` converts the graph's activation bytes to those at ``precision`` (0.5 from fp32 to bf16).
-    ``trained_on_one``: the model was seen to train on a batch of one sample. Otherwise components with BatchNorm get no
-    time for one sample, and ranks are given two or more: torch refuses to average a single value.
+    ``trained_on_one``: the model is known to train on a batch of one sample. If not, components with BatchNorm get no
+    time for one sample, so every rank gets at least two: torch refuses statistics of a single value.
 
     Raises:
-        InvalidInputError: the device states no peak or no memory bandwidth, or a component would take for ever on it.
+        InvalidInputError: the device states no peak or no memory bandwidth, or a component would take too long on it.
     """
     peak = device.peak_flops(precision)
     if peak <= 0 or device.memory_bandwidth <= 0:
@@ -58,7 +58,7 @@ def estimate(
         )
     dispatch = constant("estimate_dispatch_cpu_s" if device.type == "cpu" else "estimate_dispatch_cuda_s")
     launch = 0.0 if device.type == "cpu" else constant("estimate_launch_cuda_s")
-    # Beyond the last pair times grow as between them: there, the device must be what bounds them.
+    # Beyond the two largest batches times are extrapolated from these, so compute must exceed the launch there.
     most = global_batch if device.type == "cpu" else max(global_batch, _BUSY)
     batches = [2**k for k in range(max(1, most).bit_length())]
     timings, by_tokens = [], []
@@ -97,10 +97,10 @@ def estimate(
 
 
 def on_device(profile: Profile, cluster: Cluster) -> Profile:
-    """``profile`` itself if it is of the cluster's kind of device, else an estimate from its graph.
+    """``profile`` itself if the cluster's devices are of its type, else an estimate from its graph.
 
     Raises:
-        InvalidInputError: an estimate is needed, and the cluster's device states no peak.
+        InvalidInputError: an estimate is needed but impossible: see :func:`estimate`.
     """
     if profile.device.type == cluster.device.type:
         return profile
@@ -117,7 +117,7 @@ def on_device(profile: Profile, cluster: Cluster) -> Profile:
 
 
 def trained_on_one(profile: Profile) -> bool:
-    """Whether every component with BatchNorm has a time of one sample."""
+    """Whether every component with BatchNorm was timed with one sample."""
     seen = {t.component for t in profile.timings if t.microbatch == 1}
     return all(c.name in seen for c in profile.graph.components if c.batch_norm)
 
@@ -129,7 +129,7 @@ def _degrees(component: Component, most: int) -> list[int]:
 
 
 def _by_tokens(component: Component, sequence: SequenceSplit, degree: int) -> Component:
-    """The timings with the bytes that a rank reads and writes where the tokens are split, too."""
+    """A copy of ``component`` with the saved and output bytes of a rank under sequence parallelism."""
     handed = component.output_bytes_per_sample * (sequence.share(degree) if sequence.exit else 1.0)
     saved = max(0.0, component.saved_bytes_per_sample - sequence.spared(degree))
     return replace(component, saved_bytes_per_sample=saved, output_bytes_per_sample=handed)

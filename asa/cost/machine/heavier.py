@@ -1,4 +1,4 @@
-"""Profiles on which components need a factor more memory than was measured."""
+"""What-if profiles in which activations are larger by a factor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cluster to use where none is named: the one that was measured, or the preset of the same GPU."""
+"""The cluster to use if the user names none: a measured one, or the preset of the same GPU."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from asa.ir.cluster import Cluster, Device, alone
 from asa.ir.profile import DeviceRecord
 
 _ADDITIONS = {"ti", "super", "ada", "d", "laptop", "mobile"}
-"""Words behind a number that make another chip of it."""
+"""Words after a GPU's number that mean a different chip."""
 
 
 def nearest(known: Sequence[Cluster], record: DeviceRecord, gpus: int | None) -> Cluster:
-    """A cluster out of ``known`` (measured here) with that device and enough ranks, else a preset of that GPU, else,
-    for a CPU, the largest measured one with more ranks on its cores. For one rank it is the device alone.
+    """The first of: a cluster of ``known`` (measured here) with this device and at least ``gpus`` ranks; a preset of
+    this GPU; for one rank, the device alone; the largest known cluster, widened to ``gpus`` ranks.
 
     Raises:
-        UsageError: there are some, but none with so many devices.
-        UnavailableError: there is none.
+        UsageError: clusters of this type are known, but none has so many devices.
+        UnavailableError: no cluster of this type is known.
     """
     device, device_name = record.type, record.name
     local = [c for c in known if c.device.type == device]
@@ -50,13 +50,13 @@ def nearest(known: Sequence[Cluster], record: DeviceRecord, gpus: int | None) ->
 
 
 def _named(gpus: int | None) -> str:
-    """The presets that could be named, in words."""
+    """Presets that the user could name, for an error message."""
     return (presets.offered(gpus) if gpus else "") or "`asa cluster list`"
 
 
 def same_gpu(a: str, b: str) -> bool:
-    """Whether two GPU names mean the same chip: equal ones, those that share a word such as A100 or V100, and those of
-    one number, as RTX 3090 has, with the same addition to it (Ti, Super, Ada, D).
+    """Whether two GPU names mean the same chip: they are equal, or share a word such as A100 or V100, or share a number
+    such as 3090 with the same addition (Ti, Super, Ada, D).
 
     >>> same_gpu("A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB"), same_gpu("Tesla V100", "NVIDIA H100")
     (True, False)

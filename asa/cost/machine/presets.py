@@ -1,6 +1,7 @@
-"""Clusters that come with the package: published bandwidth tables, each naming where it is from and how sure it is.
+"""Clusters that come with the package: published bandwidth tables, each with its source and its ``status``.
 
-Made by ``benchmarks/make_presets.py`` from public measurements; ``status`` tells measured from derived and guessed.
+``benchmarks/make_presets.py`` makes them from public measurements; ``status`` says whether a table was measured,
+derived or estimated.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from asa.ir import codec
 from asa.ir.cluster import Cluster
 
 _NAMED = 4
-"""Presets named in one message."""
+"""The most presets that one message names."""
 
 
 def names() -> list[str]:
@@ -39,8 +40,8 @@ def load(name: str, devices: int | None = None) -> Cluster:
 
 
 def offered(devices: int, like: str | None = None) -> str:
-    """The presets nearest to ``devices`` devices that have so many, as a remedy in words; of the GPU of the preset
-    ``like`` where there are any. Empty where none has so many.
+    """Text for an error message: the smallest presets with at least ``devices`` devices, of the same GPU as the preset
+    ``like`` if there are any. Empty if no preset is large enough.
 
     >>> offered(16, like="a100-nvlink-8")
     'presets that have 16: a100-2x8-efa, a100-2x8-ib, a100-2x8-roce'
@@ -54,7 +55,7 @@ def offered(devices: int, like: str | None = None) -> str:
 
 
 def _distance(have: int, asked: int) -> tuple[bool, int]:
-    """A sort key: presets with as many devices as asked for first, then the others, the most similar name first."""
+    """A sort key: presets with enough devices first, then by the difference in the number of devices."""
     return have < asked, abs(have - asked)
 
 

@@ -1,4 +1,4 @@
-"""Profiles on which everything takes a factor longer than was measured."""
+"""What-if profiles in which every time is longer by a factor."""
 
 from __future__ import annotations
 

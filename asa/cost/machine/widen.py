@@ -1,4 +1,4 @@
-"""Clusters with more ranks than were measured: more on the cores of a CPU, or more nodes of the same kind."""
+"""Clusters with more ranks than were measured: more ranks on the cores of a CPU, or more nodes of the same kind."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from asa.errors import UsageError
 from asa.ir.cluster import Cluster, CollectiveTable, Contention
 
 AS = "-as-"
-"""In the name of such a cluster, between that of the one it is made from and what it is taken as."""
+"""Separator in the name of a widened cluster: between the name of the original and the new size."""
 LIMIT = 64
-"""Ranks beyond which nothing is said: so many processes share no machine in practice."""
-
+"""The most ranks to which a CPU cluster is widened: in practice no machine runs more processes of one training."""
 
 MOST_DEVICES = 16_384
-"""Devices in nodes of one kind beyond which nothing is said: no collective was seen among so many."""
+"""The most devices to which a cluster of several nodes is widened: no published collective had more."""
 
 
 def possible(cluster: Cluster, ranks: int) -> bool:
-    """Whether :func:`widened` can add ranks: CPU ranks were measured together, or there are several nodes of equal
-    devices, and fewer ranks are known than asked for."""
+    """Whether :func:`widened` can make a cluster of ``ranks`` ranks: it has fewer now, and either CPU ranks were
+    measured together, or there are several nodes of equal devices."""
     if cluster.devices is not None or ranks <= cluster.num_devices:
         return False
     if len(cluster.levels) > 1:
@@ -29,7 +28,7 @@ def possible(cluster: Cluster, ranks: int) -> bool:
 
 
 def said(cluster: Cluster, ranks: int) -> str:
-    """What :func:`widened` does, in a few words."""
+    """A description of what :func:`widened` assumes, for a note."""
     if len(cluster.levels) == 1:
         return f"{ranks} ranks on the cores of {cluster.name}, of which {cluster.num_devices} were measured"
     known, nodes = -(-cluster.num_devices // cluster.node), -(-ranks // cluster.node)
@@ -38,14 +37,14 @@ def said(cluster: Cluster, ranks: int) -> str:
 
 
 def widened(cluster: Cluster, ranks: int) -> Cluster:
-    """``cluster`` with ``ranks`` ranks on the same cores, of status ``derived``; the same for the same arguments.
+    """``cluster`` with at least ``ranks`` ranks, of status ``derived``.
 
-    The largest number of ranks that was measured is taken to keep all cores busy, so with n times as many each
-    computes, and moves what it carries, n times as slowly. More nodes are as many whole ones as are needed; a link
-    between them carries as many bytes a second as in the largest group that is known.
+    On a CPU the largest measured number of ranks is assumed to keep all cores busy: with n times as many ranks, each
+    computes and communicates n times as slowly. Otherwise whole nodes are added; links between nodes keep the bandwidth
+    of the largest group that was measured.
 
     Raises:
-        UsageError: it is not :func:`possible`.
+        UsageError: :func:`possible` is false.
     """
     if not possible(cluster, ranks):
         raise UsageError(

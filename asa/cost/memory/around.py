@@ -1,4 +1,4 @@
-"""The neighbours of a component, whose buffers are in memory while it computes."""
+"""Parameter bytes of a component's neighbours, whose buffers are in memory during its passes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from asa.ir.traffic import Adjacent
 
 
 class Around:
-    """Parameter bytes of the neighbours of each component on one rank. ``copying``: scattered data arrives in memory of
-    its own."""
+    """Parameter bytes of the neighbours of each component on one rank. ``copying``: a reduce-scatter receives into a
+    buffer of its own."""
 
     def __init__(self, graph: LayerGraph, strategies: Strategies, num_microbatches: int, *, copying: bool) -> None:
         self._graph, self._strategies = graph, strategies
-        self._several, self._copying = num_microbatches, copying
+        self._num_microbatches, self._copying = num_microbatches, copying
         self._sizes: dict[TensorDegree, tuple[list[float], list[float], list[float]]] = {}
 
     def of(self, index: int, tensor: TensorDegree, saved: float, alike: range | None = None) -> Adjacent:
-        """The surroundings of component ``index``, which saves ``saved`` bytes. Neighbours are split as it is where
-        they can be. ``alike``: the components that run as it does; all of them where None."""
+        """The neighbours of component ``index``, which saves ``saved`` bytes. They are split by the same tensor degree
+        if they can be. ``alike``: the range of components around it that run the same way; all components if None."""
         if alike is not None:
             front, behind, rest = _summed(self._held(tensor)[alike.start : alike.stop])
             index -= alike.start
@@ -28,13 +28,9 @@ class Around:
                 self._sizes[tensor] = _summed(self._held(tensor))
             front, behind, rest = self._sizes[tensor]
         return Adjacent(
-            front=front[index],
-            behind=behind[index],
-            rest=rest[index],
-            saved=saved,
-            num_microbatches=self._several,
-            copying=self._copying,
-        )
+            front=front[index], behind=behind[index], rest=rest[index], saved=saved,
+            num_microbatches=self._num_microbatches, copying=self._copying,
+        )  # fmt: skip
 
     def _held(self, tensor: TensorDegree) -> list[float]:
         page = self._strategies.tensor[tensor.strategy]
@@ -45,7 +41,8 @@ class Around:
 
 
 def _summed(sizes: list[float]) -> tuple[list[float], list[float], list[float]]:
-    """For each component the nearest size above 0 in front of it and behind it, and the sum from it to the last."""
+    """For each component: the nearest non-zero size in front of it, that behind it, and the sum of sizes from it to
+    the last."""
     front, behind, rest = [0.0], [0.0], [0.0]
     for size in sizes[:-1]:
         front.append(size if size > 0 else front[-1])

@@ -1,13 +1,13 @@
 """Peak memory of a rank, by the order in which a step allocates and frees.
 
-While component k runs backward, the activations behind it are freed already and the gradients in front of it do not
-exist yet. So the peak over a step of one microbatch is
+During the backward of component k, activations of the components behind it have been freed, and gradients of those in
+front of it do not exist yet. So the peak of a step with one microbatch is
 
     max over k of   sum of state  +  sum_{l<=k} activations_l  +  sum_{l>=k} gradients_l  +  transient_k
 
-(24 equal linear layers: 200 MiB measured; the plain sum says 288). With several microbatches the gradients of all
-components are there from the first on, so they count as state. Boundaries hold the converted tensor like an
-activation of the component behind them, and their gathered gradient like a transient of it.
+(24 equal linear layers: 200 MiB measured; the sum of everything is 288). With several microbatches all gradients exist
+from the first backward on, so they count as state. A boundary's converted tensor counts as an activation of the
+component behind it, and its gathered gradient as a transient of this component.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ class Footprint:
 
 @noun
 class Peak:
-    """The peak of a rank: ``index`` is the component whose backward it falls into; the rest says what is held then, in
-    bytes."""
+    """The peak of a rank in bytes, and its parts. ``index``: the component in whose backward it occurs."""
 
     total: float
     index: int
@@ -47,9 +46,9 @@ class Peak:
 
 
 def peaks(state: Any, activations: Any, gradients: Any, transient: Any) -> Any:
-    """Bytes held in the backward of each component, by the law of this module: an array, component first.
+    """Bytes held in the backward of each component, by the formula of this module.
 
-    The arguments say what each component holds, in bytes; the first axis is that of components.
+    The arguments are bytes of each component; component is the first axis of all arrays.
     """
     behind = gradients[::-1].cumsum(axis=0)[::-1]
     return state.sum(axis=0) + activations.cumsum(axis=0) + behind + transient
@@ -59,7 +58,7 @@ def peak(components: Sequence[Footprint], boundaries: Sequence[Footprint], in_fl
     """The peak of a step, in bytes of active memory. ``boundaries[i]`` lies in front of component i (the first is the
     model's input).
 
-    ``in_flight`` microbatches hold their activations: all but the one at work hold all of theirs.
+    ``in_flight`` microbatches hold activations: all but the one in backward hold those of every component.
     """
     own, entry = (
         np.array([(x.state, x.activations, x.gradients, x.transient) for x in some]).T
@@ -80,26 +79,25 @@ def peak(components: Sequence[Footprint], boundaries: Sequence[Footprint], in_fl
 
 
 def made_ready(input_shape: Sequence[int]) -> float:
-    """The most bytes held while an input is prepared, beyond its own, as a share of those. For tokens it is their
-    labels.
+    """The most additional bytes held while an input is prepared, relative to the bytes of the input. For tokens these
+    are the labels.
 
-    Images are stored as bytes. While they are shifted and mirrored they are held twice, beside the source position of
-    each pixel (8 bytes) and whether it lies inside (2 bytes). With three channels that is 16 bytes a pixel, where 12 of
-    numbers remain.
+    Images are stored as bytes. During augmentation they are held twice, with the source position of each pixel (8
+    bytes) and whether it lies inside (2 bytes): with three channels 16 bytes per pixel, for an input of 12 bytes.
     """
     channels = input_shape[0]
     return max((2 * channels + 10) / (4 * channels) - 1, 0.25) if len(input_shape) == 3 else 1.0
 
 
 def margin() -> float:
-    """The factor on activations and transients that turns the usual figure into an upper quantile."""
+    """The factor on activations and transients from their median to an upper quantile."""
     return 1 + constant("activation_margin")
 
 
 def usable(device: Device, memory_bytes: int | None, ranks: int) -> float:
-    """Bytes of *active* memory a rank may plan with, out of ``memory_bytes`` (the device's own where None).
+    """Bytes of *active* memory that a plan may use on a rank, out of ``memory_bytes`` (None: all of the device's).
 
-    On CUDA the context, NCCL's buffers and what the caching allocator reserves beyond the active peak are set apart.
+    On CUDA the context, NCCL's buffers, and what the caching allocator reserves beyond the active peak are excluded.
     """
     total = float(device.memory_bytes if memory_bytes is None else memory_bytes)
     if device.type == "cpu":
@@ -112,10 +110,10 @@ def reserved(device: Device, active: float, gathered: float = 0.0, largest: floa
     """Bytes that a process takes for ``active`` bytes of training, rounded up. They include what the allocator holds
     beyond those bytes and, on a CPU, what its libraries allocate. What the process had without a model is not included.
 
-    ``gathered``: bytes of weights that are gathered and released in every step. Such buffers have every size, and the
-    heap grows by the holes they leave: by up to their own size in measurements. ``largest``: bytes that are allocated
-    and released in one piece. If something small takes a place in that hole, the next piece goes behind everything
-    else; this differs from run to run of the same plan.
+    ``gathered``: bytes of weights that are gathered and released in every step. Such buffers differ in size and
+    fragment the heap: by up to their own size in measurements. ``largest``: bytes of the largest single buffer that is
+    allocated and released. If a small allocation takes its place, the next such buffer extends the heap; this varies
+    between runs of the same plan.
     """
     if device.type == "cpu":
         return math.ceil(
@@ -132,7 +130,7 @@ def within(device: Device, held: float) -> float:
 
 
 def needed(device: Device, active: float, ranks: int) -> int:
-    """Bytes of device memory of which :func:`usable` leaves ``active``: its inverse, rounded up."""
+    """Bytes of device memory for which :func:`usable` is ``active``: its inverse, rounded up."""
     if device.type == "cpu":
         return math.ceil(active)
     held = constant("cuda_context_bytes") + (constant("nccl_bytes") if ranks > 1 else 0.0)

@@ -1,11 +1,11 @@
-"""The peak of a rank of a stage, where it depends on which neighbours run alike.
+"""Peak memory of a rank of a stage, with the components that are wrapped together as one unit.
 
-The sum over components prices each as if all components around it ran as it does, as if it were alone with its state,
-and as if all its gradients were there from the start of its backward. Where strategies are mixed, or parameters are
-shared out whole, that is up to a fifth too much. For a complete plan it is known which components are wrapped together.
+Prices of single components assume that all neighbours run the same way, that no state is shared with them, and that
+all gradients exist from the start of a component's backward. For mixed strategies, or if whole parameters are assigned
+to ranks, this is up to a fifth too much. In a complete plan the wrapped units are known.
 
-Solvers add up the least that each component holds, whatever runs beside it (``least_state`` and ``least_transient`` of
-:class:`asa.cost.menu.PricedWays`), so their bounds hold for every plan. Whether their answer fits is decided here.
+Solvers add up lower bounds for any neighbours (``least_state`` and ``least_transient`` of
+:class:`asa.cost.menu.PricedWays`), so their bounds hold for every plan. This module decides whether a plan fits.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def wrapped(ways: Sequence[Way]) -> Iterator[range]:
 
 @dataclass(frozen=True)
 class Wrapped:
-    """What the components ``placed``, wrapped as one unit, hold: ``parts`` for each of them, ``repeated``: bytes of
-    state that these count more than once, and ``left``: bytes that stay until all components in front are done."""
+    """Memory of the components ``placed``, wrapped as one unit: ``parts`` has the footprint of each. ``repeated``:
+    bytes of state that these count more than once; ``remaining``: bytes held until the whole backward ends."""
 
     placed: range
     parts: tuple[Footprint, ...]
     repeated: float
-    left: float
+    remaining: float
 
 
 def made(pricer: Pricer, alike: range, ways: Sequence[Way], *, whole: bool) -> Wrapped:
-    """What components ``alike`` hold, run in these ways and wrapped as one unit. ``whole``: the stage has no others."""
+    """Memory of components ``alike``, run as ``ways`` say, wrapped as one unit. ``whole``: the stage has no others."""
     joint, first = pricer.joint(ways[0]), ways[0]
-    repeated = left = 0.0
+    repeated = remaining = 0.0
     if joint and len({(w.tensor, w.offload) for w in ways}) == 1 and not first.offload:
         repeated = pricer.states.repeated(alike, first)
     near = joint and not whole and not pricer.states.prefetching  # then they gather for each other
@@ -55,15 +55,15 @@ def made(pricer: Pricer, alike: range, ways: Sequence[Way], *, whole: bool) -> W
         own = pricer.footprint(pricer.figures(i, way, alike)) if near else pricer.component(i, way).footprint
         parts.append(pricer.as_made(i, way, own, ending=i == last))
     if joint:
-        left = next(filter(None, map(pricer.left, alike, ways)), 0.0)
-    return Wrapped(alike, tuple(parts), repeated, left)
+        remaining = next(filter(None, map(pricer.remaining_bytes, alike, ways)), 0.0)
+    return Wrapped(alike, tuple(parts), repeated, remaining)
 
 
 def held(
     pricer: Pricer, start: int, ways: Sequence[Way], components: Sequence[ComponentCost],
     boundaries: Sequence[BoundaryCost], in_flight: int,
 ) -> Peak:  # fmt: skip
-    """The peak of the stage's fullest rank; components are counted from ``start``, and so is ``index``."""
+    """The peak of the stage's rank that holds most. Its ``index`` counts from component ``start``."""
     ahead = 1 < pricer.num_microbatches <= in_flight
     inlets, outlet = [b.footprint for b in boundaries[:-1]], boundaries[-1].footprint
     if not (ahead or pricer.times.unmade or any(pricer.joint(w) for w in ways)):
@@ -74,13 +74,13 @@ def held(
         placed = range(start + run.start, start + run.stop)
         found = made(pricer, placed, ways[run.start : run.stop], whole=len(alike) == 1)
         repeated += found.repeated
-        if found.left:  # in the backward of all in front
-            parts = [replace(p, transient=p.transient + found.left) for p in parts]
+        if found.remaining:  # in the backward of all in front
+            parts = [replace(p, transient=p.transient + found.remaining) for p in parts]
         parts += found.parts
     if not ahead:
         return _less(peak(ended(parts, outlet), inlets, in_flight), repeated)
-    # All microbatches are ahead when the first comes back, whose gradients are made meanwhile, as those of a single
-    # one are; and when it is through, so are its activations.
+    # All forwards run before the first backward. During this one gradients are created, as with one microbatch; after
+    # it, gradients of all components exist, and one microbatch fewer holds activations.
     fresh = [_unmade(p, pricer.states.kept(start + i, ways[i]).costs.added) for i, p in enumerate(parts)]
     first = peak(
         ended(fresh, outlet), [b if start + i == 0 else replace(b, state=0.0) for i, b in enumerate(inlets)], in_flight
@@ -90,17 +90,17 @@ def held(
 
 
 def _less(found: Peak, repeated: float) -> Peak:
-    """The peak without bytes that are counted for every component but held once."""
+    """The peak without ``repeated`` bytes, which are counted for several components but held once."""
     return replace(found, total=found.total - repeated, state=found.state - repeated)
 
 
 def _unmade(footprint: Footprint, added: float) -> Footprint:
-    """The footprint before microbatches have added up any gradients: these are made only now."""
+    """The footprint in the first backward: accumulated gradients are not held yet, but created by it."""
     return replace(footprint, state=footprint.state - added, gradients=added)
 
 
 def ended(components: Sequence[Footprint], outlet: Footprint) -> list[Footprint]:
-    """The footprints with the stage's output added to the last component, whole where that is another tensor."""
+    """The footprints of components, with that of the stage's output added to the last one."""
     *others, last = components
     return [
         *others,

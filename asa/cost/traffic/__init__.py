@@ -1,1 +1,1 @@
-"""Seconds of communication: collectives, messages between stages, and what of it is hidden."""
+"""Seconds of communication: collectives, messages between stages, and the part that compute hides."""

@@ -1,10 +1,10 @@
-"""When the gradients of a component are on their way: the buckets of data parallelism, as constants of a graph.
+"""When the gradients of a component are sent: the buckets of data parallelism.
 
-DDP reduces *buckets*: gradients fill one in the order backward makes them until it holds 25 MiB (the first 1 MiB),
-then it leaves. Of each component a part leaves with a bucket that closes inside it, and the rest waits for the
-component, further to the front, that fills that bucket up. Which one that is depends on what shares a wrapper; it is
-taken from the whole model, unsplit, in one wrapper: exact for plain data parallelism. A wrapper that ends earlier
-sends earlier than this says; one of tensor-split components, whose buckets hold more of them, later.
+DDP reduces *buckets*: gradients fill one in the order in which backward computes them; at 25 MiB (the first one: 1
+MiB) it is sent. Part of a component's gradients is sent with a bucket that fills up inside it; the rest waits for the
+component further to the front that fills the next bucket. Here the whole model is one DDP wrapper without tensor
+parallelism, which is exact for plain data parallelism. A wrapper of fewer components sends earlier than predicted; one
+of tensor-split components, whose buckets hold more components, sends later.
 
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 3.2.
 """
@@ -20,8 +20,8 @@ from asa.ir.traffic import Collective
 
 @noun
 class Release:
-    """When a component's gradients leave: the share ``prompt`` at the end of its own backward, the rest after the
-    backward of component ``index`` (its own index where nothing is left)."""
+    """When a component's gradients are sent: the share ``prompt`` at the end of its own backward, the rest after the
+    backward of component ``index`` (its own index if there is no rest)."""
 
     prompt: float
     index: int
@@ -49,7 +49,7 @@ def releases(graph: LayerGraph) -> tuple[Release, ...]:
         left[i] = mine
         if mine > 0:
             waiting.append(i)
-    # What is still open after the first component leaves with it: index 0, the default above.
+    # The bucket that is still open after the first component is sent then: index 0, the default above.
     found = []
     for i, component in enumerate(graph.components):
         if i == 0 or left[i] <= 0 or not component.parameter_bytes:
@@ -57,19 +57,20 @@ def releases(graph: LayerGraph) -> tuple[Release, ...]:
         else:
             found.append(Release(prompt=1 - left[i] / component.parameter_bytes, index=closed_in[i]))
     for i in range(len(found) - 2, -1, -1):
-        # A component without gradients inside an open bucket does not close it: releases never fall.
+        # A component without gradients does not fill a bucket: indices never fall from one component to the next.
         found[i] = Release(prompt=found[i].prompt, index=min(found[i].index, found[i + 1].index))
     return tuple(found)
 
 
 def bucket_bytes(graph: LayerGraph, parameter_bytes: float, num_tensors: int) -> float:
-    """Bytes of the messages in which a component's gradients travel: a bucket, or its own tensors if larger."""
+    """Bytes of the messages in which a component's gradients are sent: a bucket, or its own tensors if larger."""
     bucket = min(constant("ddp_bucket_bytes"), max(1.0, float(graph.parameter_bytes)))
     return max(bucket, parameter_bytes / max(1, num_tensors))
 
 
 def wrapper_seconds(graph: LayerGraph, links: Links, ranks: int, stride: int) -> float:
-    """Seconds by which a DDP wrapper's small first bucket and half-full last one exceed their share of bytes."""
+    """Seconds per step that a DDP wrapper needs for its small first and half-full last bucket, beyond the time of the
+    same bytes in full buckets."""
     if ranks == 1:
         return 0.0
     total = max(1.0, float(graph.parameter_bytes))

@@ -1,13 +1,13 @@
 """Seconds of a collective, from the measured tables of a cluster.
 
-Between points a table is read log-log; above its last point at the bandwidth of that point, below its first at
-the latency of that point. Where a table is missing, in this order:
+A table is interpolated log-log between its points. Above the last point the bandwidth is that of this point; below the
+first point the time is that of this point. If a table is missing, another one is used, in this order:
 
-1. another operation among the same ranks, at equal bus bandwidth (the data every link must carry: all_reduce
-   2 (n-1)/n, all_gather, reduce_scatter and all_to_all (n-1)/n, broadcast and send_recv 1 of the buffer;
+1. another operation among the same number of ranks, at equal bus bandwidth (bytes that every link carries per byte of
+   buffer, n ranks: all_reduce 2 (n-1)/n; all_gather, reduce_scatter, all_to_all (n-1)/n; broadcast, send_recv 1;
    https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md);
-2. neighbouring group sizes, their times per byte carried interpolated log-log in the number of ranks;
-3. a wider level of the cluster (never faster), then a narrower one.
+2. neighbouring group sizes: the time per byte carried, interpolated log-log in the number of ranks;
+3. an outer level of the cluster (never faster), then an inner one.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ def carried(op: CollectiveOp, ranks: int) -> float:
 
 
 def read(points: tuple[tuple[float, float], ...], size: float) -> float:
-    """Seconds for ``size`` bytes, read from points (bytes, seconds) that are sorted by bytes, as this module
-    describes."""
+    """Seconds for ``size`` bytes, interpolated in ``points`` (bytes, seconds; sorted) as this module describes."""
     if size <= points[0][0]:
         return points[0][1]
     if size >= points[-1][0]:
@@ -55,7 +54,7 @@ def read(points: tuple[tuple[float, float], ...], size: float) -> float:
 
 @lru_cache(maxsize=1024)
 def _rising(table: tuple[tuple[int, float], ...]) -> _Curve:
-    """The points of a table, none slower than a larger message (which could always be sent in its place)."""
+    """The points of a table, each at most as slow as any larger message (which could be sent in its place)."""
     points: list[tuple[float, float]] = []
     for size, seconds in reversed(table):
         points.append((float(size), min(seconds, points[-1][1]) if points else seconds))
@@ -65,8 +64,7 @@ def _rising(table: tuple[tuple[int, float], ...]) -> _Curve:
 class Links:
     """A cluster's tables, indexed to price many collectives.
 
-    ``width``: ranks 0 to width - 1 are the stage; ``busy``: how many ranks work in the step, where there are more
-    stages.
+    ``width``: ranks 0 to width - 1 are the stage; ``busy``: the number of ranks of all stages. Both None: all devices.
     """
 
     def __init__(self, cluster: Cluster, width: int | None = None, busy: int | None = None) -> None:
@@ -86,7 +84,8 @@ class Links:
         self._sizes: dict[tuple[int, CollectiveOp], list[tuple[int, _Curve, float]]] = {}
 
     def seconds(self, collective: Collective) -> float:
-        """Seconds of one ``collective`` alone on its links; 0 for a group of one or an empty message.
+        """Seconds of one ``collective``, while all other groups of its shape do the same; 0 for a group of one rank or
+        an empty message.
 
         Raises:
             InvalidInputError: the cluster has no table from which this group could be priced.
@@ -95,7 +94,7 @@ class Links:
         return self.taken(c.op, c.bytes, c.ranks, c.stride)
 
     def taken(self, op: CollectiveOp, size: float, ranks: int, stride: int) -> float:
-        """Seconds for ``size`` bytes among ``ranks`` ranks that are ``stride`` apart.
+        """Seconds of operation ``op`` on ``size`` bytes among ``ranks`` ranks that are ``stride`` apart.
 
         Raises:
             InvalidInputError: as for :meth:`seconds`.
@@ -113,11 +112,11 @@ class Links:
         return self._seconds[key]
 
     def handover(self, size: float, offset: int, flows: int) -> float:
-        """Seconds to send ``size`` bytes from a rank in front of rank ``offset`` to one behind it, with ``flows`` at
-        once.
+        """Seconds to send ``size`` bytes from a rank below ``offset`` to one at or above it, with ``flows`` such
+        transfers at once.
 
-        The links are those of the innermost level that has no border at ``offset``. Inside a level each flow has its
-        own link; between nodes the flows of one node share what leaves it.
+        They use the links of the innermost level that has no border at ``offset``. Inside a node each flow has its own
+        link; between nodes the flows of a node share its link.
         """
         if size <= 0:
             return 0.0
@@ -135,17 +134,17 @@ class Links:
         return self.seconds(Collective(op=op, phase="forward", bytes=1.0, ranks=ranks, stride=stride))
 
     def assumed(self, ranks: int, stride: int = 1) -> bool:
-        """Whether the times of this group rest on tables that nobody measured as a whole."""
+        """Whether the times of this group come from tables that were not, or not completely, measured."""
         if ranks <= 1:
             return False
         statuses = self._statuses[self.level(ranks, stride)].get(ranks, [])
         return not statuses or any(s in _ASSUMED for s in statuses)
 
     def level(self, ranks: int, stride: int) -> int:
-        """Index of the innermost level that joins every group of that shape (groups start at multiples of it).
+        """Index of the innermost level whose blocks contain every group of ``ranks`` ranks that are ``stride`` apart.
 
         Raises:
-            InvalidInputError: there is none.
+            InvalidInputError: no level is large enough.
         """
         block = ranks * stride
         levels = self._cluster.levels
@@ -160,14 +159,14 @@ class Links:
         return len(levels) - 1
 
     def _sharing(self, level: int, stride: int) -> int:
-        """How many groups use the same outer links at once: strided groups all leave the same inner block."""
+        """The number of groups that share the same links: all strided groups of an inner block leave it by one link."""
         return 1 if level == 0 else min(stride, self._cluster.levels[level - 1].devices)
 
     def _crowding(self, level: int, op: CollectiveOp, ranks: int) -> float:
-        """The factor by which groups that work side by side slow each other down, read from the tables.
+        """The factor by which concurrent groups slow each other down, read from the tables.
 
-        All ranks of a stage work at once, so smaller groups leave no links idle. A link then carries no more than it
-        does in one group of all those ranks (on a PCIe box a fraction of what a pair gets; on a switch as much).
+        All ranks of a stage work at once, so no links are idle. A link then has at most the bandwidth that it has in
+        one group of all these ranks (with PCIe a fraction of the bandwidth of a pair; with a switch the same).
         """
         together = min(self._busy, self._cluster.levels[level].devices)
         return self._slower(level, op, ranks, together)
@@ -208,9 +207,8 @@ class Links:
 
 
 def _curves(tables: dict[tuple[CollectiveOp, int], _Curve], op: CollectiveOp) -> list[tuple[int, _Curve, float]]:
-    """By rising group size, a table to read ``op`` from and the bytes that a link carries per byte of it. Where there
-    is no own table, another operation's is taken: same bus bandwidth at the same buffer; half the rounds carry half the
-    bytes."""
+    """For each group size, in rising order: (size, table, bytes that a link carries per byte of buffer). If ``op`` has
+    no table, that of another operation is used, at equal bus bandwidth for the same buffer."""
     others: tuple[CollectiveOp, ...] = (
         op, "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv",
     )  # fmt: skip

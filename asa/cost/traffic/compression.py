@@ -1,4 +1,4 @@
-"""What compressing gradients does to the traffic a strategy declares; :mod:`asa.sharding.compression` does it."""
+"""Bytes of gradient traffic under compression; :mod:`asa.sharding.compression` implements it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from asa.ir.plan import POWERSGD_RANK, CompressionName
 from asa.ir.traffic import Collective
 
 _WORD = 4
-"""Bytes of a gradient's element: parameters are kept in fp32 whatever forward and backward compute in."""
+"""Bytes of an element of a gradient: parameters are fp32, whatever the precision of forward and backward."""
 
 
 def remaining(name: CompressionName, moved: Collective, num_tensors: int, *, whole: bool) -> float:
-    """The share of its bytes that a gradient collective still moves; 1 for any other collective.
+    """The share of its bytes that a collective still moves under compression ``name``; 1 if it moves no gradients.
 
-    ``whole``: a rank's gradients are whole, as in the buckets of data parallelism; only these are sent as factors. A
-    tensor of n elements has factors of at least ``2 sqrt(n)`` rows together, which is taken for their size.
+    ``whole``: each rank has whole gradients, as in the buckets of DDP; PowerSGD compresses only these, into two
+    low-rank factors. The factors of a tensor of n elements together have at least ``2 sqrt(n)`` rows; the share is
+    computed with this bound. Vogels et al. 2019, "PowerSGD".
     """
     if moved.phase != "gradient" or name == "none":
         return 1.0

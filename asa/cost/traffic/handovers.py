@@ -1,4 +1,4 @@
-"""Seconds to hand a microbatch from one stage of a pipeline to the next."""
+"""Seconds to send a microbatch from one stage of a pipeline to the next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asa.ir.layout import Layout, largest_shard
 
 
 class Handovers:
-    """Handovers of ``microbatch`` samples over ``links``, each priced once."""
+    """Transfers of ``microbatch`` samples between stages over ``links``, each priced once."""
 
     def __init__(self, links: Links, microbatch: int) -> None:
         self._links, self._microbatch = links, microbatch
@@ -18,8 +18,8 @@ class Handovers:
         self._sent: dict[tuple[object, ...], tuple[int, tuple[tuple[int, ...], ...]]] = {}
 
     def seconds(self, sizes: tuple[float, ...], source: Layout, target: Layout, offset: int) -> list[float]:
-        """Seconds for each of ``sizes``, in bytes per sample, to (or from) a stage that begins on rank ``offset``. The
-        busiest rank decides (:mod:`asa.ir.transfer`). Many pairs of stages exchange equal messages."""
+        """Seconds for each of ``sizes`` (bytes per sample), to or from a stage that begins on rank ``offset``: those of
+        the busiest rank. The messages are those of :mod:`asa.ir.transfer`."""
         flows, ranks = self._messages(source, target)
         key = (sizes, flows, ranks, offset)
         if key not in self._known:
@@ -30,11 +30,11 @@ class Handovers:
         return self._known[key]
 
     def _messages(self, source: Layout, target: Layout) -> tuple[int, tuple[tuple[int, ...], ...]]:
-        """Flows and messages of a transfer: see :func:`asa.cost.shards.sending`."""
+        """The number of flows and the messages of a transfer, as :func:`asa.cost.shards.sending` returns them."""
         key = (source.width, source.data, source.weights, target.width, target.data, target.weights)
         found = self._sent.get(key)
         if found is None:
-            # Even cuts are nested, so what happens is the same thing as often as both sides have shards.
+            # Even cuts are nested: the transfer is `alike` equal transfers between fewer shards.
             alike = 1 if source.weights or target.weights else gcd(source.data, target.data)
             ends = (
                 Layout(width=x.width // alike, data=x.data // alike, tensor=1, weights=x.weights)

@@ -1,17 +1,19 @@
-"""What communication costs the host of a device that works apart from it.
+"""Seconds that an asynchronous device waits until its host has launched communication.
 
-Before the kernels of a gather, a message to the next stage or a collective of tensor parallelism can run, Python on the
-host must have launched them: for every unit that stock ``fully_shard`` gathers or scatters, every collective inside a
-component or at a boundary, every microbatch that is sent or received. The device does not notice while it is still busy
-with what was launched before. Per component and pass, with t its compute, f what launching that takes anyway (twice as
-much in backward, which has twice the kernels) and L the host's time on its communication, the device waits for
+Python on the host launches the kernels of every unit that stock ``fully_shard`` gathers or scatters, every collective
+inside a component or at a boundary, and every microbatch that is sent or received. The device does not wait while it
+still computes kernels that were launched earlier. Per component and pass the device waits for
 
     max(0, L - max(0, t - f))
 
-so large components hide it whole, and small ones, which are no faster than they can be launched, pay all of it. What
-the ends of a component have launched hides behind what its own communication leaves of max(0, t - f), whichever way it
-is run: nothing hides twice, and t plus all that is waited for never falls as t grows, so slower devices stay slower.
-What a neighbour would hide is not counted.
+    t   seconds of the component's compute
+    f   seconds to launch this compute (twice as many in backward, which has twice the kernels)
+    L   seconds of the host to launch the component's communication
+
+So a large component hides all of L, and a component whose compute is launch-bound pays all of it. Launches at the
+component's boundaries hide behind the rest of max(0, t - f) that its own communication leaves at least, in any way to
+run it. So nothing is hidden twice, and t plus the waiting never falls as t grows: a slower device never gives a faster
+step. Time that a neighbour could hide is not counted.
 """
 
 from __future__ import annotations
@@ -26,32 +28,32 @@ from asa.cost.constants import constant
 from asa.ir.traffic import Collective, Phase
 
 MOST_UNITS = 2
-"""Gathers and scatters of a component's state in one pass, once-per-step ones included."""
+"""The most gathers and scatters of a component's state in one pass, including those once per step."""
 
 MOST_CROSSING = 3
-"""Collectives of one boundary in one pass."""
+"""The most collectives of one boundary in one pass."""
 
 
 @dataclass
 class Launches:
-    """Seconds that the host spends on communication in every forward and every backward, and once per step (at the
-    first forward, and in the last backward). Numbers or arrays."""
+    """Seconds of the host to launch communication: in every ``forward`` and ``backward``, and once per step in the
+    first forward (``update``) and in the last backward (``gradient``). Numbers or arrays."""
 
     forward: Any
     backward: Any
     update: Any
     gradient: Any
 
-    def beside(self, forward: Any, backward: Any) -> Launches:
-        """A copy with more seconds in every forward and backward."""
+    def plus(self, forward: Any, backward: Any) -> Launches:
+        """A copy with these seconds added to every forward and backward."""
         return Launches(self.forward + forward, self.backward + backward, self.update, self.gradient)
 
 
 def awaited(
     launches: Launches, *, forward: Any, backward: Any, floor: Any, most: Callable[[Any, Any], Any] = max
 ) -> Launches:
-    """The part of ``launches`` that the device waits for, in seconds. ``forward`` and ``backward`` are the compute of
-    one microbatch, ``floor`` is the launch time in a forward. ``most`` is ``numpy.maximum`` for arrays."""
+    """The part of ``launches`` that the device waits for, in seconds. ``forward`` and ``backward``: compute of one
+    microbatch (t); ``floor``: launch of a forward's compute (f). ``most``: ``numpy.maximum`` for arrays."""
     ahead, back = most(0.0, forward - floor), most(0.0, backward - 2 * floor)
     in_forward, in_backward = most(0.0, launches.forward - ahead), most(0.0, launches.backward - back)
     return Launches(
@@ -68,11 +70,11 @@ def launched(traffic: Iterable[Collective], phase: Phase) -> int:
 
 
 class Launching:
-    """Seconds that the device waits at the ends of components, where their boundaries are launched.
+    """Seconds that the device waits for the launch of boundaries.
 
-    ``ahead(layout)`` gives the seconds by which the host is ahead of the device after the forward, and the backward, of
-    every component, whatever its own communication took: component x pass. The end where the pass leaves the component
-    hides behind that first, then the end where it came in.
+    ``ahead(layout)``: seconds by which the host is at least ahead of the device after the forward and the backward of
+    each component, shape (component, pass). They first hide launches of the boundary at which a pass leaves the
+    component; the rest hides those of the boundary at which it entered.
     """
 
     def __init__(self, ahead: Callable[[Any], Any]) -> None:
@@ -87,14 +89,14 @@ class Launching:
         return self._known[layout]
 
     def _each(self, indices: Sequence[int], layouts: Sequence[Any]) -> Any:
-        """The host's lead: pass x component x layout."""
+        """Seconds by which the host is ahead: shape (pass, component, layout)."""
         return np.stack([self._all(x)[indices] for x in layouts], axis=2).swapaxes(0, 1)
 
-    def between(
+    def at_boundaries(
         self, indices: Sequence[int], sources: Sequence[Any], targets: Sequence[Any], forward: Any, backward: Any
     ) -> Any:
-        """Seconds of waiting in front of several components, between all pairs of layouts with the first of ``sources``
-        first: pass x component x pair. ``forward`` and ``backward`` count launches."""
+        """Seconds of waiting at the boundaries in front of ``indices``, for all pairs of layouts (those with the first
+        source come first): shape (pass, component, pair). ``forward`` and ``backward``: numbers of collectives."""
         ahead = self._each([i - 1 for i in indices], sources)[0]
         back = self._each(indices, targets)[1]
         return (
@@ -102,18 +104,20 @@ class Launching:
             np.maximum(0.0, backward * self.collective_s - np.tile(back, len(sources))),
         )
 
-    def entered(self, indices: Sequence[int], layouts: Sequence[Any], forward: Any, backward: Any) -> Any:
-        """Seconds of waiting where stages begin with components in each of these layouts: pass x component x layout. A
-        microbatch is received, its gradient is sent."""
+    def at_inlets(self, indices: Sequence[int], layouts: Sequence[Any], forward: Any, backward: Any) -> Any:
+        """Seconds of waiting at the start of stages that begin with ``indices``: shape (pass, component, layout). A
+        microbatch is received, and its gradient is sent."""
         ahead, own, message = self._each(indices, layouts), self.collective_s, self.handover_s
         return (
             np.maximum(0.0, forward * own + message - np.maximum(0.0, ahead[0] - self._later)),
             np.maximum(0.0, backward * own + message - ahead[1]),
         )
 
-    def left(self, indices: Sequence[int], layouts: Sequence[Any], forward: Any, backward: Any, *, sent: Any) -> Any:
-        """Seconds of waiting where stages end with components, as for :meth:`entered`. ``sent``: to another stage,
-        component x 1."""
+    def at_outlets(
+        self, indices: Sequence[int], layouts: Sequence[Any], forward: Any, backward: Any, *, sent: Any
+    ) -> Any:
+        """Seconds of waiting at the end of stages that end with ``indices``: shape (pass, component, layout). ``sent``:
+        whether the output goes to another stage, shape (component, 1)."""
         ahead, own, message = self._each(indices, layouts), self.collective_s, sent * self.handover_s
         return (
             np.maximum(0.0, forward * own + message - ahead[0]),

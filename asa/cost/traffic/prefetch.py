@@ -1,11 +1,17 @@
-"""Weights that are gathered while the neighbour computes, on devices that have a stream for it.
+"""Seconds saved by prefetching weights during a neighbour's compute, on devices with a stream for it.
 
-Stock ``fully_shard`` gathers one unit ahead: in forward the weights of a component while the one in front of it
-computes, in backward while the one behind it does. With g the gather and w that compute, each by itself, both go on for
-tau = min(sc g, sp w) seconds, of which ``saving * tau`` are saved (:mod:`asa.cost.step`); what gradients are in the
-meantime synchronised beside that compute is not: the links are taken. In backward the gradients of the component behind
-are scattered first, by the same communicator, which does one after the other: w is what they leave of the compute, and
-what outlasts it holds up the gather, and with it all that follows. The neighbour is taken to be run alike.
+Stock ``fully_shard`` gathers one unit ahead: in forward during the compute of the component in front, in backward
+during that of the component behind. Both run together for tau seconds, which saves ``saving * tau``:
+
+    tau = min(sc g, sp w)
+
+    g        seconds of the gather alone
+    w        seconds of the neighbour's compute alone
+    sc, sp   slowdown of communication and of compute while both run; ``saving`` as in :mod:`asa.cost.step`
+
+No gradients are synchronised meanwhile, as the links are busy. In backward the same communicator first scatters the
+gradients of the component behind: w is the compute that remains then, and scatters that take longer than the compute
+delay the gather and all that follows. The neighbour is assumed to run the same way.
 
 Zhao et al. 2023, "PyTorch FSDP", 3.3.2 (backward and forward prefetching); torch.distributed.fsdp._fully_shard.
 """
@@ -22,8 +28,8 @@ from asa.ir.cluster import Overlap
 
 @dataclass
 class Gathers:
-    """Seconds of the gathers for a component, in every forward, in every backward and once per step, each beside the
-    neighbour's compute; ``front``: of those in backward for the component in front of it, beside its own compute."""
+    """Seconds of the gathers for a component in every forward, in every backward and once per step: a neighbour's
+    compute can hide them. ``front``: those in backward for the component in front: its own compute can hide them."""
 
     forward: float
     backward: float
@@ -33,9 +39,9 @@ class Gathers:
 
 @dataclass
 class Hidden:
-    """Seconds saved in a forward, in a backward and once per step. Of the component's own backward, ``covered`` seconds
-    are taken by the gather for the component in front; after it, gradients have ``queued`` for so long. Numbers or
-    arrays."""
+    """Seconds saved in a forward, in a backward and once per step. ``covered``: seconds of the component's own backward
+    that overlap the gather for the component in front; ``queued``: seconds by which its reduce-scatters delay this
+    gather. Numbers or arrays."""
 
     forward: Any
     backward: Any
@@ -48,25 +54,25 @@ def hidden(
     gathers: Any, overlap: Overlap, *, ahead: Any, behind: Any, own: Any, met: tuple[Any, Any] = (0.0, 0.0),
     scattered: Any = 0.0, microbatches: int = 1, least: Callable[[Any, Any], Any] = min,
 ) -> Hidden:  # fmt: skip
-    """The seconds that ``gathers`` hide. ``ahead`` is the forward of the component in front, ``behind`` the backward of
-    the one behind, ``own`` the component's backward, in seconds. ``met``: seconds of collectives in its forward and
-    backward on the same links; ``scattered``: seconds of its gradients in the last of ``microbatches``. ``least`` is
-    ``numpy.minimum`` for arrays."""
+    """The seconds of ``gathers`` that are hidden. Arguments in seconds: ``ahead``: forward of the component in front;
+    ``behind``: backward of the one behind; ``own``: the component's backward; ``met``: collectives in its forward and
+    backward on the same links; ``scattered``: reduce-scatters of its gradients in the last of ``microbatches``.
+    ``least``: ``numpy.minimum`` for arrays."""
     sp, sc, saving = overlap.compute_slowdown, overlap.communication_slowdown, overlap.saving
 
     def saved(gather: Any, window: Any, collectives: Any) -> Any:
         free = gather - alongside(gather, compute=window, collectives=collectives, least=least)
         return saving * least(sc * free, sp * window)
 
-    def left(window: Any) -> Any:
+    def unused(window: Any) -> Any:
         return window - least(window, scattered * sc / sp)
 
-    last = saved(gathers.backward, left(behind), met[1])
+    last = saved(gathers.backward, unused(behind), met[1])
     others = saved(gathers.backward, behind, met[1]) if microbatches > 1 else last
     return Hidden(
         forward=saved(gathers.forward, ahead, met[0]),
         backward=others,
         once=saved(gathers.once, ahead, met[0]) + last - others,
-        covered=least(sc * gathers.front, sp * left(own)) / sp,
+        covered=least(sc * gathers.front, sp * unused(own)) / sp,
         queued=(gathers.front > 0) * (scattered - least(scattered, sp / sc * own)),
     )

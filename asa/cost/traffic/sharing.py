@@ -1,15 +1,14 @@
-"""Messages that could be hidden behind a pass, on links over which the pass itself sends.
+"""Messages that cannot be hidden behind a pass because the pass sends over the same links.
 
-Where a component is split by tensors and by data over the same links, its gradients, or the weights gathered for it,
-are under way while it computes *and* while it waits for its own collectives. Beside a collective each gets half of the
-link, which saves nothing. With m seconds of such messages, w of compute and b of collectives, evenly mixed, both kinds
-are under way for the part m / (w + b) of the pass, and of the messages
+If tensor and data parallelism of a component use the same links, gradients or gathered weights are sent while the
+component computes *and* during its own collectives. During a collective each gets half of the link, so nothing is
+saved. The messages are under way for the share m / (w + b) of the pass, so of their m seconds
 
     b * min(1, m / (w + b))
 
-seconds run beside collectives; the rest can be hidden. The messages really run beside the neighbours' passes, which are
-taken to be alike, as in :mod:`asa.cost.traffic.prefetch`; then the formula is exact. Collectives at boundaries are not
-counted: they depend on two components.
+coincide with collectives, and only the rest can be hidden. Here m, w and b are seconds of messages, compute and
+collectives, evenly mixed. In fact the messages run during the neighbours' passes; the formula is exact if these are
+alike, as :mod:`asa.cost.traffic.prefetch` assumes. Collectives at boundaries depend on two components and are ignored.
 """
 
 from __future__ import annotations
@@ -21,6 +20,6 @@ _LEAST = 1e-30
 
 
 def alongside(messages: Any, *, compute: Any, collectives: Any, least: Callable[[Any, Any], Any] = min) -> Any:
-    """Seconds of ``messages`` that run beside ``collectives``; all in seconds. ``least`` is ``numpy.minimum`` for
-    arrays."""
+    """Seconds of ``messages`` (m) that coincide with ``collectives`` (b); ``compute`` is w. All are in seconds.
+    ``least``: ``numpy.minimum`` for arrays."""
     return collectives * least(1.0, messages / (compute + collectives + _LEAST))

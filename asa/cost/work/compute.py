@@ -1,9 +1,9 @@
 """Compute time of a component at any microbatch and tensor degree, from the times in a profile.
 
-Time is affine in samples *between neighbouring measurements*, and beyond them along the outermost pair: small
+Time is affine in samples *between neighbouring measurements*, and extrapolated from the two outermost ones: small
 microbatches are launch-bound and large ones are not, so one measurement is never scaled linearly. Below the smallest
-microbatch at which a tensor degree was measured, it falls as the whole component does. A tensor degree that was not
-measured lies between its neighbours by its share of FLOPs. Nothing is faster than the dispatch floor.
+microbatch measured at a tensor degree, time falls in proportion to that of the unsplit component. A tensor degree that
+was not measured is interpolated by its share of FLOPs. Nothing is faster than the dispatch floor.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from asa.ir.profile import Profile, Stat, Timing
 PASSES: dict[str, float] = {"sgd": 5.0, "adamw": 7.0}
 """Memory passes over parameters of one optimizer step: reads and writes of parameter, gradient and state."""
 _ADDING_PASSES = 3.0
-"""Memory passes of adding a microbatch's gradients to those of the ones before: two are read, their sum is written."""
+"""Memory passes to accumulate a microbatch's gradients: two reads, one write."""
 
 _NORMAL_P90 = 1.2816
 
 
 def adding(update_s: Any, optimizer: OptimizerName, num_microbatches: int) -> Any:
-    """Seconds to add up gradients of parameters whose update takes ``update_s`` (numbers or arrays), averaged over a
-    step's microbatches; the first one adds nothing."""
+    """Seconds per microbatch to accumulate the gradients of parameters whose update takes ``update_s`` (a number or an
+    array), averaged over a step; the first microbatch has nothing to add to."""
     return update_s * (_ADDING_PASSES / PASSES[optimizer] * (1 - 1 / num_microbatches))
 
 
 def deviation(stat: Stat) -> float:
-    """Standard deviation of one observation in seconds, taking p10 to p90 for a normal distribution's."""
+    """Standard deviation of one observation in seconds, from p10 and p90 of a normal distribution."""
     return (stat.p90 - stat.p10) / (2 * _NORMAL_P90)
 
 
 def standard_error(stat: Stat) -> float:
-    """Standard error of the median over ``n`` observations in seconds (1.2533 times that of a normal's mean)."""
+    """Standard error of the median of ``n`` observations in seconds: sqrt(pi / 2) times that of a normal's mean."""
     return 1.2533 * deviation(stat) / math.sqrt(stat.n)
 
 
 def _line(xs: list[float], ys: Any, x: float) -> Any:
-    """Values at ``x``, piecewise affine through (xs, ys); beyond the ends along the outermost pair, never falling
-    beyond the last. The last axis of ``ys`` is that of ``xs``."""
+    """Values at ``x``, piecewise affine through (xs, ys), and extrapolated from the two outermost points; above the
+    last point they never fall. The last axis of ``ys`` is that of ``xs``."""
     if len(xs) == 1:
         return ys[..., 0]
     at = min(max(bisect_left(xs, x), 1), len(xs) - 1)
@@ -65,8 +65,8 @@ def _ratio(small: Any, large: Any) -> Any:
 
 @noun
 class Work:
-    """The work of one microbatch of one component on one rank: seconds and bytes. ``error_s`` is a standard error of
-    both passes together."""
+    """One microbatch of one component on one rank: seconds and bytes. ``error_s``: standard error of the time of both
+    passes; ``unmade_bytes``: gradients that do not exist yet at the peak of backward."""
 
     forward_s: float
     backward_s: float
@@ -83,8 +83,8 @@ _TRANSIENT, _UNMADE = _QUANTITIES.index("transient_bytes"), _QUANTITIES.index("u
 
 
 class Grid:
-    """Measurements at one tensor degree of components with the same microbatches ``xs``. ``timings`` has a list for
-    each component."""
+    """Measurements at one tensor degree of components that were measured at the same microbatches ``xs``. ``timings``
+    has a list for each component."""
 
     def __init__(self, timings: Sequence[list[Timing]]) -> None:
         self._timings = timings
@@ -94,8 +94,8 @@ class Grid:
         self._errors: dict[int, Any] = {}
 
     def at(self, samples: int, floor: float) -> Any:
-        """The work of ``samples`` samples: quantity x component. With one point, only the time above the ``floor``
-        scales."""
+        """The :class:`Work` of ``samples`` samples: shape (field, component). With a single measurement, only the time
+        above the ``floor`` scales with samples."""
         xs, times, sizes = self.xs, _line(self.xs, self._times, samples), _line(self.xs, self._sizes, samples)
         found = np.empty((len(_QUANTITIES), times.shape[1]))
         if len(xs) == 1:
@@ -110,13 +110,13 @@ class Grid:
         return found
 
     def _nearest(self, samples: int) -> int:
-        """The index of the microbatch that is closest in proportion; of two, the smaller one."""
+        """The index of the measured microbatch with the smallest ratio to ``samples``; of two, the smaller one."""
         at = bisect_left(self.xs, samples)
         among = range(max(0, at - 1), min(at + 1, len(self.xs)))
         return min(among, key=lambda k: abs(math.log(self.xs[k] / samples)))
 
     def _error(self, k: int) -> Any:
-        """The standard error of forward and backward together at entry ``k``, in seconds, for each component."""
+        """For each component, the standard error of forward plus backward at measurement ``k``, in seconds."""
         if k not in self._errors:
             both = [(own[k].forward, own[k].backward) for own in self._timings]
             self._errors[k] = np.array([math.hypot(*map(standard_error, x)) for x in both])
@@ -129,22 +129,22 @@ def _figures(t: Timing) -> tuple[float, ...]:
 
 @dataclass
 class _Alike:
-    """Components (by index) measured at the same tensor degrees and microbatches, with their measurements by degree."""
+    """Indices of components measured at the same tensor degrees and microbatches, and measurements for each degree."""
 
     index: Any
     degrees: list[int]
     grids: dict[int, Grid]
 
     def reaches_below(self, degree: int) -> bool:
-        """Whether the whole components were measured at smaller microbatches than a tensor degree of them."""
+        """Whether the unsplit components were measured at smaller microbatches than tensor degree ``degree``."""
         return degree > 1 and 1 in self.grids and self.grids[1].xs[0] < self.grids[degree].xs[0]
 
 
 class Times:
-    """A profile's timings, indexed. ``flops_share(component, degree)`` is the share of FLOPs of the busiest tensor
-    rank.
+    """Times and bytes of all components of a profile at any microbatch and tensor degree.
 
-    All components are looked up together, those measured alike in one array; one component is a column.
+    ``flops_share(component, degree)``: share of the component's FLOPs on the tensor rank that has most. Arrays have a
+    column for each component.
     """
 
     def __init__(self, profile: Profile, flops_share: Callable[[Component, int], float]) -> None:
@@ -187,12 +187,11 @@ class Times:
         return found
 
     def launch(self, component: Component) -> float:
-        """Seconds that the host of an asynchronous device takes to launch a forward of the component, however small it
-        is."""
+        """Seconds that the host of an asynchronous device takes to launch a forward of the component."""
         return max(self.floor, constant("estimate_launch_cuda_s") * len(component.modules))
 
     def signature(self, component: Component) -> tuple[object, ...]:
-        """A key that is equal for components which always take equally long."""
+        """A key: components with equal keys take equally long at every microbatch and tensor degree."""
         times = (
             tuple((k, *((t.microbatch, t.forward.median, t.backward.median) for t in own[component.name, k]))
                   for name, k in sorted(own) if name == component.name)
@@ -201,9 +200,9 @@ class Times:
         return (self.launch(component), *times)
 
     def work(self, component: Component, samples: int, degree: int, *, by_tokens: bool = False) -> Work:
-        """Forward and backward of ``samples`` samples at a tensor degree, alone on the device. ``by_tokens``: the
-        tokens of the shard are split, too; where that was not measured, it is as if they were not. Bytes are always
-        those of a shard with whole tokens."""
+        """Forward and backward of ``samples`` samples at tensor degree ``degree``, on an otherwise idle device.
+        ``by_tokens``: with sequence parallelism; if that was not measured, times are those without. Bytes are always
+        those without sequence parallelism."""
         key = (component.name, samples, degree, by_tokens)
         if key not in self._known:
             column = self.every(samples, degree)[:, self._places[component.name]]
@@ -215,8 +214,7 @@ class Times:
         return self._known[key]
 
     def every(self, samples: int, degree: int) -> Any:
-        """The work of every component, as of :meth:`work`: quantity x component. What cannot be split counts as
-        whole."""
+        """The :meth:`work` of all components: shape (field, component). Components that cannot be split are whole."""
         if (samples, degree) not in self._every:
             found = np.empty((len(_QUANTITIES), len(self._components)))
             for group in self._groups:
@@ -226,20 +224,20 @@ class Times:
         return self._every[samples, degree]
 
     def passes(self, samples: int, degree: int) -> Any:
-        """Seconds of forward and of backward: pass x component."""
+        """Seconds of forward and of backward: shape (pass, component)."""
         return self.every(samples, degree)[_SECONDS]
 
     def both(self, samples: int, degree: int) -> Any:
-        """Seconds of forward and backward together, per component."""
+        """Seconds of forward plus backward, for each component."""
         forward, backward = self.passes(samples, degree)
         return forward + backward
 
     def sizes(self, samples: int, degree: int) -> Any:
-        """Bytes saved for backward and transient beside it: kind x component."""
+        """Bytes saved for backward, and transient bytes in it: shape (2, component)."""
         return self.every(samples, degree)[_BYTES][:2]
 
     def least(self, samples: int, degree: int) -> Any:
-        """Seconds of :meth:`both`, or with tokens split where that is faster, for each component."""
+        """For each component, the seconds of :meth:`both`, or those with sequence parallelism if they are fewer."""
         found = self.both(samples, degree)
         for name, measured in self._token_grids:
             if measured == degree:
@@ -257,7 +255,7 @@ class Times:
             if at < len(x.degrees):
                 high, last = self._measured(x, samples, x.degrees[at]), self._share(x, x.degrees[at])
                 mix = np.where(first > last, (first - share) / (first - last), 0.0)
-            else:  # Beyond the highest degree measured, what exceeds the floor shrinks with the share.
+            else:  # Above the highest measured degree, time above the floor shrinks with the share of FLOPs.
                 high = low.copy()
                 high[_SECONDS], high[_BYTES] = self.floor, 0.0
                 mix = np.where(first > 0, 1 - share / first, 0.0)
@@ -273,8 +271,8 @@ class Times:
         small, large = self._measured(x, samples, 1), self._measured(x, least, 1)
         falls = grid.at(least, self.floor) * _ratio(small, large)
         if len(grid.xs) == 1:
-            # What does not depend on samples is not to be seen from one point; of what is transient a rank may have
-            # less than its part at large microbatches only, where the peak is another moment.
+            # A single measurement does not show which bytes are independent of samples. A rank's transient bytes are
+            # below its share of the unsplit ones only at large microbatches, where the peak occurs at another time.
             found[_BYTES] = falls[_BYTES]
             found[_TRANSIENT] = np.maximum(found[_TRANSIENT], small[_TRANSIENT] / degree)
         found[_SECONDS] = np.maximum(self.floor, falls[_SECONDS])
@@ -287,10 +285,10 @@ class Times:
         return self._shares[degree][x.index]
 
     def whole_ratio(self, samples: int) -> float:
-        """The time of a whole step over the sum of its components, as measured at the nearest microbatches; 1 where it
-        was not measured.
+        """The ratio of a whole step's time to the sum over its components, interpolated between the measured
+        microbatches; 1 if it was not measured.
 
-        It is kept within 10 % of 1: a factor cannot correct a profile that is further off.
+        It is limited to 10 % around 1: a factor cannot correct a profile that is further off.
         """
         if not self._whole_ratio or len(self._whole_ratio) != len(self._whole_at):
             return 1.0
@@ -304,8 +302,8 @@ class Times:
     ) -> float:
         """Seconds of the optimizer step, a fused kernel, on ``parameter_bytes`` of the component.
 
-        It comes from the timing at that tensor degree, else from the nearest degree in proportion to bytes, else from
-        another optimizer in proportion to memory passes, else from memory ``bandwidth`` in bytes/s.
+        The source is the first that exists: the timing at this tensor degree; that at the nearest degree, scaled by
+        bytes; that of another optimizer, also scaled by memory passes; the memory ``bandwidth`` in bytes/s.
         """
         if parameter_bytes <= 0:
             return 0.0
@@ -333,7 +331,7 @@ class Times:
 
 
 def _indexed(timings: Iterable[Timing]) -> dict[tuple[str, int], list[Timing]]:
-    """Timings by component and tensor degree, with rising microbatches."""
+    """Timings by component and tensor degree, in rising order of microbatches."""
     found: dict[tuple[str, int], list[Timing]] = defaultdict(list)
     for timing in sorted(timings, key=lambda t: t.microbatch):
         found[timing.component, timing.tensor_degree].append(timing)

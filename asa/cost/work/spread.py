@@ -1,4 +1,4 @@
-"""The time of a synchronous step, and error bars, from the spread that was measured."""
+"""Factors from the time of one rank to that of a synchronous step of many ranks, and error bars."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ def expected_maximum(ranks: float) -> float:
 
 
 _DEVIATIONS: dict[int, tuple[weakref.ref[Profile], float]] = {}
-"""By the identity of a profile: a long one has tens of thousands of timings, and is asked about for every width."""
+"""Cache by the identity of the profile: it may have tens of thousands of timings, and every stage width needs this."""
 
 
 def relative_deviation(profile: Profile) -> float:
-    """Standard deviation of one rank's step, relative to its median: of whole steps, else of components in quadrature.
+    """Standard deviation of one rank's step time, relative to the median: of measured whole steps, else of components,
+    added in quadrature.
 
-    Where the machine's speed varied more over the time of the profile, that is taken: steps within a second or two of
-    each other do not see all of it. Cores drift independently, and those of a virtual machine always do.
+    It is at least the drift of the machine's speed during the profile, which steps a second apart do not show: cores
+    drift independently. On a virtual machine a minimum is assumed for the drift.
     """
     known = _DEVIATIONS.get(id(profile))
     if known is None or known[0]() is not profile:
@@ -64,24 +65,24 @@ def _relative_deviation(profile: Profile) -> float:
 
 
 def drift(measured: Profile | Cluster) -> float:
-    """Standard deviation of the logarithm of the machine's speed, from when it was ``measured`` to when it is used.
+    """Standard deviation of the change of the machine's speed (its logarithm) between measurement and use.
 
-    It is what the reference showed during the measurement, and somewhat more, since hours show more than minutes; never
-    less than the floor for that kind of device. Where no reference was read it is assumed; an estimated profile has
-    none, since its own error is larger.
+    It is the drift of the reference computation during the measurement, times a factor because hours show more drift
+    than minutes, and at least a minimum for this type of device. Without a reference a value is assumed for a profile.
+    It is 0 for an estimated profile, whose own error is larger.
     """
     if isinstance(measured, Profile) and not measured.provenance.trusted:
         return 0.0
     if measured.drift is None:
-        # How far links measured hours apart differ is the error of their tables.
+        # The error of a cluster's tables already contains the differences between measurements hours apart.
         return constant("drift_assumed") if isinstance(measured, Profile) else 0.0
     return max(constant(f"drift_floor_{measured.device.type}"), constant("drift_growth") * measured.drift.ahead)
 
 
 def contention(cluster: Cluster, ranks: float, *, memory: bool = False) -> float:
-    """The slowdown of computation while ``ranks`` ranks work at once; affine between measured counts, 1 for one rank.
+    """The factor on compute time while ``ranks`` ranks work at once; affine between measured counts, 1 for one rank.
 
-    ``memory``: of work that only moves memory.
+    ``memory``: the factor for work that only moves memory.
     """
     known: dict[float, float] = {1: 1.0, **{c.ranks: c.of_memory if memory else c.slowdown for c in cluster.contention}}
     counts = sorted(known)
@@ -95,9 +96,9 @@ def contention(cluster: Cluster, ranks: float, *, memory: bool = False) -> float
 
 
 def waiting(cluster: Cluster, ranks: int, stretch_s: Any) -> Any:
-    """The factor by which stretches of ``stretch_s`` seconds (a number or an array) grow when ``ranks`` ranks meet at
-    their end, compared with stretches as long as those measured (whole steps include that, see :func:`slowest_rank`).
-    Log-linear between points; 1 where not measured."""
+    """The factor on ``stretch_s`` seconds of compute (a number or an array) if ``ranks`` ranks synchronise at their
+    end, relative to the longest measured stretch (:func:`slowest_rank` already includes waiting once per step).
+    Interpolated linearly in log seconds; 1 if not measured."""
     known = {w.ranks: w.points for w in cluster.waiting or ()}
     if ranks < 2 or not known:
         return 1.0
@@ -109,14 +110,14 @@ def waiting(cluster: Cluster, ranks: int, stretch_s: Any) -> Any:
 
 
 def working(width: int, ranks: int, num_microbatches: int) -> float:
-    """How many of ``ranks`` work at once, seen from a stage of ``width``: of a step's microbatches each stage has one
-    to itself, while the others are not yet, or no longer, at work."""
+    """The mean number of ``ranks`` that work at the same time as a stage of ``width`` ranks: for one microbatch of a
+    step the stage works alone, because the others have not begun or have finished."""
     return width + (ranks - width) * (num_microbatches - 1) / num_microbatches
 
 
 def slowest_rank(profile: Profile, cluster: Cluster, ranks: float, *, memory: bool = False) -> float:
-    """By what a synchronous step of ``ranks`` working ranks exceeds the time of one rank alone.
+    """The factor from the step time of one rank alone to that of a synchronous step of ``ranks`` ranks.
 
-    Contention times the expected maximum of the ranks' spread: every collective waits for the slowest.
+    It is contention times the expected maximum of the ranks' spread, as every collective waits for the slowest rank.
     """
     return contention(cluster, ranks, memory=memory) * (1 + relative_deviation(profile) * expected_maximum(ranks))

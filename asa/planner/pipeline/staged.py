@@ -84,7 +84,7 @@ class StagedSpace:
         """Milliseconds that hosts take at least to hand microbatches over, for devices that run asynchronously."""
         pricer = self._prices.pricer(width, num_microbatches, self.gpus)
         layouts = self._prices.space.layouts(width, num_microbatches)
-        if not pricer.states.apart or not layouts:
+        if not pricer.states.async_device or not layouts:
             return None
         n, edges = range(len(self.names)), pricer.edges
         begin, end = (

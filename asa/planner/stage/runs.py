@@ -89,7 +89,7 @@ class Runs:
         found = made(self._pricer, run, some, whole=whole)
         state = sum(p.state / GIB - chain.configs[i][choice[i]].state for i, p in zip(run, found.parts, strict=True))
         state -= found.repeated / GIB
-        more = [state + (found.left / GIB if k < run.start else 0.0) for k in range(self._n)]
+        more = [state + (found.remaining / GIB if k < run.start else 0.0) for k in range(self._n)]
         for k in run:
             each = []
             for c in self._like(k, some[0], fully=True):
