@@ -271,7 +271,8 @@ class GlobalBatches:
         together, decided = self._together, dict[int, list[int]]()
 
         def rows_of_batch(number: int) -> list[int]:
-            """Rows of batch ``number``, computed when the batch is read, because the rows needed may change in an epoch."""
+            """Rows of batch ``number``, computed when the batch is read, because the rows needed may change in an
+            epoch."""
             if number not in decided:
                 decided[number] = self._rows(len(batches[number]))
             return decided[number]

@@ -1,5 +1,5 @@
-"""``torch.distributed`` collectives on sharded tensors, in programs that were written for whole tensors. All ranks would
-have the same whole tensor there, so the result is known without communication."""
+"""``torch.distributed`` collectives on sharded tensors, in programs that were written for whole tensors. All ranks
+would have the same whole tensor there, so the result is known without communication."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class _Done:
 
 
 def understood_by_torch() -> None:
-    """Patch ``all_reduce`` and ``broadcast``: on a shard they have the same effect as on a whole tensor that is equal on
-    all ranks. Operations that torch does not support for shards raise a UsageError."""
+    """Patch ``all_reduce`` and ``broadcast``: on a shard they have the same effect as on a whole tensor that is equal
+    on all ranks. Operations that torch does not support for shards raise a UsageError."""
     for name in ("all_reduce", "broadcast"):
         theirs = getattr(dist, name)
         if not hasattr(theirs, "asa"):

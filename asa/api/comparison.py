@@ -222,8 +222,8 @@ class Comparison:
         return found
 
     def difference(self, received: list[Tensor | None]) -> Difference:
-        """The difference between parts and whole. ``received``: gradients of the outputs in the loop's own backward, before
-        weighting."""
+        """The difference between parts and whole. ``received``: gradients of the outputs in the loop's own backward,
+        before weighting."""
         if self.unknown:
             return Difference(unknown=self.unknown)
         votes, ranks = self._votes, self._votes.num_ranks
