@@ -1,8 +1,8 @@
 """Numbers and tensors of all ranks in the user's own loop, with gradients: ``asa.gather``, ``asa.reduce``,
 ``asa.mean_over``.
 
-A step differentiates the mean over ranks of their losses, weighted by their samples. The functions here return
-gradients of that.
+A training step differentiates the mean of all ranks' losses, weighted by their numbers of samples. Backward through
+these functions returns gradients of this mean.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _plain(x: Tensor) -> Tensor:
 
 
 def _written(result: Tensor, given: Tensor, alone: Callable[[Tensor], Tensor]) -> Tensor:
-    """``result``, on the tape of ``given`` as what ``alone`` makes of that in one process."""
+    """``result``, recorded on the tape of ``given`` as ``alone(given)``, the same operation in one process."""
     if not isinstance(given, Watched) or given.tape.closed or given.tape.strange:
         return result
     found: Tensor = given.tape.note(alone, (given,), {}, result)
@@ -118,7 +118,7 @@ def reduce(x: Tensor | float, op: Literal["mean", "sum"] = "mean") -> Tensor:
     """Reduce ``x`` of all ranks to one tensor on every rank (collective), with gradients.
 
     ``mean``: weighted by each rank's number of samples, so that means over the ranks' samples become the mean over the
-    global batch. ``sum``: of counts, such as correct answers; a sample that two ranks computed counts once.
+    global batch. ``sum``: for counts, such as correct answers; a sample that two ranks computed counts once.
 
     Raises:
         UsageError: another ``op``; no model was called yet.
@@ -144,7 +144,8 @@ def mean_over(total: Tensor, count: Tensor | float) -> Tensor:
 
         loss = asa.mean_over(F.cross_entropy(model(x), y, reduction="sum"), (y != -100).sum())
 
-    A rank gets its part, scaled so that the mean over ranks, and its gradient, are those of one device.
+    Each rank returns its part of the loss, scaled so that the mean over ranks and its gradients equal those of one
+    device.
 
     Raises:
         UsageError: no model was called yet.

@@ -19,8 +19,7 @@ from asa.tracing.whole import WholeModel
 
 
 def found(placed: SpreadModel, name: str) -> Any:
-    """The model's attribute ``name``: a parameter in the form this rank sees it, a method as one that ranks call
-    together.
+    """The model's attribute ``name``. A parameter is this rank's view of it; a method is collective.
 
     Raises:
         AttributeError: the model has none with that name.
@@ -65,7 +64,8 @@ def at(placed: SpreadModel, value: Any) -> Any:
 
 
 def _method(placed: SpreadModel, name: str, *args: Any, **options: Any) -> Any:
-    """Call a method of the model. If it gives gradients it is handled like ``model(...)``, so that ranks sum them."""
+    """Call a method of the model. If its result has gradients, it is handled like ``model(...)``, so that they are
+    averaged over ranks."""
     parallel = placed.parallel
     assert parallel is not None
     if not parallel.called:

@@ -160,12 +160,12 @@ class GlobalBatches:
 
     @property
     def apart(self) -> bool:
-        """Whether each rank makes batches of its own samples with a ``collate_fn`` that may give them any shape."""
+        """Whether each rank collates its own samples only, so that the shapes of batches may differ between ranks."""
         return self.own_collate and not self._together
 
     @property
     def draws_apart(self) -> bool:
-        """Whether samples or batches use random numbers that each rank draws for itself."""
+        """Whether the data set or the ``collate_fn`` draws random numbers, different on each rank."""
         return self._draws and not self._together
 
     def example(self, samples: int = 2) -> Any:
@@ -181,9 +181,8 @@ class GlobalBatches:
         return rows_of(batch, range(min(samples, samples_in(batch))))
 
     def _cuts_into_rows(self) -> bool:
-        """Whether the result of the loader's own ``collate_fn`` has one row per sample in every tensor, or the same
-        shape for any number of samples, so that a batch can be made as on one device, and cut. Also records whether
-        random numbers are drawn."""
+        """Whether a whole batch can be collated as on one device and then cut into rows: every tensor has one row per
+        sample, or the same shape for any number of samples. Also records whether random numbers are drawn."""
         found = []
         try:
             with unmoved(self.loader):
@@ -194,7 +193,7 @@ class GlobalBatches:
                     self._draws = self._draws or not self._reads_alike()
                     leaves = pytree.tree_leaves(batch)
                     found.append([(tuple(t.shape) if isinstance(t, Tensor) else None, samples) for t in leaves])
-        except Exception:  # whatever a data set or a collate_fn raises; each rank makes batches of its own samples then
+        except Exception:  # any error of the data set or the collate_fn: each rank collates its own samples
             return False
         small, large = found[0], found[-1]
         rows = [a == b or (a and b and (a[0], b[0]) == (n, m)) for (a, n), (b, m) in zip(small, large, strict=False)]
@@ -262,7 +261,7 @@ class GlobalBatches:
             return
         batches = self._agreed(order_seed)
         if self._together and self._draws and self.loader.num_workers and order_seed is None:
-            # Workers that are seeded alike draw alike, and as on one device.
+            # Workers with equal seeds draw the same numbers on all ranks, and the same as on one device.
             state = self._seeding if self.votes.rank == 0 else torch.empty_like(torch.get_rng_state())
             self.votes.broadcast(state)
             self._own.generator.set_state(state)
@@ -272,7 +271,8 @@ class GlobalBatches:
         together, decided = self._together, dict[int, list[int]]()
 
         def rows_of_batch(number: int) -> list[int]:
-            """Decided when the batch is read: what a program needs of a batch may be found on the way."""
+            """Rows of batch ``number``, computed when the batch is read, because the rows needed may change in an
+            epoch."""
             if number not in decided:
                 decided[number] = self._rows(len(batches[number]))
             return decided[number]
@@ -286,7 +286,7 @@ class GlobalBatches:
         loaded = iter(self._own)
         for number in range(skip, len(batches)):
             one, rows, first = batches[number], rows_of_batch(number), starts[number]
-            # A rank that neither reads nor has labels loads nothing: no dataset can make a batch of no samples.
+            # A rank without rows loads nothing, because a batch of no samples cannot be collated.
             if together and self._draws and not self.loader.num_workers:
                 as_on_rank_0(self.votes)
             batch = self._read(loaded, one, rows) if rows else None
@@ -295,10 +295,10 @@ class GlobalBatches:
             yield Share(total=len(one), rows=rows, first=first, batch=batch)
 
     def _read(self, loaded: Iterator[Any], one: list[Any], rows: list[int]) -> Any:
-        """The next of ``loaded``, which has ``rows`` of batch ``one``.
+        """The next batch of ``loaded``, with ``rows`` of the samples ``one``.
 
         Raises:
-            UsageError: no batch can be made of so few samples, but one of all.
+            UsageError: the ``collate_fn`` fails for these rows, but not for the whole batch.
         """
         try:
             return next(loaded)
@@ -319,7 +319,7 @@ class GlobalBatches:
 
     def _alike(self, total: int | None, batch: Any = None) -> None:
         """Check that every rank has the same batch of ``total`` samples next (None: no more). Otherwise ranks would
-        wait in vain, or combine different samples.
+        hang, or combine different samples.
 
         Raises:
             UsageError: they do not.
@@ -336,7 +336,7 @@ class GlobalBatches:
                 "read by every rank and must yield the same on all"
             )
         others, numbers = ({each[i] for each in found} for i in (1, 2))
-        # Samples that are drawn upon at random (augmentation) have the same labels on all ranks, and other pixels.
+        # With random augmentation, ranks have the same labels but different pixels; so whole numbers decide.
         if len(others) > 1 and (len(numbers) > 1 or numbers == {0.0}):
             raise UsageError(
                 "the loaders of the ranks yield different samples: one that shares or shuffles them by rank itself "
@@ -351,12 +351,12 @@ class GlobalBatches:
         if self.votes.num_ranks == 1:
             assert drawn is not None
             return drawn
-        if alike:  # what a program draws next is to stay the same on all ranks
+        if alike:  # so that the generators stay equal on all ranks
             state = torch.get_rng_state()
             self.votes.broadcast(state)
             torch.set_rng_state(state)
         if not self.votes.tell(drawn is not None and all(type(k) is int for one in drawn for k in one)):
-            found: list[list[Any]] = self.votes.tell(drawn)  # keys of another kind, as far as JSON can carry them
+            found: list[list[Any]] = self.votes.tell(drawn)  # JSON keeps only some types of keys
             return found
         sizes = self.votes.tell(None if drawn is None else [len(one) for one in drawn])
         flat = torch.tensor([k for one in drawn or [] for k in one], dtype=torch.int64)
@@ -372,7 +372,7 @@ class GlobalBatches:
     def _draw(self, seed: int | None) -> list[list[Any]]:
         sampler = self.loader.batch_sampler
         if seed is None:
-            # A DataLoader draws a seed for its workers first, once where they stay: so it does on one device.
+            # A DataLoader first draws a seed for its workers (once if they are persistent); so the same is done here.
             self._epochs += 1
             drawing = self.loader.generator or torch.default_generator
             self._seeding = drawing.get_state()
@@ -383,7 +383,7 @@ class GlobalBatches:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             for generator in generators:
-                if isinstance(generator, torch.Generator):  # samplers of others may have one of another library
+                if isinstance(generator, torch.Generator):  # other samplers may have a numpy or Python generator
                     generator.manual_seed(seed)
             return [list(one) for one in sampler]
 

@@ -1,4 +1,4 @@
-"""How a model is called: with one tensor, or any inputs by position and by name; guessed from a batch if not given."""
+"""Arguments of a model: one tensor, or any inputs by position and by name; guessed from a batch if not given."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def lengths(values: Any) -> list[int]:
     """Candidates for the number of samples in a call or a batch, in order: first dimensions of tensors, lengths of
-    lists of tensors or of other things, the widest step of a packed sequence."""
+    lists, the largest batch size of a packed sequence."""
     found: list[int] = []
 
     def look(value: Any) -> None:
@@ -143,8 +143,8 @@ def samples_of(call: Call) -> int:
 
 
 class Numbered(nn.Module):
-    """A model of any inputs as one of a single tensor, for measurement: its input is the numbers [N, 1] of example
-    samples."""
+    """A wrapper, for measurement, that makes a model of any inputs one of a single tensor: the indices [N, 1] of
+    samples of an example."""
 
     def __init__(self, model: nn.Module, example: Call) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Numbered(nn.Module):
         setattr(self, UNCUT, f"it is called with {example}")
 
     def forward(self, numbers: Tensor) -> Any:
-        """The model's output for these samples of the example, which are repeated."""
+        """The model's output for the samples ``numbers`` [N, 1] of the example; indices wrap around."""
         rows = (numbers[:, 0] % self._samples).tolist()
         device = numbers.device
 

@@ -64,12 +64,14 @@ def check(step: Callable[..., Tensor], *batch: Any) -> Check:
         return Check(True, "one rank has the whole batch: there is nothing to compare")
     placed, nodes, _ = found_below([loss])
     if placed is None or placed.terms is None:
-        raise UsageError("step returned a loss that does not come of a model of asa.parallelize in training mode")
+        raise UsageError("the loss of step was not computed by a model of asa.parallelize in training mode")
     tape = loss.tape if isinstance(loss, Watched) and hasattr(loss, "tape") else None
     if not placed.place.votes.everyone(tape is not None) or tape is None:
         if trials[id(placed)].trusted:
-            return Check(True, "the loss says its denominator, or has the whole batch: taken at its word")
-        return Check(False, "not known: the loss is computed inside the model, or where it cannot be followed")
+            return Check(True, "not compared: the loss states its denominator, or contains the whole batch")
+        return Check(
+            False, "not known: the loss is computed inside the model, or by operations that cannot be recorded"
+        )
     with torch._C.DisableTorchFunctionSubclass():
         after = placed.terms.before(nodes, placed.weight, placed.rows)
         received = torch.autograd.grad(loss, tape.outputs, allow_unused=True, retain_graph=True)

@@ -1,4 +1,4 @@
-"""Gradient clipping for a model that ranks hold in shards: one norm over all of them, also in torch's own function."""
+"""Gradient clipping for sharded models: the norm is over all ranks, also in ``torch.nn.utils.clip_grad_norm_``."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from asa.sharding.split import held_of
 _split: WeakSet[ParallelModel] = WeakSet()
 """Models whose gradients no rank holds in full."""
 _of_jobs: WeakSet[ParallelModel] = WeakSet()
-"""Models of jobs, whose optimizer knows only the parameters that this rank updates, and means all of them."""
+"""Models of jobs. Their optimizer has only the parameters that this rank updates, but clipping applies to all."""
 
 
 @torch.no_grad()
 def total_norm(model: ParallelModel, norm_type: float = 2.0, only: set[int] | None = None) -> Tensor:
-    """Norm of all gradients, or of those of the parameters with identities ``only``, over ranks and shards (collective;
-    float64, on the host)."""
+    """Norm of all gradients over ranks and shards, as a float64 scalar on the CPU (collective). ``only``: ``id`` of the
+    parameters whose gradients count; None for all."""
     total, most = torch.zeros((), dtype=torch.float64), norm_type == math.inf
     place = {id(t): layout for c, layout in zip(model.components, model.layouts, strict=True) for t in c.parameters()}
     for item in held(model):
@@ -43,12 +43,12 @@ def total_norm(model: ParallelModel, norm_type: float = 2.0, only: set[int] | No
             parts *= math.prod(mesh.size(i) for i, placement in enumerate(placements) if placement.is_shard())
         if most:
             total = torch.maximum(total, local.double().abs().max().cpu()) if local.numel() else total
-        else:  # so many ranks hold the same part: each speaks for its share of it
+        else:  # several ranks hold the same part: each adds its share
             total += local.double().abs().pow(norm_type).sum().cpu() * parts / layout.width
     if model.plan.num_ranks > 1:
         sums = torch.stack([total.masked_fill(total.isnan(), 0), total.isnan().double()]).to(model.device)
         dist.all_reduce(sums, op=dist.ReduceOp.MAX if most else dist.ReduceOp.SUM)
-        total, strange = sums.cpu()  # a number or none: which of them is the larger, the wire does not know
+        total, strange = sums.cpu()  # NaN is sent as a flag: a maximum over ranks may ignore it
         total = total.masked_fill(strange > 0, math.nan)
     return total if most else total.pow(1 / norm_type)
 
@@ -71,16 +71,16 @@ def clip(model: ParallelModel, max_norm: float) -> Tensor:
 
 
 def understood_by_torch(model: ParallelModel, *, job: bool = False) -> None:
-    """Let ``torch.nn.utils.clip_grad_norm_`` on parameters of ``model`` use the norm over all ranks: its own would be
-    that of this rank's shards, different on every rank. Other calls are unchanged. ``job``: a call in a hook of the
-    optimizer gets the parameters that this rank updates, and means those that all ranks update."""
+    """Patch ``torch.nn.utils.clip_grad_norm_`` so that parameters of ``model`` are clipped by the norm over all ranks.
+    Without this, each rank would use the norm of its own shards. Other calls are unchanged. ``job``: the model is that
+    of a job, whose optimizer has only the parameters that this rank updates."""
     whole = all(a.data.strategy == "replicate" and a.tensor.degree == 1 for a in model.plan.components)
     if whole and len(model.plan.stages) == 1:
         return
     _split.add(model)
     if job:
         _of_jobs.add(model)
-    for where, before in ((clip_grad, "_"), (nn.utils, "")):  # as torch calls them itself, and as programs do
+    for where, before in ((clip_grad, "_"), (nn.utils, "")):  # the names inside torch and the public ones
         for name, ours in ((f"{before}get_total_norm", _norm), (f"{before}clip_grads_with_norm_", _scaled)):
             theirs = getattr(where, name, None)
             if theirs is not None and not hasattr(theirs, "asa"):
@@ -127,7 +127,7 @@ def _clamped(theirs: Callable[..., None]) -> Callable[..., None]:
         if others := [p for p in listed if id(held_of(p)) not in known]:
             theirs(others, clip_value, foreach)
         for gradient in (held_of(p).grad for p in listed if id(held_of(p)) in known):
-            if gradient is not None:  # of every element for itself, whoever holds it
+            if gradient is not None:  # elementwise, so each rank clamps its own part
                 (gradient.to_local() if isinstance(gradient, DTensor) else gradient).clamp_(-clip_value, clip_value)
 
     clamped.asa = True  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
-"""``torch.distributed``'s own collectives on tensors that ranks hold in shards, in programs that were written for whole
-ones: every rank would have the same whole tensor, so the result is known."""
+"""``torch.distributed`` collectives on sharded tensors, in programs that were written for whole tensors. All ranks
+would have the same whole tensor there, so the result is known without communication."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SAME = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
 
 
 class _Done:
-    """Handle of a collective that is over."""
+    """Handle of a completed collective."""
 
     def wait(self, *_: Any) -> bool:
         """Return at once."""
@@ -32,8 +32,8 @@ class _Done:
 
 
 def understood_by_torch() -> None:
-    """Let ``all_reduce`` and ``broadcast`` do to shards what they would do to a whole tensor that all ranks have alike,
-    and have what torch cannot do with shards refused in a line."""
+    """Patch ``all_reduce`` and ``broadcast``: on a shard they have the same effect as on a whole tensor that is equal
+    on all ranks. Operations that torch does not support for shards raise a UsageError."""
     for name in ("all_reduce", "broadcast"):
         theirs = getattr(dist, name)
         if not hasattr(theirs, "asa"):

@@ -17,19 +17,21 @@ _TAKEN = "it is computed with tensors that are made of what was taken out of tor
 _ARITHMETIC = {f"{before}{name}{after}" for name in ("mul", "add", "sub", "div", "truediv", "floordiv", "pow", "mod")
                for before, after in (("", ""), ("__", "__"), ("__r", "__"), ("__i", "__"), ("", "_"))}  # fmt: skip
 _SURELY = 1e-3
-"""By how much two readings are to be apart to be two."""
+"""Least relative difference of two interpretations that are told apart."""
 _ROUNDING = 1e-10
 """Difference by which an interpretation must be closer than a preferred one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How a loss on the parts differs from that on the whole. ``loss_parts`` is the mean over the samples of what ranks
-    have, ``loss_whole`` that of the whole batch, ``gradients`` the largest relative distance of an output's gradient,
-    ``inputs`` that of what the model is given. ``own``: a number in the program that is another on every rank.
-    ``repeated``: whether a tensor with rows, made beside the batch, is the same on every rank; ``stepped``: whether one
-    was read as going on from rank to rank. ``doubt``: why a difference may not show. ``unknown``: why it could not be
-    told."""
+    """Difference between a loss on the parts of a batch and on the whole batch.
+
+    ``loss_parts``: mean of the ranks' losses, weighted by samples; ``loss_whole``: loss of the whole batch.
+    ``gradients``, ``inputs``: largest relative distance of an output's gradient, and of an input of the model.
+    ``own``: a number in the program that differs between ranks.
+    ``repeated``: whether a tensor with one row per sample, not from the batch, is the same on every rank; ``stepped``:
+    whether such a tensor was interpreted as continued from rank to rank.
+    ``doubt``: why a difference may have been missed. ``unknown``: why nothing could be compared."""
 
     loss_parts: float = 0.0
     loss_whole: float = 0.0
@@ -114,7 +116,7 @@ class Comparison:
                 from_loader = len(tape.outputs) <= number < made and bool(tensor.dim())
                 if (
                     len(set(every)) > 1 and known is not None and not from_loader
-                ):  # a count of this rank's samples, it may be
+                ):  # it may be this rank's number of samples
                     self._apart_by = every[0]
                     others = others or bool(tensor.dim())
                     if not tensor.dim():
@@ -130,9 +132,9 @@ class Comparison:
         return ""
 
     def _by_place(self, parts: list[Tensor], count: int, *, taken: bool) -> Tensor | None:
-        """What a tensor made beside the batch, of which ranks have ``parts``, is for a whole batch of ``count`` rows,
-        where it goes by the sample's place in equal steps. Notes what else such a tensor says. ``taken``: whether it
-        may be made of numbers of the batch, outside of torch."""
+        """The whole tensor [count, ...] of ``parts``, one per rank, that were not made from the batch, if their values
+        depend on a sample's index in equal steps; otherwise None. Also records other findings about the tensor.
+        ``taken``: whether it may have been made from numbers of the batch outside of torch."""
         longest = max(parts, key=len)
         fewest = min(map(len, parts))
         if not all(p.shape[1:] == longest.shape[1:] and torch.equal(p, longest[: len(p)]) for p in parts):
@@ -156,8 +158,8 @@ class Comparison:
         return None
 
     def _own_number(self, rows: list[float]) -> float | None:
-        """The first number that the program computes with and that is another on some rank (collective). ``rows``: of
-        every rank; where they are not the same, whole numbers and one by them may be."""
+        """The first number in the program that differs between ranks (collective); None if there is none. ``rows``:
+        samples of each rank. If these differ, whole numbers and their reciprocals may differ, too."""
         kinds = (float, int) if len(set(rows)) == 1 else (float,)
         every = [
             n
@@ -205,10 +207,10 @@ class Comparison:
                     with torch.enable_grad():
                         done = tape.again(held, number)
                         gradients = torch.autograd.grad(done[at].sum(), outputs, allow_unused=True)
-                except Exception:  # numbers that fit no shape
+                except Exception:  # numbers that do not fit the shapes
                     continue
                 pairs = []
-                if any(tape.place_of(t) not in done for t in given):  # something on the way cannot be done again
+                if any(tape.place_of(t) not in done for t in given):  # an operation in between could not be repeated
                     continue
                 for t in given:
                     there = done.get(tape.place_of(t))
@@ -220,7 +222,8 @@ class Comparison:
         return found
 
     def difference(self, received: list[Tensor | None]) -> Difference:
-        """The difference. ``received``: gradients that the outputs had in the loop's own backward, before weighting."""
+        """The difference between parts and whole. ``received``: gradients of the outputs in the loop's own backward,
+        before weighting."""
         if self.unknown:
             return Difference(unknown=self.unknown)
         votes, ranks = self._votes, self._votes.num_ranks
@@ -275,15 +278,14 @@ class Comparison:
             size += float(want.to(kind).abs().square().nan_to_num(nan=0.0).sum())
         sums = self._votes.gather([off, size, strange])
         total, scale = sum(s[0] for s in sums), sum(s[1] for s in sums)
-        if any(s[2] for s in sums):  # no number on one side only
+        if any(s[2] for s in sums):  # NaN on one side only
             return 1.0
         return (total / scale) ** 0.5 if scale > 0 else float(total > 0)
 
 
 def _grown(parts: list[Tensor], count: int) -> Tensor | None:
-    """The square of ``count`` rows that continues the squares of all ranks, made beside the batch, if they are equal
-    along diagonals (``torch.eye``, ``tril``): the outermost ones are repeated. None if they are not, or have one
-    row."""
+    """The matrix [count, count] that extends the square matrices ``parts`` of all ranks, if these are constant along
+    diagonals (``torch.eye``, ``tril``); the outermost diagonals are repeated. Otherwise, or for a single row, None."""
     longest = max(parts, key=len)
     size = len(longest)
     if size < 2 or not all(torch.equal(p, longest[: len(p), : len(p)]) for p in parts):

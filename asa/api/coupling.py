@@ -1,5 +1,4 @@
-"""Detects models whose output or gradient for a sample depends on other samples of its batch, other than by
-BatchNorm."""
+"""Detects models whose output or gradient for a sample depends on other samples of its batch. BatchNorm is excluded."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from asa.tracing.preserve import preserved
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 KEEPS = -1.0
-"""Result for a model whose output changes from one call to the next with the same samples."""
+"""Result of :func:`coupled` for a model whose output changes between calls with the same samples."""
 _LOOSER, _SCALE, _ELEMENTS, _FEWEST = 10.0, 1000.0, 1 << 22, 2
 """Factor on the tolerance for gradients; factor between the gradients of halves and whole, as for a mean over fewer
 samples; largest number of elements for gradients; least number of samples in a half."""
@@ -53,7 +52,7 @@ def coupled(model: nn.Module, call: Call | None, *, exact: bool = False) -> floa
         return 0.0
     try:
         samples = samples_of(call)
-        if samples < 2 * _FEWEST:  # statistics of one sample are none
+        if samples < 2 * _FEWEST:  # a single sample has no batch statistics
             call, samples = _doubled(call, samples), 2 * samples
         with preserved(model), torch.no_grad(), _Each() if exact else nullcontext():
             for module in model.modules():
@@ -64,20 +63,20 @@ def coupled(model: nn.Module, call: Call | None, *, exact: bool = False) -> floa
                 model.eval()
                 apart = _apart(model, call, samples)
         return apart or 0.0
-    except Exception:  # whatever a model's own code raises on a batch of another size
+    except Exception:  # any error of the model on another batch size
         return 0.0
 
 
 def fewest_rows(model: nn.Module, call: Call | None, *, exact: bool = False) -> int:
-    """The fewest samples on which the model runs in training, and gives numbers, if more do; otherwise 1. BatchNorm's
-    layers are left out, and with ``exact`` all calls of its function."""
+    """Smallest number of samples on which the model runs in training with finite outputs; 1 if it fails on more, too.
+    BatchNorm layers are excluded, and with ``exact`` also calls of ``batch_norm``."""
     if call is None:
         return 1
     try:
         samples, device = samples_of(call), device_of(model)
         if samples < 2 * _FEWEST:
             call, samples = _doubled(call, samples), 2 * samples
-    except Exception:  # what it is called with cannot be taken apart
+    except Exception:  # the inputs cannot be cut into samples
         return 1
 
     def runs(count: int) -> bool:
@@ -88,7 +87,7 @@ def fewest_rows(model: nn.Module, call: Call | None, *, exact: bool = False) -> 
                     if isinstance(module, _NormBase):
                         module.eval()
                 output = _run(model, call, samples, slice(0, count), device)
-        except Exception:  # whatever a model's own code raises on so few samples
+        except Exception:  # any error of the model on so few samples
             return False
         found = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
         return all(bool(t.isfinite().all()) for t in found)
@@ -113,7 +112,7 @@ class Scored(nn.Module):
 
 
 def keeps_rows(model: nn.Module, call: Call) -> bool:
-    """Whether the model keeps something of a batch that a batch of another size does not fit, as a recurrent state."""
+    """Whether the model keeps state with one row per sample between calls, such as a recurrent state."""
     samples, device = samples_of(call), device_of(model)
     if samples < 2:
         call, samples = _doubled(call, samples), 2 * samples
@@ -132,7 +131,7 @@ def keeps_rows(model: nn.Module, call: Call) -> bool:
 
 
 def warning_of(apart: float, plan: Plan) -> list[str]:
-    """Warnings about it under ``plan``."""
+    """Warnings about a model with the result ``apart`` of :func:`coupled`, under ``plan``."""
     if apart == KEEPS and plan.num_microbatches > 1:
         return [
             f"the model keeps something from call to call, and its output moves by that: {plan.num_microbatches} times "
@@ -177,9 +176,8 @@ def _apart(model: nn.Module, call: Call, samples: int) -> float | None:
 
 
 def _totals_apart(model: nn.Module, call: Call, samples: int, device: torch.device) -> float:
-    """Relative distance of single numbers with gradients that the model gives, or leaves in an attribute (its own
-    loss), from the means of those of two halves. Cross-entropies, whose denominators are added over ranks, are left
-    out."""
+    """Relative distance of the model's scalars with gradients (a loss that it returns or stores in an attribute) from
+    the means of those of two halves. Cross-entropies are excluded, because their denominators are summed over ranks."""
     half = samples // 2
     with torch.enable_grad():
         whole, first, second = (
@@ -277,6 +275,6 @@ def _run(model: nn.Module, call: Call, samples: int, rows: slice, device: torch.
     held = [(b, b.detach().clone()) for b in model.buffers()]
     try:
         return model(*map(taken, call.args), **{name: taken(value) for name, value in call.options.items()})
-    finally:  # what forward leaves in buffers is not to reach the next run
+    finally:  # buffers changed by forward must not affect the next run
         for buffer, value in held:
             buffer.copy_(value)

@@ -54,7 +54,8 @@ _UNCOUNTED = 1 << 40
 
 @dataclass(frozen=True, kw_only=True)
 class UserData:
-    """Batches to train on, how they split into input and labels, validation data (a loader, or None), and the loss."""
+    """Training batches, the function that splits a batch into input and labels, the validation loader or None, the
+    loss."""
 
     batches: GlobalBatches
     split: Callable[[Any], tuple[Any, Any]]
@@ -212,7 +213,7 @@ class UserExecutor(PlannedExecutor):
         return self._data.batches.epoch(order_seed=seed, skip=self._behind if skip is None else skip)
 
     def _train(self, share: Share, tally: LossCounter) -> None:
-        # Masks that no module of ours draws come from torch's own generators: a function of the step, too.
+        # Random numbers of other modules come from torch's generators: seed them by the step.
         torch.manual_seed(self._settings.seed * 1_000_003 + self._step)
         worker, model, scale = self._worker, self.model, self._worker.scale
         worker.clock.mark()
@@ -227,7 +228,7 @@ class UserExecutor(PlannedExecutor):
 
         def labels_of(rows: slice) -> Any:
             counted.rows = rows.stop - rows.start
-            everything = rows.stop - rows.start == share.total  # whatever that is, as on one device
+            everything = rows.stop - rows.start == share.total  # any structure is allowed, as on one device
             return labels if everything else rows_of(labels, here(rows), len(share.rows))
 
         def read(rows: slice) -> Any:
@@ -257,7 +258,9 @@ class UserExecutor(PlannedExecutor):
         if not counted.tried:
             mine = float(loss / scale.value) if counts else 0.0
             total = math.fsum(v[0] for v in self._votes.gather([mine]))
-            kind = next((p.dtype for p in model.parameters()), torch.float32)  # of a process left out any will do
+            kind = next(
+                (p.dtype for p in model.parameters()), torch.float32
+            )  # a process without components may use any dtype
             kind = torch.bfloat16 if worker.precision in DTYPE else kind
             counted.checked(total, counts, kind)
         tally.note(loss / scale.value * share.total * float(model.counts_rows()), share.total if self.leads else 0)
@@ -310,7 +313,7 @@ class UserExecutor(PlannedExecutor):
                 if self._worker is not worker:
                     self.model.train()
                     pace.under(self.plan, self.processes, self._worker.clock)
-                    if self._data.batches.indexed:  # what is loaded ahead are the rows of the plan before
+                    if self._data.batches.indexed:  # prefetched rows belong to the previous plan
                         shares = self._batches(behind)
         self._running = None
         stopping = pace.pending and self._exchange(pace, tally).stopping
@@ -321,7 +324,7 @@ class UserExecutor(PlannedExecutor):
             self.announce({"event": "note", "message": message})
         self._epoch, self._done, self._warm = epoch + 1, 0, pace.warm
         self._worker.settle()
-        if stopping:  # whoever asks may not wait for a validation
+        if stopping:  # the sender of the signal may not wait for a validation
             self._schedules.epoch_ended(pace.train_loss)
             self.save(epoch)
         loss = self._validate()
@@ -339,7 +342,7 @@ class UserExecutor(PlannedExecutor):
 
     @contextmanager
     def _meeting(self) -> Iterator[None]:
-        """Context in which no worker of a discipline waits for this one, because it is waiting for all others."""
+        """Context in which workers of a discipline do not wait for this one, because it waits for all of them."""
         conduct = self._worker.conduct
         if conduct is None:
             yield
@@ -360,7 +363,7 @@ class UserExecutor(PlannedExecutor):
         self.announce({"event": "steps", "epoch": self._epoch, "step": self._step, "loss": interval.loss,
                        "step_time_s": (interval.seconds - interval.data_wait_s) / interval.steps,
                        **who_is_late(interval.measured)})  # fmt: skip
-        due = self._saving.trained(interval.seconds)  # one figure on all ranks, so that all save or none does
+        due = self._saving.trained(interval.seconds)  # equal on all ranks, so that all ranks save or none does
         pace.every_s = min(VOTE_EVERY_S, self._saving.interval_s)
         if due and not interval.stopping and self._folder is not None:
             self.commit()
@@ -419,7 +422,7 @@ class UserExecutor(PlannedExecutor):
         self.advance()
 
     def advance(self) -> None:
-        """Go on to the next epoch if one has begun and nothing of it is left (collective)."""
+        """Move to the next epoch if all batches of the current one are done (collective)."""
         if not self._done:
             return
         running = self._running or self._batches()

@@ -1,9 +1,9 @@
 """Checks that ranks do the same in a loop: equally many backwards and updates, equal hyperparameters and weights.
 
-A branch that a rank takes by a number of its own (``if loss.isnan(): continue``, a learning rate computed from
-``loss.item()``) makes ranks wait in vain, combine gradients of different batches, or diverge in silence. Counts are
-exchanged after every batch, in a group of their own. If no exchange is possible because a rank waits inside a forward
-or backward, that rank writes so to the store, where the one that skipped it, or waits in another, reads it.
+A branch that depends on a rank's own number (``if loss.isnan(): continue``, a learning rate computed from
+``loss.item()``) makes ranks hang, combine gradients of different batches, or diverge silently. So ranks exchange counts
+after every batch, in a separate process group. A rank that waits inside a forward or backward cannot take part; it
+writes its position to the store, where the ranks that skipped this pass, or wait in another, read it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _ELEMENTS = 64
 """Number of elements of each parameter that are compared."""
 _SAID = ("lr", "momentum", "betas", "weight_decay")
 _TRUSTED = 3
-"""Number of batches after which ranks no longer tell one another with how many samples they call the model, if all were
-the loader's."""
+"""Number of batches after which ranks stop exchanging the numbers of samples in their calls of the model, if all
+samples so far came from the loader."""
 _PATIENCE_S = 3.0
 """Seconds in a forward or backward before a rank writes its position to the store, and of waiting before it reads
 others'."""
@@ -68,7 +68,7 @@ class InStep:
         self._told: set[str] = set()
         self._left = False
         self.derived = False
-        """Whether the model was given something else than the loader's tensors since the last batch."""
+        """Whether an input of the model since the last batch was not a tensor of the loader."""
         self._trusted = 0
         self._counted: WeakSet[Optimizer] = WeakSet()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -103,14 +103,14 @@ class InStep:
 
     @property
     def exchanging(self) -> bool:
-        """Whether ranks tell one another with how many samples they call the model, the same on all ranks."""
+        """Whether ranks exchange the numbers of samples in their calls of the model; equal on all ranks."""
         return self._trusted < _TRUSTED
 
     def rows(self, mine: Sequence[float]) -> list[list[float]]:
-        """What each rank says of the samples with which it calls the model (collective).
+        """The figures ``mine`` of every rank about the samples in its call of the model, by rank (collective).
 
         Raises:
-            UsageError: another rank does something else. WorkersFailedError: a rank does not come.
+            UsageError: another rank does something else. WorkersFailedError: a rank does not arrive in time.
         """
         wire = torch.tensor(mine, dtype=torch.float64)
         found = [torch.empty_like(wire) for _ in range(self.ranks)]
@@ -123,11 +123,11 @@ class InStep:
     def behind_batch(
         self, model: ParallelModel | None, optimizers: Sequence[Optimizer], number: int, *, asks: bool, wait: bool
     ) -> bool:
-        """Exchange counts after batch ``number`` of an epoch; the others' are checked at once (``wait``) or a batch
-        later (collective). Returns whether one of those that were checked ``asks``.
+        """Exchange counts after batch ``number`` of an epoch (collective). They are checked at once with ``wait``,
+        otherwise after the next batch. Returns whether ``asks`` is true for any rank in the checked exchange.
 
         Raises:
-            UsageError: ranks differ in what they did. WorkersFailedError: a rank does not come.
+            UsageError: ranks made different calls. WorkersFailedError: a rank does not arrive in time.
         """
         settings = tuple(_plain(g.get(k)) for o in optimizers for g in o.param_groups for k in _SAID)
         rates = [_plain(g.get("lr")) for o in optimizers for g in o.param_groups[:1]]
@@ -193,13 +193,13 @@ class InStep:
                 raise WorkersFailedError(f"a rank did not come to where the others are within {self._timeout_s:g} s")
 
     def leave(self) -> None:
-        """Say in the store that this rank stops: one that waits for it in a pass ends, too, wherever this one goes."""
+        """Write to the store that this rank stops, so that a rank that waits for it in a pass ends, too."""
         self._left = True
         with contextlib.suppress(Exception):
             self._store.set(f"asa/pass/{self.rank}", f"0 {_LEFT}")
 
     def begin(self) -> None:
-        """Another program begins, on all ranks."""
+        """Reset the counts for another program (on all ranks)."""
         self._told.clear()
         self._trusted, self.derived = 0, False
         if self._left:
@@ -218,7 +218,8 @@ class InStep:
             if self._since is None:
                 apart, here = int(number) > self.shared, f"went on to the end of the batch with {self.shared}"
             else:
-                # Nobody leaves an exchange of sizes before all have come to it, so who is further was in another pass.
+                # No rank leaves an exchange of sizes before all have joined it, so a rank that is ahead was in another
+                # pass.
                 ahead = self._kind == _OTHER_ROWS and int(number) > self.shared
                 apart = ahead or (int(number) == self.shared and kind != self._kind)
                 here = f"is in {self._kind}"
@@ -227,10 +228,10 @@ class InStep:
         return ""
 
     def _watch(self) -> None:
-        """In a thread: write to the store that this rank has been in one forward or backward for long. If another waits
-        in one of another kind, neither can continue, and this process ends."""
+        """Run in a thread: write to the store if this rank is in one forward or backward for long. If another rank
+        waits in a pass of another kind, neither can continue, and this process ends."""
         said = 0
-        with contextlib.suppress(Exception):  # the store is gone, and with it whoever would read
+        with contextlib.suppress(Exception):  # the store is gone, and so are its readers
             while True:
                 time.sleep(min(1.0, _PATIENCE_S))
                 since, number = self._since, self.shared
@@ -256,7 +257,7 @@ _one: list[InStep] = []
 
 def in_step(timeout_s: float) -> InStep:
     """The counter of this process, created at the first call (collective then)."""
-    if not _one or _one[0].world is not dist.group.WORLD:  # a program may have formed another group since
+    if not _one or _one[0].world is not dist.group.WORLD:  # the program may have created another group
         _one[:] = [InStep(timeout_s)]
     _one[0].begin()
     return _one[0]

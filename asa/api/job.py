@@ -110,22 +110,23 @@ class Job:
         """Make a plan (unless one is given) and distribute the model.
 
         Args:
-            validation: a loader; after every epoch its mean loss is computed, too.
-            weight: what a loss that is a mean, but not over samples, divides by: a function of the labels. ``sum`` for
-                a loss that is a sum. A cross-entropy with class weights or ignored targets needs none.
+            validation: a loader; its mean loss is computed after every epoch.
+            weight: for a loss that is a mean, but not over samples: a function of the labels that returns its
+                denominator. ``sum`` for a loss that is a sum. Not needed for a cross-entropy with class weights or
+                ignored targets.
             out: folder of the run, for checkpoints after every epoch and on SIGTERM; nothing is saved without it.
             resume: continue from the newest checkpoint in ``out``, written under this plan or another.
-            replan: change the plan if step times differ from the prediction and a change pays. A given plan
-                stays, and so does that of a model that runs whole: rank 0 prints a note then.
+            replan: change the plan if step times differ from the prediction and the change saves time. A given plan is
+                not changed, nor is that of a model that runs as a whole; rank 0 then prints a note.
             observe: record for every step each rank's computation and its waiting for others.
-            save_every: seconds of training (or ``"10m"``) after which a checkpoint is written inside an epoch, too.
-            split: makes ``(inputs, labels)`` of a batch; by default its first and second item, and a dictionary is
-                both: ``model(**batch)`` and ``loss_fn(output, batch)``. A tuple of inputs is passed by position, a
-                dictionary by name.
-            max_norm: gradients are scaled so that their norm over the whole model is at most this, in every step.
-            scheduler: of the learning rate, one or several over ``optimizer``; the job steps them (after every epoch,
-                or after every update: ``scheduler_every``), saves them in its checkpoints and restores them.
-            seed: of the order of samples (one order per epoch) and of dropout.
+            save_every: interval in seconds (or ``"10m"``) of checkpoints within an epoch.
+            split: function from a batch to ``(inputs, labels)``. By default these are its first and second item; a
+                dictionary is used as both: ``model(**batch)`` and ``loss_fn(output, batch)``. A tuple of inputs is
+                passed by position, a dictionary by name.
+            max_norm: largest norm of all gradients of the model; they are scaled down to it in every step.
+            scheduler: one or several learning rate schedulers of ``optimizer``. The job steps them after every epoch or
+                every update (``scheduler_every``) and stores them in its checkpoints.
+            seed: seed of the order of samples (another order in each epoch) and of dropout.
             on_event: called on rank 0 with the events that ``asa train`` writes to its log.
             model, optimizer, loader, and the others: as for :func:`asa.parallelize`.
 
@@ -209,14 +210,14 @@ class Job:
         self._names = StateNames(model)
         discipline = chosen.consistency
         if discipline is not None and not discipline.lockstep:
-            votes = batches.votes = StarVotes(timeout_s)  # a lost rank is left out, and the others go on
+            votes = batches.votes = StarVotes(timeout_s)  # the others continue without a lost rank
             self._place = place = replace(place, votes=votes)
         spare = Blank(model) if replan and discipline is None and place.ranks > 1 else None
         plain = [model]
 
         def build(wanted: Plan, processes: tuple[int, ...]) -> ParallelModel:
-            """Build the model under a plan: the first time the model itself, later a copy whose weights are filled in
-            afterwards."""
+            """Build the model under a plan: from the model itself the first time, later from a copy whose weights are
+            loaded afterwards."""
             if not plain and spare is None:
                 raise UsageError("this job was made without re-planning")
             first = bool(plain)
@@ -253,7 +254,7 @@ class Job:
             max_norm=max_norm,
             needs=needs,
         )
-        give_back_freed_memory()  # the model was traced and cut up
+        give_back_freed_memory()  # tracing used much memory
         if found is not None:
             self._executor.restore(*found)
 
@@ -314,7 +315,7 @@ class Job:
             yield from adapt(executor, rounds, executor.announce, model=model, following=able)
 
     def _model(self) -> Model | None:
-        """The costs for planning again, on rank 0, which has the origins of the plan; None elsewhere."""
+        """The cost model for re-planning on rank 0, which has the plan's profile and cluster; None on other ranks."""
         if self._origins is None:
             return None
         return would_be(self._origins, self._wishes)
@@ -341,7 +342,7 @@ class Job:
 
 
 def _several(batches: GlobalBatches, divide: Callable[[Any], tuple[Any, Any]]) -> Call | None:
-    """Inputs and labels of a few samples, to look at what the loss makes of them; None if they cannot be had."""
+    """Inputs and labels of a few samples, to test the loss; None if the loader or the split fails."""
     try:
         return Call(divide(batches.example(min(SEVERAL, batches.batch_size))))
     except Exception:  # whatever a data set or a collate_fn raises

@@ -21,13 +21,13 @@ from asa.errors import UsageError
 LossWeight = Callable[[Any], Tensor | float] | Literal["sum"] | None
 _MEAN = 1
 _EPOCHS, _STEPS = 3, 3
-"""Number of epochs in whose first steps the whole batch's loss is computed, too, and of these steps: with the samples
-of one it may agree by chance."""
+"""Number of epochs, and of first steps in each, in which the loss of the whole batch is computed for comparison. On a
+single batch the two losses may agree by chance."""
 
 
 class JobLoss:
-    """``loss_fn`` in the form that microbatches need. ``weight``: what a mean loss divides by, from the labels; ``sum``
-    if the loss is a sum; None if it is a mean over samples, or a cross-entropy, whose denominator is visible."""
+    """``loss_fn``, computed by microbatches. ``weight``: function from the labels to the denominator of a mean loss;
+    ``sum`` if the loss is a sum; None for a mean over samples, or for a cross-entropy, whose denominator is known."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor], weight: LossWeight, place: RankContext) -> None:
         if weight is not None and weight != "sum" and not callable(weight):
@@ -68,13 +68,13 @@ class JobLoss:
                 )
             return loss
         self._sum += seen if counts else 0.0
-        if not seen:  # a mean over nothing is 0/0; of the whole batch it is no part
+        if not seen:  # a mean over no samples is 0/0 and does not contribute to the batch
             return torch.nan_to_num(loss) * 0.0
         return loss if seen == self.rows else loss * (seen / max(1, self.rows))
 
     def weighed(self, output: Any, labels: Any, rows: int) -> tuple[float, float]:
         """The loss of ``rows`` samples without training, times its denominator, and the denominator."""
-        with torch.enable_grad():  # the node of a cross-entropy says what it divides by
+        with torch.enable_grad():  # autograd's node of a cross-entropy contains its denominator
             for leaf in pytree.tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.is_floating_point() and self._weight is None:
                     leaf.requires_grad_()
@@ -101,7 +101,7 @@ class JobLoss:
         with those of the whole batch (collective, in the first steps of the first epochs).
 
         Raises:
-            UsageError: they differ in the first.
+            UsageError: they differ in the first step.
         """
         if self.tried:
             return
@@ -220,8 +220,8 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def copied(loss_fn: Any) -> Any:
-    """A copy of the loss, so that its internal state, and what a function has of its surroundings, does not change;
-    None if it cannot be copied."""
+    """A copy of the loss, with its internal state or closure, so that the original does not change; None if it cannot
+    be copied."""
     try:
         if isinstance(loss_fn, FunctionType) and loss_fn.__closure__:
             cells = copy.deepcopy([cell.cell_contents for cell in loss_fn.__closure__])

@@ -42,7 +42,7 @@ from asa.strategies import offered
 from asa.tracing import TracedModel, called
 
 SEVERAL = 8
-"""Number of samples on which a model is looked at for what it makes of a batch."""
+"""Number of samples with which a model is tested for dependence between samples."""
 KEEPS_ROWS = "it keeps something from call to call with a row for each sample, and each rank has its own"
 
 
@@ -79,34 +79,34 @@ def parallelize(
             loss.backward()
             optimizer.step()
 
-    and does what it does on one device with the loader's batch: ``loader`` yields this rank's samples of every batch,
-    and a mean loss over them is weighted by their number. So a loss must be a *mean over the batch*, and its value is
-    this rank's mean. Every sample goes to one rank; if a last batch has fewer samples than ranks, or leaves a rank
-    fewer than the model or the loss needs, some go to several, and count once. BatchNorm normalizes over a rank's
-    samples, as in data parallelism (``batch_norm="exact"``: over all); its running statistics are averaged at the end
-    of each pass over the loader.
+    and has the same result as on one device. ``loader`` yields this rank's samples of every batch, and the mean loss
+    over them is weighted by their number. So a loss must be a *mean over the batch*; its value is the mean over this
+    rank's samples. Every sample goes to one rank. If a batch is too small (fewer samples than ranks, or than the model
+    or the loss needs per rank), several ranks compute the same samples, which count once. BatchNorm normalizes over a
+    rank's samples, as in data parallelism (``batch_norm="exact"``: over all); its running statistics are averaged at
+    the end of each pass over the loader.
 
     A loop can have only one stage: plans are without pipelines and without accumulation. For those, use
     :class:`asa.Job`.
 
     Args:
-        model: of any inputs, batch first. One with a single tensor as input may be cut into components; every other one
-            runs whole, under a form of data parallelism.
-        optimizer: any; it keeps its groups, hyperparameters and state. One that does not update element by
-            element (not of ``torch.optim``) keeps its parameters whole.
-        loader: of global batches, as for one device. The samples of a ``DataLoader`` over an indexed dataset are loaded
-            on the rank that needs them, in the order rank 0 draws; any other iterable of batches is read by all.
+        model: its inputs have the batch as first dimension. A model with a single input tensor may be cut into
+            components; every other one runs as a whole, under a form of data parallelism.
+        optimizer: any optimizer; it keeps its groups, hyperparameters and state. Parameters are not sharded if it is
+            not known to update element by element (see ``elementwise``).
+        loader: yields global batches, as for one device. The samples of a ``DataLoader`` over an indexed dataset are
+            loaded on the rank that needs them, in the order rank 0 draws; any other iterable of batches is read by all.
         plan: a plan for this number of ranks, or its file.
-        example_input: what the model is called with: a tensor, a tuple of inputs, or a dictionary of them by name. By
+        example_input: the arguments of the model: a tensor, a tuple of inputs, or a dictionary of them by name. By
             default it is guessed from the loader's batches.
         cluster, strategies, pins, memory_bytes, precision: as for :func:`asa.plan`.
         device: ``auto``, ``cpu`` or ``cuda``.
         elementwise: whether ``optimizer`` updates element by element, if it is not of ``torch.optim``: only then
             may ranks hold shards of parameters.
         observe: print to standard error which rank is slow, and what another plan would gain.
-        time_limit_s: for measuring the model, and the links between the ranks if they are unknown.
-        cache: a folder of plans; None stores nothing.
-        timeout_s: how long a rank waits for the others, in seconds; the first time at most 60.
+        time_limit_s: seconds for measuring the model, and the links between the ranks if they are unknown.
+        cache: folder for plans; None stores nothing.
+        timeout_s: seconds that a rank waits for the others; at most 60 the first time.
 
     Raises:
         UsageError: a plan for other ranks or with stages, a loader or an optimizer that cannot be used.
@@ -148,7 +148,7 @@ def parallelize(
     subject: nn.Module | TracedModel = model
     example = torch.zeros(2, 1)
     chosen = checked_plan(place, plan) if plan != "auto" else None
-    if chosen is not None and why == KEEPS_ROWS:  # the plan was made of the model's components
+    if chosen is not None and why == KEEPS_ROWS:  # the plan was made for components of the model
         say(place, f"the model keeps{KEEPS_ROWS.removeprefix('it keeps')}")
         why = ""
     if why:
@@ -165,7 +165,7 @@ def parallelize(
         try:
             chosen, origins = agreed_plan(place, model, example, wishes)
             say(place, chosen.summary())
-        except InvalidInputError as error:  # what cannot be measured, or cut, can be trained
+        except InvalidInputError as error:  # a model that cannot be measured or cut can still be trained as a whole
             why, call = str(error), None
             subject = called(model, name=spec_of(model), reason=why)
     if chosen is None:
@@ -197,7 +197,7 @@ def parallelize(
     all_apart = degrees == {place.ranks}
     samples_meet = bool(place.votes.tell(apart > 0))
     fewest = int(place.votes.tell(fewest_rows(model, several, exact=batch_norm == "exact") if place.rank == 0 else 1))
-    if degrees != {1}:  # statistics of one sample are none
+    if degrees != {1}:  # BatchNorm needs more than one sample
         least[:] = [max(*least, fewest, 2 if samples_meet and all_apart else 1)]
     parallel = build(chosen, subject)
     for line in (
@@ -243,12 +243,12 @@ def parallelize(
 
 
 def cache_folder(cache: Path | str | None) -> Path | None:
-    """The folder that ``cache`` means; None for none."""
+    """The folder for ``cache``; None if nothing is stored."""
     return usual_cache() if cache == "auto" else None if cache is None else Path(cache)
 
 
 def wider(model: nn.Module, batches: GlobalBatches, call: Call | None) -> Call | None:
-    """The ``call`` with more samples of the loader, if it can be made of them."""
+    """``call`` with more samples of the loader; None if the loader cannot provide them."""
     if call is None:
         return None
     try:
@@ -269,8 +269,8 @@ def wider(model: nn.Module, batches: GlobalBatches, call: Call | None) -> Call |
 def how_called(
     place: RankContext, model: nn.Module, batches: GlobalBatches, example_input: Any
 ) -> tuple[Call | None, str]:
-    """How the model is called, if known, and why it cannot be cut into components; the reason is empty if it is called
-    with one tensor (collective).
+    """The arguments of the model, if known, and the reason why it cannot be cut into components (collective). The
+    reason is empty if the model takes one tensor.
 
     ``example_input``: a tensor, a tuple of inputs or a dictionary of them by name. If it is None, the first way to call
     the model with the loader's batch that runs is used.

@@ -1,7 +1,7 @@
 """Losses that are not a plain mean over samples: known denominators are corrected, other losses are tested once.
 
-``cross_entropy`` with class weights or ignored targets divides by the weight of a rank's own targets; one device
-divides by that of all. Its node in autograd's graph contains both, wherever the loss was computed.
+``cross_entropy`` with class weights or ignored targets divides by the total weight of a rank's own targets; one device
+divides by that of all targets. Autograd's node of the loss contains targets and weights, so the denominator is known.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asa.executor.model.votes import Votes
 
 _MARK = "asa"
 _MOST_NODES, _MOST_TERMS = 2048, 8
-"""Nodes below a loss that are looked at where its model is found among them, and terms that are looked for."""
+"""Largest number of autograd nodes searched below a loss, and of cross-entropies searched for."""
 _MEANS, _MEAN = ("NllLossBackward0", "NllLoss2DBackward0"), 1
 
 
@@ -49,7 +49,7 @@ class Terms:
         self._counting = True
 
     def tell_of_means(self, place: RankContext) -> None:
-        """Print once that a mean over ranks is not that of such a loss."""
+        """Print once that ``asa.reduce`` does not give the mean of such a loss over the batch."""
         if not self._told:
             self._told = True
             say(place, "the loss divides by its targets (weights, ignored ones), and asa.reduce(x) weighs the mean of "
@@ -57,8 +57,8 @@ class Terms:
                 "asa.reduce(weight, 'sum')")  # fmt: skip
 
     def before(self, nodes: list[Any], weight: float, rows: int) -> Callable[[], None]:
-        """Call this on every rank before a backward through ``nodes``; ``weight``: of this rank's mean, ``rows``: its
-        samples. Call the returned function after the backward."""
+        """Prepare a backward through ``nodes``; every rank calls this. ``weight``: weight of this rank's mean;
+        ``rows``: number of its samples. Call the returned function after the backward."""
         if self._counting is None:
             odd = len(nodes) > 0 and any(_odd(node, rows) for node in nodes)
             self._counting = self._votes.anyone(odd)
@@ -77,7 +77,7 @@ class Terms:
         for i, node in enumerate(nodes[:_MOST_TERMS]):
             mine[1 + i] = _weight(node) if weight else 0.0
         found = self._votes.gather(mine)
-        # A rank none of whose samples count may have computed something else, such as nothing times its outputs.
+        # A rank without counted samples may have computed something else, such as 0 * outputs.
         if len({f[0] for f in found if f[0]}) > 1 or not nodes or len(nodes) > _MOST_TERMS:
             return lambda: None
         handles = []
@@ -85,7 +85,7 @@ class Terms:
             total = sum(f[1 + i] for f in found)
             if total > 0 and weight:
                 factor = mine[1 + i] * self._votes.num_ranks / (total * weight)
-                # With no target of its own a rank's mean is 0/0; its share of the whole batch's is nothing.
+                # Without counted targets a rank's mean is 0/0; it contributes nothing to the batch's loss.
                 handles += [n.register_prehook(_times(factor)) for n in (node, *_smoothing(node))]
         if not all(mine[1 : 1 + len(nodes)]) and weight:
             for node, own in zip(nodes, mine[1:], strict=False):
@@ -117,16 +117,16 @@ def _nothing(inputs: Any, _outputs: Any) -> Any:
 
 _SMOOTHED = ("DivBackward0", "SumBackward0", "MaskedFillBackward0", "NegBackward0", "SumBackward1")
 _BESIDE, _FOLLOWED = "asa_beside", "AliasBackward0"
-"""In a node's metadata: what is beside it; and what following a tensor (:mod:`asa.api.tape`) adds to a graph."""
+"""Key in a node's metadata for related nodes; name of the node that recording a tensor (:mod:`asa.api.tape`) adds."""
 
 
 def _smoothing(node: Any) -> list[Any]:
-    """The quotients that label smoothing adds to a cross-entropy, and that are divided by what it is divided by."""
+    """The division nodes that label smoothing adds to a cross-entropy; they have the same denominator."""
     return [n for n in node.metadata.get(_BESIDE, ()) if isclose(float(n._saved_other), _weight(node), rel_tol=1e-5)]
 
 
 def _smoothed(node: Any) -> Any:
-    """The logarithms of the softmax whose mean over classes ``node`` is that of label smoothing; None if it is none."""
+    """The log-softmax node under ``node``, if ``node`` is the mean over classes of label smoothing; otherwise None."""
     for name in _SMOOTHED:
         if node is None or node.name() != name:
             return None
@@ -182,7 +182,7 @@ def _odd(node: Any, rows: int) -> bool:
 
 
 def _other_batches(placed: LearningModel) -> None:
-    """Have gradients averaged that come of a batch in evaluation that is none of the loader's; say once how."""
+    """Let gradients of a batch in evaluation mode that is not the loader's be averaged; print a note once."""
     if placed.parallel is not None:
         placed.parallel.reduction.begin()
     if not placed.told_of_others and placed.place.ranks > 1:
@@ -205,7 +205,7 @@ def current() -> LearningModel | None:
 
 
 def listen(placed: LearningModel) -> None:
-    """Let backwards use ``placed``, which was called last."""
+    """Let later backward passes use ``placed``, the model that was called last."""
     if not _heard or _heard[0]() is not placed:
         _heard[:] = [ref(placed)]
     theirs = torch.autograd.backward

@@ -1,5 +1,5 @@
-"""State of a model under its own names, from what ranks hold: tied weights have several names, unused ones no
-component."""
+"""The ``state_dict`` of a distributed model under the original names. Tied weights have several names; unused ones are
+in no component."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StateNames:
         found = full_state(model)
         if votes is not None and len(model.processes) < votes.num_ranks:
             found = told(found, votes, model.processes[0])
-        if self._unused is None:  # what no forward reads is where it was
+        if self._unused is None:  # tensors that no forward reads are still in the original model
             idle = (n for n, names in self._names.items() if not any(a in found for a in names))
             self._unused = {n: self._values[n] for n in idle}
             self._values = {}

@@ -15,8 +15,7 @@ from asa.sharding.samples import BySample
 
 
 def trained_norms(model: nn.Module) -> list[str]:
-    """Names of BatchNorm modules that normalize with batch statistics: all except those that came in evaluation
-    mode."""
+    """Names of BatchNorm modules that normalize with batch statistics; those in evaluation mode are excluded."""
     whole = not model.training
     return [n for n, m in model.named_modules() if isinstance(m, _BatchNorm) and (m.training or whole)]
 

@@ -1,5 +1,5 @@
-"""Numbers from sharded tensors (``g.norm().item()``), for which torch silently returns each rank's own shard's
-value, and random numbers for them, which torch draws otherwise than for whole ones."""
+"""Patches for sharded tensors. Numbers from them (``g.norm().item()``) are those of the whole tensor, where torch
+silently returns the value of the rank's shard. Random numbers are drawn as for whole tensors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ _LEAVE = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__comp
 
 
 def numbers_of_wholes(parameters: Iterable[Tensor]) -> None:
-    """If any of ``parameters`` is sharded, let numbers taken from sharded tensors be those of the whole
-    (collective)."""
+    """Apply these patches if any of ``parameters`` is sharded. Numbers of sharded tensors are then collective."""
     if "item" in DTensor.__dict__ or not any(isinstance(p, DTensor) for p in parameters):
         return
     for name in _LEAVE:
@@ -29,7 +28,7 @@ _DRAWN = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "c
 
 def _drawn(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def drawn(tensor: DTensor, *args: Any, **options: Any) -> DTensor:
-        with torch.no_grad():  # every rank draws the whole, and keeps its part, so that equal seeds give one whole
+        with torch.no_grad():  # every rank draws the whole tensor and keeps its part, so equal seeds give equal tensors
             full = theirs(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args, **options)
             part = distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor.copy_(part)

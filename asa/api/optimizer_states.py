@@ -24,7 +24,7 @@ Names = Sequence[Sequence[tuple[str, ...]]]
 
 
 def of_held(optimizer: Optimizer) -> Any:
-    """``optimizer`` in the form that the executor uses, over what this rank holds."""
+    """``optimizer`` as the executor uses it, over the tensors that this rank holds."""
     groups = optimizer.param_groups
     if not any(isinstance(p, TensorPart) for group in groups for p in group["params"]):
         return optimizer
@@ -35,7 +35,7 @@ def of_held(optimizer: Optimizer) -> Any:
 
 
 def load_states(model: ParallelModel, optimizer: Optimizer, full: dict[str, Tensor]) -> None:
-    """Load full state for what this rank updates, in the form of the parameters it belongs to."""
+    """Load this rank's part of the ``full`` optimizer state; each tensor is sharded like its parameter."""
     known = of_held(optimizer)
     load_full_optimizer_state(model, known, full)
     if known is optimizer:

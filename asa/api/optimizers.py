@@ -47,7 +47,7 @@ def check_shared(optimizer: Optimizer) -> None:
 def others_over(model: nn.Module, optimizer: Optimizer) -> list[Optimizer]:
     """Other optimizers in this process with parameters of ``model``; a program may use several in its loop."""
     own = {id(p) for p in model.parameters()}
-    # By type: whoever asks a lazy object for its class may wake it.
+    # ``type``, because ``isinstance`` may initialise a lazy object.
     found = [o for o in gc.get_objects() if issubclass(type(o), Optimizer) and o is not optimizer]
     return [o for o in found if any(id(p) in own for g in getattr(o, "param_groups", ()) for p in g["params"])]
 
@@ -135,7 +135,7 @@ class Rebinding:
             known = {item.name for item in held(model)} | model.elsewhere
             state = {key: value for key, value in self._state.items() if key.rsplit("/", 1)[0] in known}
             load_states(model, optimizer, state)
-            self._state = {}  # from now on whoever moves the optimizer on moves its state
+            self._state = {}  # later moves take the state from the optimizer
         self._undo.append(plain_states(optimizer, model, self._names))
         if model.owner:
             self._undo.append(_share_updates(optimizer, model))

@@ -15,7 +15,7 @@ from asa.sharding.batchnorm import synchronised
 
 
 class Demands:
-    """Checks that a backward through a model asks for nothing impossible."""
+    """Checks that a backward pass through a model needs no unsupported gradient."""
 
     def __init__(self, model: ParallelModel) -> None:
         exchanged = any(layout.data != model.plan.num_ranks for layout in model.layouts)
@@ -30,7 +30,7 @@ class Demands:
         Raises:
             UsageError: gradients of gradients are requested while ranks hold shards, or gradients that are not sums.
         """
-        if torch.is_grad_enabled():  # a second derivative goes where no weight, and no sum over ranks, goes with it
+        if torch.is_grad_enabled():  # a second derivative is neither weighted nor summed over ranks
             if self._apart:
                 raise UsageError(
                     "a gradient of a gradient (create_graph=True) does not cross ranks that hold parts of a model; "
@@ -48,7 +48,9 @@ class Demands:
                 )
         p = next((p for c in self._components for p in c.parameters() if p.requires_grad), None)
         ask = getattr(torch._C, "_will_engine_execute_node", None)
-        if p is None or ask is None or isinstance(p, DTensor):  # a shard is in no graph: torch says so itself
+        if (
+            p is None or ask is None or isinstance(p, DTensor)
+        ):  # a shard is not in the graph: torch raises its own error
             return
         with torch.enable_grad():
             made: Any = p.view_as(p).grad_fn
@@ -83,17 +85,17 @@ def _weighed(x: Tensor, factor: float) -> Tensor:
 
 
 def leaving(x: Tensor, weight: float, demands: Demands) -> Tensor:
-    """The output ``x`` with its gradient weighted by ``weight`` (not 1 only in uneven batches)."""
+    """The output ``x``, whose gradient is multiplied by ``weight``; this is 1 unless batches are uneven."""
     if not x.requires_grad:
         return x
     left = x if weight == 1 else _weighed(x, weight)
     if not left.is_leaf:
-        with torch._C.DisableTorchFunctionSubclass():  # what a tape writes down as a hook is the program's own
+        with torch._C.DisableTorchFunctionSubclass():  # a tape records hooks, but only those of the program
             left.register_hook(lambda _gradient: demands.check(weight))
     return left
 
 
 def entering(x: Tensor, weight: float) -> Tensor:
-    """The input ``x`` of a model whose outputs are weighted by ``weight``; its gradient is unweighted again for what
-    comes before (for instance another model, which weights its own)."""
+    """The input ``x`` of a model whose output gradients were multiplied by ``weight``. Its gradient is divided by it
+    again, because earlier modules (such as another distributed model) apply weights of their own."""
     return _weighed(x, 1 / weight) if x.requires_grad and weight not in (0, 1) else x

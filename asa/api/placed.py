@@ -44,9 +44,8 @@ MEETING_S = 30.0
 
 
 def rows_here(total: int, ranks: int, rank: int, least: int = 1) -> list[int]:
-    """Rows of a batch of ``total`` samples that a rank computes: its share, or, if there are fewer than ranks, one of
-    them. If a share had fewer than ``least`` rows (as BatchNorm needs), every rank computes the whole batch, which
-    counts once."""
+    """Rows of a batch of ``total`` samples that a rank computes: its share, or a single row if there are fewer samples
+    than ranks. If a share had fewer than ``least`` rows, every rank computes the whole batch, which counts once."""
     if 1 < least <= total < least * ranks:
         return list(range(total))
     if total < ranks:
@@ -76,12 +75,12 @@ class PlacedModel(LearningModel):
     left: float
     """Weight of the outputs in the last call."""
     held: list[tuple[int, ...]] | None
-    """What parameters there were when the model was spread (numbers of objects)."""
+    """Identities of the parameters at the time when the model was distributed."""
     optimizers: Sequence[Optimizer]
     coupled: bool
     """Whether the model computes a sample's output from other samples."""
     most: int
-    """The most samples of which the model was called."""
+    """Largest number of samples in a call of the model."""
 
     def __init__(
         self,
@@ -150,7 +149,7 @@ class PlacedModel(LearningModel):
                 return self.call(None, args, options)
         traced = parallel.components[0].input_shape
         if not self._independent and x.dim() != 1 + len(traced):
-            # What is split and exchanged was found for inputs of so many dimensions.
+            # Splits and exchanges were traced for inputs with this number of dimensions.
             self.run_whole(f"it is called with {Call((x,))}, and was planned for {['N', *traced]}")
             return self.call(None, args, options)
         try:
@@ -213,8 +212,8 @@ class PlacedModel(LearningModel):
         )  # fmt: skip
 
     def _count(self, total: int, weight: float) -> None:
-        """Leave samples that are another rank's out of the statistics of BatchNorm over all ranks; warn once where they
-        cannot be left out."""
+        """Exclude samples that count on another rank from BatchNorm over all ranks; warn once where this is
+        impossible."""
         counted(weight > 0 or not self._independent)
         total = total if self.share is None else self.share.total
         few = total < self.place.ranks or self._whole
@@ -232,25 +231,26 @@ class PlacedModel(LearningModel):
 
     @property
     def learns(self) -> bool:
-        """Whether gradients of a call may be asked for: in training, and of what the loader yields in evaluation, too,
-        where many a program trains (frozen statistics, no dropout)."""
+        """Whether a call may need gradients: in training mode, and for the loader's batches also in evaluation mode, in
+        which some programs train (frozen statistics, no dropout)."""
         return self.training or (torch.is_grad_enabled() and self.share is not None)
 
     def _prepared(self) -> None:
-        """Have gradients averaged that are asked for in evaluation."""
+        """Prepare for averaging gradients in evaluation mode."""
         if self.parallel is not None and self.learns and not self.training:
             self.parallel.reduction.begin()
 
     def _together(self) -> contextlib.AbstractContextManager[None]:
-        """Around a forward: ranks wait for one another in it where they hold parts, or norms see all samples."""
+        """Context for a forward. Ranks wait for each other in it if they hold parts of the model, or if norms are
+        global."""
         return contextlib.nullcontext() if self._alone or self.pace is None else self.pace.together(FORWARD)
 
     @contextlib.contextmanager
     def _few(self, rows: int, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[None]:
-        """Around a forward with ``rows`` samples: say in a line if it fails because this rank has too few of a batch.
+        """Context for a forward with ``rows`` samples.
 
         Raises:
-            UsageError: as said.
+            UsageError: it fails because this rank has too few samples of a batch.
         """
         try:
             yield
@@ -268,8 +268,8 @@ class PlacedModel(LearningModel):
             ) from error
 
     def _does(self, args: tuple[Any, ...], options: dict[str, Any], share: Share) -> bool:
-        """Whether the model runs on as many samples as the whole batch has; where ranks hold it together, whether it
-        did on more than this rank has."""
+        """Whether the model runs on the number of samples of the whole batch. If ranks hold parts of it, this is not
+        tried: the result is whether an earlier call had more samples than this rank has now."""
         rows, total = len(share.rows), share.total
         if not self._alone:
             return self.most > rows
@@ -297,7 +297,7 @@ class PlacedModel(LearningModel):
         return True
 
     def _updating(self) -> contextlib.AbstractContextManager[None]:
-        """Around an exchange of updates, in which ranks wait for one another."""
+        """Context for an exchange of updates, in which ranks wait for each other."""
         return contextlib.nullcontext() if self.pace is None else self.pace.together(UPDATE)
 
     def beside(self, value: Tensor) -> Tensor:
@@ -335,7 +335,7 @@ class PlacedModel(LearningModel):
         counted = self.share.total if self.share is not None and apart else total
         meet = weight != 1 and any(map(synchronised, self.parallel.components))
         left = self.parallel.reduction.weighed(1.0 if meet else weight, counted, not apart)
-        return weight if meet else left  # gradients that meet those of other ranks on the way are weighed before
+        return weight if meet else left  # gradients that are reduced inside the model must be weighted before
 
     def _called(self, weight: float, rows: int) -> None:
         if self.training:
@@ -361,11 +361,11 @@ class PlacedModel(LearningModel):
     def _total(self, rows: int, inputs: Any) -> tuple[int, float, int]:
         """Number of rows that all ranks compute now, weight of this rank's mean loss, and number of the first row.
 
-        Known from the loader for its batches; for other samples, ranks exchange their numbers. So they do in the first
-        batches, and for as long as the model is given something else than what the loader yields.
+        For batches of the loader they are known. For other samples, ranks exchange their numbers. They also exchange
+        them in the first batches, and as long as the model gets inputs that are not the loader's.
 
         Raises:
-            Uneven: the plan shares that many samples in another way (on all ranks).
+            Uneven: ranks have other numbers of samples than the plan gives them (raised on all ranks).
         """
         share, ranks = self.share, self.place.ranks
         own = share is not None and self.learns and len(share.rows) == rows
@@ -395,19 +395,19 @@ class PlacedModel(LearningModel):
         return total, counted * rows * ranks / max(counting, 1), 0
 
     def _total_of(self, share: Share | None) -> tuple[int, float, int]:
-        """What :meth:`_total` gives for the loader's batch. Of a small one some compute a sample that is another's, and
-        that does not count."""
+        """The result of :meth:`_total` for the loader's batch. In a small batch, some ranks compute a sample that
+        counts on another rank."""
         assert share is not None
         ranks = self.place.ranks
         return share.total * ranks if self._whole else max(ranks, share.total), self.weight_now(), share.first
 
     def _from_loader(self, inputs: Any) -> bool:
-        """Whether the model is given tensors of the loader as they came."""
+        """Whether the inputs of the model are unchanged tensors of the loader."""
         known = self.__dict__.get("yielded", ())
         return any(isinstance(t, Tensor) and _where(t) in known for t in pytree.tree_leaves(inputs))
 
     def yields(self, batch: Any) -> None:
-        """Take note of the batch that the loop is given."""
+        """Record the batch that the loop receives."""
         self.__dict__["yielded"] = {_where(t) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()}
 
     def _tell_of_pieces(self, rows: int, mine: int) -> None:
@@ -553,9 +553,9 @@ class PlacedModel(LearningModel):
             )
 
     def _held(self) -> list[tuple[int, ...]]:
-        """What parameters there are: of the model as it was handed in, and of what runs here."""
+        """Identities of the parameters of the original model and of the distributed one."""
         assert self.parallel is not None
-        apart = any(map(replaced, self.parallel.plan.components))  # other objects come and go in their place
+        apart = any(map(replaced, self.parallel.plan.components))  # their parameter objects are replaced in each step
         return [
             (sum(1 for _ in m.parameters()),)
             if apart
@@ -564,14 +564,14 @@ class PlacedModel(LearningModel):
         ]
 
     def remember(self) -> None:
-        """Take note of what parameters there are."""
+        """Record the current parameters."""
         self.__dict__["held"] = self._held()
 
     def unchanged(self) -> None:
-        """Refuse another parameter in the place of one that was spread.
+        """Check that no parameter was replaced since the model was distributed.
 
         Raises:
-            UsageError: as said.
+            UsageError: one was replaced or tied.
         """
         if self.parallel is not None and self.training and self.held is not None and self.held != self._held():
             raise UsageError(
@@ -580,10 +580,10 @@ class PlacedModel(LearningModel):
             )
 
     def batch_ended(self, number: int, *, last: bool, indexed: bool) -> None:
-        """Check that the other ranks did the same with batch ``number`` of an epoch (collective)."""
+        """Check that all ranks made the same calls for batch ``number`` of an epoch (collective)."""
         if self.pace is None or self.parallel is None:
             return
-        # Where a rank that is ahead would meet the others in something else, it hears of them first.
+        # A rank that is ahead checks the counts first, so that it does not enter another collective.
         wait = last or not indexed or not self._alone
         asks = self.trial is not None and self.trial.asks
         if self.pace.behind_batch(
@@ -616,7 +616,7 @@ class Uneven(AsaError):
 
 
 def numbers_here(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor that this rank has."""
+    """The elements of ``tensor`` that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -57,8 +57,8 @@ def record(work: Callable[[], object], device: torch.device, marks: str = "") ->
 
 
 def _released(events: Sequence[Event]) -> list[Event]:
-    """``events`` with a release of what another allocation lies on. Autograd's thread for a CUDA device lets go of the
-    gradients that a node was given after it has left the record."""
+    """``events`` with a release added before each allocation at an address that is still in use. Autograd's thread for
+    a CUDA device releases the gradients of a node after recording has stopped for it."""
     starts: list[int] = []
     sizes: dict[int, int] = {}
     found: list[Event] = []

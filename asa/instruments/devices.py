@@ -36,7 +36,8 @@ class Usage:
 
 @contextmanager
 def watched(card: Card | None = None) -> Iterator[Usage]:
-    """Context that fills in a :class:`Usage` at its end: of the GPU ``card``, or of this process if None."""
+    """Context that yields a :class:`Usage` and fills it at its end: for the GPU ``card``, or for this process if
+    None."""
     usage = Usage()
     began, processor = time.monotonic(), time.process_time()
     with watching(card) as looks:

@@ -73,8 +73,8 @@ def _keep(components: int) -> None:
 
 
 def laid_out(x: Tensor, memory_format: MemoryFormat) -> Tensor:
-    """A batch in the given memory format (images [N, C, H, W] only). Convolutions pass the format on to later
-    layers."""
+    """The batch ``x`` in the given memory format, if it is images [N, C, H, W]; otherwise unchanged. Later layers keep
+    the format of their inputs."""
     if memory_format == "channels_last" and x.dim() == 4:
         return x.contiguous(memory_format=torch.channels_last)
     return x

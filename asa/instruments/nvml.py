@@ -29,8 +29,8 @@ _SM_CLOCK = 1
 """NVML_CLOCK_SM."""
 _MOST_LINKS = 18
 _PATHS = {0: "one board", 10: "one PCIe switch", 20: "PCIe switches", 30: "the host bridge", 40: "one NUMA node"}
-"""Names for NVML's levels at which two GPUs meet (nvmlGpuTopologyLevel_t); all others are the link between
-processors."""
+"""Names of NVML's levels that connect two GPUs (nvmlGpuTopologyLevel_t); any other level is the link between CPU
+sockets."""
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def opened() -> Iterator[Any]:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # whatever keeps it from starting: there is nothing to be asked
+    except Exception:  # any reason for which NVML does not start
         yield None
         return
     try:
@@ -87,7 +87,7 @@ def _named(n: Any, every: Sequence[Any], name: str) -> Any:
 
 
 def joined(n: Any, every: Sequence[Any]) -> dict[str, int]:
-    """Number of pairs of GPUs by their connection: NVLink, or the level of PCIe at which they meet."""
+    """Number of pairs of GPUs by their connection: NVLink, or the PCIe level that connects them."""
     found: Counter[str] = Counter()
     for a, b in combinations(every, 2):
         nvlink = told(n, None, "nvmlDeviceGetP2PStatus", a, b, n.NVML_P2P_CAPS_INDEX_NVLINK) == 0
@@ -149,10 +149,10 @@ class Card:
         rates = told(n, None, "nvmlDeviceGetUtilizationRates", gpu)
         energy = told(n, None, "nvmlDeviceGetTotalEnergyConsumption", gpu)
         bits = told(n, None, "nvmlDeviceGetCurrentClocksEventReasons", gpu)
-        if bits is None:  # as drivers before 535 call it
+        if bits is None:  # the name in drivers before 535
             bits = told(n, 0, "nvmlDeviceGetCurrentClocksThrottleReasons", gpu)
         pids = {p.pid for p in told(n, (), "nvmlDeviceGetComputeRunningProcesses", gpu)}
-        # In a container this process goes by a number of the host's: one of those it cannot recognise is its own.
+        # In a container NVML reports process numbers of the host: one of the unknown ones is this process.
         others = len(pids - {os.getpid()}) if os.getpid() in pids or not _in_container() else max(0, len(pids) - 1)
         return Reading(
             clock_mhz=told(n, None, "nvmlDeviceGetClockInfo", gpu, _SM_CLOCK),
@@ -194,7 +194,7 @@ def card(uuid: str) -> Card | None:
 
         pynvml.nvmlInit()
         return Card(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid.encode()))
-    except Exception:  # no library, no driver, a device that it does not know: nothing to be asked
+    except Exception:  # no library, no driver, or an unknown device
         return None
 
 
@@ -213,8 +213,8 @@ class Meter:
         return None if before is None or self._last.energy_j is None else self._last.energy_j - before
 
     def line(self, seconds: float) -> dict[str, Any]:
-        """Log entry for the ``seconds`` since the last call: ``gpu`` with what is known of utilization (0 to 1, of the
-        last moments), clock, power, and reasons for reduced clocks; empty if nothing is known."""
+        """Log entry for the ``seconds`` since the last call: ``gpu`` with what is known of utilization (0 to 1,
+        current), clock, power, and reasons for reduced clocks; empty if nothing is known."""
         joules = self.joules()
         if self._last is None:
             return {}
@@ -242,13 +242,13 @@ class Watched:
 
     @property
     def others(self) -> int:
-        """Number of other processes on the card, if there were any in a large part of the readings; otherwise 0."""
+        """Number of other processes on the card; 0 if they are in few of the readings only."""
         often = sum(r.others > 0 for r in self.readings) >= max(1.0, _OFTEN * len(self.readings))
         return max((r.others for r in self.readings), default=0) if often else 0
 
     @property
     def disturbed(self) -> str:
-        """Why measurements in this period do not show what the card can do, in words; empty if there is no reason."""
+        """Why measurements in this period are not representative of the card, in words; empty if they are."""
         found = []
         if slowed := [r for r in self.held_back if r not in _USUAL]:
             found.append(f"the GPU's clocks were held back by {' and '.join(slowed)}")

@@ -70,8 +70,8 @@ def rooms(device: torch.device) -> list[Room]:
 
 
 def free_on_host() -> int | None:
-    """Bytes that processes of this host may take beside what all of them hold: of its memory, and of this process's
-    control group. None where the system does not tell."""
+    """Bytes that processes of this host can still allocate, limited by its memory and by the control group of this
+    process; None if the system does not report it."""
     host = _numbers(Path("/proc/meminfo"))
     free = [host["MemAvailable"]] if "MemAvailable" in host else []
     group = _group()

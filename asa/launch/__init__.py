@@ -1,11 +1,10 @@
-"""Processes: starting ranks, joining those a launcher started, messages to the parent, and finding the rank that
-failed.
+"""Processes of ranks: start them, join those of a launcher, send messages to the parent, find the rank that failed.
 
 ::
 
     results = run_ranks(4, function, *args)      # function(rank, *args) on 4 forked ranks of one gloo group
     tell({"loss": 0.7})                          # on a rank: handed to run_ranks(..., on_message=f) as f(rank, message)
-    with join() as place: ...                    # under torchrun: the group it set up, or one already there
+    with join() as place: ...                    # under torchrun: its process group, or an existing one
 """
 
 from __future__ import annotations

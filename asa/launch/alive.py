@@ -1,7 +1,7 @@
 """Heartbeats: every rank counts the points it passes, in memory shared with the process that started it.
 
-A rank that no other waits for (the only one, or all at once) may hang for ever without any collective timing out. The
-process that started the ranks therefore watches the counters, and knows which rank has been silent longest.
+If no rank waits for a hanging one (a single rank, or all ranks hang), no collective times out. The process that started
+the ranks therefore watches the counters, and knows which rank has had no heartbeat for the longest time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 _SLACK_S = 1.5
 """Seconds beyond the timeout: ranks that wait for a hanging one give up first, and report more."""
 _LONGEST = 3.0
-"""Factor on a rank's longest silence so far: steps may take longer than the timeout without being a hang."""
+"""A rank may be silent for this multiple of its longest silence so far, because a step may be longer than the
+timeout."""
 
 
 class _Mine:

@@ -27,8 +27,9 @@ def usable_cores() -> int:
 def bind_to_core(local_rank: int, ranks_here: int) -> None:
     """Bind this process to a core of its own, if there are as many cores as ranks on this machine.
 
-    Other work on that core then slows down this rank only; unbound ranks would take turns, and all seem slow. With more
-    cores than ranks the system's scheduler does better than any fixed rule; with fewer, no rank can have its own.
+    Other work on that core then slows down this rank only; unbound ranks would share the cores, and all would seem
+    slow. Nothing is bound if there are more cores than ranks, because the system's scheduler then does better, or
+    fewer.
     """
     global _shared
     if not hasattr(os, "sched_setaffinity"):

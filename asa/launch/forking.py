@@ -34,19 +34,19 @@ def fork_beside_threads() -> Iterator[None]:
 
 
 def ranks_can_fork() -> bool:
-    """Whether ranks that are forked from this process can compute: CUDA does not survive a fork, nor does autograd once
-    it has started a thread for every CUDA device, which its first backward does, on the CPU too."""
+    """Whether ranks that are forked from this process can compute. They cannot if this process has initialized CUDA, or
+    has started autograd's threads for CUDA devices, which the first backward does, also on the CPU."""
     if torch.cuda.is_initialized():
         return False
-    # Asked twice: a child may lose a race of torch's own threads, rarely.
+    # A second try, because a child rarely hangs in a race between torch's threads.
     return cuda_devices() == 0 or any(_child(torch.ones((), requires_grad=True).backward) == 0 for _ in range(2))
 
 
 def safe_threads(asked: int | None, num_ranks: int) -> int:
     """Number of threads per rank that cannot hang it.
 
-    A process that has computed with several OpenMP threads leaves its forked children a thread pool whose threads do
-    not exist there: a child that computes with one thread is not affected, one with more waits for ever.
+    If a process has computed with several OpenMP threads, its forked children inherit a thread pool without threads. A
+    child that computes with one thread is not affected; one with more hangs.
 
     Raises:
         UsageError: several threads were requested and would hang.
@@ -64,19 +64,19 @@ def safe_threads(asked: int | None, num_ranks: int) -> int:
 
 
 def _fork_computes(threads: int) -> bool:
-    """Whether a forked child can compute with ``threads`` threads; found by trying, since no library tells."""
+    """Whether a forked child can compute with ``threads`` threads; tried out, since no library reports it."""
     global _hung
 
     def compute() -> None:
         torch.set_num_threads(threads)
         torch.ones(1 << 20).add_(1)
 
-    _hung = _hung or _child(compute) is None  # the pool of threads behind it stays
+    _hung = _hung or _child(compute) is None  # the thread pool cannot be removed
     return not _hung
 
 
 def _child(compute: Callable[[], object]) -> int | None:
-    """Exit status of a forked child that does ``compute``; None of one that hangs."""
+    """Exit status of a forked child that calls ``compute``; None if it hangs."""
     with fork_beside_threads():
         pid = os.fork()
     if pid == 0:

@@ -31,9 +31,9 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Collect reference cycles, then return unused memory to the system (glibc's malloc_trim). Call it once after a
-    phase of work; traced modules form cycles, and would stay, with a whole model's weights, until the collector's next
-    full run."""
+    """Collect reference cycles, then return unused memory to the system (glibc's malloc_trim). Call it once after
+    tracing: traced modules form cycles, which would keep the weights of a whole model until the next full
+    collection."""
     gc.collect()
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):

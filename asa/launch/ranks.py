@@ -34,7 +34,7 @@ T = TypeVar("T")
 _log = logging.getLogger("asa")
 
 _GRACE_S = 1.5
-"""Seconds after a failure in a collective in which the rank that caused it may report."""
+"""Seconds to wait, after a failure in a collective, for a report of the rank that caused it."""
 _LAST_WORDS_S = 0.1
 _LEAVE_S = 10.0
 """Seconds that a rank may take to exit after its result has arrived."""
@@ -75,15 +75,15 @@ def run_ranks(
         threads: per rank; if None, the number of cores divided by the number of ranks.
         timeout_s: seconds a rank waits for the others in any collective, and during start-up.
         limit_s: seconds for everything; None for a training run.
-        watched: a rank without a heartbeat (:func:`asa.launch.alive.beat`) for ``timeout_s``, or for three times
-            its longest silence so far, counts as hung, whether another waits for it or not.
+        watched: a rank counts as hung after ``timeout_s`` without a heartbeat (:func:`asa.launch.alive.beat`), or after
+            three times its longest silence so far if that is more, even if no other rank waits for it.
         silence_s: if no rank has a heartbeat for this many seconds, they count as hung.
-        forward_sigterm: forward SIGTERM to the ranks and go on listening (they save and return; it waits for their
-            :func:`~asa.launch.signals.take_sigterm`); a second one kills them. Otherwise the first does. SIGHUP, unless
-            it is ignored, becomes a SIGTERM to the ranks.
+        forward_sigterm: forward SIGTERM to the ranks, which save and return; a second SIGTERM kills them. It is
+            delivered after their :func:`~asa.launch.signals.take_sigterm`. If False, the first SIGTERM kills them.
+            SIGHUP, unless it is ignored, becomes a SIGTERM to the ranks.
         on_message: called here as ``on_message(rank, message)`` for what ranks :func:`~asa.launch.tell`.
-        once_started: called here when all ranks run, to free what only they need. (Without it, ranks that lose each
-            other in gloo during start-up are started again, once.)
+        once_started: called here when all ranks run, to free memory that only they need. If None, ranks are started
+            once more if gloo loses a connection during start-up.
         spare: whether the others continue without a given rank if it is lost (None: never); its result is then None.
         returns: whether a given rank is started again if it is lost, as a :class:`~asa.launch.Latecomer`, while the
             others go on (None: never). One that is lost again and again is started ever later, and in the end no more.
@@ -238,7 +238,7 @@ class _Crew:
         return [self.outcomes[rank].result for rank in range(self.num_ranks)]
 
     def _needed_are_done(self) -> bool:
-        """Whether all ranks that are not spare have a result; the others are then not waited for."""
+        """Whether all ranks that are not spare have a result. The spare ones are then not waited for."""
         back = {r for r, found in self.returns.items() if found.starts}
         needed = [r for r in range(self.num_ranks) if r not in back and (self.spare is None or not self.spare(r))]
         return all(r in self.outcomes and self.outcomes[r].failure is None for r in needed)
@@ -270,7 +270,7 @@ class _Crew:
         return min(ends, default=None)
 
     def _look(self) -> None:
-        """Mark a rank as lost that has been silent for too long."""
+        """Mark a rank as lost if it has had no heartbeat for too long."""
         running = [r for r in range(self.num_ranks) if r not in self.outcomes]
         found = None if self.watch is None else self.watch.late(running)
         if found is not None:
@@ -375,7 +375,7 @@ def _sigterm(crew: _Crew, forward: bool) -> Iterator[None]:
         nonlocal forwarded, hung_up
         if number == signal.SIGHUP:
             leave_terminal()
-            if hung_up and forward:  # the shell and the kernel both say so
+            if hung_up and forward:  # both the shell and the kernel send SIGHUP
                 return
             hung_up = True
         elif forwarded:

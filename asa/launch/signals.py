@@ -1,5 +1,5 @@
-"""Signals that arrive too early: SIGTERM is held back until there is a handler that saves the state, so that it is
-neither lost nor fatal. For the process that started the ranks, a closed terminal (SIGHUP) has the same meaning."""
+"""Blocks SIGTERM until a handler is installed that saves the state, so that an early signal is neither lost nor fatal.
+SIGHUP (the terminal was closed) is handled in the same way in the process that started the ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def held_while_starting(held: bool) -> Iterator[None]:
 
 
 def leave_terminal() -> None:
-    """Redirect standard streams to nowhere if they are a terminal, which is gone, so that writing to them cannot
+    """Redirect standard streams to ``/dev/null`` if they are a terminal that was closed, so that writing cannot
     fail."""
     for stream in (0, 1, 2):
         with contextlib.suppress(OSError):

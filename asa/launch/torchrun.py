@@ -96,8 +96,8 @@ def join(*, backend: str = "gloo", timeout_s: float = 600) -> Iterator[TorchrunR
 
 
 def _remedy(environment: Mapping[str, str]) -> str:
-    """Advice for ranks that use the stores of their agents: an agent keeps the one at which it first met others, so
-    after a node has come or left, two agents may send their ranks to different stores."""
+    """Advice for ranks that use the stores of their agents. An agent keeps its first store, so after a change of nodes
+    two agents may send their ranks to different stores."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""
     return f"; where nodes come and leave, start every torchrun with {OWN_STORE}=1"
@@ -106,12 +106,12 @@ def _remedy(environment: Mapping[str, str]) -> str:
 def _meeting(store: Store, rank: int, num_ranks: int, timeout_s: float) -> str:
     """A random name chosen by rank 0 for this rendezvous; the same on every rank.
 
-    A store may outlive the ranks, and contain entries of earlier ranks. The launcher's count of restarts does not tell
-    them apart: an elastic launcher does not count a node that came or left, and each node counts for itself. So every
-    rank asks under a name of its own, and rank 0 answers until all have their answer.
+    A store may outlive the ranks, and contain entries of earlier ranks. The launcher's number of restarts does not
+    distinguish them: an elastic launcher does not count changes of nodes, and each node has its own count. So every
+    rank asks under a random name, and rank 0 replies until every rank has its reply.
 
     Raises:
-        DistError: not all ranks came in time.
+        DistError: not all ranks arrived in time.
     """
     mine = secrets.token_hex(8)
     if rank:

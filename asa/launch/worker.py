@@ -60,8 +60,8 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a rank is given at its start. It dies with the process ``parent``; ``counters`` receives its heartbeats and
-    ``steps`` its current step, if they are watched. ``late``: it is a :class:`Latecomer`."""
+    """Start-up settings of a rank. It ends with the process ``parent``. If heartbeats are watched, they are counted in
+    ``counters``, and ``steps`` has the current step. ``late``: it is a :class:`Latecomer`."""
 
     rank: int
     num_ranks: int
@@ -108,11 +108,11 @@ def tell(message: Any) -> None:
 
 
 _SOONER = 500
-"""Points, of a thousand, that a rank adds to its score when the kernel chooses a process to kill."""
+"""Value added to the rank's OOM score (of 1000), by which the kernel chooses a process to kill."""
 
 
 def _go_first() -> None:
-    """Let the kernel kill this rank, if memory runs out, rather than its parent, which can plan again."""
+    """Let the kernel kill this rank rather than its parent if memory runs out, because the parent can plan again."""
     with contextlib.suppress(OSError, ValueError):
         score = Path("/proc/self/oom_score_adj")
         score.write_text(str(min(1000, int(score.read_text()) + _SOONER)))
@@ -127,7 +127,7 @@ def work(
 ) -> None:
     """Body of a rank's process. Never returns: every path ends in ``os._exit``, after a report if one can be made.
 
-    (A plain exit would run destructors of a group whose peers are gone; these abort, and the wrong rank is blamed.)
+    A plain exit would run destructors of a process group without peers. These abort, and the wrong rank is blamed.
     """
     global _parent
     code, met = 1, False
@@ -257,7 +257,7 @@ def _enter(setting: Setting) -> None:
     if setting.where.interface is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = setting.where.interface
     elif sys.platform == "linux":
-        # All ranks are here; the host's own name may resolve to an interface that is not.
+        # All ranks are on this host; its name may resolve to an interface that is not usable.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     faults.reached("rendezvous")
     timeout = timedelta(seconds=setting.timeout_s)

@@ -1,4 +1,4 @@
-"""The adaptive loop: runs, observes, finds what is slow, and changes the plan if that pays."""
+"""Re-planning during a run: train, observe, find slow ranks and links, and change the plan if that saves time."""
 
 from __future__ import annotations
 

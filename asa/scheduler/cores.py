@@ -1,4 +1,4 @@
-"""Processes that share one core: they take turns on it, and an idle one leaves its time to the others."""
+"""Groups of processes that share one core. If one of them is idle, the others compute faster."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def groups_of(measured: Measurements) -> Groups:
 
 @dataclass
 class Cores:
-    """Groups of processes that share a core. ``seen``: in the last window; ``believed``: those under which the current
-    estimates for ranks were measured, which follow some steps later."""
+    """Groups of processes that share a core. ``seen``: groups in the last window; ``believed``: groups for which the
+    current estimates of ranks were measured, some steps later."""
 
     seen: Groups = ()
     believed: Groups = ()

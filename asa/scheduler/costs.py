@@ -1,8 +1,7 @@
-"""Estimates of the factors by which each process computes, and each level of links carries, slower than the original
-files.
+"""Slow-down factors of each process and of each level of links, relative to the original profile and cluster.
 
-Every factor is measured relative to what the *original* profile and cluster predict for the current plan: factors from
-several plans are then comparable, and a correction is not measured again.
+A factor is measured time over the time that the *original* profile and cluster predict for the current plan. So factors
+measured under several plans are comparable, and a correction is never applied twice.
 
 A factor is the logarithm of a ratio with a variance (a one-dimensional Kalman filter): a new window is weighted by its
 certainty, and older ones are forgotten as the variance grows from window to window. A window that differs by more than
@@ -22,11 +21,11 @@ from asa.ir.codec import noun
 from asa.ir.measurements import Measurements, Transfer
 
 LIKE = math.log(1.1)
-"""Difference of factors below which ranks count as equal, and levels as originally measured (so do differences of up to
-four standard deviations), so that noise excludes no rank."""
+"""Difference of logarithms below which ranks count as equally fast, and levels as unchanged. Differences of up to four
+standard deviations count as equal, too, so that no rank is excluded because of noise."""
 STOLEN_SHARE, _MOST_STOLEN = 0.1, 0.25
-"""Fractions of the time in which others used a rank's core: from the first on it is reported, from the second on its
-transfers are not used for links, because a processor that copies messages makes other ranks wait."""
+"""Fractions of the time in which other programs used a rank's core. Above the first this is reported. Above the second
+the rank's transfers are not used for links, because a busy core that copies messages delays other ranks."""
 MIN_STEPS = 10
 """Number of steps, in one window or several successive ones, that can show a change."""
 _PROBES = 3
@@ -40,14 +39,15 @@ _FLOOR = 0.03**2
 _UNLIKE = 0.15**2
 """Largest variance added because kinds of transfers differ, so that no single factor fits all."""
 _SURE, _SURER = 3.0, 4.0
-"""Numbers of standard deviations for a change of a factor, and for a difference on which plans depend."""
+"""Numbers of standard deviations that are required for a change point, and for a difference that plans are based on."""
 _NORMAL_P90 = 1.2816
 
 
 @noun
 class Factor:
     """Estimate of one factor: ``mean`` and ``variance`` of the logarithm of measured over expected, after ``steps``
-    steps. ``doubt``: the mean over ``doubtful`` steps that differ, too few so far to be believed."""
+    steps. ``doubt``: mean over the last ``doubtful`` steps, if they differ from it but are too few for a change
+    point."""
 
     mean: float = 0.0
     variance: float = _PRIOR
@@ -57,7 +57,7 @@ class Factor:
 
     @property
     def known(self) -> bool:
-        """Whether it is based on enough steps to act on."""
+        """Whether it is based on enough steps for a decision."""
         return self.steps >= MIN_STEPS
 
     @property
@@ -67,7 +67,8 @@ class Factor:
 
     @property
     def latest(self) -> float:
-        """:attr:`ratio`, or that of the steps that differ once they are half as many as it takes to believe them."""
+        """The ratio of the differing steps, if there are half as many as a change point needs; otherwise
+        :attr:`ratio`."""
         return math.exp(self.doubt) if 2 * self.doubtful >= MIN_STEPS else self.ratio
 
     def aged(self, steps: int) -> Factor:
@@ -112,11 +113,11 @@ class Slowness:
             shift = turns(group, processes, worked)
             for p in group:
                 ranks[p] += shift
-        least = min(ranks)  # of logarithms beyond what is common to all none is below 0
+        least = min(ranks)  # logarithms in addition to the common one are never below 0
         return replace(self, common=self.common + least, ranks=tuple(r - least for r in ranks), sharing=())
 
     def apart(self, other: Slowness) -> float:
-        """Largest difference in any of the estimates that plans are chosen by."""
+        """Largest difference between the two in any estimate that affects the choice of a plan."""
         if [g for g, _ in self.sharing] != [g for g, _ in other.sharing]:
             return math.inf
         pairs = [(self.common, other.common), *zip(self.ranks, other.ranks, strict=True)]
@@ -150,7 +151,7 @@ def turns(group: Sequence[int], processes: Sequence[int], worked: int) -> float:
 class Costs:
     """Estimates of the factors of ``processes`` processes and ``levels`` levels of links.
 
-    ``apart``: whether anything was ever measured for each rank; until then one factor of the whole step stands for all.
+    ``apart``: whether ranks were ever measured separately; until then one factor of the whole step is used for all.
     """
 
     def __init__(self, processes: int, levels: int) -> None:
@@ -159,13 +160,14 @@ class Costs:
         self.pace = Factor()
         """Factor of the whole step under the current plan."""
         self.biases = [0.0] * levels
-        """Logarithms by level: slowdown of transfers under the current plan that the step does not show."""
+        """Slowdown of transfers by level, as logarithms, that is not confirmed by the step time under the current
+        plan."""
         self.apart = False
         self._probes: dict[int, deque[float]] = {}
         self._last: Slowness | None = None
 
     def moved(self) -> None:
-        """Forget what holds only for the previous plan."""
+        """Discard estimates that are valid only for the previous plan."""
         self.pace, self.biases = Factor(), [0.0] * len(self.levels)
         self._probes = {}
 
@@ -216,7 +218,7 @@ class Costs:
         for p, seconds in enumerate(probe.compute_s[: len(self.ranks)]):
             if seconds > 0 and math.isfinite(seconds):
                 self._probes.setdefault(p, deque(maxlen=_PROBES)).append(math.log(seconds))
-        # A probe is short, and whoever else computes just then makes it longer: what lasts is in each of several.
+        # Other programs can disturb a short probe, so the shortest of several successive ones counts.
         least = {p: min(logs) for p, logs in self._probes.items()}
         working = [p for p in processes if p in least and self.ranks[p].known]
         if working:
@@ -233,7 +235,7 @@ class Costs:
             if should and t.n > 0 and t.seconds > 0 and math.isfinite(t.seconds):
                 by_level.setdefault(t.level, []).append((t.seconds * t.n, should * t.n))
         for level, found in by_level.items():
-            # The time they take in all: less bandwidth leaves small messages as they were.
+            # Total time, because lower bandwidth hardly changes small messages.
             total = sum(took for took, _ in found)
             value = math.log(total / sum(should for _, should in found))
             off = sum(took * (math.log(took / should) - value) ** 2 for took, should in found) / total
@@ -295,7 +297,7 @@ class Costs:
 
 
 def _apart(variance: float) -> float:
-    """The difference from which on a logarithm with this variance counts as different."""
+    """The smallest difference of a logarithm with this variance that counts as a difference."""
     return max(LIKE, _SURER * math.sqrt(variance))
 
 

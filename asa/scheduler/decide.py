@@ -1,10 +1,10 @@
 """Decisions of the leading rank after each window of steps: corrected costs, findings, and whether another plan pays.
 
 Another plan is searched for when the factors have changed since the last search. Both plans are priced under the same
-factors, and the gain is their ratio times the measured step: a machine that is merely slower promises no gain. Since it
-is unknown how long a disturbance will last, a change waits until the loss so far would have paid for it (ski rental: at
-most twice the cost of the best decision in hindsight), and it is made if, over joint draws of the factors, it pays over
-the remaining steps with enough confidence.
+factors, and the gain is their relative difference times the measured step, so a uniform slow-down gives no gain. Since
+it is unknown how long a disturbance will last, a change waits until the time lost so far equals its cost (ski rental:
+at most twice the cost of the best decision in hindsight). It is then made if joint draws of the factors show with
+enough confidence that it saves time over the remaining steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asa.scheduler.model import Answer, Asked, Model, Question, rung, same
 from asa.scheduler.policy import Policy
 
 _CLEAR = 5
-"""Number of steps from which on a change may be judged, if its effect is clear."""
+"""Smallest number of steps after which a change is judged if its effect is clear."""
 _BEYOND_DOUBT = 0.10
 
 
@@ -57,7 +57,7 @@ class Change:
 @dataclass(kw_only=True)
 class _Option:
     """Another plan that seems faster: seconds lost without it so far, and over how many steps; ``owed``: steps before
-    the search that count, too, because the slowness was observed over so many."""
+    the search that count as lost, too, because the slow-down was already measured in them."""
 
     target: Placement
     ratio: float
@@ -121,7 +121,7 @@ class Decider:
         if -1 in bad:
             return None
         steps = max(1, min(steps, measured.step_time.n))
-        if self._search_beside is not None:  # it takes time of the cores: these steps say nothing of the machine
+        if self._search_beside is not None:  # the search uses the cores, so these steps are not representative
             return self._answered(self._search_beside, current, measured, steps, left)
         expected = self._expectation(current)
         exposed = self._exposed.level(current, measured, expected, self.costs.slowness(), steps)
@@ -138,7 +138,7 @@ class Decider:
             self.found += self._findings.slow(
                 slowness, measured, expected, current.processes, apart=self.costs.apart, steps=steps
             )  # fmt: skip
-            said = self._findings.said  # nobody changes a plan for a mood of the machine
+            said = self._findings.said  # short disturbances do not change a plan
             slowness = replace(slowness, common=said.common, ranks=said.ranks, levels=said.levels)
         for f in self.found:
             if f.cause not in ("data", "figures"):
@@ -153,7 +153,7 @@ class Decider:
             if slowness.apart(self._solved) > LIKE:
                 self.reason = "waiting after a change that did not help"
             return None
-        if self._groups.believed != self._groups.seen:  # what ranks will take is not known yet
+        if self._groups.believed != self._groups.seen:  # the times of ranks are not known yet
             return None
         if (slowness.apart(self._solved) > LIKE or heavy) and not self._search(current, measured, slowness):
             self._missed = steps
@@ -163,7 +163,7 @@ class Decider:
     def _answered(
         self, asked: tuple[Asked, Slowness], current: Placement, measured: Measurements, steps: int, left: int | None
     ) -> Change | None:
-        """What a search beside training came to, once it has ended."""
+        """Handle the answer of a search that runs during training; returns the change to make, if any."""
         search, slowness = asked
         self._missed += steps
         answer, failed = None, ""
@@ -178,7 +178,7 @@ class Decider:
         return self._weigh(current, measured, slowness, self._missed, left)
 
     def close(self) -> None:
-        """End a search that still goes on."""
+        """Stop a search that is still running."""
         if self._search_beside is not None:
             self._search_beside[0].stop()
             self._search_beside = None
@@ -209,9 +209,9 @@ class Decider:
     def _credible(self, current: Placement, measured: Measurements, slowness: Slowness) -> Slowness:
         """``slowness``, unless links seem slower (or faster) than the step time confirms.
 
-        A transfer during computation takes longer than one alone, for which the tables are: if the step is explained
-        better without that, it is an artefact of the measurement, and subtracted from here on. Transfers that have
-        become faster are believed as soon as the step does not contradict.
+        A transfer during computation takes longer than the tables say, which were measured without computation. If the
+        step time is explained better without this slow-down, it is subtracted from now on. A transfer that became
+        faster is accepted unless the step time contradicts it.
         """
         before = self._solved.levels
         if max((abs(a - b) for a, b in zip(slowness.levels, before, strict=True)), default=0.0) <= LIKE:
@@ -222,36 +222,37 @@ class Decider:
             now - old > LIKE and abs(now - slowness.common) > LIKE
             for now, old in zip(slowness.levels, before, strict=True)
         )
-        if worse and logs[0] - logs[1] < self.policy.min_gain:  # what is lost by it is not worth a word
+        if worse and logs[0] - logs[1] < self.policy.min_gain:  # too small a loss to report
             return without
         told = self._exposed.told_apart(current, measured, expected, slowness, without)
         if told is None:
             pace = self.costs.pace
             last = math.log(typical(measured) / expected.step_s)
             if pace.doubtful or (not worse and abs(last - pace.mean) > LIKE / 2):
-                return without  # the step changes just now, too: by how much is known a window later
+                return without  # the step time changes, too; the next window shows by how much
             seen = math.log(self._step_s(current, measured))
             off = [abs(seen - log) for log in logs]
             changed = max(abs(a - b) for a, b in zip(slowness.levels, before, strict=True))
             beside = math.log(self.model.cluster.overlap.communication_slowdown) + LIKE
-            # Where the step does not tell, what computation beside it may do to a transfer.
+            # If the step time shows nothing, allow for the slow-down of a transfer by computation.
             told = off[1] + _TOLD >= off[0] and (off[1] > off[0] + _TOLD or changed > beside)
         if told:
             return slowness
         for level, (now, old) in enumerate(zip(slowness.levels, before, strict=True)):
-            if now - old > LIKE:  # nothing makes a transfer look faster than it is: the step may show it a window later
+            if now - old > LIKE:  # a transfer never looks too fast, and the step time may follow in the next window
                 factor = self.costs.levels[level]
                 self.costs.biases[level] += factor.mean - old
                 self.costs.levels[level] = replace(factor, mean=old)
         return without
 
     def _step_s(self, current: Placement, measured: Measurements) -> float:
-        """Seconds of a step at present: over the windows since the last change."""
+        """Seconds of a step, measured over the windows since the last change."""
         pace = self.costs.pace
         return self._expectation(current).step_s * pace.latest if pace.known else typical(measured)
 
     def _search(self, current: Placement, measured: Measurements, slowness: Slowness) -> bool:
-        """Look for a faster plan under ``slowness``. False: beside training, and the answer comes later."""
+        """Search for a faster plan under ``slowness``. Returns False if the search runs during training and answers
+        later."""
         self._solved = slowness
         solved: list[Placement] = []
         failed = ""
@@ -266,13 +267,13 @@ class Decider:
             solved = self.model.best(current, measured, slowness)
         except AsaError as error:
             failed = f"no other plan: {error}"
-        except Exception as error:  # a search that breaks does not end a run that trains
+        except Exception as error:  # an error of the search does not end training
             failed = f"no other plan: the search broke with {type(error).__name__}: {error}"
         self._choose(current, slowness, solved, failed)
         return True
 
     def _choose(self, current: Placement, slowness: Slowness, solved: list[Placement], failed: str) -> None:
-        """The fastest under ``slowness`` of the plans ``solved`` and those that ran before."""
+        """Choose the fastest plan under ``slowness`` among ``solved`` and those that ran before."""
         before, self._option = self._option, None
         known = [p for p in self._known if not same(p, current)]
         if not any(same(p, current) for p in self._known):
@@ -293,18 +294,18 @@ class Decider:
             why = failed or "solved again: this plan stays the best"
             self._say("keep", f"{why}{kept}")
             return
-        # Of plans that take as long, the one that has run before.
+        # Of equally fast plans, prefer one that ran before.
         best = next(i for i, s in enumerate(times) if s <= times[best] * (1 + _SAME))
         target = options[best]
         cost_s = self._rebuild_s + self.model.move_s(current, target, slowness)
         self._option = _Option(target=target, ratio=times[best] / priced, cost_s=cost_s)
-        if before is not None:  # what was lost is lost, be it to this plan or to one much like it
+        if before is not None:  # time lost so far also counts for a similar plan
             self._option.lost_s, self._option.steps, self._option.owed = before.lost_s, before.steps, before.owed
 
     def _weigh(
         self, current: Placement, measured: Measurements, slowness: Slowness, steps: int, left: int | None
     ) -> Change | None:
-        """The change to the other plan if it pays by now; otherwise None."""
+        """The change to the other plan, if the time lost so far justifies it; otherwise None."""
         option = self._option
         if option is None:
             return None
@@ -320,7 +321,7 @@ class Decider:
         if option.lost_s < cost_s:
             self._wait(option, f"a change costs {seconds(cost_s)}, {seconds(option.lost_s)} were lost so far")
             return None
-        if option.steps < 2 * option.asked_at:  # the answer hardly differs from the last one
+        if option.steps < 2 * option.asked_at:  # the result would hardly differ from the last one
             return None
         if self._drawn is None and self.model.apart is not None and not self._search(current, measured, slowness):
             self._missed = 0
@@ -348,7 +349,7 @@ class Decider:
     def _confidence(
         self, current: Placement, option: _Option, slowness: Slowness, step_s: float, horizon: int
     ) -> float:  # fmt: skip
-        """Fraction of joint draws of the factors in which the change pays over ``horizon`` steps."""
+        """Fraction of joint draws of the factors in which the change saves time over ``horizon`` steps."""
         policy, seed = self.policy, self._windows
         noise = random.Random(-seed)
         answer, self._drawn, pair = self._drawn, None, (current, option.target)
@@ -366,8 +367,8 @@ class Decider:
         return won / len(drawn)
 
     def _untried(self, current: Placement, target: Placement, slowness: Slowness) -> float:
-        """By how much, as a logarithm, a plan for other ranks that never ran here may take longer than it is priced at,
-        give or take as much: where all ranks are faster than promised, the machine is, or the plan in force alone."""
+        """Uncertainty, as a logarithm, of the price of a plan for other ranks that never ran here. It is above 0 if all
+        ranks are faster than predicted: either the machine is faster, or only the current plan."""
         known = any(same(target, p) for p in self._known)
         other = rung(current, target) in ("fewer", "more")
         return max(0.0, -slowness.common) / 2 if other and not known else 0.0
@@ -412,7 +413,7 @@ class Decider:
             self.costs.leave(
                 group, turns(group, change.target.processes, sum(p in group for p in change.before.processes))
             )
-        if self._groups.believed:  # ranks on one core have more of it now, or less
+        if self._groups.believed:  # ranks that share a core now have a larger or smaller part of it
             self._findings.said = self.costs.slowness()
         self._next_s = change.promised_s
         if change.kind == "rollback":
@@ -449,6 +450,6 @@ class Decider:
 
 
 _TOLD = 0.01
-"""Difference of the logarithms of two times that a step can show."""
+"""Smallest difference of the logarithms of two step times that can be measured."""
 _SAME = 0.005
 """Difference of factors below which a plan is not priced again, and of times that count as equal."""

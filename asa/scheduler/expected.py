@@ -24,7 +24,7 @@ class Expected:
         self.step_s = verify(plan, profile, cluster, strategies).step_time_s
         ranks = Ranks(plan, profile, cluster, strategies)
         self.own_s = ranks.compute()
-        # A measured transfer says what links it crossed, not which ranks: the plan knows their stride.
+        # A measured transfer has its links, but not its ranks; their stride comes from the plan.
         carried = ranks.carried()
         self._strides = {(c.level, c.ranks): c.stride for c in carried if c.op != "send_recv"}
         self.levels = frozenset(c.level for c in carried)
@@ -43,7 +43,7 @@ class Expected:
             return self._alone.handover(transfer.num_bytes, border, 1)
         stride = self._strides.get((level, transfer.group_size))
         links = self._alone if stride is None else self._links
-        if stride is None:  # not of the plan: a test of all ranks, or of those next to each other
+        if stride is None:  # not a transfer of the plan, but a probe of all ranks or of neighbours
             stride = 1 if transfer.group_size > border else border
         try:
             return links.taken(transfer.op, transfer.num_bytes, transfer.group_size, stride)  # type: ignore[arg-type]

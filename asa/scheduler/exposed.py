@@ -1,5 +1,5 @@
-"""Estimates the slowness of links from exposed communication where no single transfer shows it: gradients sent as
-messages are only visible so, and a link that sends small messages immediately may be full of large ones."""
+"""Estimates the slow-down of links from exposed communication, if no single timed transfer shows it. Gradient messages
+are not timed one by one, and a link that is fast for small messages may be slow for large ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def _own(current: Placement, expected: Expected, known: Slowness) -> float:
 
 
 class Exposed:
-    """Remembers the last answer, because prices of whole steps are expensive."""
+    """Slow-down of links from exposed communication. Caches the last result, because pricing whole steps is
+    expensive."""
 
     def __init__(self, price: Callable[[Placement, Slowness], float]) -> None:
         self._price = price

@@ -21,7 +21,7 @@ DATA_SHARE = 0.10
 """Fraction of a step spent waiting for input from which on it is reported, and again for each further such fraction."""
 _EVERYBODY = -1
 _AWRY = 2.0
-"""Multiple of the step from which on the time of a part is attributed to an error of the clock."""
+"""A part that takes longer than this multiple of the step is attributed to an error of the clock."""
 
 
 @noun
@@ -47,7 +47,7 @@ def awry(measured: Measurements) -> dict[int, str]:
         figures = {"computing": rank.own_s, "waiting": rank.waiting_s, "waiting for data": rank.data_wait_s}
         for what, seconds in figures.items():
             limit = math.inf if what == "waiting for data" else most
-            if not 0 <= seconds <= limit:  # NaN is none of it
+            if not 0 <= seconds <= limit:  # this is true for NaN, too
                 found.setdefault(process, f"{seconds:g} s of {what} in a step of {step.median:.3g} s")
     return found
 
@@ -89,8 +89,8 @@ def _others(measured: Measurements, processes: Sequence[int]) -> str:
 
 @dataclass
 class Findings:
-    """Findings so far, so that nothing is reported twice. ``said``: the lasting factors, by which plans are chosen,
-    too."""
+    """The findings so far, so that nothing is reported twice. ``said``: the reported factors, with which plans are
+    chosen, too."""
 
     cluster: Cluster
     said: Slowness
@@ -211,12 +211,12 @@ class Findings:
         self, now: Slowness, measured: Measurements, expected: Expected, processes: Sequence[int],
         differ: tuple[bool, list[bool], list[bool]], *, apart: bool,
     ) -> list[Finding]:  # fmt: skip
-        """Findings on everything that is said to ``differ``: common factor, ranks, levels."""
+        """Findings on the common factor, the ranks and the levels for which ``differ`` is true."""
         found, (common, ranks, levels) = [], differ
         step, should = typical(measured), expected.step_s
         seen = f"{step:.3g} s a step, {should:.3g} s expected"
         every = False
-        # Faster than promised is no news, but the costs to plan with all the same.
+        # A speed-up is not reported, but planning uses it.
         if common and max(now.common, self.said.common) > LIKE:
             every = not apart or (bool(levels) and all(levels))
             what = "everything takes" if every else "the compute of all ranks takes"
@@ -228,7 +228,7 @@ class Findings:
             if not ranks[process]:
                 continue
             line = f"rank {process}'s compute takes {_times(now.common + log)}"
-            if log > 0 and now.common + log <= LIKE:  # what was predicted is longer than what others take
+            if log > 0 and now.common + log <= LIKE:  # the prediction is longer than the time of others
                 line = f"rank {process}'s compute takes {math.exp(log):.3g} times as long as that of others"
             if log == 0 < len([r for i, r in enumerate(now.ranks) if i != process and r == 0]):
                 line += ", no longer than that of others"

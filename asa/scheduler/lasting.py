@@ -32,8 +32,8 @@ def disturbed(measured: Measurements, processes: Sequence[int]) -> list[int] | N
 
 @dataclass
 class Moods:
-    """Usual difference between successive windows of a run, learned from the ranks' own times; from the 90th
-    percentile, so that real changes are not part of it."""
+    """Usual variation of the ranks' own times between successive windows. It is learned from the 90th percentile, so
+    that real changes are excluded."""
 
     _last: dict[int, float] = field(default_factory=dict)
     _apart: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOWS))
@@ -50,7 +50,7 @@ class Moods:
 
     @property
     def like(self) -> float:
-        """The difference of logarithms from which on it counts as one."""
+        """The smallest difference of logarithms that exceeds the usual variation."""
         if len(self._apart) < _FEW:
             return LIKE
         return max(LIKE, _SURE * quantiles(self._apart, n=10)[-1] / (_NORMAL_P90 * math.sqrt(2)))

@@ -1,4 +1,4 @@
-"""The loop over epochs: run, observe, agree, change the plan if it pays, save. A change that does not help is
+"""The loop over epochs: train, observe, agree on a plan, change it if that saves time, save. A change without effect is
 undone."""
 
 from __future__ import annotations
@@ -144,9 +144,9 @@ def adapt(
 
     If the executor can be observed between steps, the leading rank does so about once per line of its log, otherwise
     after every epoch: it corrects ``model`` (None: the plan never changes) by the measurements, reports what is slow,
-    and all processes change to a plan that is faster under the corrected costs if that pays. The next steps show
-    whether it does: a slower one is undone, and nothing is tried for a while. ``following``: another rank leads and has
-    the model. ``keep``: called with the estimated costs after every epoch, on the leading rank.
+    and all processes change to a plan that is faster under the corrected costs if this pays for the change. If the next
+    steps are not faster, the change is undone, and no other is made for a while. ``following``: another rank leads and
+    has the model. ``keep``: called with the estimated costs after every epoch, on the leading rank.
     """
     loop = _Loop(executor, announce, model, policy or Policy(), following)
     try:
@@ -168,8 +168,8 @@ def adapt(
                 measurements=finite(outcome.measurements),
                 verdict=loop.verdict(outcome.measurements),
             )
-            # The record before the checkpoint that makes a run go on behind this epoch, the checkpoint before a change
-            # of plan: whatever ends the run in between, nothing is lost.
+            # Order: first the record, because after the checkpoint a resumed run skips this epoch; then the checkpoint,
+            # before a change of plan. So nothing is lost if the run ends in between.
             announce({"event": "epoch", **codec.to_data(record), "line": record.verdict.reason})
             executor.save(epoch)
             if agreed is not None and not loop.move(agreed):

@@ -2,7 +2,7 @@
 
 A rank needs state, which is known exactly, and saved and transient memory, measured component by component. The
 correction is one factor on the latter: the smallest for which the prediction for the plan reaches the observed need. If
-allocations failed although that much memory exists (fragmentation, other processes), the limit is what was reached.
+allocations failed below the limit (fragmentation, other processes), the memory that was reached is the new limit.
 Every correction after a shortage allows less than the plan that failed, so that it cannot be chosen again.
 """
 
@@ -24,7 +24,7 @@ from asa.planner import Request, verify
 from asa.planner import plan as solve
 
 MOST_SCALE = 16.0
-"""Largest correction; more has other causes than the model of a component."""
+"""Largest correction factor; a larger error has other causes than the memory model."""
 _LESS = (0.95, 0.85, 0.65)
 """Largest predicted memory of a rank at the first, second and later attempts, as a fraction of the corrected prediction
 for the failed plan."""
@@ -77,11 +77,11 @@ def corrected(
 
 
 def among(ranks: int, correction: Correction, shortage: Shortage, attempt: int) -> Correction | None:
-    """``correction`` for ``ranks`` ranks, fewer than ran out of the memory of their host; None where that is not what
-    ran out.
+    """``correction`` for ``ranks`` ranks, fewer than before, after the memory of their host ran out; None after another
+    shortage.
 
-    All that was free is shared by processes that each hold something without a model, too: its even part, less what
-    the plan promised. Fewer of them have as much more each as their even parts are larger.
+    The free memory of the host is divided evenly among the processes. Each process also needs memory outside the
+    model: its even part minus the prediction. With fewer processes, each has more by the growth of the even part.
     """
     free, plan = shortage.free_bytes, shortage.plan
     if free is None or shortage.cause != "killed" or correction.memory_bytes is None:
@@ -92,8 +92,8 @@ def among(ranks: int, correction: Correction, shortage: Shortage, attempt: int) 
 
 
 def _needed(shortage: Shortage, cluster: Cluster) -> int | None:
-    """Bytes that the rank needs at least, counted like the prediction: a host reports what a process holds, not what of
-    it is alive. None if unknown."""
+    """Bytes that the rank needs at least, counted like the prediction: a host reports the allocated bytes of a
+    process, which include freed blocks. None if unknown."""
     used = shortage.used_bytes
     if used is None:
         return None
@@ -136,5 +136,5 @@ def plan_again(
         time_limit_s=time_limit_s,
     )
     found = solve(heavier_profile(on_device(profile, cluster), correction.scale), cluster, strategies, request)[0]
-    # It remembers the profile it can be planned from again, and what was made of that.
+    # The new plan records the original profile and the correction.
     return replace(found, profile_fingerprint=plan.profile_fingerprint, memory_scale=correction.scale)

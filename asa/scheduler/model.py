@@ -38,8 +38,8 @@ Deviations = tuple[tuple[float, ...], tuple[float, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Is another plan faster than ``current`` under ``slowness``? ``known``: plans that ran before. ``draws``: how many
-    joint draws of the factors, which are known as well as ``deviations`` says."""
+    """Is another plan faster than ``current`` under ``slowness``? ``known``: plans that ran before. ``draws``: number
+    of joint draws of the factors, with the standard deviations ``deviations``."""
 
     current: Placement
     known: tuple[Placement, ...]
@@ -52,8 +52,8 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The best plans ``found`` (see :meth:`Model.best`), and seconds of a step of each of ``placements``, which are the
-    current plan, the known ones and those, under every one of the ``draws``."""
+    """The best plans ``found`` (see :meth:`Model.best`). ``placements``: the current plan, the known ones and these.
+    ``draws``: seconds of a step of each placement, one tuple per joint draw."""
 
     found: list[Placement]
     placements: list[Placement]
@@ -61,13 +61,13 @@ class Answer:
 
 
 class Asked(Protocol):
-    """A search for another plan that goes on beside training."""
+    """A search for another plan that runs during training."""
 
     def found(self) -> Answer | None:
-        """What :meth:`Model.answer` returns; None while that is not known.
+        """The result of :meth:`Model.answer`; None while the search is running.
 
         Raises:
-            AsaError: nothing fits, or the search broke.
+            AsaError: no plan fits, or the search failed.
         """
         ...
 
@@ -78,8 +78,8 @@ class Asked(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The files that the run's plan was made from, the strategies there are, and how to solve again (see
-    :data:`Solve`). ``apart``: has :meth:`answer` computed beside training; None to wait for it."""
+    """The profile and cluster of the run's plan, the strategies, and the planner (see :data:`Solve`). ``apart``: starts
+    :meth:`answer` in another process during training; None to wait for it."""
 
     profile: Profile
     cluster: Cluster
@@ -137,7 +137,7 @@ class Model:
             for p in members:
                 blocks.setdefault(p // size, []).append(p)
             inner = [ordered(b, level - 1) for b in blocks.values()]
-            # Blocks that are not whole come last: a plan counts on whole ones in front.
+            # Incomplete blocks come last, because a plan assumes complete blocks first.
             inner.sort(key=lambda b: (-len(b), max(map(slow, b)), min(place[p] for p in b)))
             return [p for b in inner for p in b]
 
@@ -150,9 +150,9 @@ class Model:
         return price_plan(placement.plan, profile, cluster, self.strategies).cost.total_s
 
     def best(self, placement: Placement, measured: Measurements, slowness: Slowness) -> list[Placement]:
-        """The best plan under ``slowness`` for the same processes, and which of them run it. If some are slow, also the
-        best one without those, which a short search finds reliably, since devices are then equal. If some share a core,
-        also the best one with one process on every core.
+        """The best plans under ``slowness``, each with its processes. The first may use all current processes. If some
+        are slow, there is also the best plan without them: its devices are equal, so a short search finds it reliably.
+        If some share a core, there is also the best plan with one process per core.
 
         Raises:
             InfeasibleError: nothing fits.
@@ -185,7 +185,7 @@ class Model:
         return Placement(plan=found, processes=order[: found.num_ranks])
 
     def answer(self, question: Question) -> Answer:
-        """The answer to a question, computed here.
+        """The answer to ``question``, computed in this process.
 
         Raises:
             InfeasibleError: nothing fits.
@@ -222,8 +222,8 @@ class Model:
         return found
 
     def move_s(self, old: Placement, new: Placement, slowness: Slowness) -> float:
-        """Seconds to move the state of ``old`` to where ``new`` needs it: all of it over the links in their present
-        state; 0 if only the split of the batch changes."""
+        """Seconds to send the whole state of ``old`` over the links under ``slowness``; 0 if only the split of the
+        batch changes."""
         if rung(old, new) == "split":
             return 0.0
         everyone = sorted({*old.processes, *new.processes})
@@ -250,7 +250,7 @@ def rung(old: Placement, new: Placement) -> str:
 
 
 def same(one: Placement, other: Placement) -> bool:
-    """Whether both run the same on the same processes, whatever is predicted."""
+    """Whether both placements have the same plan on the same processes; predictions are not compared."""
     if one is other:
         return True
     return one.plan.conduct == other.plan.conduct and one.processes == other.processes

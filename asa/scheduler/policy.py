@@ -11,12 +11,12 @@ from asa.ir.units import seconds
 class Policy:
     """When to change the plan. ``min_gain``: relative gain below which a change is not worth its risk. ``confidence``:
     required probability that a change pays. ``draws``: number of joint draws of the factors for it; ``model_error``:
-    standard deviation of the ratio of two predictions in addition to theirs. ``rebuild_s``: seconds of a change besides
-    moving state, before one was timed. ``probation_steps``: steps after which a change is judged at the latest.
-    ``cool_down``: steps without another change after one was undone; doubles each time. ``probe_every``: number of
-    observations between two probes of idle processes. ``patience``: factor on the usual duration for which a difference
-    must last before it is believed without other evidence. ``keep_batch_norm``: allow no plan that changes BatchNorm's
-    group sizes."""
+    standard deviation of the ratio of two predictions, in addition to that of the factors. ``rebuild_s``: seconds of a
+    change besides moving state, before one was timed. ``probation_steps``: steps after which a change is judged at the
+    latest. ``cool_down``: steps without another change after one was undone; doubles each time. ``probe_every``: number
+    of observations between two probes of idle processes. ``patience``: factor on the usual duration for which a
+    difference must last before it is believed without other evidence. ``keep_batch_norm``: allow no plan that changes
+    BatchNorm's group sizes."""
 
     min_gain: float = 0.03
     confidence: float = 0.9

@@ -12,7 +12,7 @@ from asa.scheduler.lasting import Lasting, Moods, disturbed
 
 
 class _Alike:
-    """An expectation that only says that all ranks take equally long."""
+    """Expected times if all ranks take equally long; see :class:`asa.scheduler.costs.Promise`."""
 
     step_s = 1.0
 
@@ -25,7 +25,7 @@ class _Alike:
 
 
 class Compared:
-    """What was reported about ``ranks`` so far."""
+    """Comparison of ``ranks`` ranks with each other; remembers what was reported."""
 
     def __init__(self, ranks: int) -> None:
         self._costs, self._alike = Costs(ranks, 0), _Alike(ranks)
@@ -43,7 +43,7 @@ class Compared:
         others, seconds = disturbed(measured, every), steps * measured.step_time.median
         now, lines = self._costs.slowness().ranks, []
         for rank, (log, before) in enumerate(zip(now, self._said, strict=True)):
-            # At once where others have (or had) the rank's core, and where no system tells; else if it lasts.
+            # Report at once if other programs use (or used) the core, or if this is unknown; otherwise if it lasts.
             told = others is None or rank in others or rank in self._stolen
             differs = abs(log - before) > (LIKE if told else self._moods.like)
             if not self._lasting.holds(rank, differs=differs, steps=steps, seconds=seconds, borne_out=told):
