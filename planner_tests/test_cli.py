@@ -18,9 +18,11 @@ from asa import errors
 from asa.cli import choose, entry, options, places, settings, verbs
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
-from asa.cost.machine import nearest
+from asa.cost.machine import nearest, presets
 from asa.ir import codec
 from asa.ir.profile import DeviceRecord
+from asa.report import cluster as cluster_report
+from asa.report import tables
 
 ALL = [verb for word in verbs.VERBS for verb in verbs.verbs(word)]
 
@@ -413,3 +415,66 @@ def test_long_work_off_a_terminal_says_a_line_every_ten_seconds(monkeypatch, cap
     lines = said.err.splitlines()
     assert lines[0] == "asa: profiling cnn: component 10, 25 % after 10 s, about 30 s left"
     assert len(lines) == 3
+
+
+def test_a_variable_that_nearly_names_an_option_is_told(capsys, monkeypatch):
+    monkeypatch.setenv("ASA_GPU", "3")
+    monkeypatch.setenv("ASA_SOMETHING_ELSE", "3")
+    assert entry.run(["config", "show", "plan"]) == 0
+    assert one_line(capsys.readouterr().err) == "asa: ASA_GPU sets no option; did you mean ASA_GPUS?\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["plan", "gpt2", "--input", "3x32x32", "--gpus", "8", "--cluster", "a100-nvlink-8"], "try --tokens"),
+        (["bench", "--models", "gpt2", "--input", "3x32x32"], "try --tokens"),
+        (["train", "gpt2", "--input", "3x32x32"], "try --tokens"),
+        (["bench", "--study", "grid", "--models", "cnn", "--tokens", "4"], "leave out --tokens"),
+        (["simulate", "--trace", "step.txt"], "end in .json"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_torch_is_imported(argv, words, elsewhere):
+    code = f"import sys\nfrom asa.cli.entry import run\ncode = run({argv})\nprint(code, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=elsewhere, capture_output=True, text=True, check=True)
+    assert words in one_line(done.stderr)
+    assert done.stdout.split()[0] == "2"
+    if "grid" not in argv:  # a study looks at the device first
+        assert done.stdout.split()[1] == "False"
+
+
+def test_a_folder_with_a_run_and_a_tracker_that_is_missing_are_refused_at_once(elsewhere, capsys, monkeypatch):
+    codec.save(nouns.plan(), elsewhere / "plan.json")
+    (elsewhere / "run" / "checkpoints" / "step_00000003").mkdir(parents=True)
+    assert entry.run(["train", "plan.json", "--out", "run"]) == 2
+    assert "--resume continues it" in one_line(capsys.readouterr().err)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
+    assert entry.run(["train", "plan.json", "--track", "mlflow"]) == 5
+    assert "asa-parallel[mlflow]" in one_line(capsys.readouterr().err)
+
+
+def test_lists_and_usage_fit_80_columns(capsys):
+    for argv in (["--help"], ["cluster", "--help"]):
+        assert entry.run(argv) == 0
+        assert max(len(line) for line in capsys.readouterr().out.splitlines()) <= 80
+    found = [("preset", presets.load(name)) for name in presets.names()]
+    text = tables.plain([cluster_report.overview(found)], width=80)
+    rows = [line.split() for line in text.splitlines()]
+    for _, made in found:
+        assert any(row[:1] == [made.name] and made.status in row for row in rows), made.name
+
+
+def test_a_profile_that_is_the_newest_of_several_inputs_says_so(elsewhere):
+    places.PROFILES.mkdir()
+    small = nouns.profile()
+    graph = replace(small.graph, input_shape=(3, 64, 64))
+    large = replace(small, graph=graph, provenance=replace(small.provenance, created="2999-01-01T00:00:00Z"))
+    codec.save(small, places.PROFILES / "small.json")
+    codec.save(large, places.PROFILES / "large.json")
+    args = Arguments({"input": None, "tokens": None, "classes": None, "precision": "fp32"}, {})
+    found, said = choose.profile(args, Console(), small.model_spec, None, lambda cluster: None)
+    assert found == large
+    shape = "x".join(map(str, small.graph.input_shape))
+    assert said.startswith("profile profiles/large.json, the newest of ")
+    assert said.endswith(f"; --input {shape} takes another")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,6 +67,30 @@ def test_a_walk_runs_as_it_is_written(name: str, tmp_path: Path) -> None:
     assert len(walk) >= 5
     for words in walk:
         asa(*words, cwd=tmp_path)
+
+
+def test_the_program_of_the_page_trains_on_two_ranks(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "python.md").read_text()
+    program = next(text for text in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "DataLoader(" in text)
+    (tmp_path / "program.py").write_text(program)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("ASA_")}
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=kept | {"XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}, timeout=240,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    losses = [float(x) for x in re.findall(r"^epoch \d: loss (\S+)$", done.stdout, re.M)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "last.pt").is_file()
+
+
+def test_the_pages_on_programs_can_be_taken_in_at_once() -> None:
+    """At most 90 lines, and 800 words."""
+    for name in ("python", "loop", "losses", "models", "job"):
+        text = (ROOT / "docs" / f"{name}.md").read_text()
+        assert (len(text.splitlines()) <= 90, len(text.split()) <= 800) == (True, True), name
 
 
 def test_the_studies_of_the_page_are_those_there_are() -> None:

@@ -84,15 +84,18 @@ def test_a_table_is_scaled_by_what_is_trained_on(tmp_path):
     ("text", "words"),
     [
         ("a,label\n1,0\nx,1\n", "column 'a' has 'x' in row 2, not a number"),
-        ("a,label\n1,0\n2\n", "row 3 has 1 columns, not 2"),
+        ("a,label\n1,0\n2\n", "line 3 has 1 columns, not 2"),
         ("a,label\n1,0\nnan,1\n", "has nan in row 2"),
         ("a,label\n1,0\n2,\n", "a row without a class"),
         ("a,label\n", "has 1 rows"),
-        ("a\n1\n", "has 1 columns"),
+        ("a\n1\n", "has one column, 'a'"),
+        ("a;label\n1;0\n2;1\n", "commas separate columns"),
+        ("a,a,label\n1,2,0\n2,3,1\n", "2 columns called 'a'"),
+        ("a,caf\udce9\n1,0\n2,1\n", "is not UTF-8 text"),
     ],
 )
 def test_a_table_that_cannot_be_used(tmp_path, text, words):
-    (tmp_path / "t.csv").write_text(text)
+    (tmp_path / "t.csv").write_text(text, errors="surrogateescape")
     with pytest.raises(AsaError, match=words):
         opened("csv:t.csv", shape=(1, 1, 1))
 
@@ -183,6 +186,7 @@ def test_masks_in_the_format_of_coco():
         (RLE, {"categories": []}, "an annotation of category 7, which it does not list"),
         (RLE, {"images": []}, "names no images"),
         (RLE, {"annotations": 5}, "not in COCO's format"),
+        (RLE, {"annotations": []}, "has no annotations"),
     ],
 )
 def test_annotations_that_cannot_be_used(segmentation, changes, words):
@@ -263,6 +267,18 @@ def failing():
     raise RuntimeError("no disk")
 def nothing():
     return 7
+def halves():
+    return [(torch.zeros(2), 0.5)] * 9
+def words():
+    return [(torch.zeros(2), "cat")] * 9
+def endless():
+    return TensorDataset(X / 0, Y)
+def imaginary():
+    return TensorDataset(X.to(torch.complex64), Y)
+def none_loaded():
+    return DataLoader([], batch_size=4)
+def uneven_loaded():
+    return DataLoader([(torch.zeros(n), 0) for n in range(2, 6)])
 def maps():
     return [(torch.zeros(3, 8, 8, dtype=torch.uint8), torch.ones(8, 8)) for _ in range(10)]
 """
@@ -297,7 +313,13 @@ def test_labels_may_be_maps(module):
         ("uneven", "different shapes"),
         ("unpaired", "not a pair"),
         ("failing", "RuntimeError: no disk"),
-        ("nothing", "returned a int, not a dataset"),
+        ("nothing", "returned '7', not a dataset"),
+        ("halves", "classes are whole numbers from 0, not"),
+        ("words", "a class is 'cat', not a tensor or number"),
+        ("endless", "no finite real numbers"),
+        ("imaginary", "no finite real numbers"),
+        ("none_loaded", "has no samples"),
+        ("uneven_loaded", "different shapes"),
         ("nosuch", "data 'own_data_here:nosuch': own_data_here has no 'nosuch'"),
     ],
 )

@@ -36,10 +36,8 @@ def run(args: Arguments, console: Console) -> None:
         return
     folder = Path(args.out) if args.out else places.new_folder(places.COMPARISONS, "bench")
     places.check_writable(folder / "bench.json", "--out")
-    from asa.zoo import names
-
     for model in args.models:
-        names.check(model)
+        o.check_model(args, model)
     import torch  # noqa: F401  first, so that an installation without it says so
 
     from asa.cli import bench_setup

@@ -11,14 +11,13 @@ from pathlib import Path
 from asa.cli import places
 from asa.cli.console import Console
 from asa.cli.estimates import estimated
-from asa.cli.options import input_shape
+from asa.cli.options import check_model, input_shape
 from asa.cli.verb import Arguments
 from asa.errors import InvalidInputError, UnavailableError, UsageError, lacking
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import DeviceRecord, Profile
-from asa.zoo.names import check
 
 PROFILE_LIMIT_S = 75.0
 
@@ -92,7 +91,7 @@ def profile(
         if cluster is None or p.device.type == cluster.device.type:
             better = fastest(p, known)
             if better is None:
-                return p, f"profile {places.shown(path)}"
+                return p, f"profile {places.shown(path)}{_others(p, known)}"
             said = f"{better[1].execution or 'plain'}, measured {p.step_s / better[1].step_s:.2f} times as fast"
             return better[1], f"profile {places.shown(better[0])}: {said} as {p.execution or 'plain'}"
     if known:
@@ -107,7 +106,7 @@ def profile(
         raise InvalidInputError(
             f"no profile in {places.PROFILES}/; run `asa profile MODEL` first, or name a model: `asa plan MODEL`"
         )
-    check(model)
+    check_model(args, model)
     if importlib.util.find_spec("torch") is None:
         known_models = ", ".join(sorted({p.model_spec for _, p in every}))
         raise UnavailableError(f"{lacking('torch', f'to look at {model}')}; there are profiles of {known_models}")
@@ -260,6 +259,22 @@ def fastest(first: Profile, others: list[tuple[Path, Profile]]) -> tuple[Path, P
             ways.setdefault(p.execution, (path, p))
     best = min(ways.values(), key=lambda found: found[1].step_s, default=None)
     return None if best is None or best[1] is first or best[1].step_s >= first.step_s else best
+
+
+def _others(chosen: Profile, known: list[tuple[Path, Profile]]) -> str:
+    """What distinguishes the newest profile from others of the same model, of other inputs or classes."""
+    mine = (chosen.graph.input_shape, chosen.graph.num_classes)
+    others = {
+        (p.graph.input_shape, p.graph.num_classes)
+        for _, p in known
+        if p.model_spec == chosen.model_spec and p.device.type == chosen.device.type
+    } - {mine}
+    if not others:
+        return ""
+    shape, classes = min(others)
+    option = "--tokens" if len(shape) == 1 else "--input"
+    asked = f"{option} {'x'.join(map(str, shape))}" if shape != mine[0] else f"--classes {classes}"
+    return f", the newest of {chosen.model_spec}: {described(chosen).partition(' at ')[2]}; {asked} takes another"
 
 
 def described(p: Profile) -> str:

@@ -37,15 +37,26 @@ class Console:
             return
         from rich.text import Text
 
+        from asa.report.tables import folded
+
         console = _rich(stderr=False)
         for part in parts:
+            if isinstance(part, Text) and console.is_terminal:
+                part = Text(folded(part.plain, console.width), style=part.style)
             # Sentences that go to a pipe stay on one line.
-            console.print(part, soft_wrap=isinstance(part, Text) and not console.is_terminal)
+            console.print(part, soft_wrap=isinstance(part, Text))
 
-    def say(self, message: str) -> None:
-        """Print a message to stderr. Failure to write (a full disk, a closed terminal) is ignored."""
+    def say(self, message: str, *, whole: bool = False) -> None:
+        """Print a message to stderr. Failure to write (a full disk, a closed terminal) is ignored.
+
+        On a terminal it is wrapped at words; ``whole``: it is not, as it contains a command that people copy.
+        """
         if self.first_rank:
             console = self._bars.console if self._bars is not None else _rich(stderr=True)
+            if console.is_terminal and not whole:
+                from asa.report.tables import folded
+
+                message = folded(message, console.width)
             with _unheard(2):
                 console.print(message, markup=False, highlight=False, soft_wrap=True)
 

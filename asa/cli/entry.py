@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -63,7 +64,7 @@ def run(argv: Sequence[str]) -> int:
 
 def dispatch(argv: Sequence[str], console: Console) -> int | None:
     """Find the command, parse its options, run it."""
-    from asa.cli.settings import arguments
+    from asa.cli.settings import arguments, misspelt
 
     words = list(argv)
     if words[:1] == ["help"] and words[1:]:
@@ -82,7 +83,10 @@ def dispatch(argv: Sequence[str], console: Console) -> int | None:
     for verb in found:
         name = verb.name.split()
         if words[: len(name)] == name:
-            return verb.run(arguments(verb, words[len(name) :]), console)
+            args = arguments(verb, words[len(name) :])
+            for sentence in misspelt(verb, os.environ):
+                console.say(f"asa: {sentence}")
+            return verb.run(args, console)
     if words[1:2] in (["--help"], ["-h"]):
         sys.stdout.write(_listing(f"asa {words[0]}", [(v.name, v.help) for v in found]))
         return 0
@@ -98,8 +102,11 @@ def overview() -> str:
 def _listing(program: str, rows: Sequence[tuple[str, str]]) -> str:
     wide = max(len(name) for name, _ in rows)
     lines = [f"usage: {program} <command> [options]", "", "commands:"]
-    lines += [f"  {name:<{wide}}  {text}" for name, text in rows]
-    lines += ["", "`asa <command> --help` says more about one. `--json` on any of them prints a document.", ""]
+    for name, text in rows:
+        lines += textwrap.wrap(
+            f"  {name:<{wide}}  {text}", 80, subsequent_indent=" " * (wide + 4), drop_whitespace=True
+        )
+    lines += ["", "`asa <command> --help` says more about one.", "`--json` on any of them prints a document.", ""]
     return "\n".join(lines)
 
 

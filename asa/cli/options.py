@@ -161,6 +161,19 @@ def share(text: str) -> float:
     return value
 
 
+def check_model(args: Arguments, model: str) -> None:
+    """Check the name of a model, and that it reads what ``--input`` or ``--tokens`` describe, without building it.
+
+    Raises:
+        UsageError, UnavailableError: it cannot be that.
+    """
+    from asa.zoo import names
+
+    names.check(model)
+    if args.input or args.tokens:
+        names.check_kind(model, bool(args.tokens))
+
+
 def input_shape(args: Arguments) -> tuple[int, ...] | None:
     """Shape of a sample from ``--input`` or ``--tokens``; None if neither is given.
 

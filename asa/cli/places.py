@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from asa.cli.console import Console
-from asa.errors import InvalidInputError, UnavailableError
+from asa.errors import InvalidInputError, UnavailableError, UsageError
 from asa.ir import codec, shipped
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
@@ -173,6 +173,17 @@ def check_writable(path: Path, flag: str) -> None:
         except OSError as error:
             reason = f"{error.strerror or error} in {folder}"
     raise UnavailableError(f"cannot write {path}: {reason}; choose another {flag}")
+
+
+def check_unused(folder: Path) -> None:
+    """Check that a new run can go into ``folder``.
+
+    Raises:
+        UsageError: it has checkpoints of a run.
+    """
+    found = sorted(p.name for p in (folder / "checkpoints").glob("step_*"))
+    if found:
+        raise UsageError(f"{folder} holds a run, up to {found[-1]}; --resume continues it, or choose another --out")
 
 
 def newest_plan(text: str | None) -> tuple[Path, Plan]:

@@ -14,7 +14,6 @@ from asa.ir import codec
 from asa.ir.optimizers import planned_as
 from asa.ir.plan import Plan
 from asa.zoo import specs
-from asa.zoo.names import check
 
 OPTIONS = (
     o.option(
@@ -92,7 +91,7 @@ def planned(args: Arguments, console: Console) -> tuple[Path, Plan]:
         UsageError, InfeasibleError: as in ``asa plan``.
     """
     model = args.plan
-    check(model)
+    o.check_model(args, model)
     from asa.cli import bench_setup
     from asa.planner import Request, check_request, plan, usual_limit
     from asa.strategies import offered

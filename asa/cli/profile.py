@@ -15,12 +15,9 @@ def run(args: Arguments, console: Console) -> None:
     from asa.cli import places
     from asa.cli.choose import measured
     from asa.report import profile as report
-    from asa.zoo.names import check, check_kind
 
     places.check_writable(Path(args.output) if args.output else places.PROFILES / "profile.json", "-o")
-    check(args.model)
-    if args.input or args.tokens:
-        check_kind(args.model, bool(args.tokens))
+    o.check_model(args, args.model)
     if args.staleness:
         from asa.cli import staleness
 

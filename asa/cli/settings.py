@@ -98,6 +98,16 @@ def arguments(verb: Verb, argv: Sequence[str], environment: Mapping[str, str] | 
     return found
 
 
+def misspelt(verb: Verb, environment: Mapping[str, str]) -> list[str]:
+    """A sentence on every variable ``ASA_...`` that sets no option of any command, and is similar to one that does."""
+    unknown = [n for n in environment if n.startswith("ASA_") and n not in {o.variable for o in verb.options}]
+    if not unknown:
+        return []
+    known = {o.variable for word in VERBS for v in verbs(word) for o in v.options if not o.positional}
+    near = {n: get_close_matches(n, known, n=1, cutoff=0.8) for n in unknown if n not in known}
+    return [f"{name} sets no option; did you mean {match[0]}?" for name, match in near.items() if match]
+
+
 def resolve(
     verb: Verb, given: Mapping[str, Any], environment: Mapping[str, str], *, words: tuple[str, ...] = ()
 ) -> Arguments:

@@ -8,6 +8,7 @@ from asa.cli import options as o
 from asa.cli import places
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
+from asa.errors import UsageError
 from asa.ir import codec
 
 
@@ -19,6 +20,8 @@ def run(args: Arguments, console: Console) -> None:
     from asa.strategies import offered
 
     if args.trace:
+        if not args.trace.endswith((".json", ".json.gz")):
+            raise UsageError(f"--trace {args.trace}: Perfetto reads names that end in .json or .json.gz")
         places.check_writable(Path(args.trace), "--trace")
     path, plan = places.newest_plan(args.plan)
     profile, cluster = origins(plan, console, args)

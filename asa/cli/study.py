@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import asa
 from asa.cli import bench_setup, places, study_grid
 from asa.cli import comparison as c
+from asa.cli import options as o
 from asa.cli.console import Console
 from asa.cli.emulated import EmulatedName
 from asa.cli.study_grid import SAMPLES, Block, Definition
@@ -45,9 +46,7 @@ def run(args: Arguments, console: Console) -> None:
     folder = Path(args.out) if args.out else places.COMPARISONS / f"study-{study.name}"
     places.check_writable(folder / FILE, "--out")
     for model in {b.model for b in study.blocks}:
-        from asa.zoo import names
-
-        names.check(model)
+        o.check_model(args, model)
     before = _before(folder)
     rows = {row.cell: row for row in before.rows} if before else {}
     work = [(block, _open(block, args, rows, name)) for block in study.blocks]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,7 @@ from asa.cli.ending import left_to_ranks
 from asa.cli.rehearse import OPTIONS as REHEARSAL
 from asa.cli.rehearse import rehearse
 from asa.cli.verb import Arguments, Option, Verb
-from asa.errors import AsaError, InvalidInputError, NoCheckpointError, UsageError
+from asa.errors import AsaError, InvalidInputError, NoCheckpointError, UnavailableError, UsageError
 from asa.ir import codec
 from asa.ir.measurements import EpochRecord
 from asa.ir.optimizers import check_optimizer, planned_as
@@ -107,10 +109,11 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
     if told and "kind" in result:  # absent on a launcher's other ranks
         result = emulated.mark(result, told, out)
     if result.get("summary"):
+        from asa.report.tables import folded
         from asa.report.training import summary
 
         for line in summary(result["summary"]):
-            console.line(line)
+            console.line(folded(line))
     console.document(result)
     console.say(f"asa: wrote {out}/result.json")
     if args.trace and console.first_rank:
@@ -161,7 +164,7 @@ def tell(event: dict[str, Any], console: Console, progress: Report, *, trained: 
         case "start":
             console.say(f"asa: {event['model']} on {event['ranks']} ranks; {event['data'][0]}")
             if "RANK" not in os.environ:
-                console.say(f"asa: the same under torchrun: {event['torchrun']}")
+                console.say(f"asa: the same under torchrun: {event['torchrun']}", whole=True)
         case "steps":
             waiting = f", {100 * event['data_wait_share']:.0f} % data" if event["data_wait_share"] >= _NOTABLE else ""
             progress(event["fraction"], f"loss {event['loss']:.3f}, {event['samples_per_s']:.0f} samples/s{waiting}")
@@ -191,12 +194,15 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
     for what in names.AIMS:
         names.check_aim(what, getattr(args, what))
     specs.check_there(args.data)
+    check_trackers((*args.track, *(("tensorboard",) if args.tensorboard else ())))
     if args.data_root and not args.download and not Path(args.data_root).exists():
         raise InvalidInputError(f"--data-root {args.data_root} does not exist")
     fresh = planned_here.wanted(args)
     if not args.resume:
         if args.out:
             places.check_writable(Path(args.out) / "plan.json", "--out")  # before minutes of profiling
+            if "RANK" not in os.environ:  # a launcher's ranks may be a restart of that run
+                places.check_unused(Path(args.out))
         path, plan = planned_here.planned(args, console) if fresh else places.newest_plan(args.plan)
         out = Path(args.out) if args.out else places.new_folder(places.TRAINING, places.slug(plan.model_spec))
         places.check_writable(out / "plan.json", "--out")
@@ -264,6 +270,19 @@ def trackers(text: str) -> tuple[str, ...]:
         if name not in TRACKERS:
             raise UsageError(f"no tracker {name!r}; there are {', '.join(TRACKERS)}")
     return tuple(dict.fromkeys(found))
+
+
+def check_trackers(wanted: tuple[str, ...]) -> None:
+    """Check that trackers are installed, without importing them.
+
+    Raises:
+        UnavailableError: one is not.
+    """
+    for name in wanted:
+        if name not in sys.modules and importlib.util.find_spec(name) is None:
+            raise UnavailableError(
+                f"--track {name} needs a package: pip install 'asa-parallel[{name}]', or leave out --track {name}"
+            )
 
 
 VERBS = (

@@ -51,8 +51,6 @@ class Budget:
     """Share for first plans of pipelines (0041)."""
     outlines_s: float = 0.15
     """For these whatever the time limit is (0041)."""
-    floors_s: float = 1.0
-    """For bounds on pipelines by compute alone: without them nothing is proved."""
     patience_s: float = 0.8
     """From then on the gap ``enough`` ends a search."""
     enough: float = 0.005

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from rich.console import RenderableType
@@ -25,14 +26,20 @@ def bus_factor(op: str, ranks: int) -> float:
     return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share}.get(op, 1.0)
 
 
+_MAKER = re.compile(r"^NVIDIA |GeForce |Tesla ")
+"""Parts of a device's name that tell nothing in a list."""
+
+
 def overview(found: Sequence[tuple[str, Cluster]]) -> RenderableType:
-    """A table with one line for each (origin, cluster)."""
-    made = table("Clusters", ("name", "device", "status", "from", "devices", "memory", "backend"), left=4)
+    """A table with one line for each (origin, cluster), of 80 columns. The origin is a file's name or ``preset``."""
+    made = table("Clusters", ("name", "devices", "memory", "status"), left=1)
+    made.columns[1].justify, made.columns[3].justify = "left", "left"
     for origin, c in found:
-        made.add_row(
-            c.name, " + ".join(dict.fromkeys([c.device.name, *(d.name for d in c.devices or ())])), c.status, origin,
-            str(c.num_devices), size(c.device.memory_bytes), c.backend,
-        )  # fmt: skip
+        names = [c.device.name, *(d.name for d in c.devices or ())]
+        kinds = dict.fromkeys(_MAKER.sub("", name) for name in names)
+        where = "" if origin == "preset" else ", shipped" if origin.endswith("(shipped)") else ", here"
+        devices = f"{c.num_devices} x {' + '.join(kinds)}"
+        made.add_row(c.name, devices, size(c.device.memory_bytes), f"{c.status}{where}")
     return made
 
 

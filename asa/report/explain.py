@@ -125,6 +125,6 @@ def way(data: DataDegree, tensor: TensorDegree, checkpoint: bool = False, offloa
     """
     words = [data.text] if data.degree > 1 else []
     words += [f"{tensor.strategy} x{tensor.degree}"] if tensor.degree > 1 else []
-    words += ["checkpoint"] if checkpoint else []
+    words += ["ckpt"] if checkpoint else []
     words += ["offload"] if offload else []
     return ", ".join(words) or "whole"

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from asa.ir.plan import KEPT_OUT, TOO_SLOW, Assignment, Baseline, Plan, Trial
 from asa.ir.units import figures
 from asa.report.tables import groups, line, runs, short, table
-from asa.report.units import NOTHING, error, percent, rate, seconds, size
+from asa.report.units import NOTHING, between, error, percent, rate, seconds, size
 
 _POINTS = 5
 """Largest number of points of a search's curve that are shown."""
@@ -51,8 +51,8 @@ def standing(plan: Plan) -> list[RenderableType]:
     """Four lines: the plan's predicted values, what it is faster than, the proof, and the confidence."""
     p, c, sure = plan.prediction, plan.certificate, plan.confidence
     said = [
-        f"Plan     {seconds(p.step_time_s)} a step (90 %: {seconds(p.step_time_low_s)} to "
-        f"{seconds(p.step_time_high_s)}), {figures(p.samples_per_s)} samples/s, "
+        f"Plan     {seconds(p.step_time_s)} a step (90 %: {between(p.step_time_low_s, p.step_time_high_s)}), "
+        f"{figures(p.samples_per_s)} samples/s, "
         f"{size(max(p.memory_bytes_per_rank))} a rank",
         f"Against  {_against(plan)}",
     ]
@@ -120,6 +120,8 @@ def baselines(plan: Plan, *, verbose: bool = False) -> list[RenderableType]:
     shown = rows if verbose else _shown(rows, here)
     made = table("", ("strategy", "step", "against", "memory", *["fits"] * verbose), left=1)
     made.title = None
+    if verbose:
+        made.columns[-1].justify = "left"
     for alike in shown:
         b = alike[0]
         cells = [
@@ -179,7 +181,7 @@ def prediction(plan: Plan) -> RenderableType:
     """The prediction with its interval and its parts."""
     p = plan.prediction
     return line(
-        f"step {seconds(p.step_time_s)} (90 %: {seconds(p.step_time_low_s)} to {seconds(p.step_time_high_s)}), "
+        f"step {seconds(p.step_time_s)} (90 %: {between(p.step_time_low_s, p.step_time_high_s)}), "
         f"{rate(p.samples_per_s)}: compute {seconds(p.compute_s)} (update {seconds(p.update_s)}), communication "
         f"{seconds(p.exposed_communication_s)} exposed and {seconds(p.hidden_communication_s)} hidden, "
         f"bubble {seconds(p.bubble_s)}"

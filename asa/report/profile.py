@@ -48,7 +48,8 @@ def standing(profile: Profile) -> list[RenderableType]:
     largest = max(sums, default=None)
     said: list[RenderableType] = [
         line(
-            f"Model    {len(parts)} components, {size(sum(c.parameter_bytes for c in parts))} of parameters, "
+            f"Model    {len(parts)} component{'s' * (len(parts) > 1)}, "
+            f"{size(sum(c.parameter_bytes for c in parts))} of parameters, "
             f"{flops(sum(c.flops_per_sample for c in parts))} forward a sample"
         )
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -27,16 +28,25 @@ def line(text: str, style: str = "") -> Text:
 
 
 def folded(text: str, width: int = 80) -> str:
-    """Text wrapped to at most ``width`` characters, with later lines indented by four; a long word is not broken.
+    """Text wrapped to at most ``width`` characters a line; a long word is not broken. Later lines are indented by four,
+    or to the column of what follows a heading in front.
 
     >>> print(folded("loss 5.687; this plan stays the best", 20))
     loss 5.687; this
         plan stays the
         best
+    >>> print(folded("Plan  1.2 s a step, 53 samples/s", 20))
+    Plan  1.2 s a step,
+          53 samples/s
     """
-    return "\n".join(
-        textwrap.wrap(text, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
-    )
+    found: list[str] = []
+    for part in text.split("\n"):
+        heading = re.match(r"\w+ {2,}", part)
+        indent = " " * (heading.end() if heading else 4)
+        found += textwrap.wrap(
+            part, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        ) or [""]
+    return "\n".join(found)
 
 
 def plain(parts: Iterable[RenderableType], *, width: int = 100) -> str:

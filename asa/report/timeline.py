@@ -19,7 +19,7 @@ LETTERS = {
 }
 
 
-def render(found: Timeline, *, width: int = 72) -> list[RenderableType]:
+def render(found: Timeline, *, width: int = 65) -> list[RenderableType]:
     """Streams, legend and sums."""
     made = table(
         "Work of a step" + (", all stages" if len(found.stages) > 1 else " on the busiest rank"),
@@ -30,7 +30,12 @@ def render(found: Timeline, *, width: int = 72) -> list[RenderableType]:
         if pieces:
             time = sum(e.end_s - e.start_s for e in pieces)
             made.add_row(kind, letter, str(len(pieces)), seconds(time), percent(time / found.step_time_s))
-    shown = [line(f"{found.model} on {found.ranks} ranks: a step of {seconds(found.step_time_s)}", "bold")]
+    shown = [
+        line(
+            f"{found.model} on {found.ranks} rank{'s' * (found.ranks > 1)}: a step of {seconds(found.step_time_s)}",
+            "bold",
+        )
+    ]
     for stage, ranks in enumerate(found.stages or (tuple(range(found.ranks)),)):
         if len(found.stages) > 1:
             shown.append(line(f"stage {stage}, ranks {ranks[0]} to {ranks[-1]}"))

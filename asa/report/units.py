@@ -17,6 +17,16 @@ def seconds(value: float | None) -> str:
     return NOTHING if value is None else units.seconds(value)
 
 
+def between(low: float, high: float) -> str:
+    """Two times as text; a unit that both have is written once.
+
+    >>> between(0.00688, 0.0257), between(0.804, 1.34)
+    ('6.88 to 25.7 ms', '804 ms to 1.34 s')
+    """
+    (first, unit), (last, other) = (seconds(value).split() for value in (low, high))
+    return f"{first} to {last} {unit}" if unit == other else f"{first} {unit} to {last} {other}"
+
+
 def difference(value: float, *, plus: bool = False) -> str:
     """Signed seconds as text; ``plus`` also shows a positive sign. Zero has no sign.
 

@@ -153,10 +153,15 @@ def _fewest(name: str, prices: Prices) -> int:
 
 
 def at_least(name: str, prices: Prices) -> float:
-    """Seconds that computing takes at least under one whole strategy on equal devices, wherever it is cut; 0 where none
-    of its numbers of microbatches is possible."""
+    """Seconds that computing takes at least under one whole strategy on equal devices, wherever it is cut; 0 if it
+    cannot be run."""
+    counts = [m for m in prices.space.microbatches() if _fewest(name, prices) <= m]
+    try:
+        uniform(name, prices, counts[0] if counts else 1)
+    except Unavailable:
+        return 0.0
     x, found = _degrees(name.removesuffix(AGAIN), prices.space.request.gpus), list[float]()
-    for m in (m for m in prices.space.microbatches() if _fewest(name, prices) <= m):
+    for m in counts:
         if prices.space.request.global_batch // m < x.d or (x.p > 1 and m > MOST_IN_A_PIPELINE):
             break
         taken = prices.compute_of(x.d, x.t, m, x.p)

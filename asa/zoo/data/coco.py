@@ -60,6 +60,8 @@ def _split(
     if not images:
         raise InvalidInputError(f"--data {spec}: {file} names no images")
     classes = classes or own
+    if not objects:
+        raise InvalidInputError(f"--data {spec}: {file} has no annotations: every pixel would be background")
     places = [_found(root, file, names[key], spec) for key in images]
     pixels = pictures(places, shape, [str(p) for p in places])
     masks = torch.zeros(len(images), *pixels.shape[2:], dtype=torch.int64)

@@ -65,12 +65,15 @@ def _both(spec: str, shape: Shape | None) -> tuple[Samples, Samples, int, str]:
     }  # fmt: skip
     made = named[origin](rest, shape) if origin in named else from_factory(spec, shape)
     train, test = (made.train, made.test) if made.test is not None else _divided(made.train)
+    if not len(train[1]) or not len(test[1]):
+        raise InvalidInputError(f"--data {spec}: {len(train[1])} samples to train on and {len(test[1])} to test on")
+    for x, _ in (train, test):
+        if x.is_complex() or (x.is_floating_point() and not torch.isfinite(x).all()):
+            raise InvalidInputError(f"--data {spec}: a sample has values that are no finite real numbers")
     if made.scaled:
         mean, std = train[0].mean(dim=0), train[0].std(dim=0, unbiased=False).clamp_min(1e-6)
         train, test = (((x - mean) / std, y) for x, y in (train, test))
     train, test = ((_shaped(x, shape, spec), _sized(y, shape)) for x, y in (train, test))
-    if not len(train[1]) or not len(test[1]):
-        raise InvalidInputError(f"--data {spec}: {len(train[1])} samples to train on and {len(test[1])} to test on")
     lowest = min(int(train[1].min()), int(test[1].min()))
     if lowest < 0:
         raise InvalidInputError(f"--data {spec}: class {lowest} is below 0")
@@ -164,25 +167,43 @@ def _read(dataset: Any, spec: str) -> Samples:
 
     if isinstance(dataset, DataLoader):
         pairs = [_pair(batch, spec) for batch in dataset]
-        return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs]).long()
+        if not pairs:
+            raise InvalidInputError(f"data {spec!r} has no samples")
+        _check_shapes([x[0] for x, _ in pairs], spec)
+        return torch.cat([x for x, _ in pairs]), _whole(torch.cat([y for _, y in pairs]), spec)
     samples: Iterable[Any]
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         samples = (dataset[i] for i in range(len(dataset)))
     elif hasattr(dataset, "__iter__"):
         samples = dataset
     else:
-        raise InvalidInputError(f"data {spec!r}: the function returned a {type(dataset).__name__}, not a dataset")
+        raise InvalidInputError(f"data {spec!r}: the function returned {str(dataset)[:40]!r}, not a dataset")
     pairs = [_pair(sample, spec) for sample in islice(samples, _MOST_SAMPLES + 1)]
     if len(pairs) > _MOST_SAMPLES:
         raise InvalidInputError(f"data {spec!r}: more than {_MOST_SAMPLES} samples; they are read into memory")
     if not pairs:
         raise InvalidInputError(f"data {spec!r} has no samples")
-    return _stacked([x for x, _ in pairs], spec), _stacked([y for _, y in pairs], spec).long()
+    return _stacked([x for x, _ in pairs], spec), _whole(_stacked([y for _, y in pairs], spec), spec)
+
+
+def _whole(classes: Tensor, spec: str) -> Tensor:
+    """Classes as int64.
+
+    Raises:
+        InvalidInputError: one is not a whole number.
+    """
+    broken = classes != classes.round() if classes.is_floating_point() else torch.zeros(1, dtype=torch.bool)
+    if classes.is_complex() or broken.any():
+        raise InvalidInputError(f"data {spec!r}: classes are whole numbers from 0, not {classes[broken][:1].tolist()}")
+    return classes.long()
 
 
 def _pair(sample: Any, spec: str) -> tuple[Tensor, Tensor]:
     if not isinstance(sample, Sequence) or len(sample) != 2:
         raise InvalidInputError(f"data {spec!r}: a sample is a {type(sample).__name__}, not a pair (input, class)")
+    for value, what in zip(sample, ("an input", "a class"), strict=True):
+        if isinstance(value, str | bytes) or value is None:
+            raise InvalidInputError(f"data {spec!r}: {what} is {str(value)[:40]!r}, not a tensor or number")
     return _tensor(sample[0]), _tensor(sample[1])
 
 
@@ -197,8 +218,17 @@ def _tensor(value: Any) -> Tensor:
 
 
 def _stacked(values: list[Tensor], spec: str) -> Tensor:
+    _check_shapes(values, spec)
+    return torch.stack(values)
+
+
+def _check_shapes(values: list[Tensor], spec: str) -> None:
+    """Check that all samples have one shape.
+
+    Raises:
+        InvalidInputError: they have not.
+    """
     shapes = {tuple(v.shape) for v in values}
     if len(shapes) > 1:
         told = ", ".join("x".join(map(str, s)) or "one number" for s in sorted(shapes)[:3])
         raise InvalidInputError(f"data {spec!r}: samples of different shapes ({told}); let it give out one shape")
-    return torch.stack(values)

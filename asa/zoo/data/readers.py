@@ -80,7 +80,7 @@ def pictures(sources: Sequence[Any], shape: Shape | None, names: Sequence[str]) 
         InvalidInputError: one is not an image. UnavailableError: they do not fit in memory.
     """
     import psutil
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
     from torchvision.transforms.functional import pil_to_tensor
 
     made: Tensor | None = None
@@ -88,6 +88,8 @@ def pictures(sources: Sequence[Any], shape: Shape | None, names: Sequence[str]) 
         try:
             image = source if hasattr(source, "getbands") else Image.open(source)
             tensor = pil_to_tensor(image.convert("L" if shape and shape[0] == 1 else "RGB"))
+        except UnidentifiedImageError:
+            raise InvalidInputError(f"{name} is no image that can be read: its format is unknown") from None
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise InvalidInputError(f"{name} is no image that can be read: {error}") from None
         shape = shape or (tensor.shape[0], tensor.shape[1], tensor.shape[2])
@@ -112,15 +114,18 @@ def csv_table(place: str, shape: Shape | None) -> Parts:
     try:
         with open(place, newline="", encoding="utf-8-sig") as file:
             rows = list(csv.reader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError:
+        raise InvalidInputError(f"--data csv:{place} is not UTF-8 text; save it as UTF-8") from None
+    except (OSError, csv.Error) as error:
         raise InvalidInputError(f"--data csv:{place}: {error}") from None
     rows = [row for row in rows if row]
     if len(rows) < 2:
         raise InvalidInputError(f"--data csv:{place} has {len(rows)} rows; a header and samples are needed")
     header = rows[0]
+    _check_columns(header, f"csv:{place}")
     for number, row in enumerate(rows[1:], 2):
         if len(row) != len(header):
-            raise InvalidInputError(f"--data csv:{place}: row {number} has {len(row)} columns, not {len(header)}")
+            raise InvalidInputError(f"--data csv:{place}: line {number} has {len(row)} columns, not {len(header)}")
     columns: dict[str, Sequence[Any]] = {name: [row[i] for row in rows[1:]] for i, name in enumerate(header)}
     return _table(columns, shape, f"csv:{place}")
 
@@ -155,9 +160,11 @@ def _columnar(kind: str, place: str, shape: Shape | None) -> Parts:
                 whole = file.read(6) == b"ARROW1"
                 file.seek(0)
                 table = (pyarrow.ipc.open_file if whole else pyarrow.ipc.open_stream)(file).read_all()
+        _check_columns(table.column_names, spec)
         columns = table.to_pydict()
     except (OSError, pyarrow.ArrowException) as error:
-        raise InvalidInputError(f"--data {spec}: {(str(error).splitlines() or ['no table'])[0]}") from None
+        told = (str(error).splitlines() or ["no table"])[0]
+        raise InvalidInputError(f"--data {spec} cannot be read as {kind}: {told}") from None
     return _table(columns, shape, spec)
 
 
@@ -179,6 +186,7 @@ def hub(name: str, shape: Shape | None) -> Parts:
     if "train" not in parts:
         raise InvalidInputError(f"--data hf:{name} has {', '.join(parts)}, no part called train")
     test = next((t for t in _TESTS if t in parts), None)
+    _check_columns(parts["train"].column_names, f"hf:{name}")
     found = [_table({c: parts[p][c] for c in parts[p].column_names}, shape, f"hf:{name}") for p in ("train", test) if p]
     return Parts(
         train=found[0].train, test=found[1].train if test else None, told=found[0].told, scaled=found[0].scaled
@@ -188,8 +196,6 @@ def hub(name: str, shape: Shape | None) -> Parts:
 def _table(columns: dict[str, Sequence[Any]], shape: Shape | None, spec: str) -> Parts:
     """Inputs and classes from columns: a column of images or of text if there is one, else all columns of numbers."""
     names = list(columns)
-    if len(names) < 2:
-        raise InvalidInputError(f"--data {spec} has {len(names)} columns; inputs and a column of classes are needed")
     label = next((n for n in _LABELS if n in names), names[-1])
     labels = _classes(columns[label], spec, label)
     picture = next((n for n in _PICTURES if n in names and n != label), None)
@@ -208,6 +214,21 @@ def _table(columns: dict[str, Sequence[Any]], shape: Shape | None, spec: str) ->
         train=(torch.stack(numbers, dim=1), labels), test=None, scaled=True,
         told=f"{len(numbers)} columns of {spec}, classes in {label!r}",
     )  # fmt: skip
+
+
+def _check_columns(names: Sequence[str], spec: str) -> None:
+    """Check that there are inputs beside classes, and no two columns of one name.
+
+    Raises:
+        InvalidInputError: there are not.
+    """
+    if len(names) < 2:
+        told = f"one column, {names[0][:40]!r}" if names else "no columns"
+        comma = "; commas separate columns" if spec.startswith("csv:") else ""
+        raise InvalidInputError(f"--data {spec} has {told}; inputs and a column of classes are needed{comma}")
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidInputError(f"--data {spec} has {names.count(name)} columns called {name!r}; rename them")
 
 
 def _opened(value: Any) -> Any:
