@@ -42,7 +42,7 @@ def test_no_whole_strategy_has_stages_across_nodes() -> None:
     nodes = presets.load("a100-3x8-ib")
     profile = known_models.profile(known_models.transformer(), 500.0, 96)
     space = Space(profile, nodes, offered(), Request(gpus=24, global_batch=96))
-    rows = {r.name: r for r in table(Prices(space))}
+    rows = {r.name: r for r in table(Prices(space), ("hybrid:d6p4", "hybrid:d8p3"))}
     for name, row in rows.items():
         widths = row.candidate.widths if row.candidate is not None else ()
         offsets = [0, *accumulate(widths)]
