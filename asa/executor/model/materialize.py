@@ -314,7 +314,7 @@ def materialize(
         if component.name in found:
             keyed(component, context, foreign=FOREIGN in found[component.name])
         if assignment.checkpoint:
-            recompute(component, context, alone=tensor_axis.size == 1 and batch_norm == "local")
+            recompute(component, context)
         component.to(device)
         component.settle()
     execution.require(device, plan.compiled)
