@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from asa.errors import UnavailableError, UsageError
-from asa.instruments.execution import begin_step
+from asa.ir.drift import Drift
 from asa.ir.profile import Stat, Timing, WholeStep
 from asa.ir.units import GIB
 from asa.profiler.chain import Chain, Lap, whole_step
@@ -43,6 +43,8 @@ _READINGS, _REFERENCE_LAPS, _REFERENCE_SHARE = 16, 4, 0.08
 """Number of readings of the reference, laps per reading, and the share of time that all may take."""
 _WAITS = 0.8
 """Host seconds over device seconds of a lap, from which on the device is said to wait for its host."""
+_SIDE = 2048
+"""Rows and columns of the square matrices whose product shows the speed of a GPU."""
 _Span = tuple[float, float, float]
 """Begin and end of a measurement, and the median of host seconds over device seconds of its laps."""
 
@@ -104,13 +106,15 @@ class Surveyor:
         self._token_spans: list[_Span] = []  # of each with tokens cut
         self._checks: list[_Span] = []  # of each check against the whole model
         self._reference_share = 1.0  # host seconds over device seconds of a lap of the reference
+        self._on_device: Reference | None = None  # one that never waits for the host
 
     def survey(self) -> Sweep:
         """Run the whole measurement."""
         sizes = self._possible(microbatches(self.global_batch))
         self.top = sizes[0]
         self.reference = self._reference(sizes)
-        self.reference.read()
+        self._on_device = self._product() if self._events else None
+        self.read()
         checked = set(sizes[::_CHECKED])
         for i, size in enumerate(sizes):
             if self._events and i > 0 and self._beyond(size, sizes[i + 1 :]):
@@ -130,8 +134,25 @@ class Surveyor:
                     chain.clear()
                 torch.cuda.empty_cache()
                 self._leave_out(f"microbatch {size}: the device has not enough memory for it")
-        self.reference.read()
+        self.read()
         return self.sweep
+
+    def read(self, *, due: bool = False) -> None:
+        """Take a reading of each reference; with ``due``, only if the last one is old enough."""
+        for each in (self.reference, self._on_device):
+            if each is not None:
+                each.read(due=due)
+
+    @property
+    def drift(self) -> Drift | None:
+        """Drift of what a step of the largest microbatch waits for: a GPU, or its host."""
+        return self._bound_alike(self.sweep.host_share).drift
+
+    def _bound_alike(self, share: float) -> Reference:
+        """The reference that waits for the host as laps with this share of host seconds do."""
+        if self._on_device is not None and share < _WAITS <= self._reference_share:
+            return self._on_device
+        return self.reference
 
     def _beyond(self, size: int, smaller: Sequence[int]) -> bool:
         """Whether there is no time for ``size`` besides the smallest size, which interpolation needs; of sizes that do
@@ -176,11 +197,22 @@ class Surveyor:
         each = _REFERENCE_LAPS * self.forecast.seconds(size)
         return Reference(lap, every_s=max(self.time_s / _READINGS, each / _REFERENCE_SHARE))
 
+    def _product(self) -> Reference:
+        """A reference from a product of two matrices, large enough to outlast its launch."""
+        matrix = torch.randn(_SIDE, _SIDE, device=self.subject.chains[1].device)
+
+        def product() -> float:
+            self.clock.settle()
+            marks = [self.clock.mark(), matrix @ matrix, self.clock.mark()]
+            return self.clock.seconds([marks[0], marks[2]])[0]
+
+        return Reference(product, every_s=self.reference.every_s)
+
     def steadied(self) -> Sweep:
         """Results of :meth:`survey`, converted to the machine's mean speed over all readings of ``reference``.
 
-        On a GPU the reference usually shows the speed of the host. A lap for which the device does not wait for the
-        host keeps its time, and the reverse.
+        On a GPU small laps show the speed of the host. A lap for which the device does not wait for its host is
+        converted by a matrix product instead.
         """
         timings = self._steadied(self.sweep.timings, self._spans)
         by_tokens = self._steadied(self.sweep.by_tokens, self._token_spans)
@@ -192,9 +224,7 @@ class Surveyor:
 
     def _factor(self, span: _Span) -> float:
         begun, ended, share = span
-        if self._events and (share >= _WAITS) != (self._reference_share >= _WAITS):
-            return 1.0
-        return self.reference.factor(begun, ended)
+        return self._bound_alike(share).factor(begun, ended)
 
     def _steadied(self, timings: Sequence[Timing], spans: Sequence[_Span]) -> list[Timing]:
         factors = [self._factor(span) for span in spans]
@@ -206,11 +236,14 @@ class Surveyor:
     def _possible(self, sizes: Sequence[int]) -> list[int]:
         """The sizes that normalization, memory and time allow, judged from single steps at small microbatches."""
         possible = [s for s in sizes if s >= self._least_trainable(sizes)]
+        began = time.perf_counter()
         probes: list[tuple[int, float]] = []
         chain, saved = self.subject.chains[1], 0
         for size in reversed(possible):
             if probes and size < 4 * probes[-1][0]:
                 continue
+            if self._events and probes and time.perf_counter() - began > _PROBING * self.time_s:
+                break  # each size has kernels to choose or to compile
             # Two steps: one records memory, one is timed.
             if probes and 2 * probes[-1][1] * size / probes[-1][0] > _PROBING * self.time_s:
                 break
@@ -245,8 +278,7 @@ class Surveyor:
         """The smallest microbatch that normalization layers accept in training; notes what they refuse."""
         for size in reversed(sizes):
             try:
-                begin_step()
-                with torch.no_grad():
+                with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                     value = self.subject.batch(size)
                     for component in self.subject.chains[1].components:
                         value = component(value)[0]
@@ -307,7 +339,7 @@ class Surveyor:
             self._alternate(size, degree, x, finish, _LEAST if degree == 1 else least, beside=beside)
 
     def _alternate(self, size: int, degree: int, x: Tensor, finish: float, least: int, *, beside: bool) -> None:
-        self.reference.read(due=True)
+        self.read(due=True)
         chain, laps, unmarked, whole = self.subject.chains[degree], list[Lap](), list[float](), list[float]()
         entered = time.perf_counter()
         if self._events:
