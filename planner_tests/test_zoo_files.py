@@ -304,7 +304,7 @@ def test_images_are_converted_to_the_models_input_and_it_is_said(tmp_path: Path)
     grey = open_split("cifar100", split="train", root=tmp_path, input_shape=(1, 32, 32))
     expected = (images.float() * torch.tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1, keepdim=True).round()
     assert (grey.images.float() - expected).abs().max() <= 1
-    assert "colours weighed to grey" in grey.source
+    assert "colours weighted to grey" in grey.source
     assert len(grey.mean) == len(grey.std) == 1
     large = open_split("cifar100", split="train", root=tmp_path, input_shape=(3, 48, 40))
     assert large.images.shape == (110, 3, 48, 40)

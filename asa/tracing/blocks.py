@@ -97,8 +97,8 @@ def _outermost(model: nn.Module, root: str, opaque: set[str]) -> list[str]:
 
 
 def _knots(path: str, segments: list[Segment]) -> list[Segment]:
-    """Those of ``segments`` that contain several layers with parameters, all inside the module at ``path``, which no
-    cut separates."""
+    """Segments, out of ``segments``, that contain several layers with parameters, all inside the module at ``path``,
+    which no cut separates."""
     layers = [(s, (*s.heavy, *s.norms)) for s in segments]
     return [s for s, own in layers if len(own) > 1 and all(within(layer, path) for layer in own)]
 

@@ -107,7 +107,7 @@ def _volatile(model: nn.Module) -> set[str]:
 
 
 def _inside(paths: frozenset[str], objects: dict[str, Any]) -> frozenset[str]:
-    """Those of ``paths`` that are in a component with ``objects``: called modules and everything below them."""
+    """Paths, out of ``paths``, that are in a component with ``objects``: called modules and everything below them."""
     called = [t for t, thing in objects.items() if isinstance(thing, nn.Module)]
     return frozenset(p for p in paths if any(within(p, t) for t in called))
 
