@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from asa.instruments.execution import begin_step
 from asa.ir.profile import Precision
 from asa.profiler.clock import Clock
 
@@ -43,6 +44,11 @@ class Lap:
     def seconds(self) -> float:
         """Sum of forward and backward seconds of all components."""
         return sum(self.forward) + sum(self.backward)
+
+    @property
+    def host_share(self) -> float:
+        """Host seconds over device seconds; close to 1 where the device waits for the host."""
+        return self.host_s / max(self.seconds, 1e-12)
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,7 @@ class Chain:
         components, in order of time. Gradients are kept.
         """
         inner = inner or mark
+        begin_step()
         last = len(self.components)
         before: list[Any] = [None] * (last + 1)
         sides: list[Tensor] = []
@@ -141,6 +148,7 @@ def synthetic_gradients(outputs: Sequence[Tensor], samples: int) -> list[Tensor]
 def whole_step(model: nn.Module, x: Tensor, clock: Clock, device: torch.device, precision: Precision) -> float:
     """Seconds of forward and backward of the unsplit model; gradients are cleared before and after."""
     model.zero_grad(set_to_none=True)
+    begin_step()
     clock.settle()
     start = clock.mark()
     with autocast(device, precision):

@@ -17,7 +17,7 @@ from asa.executor.model.groups import Groups, Purpose, all_ranks
 from asa.executor.model.modes import Modes
 from asa.executor.model.position import Position
 from asa.executor.model.reduction import Reduction
-from asa.instruments.execution import laid_out
+from asa.instruments.execution import begin_step, laid_out
 from asa.interfaces.schedule import Action
 from asa.ir.layout import Layout
 from asa.ir.plan import Plan
@@ -356,6 +356,8 @@ class ParallelModel:
         if self.idle:
             return None
         links, total = self.links, len(samples)
+        if begin_step():
+            links.settle()  # what is still being sent would be overwritten
         value = x
         if links.arriving is not None:
             dtype = links.arriving.hear_dtype(self.training, self.device)

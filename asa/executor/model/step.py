@@ -14,6 +14,7 @@ from torch import Tensor
 
 from asa.executor.model.loss import loss_of
 from asa.executor.model.parallel import ParallelModel
+from asa.instruments.execution import begin_step
 from asa.interfaces.schedule import Action
 from asa.ir.layout import bounds
 from asa.ir.plan import Plan
@@ -282,6 +283,7 @@ def played(
     makes the context of forward and loss (autocast).
     """
     script = _script(model, len(samples))
+    begin_step()
     made = Step(
         model=model, samples=samples, step=step, inputs=inputs, labels=labels, loss_fn=loss_fn, precision=precision,
         rows=script.rows,
