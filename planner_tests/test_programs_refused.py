@@ -81,8 +81,8 @@ def spread_before(_rank: int) -> list[str]:
 
 def test_a_model_that_is_spread_already() -> None:
     whole, part = run_ranks(2, spread_before, threads=1, timeout_s=30)[0]
-    assert whole == "the model is in DistributedDataParallel: hand in what is inside (model.module); asa spreads it"
-    assert part == "inside is in DistributedDataParallel: hand in what is inside (inside.module); asa spreads it"
+    assert whole == "the model is in DistributedDataParallel: pass what is inside (model.module); asa distributes it"
+    assert part == "inside is in DistributedDataParallel: pass what is inside (inside.module); asa distributes it"
 
 
 def test_a_process_without_a_launcher_hears_so(tmp_path: Path) -> None:
