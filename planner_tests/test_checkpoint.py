@@ -278,7 +278,7 @@ def test_a_run_owns_its_directory(tmp_path: Path) -> None:
 def test_a_directory_with_a_run_in_it_is_not_written_over(tmp_path: Path) -> None:
     _write(tmp_path / outdir.CHECKPOINTS, 5)
     with (
-        pytest.raises(UsageError, match="holds a run, up to step_00000005; --resume continues it"),
+        pytest.raises(UsageError, match="contains a run, up to step_00000005; --resume continues it"),
         outdir.owned(tmp_path, resume=False),
     ):
         pass

@@ -274,7 +274,7 @@ def test_what_cannot_go_on_is_refused(tmp_path: Path) -> None:
     _train(plan, settings)
     resumed = dataclasses.replace(settings, resume=True, epochs=2)
     refusals: list[tuple[Plan, TrainSettings, type[Exception], str]] = [
-        (plan, settings, UsageError, "holds a run"),
+        (plan, settings, UsageError, "contains a run"),
         (training.plan("cnn"), resumed, InvalidInputError, "the checkpoint is of logistic"),
         (plan, dataclasses.replace(resumed, seed=1), UsageError, "made with seed 0, this run has 1"),
         (plan, dataclasses.replace(resumed, optimizer="adamw"), UsageError, "made with optimizer sgd"),
@@ -352,7 +352,7 @@ def test_under_a_launcher_every_rank_calls_train(tmp_path: Path) -> None:
 
     for text in run_ranks(2, wrong, threads=1, timeout_s=30):
         assert "the plan is for 1 ranks, the launcher started 2" in text
-        assert "holds a run, up to step_00000012" in text, "rank 0's refusal is everyone's"
+        assert "contains a run, up to step_00000012" in text, "rank 0's refusal is everyone's"
         assert text.endswith("|0")
     assert [e["epoch"] for e in _result(tmp_path / "launched")["epochs"]] == [0, 1, 2]
 

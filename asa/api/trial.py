@@ -290,8 +290,8 @@ def told(found: Difference, dtype: torch.dtype) -> list[str]:
         loss = abs(found.loss_whole - found.loss_parts) / max(sizes)
         far = f"{loss:.1%} apart" if loss == loss else "one of them is no number"
         said.append(
-            f"the loss is no mean over samples: over the whole batch it is {found.loss_whole:.6g}, the mean over ranks "
-            f"is {found.loss_parts:.6g} ({far}), and gradients of the outputs differ by "
+            f"the loss is not a mean over samples: over the whole batch it is {found.loss_whole:.6g}, the mean over "
+            f"ranks is {found.loss_parts:.6g} ({far}), and gradients of the outputs differ by "
             f"{found.gradients:.1%} from those of one device; use asa.mean_over(loss_sum, count) for sums and ratios, "
             "asa.gather(outputs) for a loss that compares samples"
         )

@@ -226,7 +226,7 @@ class Cluster:
             return ()
         if max(ranks) >= self.num_devices:
             raise InvalidInputError(
-                f"cluster {self.name} has {self.num_devices} unequal devices and says nothing of rank {max(ranks)}",
+                f"cluster {self.name} has {self.num_devices} unequal devices and does not describe rank {max(ranks)}",
                 where="$.devices",
             )
         of_ranks = tuple(self.speed(r) for r in ranks)
@@ -306,7 +306,7 @@ class Cluster:
             raise InvalidInputError(f"cluster {self.name} has {self.num_devices} devices", where="$.num_devices")
         widths = [level.devices for level in self.levels]
         if self.num_devices > 1 and (not widths or widths[-1] < self.num_devices):
-            raise InvalidInputError(f"no level of cluster {self.name} joins all its devices", where="$.levels")
+            raise InvalidInputError(f"no level of cluster {self.name} connects all its devices", where="$.levels")
         if widths != sorted(set(widths)):
             raise InvalidInputError(f"levels of cluster {self.name} must widen", where="$.levels")
         for i, level in enumerate(self.levels):

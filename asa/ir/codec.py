@@ -286,7 +286,7 @@ def loads(cls: type[T], text: str, *, source: str) -> T:
     version = data.pop("schema_version", None)
     if type(version) is not int or version != SCHEMA_VERSION:
         raise InvalidInputError(
-            f"{source} has schema version {version!r}, this asa reads {SCHEMA_VERSION}; make it anew",
+            f"{source} has schema version {version!r}, this asa reads {SCHEMA_VERSION}; create it again",
             where="$.schema_version",
         )
     del data["kind"]
@@ -308,7 +308,7 @@ def loads(cls: type[T], text: str, *, source: str) -> T:
     if sealed and stated != fingerprint(value):
         raise InvalidInputError(
             f"{source} was changed after it was written: it states fingerprint {stated}, its content has "
-            f"{fingerprint(value)}; if the change is meant, leave the fingerprint out",
+            f"{fingerprint(value)}; if the change is intended, remove the fingerprint",
             where="$.fingerprint",
         )
     return value

@@ -49,11 +49,11 @@ WAITING: Mapping[DisciplineName, Waiting] = {
 WAITS_FOR: Mapping[DisciplineName, str] = {
     "ps_sync": "every worker waits in every step until the servers have the gradients of all",
     "ps_async": "nobody waits: a server applies every gradient as it comes",
-    "ps_bounded": "a worker waits while a gradient that is under way is window global batches old",
+    "ps_bounded": "a worker waits while a gradient in flight is window global batches old",
     "downpour": "nobody waits: a worker pushes and pulls every period steps",
     "hogwild": "nobody waits: workers of one host write to the same memory without locks",
     "local_sgd": "workers meet every period steps and average their weights",
-    "diloco": "workers meet every period steps; an outer optimizer steps along the mean of what they moved",
+    "diloco": "workers meet every period steps; an outer optimizer takes a step along the mean of their changes",
     "fedavg": "some clients train on data of their own for period steps, then weights are averaged by samples",
     "pipedream": "a stage goes on with weights one update old; nobody waits for the pipeline to drain",
 }
@@ -61,14 +61,14 @@ WAITS_FOR: Mapping[DisciplineName, str] = {
 
 CHANGES: Mapping[DisciplineName, str] = {
     "ps_sync": "nothing: the same gradients in the same steps, applied at the servers",
-    "ps_async": "gradients are applied in steps of one worker's batch, to weights newer than those they were taken at",
+    "ps_async": "each step applies one worker's gradients, to weights newer than those they were computed with",
     "ps_bounded": "gradients are applied one worker at a time, to weights at most window global batches newer",
-    "downpour": "gradients of period steps are applied at once, to weights newer than those they were taken at",
+    "downpour": "gradients of period steps are applied at once, to weights newer than those they were computed with",
     "hogwild": "workers read weights while others write them, and updates may overwrite one another",
     "local_sgd": "workers' weights differ between meetings; gradients are never averaged, weights are",
     "diloco": "workers' weights differ between meetings; an outer optimizer decides where they start again",
     "fedavg": "clients see only data of their own, and some rounds leave some of them out",
-    "pipedream": "every gradient is taken at weights one update old",
+    "pipedream": "every gradient is computed with weights one update old",
 }
 """How training under each discipline differs from plain data parallelism."""
 
@@ -328,7 +328,7 @@ def parse(text: str) -> Discipline:
         key, equals, value = pair.partition("=")
         if not equals or key not in PARAMETERS[name] or key in asked:
             twice = " twice" if key in asked else ""
-            raise UsageError(f"{text!r}: {pair!r}{twice} is no parameter of {name} with a value; {_has(name)}")
+            raise UsageError(f"{text!r}: {pair!r}{twice} is not a parameter of {name} with a value; {_has(name)}")
         asked[key] = _value(text, key, value)
     return _filled(name, asked)
 

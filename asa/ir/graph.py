@@ -212,7 +212,7 @@ class LayerGraph:
                     )
         if any(not 0 < i < len(self.components) for i in self.uncut or ()):
             raise InvalidInputError(
-                f"cuts {self.uncut} are not in front of components 1 to {len(self.components) - 1}",
+                f"cuts {self.uncut} are not before components 1 to {len(self.components) - 1}",
                 where="$.graph.uncut",
             )
         check_form(self.input_shape, self.num_classes, where="$.graph")

@@ -336,7 +336,7 @@ class Plan:
             seen.add(c.name)
             if not 0 <= c.stage < len(self.stages):
                 raise InvalidInputError(
-                    f"component {c.name!r} sits in stage {c.stage} of {len(self.stages)}", where=where
+                    f"component {c.name!r} is in stage {c.stage} of {len(self.stages)}", where=where
                 )
             if i and not 0 <= c.stage - self.components[i - 1].stage <= 1:
                 raise InvalidInputError(f"component {c.name!r} breaks the order of stages", where=where)

@@ -241,7 +241,7 @@ class Profile:
             updated.add(what)
             if u.component not in names:
                 raise InvalidInputError(
-                    f"an update names {u.component!r}, which is no component", where=f"$.updates[{i}].component"
+                    f"an update names {u.component!r}, which is not a component", where=f"$.updates[{i}].component"
                 )
             if u.tensor_degree < 1:
                 raise InvalidInputError(
@@ -279,7 +279,7 @@ def _check_timings(timings: tuple[Timing, ...], names: set[str], field: str) -> 
         key = (t.component, t.microbatch, t.tensor_degree)
         if t.component not in names:
             raise InvalidInputError(
-                f"a timing names {t.component!r}, which is no component", where=f"$.{field}[{i}].component"
+                f"a timing names {t.component!r}, which is not a component", where=f"$.{field}[{i}].component"
             )
         if key in seen:
             raise InvalidInputError(f"timing {key} appears twice", where=f"$.{field}[{i}]")

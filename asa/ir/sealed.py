@@ -100,9 +100,9 @@ def read(path: Path) -> list[Seal]:
         data = codec.parse(line, source=source)
         seal = codec.build(Seal, data, source=source)
         if seal.sha256 != digest(data):
-            raise InvalidInputError(f"{source} was changed after it was sealed: its hash is not that of its content")
+            raise InvalidInputError(f"{source} was changed after it was sealed: its hash does not match its content")
         if seal.previous != previous:
-            raise InvalidInputError(f"{source} does not follow the line in front: a seal was moved or taken out")
+            raise InvalidInputError(f"{source} does not follow the line before it: a seal was moved or removed")
         previous = seal.sha256
         seals.append(seal)
     return seals

@@ -125,7 +125,7 @@ def parse_target(text: str) -> Target:
     except ValueError:
         value = math.nan
     if match is None or not math.isfinite(value):
-        raise ValueError(f"{text!r} is no target; write accuracy=0.9 or loss=0.5")
+        raise ValueError(f"{text!r} is not a target; write accuracy=0.9 or loss=0.5")
     if value <= 0 or (match[1] == "accuracy" and value > 1):
         raise ValueError(f"{text!r}: an accuracy is above 0 and at most 1, a loss is above 0")
     return Target(what=match[1], value=value)
@@ -155,7 +155,7 @@ class Curve:
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.runs) <= MOST_RUNS or len({r.seed for r in self.runs}) != len(self.runs):
-            raise ValueError(f"a curve has 1 to {MOST_RUNS} runs, each of a seed of its own")
+            raise ValueError(f"a curve has 1 to {MOST_RUNS} runs, each with a seed of its own")
 
 
 @noun
@@ -196,14 +196,16 @@ class Staleness:
         if not (self.learning_rate > 0 and 0 <= self.momentum < 1 and self.weight_decay >= 0):
             raise InvalidInputError("a learning rate is above 0, momentum 0 to 1, weight decay at least 0", where="$")
         if self.steps > self.every * MOST_POINTS or len(self.curves) > MOST_SETTINGS:
-            raise InvalidInputError(f"at most {MOST_POINTS} looks a run and {MOST_SETTINGS} curves", where="$.curves")
+            raise InvalidInputError(
+                f"at most {MOST_POINTS} evaluations per run and {MOST_SETTINGS} curves", where="$.curves"
+            )
         if len({c.setting for c in self.curves}) != len(self.curves):
             raise InvalidInputError("a setting appears twice", where="$.curves")
         most = self.steps // self.every
         for i, c in enumerate(self.curves):
             if any(len(r.losses) > most for r in c.runs):
                 raise InvalidInputError(
-                    f"a run of {self.steps} steps has at most {most} looks", where=f"$.curves[{i}].runs"
+                    f"a run of {self.steps} steps has at most {most} evaluations", where=f"$.curves[{i}].runs"
                 )
 
     def curve(self, setting: Setting) -> Curve | None:

@@ -42,7 +42,7 @@ def time_span(text: str) -> float:
     """
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([smh]?)", text.strip())
     if not match:
-        raise ValueError(f"{text!r} is no time span; write 90s, 10m or 2h")
+        raise ValueError(f"{text!r} is not a time span; write 90s, 10m or 2h")
     seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
     if not 0 < seconds <= MOST_SECONDS:
         raise ValueError(f"{text} is not above 0 s and at most {MOST_SECONDS:g} s")

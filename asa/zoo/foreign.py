@@ -252,4 +252,4 @@ def _of_text(transformers: Any, config: Any, num_classes: int) -> nn.Module:
         else:
             config.vocab_size = num_classes
         return auto.from_config(config)  # type: ignore[no-any-return]
-    raise ValueError(f"{type(config).__name__} is no causal or masked model and no classifier of sequences")
+    raise ValueError(f"{type(config).__name__} is neither a causal or masked model nor a classifier of sequences")

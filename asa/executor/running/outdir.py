@@ -45,7 +45,9 @@ def owned(folder: Path, *, resume: bool) -> Iterator[Path]:
         checkpoint.sweep(folder / CHECKPOINTS)
         saved = sorted(p.name for p in (folder / CHECKPOINTS).glob("step_*"))
         if saved and not resume:
-            raise UsageError(f"{folder} holds a run, up to {saved[-1]}; --resume continues it, or choose another --out")
+            raise UsageError(
+                f"{folder} contains a run, up to {saved[-1]}; --resume continues it, or choose another --out"
+            )
         try:
             yield folder
         finally:

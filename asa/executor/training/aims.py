@@ -102,8 +102,8 @@ class Aims:
             whole, mean = loss(slice(None)), sum(parts) / len(parts)
             if not abs(whole - mean) <= 1e-4 * max(1e-3, abs(mean)):
                 raise InvalidInputError(
-                    f"loss {spec!r} is no mean over samples: {whole:.6g} for {len(parts)} of them, {mean:.6g} for each "
-                    "by itself on average, so microbatches and ranks would not add up; asa.Job takes any loss"
+                    f"loss {spec!r} is not a mean over samples: {whole:.6g} for {len(parts)} of them, {mean:.6g} for "
+                    "each by itself on average, so microbatches and ranks would not add up; asa.Job takes any loss"
                 )
         if self.score is not hits_of and self.score is not _top5:
             figures = _tried("metric", settings.metric, self.score, logits, labels)

@@ -249,7 +249,7 @@ def _tensors_in(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise InvalidInputError(f"{path.name} holds no tensors that can be read: {error}") from None
+        raise InvalidInputError(f"{path.name} contains no readable tensors: {error}") from None
 
 
 def sweep(folder: Path) -> None:

@@ -59,7 +59,7 @@ def check_optimizer_state(model: ParallelModel, state: Mapping[str, Tensor], cou
 def _check_names(model: ParallelModel, mine: Mapping[str, Held], names: Mapping[str, Tensor]) -> None:
     foreign = next((name for name in names if name not in mine and name not in model.elsewhere), None)
     if foreign is not None:
-        raise ValueError(f"{foreign!r} is no tensor of the model")
+        raise ValueError(f"{foreign!r} is not a tensor of the model")
 
 
 def _full_shape(item: Held) -> tuple[int, ...]:

@@ -33,7 +33,9 @@ class _Bounded:
         block = self._stream.read(size)
         self._left -= len(block)
         if self._left < 0:
-            raise InvalidInputError(f"{self._path} unpacks to more than {self._limit} bytes; it is no data set archive")
+            raise InvalidInputError(
+                f"{self._path} unpacks to more than {self._limit} bytes; it is not a data set archive"
+            )
         return block
 
 
@@ -43,7 +45,7 @@ def _suspicious(member: tarfile.TarInfo) -> str:
     if path.is_absolute() or ".." in path.parts:
         return "leads outside the archive"
     if not (member.isdir() or member.isfile()) or member.issparse():
-        return "is no plain file"
+        return "is not a plain file"
     return ""
 
 

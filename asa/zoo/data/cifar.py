@@ -57,7 +57,7 @@ def decode(data: bytes, what: Official, *, source: str, official_count: int) -> 
         wrong = int((rows[:, column] >= limit).int().argmax())
         if rows[wrong, column] >= limit:
             raise InvalidInputError(
-                f"{source} is no {what.title} file: record {wrong} has label {int(rows[wrong, column])}, "
+                f"{source} is not a file of {what.title}: record {wrong} has label {int(rows[wrong, column])}, "
                 f"labels go up to {limit - 1}",
                 where=f"byte {wrong * record + column}",
             )

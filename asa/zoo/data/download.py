@@ -54,7 +54,7 @@ def _get(origin: Origin, directory: Path, opener: Opener, timeout_s: float) -> N
         finally:
             Path(name).unlink(missing_ok=True)
     raise UnavailableError(
-        f"cannot download {origin.file}: {'; '.join(failures)}; put it into {directory} by hand, or go on without it"
+        f"cannot download {origin.file}: {'; '.join(failures)}; put it into {directory} yourself, or do without it"
     )
 
 

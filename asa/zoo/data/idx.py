@@ -41,7 +41,7 @@ def decode(data: bytes, *, dimensions: int, source: str) -> Tensor:
         raise InvalidInputError(f"{source} is truncated: {len(data)} bytes, its header alone has {start}")
     if data[:4] != bytes((0, 0, 8, dimensions)):
         raise InvalidInputError(
-            f"{source} is no idx file of bytes in {dimensions} dimensions: it begins with {data[:4].hex(' ')}"
+            f"{source} is not an idx file of bytes in {dimensions} dimensions: it begins with {data[:4].hex(' ')}"
         )
     shape = struct.unpack(f">{dimensions}I", data[4:start])
     expected = start + prod(shape)
@@ -66,7 +66,7 @@ def _load(path: Path) -> bytes:
     except OSError as error:
         raise InvalidInputError(f"cannot read {path}: {error.strerror or error}") from None
     if len(data) > _LIMIT:
-        raise InvalidInputError(f"{path} holds more than {_LIMIT} bytes; it is no MNIST file")
+        raise InvalidInputError(f"{path} holds more than {_LIMIT} bytes; it is not an MNIST file")
     return data
 
 
@@ -101,7 +101,7 @@ def read(root: Path, what: Official, split: Split) -> tuple[Tensor, Tensor, str]
     wrong = int((labels >= what.num_classes).int().argmax())
     if labels[wrong] >= what.num_classes:
         raise InvalidInputError(
-            f"{label_path} is no {what.title} file: label {wrong} is {int(labels[wrong])}, labels go up to "
+            f"{label_path} is not a file of {what.title}: label {wrong} is {int(labels[wrong])}, labels go up to "
             f"{what.num_classes - 1}",
             where=f"byte {8 + wrong}",
         )

@@ -71,7 +71,7 @@ def _both(spec: str, shape: Shape | None) -> tuple[Samples, Samples, int, str]:
         raise InvalidInputError(f"--data {spec}: {len(train[1])} samples to train on and {len(test[1])} to test on")
     for x, _ in (train, test):
         if x.is_complex() or (x.is_floating_point() and not torch.isfinite(x).all()):
-            raise InvalidInputError(f"--data {spec}: a sample has values that are no finite real numbers")
+            raise InvalidInputError(f"--data {spec}: a sample has values that are not finite real numbers")
     if made.scaled:
         mean, std = train[0].mean(dim=0), train[0].std(dim=0, unbiased=False).clamp_min(1e-6)
         train, test = (((x - mean) / std, y) for x, y in (train, test))

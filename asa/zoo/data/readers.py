@@ -91,9 +91,9 @@ def pictures(sources: Sequence[Any], shape: Shape | None, names: Sequence[str]) 
             image = source if hasattr(source, "getbands") else Image.open(source)
             tensor = pil_to_tensor(image.convert("L" if shape and shape[0] == 1 else "RGB"))
         except UnidentifiedImageError:
-            raise InvalidInputError(f"{name} is no image that can be read: its format is unknown") from None
+            raise InvalidInputError(f"{name} is not a readable image: its format is unknown") from None
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise InvalidInputError(f"{name} is no image that can be read: {error}") from None
+            raise InvalidInputError(f"{name} is not a readable image: {error}") from None
         shape = shape or (tensor.shape[0], tensor.shape[1], tensor.shape[2])
         if made is None:
             need, free = len(sources) * shape[0] * shape[1] * shape[2], psutil.virtual_memory().available
