@@ -343,20 +343,6 @@ def test_a_factor_forgets_and_begins_anew_at_a_change_point() -> None:
     assert Costs(2, 1).slowness() == Slowness(common=0.0, ranks=(0.0, 0.0), levels=(0.0,))
 
 
-def test_a_change_is_judged_by_the_steps_as_they_are_just_before_it() -> None:
-    """The slow rank may be named, and a faster plan found, a window before the slower step is believed."""
-    factor = Factor()
-    for _ in range(40):
-        factor = factor.seen(0.0, 0.01, 1)
-    for _ in range(4):
-        factor = factor.seen(0.6, 0.01, 1)
-    assert factor.latest == factor.ratio == pytest.approx(1.0)
-    for _ in range(5):
-        factor = factor.seen(0.6, 0.01, 1)
-    assert factor.ratio == pytest.approx(1.0)
-    assert factor.latest == pytest.approx(math.exp(0.6))
-
-
 def test_a_disturbance_shorter_than_a_change_pays_for_is_sat_out() -> None:
     world = _world(2, _slowness(2, rank=1, by=2.0), ends=BEGINS + 3 * WINDOW)
     _, events = _run(world, 4, Policy(rebuild_s=60.0))
