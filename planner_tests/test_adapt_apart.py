@@ -94,7 +94,7 @@ def test_ranks_train_on_while_another_plan_is_looked_for_and_what_that_takes_is_
 @pytest.mark.parametrize("mild", [4, 6, 8])
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_change_is_judged_by_steps_that_were_as_disturbed_as_those_after_it(mild: int, window: int) -> None:
-    """A rank is a little slow for ``mild`` steps and then much: it is named at once, and its steps are of the search."""
+    """A rank is a little slow for ``mild`` steps, then much, and is named at once: the next steps are of the search."""
     world, _, events, model = _beside(by=3.0, window=window)
     machine, slight = world._machine, model.corrected(_slowness(2, rank=1, by=1.3), range(2))
     world._machine = lambda step: slight if BEGINS - mild <= step < BEGINS else machine(step)
