@@ -85,15 +85,19 @@ class _Recent:
         return steps, sum(n * s for n, s in self._windows) / max(1, steps)
 
     def window(self, measured: Measurements, steps: int, slowness: Slowness) -> tuple[int, float] | None:
-        """Add a window of ``steps`` steps. Another ``slowness`` discards all earlier ones, and this one if its steps
-        differ so much that some may be of the earlier state. Returns :attr:`typical` of what was discarded."""
+        """Add a window of ``steps`` steps. Another ``slowness`` discards all earlier ones, and this one if some of its
+        steps are about as fast as those. Returns :attr:`typical` of what was discarded."""
         ended = None
         if self._slowness is None or slowness.apart(self._slowness) > LIKE:
             ended = None if self._slowness is None else self.typical
             self._slowness = slowness
             self._windows.clear()
-            if ended and measured.step_time.p90 > math.exp(LIKE) * measured.step_time.p10:
-                return ended
+            if ended and ended[0]:
+                near, far = sorted(
+                    abs(math.log(s / ended[1])) for s in (measured.step_time.p10, measured.step_time.p90)
+                )
+                if far > LIKE and near < far / 2:
+                    return ended
         self._windows.append((steps, typical(measured)))
         while self.typical[0] - self._windows[0][0] >= self._most:
             self._windows.popleft()
