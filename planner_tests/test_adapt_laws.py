@@ -15,7 +15,7 @@ from asa.cost.ranks import Ranks
 from asa.interfaces.executor import EpochOutcome, Look, Placement, Probe
 from asa.ir.cluster import Cluster
 from asa.ir.measurements import EpochRecord, Measurements, RankTiming, Transfer
-from asa.ir.plan import Plan
+from asa.ir.plan import DataDegree, Plan, TensorDegree
 from asa.ir.profile import Profile, Stat
 from asa.planner import Request, plan, verify
 from asa.scheduler import Model, Policy, adapt
@@ -341,6 +341,32 @@ def test_a_factor_forgets_and_begins_anew_at_a_change_point() -> None:
     assert few.mean == pytest.approx(0.0), "but not on four steps"
     assert few.seen(math.log(2), 0.02**2, 4).seen(math.log(2), 0.02**2, 4).mean == pytest.approx(math.log(2))
     assert Costs(2, 1).slowness() == Slowness(common=0.0, ranks=(0.0, 0.0), levels=(0.0,))
+
+
+def test_a_change_is_priced_by_the_state_that_is_sent() -> None:
+    model, clean = _model(2), _slowness(2)
+    alone = [Placement(plan=_first(1), processes=(p,)) for p in (0, 1)]
+    single = TensorDegree(strategy="none", degree=1)
+    both, sharded = (
+        Placement(
+            plan=dataclasses.replace(
+                _first(2),
+                components=tuple(
+                    dataclasses.replace(c, data=DataDegree(strategy=strategy, degree=2), tensor=single)
+                    for c in _first(2).components
+                ),
+            ),
+            processes=(0, 1),
+        )
+        for strategy in ("replicate", "zero3")
+    )
+    whole = model.move_s(alone[0], alone[1], clean)
+    assert whole > 0
+    assert model.move_s(alone[0], both, clean) == whole, "one process has it already"
+    assert [model.move_s(both, one, clean) for one in alone] == [0.0, 0.0], "both have all"
+    assert model.move_s(*alone, _slowness(2, links=4.0)) == pytest.approx(4 * whole)
+    assert 0.0 < model.move_s(sharded, alone[0], clean) < whole, "half of it is there"
+    assert model.move_s(both, sharded, clean) == 0.0
 
 
 def test_a_disturbance_shorter_than_a_change_pays_for_is_sat_out() -> None:
