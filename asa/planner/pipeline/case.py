@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from asa.cost.pipeline import shape
+from asa.cost.pipeline import lead
 from asa.interfaces.schedule import Schedule
 from asa.planner import clock
 from asa.planner.pipeline.bounds import Frame, Keys, StageLinks, Tables
@@ -70,9 +70,7 @@ class Case:
     def _lead(self, r: int) -> int | None:
         """How many microbatches are in flight with r stages to the last, where the schedule waits for each to come
         back."""
-        found = {shape(self.schedule, p, self.m)[p - r] for p in self.stages if p >= r}
-        lead, _, strict = next(iter(found))
-        return lead if len(found) == 1 and strict else None
+        return lead(self.schedule, [(p - r, p) for p in self.stages if p >= r], self.m)
 
     def framed(self) -> Frame:
         """Bounds from the current tables."""

@@ -98,9 +98,13 @@ class Paced:
         with that; and halve what is left between the bound and the best plan, again and again."""
         self.level += 1
         if self.level == 2:
-            met = [self._pipelines.ends(w, self.m) for w in self._widths.tolist()]
-            if None not in met:
-                self._least = self._with(np.array(met, dtype=float).swapaxes(0, 1))
+            met = np.zeros((2, len(self._widths), self._sums.shape[1] - 1))
+            for k, w in enumerate(self._widths.tolist()):
+                found = self._pipelines.ends(w, self.m) if clock.now() < ends else None
+                if found is None:
+                    break  # the others begin and end in no time
+                met[:, k] = found
+            self._least = self._with(met)
         middle = best if self.level < 3 else (self.bound + min(best, self._high)) / 2
         if _reachable(self._least, self._slots, self.m, middle * (1 + ROUNDING)):
             self._high = middle
