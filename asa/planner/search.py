@@ -212,7 +212,8 @@ class _Ways:
 
     def _sketched(self) -> tuple[Candidate | None, float]:
         """A first plan of several stages, and its ms."""
-        until = clock.counted() + max(self.budget.outlines_s, self.budget.outlines * (self.ends - self.best.started))
+        share = self.budget.outlines if joint.searched(self.staged) else self.budget.outlines / 3
+        until = clock.counted() + max(self.budget.outlines_s, share * (self.ends - self.best.started))
         found = first_plans(self.prices, self.allowed, self.best.limit / MS, until, next(iter(self.baselines), None))
         if found is not None:
             found = improved(self.prices, found, self.allowed, clock.counted() + self.budget.polish_s)

@@ -119,6 +119,7 @@ class _Around:
         self._stages: dict[_Stage, StagePrice] = {}
         self._known: dict[object, tuple[float, ...]] = {}
         self._possible: dict[tuple[int, Way, int], bool] = {}
+        self._widths = set[tuple[int, int]]()
         self._data = {name: k for k, name in enumerate(self.space.strategies.data)}
         self._tensor = {name: k for k, name in enumerate(self.space.strategies.tensor)}
 
@@ -166,6 +167,9 @@ class _Around:
     def _priced(self, x: _Stage) -> StagePrice:
         if x not in self._stages:
             pricer = self.prices.pricer(x.width, x.num_microbatches, x.busy, x.first)
+            if (x.width, x.num_microbatches) not in self._widths:
+                self._widths.add((x.width, x.num_microbatches))
+                clock.count("pricer")
             clock.count("component", len(x.ways) * (4 if x.ways[0].layout.weights else 1))
             self._stages[x] = price_stage(pricer, x.start, x.ways, self.space.cluster.overlap, x.in_flight)
         return self._stages[x]
