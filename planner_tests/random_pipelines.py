@@ -6,6 +6,8 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, TensorDegree
 from asa.planner.stage.problem import Chain, Config, Edge
@@ -83,6 +85,21 @@ class RandomPipelines:
             [min(x.forward + x.backward for x in row.values()) for row in e] for e in (chain.inlets, chain.outlets)
         )
         return begin, end
+
+    def whole(self, width: int, m: int) -> Any:
+        chain = self.chain(width, m)
+        assert chain is not None
+        found = []
+        for less in (0, m - 1):
+            hidden = [
+                [
+                    (c.work - less * (c.forward + c.backward), chain.sp * c.window, chain.sc * (c.prompt + c.late))
+                    for c in row
+                ]
+                for row in chain.configs
+            ]
+            found.append([[min(x[0] - chain.saving * x[k] for x in row) for row in hidden] for k in (1, 2)])
+        return np.array(found)
 
     def chain(self, width: int, m: int) -> Chain | None:
         if (width, m) not in self._chains:

@@ -348,13 +348,16 @@ def test_quick_floors_are_below_every_plan(seed):
 
 def test_floors_know_that_a_stage_has_all_microbatches_to_do():
     class Even(RandomPipelines):
-        ending = None
+        ending = paying = None
 
         def compute(self, width, m):
             return [1.0] * len(self.names)
 
         def ends(self, width, m):
             return self.ending
+
+        def whole(self, width, m):
+            return self.paying
 
     found = floors(Even(1, components=4, gpus=2, most=8, speed=1.0, memory=50))
     # Two stages of one rank share four components, whatever the cut.

@@ -16,7 +16,7 @@ import numpy as np
 
 from asa.cost.memory.peak import margin
 from asa.cost.pricing import Pricer
-from asa.cost.states import States
+from asa.cost.states import Kept, States
 from asa.cost.traffic.prefetch import Gathers
 from asa.cost.way import Figures, Upkeep, Way
 from asa.cost.work.compute import Times
@@ -84,7 +84,10 @@ class Menu:
 
     def _keep(self, each: list[tuple[int, Way]], like: Any, optimizer: OptimizerName) -> None:
         """Compute the costs of keeping state, once for each distinct state; arguments as :func:`_keeping` returns."""
-        kept = [self._states.kept(i, w) for i, w in each]
+        known, placed = dict[object, tuple[Kept, Gathers | None]](), self._states.placed
+        for key, i, w in (((placed[i], id(w)), i, w) for i, w in each):
+            known[key] = known.get(key) or (self._states.kept(i, w), self._states.ahead(i, w))
+        kept, ahead = zip(*(known[placed[i], id(w)] for i, w in each), strict=True)
         distinct = {id(k): k for k in kept}
         number = {key: at for at, key in enumerate(distinct)}
         self._costs: Upkeep = _stacked([k.costs for k in distinct.values()])
@@ -104,7 +107,7 @@ class Menu:
         self._update, self._apart, self._repeated = (np.array(x, dtype=float)[like] for x in (update, apart, repeated))
         self._own, self._joint, self._bucketed = (np.array(x, dtype=bool)[like] for x in (own, joint, bucketed))
         self._repeated = np.where(self.offload, 0.0, self._repeated)
-        ahead, none = [self._states.ahead(i, w) for i, w in each], Gathers(0.0, 0.0, 0.0, 0.0)
+        none = Gathers(0.0, 0.0, 0.0, 0.0)
         self._gathers: Gathers | None = None
         if any(ahead):
             self._gathers = _among(_stacked([x or none for x in ahead]), like)

@@ -12,13 +12,13 @@ have one unit, which may be any.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
 
-from asa.interfaces.schedule import Schedule
+from asa.interfaces.schedule import Action, Schedule
 from asa.ir.codec import noun
 
 
@@ -116,15 +116,24 @@ def shape(schedule: Schedule, stages: int, num_microbatches: int) -> tuple[tuple
     """For each stage (lead, trail, strict): forwards before its first backward, backwards after its last forward, and
     whether forwards and backwards alternate in between. If they do, the forward of microbatch k follows the backward of
     microbatch k - lead."""
-    found = []
-    for s in range(stages):
-        order = schedule.order(s, stages, num_microbatches)
-        kinds = [a.direction == "forward" for a in order]
-        lead = kinds.index(False)
-        trail = kinds[::-1].index(True)
-        pairs = kinds[lead : len(kinds) - trail]
-        found.append((lead, trail, pairs == [False, True] * (len(pairs) // 2)))
-    return tuple(found)
+    return tuple(_shape(schedule.order(s, stages, num_microbatches)) for s in range(stages))
+
+
+def _shape(order: Sequence[Action]) -> tuple[int, int, bool]:
+    kinds = [a.direction == "forward" for a in order]
+    lead = kinds.index(False)
+    trail = kinds[::-1].index(True)
+    pairs = kinds[lead : len(kinds) - trail]
+    return lead, trail, pairs == [False, True] * (len(pairs) // 2)
+
+
+def lead(schedule: Schedule, places: Iterable[tuple[int, int]], num_microbatches: int) -> int | None:
+    """The lead of stages at these places (stage, number of stages), where it is the same in all of them, and forwards
+    and backwards alternate after it; else None."""
+    orders = {id(x): x for x in (schedule.order(s, p, num_microbatches) for s, p in places)}
+    found = {_shape(x) for x in orders.values()}
+    first, _, strict = next(iter(found))
+    return first if len(found) == 1 and strict else None
 
 
 def lower_bound(

@@ -111,11 +111,12 @@ class Pricer:
         """Seconds by which the host is at least ahead of its device after the forward and the backward of each
         component, for any way to run it: shape (component, pass)."""
         components, samples = self.graph.components, self.local(layout)
-        if layout.sequence or layout.weights or self.shards.speeds:
+        if layout.weights or self.shards.speeds:
             longest = [self.longest(c, layout) for c in components]
             taken = np.array([(work.forward_s * slow, work.backward_s * slow) for work, slow in longest])
         else:
-            taken = self.times.passes(samples, layout.tensor).T * self.slowed(samples)
+            passes = self.times.passes(samples, layout.tensor, by_tokens=layout.sequence)
+            taken = passes.T * self.slowed(samples)
         floors = np.array([(x, 2 * x) for x in map(self.times.launch, components)])
         return np.maximum(0.0, taken - floors - [self.states.most_launched(i, layout) for i in range(len(components))])
 

@@ -7,7 +7,7 @@ such as repeated blocks, are priced once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from asa.cost.boundary.crossings import Crossings
 from asa.cost.boundary.ends import Ends
@@ -21,14 +21,11 @@ from asa.cost.way import PHASES, Upkeep, Way
 from asa.cost.work.compute import Times
 from asa.interfaces.strategy import DataStrategy, Strategies
 from asa.ir.cluster import Cluster, Sharding
-from asa.ir.graph import Component, LayerGraph
+from asa.ir.graph import LayerGraph
 from asa.ir.layout import Boundary, Layout
 from asa.ir.plan import CompressionName, OptimizerName, TensorDegree
 from asa.ir.traffic import Collective, Memory, Phase, Share
 from asa.ir.transfer import whole
-
-_WORDS = ("name", "modules", "why_whole")
-"""Fields of a component that no price depends on."""
 
 
 @dataclass
@@ -55,24 +52,21 @@ class States:
         self._graph, self._times, self._cluster, self._strategies = graph, times, cluster, strategies
         self._optimizer: OptimizerName = optimizer
         self._compression: CompressionName = compression
-        self.like = alike(graph.components)
+        self.like = times.like
+        kinds = [None, *((k, r.prompt) for k, r in zip(self.like, self.releases, strict=True)), None]
+        self.placed = list(zip(kinds, kinds[1:], kinds[2:], strict=False))
+        """For each component, all of it and of its neighbours that the cost of its state depends on."""
         self._shares: dict[tuple[int, TensorDegree], Share] = {}
         self._updates: dict[tuple[int, TensorDegree], float] = {}
         self._kept: dict[tuple[object, ...], Kept] = {}
         self._ahead: dict[tuple[object, ...], Gathers | None] = {}
         self.async_device = cluster.device.type != "cpu"  # its host launches kernels ahead of it
         self.collective_s = constant("collective_launch_s") if self.async_device else 0.0
-        self.timed = self._as_long() if self.async_device else self.like
+        self.timed = times.timed if self.async_device else self.like
         self._most: dict[tuple[int, bool, int], tuple[float, float]] = {}
         self.prefetching = self.async_device and cluster.overlap.saving > 0
         self._crossings: dict[tuple[Ends, Layout, Layout], tuple[Boundary, tuple[Collective, ...]]] = {}
         self._between: dict[tuple[Ends, tuple[Layout, ...], tuple[Layout, ...]], Crossings] = {}
-
-    def _as_long(self) -> tuple[int, ...]:
-        """For each component, the index of the first one that has the same times and differs only in its names."""
-        first: dict[tuple[object, ...], int] = {}
-        keys = [(k, self._times.signature(c)) for k, c in zip(self.like, self._graph.components, strict=True)]
-        return tuple(first.setdefault(key, i) for i, key in enumerate(keys))
 
     def share(self, index: int, tensor: TensorDegree) -> Share:
         """The share of component ``index`` on a tensor rank."""
@@ -115,7 +109,7 @@ class States:
         strategy or device does not prefetch."""
         if not (self.prefetching and self._strategies.data[way.data.strategy].prefetches and way.layout.data > 1):
             return None
-        key = (index, way.layout, way.tensor, way.data)
+        key = (self.placed[index], way.layout, way.tensor, way.data)
         if key not in self._ahead:
             own, front, behind = (self._gathers(i, way) for i in (index, index - 1, index + 1))
             found = Gathers(
@@ -278,10 +272,3 @@ class States:
 
 def _sharding(traffic: Iterable[Collective], phase: Phase) -> list[Collective]:
     return [c for c in traffic if c.phase == phase and c.op in ("all_gather", "reduce_scatter")]
-
-
-def alike(components: Sequence[Component]) -> tuple[int, ...]:
-    """For each component, the index of the first one that differs from it only in its names."""
-    names = [f.name for f in fields(Component) if f.name not in _WORDS]
-    first: dict[tuple[object, ...], int] = {}
-    return tuple(first.setdefault(tuple(getattr(c, n) for n in names), i) for i, c in enumerate(components))

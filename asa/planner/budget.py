@@ -57,14 +57,14 @@ class Budget:
     """Gap not worth searching on for: a tenth of the usual error of a step time."""
     nearly: float = 0.03
     """Gap from which on single stages wait for pipelines."""
-    rest: float = 0.6
+    rest: float = 0.15
     """Share for all that is left after first plans at least, whatever these took."""
     again_s: float = 0.5
     """For the ILP to solve once more what labels have proved."""
     ilp_s: float = 0.55
     """A shorter turn is not given to the ILP, which would not get to its end (0036)."""
     polish: float = 1 / 8
-    """Share added for a local search beside an answer that is not proved, and again for ties (0033)."""
+    """Share for a local search beside an answer that is not proved, and for ties (0033)."""
     polish_s: float = 0.25
     """Most seconds of that (0033)."""
     effort: Effort = field(default_factory=Effort)

@@ -40,7 +40,8 @@ if hasattr(os, "register_at_fork"):
 
 
 _COSTS = {
-    "way": 2e-5, "menu": 6e-5, "stage": 1.5e-4, "action": 8e-6, "entry": 1.2e-8, "component": 2e-5, "plan": 2.5e-5,
+    "way": 1e-5, "menu": 3e-5, "stage": 1.5e-4, "action": 3e-6, "entry": 1.2e-8, "component": 3e-5, "plan": 2.5e-5,
+    "pricer": 2e-3,
 }  # fmt: skip
 """About how many seconds each thing that is counted takes."""
 _counted = 0.0

@@ -35,6 +35,8 @@ _WORTH = 0.02
 """A gap from which on a longer search is worth mentioning."""
 _PROVED = 1e-6
 """A gap that is none."""
+_LEAST = 0.5
+"""Share of the time limit that a search has at least, whatever the whole strategies took."""
 _BUSY, _SHORT_S = 2.0, 0.1
 """Wall seconds per second of work from which a machine is called busy; shorter searches say nothing."""
 _TIE = 1 + ROUNDING
@@ -95,7 +97,7 @@ def plan(
     outcome = search(
         prices,
         solver=request.solver,
-        time_limit_s=request.time_limit_s,
+        time_limit_s=max(_LEAST * request.time_limit_s, request.time_limit_s - (clock.now() - started)),
         allowed=pins,
         incumbent_s=simplest.seconds if simplest else float("inf"),
         baselines=[c for c in (*whole, begin) if c is not None],

@@ -87,12 +87,14 @@ def search(
         UnavailableError: the solver is not installed.
     """
     started, began = clock.now(), time.monotonic()
-    found = _search(prices, solver, started + time_limit_s, allowed, incumbent_s, baselines, start, budget)
     polish_s = min(budget.polish_s, budget.polish * time_limit_s)
+    ends = started + time_limit_s - polish_s
+    found = _search(prices, solver, ends, allowed, incumbent_s, baselines, start, budget)
+    until = clock.counted() + polish_s
     # Weights of unequal devices are searched a few at a time; this holds for all of them.
     found = replace(found, lower_bound_s=min(found.lower_bound_s, free_bound(prices, allowed) / MS))
     if found.best is None and baselines and found.lower_bound_s < incumbent_s * (1 - _PROVED):
-        better = improved(prices, baselines[0], allowed, clock.counted() + polish_s)
+        better = improved(prices, baselines[0], allowed, until)
         if prices.of(better).cost.total_s < incumbent_s * (1 - _PROVED):
             found = replace(found, best=replace(better, origin="asa"), solver="dp, as bounds")
     if found.best is None:
@@ -102,8 +104,8 @@ def search(
     if proved:
         first = canonical(prices, found.best, allowed)
     else:  # which plan that is depends on the clock anyway
-        better = improved(prices, found.best, allowed, clock.counted() + polish_s)
-        first = canonical(prices, better, allowed, clock.counted() + polish_s)
+        better = improved(prices, found.best, allowed, until)
+        first = canonical(prices, better, allowed, until)
     value_ms = prices.of(first).cost.total_s * MS
     taken = clock.now() - started
     last = ((taken, value_ms, found.lower_bound_s * MS),) if value_ms < before_ms * (1 - ROUNDING) else ()
@@ -210,9 +212,9 @@ class _Ways:
 
     def _sketched(self) -> tuple[Candidate | None, float]:
         """A first plan of several stages, and its ms."""
-        until = clock.counted() + max(self.budget.outlines_s, self.budget.outlines * (self.ends - self.best.started))
-        near = next((x.num_microbatches for x in self.baselines[:1] if x.num_microbatches > 1), None)
-        found = first_plans(self.prices, self.allowed, self.best.limit / MS, until, near)
+        share = self.budget.outlines if joint.searched(self.staged) else self.budget.outlines / 3
+        until = clock.counted() + max(self.budget.outlines_s, share * (self.ends - self.best.started))
+        found = first_plans(self.prices, self.allowed, self.best.limit / MS, until, next(iter(self.baselines), None))
         if found is not None:
             found = improved(self.prices, found, self.allowed, clock.counted() + self.budget.polish_s)
         value = float("inf") if found is None else self.prices.of(found).cost.total_s * MS

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ _ADDING_PASSES = 3.0
 """Memory passes to accumulate a microbatch's gradients: two reads, one write."""
 
 _NORMAL_P90 = 1.2816
+_WORDS = ("name", "modules", "why_whole")
+"""Fields of a component that no price depends on."""
 
 
 def adding(update_s: Any, optimizer: OptimizerName, num_microbatches: int) -> Any:
@@ -47,20 +50,20 @@ def standard_error(stat: Stat) -> float:
     return 1.2533 * deviation(stat) / math.sqrt(stat.n)
 
 
-def _line(xs: list[float], ys: Any, x: float) -> Any:
-    """Values at ``x``, piecewise affine through (xs, ys), and extrapolated from the two outermost points; above the
-    last point they never fall. The last axis of ``ys`` is that of ``xs``."""
+def _line(xs: Any, ys: Any, x: Any) -> Any:
+    """Values at all of ``x``, piecewise affine through (xs, ys), and extrapolated from the two outermost points; above
+    the last point they never fall. The last axis of ``ys`` is that of ``xs``, and that of the values is that of
+    ``x``."""
     if len(xs) == 1:
-        return ys[..., 0]
-    at = min(max(bisect_left(xs, x), 1), len(xs) - 1)
+        return np.repeat(ys, len(x), axis=-1)
+    at = np.clip(np.searchsorted(xs, x), 1, len(xs) - 1)
     slope = (ys[..., at] - ys[..., at - 1]) / (xs[at] - xs[at - 1])
-    if x > xs[-1]:
-        return ys[..., -1] + np.maximum(0.0, slope) * (x - xs[-1])
-    return ys[..., at - 1] + slope * (x - xs[at - 1])
+    beyond = ys[..., -1:] + np.maximum(0.0, slope) * (x - xs[-1])
+    return np.where(x > xs[-1], beyond, ys[..., at - 1] + slope * (x - xs[at - 1]))
 
 
 def _ratio(small: Any, large: Any) -> Any:
-    return np.divide(small, large, out=np.ones_like(large), where=large > 0)
+    return np.divide(small, large, out=np.ones_like(small), where=large > 0)
 
 
 @noun
@@ -88,32 +91,27 @@ class Grid:
 
     def __init__(self, timings: Sequence[list[Timing]]) -> None:
         self._timings = timings
-        self.xs = [float(t.microbatch) for t in timings[0]]
+        self.xs = np.array([float(t.microbatch) for t in timings[0]])
         measured = [[_figures(t) for t in own] for own in timings]
         self._times, self._sizes = np.split(np.array(measured, dtype=float).transpose(2, 0, 1), [2])
         self._errors: dict[int, Any] = {}
 
-    def at(self, samples: int, floor: float) -> Any:
-        """The :class:`Work` of ``samples`` samples: shape (field, component). With a single measurement, only the time
-        above the ``floor`` scales with samples."""
+    def at(self, samples: Any, floor: float) -> Any:
+        """The :class:`Work` of each number of ``samples``: shape (field, component, number). With a single measurement,
+        only the time above the ``floor`` scales with samples."""
         xs, times, sizes = self.xs, _line(self.xs, self._times, samples), _line(self.xs, self._sizes, samples)
-        found = np.empty((len(_QUANTITIES), times.shape[1]))
+        found = np.empty((len(_QUANTITIES), *times.shape[1:]))
         if len(xs) == 1:
             least = np.minimum(floor, times)
             found[_SECONDS], found[_BYTES] = least + (times - least) * samples / xs[0], sizes * samples / xs[0]
         else:
             found[_SECONDS], found[_BYTES] = np.maximum(floor, times), np.maximum(0.0, sizes)
-        found[_UNMADE] = np.minimum(found[_UNMADE], self._sizes[-1].max(axis=-1))
-        nearest = self._nearest(samples)
-        scale = max(0.0, samples / xs[nearest]) if len(xs) == 1 or samples > xs[-1] else 1.0
-        found[_ERROR] = scale * self._error(nearest)
+        found[_UNMADE] = np.minimum(found[_UNMADE], self._sizes[-1].max(axis=-1, keepdims=True))
+        # The measured microbatch with the smallest ratio to the samples; of two, the smaller one.
+        nearest = np.abs(np.log(xs[:, None] / samples)).argmin(axis=0)
+        scale = np.where((len(xs) == 1) | (samples > xs[-1]), samples / xs[nearest], 1.0)
+        found[_ERROR] = scale * np.stack([self._error(k) for k in nearest.tolist()], axis=1)
         return found
-
-    def _nearest(self, samples: int) -> int:
-        """The index of the measured microbatch with the smallest ratio to ``samples``; of two, the smaller one."""
-        at = bisect_left(self.xs, samples)
-        among = range(max(0, at - 1), min(at + 1, len(self.xs)))
-        return min(among, key=lambda k: abs(math.log(self.xs[k] / samples)))
 
     def _error(self, k: int) -> Any:
         """For each component, the standard error of forward plus backward at measurement ``k``, in seconds."""
@@ -155,7 +153,8 @@ class Times:
         self._flops_share = flops_share
         self._shares: dict[int, Any] = {}
         self._timings, self._token_timings = _indexed(profile.timings), _indexed(profile.by_tokens or ())
-        self._token_grids = {key: Grid([found]) for key, found in self._token_timings.items()}
+        self._token_groups = self._by_tokens()
+        self._by_token: dict[tuple[int, int], Any] = {}
         self._groups = self._alike()
         self._every: dict[tuple[int, int], Any] = {}
         self._known: dict[tuple[str, int, int, bool], Work] = {}
@@ -186,18 +185,37 @@ class Times:
             found.append(_Alike(np.array(index), degrees, grids))
         return found
 
+    def _by_tokens(self) -> dict[int, list[tuple[Any, Grid]]]:
+        """By tensor degree, components measured with sequence parallelism at the same microbatches."""
+        groups: dict[tuple[int, tuple[int, ...]], list[str]] = defaultdict(list)
+        for (name, degree), timings in self._token_timings.items():
+            groups[degree, tuple(t.microbatch for t in timings)].append(name)
+        found: dict[int, list[tuple[Any, Grid]]] = defaultdict(list)
+        for (degree, _), names in groups.items():
+            grid = Grid([self._token_timings[n, degree] for n in names])
+            found[degree].append((np.array([self._places[n] for n in names]), grid))
+        return found
+
     def launch(self, component: Component) -> float:
         """Seconds that the host of an asynchronous device takes to launch a forward of the component."""
         return max(self.floor, constant("estimate_launch_cuda_s") * len(component.modules))
 
-    def signature(self, component: Component) -> tuple[object, ...]:
-        """A key: components with equal keys take equally long at every microbatch and tensor degree."""
-        times = (
-            tuple((k, *((t.microbatch, t.forward.median, t.backward.median) for t in own[component.name, k]))
-                  for name, k in sorted(own) if name == component.name)
-            for own in (self._timings, self._token_timings)
-        )  # fmt: skip
-        return (self.launch(component), *times)
+    @cached_property
+    def like(self) -> tuple[int, ...]:
+        """For each component, the index of the first one that differs from it only in its names."""
+        names = [f.name for f in fields(Component) if f.name not in _WORDS]
+        return _firsts([tuple(getattr(c, n) for n in names) for c in self._components])
+
+    @cached_property
+    def timed(self) -> tuple[int, ...]:
+        """For each component, the index of the first one that also takes equally long at every microbatch and tensor
+        degree."""
+        times: dict[str, list[object]] = defaultdict(list)
+        for number, own in enumerate((self._timings, self._token_timings)):
+            for name, k in sorted(own):
+                taken = ((t.microbatch, t.forward.median, t.backward.median) for t in own[name, k])
+                times[name].append((number, k, *taken))
+        return _firsts([(k, *times[c.name]) for k, c in zip(self.like, self._components, strict=True)])
 
     def work(self, component: Component, samples: int, degree: int, *, by_tokens: bool = False) -> Work:
         """Forward and backward of ``samples`` samples at tensor degree ``degree``, on an otherwise idle device.
@@ -205,27 +223,35 @@ class Times:
         those without sequence parallelism."""
         key = (component.name, samples, degree, by_tokens)
         if key not in self._known:
-            column = self.every(samples, degree)[:, self._places[component.name]]
-            if by_tokens and (component.name, degree) in self._token_grids:
-                timed = self._token_grids[component.name, degree].at(samples, self.floor)[:, 0]
-                timed[_BYTES] = column[_BYTES]
-                column = timed
+            column = self.every(samples, degree, by_tokens=by_tokens)[:, self._places[component.name]]
             self._known[key] = Work(**dict(zip(_QUANTITIES, column.tolist(), strict=True)))
         return self._known[key]
 
-    def every(self, samples: int, degree: int) -> Any:
+    def every(self, samples: int, degree: int, *, by_tokens: bool = False) -> Any:
         """The :meth:`work` of all components: shape (field, component). Components that cannot be split are whole."""
-        if (samples, degree) not in self._every:
-            found = np.empty((len(_QUANTITIES), len(self._components)))
-            for group in self._groups:
-                found[:, group.index] = self._between(group, samples, degree)
-            found.flags.writeable = False
-            self._every[samples, degree] = found
-        return self._every[samples, degree]
+        key = (samples, degree)
+        if key not in self._every:
+            self.prepare([samples], degree)
+        if not by_tokens:
+            return self._every[key]
+        if key not in self._by_token:
+            found = self._by_token[key] = self._every[key].copy()
+            for at, grid in self._token_groups.get(degree, ()):
+                found[: _BYTES.start, at] = grid.at(np.array([samples]), self.floor)[: _BYTES.start, :, 0]
+        return self._by_token[key]
 
-    def passes(self, samples: int, degree: int) -> Any:
+    def prepare(self, samples: Iterable[int], degree: int) -> None:
+        """Compute :meth:`every` for many numbers of samples at once."""
+        missing = [n for n in samples if (n, degree) not in self._every]
+        found = np.empty((len(missing), len(_QUANTITIES), len(self._components)))
+        for group in self._groups if missing else ():
+            found[..., group.index] = np.moveaxis(self._between(group, np.array(missing), degree), -1, 0)
+        found.flags.writeable = False
+        self._every.update(((n, degree), x) for n, x in zip(missing, found, strict=True))
+
+    def passes(self, samples: int, degree: int, *, by_tokens: bool = False) -> Any:
         """Seconds of forward and of backward: shape (pass, component)."""
-        return self.every(samples, degree)[_SECONDS]
+        return self.every(samples, degree, by_tokens=by_tokens)[_SECONDS]
 
     def both(self, samples: int, degree: int) -> Any:
         """Seconds of forward plus backward, for each component."""
@@ -238,14 +264,9 @@ class Times:
 
     def least(self, samples: int, degree: int) -> Any:
         """For each component, the seconds of :meth:`both`, or those with sequence parallelism if they are fewer."""
-        found = self.both(samples, degree)
-        for name, measured in self._token_grids:
-            if measured == degree:
-                work = self.work(self._components[self._places[name]], samples, degree, by_tokens=True)
-                found[self._places[name]] = min(found[self._places[name]], work.forward_s + work.backward_s)
-        return found
+        return np.minimum(self.both(samples, degree), self.passes(samples, degree, by_tokens=True).sum(axis=0))
 
-    def _between(self, x: _Alike, samples: int, degree: int) -> Any:
+    def _between(self, x: _Alike, samples: Any, degree: int) -> Any:
         if degree in x.grids:
             return self._measured(x, samples, degree)
         at = bisect_left(x.degrees, degree)
@@ -259,23 +280,24 @@ class Times:
                 high = low.copy()
                 high[_SECONDS], high[_BYTES] = self.floor, 0.0
                 mix = np.where(first > 0, 1 - share / first, 0.0)
-        found = np.maximum(0.0, low + np.minimum(1.0, np.maximum(0.0, mix)) * (high - low))
+        found = np.maximum(0.0, low + np.minimum(1.0, np.maximum(0.0, mix))[:, None] * (high - low))
         found[_SECONDS] = np.maximum(self.floor, found[_SECONDS])
         return found
 
-    def _measured(self, x: _Alike, samples: int, degree: int) -> Any:
+    def _measured(self, x: _Alike, samples: Any, degree: int) -> Any:
         grid = x.grids[degree]
-        found, least = grid.at(samples, self.floor), int(grid.xs[0])
-        if samples >= least or not x.reaches_below(degree):
+        found, least = grid.at(samples, self.floor), grid.xs[:1]
+        below = samples < least
+        if not below.any() or not x.reaches_below(degree):
             return found
-        small, large = self._measured(x, samples, 1), self._measured(x, least, 1)
+        small, large = self._measured(x, samples[below], 1), self._measured(x, least, 1)
         falls = grid.at(least, self.floor) * _ratio(small, large)
         if len(grid.xs) == 1:
             # A single measurement does not show which bytes are independent of samples. A rank's transient bytes are
             # below its share of the unsplit ones only at large microbatches, where the peak occurs at another time.
-            found[_BYTES] = falls[_BYTES]
-            found[_TRANSIENT] = np.maximum(found[_TRANSIENT], small[_TRANSIENT] / degree)
-        found[_SECONDS] = np.maximum(self.floor, falls[_SECONDS])
+            falls[_TRANSIENT] = np.maximum(falls[_TRANSIENT], small[_TRANSIENT] / degree)
+            found[_BYTES, :, below] = falls[_BYTES]
+        found[_SECONDS, :, below] = np.maximum(self.floor, falls[_SECONDS])
         return found
 
     def _share(self, x: _Alike, degree: int) -> Any:
@@ -294,7 +316,8 @@ class Times:
             return 1.0
         if samples not in self._ratios:
             x = min(max(math.log(samples), self._whole_at[0]), self._whole_at[-1])
-            self._ratios[samples] = min(1.1, max(1 / 1.1, float(_line(self._whole_at, np.array(self._whole_ratio), x))))
+            found = float(_line(np.array(self._whole_at), np.array(self._whole_ratio), np.array([x]))[0])
+            self._ratios[samples] = min(1.1, max(1 / 1.1, found))
         return self._ratios[samples]
 
     def update(
@@ -328,6 +351,12 @@ class Times:
         split = component.split
         divisible = 0.0 if split is None else float(split.parameter_bytes)
         return max(1.0, component.parameter_bytes - divisible * (1 - 1 / degree))
+
+
+def _firsts(keys: Sequence[object]) -> tuple[int, ...]:
+    """For each key, the index of the first one that is equal."""
+    first: dict[object, int] = {}
+    return tuple(first.setdefault(key, i) for i, key in enumerate(keys))
 
 
 def _indexed(timings: Iterable[Timing]) -> dict[tuple[str, int], list[Timing]]:

@@ -118,7 +118,8 @@ class _Around:
         self.sketch = Sketch(prices, allowed, INF)
         self._stages: dict[_Stage, StagePrice] = {}
         self._known: dict[object, tuple[float, ...]] = {}
-        self._possible: dict[tuple[int, int, int, tuple[int, ...]], dict[Way, None]] = {}
+        self._possible: dict[tuple[int, Way, int], bool] = {}
+        self._widths = set[tuple[int, int]]()
         self._data = {name: k for k, name in enumerate(self.space.strategies.data)}
         self._tensor = {name: k for k, name in enumerate(self.space.strategies.tensor)}
 
@@ -143,7 +144,7 @@ class _Around:
         """A plan around ``x`` that takes less, and is the limit from then on; None where there is none, or time is
         up."""
         less_s = self.limit_s / (1 + TIE) * (1 - 2 * TIE)
-        for other in chain(self.changes(x), self._partly(x)):
+        for other in chain(self._others(x), self._partly(x), self._fewer(x)):
             if clock.counted() > until:
                 return None
             taken_s = self.seconds(other, less_s)
@@ -166,6 +167,9 @@ class _Around:
     def _priced(self, x: _Stage) -> StagePrice:
         if x not in self._stages:
             pricer = self.prices.pricer(x.width, x.num_microbatches, x.busy, x.first)
+            if (x.width, x.num_microbatches) not in self._widths:
+                self._widths.add((x.width, x.num_microbatches))
+                clock.count("pricer")
             clock.count("component", len(x.ways) * (4 if x.ways[0].layout.weights else 1))
             self._stages[x] = price_stage(pricer, x.start, x.ways, self.space.cluster.overlap, x.in_flight)
         return self._stages[x]
@@ -214,8 +218,10 @@ class _Around:
 
     def changes(self, x: Candidate) -> Iterator[Candidate]:
         """Plans that differ in one thing, those with less to run first."""
+        return chain(self._fewer(x), self._others(x))
+
+    def _others(self, x: Candidate) -> Iterator[Candidate]:
         if len(x.widths) > 1:
-            yield from self._fewer(x)
             yield from self._otherwise(x)
             yield from self._cut_elsewhere(x)
             for name, schedule in self.space.schedules.items():
@@ -225,11 +231,17 @@ class _Around:
         yield from self._private(x)
         yield from self._exchanged(x)
 
-    def _ways(self, i: int, w: int, m: int, weights: tuple[int, ...] = ()) -> dict[Way, None]:
-        key = (i, w, m, weights)
+    def _able(self, i: int, way: Way, m: int) -> bool:
+        """Whether component ``i`` may run so, with ``m`` microbatches."""
+        key = (i, way, m)
         if key not in self._possible:
-            space = self.space.weighted({w: weights}) if weights else self.space
-            self._possible[key] = dict.fromkeys(space.ways(i, w, m, self.allowed))
+            even = replace(way.layout, weights=()) if way.layout.weights else way.layout
+            self._possible[key] = (
+                even in self.space.layouts(even.width, m)
+                and self.space.enough(i, way.layout, m)
+                and way in self.space.ways_in(i, way.layout)
+                and self.allowed(i, way)
+            )
         return self._possible[key]
 
     def _cut_otherwise(self, x: Candidate) -> Iterator[Candidate]:
@@ -256,6 +268,8 @@ class _Around:
 
     def _fewer(self, x: Candidate) -> Iterator[Candidate]:
         m = x.num_microbatches
+        if len(x.widths) == 1:
+            return
         # Of unequal devices every stage has those of one kind, and keeps its own.
         for s, w in enumerate(() if self.space.cluster.unequal else x.widths):
             for less in (v for v in range(1, w) if self.space.placed(0, v)):
@@ -264,7 +278,7 @@ class _Around:
             return
         if self.space.strategies.schedules[x.schedule].refusal(len(x.widths), m // 2):
             return
-        if all(w in self._ways(i, w.layout.width, m // 2) for i, w in enumerate(x.ways)):
+        if all(self._able(i, w, m // 2) for i, w in enumerate(x.ways)):
             yield replace(x, num_microbatches=m // 2)
 
     def _otherwise(self, x: Candidate) -> Iterator[Candidate]:
@@ -280,7 +294,7 @@ class _Around:
         for style in self.sketch.styles(w, m, lean=True):
             if self.sketch.possible(w, m, style)[a:b].all():
                 ways = tuple(self.sketch.way(i, w, style) for i in range(a, b))
-                if all(way in self._ways(i, w, m) for i, way in enumerate(ways, a)):
+                if all(self._able(i, way, m) for i, way in enumerate(ways, a)):
                     yield replace(x, widths=widths, ways=(*x.ways[:a], *ways, *x.ways[b:]))
 
     def _partly(self, x: Candidate) -> Iterator[Candidate]:
@@ -291,7 +305,7 @@ class _Around:
             for style in self.sketch.styles(w, m, lean=True):
                 ways = [self.sketch.way(i, w, style) for i in range(a, b)]
                 ways = [replace(v, layout=replace(v.layout, weights=cut)) for v in ways] if cut else ways
-                able = [way in self._ways(i, w, m, cut) for i, way in enumerate(ways, a)]
+                able = [self._able(i, way, m) for i, way in enumerate(ways, a)]
                 for i in range(a + 1, b):
                     if all(able[: i - a]):
                         yield replace(x, ways=(*x.ways[:a], *ways[: i - a], *x.ways[i:]))
@@ -332,8 +346,7 @@ class _Around:
 
     def _like(self, i: int, w: int, m: int, beside: Way, own: Way) -> Way | None:
         """A way of component ``i`` in a stage of ``w`` ranks: its own, or the one most like its neighbour's."""
-        possible = self._ways(i, w, m)
-        if own in possible:
+        if own.layout.width == w and self._able(i, own, m):
             return own
 
         def apart(way: Way) -> tuple[bool, ...]:
@@ -342,13 +355,13 @@ class _Around:
                 way.checkpoint != beside.checkpoint, way.data.strategy != "replicate", way.checkpoint,
             )  # fmt: skip
 
-        return min(possible, key=apart, default=None)
+        return min(self.space.ways(i, w, m, self.allowed), key=apart, default=None)
 
     def _private(self, x: Candidate) -> Iterator[Candidate]:
         """Plans in which one component runs otherwise in its layout."""
         for i, way in enumerate(x.ways):
-            for other in self._ways(i, way.layout.width, x.num_microbatches, way.layout.weights):
-                if other != way and other.layout == way.layout:
+            for other in self.space.ways_in(i, way.layout):
+                if other != way and self._able(i, other, x.num_microbatches):
                     yield x.with_way(i, other)
 
     def _exchanged(self, x: Candidate) -> Iterator[Candidate]:
@@ -361,7 +374,5 @@ class _Around:
             for some in layouts.values():
                 for i, j in combinations(some, 2):
                     one, other = x.ways[i], x.ways[j]
-                    w = one.layout.width
-                    cut = one.layout.weights
-                    if one != other and other in self._ways(i, w, m, cut) and one in self._ways(j, w, m, cut):
+                    if one != other and self._able(i, other, m) and self._able(j, one, m):
                         yield x.with_way(i, other).with_way(j, one)

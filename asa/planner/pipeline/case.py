@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from asa.cost.pipeline import shape
+from asa.cost.pipeline import lead
 from asa.interfaces.schedule import Schedule
 from asa.planner import clock
 from asa.planner.pipeline.bounds import Frame, Keys, StageLinks, Tables
@@ -22,6 +22,8 @@ from asa.planner.pipeline.stage_cache import MANY, StageCache
 from asa.planner.stage.pareto import OutOfTimeError
 from asa.planner.stage.problem import Choice
 
+_PLACE_S = 7e-8
+"""Seconds of a frame for each stage at each place."""
 _NOTHING = Table(steady=None, forward=None, whole=None, single=None)
 
 
@@ -64,15 +66,13 @@ class Case:
         every = np.arange(shop.n + 1)[None, :] > np.arange(shop.n)[:, None]
         self._near = {(w, r): every for w in self.widths for r in range(1, self.most + 1)}
         self.stuck = False
-        self._tight = False
+        self._tight = self._rough = False
         self._open: Listed | None = None
 
     def _lead(self, r: int) -> int | None:
         """How many microbatches are in flight with r stages to the last, where the schedule waits for each to come
         back."""
-        found = {shape(self.schedule, p, self.m)[p - r] for p in self.stages if p >= r}
-        lead, _, strict = next(iter(found))
-        return lead if len(found) == 1 and strict else None
+        return lead(self.schedule, [(p - r, p) for p in self.stages if p >= r], self.m)
 
     def framed(self) -> Frame:
         """Bounds from the current tables."""
@@ -85,13 +85,22 @@ class Case:
 
         return Frame(self.shop.n, self.m, keys, links, tables, self.most, self._leads.__getitem__, near)
 
+    def _framing_s(self) -> float:
+        """About how many seconds a frame takes, and to look what may be in a plan at all."""
+        places = sum(len(self.shop.offsets[w]) for w in self.widths)
+        return _PLACE_S * self.most * self.shop.n**2 * places
+
     def step(self, best: float, ends: float) -> None:
         """Raise the bound. Plans from ``best`` ms on do not count."""
         if self.level < 2:
+            ends -= self._framing_s()
+            if clock.now() > ends:
+                self.stuck = True
+                return
             try:
                 self._by_prices(best, ends, limit=self.level == 1)
             except OutOfTimeError:
-                if self.level == 0:
+                if self.level == 0 and not self._rough:
                     self._roughly(best, 0.0)
                 return
         else:
@@ -124,6 +133,7 @@ class Case:
     def _roughly(self, best: float, ends: float) -> None:
         """Bound by prices of stages without what lies between them, whatever the degrees at their ends; by compute
         alone where there is no time for prices."""
+        self._rough = True
         keys = Keys(self.widths, lambda _w: (1,))
         alive = {w: [r for r in range(1, self.most + 1) if self.tables.get((w, r)) is not None] for w in self.widths}
         tight = self._tight or self.shop.crowded

@@ -123,6 +123,9 @@ class KindSpace(StagedSpace):
     def ends(self, width: int, num_microbatches: int) -> None:
         """None: with unequal devices no bound is known quickly."""
 
+    def whole(self, width: int, num_microbatches: int) -> None:
+        """None, as of :meth:`ends`."""
+
     def example(self, width: int) -> int:
         """The first rank of a stage's kind that is followed by as many of that kind as the stage has."""
         kind, count = self._stages[width]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 from asa.cost.pipeline import StageTimes, makespan
 from asa.cost.step import side_by_side
@@ -47,6 +47,11 @@ class Pipelines(Protocol):
     def ends(self, width: int, num_microbatches: int) -> tuple[Sequence[float], Sequence[float]] | None:
         """For each component the least ms of one microbatch, there and back, for a stage to begin with it, and to end
         with it; None where nothing is known. It must be quick."""
+
+    def whole(self, width: int, num_microbatches: int) -> Any | None:
+        """For each component the least ms of a step, and of one in which it has a single one of these microbatches,
+        with what is paid once per step: shape (all or one, row, component). Of a stage the row with the greater sum
+        counts. None where nothing is known."""
 
     def chain(self, width: int, num_microbatches: int) -> Chain | None:
         """The numbers of stages of that width; None where some component cannot run. The caller asks once."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from asa.cost.memory.peak import margin
 from asa.cost.pipeline import StageTimes, lower_bound, makespan
 from asa.ir.layout import lowest_terms
 from asa.ir.plan import DataStrategyName
@@ -155,7 +156,7 @@ def _plans(sketch: Sketch, x: _Split, below: float) -> Iterator[tuple[float, Can
     space, n, w = sketch.space, sketch.n, x.d * x.t
     for kind in (k for k in _KINDS if k in space.strategies.data and (x.d > 1 or k == "replicate")):
         plain = StageStyle(x.d, x.t, kind, False)
-        if not sketch.possible(w, x.num_microbatches, plain).all():
+        if not sketch.possible(w, x.num_microbatches, plain).all() or _overfull(sketch, x, plain):
             continue
         made = _filled(sketch, x, plain, below)
         if made is not None:
@@ -172,6 +173,26 @@ def _plans(sketch: Sketch, x: _Split, below: float) -> Iterator[tuple[float, Can
                     ways=tuple(way for u, a, b in zip(uniforms, x.starts, stops, strict=True) for way in u.ways[a:b]),
                 ),
             )
+
+
+def _overfull(sketch: Sketch, x: _Split, style: StageStyle) -> bool:
+    """Whether some stage surely holds too much even if all of it is computed again, which is quick to see."""
+    space, m, n = sketch.space, x.num_microbatches, sketch.n
+    pricer, ways = sketch.prices.pricer(x.d * x.t, m, sketch.gpus), [sketch.way(i, x.d * x.t, style) for i in range(n)]
+    clock.count("way", n / 2)
+    costs = [pricer.states.kept(i, w).costs for i, w in enumerate(ways)]
+    several = m > 1
+    state = np.array([k.state + several * (k.added + k.kept) for k in costs])
+    added = several * np.array([k.added for k in costs])
+    sizes = {t: pricer.times.sizes(pricer.local(ways[0].layout), t)[0] for t in (1, x.t)}
+    saved = np.array([sizes[w.layout.tensor][i] for i, w in enumerate(ways)])
+    outputs = pricer.local(ways[0].layout) * np.array([c.output_bytes_per_sample for c in sketch.graph.components])
+    saved = margin() * np.minimum(saved, outputs)
+    state, added, saved = (np.add.reduceat(v, x.starts) for v in (state, added, saved))
+    schedule = space.strategies.schedules["1f1b"] if x.p > 1 else None
+    flights = np.array([1 if schedule is None else schedule.in_flight(s, x.p, m) for s in range(x.p)])
+    held = np.maximum(state - added + flights * saved, state + (flights - 1) * saved)
+    return bool((held > space.capacity(sketch.gpus)).any())
 
 
 def _filled(sketch: Sketch, x: _Split, style: StageStyle, below: float) -> tuple[float, list[Uniform]] | None:

@@ -87,6 +87,7 @@ class Sketch:
         self.most = min(self.gpus, len(self.cuts) - 1, _MOST_STAGES)
         self._uniforms: dict[tuple[int, int, StageStyle, int], Uniform] = {}
         self._menus: dict[tuple[object, ...], Menu] = {}
+        self._ways: dict[tuple[int, int, StageStyle], Way] = {}
         self._allowed: dict[tuple[int, StageStyle], Any] = {}
 
     def _cuts(self) -> list[int]:
@@ -229,6 +230,12 @@ class Sketch:
 
     def way(self, i: int, w: int, x: StageStyle) -> Way:
         """A component in that style, as far as it can be: what cannot be split is repeated."""
+        i = self.prices.like[i]
+        if (i, w, x) not in self._ways:
+            self._ways[i, w, x] = self._way(i, w, x)
+        return self._ways[i, w, x]
+
+    def _way(self, i: int, w: int, x: StageStyle) -> Way:
         splits = x.tensor > 1 and self.space.splits(i, x.tensor)
         component = self.graph.components[i]
         strategy = x.strategy

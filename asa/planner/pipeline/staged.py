@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from asa.cost.pricing import Way
 from asa.interfaces.schedule import Schedule
@@ -11,6 +12,7 @@ from asa.ir.layout import Layout
 from asa.planner.pipeline.pipelines import Skeleton
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, widths
+from asa.planner.stage.floor import of_stages
 from asa.planner.stage.formulate import Formulation, formulate
 from asa.planner.stage.problem import MS, Chain, Choice
 
@@ -91,6 +93,10 @@ class StagedSpace:
             MS * x[:, :2].sum(axis=1).min(axis=1) for x in (edges.inlets(n, layouts), edges.outlets(n, layouts))
         )
         return begin.tolist(), end.tolist()
+
+    def whole(self, width: int, num_microbatches: int) -> Any | None:
+        """Bounds on stages with what is paid once per step (:func:`asa.planner.stage.floor.of_stages`)."""
+        return of_stages(self._prices, width, num_microbatches, self.gpus, self._allowed)
 
     def formulation(self, width: int, num_microbatches: int) -> Formulation | None:
         """The formulation of stages of that width; None where some component cannot run in one."""

@@ -20,7 +20,7 @@ from asa.planner.space import baselines, consistency
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import TOLERANCE_GIB
 
-_MANY = 100
+_MANY = 30
 """Components from which on numbers of microbatches are compared by what all components cost together."""
 _SPLITS = 20
 """Uniform splits from which on those are only named whose compute alone takes longer than another one."""

@@ -98,6 +98,7 @@ class Prices:
     def __init__(self, space: Space, known: Prices | None = None) -> None:
         self.space = space
         self._times: Times = times_of(space.profile, space.strategies) if known is None else known._times
+        self.like = self._times.like
         self.fewest = np.array([space.fewest_samples(i) for i in range(len(space.profile.graph))])
         self._slow: dict[float, float] = {}
         self._computes: dict[tuple[int, int, bool], np.ndarray] = {} if known is None else known._computes
@@ -212,20 +213,37 @@ class Prices:
         key = (width, num_microbatches, speeds)
         if key in self._leasts:
             return self._leasts[key]
-        microbatch, smallest = largest_shard(batch, num_microbatches), batch // num_microbatches
         least = np.full(len(space.profile.graph), np.inf)
-        cut = Shards(width=width, global_batch=batch, num_microbatches=num_microbatches, speeds=speeds)
-        seen = set()
-        for layout in space.layouts(width, num_microbatches):
-            if layout.weights or speeds:
+        if speeds or width in space.weights:
+            cut = Shards(width=width, global_batch=batch, num_microbatches=num_microbatches, speeds=speeds)
+            for layout in space.whole_layouts(width, num_microbatches):
                 least = np.minimum(least, self._unequal(layout, cut))
-                continue
-            shard = (largest_shard(microbatch, layout.data), layout.tensor, smallest // layout.data)
-            if shard[2] and shard not in seen:
-                seen.add(shard)
-                least = np.minimum(least, np.where(self.fewest <= shard[2], self.alone_on(*shard[:2]), np.inf))
+        else:
+            for samples, tensor, fewest in self._shards(width, num_microbatches):
+                least = np.minimum(least, np.where(self.fewest <= fewest, self.alone_on(samples, tensor), np.inf))
         self._leasts[key] = least
         return least
+
+    def _shards(self, width: int, num_microbatches: int) -> list[tuple[int, int, int]]:
+        """Samples of the largest shard, tensor degree, and samples of the smallest shard, of each layout without
+        weights."""
+        batch = self.space.request.global_batch
+        microbatch, smallest = largest_shard(batch, num_microbatches), batch // num_microbatches
+        found = [
+            (largest_shard(microbatch, x.data), x.tensor, smallest // x.data)
+            for x in self.space.whole_layouts(width, num_microbatches) if x.data <= smallest
+        ]  # fmt: skip
+        return list(dict.fromkeys(found))
+
+    def prepare(self, among: Sequence[int]) -> None:
+        """Interpolate the times of all shards of stages of these widths at once."""
+        needed: dict[int, dict[int, None]] = {}
+        for w in among:
+            for m in self.space.microbatches() if w not in self.space.weights else ():
+                for samples, tensor, _ in self._shards(w, m):
+                    needed.setdefault(tensor, {})[samples] = None
+        for tensor, some in needed.items():
+            self._times.prepare(some, tensor)
 
     def _unequal(self, layout: Layout, cut: Shards) -> np.ndarray:
         """Seconds of the rank that takes longest, in a layout with uneven shards or on unequal devices."""

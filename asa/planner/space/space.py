@@ -50,10 +50,13 @@ def widths(gpus: int) -> tuple[int, ...]:
 @cache
 def layouts(width: int) -> tuple[Layout, ...]:
     """Every layout of a stage: all (data, tensor) whose product divides its width."""
-    divisors = [d for d in range(1, width + 1) if width % d == 0]
-    return tuple(
-        Layout(width=width, data=d, tensor=t) for d in divisors for t in divisors if width % (d * t) == 0
-    )  # fmt: skip
+    some = _divisors(width)
+    return tuple(Layout(width=width, data=d, tensor=t) for d in some for t in some if width % (d * t) == 0)
+
+
+@cache
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(d for d in range(1, number + 1) if number % d == 0)
 
 
 class Space:
@@ -66,7 +69,7 @@ class Space:
         self.request = request
         self._layouts: dict[tuple[int, int], tuple[Layout, ...]] = {}
         self._ways: dict[tuple[int, Layout, bool], tuple[Way, ...]] = {}
-        self._cut: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}
+        self._cut: dict[tuple[int, int], tuple[Layout, ...]] = {}
         self._tensor_degrees: dict[tuple[TensorStrategyName, int], TensorDegree] = {}
         self._data_degrees: dict[tuple[DataStrategyName, Layout], DataDegree | None] = {}
         self._splits: dict[tuple[int, int, bool], list[TensorStrategyName]] = {}
@@ -86,7 +89,7 @@ class Space:
     def weighted(self, weights: dict[int, tuple[int, ...]]) -> Space:
         """A copy in which stages divide batches by ``weights``."""
         found = copy(self)
-        found.weights, found._layouts, found._ways = weights, {}, {}
+        found.weights, found._layouts, found._cut, found._ways = weights, {}, {}, {}
         return found
 
     @property
@@ -148,25 +151,26 @@ class Space:
         as there are ranks, or if there are fewer samples than that, with as many as have one (or two). Where tokens may
         be cut, every layout with a tensor degree is there a second time.
         """
-        found = self._whole_layouts(width, num_microbatches)
+        found, key = self.whole_layouts(width, num_microbatches), (width, num_microbatches)
         if not self.by_tokens:
             return found
-        if found not in self._cut:
-            self._cut[found] = (*found, *(replace(x, sequence=True) for x in found if x.tensor > 1))
-        return self._cut[found]
+        if key not in self._cut:
+            self._cut[key] = (*found, *(replace(x, sequence=True) for x in found if x.tensor > 1))
+        return self._cut[key]
 
-    def _whole_layouts(self, width: int, num_microbatches: int) -> tuple[Layout, ...]:
+    def whole_layouts(self, width: int, num_microbatches: int) -> tuple[Layout, ...]:
+        """The :meth:`layouts` that leave tokens whole."""
         key, weights = (width, num_microbatches), self.weights.get(width, ())
         if weights and key not in self._layouts:
-            even = Space._whole_layouts(self.weighted({}), width, num_microbatches)
+            even = Space.whole_layouts(self.weighted({}), width, num_microbatches)
             self._layouts[key] = tuple(replace(x, weights=weights) for x in even)
         if not weights and (width <= _NARROW or self.request.pins):
             return layouts(width)
         if key not in self._layouts:
             samples = self.request.global_batch // num_microbatches
             found = []
-            for tensor in (t for t in range(1, min(width, _WIDEST_SPLIT) + 1) if width % t == 0):
-                shards = [d for d in range(1, width // tensor + 1) if width // tensor % d == 0]
+            for tensor in (t for t in _divisors(width) if t <= _WIDEST_SPLIT):
+                shards = _divisors(width // tensor)
                 most = {shards[-1], *(max((d for d in shards if samples // d >= k), default=1) for k in (1, 2))}
                 found += [Layout(width=width, data=d, tensor=tensor) for d in sorted(most)]
             self._layouts[key] = tuple(found)

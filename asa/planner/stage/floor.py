@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from asa.cost.memory.peak import peaks
-from asa.cost.menu import PricedWays
+from asa.cost.menu import Menu, PricedWays
+from asa.cost.pricing import Pricer
+from asa.ir.cluster import Overlap
 from asa.ir.units import GIB
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Allowed
@@ -45,28 +47,17 @@ def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -
     """Lower bounds on the time and memory of stages of that width."""
     space, overlap = prices.space, prices.space.cluster.overlap
     pricer = prices.pricer(width, num_microbatches)
-    menu = prices.menu(pricer, allowed)
-    samples = [space.samples(layout, num_microbatches) for layout in menu.layouts]
-    offered = menu.enough(samples, prices.fewest)
-    capacity = space.room(0, width, width) / GIB
-    which = np.flatnonzero(offered & ~menu.saving)  # a checkpoint saves no time
-    each = begins(menu.component[which])
-    if len(which) == 0 or len(each) < len(space.profile.graph):
+    menu, offered, which, each = _offered(prices, pricer, allowed)
+    if len(each) < len(space.profile.graph):
         return Floor(INF, INF, 0.0, False, len(which))
-    x = menu.priced(pricer, which)
+    x, capacity = menu.priced(pricer, which), space.room(0, width, width) / GIB
     held = np.maximum.reduceat(x.state + x.activations + x.gradients, each).sum() + x.transient.max()
     crowded = bool(held / GIB > capacity)
     if crowded:
         which = np.flatnonzero(offered)
         each = begins(menu.component[which])
         x = menu.priced(pricer, which)
-    sync = x.prompt + x.late
-    late = x.once + sync * (1 + max(0.0, -overlap.saving) * overlap.communication_slowdown)
-    work, saving = num_microbatches * (x.forward + x.backward) + late, max(0.0, overlap.saving)
-    sides = np.stack([
-        work - saving * overlap.compute_slowdown * x.window,
-        work - saving * overlap.communication_slowdown * sync,
-    ]) * MS  # fmt: skip
+    late, sides = _sides(x, num_microbatches, overlap)
     whole = float(np.minimum.reduceat(sides, each, axis=1).sum(axis=1).max())
     once = float(np.minimum.reduceat(late, each).sum()) * MS
     if not crowded:
@@ -74,6 +65,38 @@ def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -
     memory, pivots = _held(x, each)
     found = [_dearer(side, held, each, capacity - beside) for side in sides for held, beside in pivots]
     return Floor(max(whole, *found), once, memory, True, len(which))
+
+
+def of_stages(prices: Prices, width: int, num_microbatches: int, busy: int, allowed: Allowed) -> Any | None:
+    """For each component the least ms of a whole step, and of one in which it has one of these microbatches: bounds on
+    stages of that width in a pipeline, of whose rows the greater sum counts. Shape (whole or one, row, component); None
+    where some component cannot run."""
+    pricer = prices.pricer(width, num_microbatches, busy)
+    menu, _, which, each = _offered(prices, pricer, allowed)
+    if len(each) < len(prices.fewest):
+        return None
+    x = menu.priced(pricer, which)
+    found = [_sides(x, m, prices.space.cluster.overlap)[1] for m in (num_microbatches, 1)]
+    return np.minimum.reduceat(np.stack(found), each, axis=2)
+
+
+def _offered(prices: Prices, pricer: Pricer, allowed: Allowed) -> tuple[Menu, Any, Any, Any]:
+    """The menu of stages, which of its ways have samples enough, the indices of those without a checkpoint that saves
+    no time, and where those of each component begin."""
+    menu, m = prices.menu(pricer, allowed), pricer.num_microbatches
+    offered = menu.enough([prices.space.samples(layout, m) for layout in menu.layouts], prices.fewest)
+    which = np.flatnonzero(offered & ~menu.saving)
+    return menu, offered, which, begins(menu.component[which])
+
+
+def _sides(x: PricedWays, num_microbatches: int, overlap: Overlap) -> tuple[Any, Any]:
+    """Seconds of each way that are paid once per step, and its least ms of a step: where as much as can be of its own
+    backward, or of its own synchronisation, is hidden. Sums over components of either are bounds."""
+    sync = x.prompt + x.late
+    late = x.once + sync * (1 + max(0.0, -overlap.saving) * overlap.communication_slowdown)
+    work, saving = num_microbatches * (x.forward + x.backward) + late, max(0.0, overlap.saving)
+    hidden = saving * np.stack([overlap.compute_slowdown * x.window, overlap.communication_slowdown * sync])
+    return late, (work - hidden) * MS
 
 
 def _held(x: PricedWays, each: Any) -> tuple[float, list[tuple[Any, float]]]:

@@ -117,6 +117,7 @@ class StageLookup:
 
     def bounds(self) -> Iterator[tuple[float, int, int]]:
         """(ms of compute alone, width, microbatches) of each that could run."""
+        self._prices.prepare(self._among)
         for w in (w for w in self._among if self._prices.space.capacity(w) > 0):
             for m in self._prices.space.microbatches():
                 alone = m * sum(self._prices.compute(w, m)) * MS
