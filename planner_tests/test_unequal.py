@@ -227,7 +227,7 @@ def test_a_plan_for_more_ranks_than_the_cluster_describes_is_refused():
     base = nouns.plan()
     alone = tuple(replace(c, data=replace(c.data, degree=1), tensor=replace(c.tensor, strategy="none", degree=1))
                   for c in base.components)  # fmt: skip
-    with pytest.raises(InvalidInputError, match="says nothing of rank 2"):
+    with pytest.raises(InvalidInputError, match="does not describe rank 2"):
         verify(
             replace(base, gpus=3, components=alone, stages=(Stage(ranks=(0, 1, 2)),)),
             nouns.profile(),
