@@ -9,7 +9,7 @@ from asa.planner.space.space import Space
 
 
 def circumstances(prices: Prices, candidate: Candidate) -> tuple[str, ...]:
-    """Sentences with what a reader of the plan should know besides its numbers."""
+    """The notes on ``candidate``, a sentence each."""
     space, request = prices.space, prices.space.request
     notes = []
     if candidate.ranks == 1 < request.gpus:
@@ -43,7 +43,7 @@ def circumstances(prices: Prices, candidate: Candidate) -> tuple[str, ...]:
 
 
 def _unequal(space: Space, candidate: Candidate) -> list[str]:
-    """Sentences about devices that are not alike."""
+    """Notes on the use of unequal devices; none where all devices are equal."""
     cluster, cut = space.cluster, candidate.ways[0].layout
     if not cluster.unequal:
         return []
