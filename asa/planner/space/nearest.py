@@ -1,4 +1,4 @@
-"""Known plans, changed as little as possible to meet a request: a search begins with them."""
+"""Changes known plans as little as possible, so that a search with restrictions can begin with them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Allowed, Space
 
 _FEW = 3
-"""Plans that are priced: known ones come fastest first."""
+"""Number of fitting plans among which the fastest is taken; known plans come fastest first."""
 
 
 def nearest(space: Space, candidate: Candidate, allowed: Allowed) -> Candidate | None:
-    """The candidate with another way for each component whose own is not allowed; None where there is none."""
+    """``candidate`` with the most similar allowed way wherever a way is not allowed; None where there is none."""
     found, space = candidate, _cut_alike(space, candidate)
     for i, way in enumerate(candidate.ways):
         if not allowed(i, way):
@@ -31,7 +31,7 @@ def nearest(space: Space, candidate: Candidate, allowed: Allowed) -> Candidate |
 
 
 def start(prices: Prices, known: Iterable[Candidate | None], allowed: Allowed) -> Candidate | None:
-    """The fastest of the first few of ``known`` that can be changed so that they are allowed and fit."""
+    """The fastest of the first few of ``known`` that fit after being changed to what is allowed; None if none does."""
 
     def fits(candidate: Candidate) -> bool:
         return prices.fits(candidate)
@@ -42,9 +42,9 @@ def start(prices: Prices, known: Iterable[Candidate | None], allowed: Allowed) -
 
 
 def beside(prices: Prices, candidate: Candidate, allowed: Allowed, count: int, ends: float) -> list[Candidate]:
-    """The ``count`` fastest plans in which one component runs otherwise than in ``candidate``, fastest first.
+    """The ``count`` fastest plans in which one component has another way than in ``candidate``, fastest first.
 
-    Of those that fit and are ``allowed``, as many as are priced by the time ``ends``.
+    All of them fit and are ``allowed``. Plans that are not priced by the time ``ends`` are left out.
     """
     space = _cut_alike(prices.space, candidate)
 
@@ -63,13 +63,13 @@ def beside(prices: Prices, candidate: Candidate, allowed: Allowed, count: int, e
 
 
 def _cut_alike(space: Space, candidate: Candidate) -> Space:
-    """``space`` with the weights by which ``candidate`` divides its batch: a stage has one division for all
-    components."""
+    """``space`` with the weights by which ``candidate`` divides its batch, which are the same for all components of a
+    stage."""
     return space if space.weights == candidate.weights else space.weighted(candidate.weights)
 
 
 def _apart(one: Way, other: Way) -> int:
-    """The number of choices in which two ways differ; a layout counts most."""
+    """The number of choices in which two ways differ; a layout counts as four."""
     private = (one.data.strategy != other.data.strategy, one.checkpoint != other.checkpoint,
                one.offload != other.offload)  # fmt: skip
     return 4 * (one.layout != other.layout) + sum(private)
