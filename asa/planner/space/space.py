@@ -159,7 +159,7 @@ class Space:
         return self._cut[key]
 
     def whole_layouts(self, width: int, num_microbatches: int) -> tuple[Layout, ...]:
-        """Those of :meth:`layouts` that do not split tokens."""
+        """The layouts of :meth:`layouts` that do not split tokens."""
         key, weights = (width, num_microbatches), self.weights.get(width, ())
         if weights and key not in self._layouts:
             even = Space.whole_layouts(self.weighted({}), width, num_microbatches)
