@@ -48,11 +48,11 @@ def adapting(plan: Plan, console: Console, *, replan: bool, out: Path | None = N
     except AsaError as error:
         console.say(f"asa: no re-planning: {error}")
         return adapt, None
-    from asa.cli.apart import Apart, solve_again
+    from asa.cli.background import BackgroundSearch, solve_again
 
     model = Model(
         profile=profile, cluster=cluster, strategies=offered(), solve=solve_again,
-        apart=partial(Apart, profile, cluster),
+        background=partial(BackgroundSearch, profile, cluster),
     )  # fmt: skip
     keep = None if out is None else partial(keep_corrected, model, out)
     return partial(adapt, model=model, keep=keep), partial(relieve, profile, cluster)
