@@ -1,5 +1,5 @@
-"""Refuses options that have no effect in combination with others, since whoever gave one meant something by it; only
-prints a note if that is harmless.
+"""Refuses options that have no effect in combination with others, since the user expects an effect. Where that is
+harmless, only a note is printed.
 
 Options declare this themselves (``needs``, ``unless``, ``heeds`` of :class:`asa.cli.verb.Option`). Only flags on the
 command line are checked: variables and files are for many commands.

@@ -76,8 +76,8 @@ def regroup(console: Console, plan: Plan, ranks: int) -> Plan:
 
 
 def relieve(profile: Profile, cluster: Cluster, shortage: Shortage, attempt: int, gpus: int) -> Plan:
-    """The best plan for at most ``gpus`` ranks that a memory model corrected by ``shortage`` allows; where none is left
-    for as many ranks as ran out of it, one for fewer, which have more of the memory of their host each.
+    """The best plan for at most ``gpus`` ranks under the memory model corrected by ``shortage``. If none fits as many
+    ranks as before, the best plan for fewer, each of which has a larger part of the host's memory.
 
     Raises:
         InfeasibleError: there is none; names the limiting quantity.

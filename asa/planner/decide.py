@@ -26,7 +26,7 @@ from asa.planner.search import Outcome, next_best, search
 from asa.planner.space import baselines
 from asa.planner.space.admission import check_request
 from asa.planner.space.candidate import Candidate, Prices
-from asa.planner.space.nearest import beside, start
+from asa.planner.space.nearest import single_changes, start
 from asa.planner.space.request import Request
 from asa.planner.space.space import Space
 from asa.planner.stage.problem import MS
@@ -113,7 +113,7 @@ def plan(
     candidates = [chosen, *([outcome.best] if outcome.best else []), *(r.candidate for r in eligible if r.candidate)]
     if request.top_k > 1:
         candidates += next_best(prices, outcome, request.top_k - 1, request.time_limit_s)
-        candidates += beside(prices, chosen, pins, request.top_k - 1, clock.now() + request.time_limit_s)
+        candidates += single_changes(prices, chosen, pins, request.top_k - 1, clock.now() + request.time_limit_s)
     distinct = list({c.key: c for c in reversed(candidates)}.values())
     others = sorted((c for c in distinct if c.key != chosen.key), key=lambda c: prices.of(c).cost.total_s)
     made = []
@@ -256,7 +256,7 @@ def _surely(
         return chosen, (*notes, f"faster than ddp {likely}")
     won = 100 * _below(own[1].cost.total_s, replicas.seconds)
     what = "the best plan found" if chosen.origin == "asa" else chosen.origin
-    said = f"stay with ddp: {what} is foreseen to be {won:.2g} % faster, {likely}"
+    said = f"stay with ddp: {what} is predicted to be {won:.2g} % faster, {likely}"
     return ddp[0], (said, *circumstances(prices, ddp[0]))
 
 

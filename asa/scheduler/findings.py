@@ -110,7 +110,7 @@ class Findings:
             who, where = ("the figures of this window", None) if p < 0 else (f"figures of rank {p}", p)
             found.append(Finding(cause="figures", where=where, factor=0.0, line=f"{who} are ignored: {bad[p]}"))
         for p in sorted(self.ignored - set(bad) - {-1}):
-            line = f"figures of rank {p} can be again"
+            line = f"figures of rank {p} are used again"
             found.append(Finding(cause="figures", where=p, factor=1.0, line=line, ended=True))
         self.ignored = set(bad)
         return found
@@ -134,7 +134,7 @@ class Findings:
             (g, True) for g in self.groups if g not in groups
         ]:
             who = f"ranks {', '.join(map(str, group[:-1]))} and {group[-1]}"
-            line = f"{who} no longer have one core in common" if ended else f"{who} may use one core only, and the same"
+            line = f"{who} no longer share one core" if ended else f"{who} share one core"
             found.append(
                 Finding(cause="compute", where=group[-1], factor=1.0 if ended else len(group), line=line, ended=ended)
             )

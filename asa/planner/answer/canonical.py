@@ -336,25 +336,25 @@ class _Around:
         for i in range(self.n):
             s, before = cut.stage(i), x.stage(i)
             if s != before:
-                beside = x.ways[x.starts[s] if s > before else (*x.starts[1:], self.n)[s] - 1]
-                own = self._like(i, x.widths[s], m, beside, x.ways[i])
+                neighbour = x.ways[x.starts[s] if s > before else (*x.starts[1:], self.n)[s] - 1]
+                own = self._like(i, x.widths[s], m, neighbour, x.ways[i])
                 if own is None:
                     return
                 ways[i] = own
         yield replace(cut, ways=tuple(ways))
 
-    def _like(self, i: int, w: int, m: int, beside: Way, own: Way) -> Way | None:
+    def _like(self, i: int, w: int, m: int, near: Way, own: Way) -> Way | None:
         """A way of component ``i`` in a stage of ``w`` ranks: its own, or the one most like its neighbour's."""
         if own.layout.width == w and self._able(i, own, m):
             return own
 
-        def apart(way: Way) -> tuple[bool, ...]:
+        def difference(way: Way) -> tuple[bool, ...]:
             return (
-                way.layout != beside.layout, way.data.strategy != beside.data.strategy, way.offload != beside.offload,
-                way.checkpoint != beside.checkpoint, way.data.strategy != "replicate", way.checkpoint,
+                way.layout != near.layout, way.data.strategy != near.data.strategy, way.offload != near.offload,
+                way.checkpoint != near.checkpoint, way.data.strategy != "replicate", way.checkpoint,
             )  # fmt: skip
 
-        return min(self.space.ways(i, w, m, self.allowed), key=apart, default=None)
+        return min(self.space.ways(i, w, m, self.allowed), key=difference, default=None)
 
     def _private(self, x: Candidate) -> Iterator[Candidate]:
         """Plans in which one component has another way with the same layout."""

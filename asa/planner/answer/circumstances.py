@@ -36,7 +36,7 @@ def circumstances(prices: Prices, candidate: Candidate) -> tuple[str, ...]:
     if space.profile.provenance.origin == "estimated":
         notes.append("times are estimated from FLOPs and bytes, not measured: good to tens of per cent")
     if why := space.profile.provenance.disturbed:
-        notes.append(f"{why} while the model was profiled: times are taken for estimates")
+        notes.append(f"{why} while the model was profiled: times are treated as estimates")
     if space.cluster.status != "measured":
         notes.append(f"the links of {space.cluster.name} are {space.cluster.status}, not measured here")
     return (*notes, *space.profile.graph.notes)

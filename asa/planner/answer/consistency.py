@@ -108,7 +108,7 @@ def compare(
     prices = Prices(Space(used, ordered, strategies, replace(request, strategies=None)))
     workers = row("ddp", prices)
     if workers.candidate is None:
-        raise UsageError(f"nobody waits for anybody: data parallelism {workers.why_not}")
+        raise UsageError(f"no discipline of consistency can run: data parallelism {workers.why_not}")
     judged = _Judge(prices, workers.candidate, target, _fitting(curves, profile, request))
     found = [judged.planned(answer), judged.synchronous(EVEN, workers.candidate)]
     uneven = _uneven(prices, workers.candidate)

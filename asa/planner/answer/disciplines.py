@@ -121,7 +121,7 @@ def _under(plain: Plan, discipline: Discipline, gpus: int, cost: StepCost | None
     notes: tuple[str, ...] = (f"{name}: {WAITS_FOR[name]}", f"what changes: {CHANGES[name]}")
     prediction = plain.prediction
     if cost is None:
-        notes = (*notes, "the step time is that of one worker: there is nobody to wait for")
+        notes = (*notes, "the step time is that of one worker: there are no others")
     else:
         before = prediction.step_time_s
         longer = cost.total_s / before if before else 1.0

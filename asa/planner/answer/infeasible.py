@@ -92,7 +92,7 @@ def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True)
     name = space.profile.graph.components[peak.index].name
     total = min(space.cluster.memories()[:ranks]) if request.memory_bytes is None else request.memory_bytes
     needed = _memory_for(space, peak.total, ranks)
-    tries = _told(needed)
+    tries = _memory_option(needed)
     fewer = _smaller_batch(space)
     if fewer is not None:
         tries.append(f"--global-batch {fewer}")
@@ -103,16 +103,16 @@ def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True)
     if total <= aside:
         tried = f"; try {' or '.join(tries)}" if tries else ""
         return InfeasibleError(
-            f"no plan fits: the context of the device and the allocator take {aside / GIB:.3g} GiB, before anything of "
-            f"the model, devices have {total / GIB:.3g} GiB{tried}"
+            f"no plan fits: the context of the device and the allocator take {aside / GIB:.3g} GiB without any model; "
+            f"devices have {total / GIB:.3g} GiB{tried}"
         )
     kept = f" (less {aside / GIB:.2f} GiB for the context and the allocator)" if aside > 0 else ""
     tried = f"; try {' or '.join(tries)}" if tries else "; the model is too large for any device"
     return InfeasibleError(
         f"{'no plan fits' if proved else 'no plan was found in time'}: {name} needs {peak.total / GIB:.3g} GiB in its "
-        f"backward ({peak.state / GIB:.3g} GiB state, {peak.activations / GIB:.3g} GiB activations) in the leanest "
-        f"plan for up to {request.gpus} devices, {_in_words(found.candidate)}; devices have {total / GIB:.3g} "
-        f"GiB{kept}{tried}"
+        f"backward ({peak.state / GIB:.3g} GiB state, {peak.activations / GIB:.3g} GiB activations) in the plan "
+        f"that needs least memory on up to {request.gpus} devices, {_in_words(found.candidate)}; devices have "
+        f"{total / GIB:.3g} GiB{kept}{tried}"
     )
 
 
@@ -127,7 +127,7 @@ def remedy(prices: Prices, names: Sequence[str]) -> str:
     """What to try where none of the whole strategies ``names``, the only ones asked for, can run; in words."""
     space = prices.space
     needed = [_memory_for(space, prices.of(c).peak.total, prices.busy(c)) for n in names for c in _uniform(n, prices)]
-    said = _told(min(needed)) if needed else []
+    said = _memory_option(min(needed)) if needed else []
     if not needed:
         fewer, larger = _fewer_devices(space, names), _larger_batch(space, names)
         said += [] if fewer is None else [f"--gpus {fewer}"]
@@ -138,7 +138,7 @@ def remedy(prices: Prices, names: Sequence[str]) -> str:
     return f"try {' or '.join(said)}" if said else "change --gpus, --global-batch, --memory or the pins"
 
 
-def _told(memory: float) -> list[str]:
+def _memory_option(memory: float) -> list[str]:
     """The option that sets ``memory`` bytes as the limit; none where no device has so much."""
     return [f"--memory {memory / GIB:.3g}"] if memory <= MOST_MEMORY else []
 

@@ -215,7 +215,7 @@ def why_not(
     candidate, prices = _prices(plan, profile, cluster, strategies, memory_bytes, other)
     price = prices.of(candidate)
     if is_discipline(other):
-        return _served(plan, candidate, prices, other)
+        return _versus_discipline(plan, candidate, prices, other)
     rival, reason = _forced(prices, other, plan, candidate) if "=" in other else _whole(prices, other)
     if rival is None:
         return Difference(
@@ -248,7 +248,7 @@ def _remark(mine: Price, theirs: Price) -> str:
     return f"{told}: not allowed when it was made, or not found in its time; try a longer --time-limit"
 
 
-def _served(plan: Plan, candidate: Candidate, prices: Prices, other: str) -> Difference:
+def _versus_discipline(plan: Plan, candidate: Candidate, prices: Prices, other: str) -> Difference:
     """``plan`` compared with the discipline of consistency ``other`` on the workers of plain data parallelism."""
     price, workers = prices.of(candidate), row("ddp", prices)
     if workers.candidate is None:
@@ -264,12 +264,12 @@ def _served(plan: Plan, candidate: Candidate, prices: Prices, other: str) -> Dif
         other_s=theirs.cost.total_s,
         fits=False,
         why_not=consistency.why_not(discipline.name),
-        terms=_beside(_terms(price, price), theirs.cost),
+        terms=_terms_with(_terms(price, price), theirs.cost),
         changed=_changed(plan, candidate, workers.candidate),
     )
 
 
-def _beside(terms: tuple[Term, ...], theirs: StepCost) -> tuple[Term, ...]:
+def _terms_with(terms: tuple[Term, ...], theirs: StepCost) -> tuple[Term, ...]:
     """``terms`` with those of a discipline as the other plan's. Its step is a mean over workers."""
     known = {
         "compute": theirs.compute_s - theirs.update_s, "optimizer": theirs.update_s,

@@ -23,7 +23,7 @@ def nearest(space: Space, candidate: Candidate, allowed: Allowed) -> Candidate |
     for i, way in enumerate(candidate.ways):
         if not allowed(i, way):
             offered = space.ways(i, candidate.width(i), candidate.num_microbatches, allowed)
-            other = min(offered, key=partial(_apart, way), default=None)
+            other = min(offered, key=partial(_difference, way), default=None)
             if other is None:
                 return None
             found = found.with_way(i, other)
@@ -41,7 +41,7 @@ def start(prices: Prices, known: Iterable[Candidate | None], allowed: Allowed) -
     return min(some, key=lambda x: prices.of(x).cost.total_s, default=None)
 
 
-def beside(prices: Prices, candidate: Candidate, allowed: Allowed, count: int, ends: float) -> list[Candidate]:
+def single_changes(prices: Prices, candidate: Candidate, allowed: Allowed, count: int, ends: float) -> list[Candidate]:
     """The ``count`` fastest plans in which one component has another way than in ``candidate``, fastest first.
 
     All of them fit and are ``allowed``. Plans that are not priced by the time ``ends`` are left out.
@@ -68,7 +68,7 @@ def _cut_alike(space: Space, candidate: Candidate) -> Space:
     return space if space.weights == candidate.weights else space.weighted(candidate.weights)
 
 
-def _apart(one: Way, other: Way) -> int:
+def _difference(one: Way, other: Way) -> int:
     """The number of choices in which two ways differ; a layout counts as four."""
     private = (one.data.strategy != other.data.strategy, one.checkpoint != other.checkpoint,
                one.offload != other.offload)  # fmt: skip
