@@ -85,7 +85,7 @@ def test_options_that_would_do_nothing_are_refused(argv, words, capsys):
     [
         ("--rehearse 0 --epochs 2", "--epochs has no effect with --rehearse"),
         ("--rehearse 1 --out there", "--out has no effect with --rehearse"),
-        ("--data digits --data-root there", "nothing with --data digits, only with --data cifar100 or cifar10"),
+        ("--data digits --data-root there", "no effect with --data digits, only with --data cifar100 or cifar10"),
         ("--data synthetic --download", "--download has no effect with --data synthetic"),
     ],
 )
