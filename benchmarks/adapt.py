@@ -43,7 +43,7 @@ from typing import Any
 from emulated import links as measured_links
 from namespaces import NotPermitted, leave_network, name_of, rooms, shape, unshape
 
-from asa.cli.apart import solve_again
+from asa.cli.background import solve_again
 from asa.cli.choose import origins
 from asa.cli.console import Console
 from asa.errors import AsaError

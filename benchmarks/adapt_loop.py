@@ -31,7 +31,7 @@ from typing import Any
 import malleus
 import practice
 
-from asa.cli.apart import solve_again
+from asa.cli.background import solve_again
 from asa.cost.machine import presets
 from asa.cost.machine.estimate import estimate
 from asa.cost.machine.slower import slower_profile

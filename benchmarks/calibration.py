@@ -21,26 +21,26 @@ from statistics import median
 from typing import Any
 
 from asa.planner.answer.posterior import TIE
-from asa.report.calibration import Outcome, Told, chart, scores
+from asa.report.calibration import Outcome, StatedInterval, chart, scores
 from asa.report.page import draw
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "benchmarks" / "records"
 
 
-def told(document: dict[str, Any]) -> Iterator[Told]:
+def told(document: dict[str, Any]) -> Iterator[StatedInterval]:
     """Every cell with an interval and a measurement of training, whatever kind of record it is in."""
     for row in document.get("results", ()):
         if row.get("step_time_s") is not None and row.get("predicted_low_s") is not None:
-            yield Told(
+            yield StatedInterval(
                 low_s=row["predicted_low_s"], high_s=row["predicted_high_s"], measured_s=row["step_time_s"]["median"]
             )  # fmt: skip
     for cell in document.get("cells", ()):
         if cell.get("measured") and "low_s" in cell:
-            yield Told(low_s=cell["low_s"], high_s=cell["high_s"], measured_s=cell["measured"]["median"])
+            yield StatedInterval(low_s=cell["low_s"], high_s=cell["high_s"], measured_s=cell["measured"]["median"])
 
 
-def in_turns(document: dict[str, Any], *, shared: bool = False, fitted: bool = False) -> Iterator[Told]:
+def in_turns(document: dict[str, Any], *, shared: bool = False, fitted: bool = False) -> Iterator[StatedInterval]:
     """Plans of regret records, which take single steps in turns, of cells that were used to fit something or not. With
     ``shared``, in units of what all plans of a cell share: no test of a prediction, since that is taken from what was
     measured."""
@@ -48,7 +48,7 @@ def in_turns(document: dict[str, Any], *, shared: bool = False, fitted: bool = F
         plans = cell.get("screened", ()) if bool(cell.get("used_to_fit")) == fitted else ()
         factor = median(p["step_s"] / p["predicted_s"] for p in plans) if plans and shared else 1.0
         for p in plans:
-            yield Told(low_s=p["low_s"], high_s=p["high_s"], measured_s=p["step_s"] / factor)
+            yield StatedInterval(low_s=p["low_s"], high_s=p["high_s"], measured_s=p["step_s"] / factor)
 
 
 def outcomes(document: dict[str, Any]) -> Iterator[Outcome]:

@@ -12,7 +12,7 @@ _HEAD = """# Commands
 
 Every option can also be set by a variable (`--global-batch` by `ASA_GLOBAL_BATCH`) or in `asa.toml`, there for all
 commands or in a table with the command's name. A flag wins over a variable, a variable over a file, a file over the
-default. `asa config show` says where each value comes from. An option that would do nothing beside the others is
+default. `asa config show` says where each value comes from. An option that would have no effect with the others is
 refused with exit code 2.
 
 | exit code | means |

@@ -12,7 +12,7 @@ import nouns
 import pytest
 from test_adapt_laws import BEGINS, PROFILE, WINDOW, _back, _first, _kinds, _lines, _model, _silent, _slowness, _world
 
-from asa.cli.apart import Apart, solve_again
+from asa.cli.background import BackgroundSearch, solve_again
 from asa.errors import InfeasibleError, UnavailableError
 from asa.interfaces.executor import Placement
 from asa.ir.cluster import Cluster
@@ -71,12 +71,12 @@ def _beside(
 ) -> tuple[_Taken, list[_Beside], list[dict[str, Any]], Model]:
     plain, searches, events = _model(2), list[_Beside](), list[dict[str, Any]]()
 
-    def apart(question: Question) -> _Beside:
+    def background(question: Question) -> _Beside:
         return _Beside(error or plain.answer(question), searches)
 
     world = _world(2, _slowness(2, rank=1, by=by), kind=_Taken, **options)
     world.searches = searches
-    return world, searches, events, dataclasses.replace(plain, apart=apart)
+    return world, searches, events, dataclasses.replace(plain, background=background)
 
 
 def test_ranks_train_on_while_another_plan_is_looked_for_and_what_that_takes_is_not_blamed_on_them() -> None:
@@ -124,16 +124,16 @@ def test_a_run_that_ends_ends_its_search() -> None:
     assert [s.stopped for s in searches] == [True]
 
 
-def _asked(cluster: Cluster) -> tuple[Apart, Question]:
+def _asked(cluster: Cluster) -> tuple[BackgroundSearch, Question]:
     now, truth = Placement(plan=_first(2), processes=(0, 1)), _slowness(2, rank=1, by=4.0)
     question = Question(
         current=now, known=(), measured=_silent(_world(2, truth)), slowness=truth, deviations=((0.01, 0.02), (0.05,)),
         draws=5, seed=3,
     )  # fmt: skip
-    return Apart(PROFILE, cluster, question), question
+    return BackgroundSearch(PROFILE, cluster, question), question
 
 
-def _answer(search: Apart) -> Answer:
+def _answer(search: BackgroundSearch) -> Answer:
     while (found := search.found()) is None:
         time.sleep(0.02)
     return found
@@ -152,7 +152,7 @@ def test_another_process_finds_what_this_one_would() -> None:
 
 def test_the_process_that_searches_needs_no_torch() -> None:
     code = (
-        "import sys\nimport asa.cli.apart, asa.cli.replanning, asa.scheduler.memory, asa.scheduler.model\n"
+        "import sys\nimport asa.cli.background, asa.cli.replanning, asa.scheduler.memory, asa.scheduler.model\n"
         "from asa.strategies import offered\noffered()\nassert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

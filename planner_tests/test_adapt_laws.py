@@ -429,7 +429,7 @@ def test_windows_of_a_step_or_two_add_up() -> None:
 
 def test_figures_about_the_limit_do_not_go_to_and_fro() -> None:
     costs, seen = Costs(2, 1), []
-    costs.apart = True
+    costs.by_rank = True
     for off in (0.08, 0.12, 0.08, 0.12, 0.06, 0.03, 0.08, 0.12):
         costs.ranks = [Factor(mean=0.0, variance=1e-4, steps=50), Factor(mean=off, variance=1e-4, steps=50)]
         costs.levels = [Factor(mean=off, variance=1e-4, steps=50)]
@@ -441,7 +441,7 @@ def test_figures_about_the_limit_do_not_go_to_and_fro() -> None:
 
 def test_links_that_no_plan_has_used_are_as_slow_as_everything_else() -> None:
     costs = Costs(2, 2)
-    costs.apart = True
+    costs.by_rank = True
     for all_, first, second in [(2.0, 2.0, 2.0), (2.0, 1.0, 1.0), (1.0, 2.0, 1.0), (1.0, 1.0, 1.0), (3.0, 2.0, 2.0)]:
         costs.ranks = [Factor(mean=math.log(all_), variance=1e-4, steps=50)] * 2
         costs.levels = [Factor(mean=math.log(first), variance=1e-4, steps=50), Factor()]

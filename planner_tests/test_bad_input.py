@@ -60,19 +60,19 @@ def test_sealed_predictions_are_run_as_they_are_or_not_at_all(argv, words, capsy
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("plan --budget 5s", "--budget does nothing without --verify; add that, or leave out --budget"),
-        ("plan --epoch-samples 5", "--epoch-samples does nothing without --price; add that"),
-        ("train --rehearsal-steps 5", "--rehearsal-steps does nothing without --rehearse"),
-        ("bench --sealed there", "--sealed does nothing without --check-sealed"),
-        ("bench --check-sealed --out there", "--out does nothing beside --check-sealed; leave out --out"),
+        ("plan --budget 5s", "--budget has no effect without --verify; add that, or leave out --budget"),
+        ("plan --epoch-samples 5", "--epoch-samples has no effect without --price; add that"),
+        ("train --rehearsal-steps 5", "--rehearsal-steps has no effect without --rehearse"),
+        ("bench --sealed there", "--sealed has no effect without --check-sealed"),
+        ("bench --check-sealed --out there", "--out has no effect with --check-sealed; leave out --out"),
         ("bench --check-sealed --global-batch 64", "leave out --global-batch"),
-        ("export --to torch --step 3", "--step does nothing with --to torch, only with --to safetensors"),
+        ("export --to torch --step 3", "--step has no effect with --to torch, only with --to safetensors"),
         ("export --to torch --run there", "leave out --run"),
-        ("export plan.json --run there", "PLAN does nothing beside --run; leave out PLAN"),
-        ("launch slurm --volume data", "--volume does nothing with slurm, only with k8s"),
-        ("launch ray --image mine", "--image does nothing with ray, only with slurm or k8s"),
-        ("launch k8s --partition gpu", "--partition does nothing with k8s, only with slurm"),
-        ("launch slurm --gpus-per-node 2 --cluster box", "--cluster does nothing beside --gpus-per-node"),
+        ("export plan.json --run there", "PLAN has no effect with --run; leave out PLAN"),
+        ("launch slurm --volume data", "--volume has no effect with slurm, only with k8s"),
+        ("launch ray --image mine", "--image has no effect with ray, only with slurm or k8s"),
+        ("launch k8s --partition gpu", "--partition has no effect with k8s, only with slurm"),
+        ("launch slurm --gpus-per-node 2 --cluster box", "--cluster has no effect with --gpus-per-node"),
         ("launch slurm --train=--rehearse=0", "--rehearse runs one rank by itself, a job trains"),
     ],
 )
@@ -83,10 +83,10 @@ def test_options_that_would_do_nothing_are_refused(argv, words, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("--rehearse 0 --epochs 2", "--epochs does nothing beside --rehearse"),
-        ("--rehearse 1 --out there", "--out does nothing beside --rehearse"),
-        ("--data digits --data-root there", "nothing with --data digits, only with --data cifar100 or cifar10"),
-        ("--data synthetic --download", "--download does nothing with --data synthetic"),
+        ("--rehearse 0 --epochs 2", "--epochs has no effect with --rehearse"),
+        ("--rehearse 1 --out there", "--out has no effect with --rehearse"),
+        ("--data digits --data-root there", "no effect with --data digits, only with --data cifar100 or cifar10"),
+        ("--data synthetic --download", "--download has no effect with --data synthetic"),
     ],
 )
 def test_options_that_do_nothing_and_no_harm_are_named(argv, words, caplog):
@@ -108,7 +108,7 @@ BENCH = ("bench", "--device", "cpu", "--gpus", "2", "--models", "cnn", "--cluste
     [
         (("--strategies", "ddp,dpp"), 2, "no strategy 'dpp'"),
         (("--models", "cnn,resnet5O"), 2, "resnet50"),
-        (("--classes", "10"), 2, "cifar100 has 100 classes, the model tells 10 apart; try --classes 100"),
+        (("--classes", "10"), 2, "cifar100 has 100 classes, the model distinguishes 10; try --classes 100"),
         (("--global-batch", MANY), 2, "larger than the 5000"),
         (("--cluster", "a100-nvlink-8"), 2, "8 cuda devices, this comparison runs on 2 of cpu"),
         (("--cluster", "box", "--gpus", "3"), 2, "box has 2 cpu devices"),

@@ -10,10 +10,10 @@ from asa.report import calibration as c
 from asa.report.page import draw
 
 
-def told(sigma: float, stated: float, count: int = 400) -> list[c.Told]:
+def told(sigma: float, stated: float, count: int = 400) -> list[c.StatedInterval]:
     rng = random.Random(0)
     half = 1.6449 * stated
-    return [c.Told(low_s=1 - half, high_s=1 + half, measured_s=1 + rng.gauss(0, sigma)) for _ in range(count)]
+    return [c.StatedInterval(low_s=1 - half, high_s=1 + half, measured_s=1 + rng.gauss(0, sigma)) for _ in range(count)]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is said of a machine's own moods: nothing; and how often a run saves whose ranks are lost."""
+"""What is said of a machine's own usual: nothing; and how often a run saves whose ranks are lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asa.ir.measurements import Measurements, RankTiming
 from asa.ir.profile import Stat
 from asa.scheduler.costs import LIKE, Costs, Slowness
 from asa.scheduler.findings import Finding, Findings
-from asa.scheduler.lasting import Lasting, Moods
+from asa.scheduler.lasting import Lasting, UsualVariation
 from asa.scheduler.relative import Compared
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -51,7 +51,7 @@ def _said(findings: Findings, logs: tuple[float, ...], windows: int, **figures: 
     return [
         (i, f)
         for i in range(windows)
-        for f in findings.slow(now, measured, _Promise(), (0, 1), apart=True, steps=STEPS)  # type: ignore[arg-type]
+        for f in findings.slow(now, measured, _Promise(), (0, 1), by_rank=True, steps=STEPS)  # type: ignore[arg-type]
     ]
 
 
@@ -87,12 +87,12 @@ def test_a_rank_slower_than_others_but_not_than_promised_is_told_so() -> None:
 
 
 def test_a_difference_must_be_beyond_what_windows_of_the_run_differ_by() -> None:
-    moods = Moods()
-    assert moods.like == LIKE
+    usual = UsualVariation()
+    assert usual.like == LIKE
     for i in range(20):
-        moods.window(_window((0.1 * (1.0, 1.25)[i % 2], 0.1)), (0, 1))
-    assert 0.25 < moods.like < 0.6
-    calm = Moods()
+        usual.window(_window((0.1 * (1.0, 1.25)[i % 2], 0.1)), (0, 1))
+    assert 0.25 < usual.like < 0.6
+    calm = UsualVariation()
     for i in range(20):
         calm.window(_window((0.1 * (1.0, 1.02)[i % 2], 0.1)), (0, 1))
     assert calm.like == LIKE

@@ -172,7 +172,7 @@ def test_what_devices_cannot_do_is_refused_in_its_row():
     assert found["hogwild"].step_time_s is None
     assert "CPU ranks" in found["hogwild"].why_not
     assert "5 servers" in rows(table(box(), asked=("ps_async:servers=5",)))["ps_async:servers=5"].why_not
-    with pytest.raises(UsageError, match="nobody waits for anybody"):
+    with pytest.raises(UsageError, match="no discipline of consistency can run"):
         table(nouns.cluster(1), gpus=1)
 
 

@@ -13,7 +13,7 @@ from asa.planner import Request, parse_pin, plan, why_not
 from asa.planner.pipeline.whole import table
 from asa.planner.search import search
 from asa.planner.space.candidate import Candidate, Prices
-from asa.planner.space.nearest import beside, nearest, start
+from asa.planner.space.nearest import nearest, single_changes, start
 from asa.planner.space.space import Space, pinned
 from asa.strategies import offered
 
@@ -68,7 +68,7 @@ def test_what_is_forced_costs_as_much_as_a_plan_that_is_pinned_so():
 
 def test_plans_beside_one_are_its_fastest_single_changes_that_fit():
     middle = WHOLE["ddp"]
-    found = beside(PRICES, middle, PRICES.space.pinned, 5, float("inf"))
+    found = single_changes(PRICES, middle, PRICES.space.pinned, 5, float("inf"))
     seconds = [PRICES.of(x).cost.total_s for x in found]
     every = [
         PRICES.of(middle.with_way(i, way))
@@ -87,7 +87,7 @@ def test_the_best_plans_are_not_slower_than_single_changes_of_the_first_where_ti
     asked = Request(gpus=4, global_batch=64, top_k=4, time_limit_s=0.5, solver="dp")
     found = plan(PROFILE, CLUSTER, offered(), asked)
     first = Candidate.of(found[0], PROFILE, offered())
-    near = [PRICES.of(x).cost.total_s for x in beside(PRICES, first, PRICES.space.pinned, 3, float("inf"))]
+    near = [PRICES.of(x).cost.total_s for x in single_changes(PRICES, first, PRICES.space.pinned, 3, float("inf"))]
     assert all(p.prediction.step_time_s <= s * (1 + 1e-9) for p, s in zip(found[1:], near, strict=True))
 
 
@@ -96,7 +96,7 @@ def test_what_is_changed_cuts_its_batch_as_the_rest_of_the_stage_does(cut):
     """A space that cuts batches evenly may hold a plan of unequal shares, found in a space with those weights."""
     even = WHOLE["ddp"]
     uneven = replace(even, ways=tuple(replace(w, layout=replace(w.layout, weights=cut)) for w in even.ways))
-    found = beside(PRICES, uneven, PRICES.space.pinned, 5, float("inf"))
+    found = single_changes(PRICES, uneven, PRICES.space.pinned, 5, float("inf"))
     assert len(found) == 5
     assert {w.layout.weights for x in found for w in x.ways} == {cut}
     pinned_so = nearest(PRICES.space, uneven, pinned(PROFILE, (parse_pin("classifier=tensor@4"),)))

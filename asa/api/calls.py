@@ -143,7 +143,7 @@ def samples_of(call: Call) -> int:
 
 
 class Numbered(nn.Module):
-    """A wrapper, for measurement, that makes a model of any inputs one of a single tensor: the indices [N, 1] of
+    """Wraps a model with any inputs, for measurement, as a model with a single input tensor: the indices [N, 1] of
     samples of an example."""
 
     def __init__(self, model: nn.Module, example: Call) -> None:

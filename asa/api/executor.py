@@ -54,8 +54,8 @@ _UNCOUNTED = 1 << 40
 
 @dataclass(frozen=True, kw_only=True)
 class UserData:
-    """Training batches, the function that splits a batch into input and labels, the validation loader or None, the
-    loss."""
+    """The user's data: training batches, the function that splits a batch into input and labels, the validation loader
+    (or None) and the loss."""
 
     batches: GlobalBatches
     split: Callable[[Any], tuple[Any, Any]]

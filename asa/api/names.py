@@ -1,5 +1,5 @@
-"""The ``state_dict`` of a distributed model under the original names. Tied weights have several names; unused ones are
-in no component."""
+"""Makes the ``state_dict`` of a distributed model with the original names. Tied weights have several names; unused
+weights are in no component."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from asa.sharding.split import Split, TensorPart
 
 
 class Seen:
-    """One permanent object for every tensor of a model, by which a program knows it."""
+    """Keeps one permanent object for every tensor of a model, which a program can hold on to."""
 
     def __init__(self, model: ParallelModel) -> None:
         self._device = model.device

@@ -1,4 +1,4 @@
-"""A model that ranks hold together, as those see it who look at its losses and attributes."""
+"""The part of a distributed model's interface that code for its losses and attributes uses."""
 
 from __future__ import annotations
 

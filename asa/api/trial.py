@@ -68,7 +68,7 @@ class Trial:
             self.asks = True
 
     def look_again(self) -> None:
-        """Check the next backwards, because some rank has asked for it (on all ranks); up to a limit."""
+        """Check the next backwards, because a rank requested it (called on all ranks); up to a limit."""
         self.asks = False
         if self._asked < _MOST_ASKED:
             self._asked += 1

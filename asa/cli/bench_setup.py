@@ -27,7 +27,7 @@ DeviceType = Literal["cpu", "cuda"]
 STRATEGIES = ("single", "ddp", "tensor", "hybrid", "asa")
 MEASURE_LIMIT_S = 30.0
 RANKS_PER_CORE = 32
-"""Largest number of processes on a core; more are taken for a mistake."""
+"""Largest number of processes per core; more are treated as a mistake of the user."""
 
 
 def device_of(args: Arguments) -> tuple[DeviceType, int]:
@@ -87,11 +87,11 @@ def check_data(args: Arguments, train: ImageSet, num_classes: int, global_batch:
     samples.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: the data have too many classes or too few samples.
     """
     if train.num_classes > num_classes:
         raise UsageError(
-            f"{args.data} has {train.num_classes} classes, the model tells {num_classes} apart; "
+            f"{args.data} has {train.num_classes} classes, the model distinguishes {num_classes}; "
             f"try --classes {train.num_classes}, or other --data"
         )
     if global_batch > len(train):

@@ -193,7 +193,7 @@ def origins(plan: Plan, console: Console, args: Arguments | None = None) -> tupl
     ``args``: of a command with ``--profile`` and ``--cluster``.
 
     Raises:
-        InvalidInputError: they no longer exist, or the named ones are others.
+        InvalidInputError: they no longer exist, or the plan was made from others than the named ones.
     """
     profile_file, cluster_name = (None, None) if args is None else (args.profile, args.cluster)
     remedy = "put it there" if args is None else "name it with {}"

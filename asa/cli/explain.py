@@ -22,7 +22,7 @@ _MOST_LOG = 2**30
 
 
 def run(args: Arguments, console: Console) -> None:
-    """Price the plan again, component by component; with --why-not, beside another one."""
+    """Show the cost of every component of the plan; with --why-not, compare the plan with another one."""
     from asa.cli.choose import origins
     from asa.planner.questions.explain import explain, why_not
     from asa.report import explain as report

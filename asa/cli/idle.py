@@ -1,5 +1,5 @@
-"""Refuses options that have no effect in combination with others, since whoever gave one meant something by it; only
-prints a note if that is harmless.
+"""Refuses options that have no effect in combination with others, since the user expects an effect. Where that is
+harmless, only a note is printed.
 
 Options declare this themselves (``needs``, ``unless``, ``heeds`` of :class:`asa.cli.verb.Option`). Only flags on the
 command line are checked: variables and files are for many commands.
@@ -25,24 +25,24 @@ def check(verb: Verb, args: Arguments) -> None:
     for o in verb.options:
         if args.origin[o.field] != "flag":
             continue
-        beside = [p for p in on if p is not o and (p.field == o.unless or (p.heeds and o.field not in p.heeds))]
-        if beside:
-            _idle(f"{o.shown} does nothing beside {beside[0].shown}", o, harmless=beside[0].harmless)
+        others = [p for p in on if p is not o and (p.field == o.unless or (p.heeds and o.field not in p.heeds))]
+        if others:
+            _idle(f"{o.shown} has no effect with {others[0].shown}", o, harmless=others[0].harmless)
         if not o.needs:
             continue
         other, values = _needed(verb, o)
         if values and getattr(args, other.field) not in values:
             has = f"{_setting(other)}{getattr(args, other.field)}"
             only = f"{_setting(other)}{' or '.join(values)}"
-            _idle(f"{o.shown} does nothing with {has}, only with {only}", o, harmless=o.harmless)
+            _idle(f"{o.shown} has no effect with {has}, only with {only}", o, harmless=o.harmless)
         if not values and other not in on:
-            raise UsageError(f"{o.shown} does nothing without {other.shown}; add that, or leave out {o.shown}")
+            raise UsageError(f"{o.shown} has no effect without {other.shown}; add that, or leave out {o.shown}")
 
 
 def condition(verb: Verb, o: Option) -> str:
     """Text for the help of an option on when it has an effect; empty if its own text says so."""
     if o.unless:
-        return f"not beside --{o.unless.replace('_', '-')}"
+        return f"not with --{o.unless.replace('_', '-')}"
     if not o.needs:
         return ""
     other, values = _needed(verb, o)

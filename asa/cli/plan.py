@@ -119,7 +119,7 @@ def run(args: Arguments, console: Console) -> None:
 
 
 def _next(cluster: Cluster) -> list[str]:
-    """Commands that make sense behind a plan for ``cluster``, on this machine and with this installation."""
+    """Commands that are useful after a plan for ``cluster``, on this machine and with this installation."""
     asked = ["asa explain --why-not ddp"]
     if cluster.device.type == "cuda" and not driver():
         return [*asked, "asa simulate", "asa launch slurm"]

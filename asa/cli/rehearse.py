@@ -42,7 +42,7 @@ OPTIONS = (
 
 
 def rehearse(args: Arguments, console: Console, plan: Plan) -> None:
-    """Run the rank, price it as one that works alone, and show both.
+    """Run the rank, predict its step for a rank that works alone, and show both.
 
     Raises:
         UsageError: the plan has no such rank, or the device is an emulated one.
@@ -106,7 +106,7 @@ def alone(profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
 
 
 def compare(plan: Plan, profile: Profile, cluster: Cluster, spans: Spans, device: str) -> Rehearsal:
-    """The measurement beside the price of the rank's stage for a rank alone."""
+    """The measurement, compared with the predicted cost of the rank's stage without other ranks."""
     from asa.cost.planned import price_plan
     from asa.report.tables import short
     from asa.strategies import offered

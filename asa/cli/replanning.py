@@ -48,11 +48,11 @@ def adapting(plan: Plan, console: Console, *, replan: bool, out: Path | None = N
     except AsaError as error:
         console.say(f"asa: no re-planning: {error}")
         return adapt, None
-    from asa.cli.apart import Apart, solve_again
+    from asa.cli.background import BackgroundSearch, solve_again
 
     model = Model(
         profile=profile, cluster=cluster, strategies=offered(), solve=solve_again,
-        apart=partial(Apart, profile, cluster),
+        background=partial(BackgroundSearch, profile, cluster),
     )  # fmt: skip
     keep = None if out is None else partial(keep_corrected, model, out)
     return partial(adapt, model=model, keep=keep), partial(relieve, profile, cluster)
@@ -76,8 +76,8 @@ def regroup(console: Console, plan: Plan, ranks: int) -> Plan:
 
 
 def relieve(profile: Profile, cluster: Cluster, shortage: Shortage, attempt: int, gpus: int) -> Plan:
-    """The best plan for at most ``gpus`` ranks that a memory model corrected by ``shortage`` allows; where none is left
-    for as many ranks as ran out of it, one for fewer, which have more of the memory of their host each.
+    """The best plan for at most ``gpus`` ranks under the memory model corrected by ``shortage``. If none fits as many
+    ranks as before, the best plan for fewer, each of which has a larger part of the host's memory.
 
     Raises:
         InfeasibleError: there is none; names the limiting quantity.

@@ -26,8 +26,8 @@ FOLDER = Path("benchmarks/sealed")
 
 
 def run(args: Arguments, console: Console) -> None:
-    """Read predictions, select those for this machine, measure, score. Wrong predictions affect the score and are no
-    error; neither is a machine without predictions."""
+    """Read predictions, select those for this machine, measure and score them. Wrong predictions lower the score but
+    are no error, nor is a machine without predictions."""
     from asa.report import sealed as report
 
     if not isinstance(args.device, str):

@@ -24,7 +24,7 @@ from asa.reading import read_text
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Help in two columns of 80; words with hyphens stay whole, as files and options have them."""
+    """Formats help in two columns, 80 characters wide; words with hyphens, such as options, are not broken."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28)
@@ -80,7 +80,7 @@ def parser(verb: Verb) -> argparse.ArgumentParser:
 
 
 def _usage(verb: Verb) -> str:
-    """The form of a command: what has a place in it; options are listed below."""
+    """The usage line of a command, with its positional arguments; options are listed below it."""
     places = [o.shown if o.required else f"[{o.shown}]" for o in verb.options if o.positional]
     return " ".join([f"asa {verb.name}", *places, "[options]"])
 

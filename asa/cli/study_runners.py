@@ -80,7 +80,7 @@ def side_by_side(site: Site, strategies: Sequence[str]) -> dict[str, BenchResult
 
 
 def verdicts(site: Site, contest: c.ModelBench) -> list[str]:
-    """Sentences on paired turns of ``asa`` and the others, and on how far from 1 a ratio gets by noise alone."""
+    """Sentences on the paired comparisons of ``asa`` with the others, and on the ratio that noise alone reaches."""
     from asa.launch import usable_cores
     from asa.report.verdicts import comparison, crowded
 

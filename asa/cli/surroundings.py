@@ -24,7 +24,7 @@ def cores() -> int:
 
 
 def driver() -> bool:
-    """Whether a driver for NVIDIA's GPUs is loaded; asked of the kernel, which needs no torch."""
+    """Whether the kernel has loaded a driver for NVIDIA's GPUs; needs no torch."""
     return Path("/proc/driver/nvidia/version").exists() or Path("/dev/dxg").exists()
 
 

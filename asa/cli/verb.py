@@ -1,4 +1,4 @@
-"""A command: a name, options as data, a short function. Help, configuration and tests read the same data."""
+"""Defines commands: a name, options as data, and a short function. Help, configuration and tests read the same data."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ TRUE = ("1", "true", "yes", "on")
 class Option:
     """One argument of a command.
 
-    ``parse`` converts the text a user typed into the value and raises ValueError, whose message is shown, if it cannot;
-    the same text may come from the command line, from ``ASA_<NAME>`` or from a configuration file. A ``switch`` takes
-    no value. A ``repeated`` option collects a tuple. A positional one has no dashes.
+    ``parse`` converts the user's text to the value, or raises ValueError, whose message is shown. The text may come
+    from the command line, from ``ASA_<NAME>`` or from a configuration file. A ``switch`` takes no value. A ``repeated``
+    option collects a tuple. A positional one has no dashes.
 
-    Conditions under which it has an effect (:mod:`asa.cli.idle`; other options are named by their ``field``): ``needs``
-    one that is given (``"verify"``) or has one of some values (``"to=safetensors"``); ``unless`` one is given. An
-    option with ``heeds`` changes the command's work, and only the options listed there have an effect with it.
-    ``harmless``: prints a note instead of an error.
+    An option may have an effect only under conditions (:mod:`asa.cli.idle`) that name another option by ``field``:
+    ``needs``: it is given (``"verify"``) or has a value (``"to=safetensors"``); ``unless``: it is not given.
+    An option with ``heeds`` changes the command's work, and only the options listed there have an effect with it.
+    ``harmless``: a note is printed instead of an error.
     """
 
     name: str

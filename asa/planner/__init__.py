@@ -1,5 +1,5 @@
-"""The planner: from a profile, a cluster and the strategies offered to the fastest plan, with a proof. It needs no
-torch."""
+"""The planner: finds the fastest plan for a profile, a cluster and the strategies offered, with a lower bound. It does
+not import torch."""
 
 from __future__ import annotations
 

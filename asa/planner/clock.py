@@ -1,8 +1,7 @@
-"""The clock of the search. It counts seconds of work, so that a busy machine gets the same answer, only later.
+"""The clock of the search. It counts seconds of work, so that a busy machine gives the same answer, only later.
 
-It counts the processor time of the thread that searches, not wall time, of which other programs take their share. Where
-next to nothing is left of a processor somebody still waits for the answer, so a wall second counts for a part of a
-second at least.
+It counts the processor time of the searching thread, not wall time, which other programs share. On a machine that is so
+busy that a search gets hardly any processor time, a wall second counts at least ``1 / PATIENCE`` seconds of work.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import threading
 import time
 
 PATIENCE = 4
-"""Seconds on the wall for a second of work, at most."""
+"""Most wall seconds per second of work."""
 
 
 class _WorkClock:
@@ -21,7 +20,7 @@ class _WorkClock:
         self.forget()
 
     def advance(self) -> float:
-        """Add the work since the last call."""
+        """Add the work since the last call, and return all seconds so far."""
         thread, worked, wall = self._thread, self._worked, self._wall
         self.forget()
         own = self._worked - worked if thread == self._thread else 0.0
@@ -29,7 +28,7 @@ class _WorkClock:
         return self.seconds
 
     def forget(self) -> None:
-        """Count from here on: in a copy of the process and in another thread, processor time begins anew."""
+        """Count from now on. A forked process and another thread have a processor time of their own."""
         self._thread = threading.get_ident()
         self._worked, self._wall = time.thread_time(), time.monotonic()
 
@@ -43,21 +42,21 @@ _COSTS = {
     "way": 1e-5, "menu": 3e-5, "stage": 1.5e-4, "action": 3e-6, "entry": 1.2e-8, "component": 3e-5, "plan": 2.5e-5,
     "pricer": 2e-3,
 }  # fmt: skip
-"""About how many seconds each thing that is counted takes."""
+"""Approximate seconds of each operation that is counted."""
 _counted = 0.0
 
 
 def count(what: str, times: float = 1) -> None:
-    """Note that something was done so many times."""
+    """Record that an operation was done ``times`` times; ``what`` is a key of ``_COSTS``."""
     global _counted
     _counted += times * _COSTS[what]
 
 
 def counted() -> float:
-    """Seconds of what was counted: the same in every run."""
+    """Approximate seconds of all counted operations, which are the same in every run."""
     return _counted
 
 
 def now() -> float:
-    """Seconds of work, counted from some moment in the past. They go on in a copy of the process."""
+    """Seconds of work since this process began. A forked process continues from its parent's value."""
     return _CLOCK.advance()

@@ -1,4 +1,4 @@
-"""``plan``: prices every baseline, searches the space, and answers with a certificate."""
+"""``plan``: prices the baselines, searches the space, and returns plans with certificates."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from asa.planner.search import Outcome, next_best, search
 from asa.planner.space import baselines
 from asa.planner.space.admission import check_request
 from asa.planner.space.candidate import Candidate, Prices
-from asa.planner.space.nearest import beside, start
+from asa.planner.space.nearest import single_changes, start
 from asa.planner.space.request import Request
 from asa.planner.space.space import Space
 from asa.planner.stage.problem import MS
 
 _WORTH = 0.02
-"""A gap from which on a longer search is worth mentioning."""
+"""Gap above which a note suggests a longer search."""
 _PROVED = 1e-6
-"""A gap that is none."""
+"""Gap up to which a plan counts as proved optimal."""
 _LEAST = 0.5
-"""Share of the time limit that a search has at least, whatever the whole strategies took."""
+"""Least share of the time limit for the search, whatever the whole strategies took."""
 _BUSY, _SHORT_S = 2.0, 0.1
-"""Wall seconds per second of work from which a machine is called busy; shorter searches say nothing."""
+"""Wall seconds per second of work above which a machine counts as busy, and the least seconds of work to divide by."""
 _TIE = 1 + ROUNDING
-"""Over the fastest: as good as equal, since times are sums of many floating-point numbers."""
+"""Factor up to which a time counts as equal to the fastest, because of rounding."""
 
 
 @uncollected()
@@ -51,13 +51,13 @@ def plan(
     """The best ``request.top_k`` plans, best first. ``known`` as for :class:`asa.planner.space.candidate.Prices`.
 
     The answer is never predicted to be slower than a whole strategy that fits, with one exception: on a measured
-    machine plain data parallelism is the answer unless a plan is surely enough faster (decision 0038). A mixed plan
-    that beats the best whole strategy by less than the noise is replaced by it. In both cases the certificate shows the
-    gap; switching ``request.prefer_simple`` off turns off both.
+    machine plain data parallelism is the answer unless a plan is faster with enough probability (decision 0038). A
+    mixed plan that beats the best whole strategy by less than the noise is replaced by it. In both cases the
+    certificate shows the gap; ``request.prefer_simple`` false turns off both.
 
     Raises:
         UsageError: unknown strategies, contradictory pins, more devices than the cluster has.
-        InfeasibleError: nothing fits; names what binds and the nearest remedy.
+        InfeasibleError: nothing fits; names what does not fit and a remedy.
         UnavailableError: the solver is not installed.
     """
     order = cluster.fastest_first()
@@ -113,7 +113,7 @@ def plan(
     candidates = [chosen, *([outcome.best] if outcome.best else []), *(r.candidate for r in eligible if r.candidate)]
     if request.top_k > 1:
         candidates += next_best(prices, outcome, request.top_k - 1, request.time_limit_s)
-        candidates += beside(prices, chosen, pins, request.top_k - 1, clock.now() + request.time_limit_s)
+        candidates += single_changes(prices, chosen, pins, request.top_k - 1, clock.now() + request.time_limit_s)
     distinct = list({c.key: c for c in reversed(candidates)}.values())
     others = sorted((c for c in distinct if c.key != chosen.key), key=lambda c: prices.of(c).cost.total_s)
     made = []
@@ -127,7 +127,7 @@ def plan(
 
 
 def _on_devices(found: Plan, cluster: Cluster, order: tuple[int, ...]) -> Plan:
-    """``found`` on ``cluster``, whose devices in that order are the ranks the plan was made for."""
+    """``found`` as a plan for ``cluster``, of which rank i has device ``order[i]``, with a note on that."""
     shown = ",".join(map(str, order[: found.num_ranks]))
     here = len(cluster.levels) == 1 and found.device_type == "cuda"
     how = f"; start it with CUDA_VISIBLE_DEVICES={shown}" if here else ""
@@ -136,12 +136,12 @@ def _on_devices(found: Plan, cluster: Cluster, order: tuple[int, ...]) -> Plan:
 
 
 def _below(bound_s: float, seconds: float) -> float:
-    """The share by which ``bound_s`` lies below ``seconds``; 0 where it does not, or where nothing takes time."""
+    """The share by which ``bound_s`` is below ``seconds``; 0 where it is not, or ``seconds`` is 0."""
     return max(0.0, 1 - bound_s / seconds) if seconds > 0 else 0.0
 
 
 def _unfinished(fastest_s: float, outcome: Outcome) -> tuple[str, ...]:
-    """A note that a longer search may find a plan faster than ``fastest_s``, where the search was not finished."""
+    """Notes on a search that was not finished: a longer one may find a faster plan; the machine was busy."""
     left = _below(outcome.lower_bound_s, fastest_s)
     said: list[str] = []
     if left > _WORTH:
@@ -165,7 +165,7 @@ def _whole(
     eligible: list[StrategyRow],
     started: float,
 ) -> list[Plan]:
-    """The answer where only whole strategies were asked for: the fastest of them that fits."""
+    """The plans where only whole strategies were asked for: those that fit, fastest first."""
     space = prices.space
     meant = {m: w for w in reversed(wanted) for m in baselines.members(w, space.strategies, space.request.gpus)}
     among = sorted((r for r in eligible if r.name in meant), key=lambda r: r.seconds)
@@ -204,13 +204,13 @@ def _whole(
 
 
 def _simplest(rows: Sequence[StrategyRow]) -> StrategyRow | None:
-    """The fastest of ``rows``; of equally fast ones the first, which changes least against training on one device."""
+    """The fastest of ``rows``; of equally fast ones the first, which is the most similar to training on one device."""
     fastest = min((r.seconds for r in rows), default=0.0)
     return next((r for r in rows if r.seconds <= fastest * _TIE), None)
 
 
 def _choose(prices: Prices, outcome: Outcome, simplest: StrategyRow | None) -> tuple[Candidate | None, tuple[str, ...]]:
-    """The answer, and the notes on it."""
+    """The answer (None where nothing fits) and its notes. ``simplest``: the best whole strategy."""
     found = outcome.best
     if simplest is None or simplest.price is None or simplest.candidate is None:
         return found, () if found is None else circumstances(prices, found)
@@ -231,7 +231,7 @@ def _choose(prices: Prices, outcome: Outcome, simplest: StrategyRow | None) -> t
 
 
 def _open(possible: float) -> str:
-    """A note on how much a plan may still win, as far as it is proved: a bound that is far off is not called a gain."""
+    """A note on the share ``possible`` by which plans may be faster. Only a small one is called a possible gain."""
     if possible <= _WORTH:
         return f"the best possible gain is {100 * possible if possible > _PROVED else 0:.2g} %"
     return f"nothing was found that is surely faster; up to {100 * possible:.2g} % are not ruled out"
@@ -240,8 +240,8 @@ def _open(possible: float) -> str:
 def _surely(
     prices: Prices, chosen: Candidate, notes: tuple[str, ...], replicas: StrategyRow | None
 ) -> tuple[Candidate, tuple[str, ...]]:
-    """Plain data parallelism in place of an answer that is not surely enough faster, on a machine where both can be
-    tried. Where ``request.prefer_simple`` is off the answer stays, and the doubt is noted."""
+    """The answer and its notes, after comparing it with plain data parallelism. That replaces a plan that is not faster
+    with enough probability on a measured machine; with ``request.prefer_simple`` off, a note says so instead."""
     space = prices.space
     if replicas is None or replicas.candidate is None or replicas.price is None or not space.measured:
         return chosen, notes
@@ -256,15 +256,15 @@ def _surely(
         return chosen, (*notes, f"faster than ddp {likely}")
     won = 100 * _below(own[1].cost.total_s, replicas.seconds)
     what = "the best plan found" if chosen.origin == "asa" else chosen.origin
-    said = f"stay with ddp: {what} is foreseen to be {won:.2g} % faster, {likely}"
+    said = f"stay with ddp: {what} is predicted to be {won:.2g} % faster, {likely}"
     return ddp[0], (said, *circumstances(prices, ddp[0]))
 
 
 def _least(prices: Prices, *, proved: bool) -> tuple[Candidate, tuple[str, ...]]:
-    """The fastest of the plans with the least memory, where the search found none in its time, and notes on it.
+    """The fastest of the plans with low peaks that fit, and its notes, where the search found no plan in its time.
 
     Raises:
-        InfeasibleError: none of them fits either.
+        InfeasibleError: none of them fits, or it is ``proved`` that nothing does.
     """
     found, ends = list[leanest.Leanest](), clock.now() + prices.space.request.time_limit_s
     for x in () if proved else leanest.lean(prices, prices.space.pinned):
@@ -294,7 +294,7 @@ def _certificate(prices: Prices, candidate: Candidate, outcome: Outcome, seconds
 
 
 def _curve(outcome: Outcome) -> tuple[CurvePoint, ...] | None:
-    """The search's curve in a few points: each after which the gap is at most three quarters of that before."""
+    """The search's curve in a few points, at each of which the gap is at most 3/4 of that before, and the last one."""
     found: list[CurvePoint] = []
     last = float("inf")
     for i, (seconds, best, bound) in enumerate(outcome.curve):

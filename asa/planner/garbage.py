@@ -1,8 +1,8 @@
-"""Garbage collection is off while a plan is made.
+"""Switches garbage collection off while a plan is made.
 
 A search makes hundreds of thousands of objects that stay, and hardly any that only the collector could free. Each pass
-over them takes as long as pricing a number of microbatches, and in a forked process it writes to every page that the
-two share.
+over them takes as long as pricing all plans with one number of microbatches. In a forked process it also writes to
+every shared page, which copies it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Switch the collector off inside, if it was on."""
+    """Switch the garbage collector off inside, and on again afterwards if it was on."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
-"""Work in a forked copy of this process, on another core.
+"""Runs work in a forked copy of this process, on another core.
 
-It is used only where a copy is safe and helps: a process with one thread, without torch (whose threads and devices do
-not survive a fork), on two cores or more. Elsewhere the work is done here when its result is asked for. The work must
-end by itself: it has the same time limit as what the search does meanwhile.
+A fork is made only where it is safe and helps: from a process with one thread, without torch (whose threads and devices
+do not survive a fork), on two cores or more. Elsewhere the work is done here when its result is asked for. The work
+must end by itself: it has the same time limit as what the search does meanwhile.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _NUMBER = struct.Struct("@d")
 
 
 def possible() -> bool:
-    """Whether a copy of this process can work at the same time."""
+    """Whether a forked copy of this process can work at the same time."""
     if not hasattr(os, "fork") or not hasattr(os, "sched_getaffinity") or "torch" in sys.modules:
         return False
     return threading.active_count() == 1 and len(os.sched_getaffinity(0)) > 1
 
 
 class Forked(Generic[T]):
-    """``work`` done by a copy of this process; or here, if ``apart`` is false or the copy fails."""
+    """The result of ``work``, done by a forked process; or here, if ``apart`` is false or the fork fails."""
 
     def __init__(self, work: Callable[[], T], *, apart: bool) -> None:
         self._work, self._found = work, list[T]()
@@ -42,7 +42,7 @@ class Forked(Generic[T]):
         if apart:
             self._source, sink = os.pipe()
             with contextlib.suppress(OSError), warnings.catch_warnings():
-                # Of threads that are not Python's: those of numpy, which looks after its own.
+                # Python warns of threads that it did not start: these are numpy's, which survive a fork.
                 warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
                 self._pid = os.fork()
                 if self._pid == 0:
@@ -51,7 +51,7 @@ class Forked(Generic[T]):
             os.close(sink)
 
     def result(self) -> T:
-        """What ``work`` returned; waits for it."""
+        """The value that ``work`` returned; waits for it."""
         if not self._found:
             data = self._received() if self._pid > 0 else b""
             self._found.append(pickle.loads(data) if data else self._work())
@@ -67,11 +67,11 @@ class Forked(Generic[T]):
         return b"".join(pieces) if status == 0 else b""
 
     def over(self) -> bool:
-        """Whether no copy is at work any more."""
+        """Whether the forked process has ended, or there is none."""
         return self._pid <= 0 or os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def stop(self) -> None:
-        """End the copy: its result is not needed any more."""
+        """Kill the forked process, whose result is no longer needed."""
         if self._pid > 0:
             with contextlib.suppress(OSError):
                 os.kill(self._pid, signal.SIGKILL)
@@ -81,13 +81,14 @@ class Forked(Generic[T]):
 
 
 class Exchange:
-    """Two processes, this one and a copy of it made later, tell each other one number that is not negative."""
+    """Lets this process and a process forked later exchange one number each, which must not be negative."""
 
     def __init__(self) -> None:
         self._memory, self._made_by = mmap.mmap(-1, 2 * _NUMBER.size), os.getpid()
 
     def told(self, number: float, other: Forked[T] | None = None) -> float:
-        """Tell ``other`` a number (the original, where None) and wait for its own; infinite if it ends without."""
+        """The other process's number, after telling it ``number``; infinite if it ends before it has told one. The
+        other process is ``other``, or, where None, the one that made this exchange."""
         side = int(other is None)
         _NUMBER.pack_into(self._memory, side * _NUMBER.size, max(_LEAST, number))
         while True:
@@ -100,7 +101,7 @@ class Exchange:
 
 
 def _answer(work: Callable[[], T], sink: int) -> NoReturn:
-    """Work in the copy: it never returns, and leaves what the original has open."""
+    """Run ``work`` in the forked process and write its pickled result. It never returns, and runs no exit handlers."""
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,12 +1,12 @@
 """The search: single stages and pipelines, best-first by their bounds, with a certificate over all.
 
-First single stages alone (:mod:`asa.planner.stage.singles`), for a part of the time, then all together with the
-pipelines (:mod:`asa.planner.pipeline.joint`): what has the lowest bound is taken a step further, until that bound
-reaches the best plan. What is left cannot hold a better one.
+Single stages are searched first, alone, for a part of the time (:mod:`asa.planner.stage.singles`), then together with
+pipelines (:mod:`asa.planner.pipeline.joint`). Each step refines the part of the space with the lowest bound, until that
+bound reaches the time of the best plan: then no part holds a better one.
 
-The label program finds and proves (:mod:`asa.planner.stage.labels`). Where the answer is a single stage and the ILP was
-asked for, that solves the same problem once more, by itself. Where both have proved an optimum and they differ, the
-definition of the problem decides.
+The label program (:mod:`asa.planner.stage.labels`) finds plans and proves bounds. Where the answer is a single stage
+and the ILP was asked for, the ILP solves the same problem again, independently. Where both have proved different
+optima, the definition of the problem decides.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from asa.planner.stage.singles import Single, crowded, first_plan, singles
 
 _LOG = logging.getLogger("asa")
 _SLACK = 1e-7
-"""By how much a uniform plan of fewer devices may be beaten, so that the search finds the same plan itself."""
+"""Share added to the time of a uniform plan on fewer devices, so that the search can find the same plan itself."""
 _PROVED = 1e-6
-"""A gap that is none."""
+"""Gap up to which a plan counts as proved optimal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the search found and proved. Seconds.
+    """The result of a search.
 
-    ``choice`` in ``formulation`` is ``best`` where that has one stage; ``best`` is None where nothing fits. ``curve``:
-    (seconds, best, bound in ms), as they got better. ``seconds`` are of work (:mod:`asa.planner.clock`), ``wall_s``
-    those that passed meanwhile.
+    ``best`` is None where no plan fits or none beats the one already known. If ``best`` has one stage, ``choice`` in
+    ``formulation`` is the same plan. ``curve`` has (seconds, best in ms, bound in ms) at each improvement. ``seconds``
+    are seconds of work (:mod:`asa.planner.clock`), ``wall_s`` the wall seconds that passed meanwhile.
     """
 
     best: Candidate | None
@@ -75,12 +75,12 @@ def search(
     start: Candidate | None = None,
     budget: Budget = USUAL,
 ) -> Outcome:
-    """The fastest plan in the space, among those that ``allowed`` lets through; of plans that take equally long the
-    first in an order that does not depend on the clock (:mod:`asa.planner.answer.canonical`).
+    """The fastest plan in the space that ``allowed`` permits; of plans that take equally long, the first in an order
+    that does not depend on the clock (:mod:`asa.planner.answer.canonical`).
 
-    ``incumbent_s`` is the time of a plan already known (a whole strategy that fits): a search that ends without a
-    ``best`` has proved that nothing is faster. ``baselines`` are the whole strategies that fit, fastest first: they say
-    whether pipelines are likely. ``start``: a plan that fits and is allowed, the answer where nothing is faster.
+    ``incumbent_s`` is the step time of a plan already known, such as a whole strategy that fits; only faster plans are
+    searched for. ``baselines`` are the whole strategies that fit, fastest first, with which the search begins.
+    ``start``: a plan that fits and is allowed, which is the answer where nothing is faster.
 
     Raises:
         UsageError: too many plans for ``exhaustive``.
@@ -91,7 +91,7 @@ def search(
     ends = started + time_limit_s - polish_s
     found = _search(prices, solver, ends, allowed, incumbent_s, baselines, start, budget)
     until = clock.counted() + polish_s
-    # Weights of unequal devices are searched a few at a time; this holds for all of them.
+    # Only some batch weights of unequal devices are searched; this bound holds for all of them.
     found = replace(found, lower_bound_s=min(found.lower_bound_s, free_bound(prices, allowed) / MS))
     if found.best is None and baselines and found.lower_bound_s < incumbent_s * (1 - _PROVED):
         better = improved(prices, baselines[0], allowed, until)
@@ -103,7 +103,7 @@ def search(
     proved = found.lower_bound_s * MS >= before_ms * (1 - _PROVED)
     if proved:
         first = canonical(prices, found.best, allowed)
-    else:  # which plan that is depends on the clock anyway
+    else:  # which plan was found depends on the clock, so a limit on ties does no harm
         better = improved(prices, found.best, allowed, until)
         first = canonical(prices, better, allowed, until)
     value_ms = prices.of(first).cost.total_s * MS
@@ -144,7 +144,7 @@ def _search(
         bound_ms, limit_ms = piped.bound, min(best.limit, piped.value, *(x.value for x in alone))
         if piped.skeleton is not None and piped.value <= limit_ms:
             found = staged.candidate(piped.skeleton, piped.choices)
-    single = min(alone, key=lambda x: x.value, default=None)  # none where the first devices have no memory
+    single = min(alone, key=lambda x: x.value, default=None)  # None where the first devices have no memory
     if single is None or single.value > limit_ms * (1 + ROUNDING) or single.value >= incumbent_s * MS:
         return Outcome(
             best=found, choice=(), formulation=None, lower_bound_s=bound_ms / MS,
@@ -168,8 +168,8 @@ def _search(
 
 @dataclass
 class _Ways:
-    """Single stages and pipelines of one space, searched on one core or two. ``best``: so far; ``alone``: single
-    stages; ``baselines`` as for :func:`search`."""
+    """Searches single stages and pipelines of one space, on one core or two. ``best``: the best plan so far; ``alone``:
+    single stages; ``baselines`` as for :func:`search`."""
 
     prices: Prices
     staged: StagedSpace
@@ -181,10 +181,10 @@ class _Ways:
     budget: Budget
 
     def search(self) -> tuple[Candidate | None, Pipelined]:
-        """A first plan of several stages, if one is kept, and what is left of the pipelines.
+        """A first plan of several stages, if one is kept, and the result of the search of pipelines.
 
-        On two cores a copy of this process makes the first plan, and then searches every other number of microbatches.
-        They tell each other their best time once, before that: later, what was heard would depend on the clock.
+        On two cores a forked process makes the first plan, and then searches every other number of microbatches. The
+        two exchange their best times once, before that: later exchanges would make the answer depend on the clock.
         """
         apart, best, counts = possible(), self.best, self.staged.microbatches()
         two = apart and joint.searched(self.staged)
@@ -211,7 +211,7 @@ class _Ways:
             other.stop()
 
     def _sketched(self) -> tuple[Candidate | None, float]:
-        """A first plan of several stages, and its ms."""
+        """A first plan of several stages and its step time in ms; None and infinity where it beats nothing."""
         share = self.budget.outlines if joint.searched(self.staged) else self.budget.outlines / 3
         until = clock.counted() + max(self.budget.outlines_s, share * (self.ends - self.best.started))
         found = first_plans(self.prices, self.allowed, self.best.limit / MS, until, next(iter(self.baselines), None))
@@ -221,18 +221,18 @@ class _Ways:
         return (found, value) if value < self.best.limit else (None, float("inf"))
 
     def _singles(self) -> None:
-        """Single stages for a part of the time."""
+        """Search single stages for a part of the time."""
         now = clock.now()
         until = now + min(self.budget.singles_s, self.budget.singles * (self.ends - now))
         joint.best_first(self.alone, self.best, until, patience=now, gap=self.budget.nearly)
 
     def _rest(self, others: Sequence[Single], counts: Sequence[int]) -> Pipelined:
-        """All that is left of pipelines with these numbers of microbatches, and of ``others``; the curve begins with
-        what was known before."""
+        """The result of searching pipelines with ``counts`` microbatches, together with ``others``. Its curve begins
+        with that of the search so far."""
         best, staged, own = self.best, self.staged, self.budget
         staged.crowded = crowded(self.alone)
         left = list[Paced]()
-        if joint.searched(staged):  # whether compute alone says that no pipeline is better: closer bounds follow
+        if joint.searched(staged):  # compute alone may show that no pipeline is better; closer bounds follow
             floor = floors(staged, best.limit, self.ends, counts=counts, halvings=1)
         else:
             floor, left = begun(staged, best.limit, counts)
@@ -251,13 +251,13 @@ class _Ways:
 def _again(
     single: Single, solver: SolverName, ends: float, *, near: bool, again_s: float = USUAL.again_s
 ) -> tuple[Solution, str]:
-    """The answer of a single stage, solved once more by whom was asked for, and who found and proved it; not by the ILP
-    where that would not be done in time, or where the answer is not proved, but ``near`` its bound, which is not worth
-    searching on for."""
+    """The answer of a single stage, and the name of the solvers that found and proved it. If the ILP was asked for, it
+    solves the stage again, unless it could not end in time, or the answer is not proved but ``near`` its bound, so that
+    more search is not worthwhile."""
     assert single.stage is not None
     known, problem = single.solution, single.stage.asked
-    known = replace(known, bound=min(known.value, max(known.bound, single.bound)))  # it may have risen since
-    if single.refused:  # what the ILP would find first does not fit
+    known = replace(known, bound=min(known.value, max(known.bound, single.bound)))  # the bound may have risen since
+    if single.refused:  # the plan that the ILP would find first does not fit
         return known, known.solver
     if solver == "ilp" and (single.by_ilp or (known.proved and not single.stage.handy)):
         return known, known.solver
@@ -276,12 +276,12 @@ def _again(
 
 
 def _arbitrate(known: Solution, found: Solution, cutoff_ms: float, problem: Problem) -> Solution:
-    """Two proved optima that differ: what the definition says of each choice decides, and the log says so.
+    """The better of two results. Where both are proved and differ, the problem's definition decides, with a warning.
 
-    A solver may overstep a limit by its tolerance, so a choice counts only if it fits exactly.
+    A solver may exceed a limit by its tolerance, so then a choice counts only if it fits exactly.
 
     Raises:
-        AsaError: a choice is not worth what its solver says. That is a bug.
+        AsaError: a solver's value of its choice is wrong, which is a bug.
     """
     if not (known.proved and found.proved) or known.value >= cutoff_ms * (1 - 1e-5):
         return found
@@ -300,8 +300,8 @@ def _arbitrate(known: Solution, found: Solution, cutoff_ms: float, problem: Prob
 
 
 def next_best(prices: Prices, outcome: Outcome, count: int, time_limit_s: float) -> list[Candidate]:
-    """Up to ``count`` more candidates of the width and microbatches of the best one, in order of their time; as many
-    as are found in ``time_limit_s``."""
+    """Up to ``count`` more candidates with the width and microbatches of the best one, fastest first; as many as are
+    found in ``time_limit_s``."""
     if outcome.formulation is None or outcome.best is None:
         return []
     problem, found = outcome.formulation.problem, [outcome.choice]

@@ -23,7 +23,7 @@ PANELS = ("intervals", "P(best)", "regret")
 
 
 @noun
-class Told:
+class StatedInterval:
     """A 90 % interval and the measurement, in seconds."""
 
     low_s: float
@@ -83,7 +83,7 @@ def _where(holds: Callable[[float], bool]) -> float:
     return low
 
 
-def scores(intervals: Sequence[Told], choices: Sequence[Outcome]) -> dict[str, Any]:
+def scores(intervals: Sequence[StatedInterval], choices: Sequence[Outcome]) -> dict[str, Any]:
     """Coverage with its exact interval; for choices, stated and observed frequency of the best, and regret.
 
     ``brier``: mean of (P(best) - outcome)^2; ``brier_constant``: the same for always stating the overall frequency.
@@ -110,7 +110,7 @@ def scores(intervals: Sequence[Told], choices: Sequence[Outcome]) -> dict[str, A
     }
 
 
-def chart(intervals: Sequence[Told], choices: Sequence[Outcome]) -> Chart:
+def chart(intervals: Sequence[StatedInterval], choices: Sequence[Outcome]) -> Chart:
     """Stated against observed values in three panels; bars are exact 95 % intervals."""
     rows: list[Row] = []
     for level in LEVELS if intervals else ():

@@ -27,7 +27,7 @@ def bus_factor(op: str, ranks: int) -> float:
 
 
 _MAKER = re.compile(r"^NVIDIA |GeForce |Tesla ")
-"""Parts of a device's name that tell nothing in a list."""
+"""Parts of a device's name that are left out in a list."""
 
 
 def overview(found: Sequence[tuple[str, Cluster]]) -> RenderableType:

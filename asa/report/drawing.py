@@ -13,7 +13,7 @@ from matplotlib.patches import Patch, Rectangle
 Row = tuple[str | float | int | None, ...]
 """A row of the data of a figure."""
 
-# Okabe and Ito's palette: told apart by people with any colour vision, and in print.
+# Okabe and Ito's palette can be distinguished with any colour vision, and in print.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#999999", "#332288", "#117733", "#882255")
 ASA = "#D55E00"
 INK = "#333333"
@@ -24,7 +24,7 @@ KNOWN = (
 )  # fmt: skip
 MARKERS = "osD^vPX*<>"
 _MOST_TOLD = 12
-"""Largest number of points of a line with texts."""
+"""Most points of a line that have texts under the pointer."""
 _ACROSS = 3
 """Largest number of panels side by side."""
 

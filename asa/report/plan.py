@@ -67,7 +67,7 @@ def standing(plan: Plan) -> list[RenderableType]:
 
 
 def _against(plan: Plan) -> str:
-    """How much faster the plan is than the best whole strategy and than plain data parallelism."""
+    """Text on how much faster the plan is than the best whole strategy and than plain data parallelism."""
     step = plan.prediction.step_time_s
     known = {b.name: b.step_time_s for b in plan.baselines if b.fits and b.step_time_s is not None}
     if not known:
@@ -173,7 +173,7 @@ def _folded(plan: Plan, more: int) -> list[RenderableType]:
 
 
 def _only_asked(b: Baseline) -> bool:
-    """Whether a strategy is priced beside every plan but only chosen by name."""
+    """Whether a strategy is shown as a baseline of every plan but only chosen if the user names it."""
     return b.name.startswith("ps_")
 
 

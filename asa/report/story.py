@@ -76,10 +76,10 @@ def story(events: Iterable[Mapping[str, Any]]) -> Story:
     teller = _Teller()
     for event in events:
         try:
-            teller.hear(event)
+            teller.add(event)
         except (KeyError, TypeError, ValueError, OverflowError):
             continue
-    return teller.told()
+    return teller.finished()
 
 
 class _Teller:
@@ -91,7 +91,7 @@ class _Teller:
         self._first: int | None = None
         self._seconds, self._steps = 0.0, 0
 
-    def hear(self, event: Mapping[str, Any]) -> None:
+    def add(self, event: Mapping[str, Any]) -> None:
         """Process one event of ``log.jsonl``."""
         match event["event"]:
             case "start":
@@ -157,7 +157,7 @@ class _Teller:
             )
         self._first, self._seconds, self._steps = None, 0.0, 0
 
-    def told(self) -> Story:
+    def finished(self) -> Story:
         """The complete history."""
         self._end()
         found = []

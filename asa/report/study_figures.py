@@ -144,7 +144,7 @@ def _own(metric: str, f: Figures, every: dict[StudyCell, Figures]) -> float | No
     from dataclasses import replace
 
     r = f.row.result
-    assert r is not None  # whoever asks has looked
+    assert r is not None  # the caller has checked this
     if metric == "training_time_s_10_epochs":
         return None if f.epoch_s is None else _TEN_EPOCHS * f.epoch_s
     if metric == "samples_per_s":

@@ -1,4 +1,4 @@
-"""The files that a study leaves: its figures for other programs, its tables for texts, its page for readers."""
+"""Writes the files of a study: values for other programs, tables for papers, and a page for readers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from asa.report.bench import write_csv
 
 
 def write(study: Study, folder: Path) -> list[Path]:
-    """Returns the paths written in ``folder``: ``study.csv`` with every figure, ``study.md`` and ``study.tex`` with
-    those that are read, and the page."""
+    """Write ``study.csv`` with all values, ``study.md`` and ``study.tex`` with the main ones, and the page to
+    ``folder``; returns the paths."""
     rows = figures.of(study)
     write_csv(folder / "study.csv", figures.COLUMNS, [figures.plain(f) for f in rows])
     codec.write(words.markdown(study, rows), folder / "study.md")

@@ -34,6 +34,7 @@ _PRIOR = 0.3**2
 _FORGETTING = 0.01**2
 """Variance added to the logarithm of a factor in :data:`_USUAL` steps without a measurement."""
 _USUAL = 20
+"""Number of steps of a usual window."""
 _FLOOR = 0.03**2
 """Variance of the logarithm of a value from any number of steps, because slow changes do not average out."""
 _UNLIKE = 0.15**2
@@ -110,7 +111,7 @@ class Slowness:
         least = min(ranks)  # logarithms in addition to the common one are never below 0
         return replace(self, common=self.common + least, ranks=tuple(r - least for r in ranks), sharing=())
 
-    def apart(self, other: Slowness) -> float:
+    def distance(self, other: Slowness) -> float:
         """Largest difference between the two in any estimate that affects the choice of a plan."""
         if [g for g, _ in self.sharing] != [g for g, _ in other.sharing]:
             return math.inf
@@ -145,7 +146,7 @@ def turns(group: Sequence[int], processes: Sequence[int], worked: int) -> float:
 class Costs:
     """Estimates of the factors of ``processes`` processes and ``levels`` levels of links.
 
-    ``apart``: whether ranks were ever measured separately; until then one factor of the whole step is used for all.
+    ``by_rank``: whether ranks were ever measured separately; until then one factor of the whole step is used for all.
     """
 
     def __init__(self, processes: int, levels: int) -> None:
@@ -156,7 +157,7 @@ class Costs:
         self.biases = [0.0] * levels
         """Slowdown of transfers by level, as logarithms, that is not confirmed by the step time under the current
         plan."""
-        self.apart = False
+        self.by_rank = False
         self._probes: dict[int, deque[float]] = {}
         self._last: Slowness | None = None
 
@@ -186,12 +187,12 @@ class Costs:
         self._age(steps)
         self.pace = self.pace.seen(math.log(typical(measured) / expected.step_s), spread, steps)
         if not measured.per_rank:
-            if not self.apart:
+            if not self.by_rank:
                 value = math.log(typical(measured) / expected.step_s)
                 self.ranks = [f.seen(value, spread, steps) for f in self.ranks]
                 self.levels = [f.seen(value, spread, steps) for f in self.levels]
             return
-        self.apart = True
+        self.by_rank = True
         out = set(ignored)
         for rank, process in enumerate(processes):
             own = own_s(measured, process)
@@ -257,7 +258,7 @@ class Costs:
         centres = [sum(m for m, _ in g) / len(g) for g in groups]
         common = self._sure(centres[0], groups[0]) if centres else 0.0
         beyond = {p: centre - centres[0] for g, centre in zip(groups, centres, strict=True) for _, p in g}
-        levels = [self._level(i, f) if self.apart else common for i, f in enumerate(self.levels)]
+        levels = [self._level(i, f) if self.by_rank else common for i, f in enumerate(self.levels)]
         tried = [log for log, f in zip(levels, self.levels, strict=True) if f.known]
         alike = min([common, *tried]) if tried else 0.0
         if alike > LIKE:  # everything that was tried is slower: so is what no plan has used yet, as far as is known
@@ -274,23 +275,24 @@ class Costs:
         return before if LIKE < abs(common - before) <= min(_SURER * deviation, 2 * LIKE) else common
 
     def _level(self, index: int, factor: Factor) -> float:
-        was_apart = self._last is not None and self._last.levels[index] != 0
-        slow = factor.known and abs(factor.mean) > _apart(factor.variance) / (2 if was_apart else 1)
+        was_different = self._last is not None and self._last.levels[index] != 0
+        slow = factor.known and abs(factor.mean) > _least_difference(factor.variance) / (2 if was_different else 1)
         return factor.mean if slow else 0.0
 
     def _alike(self, process: int, group: Sequence[tuple[float, int]]) -> float:
         """How far the logarithm of a process may be above the mean of a group to belong to it."""
         variances = [self.ranks[p].variance for _, p in group]
         last = self._last
-        was_apart = last is not None and any(last.ranks[p] != last.ranks[process] for _, p in group)
-        return _apart(self.ranks[process].variance + sum(variances) / len(variances) ** 2) / (2 if was_apart else 1)
+        was_different = last is not None and any(last.ranks[p] != last.ranks[process] for _, p in group)
+        variance = self.ranks[process].variance + sum(variances) / len(variances) ** 2
+        return _least_difference(variance) / (2 if was_different else 1)
 
     def deviations(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Standard deviations of the logarithms of ranks and of levels."""
         return tuple(math.sqrt(f.variance) for f in self.ranks), tuple(math.sqrt(f.variance) for f in self.levels)
 
 
-def _apart(variance: float) -> float:
+def _least_difference(variance: float) -> float:
     """The smallest difference of a logarithm with this variance that counts as a difference."""
     return max(LIKE, _SURER * math.sqrt(variance))
 

@@ -32,6 +32,7 @@ from asa.scheduler.policy import Policy
 _CLEAR = 5
 """Smallest number of steps after which a change is judged if its effect is clear."""
 _BEYOND_DOUBT = 0.10
+"""Smallest change of a step's time, as a fraction, whose effect counts as clear."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ class _Recent:
         """Add a window of ``steps`` steps. Another ``slowness`` discards all earlier ones, and this one if some of its
         steps are about as fast as those. Returns :attr:`typical` of what was discarded."""
         ended = None
-        if self._slowness is None or slowness.apart(self._slowness) > LIKE:
+        if self._slowness is None or slowness.distance(self._slowness) > LIKE:
             ended = None if self._slowness is None else self.typical
             self._slowness = slowness
             self._windows.clear()
@@ -136,7 +137,7 @@ class Decider:
         self._priced: tuple[Placement, Slowness, float] | None = None
         self._next_s: float | None = None
         self._windows = 0
-        self._search_beside: tuple[Asked, Slowness] | None = None
+        self._background_search: tuple[Asked, Slowness] | None = None
         self._missed = 0
         self._drawn: Answer | None = None
 
@@ -151,8 +152,8 @@ class Decider:
         if -1 in bad:
             return None
         steps = max(1, min(steps, measured.step_time.n))
-        if self._search_beside is not None:  # the search uses the cores, so these steps are not representative
-            return self._answered(self._search_beside, current, measured, steps, left)
+        if self._background_search is not None:  # the search uses the cores, so these steps are not representative
+            return self._answered(self._background_search, current, measured, steps, left)
         expected = self._expectation(current)
         exposed = self._exposed.level(current, measured, expected, self.costs.slowness(), steps)
         self.costs.observe(measured, expected, current.processes, steps, bad, exposed)
@@ -166,7 +167,7 @@ class Decider:
         self.found += heavy + self._findings.waiting_for_data(measured) + self._findings.sharing(self._groups.seen)
         if any(f.known for f in self.costs.ranks):
             self.found += self._findings.slow(
-                slowness, measured, expected, current.processes, apart=self.costs.apart, steps=steps
+                slowness, measured, expected, current.processes, by_rank=self.costs.by_rank, steps=steps
             )  # fmt: skip
             said = self._findings.said  # short disturbances do not change a plan
             slowness = replace(slowness, common=said.common, ranks=said.ranks, levels=said.levels)
@@ -181,12 +182,12 @@ class Decider:
             return None
         if self._quiet > 0:
             self._quiet -= steps
-            if slowness.apart(self._solved) > LIKE:
+            if slowness.distance(self._solved) > LIKE:
                 self.reason = "waiting after a change that did not help"
             return None
         if self._groups.believed != self._groups.seen:  # the times of ranks are not known yet
             return None
-        if (slowness.apart(self._solved) > LIKE or heavy) and not self._search(current, measured, slowness):
+        if (slowness.distance(self._solved) > LIKE or heavy) and not self._search(current, measured, slowness):
             self._missed = steps
             return None
         return self._weigh(current, measured, slowness, steps, left)
@@ -204,15 +205,15 @@ class Decider:
                 return None
         except AsaError as error:
             failed = f"no other plan: {error}"
-        self._search_beside, self._drawn = None, answer
+        self._background_search, self._drawn = None, answer
         self._choose(current, slowness, [] if answer is None else answer.found, failed)
         return self._weigh(current, measured, slowness, self._missed, left)
 
     def close(self) -> None:
         """Stop a search that is still running."""
-        if self._search_beside is not None:
-            self._search_beside[0].stop()
-            self._search_beside = None
+        if self._background_search is not None:
+            self._background_search[0].stop()
+            self._background_search = None
 
     def corrected(self, current: Placement) -> Slowness:
         """All estimates, including the residual of the step under ``current``."""
@@ -233,7 +234,7 @@ class Decider:
 
     def _price(self, current: Placement, slowness: Slowness) -> float:
         known = self._priced
-        if known is None or not same(known[0], current) or slowness.apart(known[1]) > _SAME:
+        if known is None or not same(known[0], current) or slowness.distance(known[1]) > _SAME:
             self._priced = known = current, slowness, self.model.step_s(current, slowness)
         return known[2]
 
@@ -255,7 +256,7 @@ class Decider:
         )
         if worse and logs[0] - logs[1] < self.policy.min_gain:  # too small a loss to report
             return without
-        told = self._exposed.told_apart(current, measured, expected, slowness, without)
+        told = self._exposed.clearly_closer(current, measured, expected, slowness, without)
         if told is None:
             pace = self.costs.pace
             last = math.log(typical(measured) / expected.step_s)
@@ -264,9 +265,9 @@ class Decider:
             seen = math.log(expected.step_s * pace.ratio if pace.known else typical(measured))
             off = [abs(seen - log) for log in logs]
             changed = max(abs(a - b) for a, b in zip(slowness.levels, before, strict=True))
-            beside = math.log(self.model.cluster.overlap.communication_slowdown) + LIKE
+            by_overlap = math.log(self.model.cluster.overlap.communication_slowdown) + LIKE
             # If the step time shows nothing, allow for the slow-down of a transfer by computation.
-            told = off[1] + _TOLD >= off[0] and (off[1] > off[0] + _TOLD or changed > beside)
+            told = off[1] + _TOLD >= off[0] and (off[1] > off[0] + _TOLD or changed > by_overlap)
         if told:
             return slowness
         for level, (now, old) in enumerate(zip(slowness.levels, before, strict=True)):
@@ -283,12 +284,12 @@ class Decider:
         solved: list[Placement] = []
         failed = ""
         try:
-            if self.model.apart is not None:
+            if self.model.background is not None:
                 question = Question(
                     current=current, known=tuple(p for p in self._known if not same(p, current)), measured=measured,
                     slowness=slowness, deviations=self.costs.deviations(), draws=self.policy.draws, seed=self._windows,
                 )  # fmt: skip
-                self._search_beside = self.model.apart(question), slowness
+                self._background_search = self.model.background(question), slowness
                 return False
             solved = self.model.best(current, measured, slowness)
         except AsaError as error:
@@ -354,7 +355,7 @@ class Decider:
             return None
         if option.steps < 2 * option.asked_at:  # the result would hardly differ from the last one
             return None
-        if self._drawn is None and self.model.apart is not None and not self._search(current, measured, slowness):
+        if self._drawn is None and self.model.background is not None and not self._search(current, measured, slowness):
             self._missed = 0
             return None
         horizon = option.steps if left is None else left

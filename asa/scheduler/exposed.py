@@ -28,8 +28,8 @@ def _own(current: Placement, expected: Expected, known: Slowness) -> float:
 
 
 class Exposed:
-    """Slow-down of links from exposed communication. Caches the last result, because pricing whole steps is
-    expensive."""
+    """Estimates the slow-down of links from exposed communication. Caches the last result, because pricing whole steps
+    is expensive."""
 
     def __init__(self, price: Callable[[Placement, Slowness], float]) -> None:
         self._price = price
@@ -51,14 +51,15 @@ class Exposed:
         usual = expected.step_s - max(expected.own_s)
         if timed > seen / 2 or not (slow or seen - usual > _WORTH * (own + seen)):
             return None
-        last = self._last
-        if last is not None and last[0] is current and last[1].apart(known) < _NEAR and abs(seen / last[2] - 1) < _NEAR:
-            return level, last[3]
+        if self._last is not None:
+            plan, slowness, before, result = self._last
+            if plan is current and slowness.distance(known) < _NEAR and abs(seen / before - 1) < _NEAR:
+                return level, result
         found = self._inverted(current, level, known, own, max(seen, 1e-9))
         self._last = current, known, max(seen, 1e-9), found
         return level, found
 
-    def told_apart(
+    def clearly_closer(
         self, current: Placement, measured: Measurements, expected: Expected, one: Slowness, other: Slowness
     ) -> bool | None:
         """Whether exposed communication is clearly closer to its prediction under ``one`` than under ``other``; None if

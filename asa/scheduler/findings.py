@@ -14,7 +14,7 @@ from asa.ir.measurements import Measurements
 from asa.ir.units import binary
 from asa.scheduler.costs import LIKE, STOLEN_SHARE, Slowness, own_s, typical
 from asa.scheduler.expected import Expected
-from asa.scheduler.lasting import ALL_ALIKE, Lasting, Moods, disturbed
+from asa.scheduler.lasting import ALL_ALIKE, Lasting, UsualVariation, disturbed
 
 Cause = Literal["compute", "link", "data", "memory", "everything", "figures"]
 DATA_SHARE = 0.10
@@ -99,7 +99,7 @@ class Findings:
     heavy: set[object] = field(default_factory=set)
     groups: tuple[tuple[int, ...], ...] = ()
     lasting: Lasting = field(default_factory=Lasting)
-    moods: Moods = field(default_factory=Moods)
+    variation: UsualVariation = field(default_factory=UsualVariation)
     stolen: set[int] = field(default_factory=set)
     """Slow processes whose cores others use, or used when they became slow."""
 
@@ -110,7 +110,7 @@ class Findings:
             who, where = ("the figures of this window", None) if p < 0 else (f"figures of rank {p}", p)
             found.append(Finding(cause="figures", where=where, factor=0.0, line=f"{who} are ignored: {bad[p]}"))
         for p in sorted(self.ignored - set(bad) - {-1}):
-            line = f"figures of rank {p} can be again"
+            line = f"figures of rank {p} are used again"
             found.append(Finding(cause="figures", where=p, factor=1.0, line=line, ended=True))
         self.ignored = set(bad)
         return found
@@ -134,7 +134,7 @@ class Findings:
             (g, True) for g in self.groups if g not in groups
         ]:
             who = f"ranks {', '.join(map(str, group[:-1]))} and {group[-1]}"
-            line = f"{who} no longer have one core in common" if ended else f"{who} may use one core only, and the same"
+            line = f"{who} no longer share one core" if ended else f"{who} share one core"
             found.append(
                 Finding(cause="compute", where=group[-1], factor=1.0 if ended else len(group), line=line, ended=ended)
             )
@@ -163,14 +163,14 @@ class Findings:
         return [Finding(cause="data", where=where, factor=share, line=line)]
 
     def slow(
-        self, now: Slowness, measured: Measurements, expected: Expected, processes: Sequence[int], *, apart: bool,
+        self, now: Slowness, measured: Measurements, expected: Expected, processes: Sequence[int], *, by_rank: bool,
         steps: int = 1,
     ) -> list[Finding]:  # fmt: skip
         """Findings on factors that have changed since the last report and lasted for a while. They are immediate if the
         system reports that other programs began (or stopped) to use a rank's core, or does not report this at all."""
-        self.moods.window(measured, processes)
-        others = disturbed(measured, processes) if apart else None
-        like = LIKE if others is None else self.moods.like
+        self.variation.window(measured, processes)
+        others = disturbed(measured, processes) if by_rank else None
+        like = LIKE if others is None else self.variation.like
         seconds = steps * typical(measured)
 
         def differs(key: Hashable, log: float, old: float, *, borne_out: bool, times: int = 1) -> bool:
@@ -188,7 +188,7 @@ class Findings:
             for p, (log, old) in enumerate(zip(now.ranks, self.said.ranks, strict=True))
         ]
         levels = [
-            apart and differs(("level", i), log, old, borne_out=False)
+            by_rank and differs(("level", i), log, old, borne_out=False)
             for i, (log, old) in enumerate(zip(now.levels, self.said.levels, strict=True))
         ]
         everybody = {_EVERYBODY} if others and len(others) == len(processes) else set()
@@ -196,20 +196,20 @@ class Findings:
             {_EVERYBODY} if now.common > LIKE else set()
         )
         self.stolen = (self.stolen | set(others or ()) | everybody) & slow
-        told = self._lines(now, measured, expected, processes, (common, ranks, levels), apart=apart)
+        told = self._lines(now, measured, expected, processes, (common, ranks, levels), by_rank=by_rank)
         self.said = replace(
             self.said,
             common=now.common if common else self.said.common,
             ranks=tuple(n if d else o for n, o, d in zip(now.ranks, self.said.ranks, ranks, strict=True)),
             levels=tuple(
-                n if d or not apart else o for n, o, d in zip(now.levels, self.said.levels, levels, strict=True)
+                n if d or not by_rank else o for n, o, d in zip(now.levels, self.said.levels, levels, strict=True)
             ),
         )
         return told
 
     def _lines(
         self, now: Slowness, measured: Measurements, expected: Expected, processes: Sequence[int],
-        differ: tuple[bool, list[bool], list[bool]], *, apart: bool,
+        differ: tuple[bool, list[bool], list[bool]], *, by_rank: bool,
     ) -> list[Finding]:  # fmt: skip
         """Findings on the common factor, the ranks and the levels for which ``differ`` is true."""
         found, (common, ranks, levels) = [], differ
@@ -218,7 +218,7 @@ class Findings:
         every = False
         # A speed-up is not reported, but planning uses it.
         if common and max(now.common, self.said.common) > LIKE:
-            every = not apart or (bool(levels) and all(levels))
+            every = not by_rank or (bool(levels) and all(levels))
             what = "everything takes" if every else "the compute of all ranks takes"
             line = f"{what} {_times(now.common)} ({seen}{_others(measured, processes)})"
             cause: Cause = "everything" if every else "compute"
@@ -244,7 +244,7 @@ class Findings:
             factor = math.exp(now.common + log)
             found.append(Finding(cause="compute", where=process, factor=factor, line=line, ended=log == 0))
         for i, log in enumerate(now.levels):
-            if levels[i] and apart and not every and max(log, self.said.levels[i]) > LIKE:
+            if levels[i] and by_rank and not every and max(log, self.said.levels[i]) > LIKE:
                 line = f"the links of level {self.cluster.levels[i].name} take {_times(log)} ({seen})"
                 found.append(Finding(cause="link", where=i, factor=math.exp(log), line=line, ended=abs(log) <= LIKE))
         return found

@@ -31,12 +31,12 @@ def disturbed(measured: Measurements, processes: Sequence[int]) -> list[int] | N
 
 
 @dataclass
-class Moods:
+class UsualVariation:
     """Usual variation of the ranks' own times between successive windows. It is learned from the 90th percentile, so
     that real changes are excluded."""
 
     _last: dict[int, float] = field(default_factory=dict)
-    _apart: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOWS))
+    _differences: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOWS))
 
     def window(self, measured: Measurements, processes: Sequence[int]) -> None:
         """Record the computation of ranks in a window."""
@@ -45,20 +45,20 @@ class Moods:
             if own > 0 and math.isfinite(own):
                 log = math.log(own)
                 if p in self._last:
-                    self._apart.append(abs(log - self._last[p]))
+                    self._differences.append(abs(log - self._last[p]))
                 self._last[p] = log
 
     @property
     def like(self) -> float:
         """The smallest difference of logarithms that exceeds the usual variation."""
-        if len(self._apart) < _FEW:
+        if len(self._differences) < _FEW:
             return LIKE
-        return max(LIKE, _SURE * quantiles(self._apart, n=10)[-1] / (_NORMAL_P90 * math.sqrt(2)))
+        return max(LIKE, _SURE * quantiles(self._differences, n=10)[-1] / (_NORMAL_P90 * math.sqrt(2)))
 
 
 @dataclass
 class Lasting:
-    """For how long differences have lasted, by their subject. ``patience``: of the policy."""
+    """Tracks for how long differences have lasted, by subject. ``patience`` is that of the policy."""
 
     patience: float = 1.0
     _since: dict[Hashable, list[float]] = field(default_factory=dict)

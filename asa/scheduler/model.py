@@ -79,14 +79,14 @@ class Asked(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The profile and cluster of the run's plan, the strategies, and the planner (see :data:`Solve`). ``apart``: starts
-    :meth:`answer` in another process during training; None to wait for it."""
+    """The profile and cluster of the run's plan, the strategies, and the planner (see :data:`Solve`). ``background``:
+    starts :meth:`answer` in another process during training; None to wait for it."""
 
     profile: Profile
     cluster: Cluster
     strategies: Strategies
     solve: Solve
-    apart: Callable[[Question], Asked] | None = None
+    background: Callable[[Question], Asked] | None = None
 
     def expected(self, plan: Plan, processes: Sequence[int]) -> Expected:
         """Expected times of ``plan`` on ``processes`` by the original files."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from asa.ir.measurements import Measurements, Transfer
 from asa.scheduler.costs import LIKE, STOLEN_SHARE, Costs, own_s
 from asa.scheduler.findings import awry
-from asa.scheduler.lasting import Lasting, Moods, disturbed
+from asa.scheduler.lasting import Lasting, UsualVariation, disturbed
 
 
 class _Alike:
@@ -30,7 +30,7 @@ class Compared:
     def __init__(self, ranks: int) -> None:
         self._costs, self._alike = Costs(ranks, 0), _Alike(ranks)
         self._said = (0.0,) * ranks
-        self._lasting, self._moods = Lasting(), Moods()
+        self._lasting, self._variation = Lasting(), UsualVariation()
         self._stolen: set[int] = set()
 
     def window(self, measured: Measurements, steps: int) -> list[str]:
@@ -39,13 +39,13 @@ class Compared:
             return []
         every, steps = range(len(self._said)), max(1, steps)
         self._costs.observe(measured, self._alike, every, steps, bad)
-        self._moods.window(measured, every)
+        self._variation.window(measured, every)
         others, seconds = disturbed(measured, every), steps * measured.step_time.median
         now, lines = self._costs.slowness().ranks, []
         for rank, (log, before) in enumerate(zip(now, self._said, strict=True)):
             # Report at once if other programs use (or used) the core, or if this is unknown; otherwise if it lasts.
             told = others is None or rank in others or rank in self._stolen
-            differs = abs(log - before) > (LIKE if told else self._moods.like)
+            differs = abs(log - before) > (LIKE if told else self._variation.like)
             if not self._lasting.holds(rank, differs=differs, steps=steps, seconds=seconds, borne_out=told):
                 continue
             self._said = (*self._said[:rank], log, *self._said[rank + 1 :])

@@ -38,16 +38,16 @@ from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import TOLERANCE_GIB, Allowed
 
 _SAMPLES = (16, 4, 1)
-"""By which the share of an unequal device is changed."""
+"""Numbers of samples by which the share of an unequal device is changed."""
 _MOST = 60
-"""Components beyond which an answer is left as it is: there is hardly a tie that is worth its price."""
+"""Most components of an answer that is changed: in longer chains ties are rare and changes expensive."""
 _CHANGES = 200
-"""At most, of one answer."""
+"""Most changes made to one answer."""
 
 
 def canonical(prices: Prices, candidate: Candidate, allowed: Allowed, ends: float = INF) -> Candidate:
-    """The plan itself, or one that takes no longer and comes before it; the first of all around it, if the clock leaves
-    time until ``ends``."""
+    """The plan itself, or a plan that takes no longer and comes before it in the order. If there is time until
+    ``ends``, no single change leads to an earlier one."""
     if len(candidate.ways) > _MOST:
         return candidate
     around = _Around(prices, candidate, allowed)
@@ -61,8 +61,8 @@ def canonical(prices: Prices, candidate: Candidate, allowed: Allowed, ends: floa
 
 
 def improved(prices: Prices, candidate: Candidate, allowed: Allowed, ends: float = INF) -> Candidate:
-    """A plan that is no slower; if the clock leaves time until ``ends``, no single change makes it faster. What is not
-    proved to be the fastest is often not even that."""
+    """A plan that is no slower. If there is time until ``ends``, no single change makes it faster. A plan that is not
+    proved optimal is often not even a local optimum."""
     if len(candidate.ways) > _MOST:
         return candidate
     around = _Around(prices, candidate, allowed)
@@ -81,7 +81,7 @@ def _kept(prices: Prices, before: Candidate, after: Candidate) -> Candidate:
 
 
 def _whole(shares: Sequence[Fraction]) -> tuple[int, ...]:
-    """The smallest whole numbers in proportion to ``shares``, or nearly, where these are too large."""
+    """The smallest whole numbers in proportion to ``shares``; rounded where they would exceed ``MOST_WEIGHT``."""
     scale = lcm(*(x.denominator for x in shares))
     found = lowest_terms(tuple(int(x * scale) for x in shares))
     if max(found, default=0) <= MOST_WEIGHT:
@@ -96,7 +96,7 @@ def _even(number: float) -> float:
 
 @dataclass(frozen=True)
 class _Stage:
-    """A stage of a candidate: all that its price depends on."""
+    """A stage of a candidate: everything its price depends on."""
 
     first: int
     width: int
@@ -108,12 +108,12 @@ class _Stage:
 
 
 class _Around:
-    """The plans around one, and their order."""
+    """The neighbourhood of a plan (all plans one change away), and the order of plans."""
 
     def __init__(self, prices: Prices, candidate: Candidate, allowed: Allowed) -> None:
         self.prices, self.space, self.allowed = prices, prices.space, allowed
         self.limit_s = prices.of(candidate).cost.total_s * (1 + TIE)
-        """What no plan may exceed."""
+        """Longest step time of a plan, in seconds."""
         self.n = len(candidate.ways)
         self.sketch = Sketch(prices, allowed, INF)
         self._stages: dict[_Stage, StagePrice] = {}
@@ -124,7 +124,7 @@ class _Around:
         self._tensor = {name: k for k, name in enumerate(self.space.strategies.tensor)}
 
     def before(self, x: Candidate, y: Candidate) -> bool:
-        """Whether ``x`` comes before ``y``, is no slower than it may be, and fits."""
+        """Whether ``x`` comes before ``y``, fits, and takes no longer than the limit."""
         if (x.ranks, len(x.widths), x.num_microbatches) > (y.ranks, len(y.widths), y.num_microbatches):
             return False
         one, other = self._needs(x), self._needs(y)
@@ -132,7 +132,7 @@ class _Around:
         return first and self.seconds(x, self.limit_s) <= self.limit_s
 
     def earlier(self, x: Candidate, until: float) -> Candidate | None:
-        """A plan around ``x`` that comes before it; None where there is none, or time is up."""
+        """A neighbour of ``x`` that comes before it; None where there is none, or time is up."""
         for other in self.changes(x):
             if clock.counted() > until:
                 return None
@@ -141,8 +141,7 @@ class _Around:
         return None
 
     def faster(self, x: Candidate, until: float) -> Candidate | None:
-        """A plan around ``x`` that takes less, and is the limit from then on; None where there is none, or time is
-        up."""
+        """A neighbour of ``x`` that is faster; its time becomes the limit. None where there is none, or time is up."""
         less_s = self.limit_s / (1 + TIE) * (1 - 2 * TIE)
         for other in chain(self._others(x), self._partly(x), self._fewer(x)):
             if clock.counted() > until:
@@ -175,7 +174,7 @@ class _Around:
         return self._stages[x]
 
     def _needs(self, x: Candidate) -> tuple[float, ...]:
-        """The first part of the order: what it takes to run the plan."""
+        """The first part of the order: ranks, stages, microbatches, work and peak of memory."""
         key = x.key
         if key not in self._known:
             stages = [self._priced(s) for s in self._parts(x)]
@@ -185,7 +184,7 @@ class _Around:
         return self._known[key]
 
     def _said(self, x: Candidate) -> tuple[Any, ...]:
-        """The last part of the order: how the plan is written down."""
+        """The last part of the order: schedule, cuts, widths and strategies."""
         return x.schedule, x.starts, x.widths, tuple(map(self._rank, x.ways))
 
     def _rank(self, way: Way) -> tuple[Any, ...]:
@@ -195,7 +194,7 @@ class _Around:
         )  # fmt: skip
 
     def seconds(self, x: Candidate, most_s: float) -> float:
-        """Seconds of a step; infinite where the plan does not fit, or surely takes more than ``most_s``."""
+        """Seconds of a step; infinite where the plan does not fit, or a lower bound exceeds ``most_s``."""
         parts = self._parts(x)
         clock.count("plan", len(parts) + len(x.ways) / 4)
         stages = [self._priced(s) for s in parts]
@@ -217,7 +216,7 @@ class _Around:
         return pricer.handover(b.start, a.ways[-1].layout, b.ways[0].layout, b.first)
 
     def changes(self, x: Candidate) -> Iterator[Candidate]:
-        """Plans that differ in one thing, those with less to run first."""
+        """All neighbours of ``x``, those with fewer ranks or microbatches first."""
         return chain(self._fewer(x), self._others(x))
 
     def _others(self, x: Candidate) -> Iterator[Candidate]:
@@ -232,7 +231,7 @@ class _Around:
         yield from self._exchanged(x)
 
     def _able(self, i: int, way: Way, m: int) -> bool:
-        """Whether component ``i`` may run so, with ``m`` microbatches."""
+        """Whether component ``i`` may run in this way with ``m`` microbatches."""
         key = (i, way, m)
         if key not in self._possible:
             even = replace(way.layout, weights=()) if way.layout.weights else way.layout
@@ -245,8 +244,8 @@ class _Around:
         return self._possible[key]
 
     def _cut_otherwise(self, x: Candidate) -> Iterator[Candidate]:
-        """Plans of a single stage of unequal devices with other batch weights: devices of one kind get some samples
-        more, and those of another kind as many less."""
+        """Plans of a single stage of unequal devices with other batch weights: each device of one kind gets some more
+        samples, and the devices of another kind together get as many fewer."""
         if len(x.widths) > 1 or not self.space.cluster.unequal or not self.space.request.uneven:
             return
         width, batch = x.widths[0], self.space.request.global_batch
@@ -256,7 +255,7 @@ class _Around:
         for step in _SAMPLES:
             for more, less in permutations(sorted(set(own)), 2):
                 before, other = rows[own.index(more)], rows[own.index(less)]
-                after = Fraction(round(before) + step)  # a whole number for the ones, what that leaves for the others
+                after = Fraction(round(before) + step)  # samples of a device that gets more; the others share the rest
                 left = other - (after - before) * own.count(more) / own.count(less)
                 if after < 1 or left < 1:
                     continue
@@ -270,7 +269,7 @@ class _Around:
         m = x.num_microbatches
         if len(x.widths) == 1:
             return
-        # Of unequal devices every stage has those of one kind, and keeps its own.
+        # On unequal devices a stage has devices of one kind, so its width stays.
         for s, w in enumerate(() if self.space.cluster.unequal else x.widths):
             for less in (v for v in range(1, w) if self.space.placed(0, v)):
                 yield from self._in_styles(x, s, less)
@@ -286,7 +285,7 @@ class _Around:
             yield from self._in_styles(x, s, w)
 
     def _in_styles(self, x: Candidate, s: int, w: int) -> Iterator[Candidate]:
-        """Plans whose stage ``s`` has ``w`` ranks and runs all its components alike."""
+        """Plans whose stage ``s`` has ``w`` ranks and runs all its components in one style."""
         m, a, b = x.num_microbatches, x.starts[s], (*x.starts[1:], self.n)[s]
         widths = (*x.widths[:s], w, *x.widths[s + 1 :])
         if not all(self.space.placed(o, v) for o, v in zip((0, *accumulate(widths[:-1])), widths, strict=True)):
@@ -298,7 +297,7 @@ class _Around:
                     yield replace(x, widths=widths, ways=(*x.ways[:a], *ways, *x.ways[b:]))
 
     def _partly(self, x: Candidate) -> Iterator[Candidate]:
-        """Plans in which the first or the last components of a stage run alike."""
+        """Plans in which the first or the last components of a stage run in one style."""
         m = x.num_microbatches
         for a, b, w in zip(x.starts, (*x.starts[1:], self.n), x.widths, strict=True):
             cut = x.ways[a].layout.weights
@@ -313,9 +312,9 @@ class _Around:
                         yield replace(x, ways=(*x.ways[:i], *ways[i - a :], *x.ways[b:]))
 
     def _cut_elsewhere(self, x: Candidate) -> Iterator[Candidate]:
-        """Plans with one cut anywhere between its neighbours, or with several cuts in a row moved by one component. For
-        equal components in stages of equal width, work is least where no such change lowers it: it is L-natural convex
-        in the cuts."""
+        """Plans with one cut moved to any place between its neighbours, or with several cuts in a row moved by one
+        component. For equal components in stages of equal width these changes suffice to reach the least work, which is
+        L-natural convex in the cuts."""
         ends = (*x.starts, self.n)
         for s in range(1, len(x.starts)):
             for start in range(ends[s - 1] + 1, ends[s + 1]):
@@ -327,8 +326,8 @@ class _Around:
                     yield from self._cut(x, (*x.starts[:s], *(c + by for c in x.starts[s:t]), *x.starts[t:]))
 
     def _cut(self, x: Candidate, starts: tuple[int, ...]) -> Iterator[Candidate]:
-        """The plan with other cuts: a component that moves to another stage runs as it did, or most like its neighbour
-        there."""
+        """The plan with other cuts. A component that moves to another stage keeps its way if possible, else it takes
+        the one most like its neighbour's there."""
         if not all(a < b for a, b in pairwise((*starts, self.n))) or not all(
             map(self.space.profile.graph.cuttable, starts[1:])
         ):
@@ -337,28 +336,28 @@ class _Around:
         for i in range(self.n):
             s, before = cut.stage(i), x.stage(i)
             if s != before:
-                beside = x.ways[x.starts[s] if s > before else (*x.starts[1:], self.n)[s] - 1]
-                own = self._like(i, x.widths[s], m, beside, x.ways[i])
+                neighbour = x.ways[x.starts[s] if s > before else (*x.starts[1:], self.n)[s] - 1]
+                own = self._like(i, x.widths[s], m, neighbour, x.ways[i])
                 if own is None:
                     return
                 ways[i] = own
         yield replace(cut, ways=tuple(ways))
 
-    def _like(self, i: int, w: int, m: int, beside: Way, own: Way) -> Way | None:
+    def _like(self, i: int, w: int, m: int, near: Way, own: Way) -> Way | None:
         """A way of component ``i`` in a stage of ``w`` ranks: its own, or the one most like its neighbour's."""
         if own.layout.width == w and self._able(i, own, m):
             return own
 
-        def apart(way: Way) -> tuple[bool, ...]:
+        def difference(way: Way) -> tuple[bool, ...]:
             return (
-                way.layout != beside.layout, way.data.strategy != beside.data.strategy, way.offload != beside.offload,
-                way.checkpoint != beside.checkpoint, way.data.strategy != "replicate", way.checkpoint,
+                way.layout != near.layout, way.data.strategy != near.data.strategy, way.offload != near.offload,
+                way.checkpoint != near.checkpoint, way.data.strategy != "replicate", way.checkpoint,
             )  # fmt: skip
 
-        return min(self.space.ways(i, w, m, self.allowed), key=apart, default=None)
+        return min(self.space.ways(i, w, m, self.allowed), key=difference, default=None)
 
     def _private(self, x: Candidate) -> Iterator[Candidate]:
-        """Plans in which one component runs otherwise in its layout."""
+        """Plans in which one component has another way with the same layout."""
         for i, way in enumerate(x.ways):
             for other in self.space.ways_in(i, way.layout):
                 if other != way and self._able(i, other, x.num_microbatches):

@@ -1,14 +1,14 @@
 """An independent check of a certificate: it uses no array, table or bound of the solvers.
 
-It asks two questions about a plan and its ``lower_bound_s``. Does any plan break it? Plans of the stated space near the
-answer, and the whole strategies, are priced one by one in closed form (:mod:`asa.cost.planned`): none may be faster
-than the bound, and none faster than an answer called optimal. And is the bound worth anything? :func:`floor` derives
-one from compute alone, in a few lines of its own:
+It asks two questions about a plan and its ``lower_bound_s``. First, does any plan break the bound? Plans of the stated
+space near the answer, and the whole strategies, are priced one by one in closed form (:mod:`asa.cost.planned`). None
+may be faster than the bound, or than an answer called optimal. Second, is the bound worth anything?
+:meth:`Evaluator.floor` derives a bound from compute alone, with code of its own:
 
-    a step takes at least  sum_{j<i} T_j + m T_i  for every stage i, T the least compute of a microbatch, there and back
+    step time >= sum_{j<i} T_j + m T_i  for every stage i, with T_i the least seconds of forward and backward of stage i
 
-(the first microbatch has to reach stage i and the last one to leave it again), least over cuts and widths. A bound
-below it shows that no search was made.
+for one of m microbatches: the first one passes the stages before i, and stage i computes all. The least value over cuts
+and widths is the floor. A bound below it shows that no search was made.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from asa.planner.space.space import MOST_IN_A_PIPELINE, Space, widths
 
 _CLOSE = 1e-9
 _ROOM = 16 * 2**10
-"""Bytes by which a plan may overstep the memory limit: solvers have a tolerance."""
+"""Bytes by which a plan may exceed the memory limit, because solvers have a tolerance."""
 
 
 @noun
 class Trial:
-    """The outcome of a check: of ``tried`` plans that fit the fastest one, and ``floor_s``, both in seconds.
+    """The outcome of a check. ``fastest_s`` is the time of the fastest of ``tried`` plans that fit.
 
-    ``refuted``: one was faster than the certificate's bound, or than a plan called optimal.
+    ``refuted``: one was faster than the certificate's bound or than a plan called optimal, or the answer does not fit.
     """
 
     tried: int
@@ -54,7 +54,7 @@ class Trial:
 
 
 class Evaluator:
-    """Prices of plans of one problem: profile, cluster, strategies and what the plan was asked for."""
+    """Prices plans of one problem: a profile, a cluster, strategies and a request."""
 
     def __init__(
         self, plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies, request: Request | None = None
@@ -71,8 +71,8 @@ class Evaluator:
         self._ways = lru_cache(maxsize=100_000)(self._all_ways)
 
     def seconds(self, candidate: Candidate) -> float | None:
-        """The step time of a candidate; None where it does not fit, or is not in the space: a pipeline has devices of
-        one kind in each stage."""
+        """The step time of a candidate in seconds. None where it does not fit, or a stage of a pipeline has devices of
+        several kinds, which is outside the space."""
         if len(candidate.widths) > 1 and self.space.cluster.unequal:
             own = kinds(self.space.cluster, candidate.ranks)
             ends = [0, *accumulate(candidate.widths)]
@@ -82,14 +82,14 @@ class Evaluator:
         return price.cost.total_s if price.peak.total <= self.prices.capacity(candidate) + _ROOM else None
 
     def ways(self, index: int, width: int, num_microbatches: int) -> tuple[Way, ...]:
-        """Every way to run a component in a stage of that width."""
+        """Every way to run component ``index`` in a stage of ``width`` ranks."""
         return self._ways(index, width, num_microbatches)
 
     def _all_ways(self, index: int, width: int, num_microbatches: int) -> tuple[Way, ...]:
         return tuple(self.space.ways(index, width, num_microbatches, self.space.pinned))
 
     def floor(self) -> float:
-        """Seconds that no plan can beat, from compute alone."""
+        """A lower bound on the step time of every plan, in seconds, from compute alone."""
         found = float("inf")
         for m in self.space.microbatches():
             for prices, among in views(self.prices):
@@ -99,14 +99,14 @@ class Evaluator:
         return found
 
     def _fastest(self, width: int, m: int) -> list[float]:
-        """The least compute of a stage, whichever ranks it has."""
+        """For each component its least seconds of compute in a stage of ``width`` ranks, wherever that begins."""
         gpus = self.space.request.gpus
         places = range(gpus - width + 1) if self.space.cluster.unequal else (0,)
         return [min(times) for times in zip(*(self.prices.compute(width, m, gpus, r) for r in places), strict=True)]
 
     def _pipelines(self, m: int, best: float) -> float:
-        """A bound in seconds on plans of several stages, by a dynamic program over cuts and ranks from the last cut
-        on."""
+        """A lower bound in seconds for plans of several stages, by a dynamic program over cuts and ranks, from the last
+        stage to the first. Bounds above ``best`` are not computed."""
         gpus, n = self.space.request.gpus, len(self.space.profile.graph)
         taken = {w: self._fastest(w, m) for w in widths(gpus) if w < gpus}
         none = float("inf")
@@ -128,8 +128,8 @@ class Evaluator:
 
 
 def moves(evaluator: Evaluator, rng: random.Random, count: int) -> Iterator[Candidate]:
-    """Plans of the space near the answer: another way for one or a few components, a cut or a rank moved, a stage more
-    or fewer, other microbatches or another schedule. Some are a few steps away."""
+    """``count`` random plans of the space near the answer. They differ in the ways of a few components, a cut, a rank,
+    the number of stages or microbatches, or the schedule; some are several such changes away."""
     at, made = evaluator.answer, 0
     while made < count:
         if rng.random() < 0.3:
@@ -158,7 +158,7 @@ def _moved(e: Evaluator, at: Candidate, rng: random.Random) -> Candidate | None:
 
 
 def _other_ways(e: Evaluator, at: Candidate, rng: random.Random) -> Candidate:
-    """Plans in which one to three components, in a row or not, run otherwise."""
+    """A random plan in which one to three components, in a row or not, have another way."""
     ways = list(at.ways)
     first, count, together = rng.randrange(len(ways)), rng.choice([1, 1, 1, 2, 3]), rng.random() < 0.5
     picked = None
@@ -173,7 +173,7 @@ def _other_ways(e: Evaluator, at: Candidate, rng: random.Random) -> Candidate:
 
 
 def _other_stages(e: Evaluator, at: Candidate, rng: random.Random) -> Candidate | None:
-    """Plans with a cut moved, a rank handed to another stage, two stages joined or one halved."""
+    """A random plan with a cut moved, a rank moved to another stage, two stages joined or one split."""
     starts, sizes, n = list(at.starts), list(at.widths), len(at.ways)
     kind = rng.randrange(4)
     s = rng.randrange(len(sizes))
@@ -204,7 +204,7 @@ def _rebuilt(
     e: Evaluator, at: Candidate, starts: Sequence[int], sizes: Sequence[int], m: int, schedule: str,
     rng: random.Random,
 ) -> Candidate | None:  # fmt: skip
-    """The plan with these components in other stages, each run as before where possible; None where that is no plan."""
+    """The plan with other stages, each component run as before where possible; None where that is outside the space."""
     n, gpus = len(at.ways), e.space.request.gpus
     allowed = set(widths(gpus))
     if sum(sizes) > gpus or any(w not in allowed for w in sizes) or m > e.space.request.global_batch:
@@ -220,7 +220,7 @@ def _rebuilt(
         if refused or not placed or m > MOST_IN_A_PIPELINE:
             return None
     elif m > at.num_microbatches or len(at.widths) > 1 < m:
-        return None  # a single stage has more microbatches only while memory binds
+        return None  # more microbatches in a single stage are in the space only while memory binds
     found = replace(
         at,
         starts=tuple(starts),
@@ -238,7 +238,7 @@ def _rebuilt(
 
 
 def _nearest(way: Way, offered: Sequence[Way], rng: random.Random) -> Way:
-    """A way of the same kind, in the layout that is most like the old one."""
+    """A random one of the offered ways whose tensor degree and replication are closest to those of ``way``."""
 
     def far(x: Way) -> tuple[bool, int, bool]:
         return x.tensor.degree != way.tensor.degree, abs(_repeats(x.layout) - _repeats(way.layout)), x.data != way.data
@@ -255,9 +255,9 @@ def check(
     plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies, request: Request | None = None, *,
     tries: int = 1000, seed: int = 0,
 ) -> Trial:  # fmt: skip
-    """Try to break the certificate of ``plan`` with so many plans near it and with its own table of whole strategies.
+    """Try to refute the certificate of ``plan`` with ``tries`` random plans near it and with its baselines.
 
-    ``request``: what was asked, where a memory limit or pins say more than the plan does.
+    ``request``: needed where it has a memory limit or pins, which the plan does not state.
 
     Raises:
         InvalidInputError: the plan and the profile do not belong together.

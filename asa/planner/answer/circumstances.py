@@ -9,7 +9,7 @@ from asa.planner.space.space import Space
 
 
 def circumstances(prices: Prices, candidate: Candidate) -> tuple[str, ...]:
-    """Sentences with what a reader of the plan should know besides its numbers."""
+    """The notes on ``candidate``, a sentence each."""
     space, request = prices.space, prices.space.request
     notes = []
     if candidate.ranks == 1 < request.gpus:
@@ -36,14 +36,14 @@ def circumstances(prices: Prices, candidate: Candidate) -> tuple[str, ...]:
     if space.profile.provenance.origin == "estimated":
         notes.append("times are estimated from FLOPs and bytes, not measured: good to tens of per cent")
     if why := space.profile.provenance.disturbed:
-        notes.append(f"{why} while the model was profiled: times are taken for estimates")
+        notes.append(f"{why} while the model was profiled: times are treated as estimates")
     if space.cluster.status != "measured":
         notes.append(f"the links of {space.cluster.name} are {space.cluster.status}, not measured here")
     return (*notes, *space.profile.graph.notes)
 
 
 def _unequal(space: Space, candidate: Candidate) -> list[str]:
-    """Sentences about devices that are not alike."""
+    """Notes on the use of unequal devices; none where all devices are equal."""
     cluster, cut = space.cluster, candidate.ways[0].layout
     if not cluster.unequal:
         return []

@@ -1,15 +1,15 @@
 """How likely the plan is the best of those considered, and what choosing it costs on average if it is not.
 
-A certificate speaks of costs as they are stated; these are uncertain. So the finalists are priced again under joint
-draws of the errors: computation of each component (one draw for all plans that run it: errors that plans share
-cancel), what a tensor degree adds to that, and each kind of group that communicates. Draws are log-normal with the
-medians as stated, and always the same ones for the same request.
+A certificate takes predicted costs as exact, but they are uncertain. So the finalists are priced again under joint
+draws of the errors. There is one error for the computation of each component (the same for all plans, so that it
+cancels), one for what its way adds, and one for each kind of group that communicates. Draws are log-normal around the
+predicted costs, and always the same for the same request.
 
     P(best) = share of draws in which the plan is the fastest, or within 1 % of it
     regret  = mean over draws of (its time - the fastest time) / the fastest time
 
-over draws to which :func:`asa.planner.answer.posterior.prior` adds what no cost foresees: an error of each plan's own,
-which near copies share. Without it the fastest of plans 10 % apart is said to be so with certainty, and is not.
+:func:`asa.planner.answer.posterior.prior` adds to these draws an error of each plan's own, which similar plans share:
+the cost model does not predict everything. Without it a lead of 10 % would count as certain, which it is not.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from asa.planner.space.candidate import Candidate
 
 DRAWS = 256
 SAMPLES = 4096
-"""Draws of the joint distribution of errors."""
+"""Numbers of joint draws: of the errors of costs, and of step times with each plan's own error."""
 UNLIKE = 0.1
-"""Deviation of each plan's own error where two of different kinds are compared, such as a plan and plain data
-parallelism: more than that of the best plans, which resemble each other. A lead of 9 % was measured as a loss of 4."""
+"""Relative deviation of each plan's own error where two unlike plans are compared, such as a mixed plan and plain data
+parallelism. It exceeds that of finalists, which are similar: a predicted lead of 9 % was measured as a loss of 4 %."""
 _SEED = 20250321
 
 
 class Errors:
-    """Draws of errors by name; the same name always gives the same draws."""
+    """Random factors for errors by name; the same name always gives the same draws."""
 
     def __init__(self, draws: int) -> None:
         self._draws = draws
@@ -47,7 +47,7 @@ class Errors:
         self._none = np.ones(draws)
 
     def of(self, deviation: float, *name: object) -> np.ndarray:
-        """Factors around 1 with the relative ``deviation``, one for each draw."""
+        """Log-normal factors with median 1 and the relative ``deviation``, one for each draw."""
         if deviation == 0:
             return self._none
         key = (deviation, *name)
@@ -61,7 +61,7 @@ class Errors:
 def confidence(
     finalists: Sequence[tuple[Candidate, Price]], profile: Profile, strategies: Strategies, overlap: Overlap
 ) -> Confidence:
-    """Confidence in the first of ``finalists`` among all of them; a plan that was found twice counts once."""
+    """The confidence that the first of ``finalists`` is the best of them. A plan that was found twice counts once."""
     distinct: dict[object, tuple[Candidate, Price]] = {}
     for candidate, price in finalists:
         distinct.setdefault(candidate.key, (candidate, price))
@@ -69,7 +69,7 @@ def confidence(
     times = np.exp(sample(*prior(known), SAMPLES)).T if known.min() > 0 else known
     fastest = times.min(axis=0)
     slower = np.divide(times[0], fastest, out=np.ones_like(fastest), where=fastest > 0)
-    # Plans that tie are all best: a whole strategy may be found under several names, and its near copies measure alike.
+    # Plans that tie are all best: measurements cannot tell similar plans apart.
     best = times[0] <= fastest * (1 + TIE)
     return Confidence(
         p_best=float(best.mean()),
@@ -83,7 +83,7 @@ def faster(
     one: tuple[Candidate, Price], other: tuple[Candidate, Price], profile: Profile, strategies: Strategies,
     overlap: Overlap,
 ) -> float:  # fmt: skip
-    """The probability that ``one`` takes less than ``other``, of another kind, under the same draws."""
+    """The probability that ``one`` is faster than ``other``, a plan of another kind, under the same draws."""
     known = joint_times([one, other], profile, strategies, overlap)
     if known.min() <= 0:
         return float((known[0] < known[1]).mean())
@@ -94,8 +94,8 @@ def faster(
 def joint_times(
     finalists: Sequence[tuple[Candidate, Price]], profile: Profile, strategies: Strategies, overlap: Overlap
 ) -> np.ndarray:
-    """Seconds of a step: a row for each plan and a column for each draw. Errors that plans share are the same in a
-    column."""
+    """Seconds of a step, of shape (plans, :data:`DRAWS`). In one column all plans have the same errors of what they
+    share."""
     errors = Errors(DRAWS)
     return np.array([_times(c, p, profile, strategies, overlap, errors) for c, p in finalists])
 
@@ -103,7 +103,7 @@ def joint_times(
 def _times(
     candidate: Candidate, price: Price, profile: Profile, strategies: Strategies, overlap: Overlap, errors: Errors
 ) -> np.ndarray:
-    """Seconds of a step in every draw."""
+    """Seconds of a step, an entry for each draw."""
     model = constant("compute_error" if profile.provenance.trusted else "estimate_error")
     stages = [_stage(candidate, s, overlap, model, errors) for s in price.stages]
     if len(stages) == 1:
@@ -118,8 +118,8 @@ def _times(
 def _stage(
     candidate: Candidate, stage: StagePrice, overlap: Overlap, model: float, errors: Errors
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Seconds of forward and backward of a microbatch, of what lengthens the last backward, and of what comes after it;
-    an entry for each draw."""
+    """Four arrays of seconds with an entry for each draw: forward and backward of a microbatch, what overlap adds to
+    the last backward, and what comes after it."""
     sp, sc = overlap.compute_slowdown, overlap.communication_slowdown
     zero = np.zeros(DRAWS)
     forward, backward, once, sync = zero.copy(), zero.copy(), zero.copy(), zero.copy()
@@ -153,5 +153,5 @@ def _stage(
 
 
 def _relative(error_s: float, seconds: float) -> float:
-    """A standard error as a share, at most one half."""
+    """A standard error as a share of ``seconds``, at most one half; 0 where nothing takes time."""
     return round(min(0.5, error_s / seconds), 6) if seconds > 0 else 0.0

@@ -1,7 +1,7 @@
 """A table of disciplines of consistency: seconds per step and, where curves of staleness are known, time to a target.
 
-Synchronous training with uneven batches is in every table: with known speeds it has no straggler and no staleness, and
-a discipline that does not beat it is not worth what it costs in convergence.
+Synchronous training with uneven batches is in every table. Where the speeds of devices are known it has no straggler
+and no staleness, so a discipline that is not faster is not worth its cost in convergence.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ EVEN, UNEVEN = "ddp", "ddp, uneven batches"
 
 @noun
 class TimeToTarget:
-    """Seconds to the target: the mean over seeds times the predicted step, and the lowest and the highest of both. None
-    where unknown."""
+    """Seconds to the target. ``mean_s`` is the mean number of steps over seeds times the predicted step time; ``low_s``
+    and ``high_s`` are the same with the lowest and the highest of both. None where unknown."""
 
     mean_s: float | None
     low_s: float | None
@@ -48,13 +48,13 @@ class ConsistencyRow:
     """One way in which workers wait for each other.
 
     Attributes:
-        name: a discipline as ``--strategies`` takes it, or a kind of synchronous training.
+        name: the discipline as in ``--strategies``, or a kind of synchronous training.
         exact: whether it trains as plain data parallelism does.
         step_time_s: seconds per global batch, with its 90 % interval.
-        mean_age, max_age: of gradients, in global batches of others' gradients.
-        waited: the share of the time for which the worker who waits most is waiting.
+        mean_age, max_age: age of gradients, in global batches of others' gradients.
+        waited: share of the time for which the worker that waits most is waiting.
         steps: global batches to the target; None where unknown, and ``unknown`` says why.
-        fits: whether the devices have memory enough.
+        fits: whether the devices have enough memory.
     """
 
     name: str
@@ -79,9 +79,9 @@ class ConsistencyRow:
 
 @noun
 class Consistency:
-    """The table. ``fastest`` has the shortest step of those that fit; ``first`` reaches the target first on average. It
-    is ``surely`` ahead of synchronous training where its slowest seed is faster than that one's fastest: how fast the
-    machine turns out to be is the same for both."""
+    """The table. ``fastest`` has the shortest step of those that fit; ``first`` reaches the target first on average.
+    ``surely``: the slowest seed of ``first`` is faster than the fastest seed of synchronous training, both at their
+    predicted step times, since an error of the machine's speed is common to both."""
 
     rows: tuple[ConsistencyRow, ...]
     fastest: str
@@ -96,11 +96,11 @@ def compare(
     loosely: bool, target: Target | None = None, curves: Sequence[Staleness] = (),
     asked: Sequence[Discipline] = (),
 ) -> Consistency:  # fmt: skip
-    """The table with synchronous training, the ``answer`` among it, the disciplines ``asked`` for and, with
-    ``loosely``, every discipline at its usual figures.
+    """The table with the plan ``answer`` and synchronous training and, with ``loosely``, every discipline at its usual
+    settings and those ``asked`` for. ``curves`` are searched for those of this model, optimizer and batch.
 
     Raises:
-        UsageError: fewer than 2 devices, or a plan that replicates nothing.
+        UsageError: plain data parallelism cannot run, for example with fewer than 2 devices.
     """
     order = cluster.fastest_first()
     ordered = cluster if order is None else cluster.ordered(order)
@@ -108,7 +108,7 @@ def compare(
     prices = Prices(Space(used, ordered, strategies, replace(request, strategies=None)))
     workers = row("ddp", prices)
     if workers.candidate is None:
-        raise UsageError(f"nobody waits for anybody: data parallelism {workers.why_not}")
+        raise UsageError(f"no discipline of consistency can run: data parallelism {workers.why_not}")
     judged = _Judge(prices, workers.candidate, target, _fitting(curves, profile, request))
     found = [judged.planned(answer), judged.synchronous(EVEN, workers.candidate)]
     uneven = _uneven(prices, workers.candidate)
@@ -140,7 +140,7 @@ def _mean(r: ConsistencyRow) -> float:
 
 
 def _surely(first: ConsistencyRow, known: Sequence[ConsistencyRow]) -> bool:
-    """Whether ``first`` is exact, or its slowest seed is before the fastest of every exact row."""
+    """Whether ``first`` is exact, or its slowest seed is faster than the fastest seed of every exact row."""
 
     def at(r: ConsistencyRow, count: float | None) -> float | None:
         return None if count is None or r.step_time_s is None else count * r.step_time_s
@@ -151,7 +151,7 @@ def _surely(first: ConsistencyRow, known: Sequence[ConsistencyRow]) -> bool:
 
 
 def _fitting(curves: Sequence[Staleness], profile: Profile, request: Request) -> Staleness | str:
-    """The newest curves of this model, optimizer and batch, or the reason why there are none."""
+    """The first of ``curves`` for this model, optimizer and batch, or the reason why there are none."""
     mine = [c for c in curves if c.model_fingerprint == profile.model_fingerprint and c.optimizer == request.optimizer]
     fitting = [c for c in mine if c.global_batch == request.global_batch]
     if fitting:
@@ -162,7 +162,7 @@ def _fitting(curves: Sequence[Staleness], profile: Profile, request: Request) ->
 
 
 def _uneven(prices: Prices, replicated: Candidate) -> Candidate | None:
-    """``replicated`` with shares of the batch in proportion to the speeds of its devices, where these differ."""
+    """``replicated`` with shares in proportion to device speeds; None for equal speeds or several microbatches."""
     ranks, batch = replicated.ranks, prices.space.request.global_batch
     speeds = prices.space.cluster.speeds(range(ranks))
     if len(set(speeds)) < 2 or replicated.num_microbatches > 1:
@@ -176,7 +176,7 @@ def _uneven(prices: Prices, replicated: Candidate) -> Candidate | None:
 
 
 class _Judge:
-    """The rows of one table."""
+    """Makes the rows of one table."""
 
     def __init__(
         self, prices: Prices, workers: Candidate, target: Target | None, curves: Staleness | str
@@ -192,7 +192,7 @@ class _Judge:
         self._factor = usual.step_time_high_s / usual.step_time_s if usual.step_time_s > 0 else 1.0
 
     def planned(self, plan: Plan) -> ConsistencyRow:
-        """The row of the plan that is the answer."""
+        """The row of the planner's answer."""
         p = plan.prediction
         made = ConsistencyRow(
             name=f"this plan ({plan.strategy})", waits_for="every worker waits in every step", changes="nothing",
@@ -203,7 +203,7 @@ class _Judge:
         return self._timed(made, *self._plainly())
 
     def synchronous(self, name: str, candidate: Candidate) -> ConsistencyRow:
-        """The row of data parallelism, with even or uneven shares."""
+        """The row of synchronous data parallelism with the shares of ``candidate``."""
         price = self._prices.of(candidate)
         made = replace(
             self._row(name, price, "every worker waits in every step", "nothing", exact=True),
@@ -213,7 +213,7 @@ class _Judge:
         return self._timed(made, *self._plainly())
 
     def discipline(self, d: Discipline) -> ConsistencyRow:
-        """The row of a discipline on the workers of data parallelism, or on the best pipeline for one of stages."""
+        """The row of a discipline on the workers of data parallelism, or of a pipelined one on a ``1f1b`` pipeline."""
         told = WAITS_FOR[d.name], CHANGES[d.name]
         try:
             d.workers(self._workers.ranks)
@@ -259,7 +259,7 @@ class _Judge:
         return self._curves.steps_to(self._target, PLAIN), "plain training was not measured"
 
     def _late_by_one(self) -> tuple[Steps | None, str]:
-        """Global batches to the target where every update is one late."""
+        """Global batches to the target where every update is one batch late, or the reason why they are unknown."""
         if self._target is None or isinstance(self._curves, str):
             return self._plainly()
         return self._curves.steps_to(self._target, ONE_LATE), f"no curve of {ONE_LATE.words}"

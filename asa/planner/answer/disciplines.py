@@ -1,8 +1,7 @@
-"""Plans under a discipline of consistency that is asked for by name: data parallelism or a pipeline, and who waits for
-whom.
+"""Plans under a discipline of consistency: data parallelism, a pipeline or groups, and which worker waits for which.
 
-Disciplines change what training converges to, so none is ever chosen among other strategies: it must be the only one
-asked for.
+Disciplines change what training converges to, so the planner never chooses one: the user names it, and names no other
+strategy beside it, except for what runs inside groups.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from asa.planner.space.request import Request
 
 
 def asked(request: Request) -> Discipline | None:
-    """The discipline that is asked for by name, if one is.
+    """The discipline that ``request`` names, or None.
 
     Raises:
-        UsageError: it is one of several strategies, or needs more ranks than there are.
+        UsageError: it is malformed, or one of several strategies.
     """
     wanted = request.strategies or ()
     named = [s for s in wanted if is_discipline(s)]
@@ -44,8 +43,8 @@ def asked(request: Request) -> Discipline | None:
 def planned(
     discipline: Discipline, request: Request, solve: Callable[[Request], list[Plan]], prices: Prices
 ) -> list[Plan]:
-    """Plans of ``request`` under ``discipline``: the workers run what ``solve`` finds for plain data parallelism, and
-    the step time is that of the discipline's clock under ``prices``."""
+    """Plans for ``request`` under ``discipline``. The workers run what ``solve`` finds for plain data parallelism, a
+    ``1f1b`` pipeline or their group; the step time is simulated with ``prices``."""
     if discipline.groups is not None:
         return _grouped(discipline, request, solve, prices)
     workers, staged = discipline.workers(request.gpus), discipline.waiting == "pipelined"
@@ -63,8 +62,8 @@ def planned(
 def _grouped(
     discipline: Discipline, request: Request, solve: Callable[[Request], list[Plan]], prices: Prices
 ) -> list[Plan]:
-    """Plans of ``request`` whose groups of ranks each run what ``solve`` finds for their share of devices and batch,
-    among the other strategies asked for, and meet as ``discipline`` says."""
+    """Plans for ``request`` with groups of ranks that synchronise as ``discipline`` says. A group runs what ``solve``
+    finds for its share of devices and batch, among the other strategies asked for."""
     count, batch = discipline.workers(request.gpus), request.global_batch
     if batch % count:
         raise UsageError(
@@ -98,11 +97,11 @@ def _grouped(
 
 
 def undrained(prices: Prices) -> Price:
-    """A pipeline (``1f1b``) that is never drained: a step is the work of its busiest stage. A stage keeps three copies
-    of its weights: the newest, and those that the two batches under way compute with.
+    """The price of a ``1f1b`` pipeline that is never drained: a step takes as long as the work of its busiest stage. A
+    stage keeps three copies of its weights: the newest, and those of the two batches in flight.
 
     Raises:
-        UsageError: there is no pipeline of as many stages as ranks.
+        UsageError: a pipeline with a stage on every rank cannot run.
     """
     best = row("1f1b", prices)
     if best.candidate is None or best.price is None:
@@ -117,12 +116,12 @@ def undrained(prices: Prices) -> Price:
 
 
 def _under(plain: Plan, discipline: Discipline, gpus: int, cost: StepCost | None) -> Plan:
-    """``plain`` data parallelism under ``discipline``, with separate ranks for servers that need them."""
+    """``plain`` as a plan under ``discipline`` on ``gpus`` ranks. ``cost`` is its step; None for a single worker."""
     name = discipline.name
     notes: tuple[str, ...] = (f"{name}: {WAITS_FOR[name]}", f"what changes: {CHANGES[name]}")
     prediction = plain.prediction
     if cost is None:
-        notes = (*notes, "the step time is that of one worker: there is nobody to wait for")
+        notes = (*notes, "the step time is that of one worker: there are no others")
     else:
         before = prediction.step_time_s
         longer = cost.total_s / before if before else 1.0

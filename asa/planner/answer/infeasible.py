@@ -1,4 +1,4 @@
-"""An explanation, in numbers, of why nothing fits, and the nearest change after which something would."""
+"""Explains in numbers why no plan fits, and names the smallest change of the request after which one would."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _MOST_DEVICES = 64
 _LOOK_S = 1.0
 
 MOST_MEMORY = 2**20 * GIB
-"""Far more than one device has, in bytes."""
+"""Bytes of the largest memory limit that is suggested, far more than one device has."""
 
 
 def overfull(space: Space) -> bool:
-    """Whether no memory is left for a plan, or less than the weights alone take, each of them held once."""
+    """Whether all devices together have less usable memory than one copy of the weights takes."""
     gpus = space.request.gpus
     free = sum(max(0.0, space.room(rank, 1, 1)) for rank in range(gpus))
     return free <= 0 or sum(c.parameter_bytes for c in space.profile.graph.components) > free
 
 
 def hopeless(prices: Prices, allowed: Allowed = anything) -> bool:
-    """Whether no plan fits even if activations take nothing: state, gradients and gathered weights are too much.
+    """Whether no plan fits even without activations: state, gradients and gathered weights alone are too much.
 
-    The test is a necessary condition and quick: every component at its least, and one at a time with what it needs
-    while it computes, in stages of every width and any split of the components over them.
+    A quick test: True is certain, False is not. Every component takes its least state, and one at a time takes what it
+    needs to compute, in stages of every width and any split of the components over them.
     """
     space, n = prices.space, len(prices.space.profile.graph)
     if overfull(space):
@@ -48,7 +48,7 @@ def hopeless(prices: Prices, allowed: Allowed = anything) -> bool:
         return True
     gpus = space.request.gpus
     free = max(space.room(r, 1, gpus) for r in range(gpus))
-    # fewest[i]: the fewest devices that could hold the components from i on.
+    # fewest[i]: the fewest devices that could hold component i and all after it.
     fewest = [float("inf")] * n + [0.0]
     for i in range(n - 1, -1, -1):
         for width, rows in lean.items():
@@ -62,7 +62,7 @@ def hopeless(prices: Prices, allowed: Allowed = anything) -> bool:
 
 
 def _leanest_component(prices: Prices, index: int, width: int, allowed: Allowed) -> tuple[float, float]:
-    """The least state of a component, and the least by which it exceeds that while it computes, in bytes."""
+    """Bytes of a component's least state and gradients, and the least it needs beyond these while it computes."""
     space, pricer = prices.space, prices.pricer(width, 1)
     component = space.profile.graph.components[index]
     found = []
@@ -79,9 +79,9 @@ def _leanest_component(prices: Prices, index: int, width: int, allowed: Allowed)
 
 
 def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True) -> InfeasibleError:
-    """The error to raise: what binds, and the nearest batch, memory or number of devices that fits.
+    """The error to raise. It names what does not fit, and a memory, batch or number of devices with which a plan fits.
 
-    Without ``proved`` time was up before the search had shown that nothing fits.
+    ``proved``: the search has shown that nothing fits; otherwise its time was up before.
     """
     space, request = prices.space, prices.space.request
     found = leanest(prices, allowed, few=True) if overfull(space) else None
@@ -92,7 +92,7 @@ def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True)
     name = space.profile.graph.components[peak.index].name
     total = min(space.cluster.memories()[:ranks]) if request.memory_bytes is None else request.memory_bytes
     needed = _memory_for(space, peak.total, ranks)
-    tries = _told(needed)
+    tries = _memory_option(needed)
     fewer = _smaller_batch(space)
     if fewer is not None:
         tries.append(f"--global-batch {fewer}")
@@ -103,16 +103,16 @@ def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True)
     if total <= aside:
         tried = f"; try {' or '.join(tries)}" if tries else ""
         return InfeasibleError(
-            f"no plan fits: the context of the device and the allocator take {aside / GIB:.3g} GiB, before anything of "
-            f"the model, devices have {total / GIB:.3g} GiB{tried}"
+            f"no plan fits: the context of the device and the allocator take {aside / GIB:.3g} GiB without any model; "
+            f"devices have {total / GIB:.3g} GiB{tried}"
         )
     kept = f" (less {aside / GIB:.2f} GiB for the context and the allocator)" if aside > 0 else ""
     tried = f"; try {' or '.join(tries)}" if tries else "; the model is too large for any device"
     return InfeasibleError(
         f"{'no plan fits' if proved else 'no plan was found in time'}: {name} needs {peak.total / GIB:.3g} GiB in its "
-        f"backward ({peak.state / GIB:.3g} GiB state, {peak.activations / GIB:.3g} GiB activations) in the leanest "
-        f"plan for up to {request.gpus} devices, {_in_words(found.candidate)}; devices have {total / GIB:.3g} "
-        f"GiB{kept}{tried}"
+        f"backward ({peak.state / GIB:.3g} GiB state, {peak.activations / GIB:.3g} GiB activations) in the plan "
+        f"that needs least memory on up to {request.gpus} devices, {_in_words(found.candidate)}; devices have "
+        f"{total / GIB:.3g} GiB{kept}{tried}"
     )
 
 
@@ -124,10 +124,10 @@ def _in_words(candidate: Candidate) -> str:
 
 
 def remedy(prices: Prices, names: Sequence[str]) -> str:
-    """What to try where only the whole strategies ``names`` were asked for and none of them can be had, in words."""
+    """What to try where none of the whole strategies ``names``, the only ones asked for, can run; in words."""
     space = prices.space
     needed = [_memory_for(space, prices.of(c).peak.total, prices.busy(c)) for n in names for c in _uniform(n, prices)]
-    said = _told(min(needed)) if needed else []
+    said = _memory_option(min(needed)) if needed else []
     if not needed:
         fewer, larger = _fewer_devices(space, names), _larger_batch(space, names)
         said += [] if fewer is None else [f"--gpus {fewer}"]
@@ -138,13 +138,13 @@ def remedy(prices: Prices, names: Sequence[str]) -> str:
     return f"try {' or '.join(said)}" if said else "change --gpus, --global-batch, --memory or the pins"
 
 
-def _told(memory: float) -> list[str]:
-    """The memory limit as an option, where devices could have so much."""
+def _memory_option(memory: float) -> list[str]:
+    """The option that sets ``memory`` bytes as the limit; none where no device has so much."""
     return [f"--memory {memory / GIB:.3g}"] if memory <= MOST_MEMORY else []
 
 
 def _uniform(name: str, prices: Prices) -> Iterator[Candidate]:
-    """Plans of one whole strategy in one microbatch and in all powers of two, as far as it and the pins allow."""
+    """Plans of one whole strategy for every number of microbatches that it and the pins allow."""
     try:
         for candidate in baselines.candidates(name, prices):
             if all(prices.space.pinned(i, way) for i, way in enumerate(candidate.ways)):
@@ -154,7 +154,7 @@ def _uniform(name: str, prices: Prices) -> Iterator[Candidate]:
 
 
 def _memory_for(space: Space, active: float, width: int) -> float:
-    """Device memory that leaves ``active`` bytes usable."""
+    """Bytes of device memory that leave ``active`` bytes usable, a little more to allow for rounding."""
     low, high = active, 2 * active + 8 * GIB
     for _ in range(60):
         middle = (low + high) / 2
@@ -175,10 +175,10 @@ def _fits(prices: Prices) -> bool:
 
 
 def _smaller_batch(space: Space) -> int | None:
-    """The largest halving of the global batch under which something fits, if it is found soon."""
+    """The largest of batch/2, batch/4, ... with which something fits; None if none is found in time."""
     batch, ends = space.request.global_batch // 2, clock.now() + _LOOK_S
     if batch and hopeless(_with(space, global_batch=batch), space.pinned):
-        return None  # what does not depend on the batch is too much already
+        return None  # weights and state, which no smaller batch reduces, are too large
     while batch >= 1 and clock.now() < ends:
         if _fits(_with(space, global_batch=batch)):
             return batch
@@ -187,8 +187,8 @@ def _smaller_batch(space: Space) -> int | None:
 
 
 def _fewer_devices(space: Space, names: Sequence[str]) -> int | None:
-    """The most devices, fewer than asked for, on which one of the whole strategies fits, if it is found soon: stages
-    and splits need as many components, rows or samples as there are ranks."""
+    """The most devices, fewer than asked for, on which one of the whole strategies fits; None if none is found in time.
+    Fewer may help: stages and splits need as many components, rows or samples as ranks."""
     ends = clock.now() + _LOOK_S
     for gpus in range(space.request.gpus - 1, 1, -1):
         if _one_fits(names, _with(space, gpus=gpus)):
@@ -199,7 +199,7 @@ def _fewer_devices(space: Space, names: Sequence[str]) -> int | None:
 
 
 def _larger_batch(space: Space, names: Sequence[str]) -> int | None:
-    """A multiple of the batch with which one of the whole strategies has the samples that it needs, and fits."""
+    """The least of 2, 4 and 8 times the batch with which one of the whole strategies fits; None where none does."""
     batch = space.request.global_batch
     larger = (batch * factor for factor in (2, 4, 8) if batch * factor <= MOST_SAMPLES)
     return next((b for b in larger if _one_fits(names, _with(space, global_batch=b))), None)
@@ -210,7 +210,7 @@ def _one_fits(names: Sequence[str], prices: Prices) -> bool:
 
 
 def _more_devices(space: Space) -> int | None:
-    """The fewest devices of the cluster on which something fits, found by doubling and halving within the time."""
+    """A number of devices, more than asked for, on which something fits; the fewest if bisection ends in time."""
     most, ends = min(space.cluster.num_devices, _MOST_DEVICES), clock.now() + _LOOK_S
     low, high = space.request.gpus, min(2 * space.request.gpus, most)
     while high > low and not _fits(_with(space, gpus=high)):
@@ -224,7 +224,7 @@ def _more_devices(space: Space) -> int | None:
 
 
 def _nothing_runs(space: Space, allowed: Allowed, *, proved: bool) -> str:
-    """The error where samples or pins let no component run at any width, and no pipeline was found either."""
+    """The error message where samples or pins leave a component, or all together, no way to run."""
     request = space.request
     graph = space.profile.graph
     for i, component in enumerate(graph.components):

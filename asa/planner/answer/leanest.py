@@ -1,4 +1,4 @@
-"""A search for the plan with the lowest peak of memory, within limits: what fits if anything does."""
+"""A search for the plan with the lowest peak of memory among a few kinds of plans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asa.planner.stage.problem import Chain
 
 @noun
 class Leanest:
-    """The plan with the lowest peak, and by how many bytes that peak oversteps what a rank may use."""
+    """A plan with a low peak of memory. ``excess``: bytes by which its peak exceeds what a rank may use."""
 
     candidate: Candidate
     price: Price
@@ -26,8 +26,8 @@ class Leanest:
 
 
 def lean(prices: Prices, allowed: Allowed = anything, *, few: bool = False) -> Iterator[Leanest]:
-    """Plans with low peaks: every single stage (with ``few``: of one rank, of all, and of a power of two), and for
-    every number of equal stages of a pipeline the cuts that spread the least state and activations evenly."""
+    """Plans with low peaks: single stages of every width (with ``few``: of 1 rank, all ranks, and the largest power of
+    two), and pipelines of every number of equal stages, cut so that state and activations are even."""
     gpus = prices.space.request.gpus
     some = sorted({1, gpus, 2 ** (gpus.bit_length() - 1)}) if few else list(widths(gpus))
     for candidate in (*_leanest_stages(prices, allowed, some), *_leanest_pipelines(prices, allowed)):
@@ -36,13 +36,13 @@ def lean(prices: Prices, allowed: Allowed = anything, *, few: bool = False) -> I
 
 
 def leanest(prices: Prices, allowed: Allowed = anything, *, few: bool = False) -> Leanest | None:
-    """The plan that comes closest to fitting among those of :func:`lean`; None where no plan exists at all."""
+    """The plan of :func:`lean` with the least ``excess``; None where there is no plan at all."""
     return min(lean(prices, allowed, few=few), key=lambda x: x.excess, default=None)
 
 
 def _leanest_stages(prices: Prices, allowed: Allowed, some: Sequence[int]) -> Iterator[Candidate]:
-    """Single stages in one microbatch, where gradients do not exist all at once, and in as many as give each layout's
-    ranks samples: the more, the less memory."""
+    """Single stages with one microbatch, where gradients need not all be held at once, and with the most microbatches
+    that leave each layout's ranks enough samples, where activations are smallest."""
     for width in some:
         counts = _microbatches(prices.space)
         divisors = [d for d in range(1, width + 1) if width % d == 0]
@@ -58,8 +58,8 @@ def _leanest_stages(prices: Prices, allowed: Allowed, some: Sequence[int]) -> It
 
 
 def _leanest_pipelines(prices: Prices, allowed: Allowed) -> Iterator[Candidate]:
-    """Pipelines under 1f1b, which holds no more microbatches than any other schedule: in the most microbatches, which
-    leave the fewest activations, and in the fewest, where gradients do not exist all at once."""
+    """Pipelines with the schedule 1f1b, which keeps the fewest microbatches in flight: with the most microbatches,
+    where activations are smallest, and with the fewest, where gradients need not all be held at once."""
     space, n = prices.space, len(prices.space.profile.graph)
     if "1f1b" not in space.schedules:
         return
@@ -75,7 +75,7 @@ def _leanest_pipelines(prices: Prices, allowed: Allowed) -> Iterator[Candidate]:
 
 
 def _leanest_pipeline(space: Space, staged: StagedSpace, stages: int, width: int, m: int) -> Iterator[Candidate]:
-    """Stages of one width in ``m`` microbatches, as far as they can be cut; none where they cannot."""
+    """The pipeline of ``stages`` even stages with ``m`` microbatches; none where the model cannot be cut like that."""
     n = len(space.profile.graph)
     chain, schedule = staged.chain(width, m), space.schedules["1f1b"]
     assert chain is not None
@@ -94,7 +94,7 @@ def _leanest_pipeline(space: Space, staged: StagedSpace, stages: int, width: int
 
 
 def _even(chain: Chain, flights: Sequence[int]) -> tuple[int, ...]:
-    """Starts of stages, stage s with ``flights[s]`` microbatches in flight, such that the fullest holds least."""
+    """Starts of stages with ``flights[s]`` microbatches in flight, such that the most bytes of a stage are least."""
     n, stages = len(chain.names), len(flights)
     held = [[0.0, *accumulate(min(c.state + f * c.activations for c in row) for row in chain.configs)] for f in flights]
     best = [(held[-1][n] - held[-1][i], n) for i in range(n)]
@@ -113,5 +113,5 @@ def _even(chain: Chain, flights: Sequence[int]) -> tuple[int, ...]:
 
 
 def _microbatches(space: Space) -> list[int]:
-    """One microbatch, and all powers of two; memory rarely falls beyond the last that can run."""
+    """All numbers of microbatches in the space."""
     return list(space.microbatches())

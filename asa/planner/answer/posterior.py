@@ -1,14 +1,15 @@
-"""Beliefs about the step times of some plans, updated by measurements, and where another measured step is worth most.
+"""Beliefs about the step times of some plans, updated by measurements, and which plans to measure next.
 
 The logarithms of the step times are jointly normal. Prior: means and covariances of the joint draws of the errors of
-costs (:mod:`asa.planner.answer.confidence`), an error common to all plans and one of each plan's own, for what no cost
-foresees. Likelihood: in one round of turns every time carries its own noise and a drift that the plans of the round
-share (the machine was slow just then), so the differences between plans are learned faster than their times.
+costs (:mod:`asa.planner.answer.confidence`), plus an error common to all plans and an error of each plan's own, for
+what the cost model leaves out. Likelihood: each time of a round has its own noise, and all times of a round share a
+drift of the machine, so the differences between plans are learned faster than their times.
 
     worth of a round with some plans = least mean now - expected least mean after it
 
-which is the knowledge gradient for correlated beliefs (Frazier, Powell and Dayanik 2009), for the best of several
-rounds of the same kind per round (Frazier and Powell 2010: a single one may be too little to change anything).
+which is the knowledge gradient for correlated beliefs (Frazier, Powell and Dayanik 2009). It is computed for several
+numbers of equal rounds, and the best worth per round counts, since one round may be too little to change the choice
+(Frazier and Powell 2010).
 """
 
 from __future__ import annotations
@@ -20,33 +21,33 @@ import numpy as np
 from asa.ir.codec import noun
 
 Round = Mapping[int, float]
-"""Seconds per step of the plans that had a turn in it, by their index."""
+"""Seconds per step of the plans measured in this round, by their index."""
 
 COMMON = 0.3
-"""Relative deviation of an error that all plans share: another machine state than the profile's."""
+"""Relative deviation of the error that all plans share: the machine's state differs from when it was profiled."""
 OWN = 0.06
-"""Relative deviation of what a plan takes from what its costs can explain; near copies share it. Of 2,340 plans of the
-regret records of November 2026 it was 0.05 to 0.09 around what the plans of a cell share, with what measuring adds."""
+"""Relative deviation of a plan's own error, which the cost model does not explain; similar plans share it. For 2,340
+plans of the regret records of November 2026 it was 0.05 to 0.09 within a cell, noise of measurement included."""
 TIE = 0.01
-"""Part of a step by which plans may be apart and both be the best: two runs of one plan come no closer."""
+"""Share of a step by which two plans may differ and both be the best: two runs of one plan differ as much."""
 ALIKE, ALONE = 0.02, 0.1
-"""Deviation of the ratio of two plans over the draws at which they share 1/e of what copies share; and what share of
-the variance they do not share even then."""
+"""Similarity of two plans' own errors. Their correlation falls with the deviation of the log ratio of their draws, to
+1/e of its maximum at ``ALIKE``; ``ALONE`` is the share of the variance that no two plans have in common."""
 NOISE, _DRIFT, _KNOWN = 0.03, 0.03, 4.0
-"""Relative deviations of one step, on a machine that does not drift, and of one round before any was seen, and how many
-observations that is worth."""
+"""Expected relative deviations of one step's noise and of one round's drift before anything was measured, and the
+number of observations that this expectation counts for."""
 _CLIP = 3.0
-"""Deviations beyond which a step is taken to be no further off than that: the median's robustness."""
+"""Number of deviations to which residuals are clipped, so that outliers have little influence."""
 _AHEAD = (1, 4, 16)
-"""Rounds looked ahead."""
+"""Numbers of equal rounds for which the worth is computed."""
 DRAWS = 4096
 _SEED = 20250321
 
 
 @noun
 class Belief:
-    """For each plan: the probability that it is the fastest, or as good as that (:data:`TIE`), and the expected loss
-    against the fastest if it is chosen."""
+    """For each plan: the probability that it is within :data:`TIE` of the fastest, and its expected regret, the mean
+    share by which it is slower than the fastest."""
 
     p_best: tuple[float, ...]
     expected_regret: tuple[float, ...]
@@ -58,8 +59,8 @@ class Belief:
 
 
 def prior(draws: np.ndarray, own: float = OWN) -> tuple[np.ndarray, np.ndarray]:
-    """Means and covariances of the logarithms before anything is measured. ``draws`` as for :class:`Posterior`; ``own``
-    is the deviation of each plan's own error."""
+    """Means and covariances of the logarithms of step times before anything is measured. ``draws`` as for
+    :class:`Posterior`; ``own``: relative deviation of each plan's own error."""
     logs = np.log(draws)
     apart = logs - logs.mean(axis=1, keepdims=True)
     distance = np.sqrt(((apart[:, None] - apart[None]) ** 2).mean(axis=2))
@@ -68,7 +69,7 @@ def prior(draws: np.ndarray, own: float = OWN) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sample(mean: np.ndarray, covariance: np.ndarray, count: int) -> np.ndarray:
-    """Joint draws, a row each, in pairs on both sides of the mean; the same ones every time."""
+    """Joint normal draws of shape (count, plans), in pairs symmetric about the mean; always from the same seed."""
     values, vectors = np.linalg.eigh(covariance)
     root = vectors * np.sqrt(np.maximum(values, 0.0))
     half = np.random.default_rng(_SEED).standard_normal((count // 2, len(mean)))
@@ -76,8 +77,8 @@ def sample(mean: np.ndarray, covariance: np.ndarray, count: int) -> np.ndarray:
 
 
 class Posterior:
-    """Beliefs after some rounds. ``draws``: seconds of a step, a row for each plan and a column for each joint draw;
-    ``noise``: the relative deviation of one step that is expected before any was measured."""
+    """Beliefs after some rounds. ``draws``: seconds of a step before any, of shape (plans, draws); ``noise``: the
+    relative deviation of one step that is expected before any was measured."""
 
     def __init__(self, draws: np.ndarray, rounds: Sequence[Round] = (), *, noise: float = NOISE) -> None:
         self.mean, self.covariance = prior(draws)
@@ -100,7 +101,7 @@ class Posterior:
         return self.noise**2 * np.eye(count) + self.drift**2
 
     def belief(self) -> Belief:
-        """The belief over joint draws, the same for the same rounds."""
+        """The belief, from joint draws that are the same for the same rounds."""
         times = np.exp(sample(self.mean, self.covariance, DRAWS))
         fastest = times.min(axis=1, keepdims=True)
         return Belief(
@@ -109,8 +110,8 @@ class Posterior:
         )
 
     def worth(self, plans: Sequence[int]) -> float:
-        """The share of a step by which one more round with a turn for each of ``plans`` is expected to lower the chosen
-        time."""
+        """The share of a step by which measuring ``plans`` in one more round is expected to lower the time of the plan
+        that is then chosen."""
         chosen, best = sorted(set(plans)), 0.0
         for times in _AHEAD:
             gain = self._gain(chosen, times)
@@ -121,10 +122,10 @@ class Posterior:
 
 
 def _spread(rounds: list[dict[int, float]], expected: float) -> tuple[float, float, list[dict[int, float]]]:
-    """Deviation of a step, deviation of a round, and the rounds with outliers drawn in. ``expected``: the first, before
-    any step was measured.
+    """Deviation of a step's noise, deviation of a round's drift, and the rounds with outliers clipped; in logarithms.
+    ``expected``: the deviation of a step before any was measured.
 
-    The model is two-way: a time is its plan's median, its round's offset, and noise.
+    The model is two-way: a time is the sum of its plan's median, its round's offset, and noise.
     """
     if not rounds:
         return expected, _DRIFT, []
@@ -145,13 +146,12 @@ def _spread(rounds: list[dict[int, float]], expected: float) -> tuple[float, flo
 
 @noun
 class Policy:
-    """A policy that says which plans have a turn next. ``draws`` as for :class:`Posterior`; the plans of ``always``
-    come first.
+    """A policy that says which plans are measured next. ``draws`` and ``noise`` as for :class:`Posterior`; the plans
+    of ``always`` come first.
 
-    Every plan has one turn beside the first of ``always`` before any has a second. Measuring ends when the expected
-    regret of the choice is below ``enough`` and the plans of ``always`` and the choice have had ``least`` turns.
-    ``noise`` is that of :class:`Posterior`: where steps are noisy and a few of them look alike by chance, measuring
-    goes on.
+    Every plan is measured once together with the first of ``always`` before any is measured twice. Measuring ends when
+    the expected regret of the choice is below ``enough`` and the choice and the plans of ``always`` were measured
+    ``least`` times. With more ``noise`` more rounds are needed for that.
     """
 
     draws: tuple[tuple[float, ...], ...]
@@ -163,7 +163,7 @@ class Policy:
     def next(self, rounds: Sequence[Round], left_s: float, build_s: float = 0.0) -> tuple[int, ...]:
         """The plans of the next round; none where measuring is to end.
 
-        ``left_s``: seconds that may still be spent; ``build_s``: seconds that a plan needs before its first turn.
+        ``left_s``: seconds that may still be spent; ``build_s``: seconds to build a plan before its first round.
         """
         turns = [sum(i in r for r in rounds) for i in range(len(self.draws))]
         expected = np.median(np.array(self.draws), axis=1)

@@ -1,4 +1,4 @@
-"""The prediction that goes into a plan, made of a price, with its error bar."""
+"""The prediction in a plan, made of its price, with an interval."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from asa.ir.profile import Profile
 def deviation(price: Price, profile: Profile, cluster: Cluster) -> float:
     """Standard deviation of the step time around its prediction, in seconds.
 
-    It combines in quadrature: the standard errors of the measured times; the model's usual error on compute and on a
-    stage's waiting for another's (far larger for estimated profiles); the error of the links on what they leave
-    exposed; and by how much the machine will be faster or slower than when it was measured, as much as the more
-    restless of the two measurements saw. The last is the same for the whole step and for every other plan, so it does
-    not decide which is fastest.
+    It combines four errors in quadrature: the standard errors of the measured times; the cost model's usual error on
+    compute and pipeline bubbles (far larger for estimated profiles); the error of links on exposed communication; and
+    the drift of the machine, as seen while the links (for communication) or the model and the links (for the rest,
+    whichever drifted more) were measured. Drift is common to all plans and does not decide which is fastest.
     """
     model = constant("step_error" if profile.provenance.trusted else "estimate_error")
     moved = price.cost.exposed_s + price.cost.hidden_s
@@ -35,11 +34,11 @@ def deviation(price: Price, profile: Profile, cluster: Cluster) -> float:
 def predict(
     price: Price, profile: Profile, cluster: Cluster, *, widths: Sequence[int], global_batch: int
 ) -> Prediction:
-    """The prediction of one step with stages of ``widths`` ranks. Ranks with equal shares of a batch all hold what the
-    busiest one does.
+    """The prediction of one step with stages of ``widths`` ranks. Ranks with equal shares of a batch are predicted to
+    hold as much as the one that holds most.
 
-    The interval is that of a factor (log-normal, as in :mod:`asa.planner.answer.confidence`): a machine in another
-    state than when it was profiled is slower or faster by a factor, and more often slower.
+    The 90 % interval is log-normal, as in :mod:`asa.planner.answer.confidence`: the machine is slower or faster than
+    when it was profiled by a factor, and more often slower.
     """
     total = price.cost.total_s
     factor = math.exp(Z90 * deviation(price, profile, cluster) / total) if total > 0 else 1.0
@@ -62,22 +61,22 @@ def predict(
 
 
 def _libraries(cluster: Cluster) -> float:
-    """Bytes that the allocator counts beside the training's own, on every rank: part of the context left room for."""
+    """Bytes of library workspaces that the allocator counts on every rank, beside those of the training itself."""
     return constant("cuda_workspace_bytes") if cluster.device.type == "cuda" else 0.0
 
 
 def memory_max(price: Price, cluster: Cluster) -> int:
-    """Bytes of active memory of the rank that holds most."""
+    """Bytes of active memory on the rank that holds most."""
     return math.ceil(max(s.most for s in price.stages) + _libraries(cluster))
 
 
 def noise(one: Price, other: Price) -> float:
-    """Seconds by which two predicted step times must differ for the shorter one to be shorter with the probability
+    """Seconds by which two predicted step times must differ for the shorter one to be faster with the probability
     ``sure_enough``.
 
-    Errors of what both plans do alike cancel, so only components that differ count: their standard errors, and the
-    error of the links on the difference in communication. It is never less than the share of a step by which stock data
-    parallelism differs from itself.
+    Errors of what both plans do in the same way cancel. What counts are the standard errors of the components that
+    differ, and the difference of the errors of communication. The result is at least the share ``claim_floor`` of the
+    faster step, by which two runs of stock data parallelism differ.
     """
     pairs = list(zip(one.components, other.components, strict=True))
     mine, theirs = [a.error_s for a, b in pairs if a != b], [b.error_s for a, b in pairs if a != b]

@@ -1,4 +1,4 @@
-"""``verify``: time and memory of any plan from profile, cluster and strategies alone, without a solver."""
+"""``verify``: predicts time and memory of any plan from profile, cluster and strategies, without a solver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asa.planner.answer.prediction import predict
 
 
 def verify(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> Prediction:
-    """The prediction of ``plan``, recomputed; for ranks that train in groups, that of a group's step.
+    """The prediction of ``plan``, recomputed. Where ranks train in groups, its times are those of a group's step.
 
     Raises:
         InvalidInputError: the plan is of another model, or asks of a component what it refuses.
@@ -27,7 +27,7 @@ def verify(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategie
 
 
 def step_shares(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> tuple[float, ...]:
-    """The share of each component in the work of a step, 0 to 1, boundaries counted with the component behind them.
+    """The share of each component in the work of a step, from 0 to 1. A boundary counts with the component after it.
 
     Raises:
         InvalidInputError: as for :func:`verify`.

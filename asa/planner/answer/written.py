@@ -1,4 +1,4 @@
-"""The plan document of a candidate."""
+"""Makes the plan document of a candidate."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Space
 
 _DRAWN = 3_000
-"""Components, over all finalists, whose errors are drawn: of a thousand components, not of every whole strategy."""
+"""Most components of all finalists together whose errors are drawn; models with more have fewer finalists."""
 
 
 def pins_allow(space: Space, candidate: Candidate | None) -> bool:
-    """Whether a candidate, if there is one, runs every component as the user asked."""
+    """Whether ``candidate`` satisfies all pins; True for None."""
     return candidate is None or all(space.pinned(i, way) for i, way in enumerate(candidate.ways))
 
 
@@ -35,12 +35,12 @@ def plan_of(
     notes: tuple[str, ...],
     rivals: Sequence[Candidate],
 ) -> Plan:
-    """``candidate`` as a plan, with its prediction, its certificate and the whole strategies it is compared with.
+    """The plan of ``candidate``, with its prediction, its certificate and ``rows``, the whole strategies, as baselines.
 
-    ``rivals``: other candidates, whose errors are drawn jointly with its own.
+    ``rivals``: other candidates, against which its confidence is computed.
 
     Raises:
-        AsaError: it does not fit, which is an error of the planner.
+        AsaError: it does not fit, which is a bug of the planner.
     """
     space, request = prices.space, prices.space.request
     candidate = _named(space, candidate)
@@ -107,15 +107,14 @@ def plan_of(
 
 
 def _named(space: Space, candidate: Candidate) -> Candidate:
-    """The candidate with the schedule ``layers`` where stages take turns with a single microbatch, whatever it was
-    called."""
+    """The candidate with its schedule renamed to ``layers`` where it is a pipeline with a single microbatch."""
     if candidate.num_microbatches == 1 < len(candidate.widths) and "layers" in space.strategies.schedules:
         return replace(candidate, schedule="layers")
     return candidate
 
 
 def _stages(candidate: Candidate) -> tuple[Stage, ...]:
-    """The stages with their ranks, handed out in order."""
+    """The stages with their ranks, numbered in order."""
     ends = list(accumulate(candidate.widths))
     weights = [candidate.ways[start].layout.weights or None for start in candidate.starts]
     return tuple(

@@ -1,4 +1,4 @@
-"""Explanations of a plan: what each component costs in it, what the next best choice would cost, and why not another
+"""Explanations of a plan: the cost of each component, the cost of its best alternative, and comparisons with another
 plan."""
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from asa.planner.space.space import TOLERANCE_GIB, Space, pinned
 from asa.planner.stage.formulate import formulate
 
 _FORCED_S = 1.5
-"""For the best plan with something forced."""
+"""Seconds to search for the best plan that has the forced choice."""
 
 
 @noun
 class Alternative:
-    """The best other way for one component, with all others left as they are. ``fits``: within the memory limit."""
+    """The best other way for one component, with all others unchanged. ``extra_s``: seconds that it adds to a step;
+    ``fits``: within the memory limit."""
 
     data: DataDegree
     tensor: TensorDegree
@@ -47,9 +48,10 @@ class Alternative:
 
 @noun
 class ComponentExplanation:
-    """The cost of one component in the plan: seconds per step on the busiest rank, bytes at the peak of a step.
+    """The cost of one component in the plan: seconds per step and bytes at the peak, on the busiest rank.
 
-    ``boundary_s`` is the boundary in front of it; ``sync_s`` is gradient synchronisation, hidden or not.
+    ``inside_s`` is its own blocking communication, ``boundary_s`` that of the boundary before it; ``sync_s`` is
+    gradient synchronisation, hidden or not.
     """
 
     name: str
@@ -73,7 +75,7 @@ class ComponentExplanation:
 
 @noun
 class Explanation:
-    """A plan taken apart. ``binding`` says what keeps it from being faster."""
+    """The costs of a plan by component. ``binding`` is what limits its speed."""
 
     components: tuple[ComponentExplanation, ...]
     overlap_s: float
@@ -86,7 +88,7 @@ class Explanation:
 
 @noun
 class Term:
-    """One term of the step time, in both plans (seconds)."""
+    """One term of the step time in both plans, in seconds."""
 
     name: str
     plan_s: float
@@ -95,8 +97,8 @@ class Term:
 
 @noun
 class Difference:
-    """A plan compared with another one. ``other_s`` is None where the other cannot run; ``changed`` names components;
-    ``remark`` says why the plan is not the other one, where that is the faster of the two."""
+    """A plan compared with another one. ``other_s`` is None where the other cannot run; ``changed`` names components
+    that differ; ``remark`` says why the other plan was not chosen, where it is the faster one."""
 
     other: str
     plan_s: float
@@ -128,8 +130,8 @@ def _prices(
 def explain(
     plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies, *, memory_bytes: int | None = None
 ) -> Explanation:
-    """Every component of ``plan`` with its costs and its best alternative. ``memory_bytes`` is that of a device; where
-    None, the memory it was planned with.
+    """The costs of every component of ``plan``, with its best alternative. ``memory_bytes``: memory of a device; None
+    for the limit that the plan was made with.
 
     Raises:
         InvalidInputError: the plan and the profile do not belong together.
@@ -203,7 +205,7 @@ def why_not(
     *,
     memory_bytes: int | None = None,
 ) -> Difference:
-    """``plan`` compared with the best plan in which ``other`` is forced: a whole strategy, or
+    """``plan`` compared with the best plan in which ``other`` is forced: a whole strategy, a discipline, or
     ``COMPONENT=STRATEGY[@DEGREE]``.
 
     Raises:
@@ -213,7 +215,7 @@ def why_not(
     candidate, prices = _prices(plan, profile, cluster, strategies, memory_bytes, other)
     price = prices.of(candidate)
     if is_discipline(other):
-        return _served(plan, candidate, prices, other)
+        return _versus_discipline(plan, candidate, prices, other)
     rival, reason = _forced(prices, other, plan, candidate) if "=" in other else _whole(prices, other)
     if rival is None:
         return Difference(
@@ -236,7 +238,7 @@ def why_not(
 
 
 def _remark(mine: Price, theirs: Price) -> str:
-    """The reason why a plan that is slower than another one may be the answer."""
+    """The reason why the faster plan of ``theirs`` was not chosen; empty where it is not faster."""
     gain, unclear = mine.cost.total_s - theirs.cost.total_s, noise(mine, theirs)
     if gain <= 1e-6 * mine.cost.total_s:
         return ""
@@ -246,8 +248,8 @@ def _remark(mine: Price, theirs: Price) -> str:
     return f"{told}: not allowed when it was made, or not found in its time; try a longer --time-limit"
 
 
-def _served(plan: Plan, candidate: Candidate, prices: Prices, other: str) -> Difference:
-    """``plan`` compared with a discipline of consistency on the workers of data parallelism."""
+def _versus_discipline(plan: Plan, candidate: Candidate, prices: Prices, other: str) -> Difference:
+    """``plan`` compared with the discipline of consistency ``other`` on the workers of plain data parallelism."""
     price, workers = prices.of(candidate), row("ddp", prices)
     if workers.candidate is None:
         return Difference(
@@ -262,13 +264,13 @@ def _served(plan: Plan, candidate: Candidate, prices: Prices, other: str) -> Dif
         other_s=theirs.cost.total_s,
         fits=False,
         why_not=consistency.why_not(discipline.name),
-        terms=_beside(_terms(price, price), theirs.cost),
+        terms=_terms_with(_terms(price, price), theirs.cost),
         changed=_changed(plan, candidate, workers.candidate),
     )
 
 
-def _beside(terms: tuple[Term, ...], theirs: StepCost) -> tuple[Term, ...]:
-    """The terms of a plan and those of a discipline, whose step is a mean over workers."""
+def _terms_with(terms: tuple[Term, ...], theirs: StepCost) -> tuple[Term, ...]:
+    """``terms`` with those of a discipline as the other plan's. Its step is a mean over workers."""
     known = {
         "compute": theirs.compute_s - theirs.update_s, "optimizer": theirs.update_s,
         "gradient synchronisation": theirs.exposed_s, "waiting for other stages": theirs.bubble_s,
@@ -281,7 +283,7 @@ def _changed(plan: Plan, mine: Candidate, theirs: Candidate) -> tuple[str, ...]:
 
 
 def _terms(mine: Price, theirs: Price) -> tuple[Term, ...]:
-    """The terms of both step times, of the busiest stage; overlap counts as the time it saves."""
+    """The terms of both step times, for the busiest stage; overlap counts as the time that it saves."""
 
     def parts(p: Price) -> dict[str, float]:
         stage = max(p.stages, key=lambda s: s.cost.total_s)
@@ -331,8 +333,8 @@ def _forced(prices: Prices, text: str, plan: Plan, mine: Candidate) -> tuple[Can
 
 
 def _meant(prices: Prices, pin: Pin, mine: Candidate) -> tuple[Pin, ...]:
-    """What is asked for where the plan meets ``pin`` as it is: whole weights, of components that it replicates because
-    their tensors are split; nothing else than it is, otherwise."""
+    """The pins to search with. Where the plan already satisfies ``pin`` there are none, except for ``replicate`` of
+    components with split tensors: there the user means whole weights, so a tensor degree of 1 is pinned, too."""
     allowed = pinned(prices.space.profile, (pin,))
     names = [c.name for c in prices.space.profile.graph.components]
     held = [i for i, name in enumerate(names) if pin.matches(name)]

@@ -1,4 +1,4 @@
-"""Plans worth measuring against each other: those of which the best is expected to be the fastest."""
+"""Chooses the plans to measure against each other: those whose fastest is expected to take least."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from asa.planner.space.request import Request
 from asa.planner.space.space import Space
 
 STOCK = "ddp"
-"""The strategy that a choice must never be slower than."""
+"""The strategy that the chosen plan must not be slower than."""
 
 
 def finalists(
     profile: Profile, cluster: Cluster, strategies: Strategies, request: Request, count: int
 ) -> tuple[list[Plan], np.ndarray, int | None]:
-    """Up to ``count`` plans that differ in what they run, seconds of a step of each under joint draws, and which of
-    them is plain data parallelism (None where it does not fit).
+    """Up to ``count`` plans that run differently, their seconds of a step under joint draws, of shape (plans, draws),
+    and the index of plain data parallelism (None where it is not among them).
 
     The planner's answer comes first, then plain data parallelism and the best of the other whole strategies, where they
-    fit. Then, of all others known, comes whichever lowers the expected time of the fastest most. Whole strategies that
-    were not asked for (``request.strategies``) are left out.
+    fit. Each further plan is the one that most lowers the expected time of the fastest. Whole strategies that were not
+    asked for (``request.strategies``) are left out.
 
     Raises:
         UsageError, InfeasibleError, UnavailableError: as for :func:`asa.planner.decide.plan`.
@@ -67,7 +67,7 @@ def _whole(profile: Profile, cluster: Cluster, strategies: Strategies, request: 
 def joint(
     plans: Sequence[Plan], profile: Profile, cluster: Cluster, strategies: Strategies, memory_bytes: int | None = None
 ) -> np.ndarray:
-    """Seconds of a step of each plan (a row) under joint draws of the errors of costs (columns).
+    """Seconds of a step under joint draws of the errors of costs, of shape (plans, draws).
 
     Raises:
         InvalidInputError: a plan and the profile do not belong together.
@@ -84,9 +84,9 @@ def joint(
 
 
 def shortlist(draws: np.ndarray, must: Sequence[int], count: int) -> list[int]:
-    """``must``, then one by one the row that lowers the expected least time most, ``count`` in all.
+    """Indices of up to ``count`` rows of ``draws``: ``must``, then one by one what lowers the expected minimum most.
 
-    A near copy of a row that is in adds little, however fast it is.
+    A row that is similar to a chosen one adds little, however fast it is.
     """
     chosen, times = list(must), np.exp(sample(*prior(draws), 2048)).T
     while len(chosen) < min(count, len(times)):

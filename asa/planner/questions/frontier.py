@@ -1,7 +1,7 @@
-"""The gain from other memory, or from another number of devices: the optimum as a curve.
+"""Curves of the optimal step time against memory, and against the number of devices.
 
-Every point is a search of its own with a short time limit, and has its gap. A plan that a looser limit already gave is
-not searched for again: the fastest plan under a limit is the fastest under every lower limit that it still fits.
+Every point is a search of its own with a short time limit, and has its gap. A limit under which the previous plan still
+fits is skipped: the fastest plan under a limit is the fastest under every lower limit that it fits.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from asa.planner.space.space import Space
 
 POINTS = 8
 BUDGET_S = 4.0
-"""All solves of one curve together, about: each may take its part of what is left, and at least a quarter second."""
+"""Seconds for all searches of one curve together, about. Each has an equal share of the rest, and at least 0.25 s."""
 
 CIFAR_SAMPLES = 50_000
 """Training images of CIFAR-10 and CIFAR-100."""
 
 _RUNS = 3
-"""Components in a row, of which so many rows are named."""
+"""Most runs of neighbouring components that are named."""
 _BOUNDLESS = 2**60
 _ROOM = 1.0005  # solvers take limits in GiB, with a tolerance
 
 
 @noun
 class MemoryPoint:
-    """The fastest plan on devices of ``limit_bytes``, the least that it fits in; its peak is ``memory_bytes_max``.
+    """The fastest plan on devices of ``limit_bytes``, the smallest that it fits; its peak is ``memory_bytes_max``.
 
-    ``fits``: whether the devices in question have that much. ``changed``: the difference to the point with more memory.
+    ``fits``: whether the cluster's devices have that much. ``changed``: how it differs from the point with more memory.
     """
 
     limit_bytes: int
@@ -62,8 +62,8 @@ class CostPoint:
     """The fastest plan on up to ``gpus`` devices, of which it uses ``num_ranks``; only those are paid for. It is the
     answer for up to ``up_to`` devices.
 
-    Times and the cost are of an epoch, None where nothing fits (``why_not``). ``on_frontier``: no other point is
-    both faster and cheaper.
+    Times and the cost are None where nothing fits (``why_not`` is the reason). ``on_frontier``: no other point is as
+    fast and as cheap, and better in one of both.
     """
 
     gpus: int
@@ -91,9 +91,9 @@ def against_memory(
     profile: Profile, cluster: Cluster, strategies: Strategies, request: Request, *, points: int = POINTS,
     answer: Plan | None = None,
 ) -> tuple[MemoryPoint, ...]:  # fmt: skip
-    """Optima under up to ``points`` falling limits, from what the optimum on devices of any size needs to the least
-    that fits anything. No plan is replaced by a simpler one here, so time never falls with memory. ``answer``: the plan
-    that was made for ``request``, with more time to search; the curve does not exceed it.
+    """Optima under up to ``points`` falling limits, from what the optimum without a limit needs to the least under
+    which any plan fits. No plan is replaced by a simpler one, so less memory never gives a faster plan. ``answer``: the
+    plan that was made for ``request`` with more time to search; it takes the place of a slower first point.
 
     Raises:
         InfeasibleError: nothing runs, whatever the memory.
@@ -123,8 +123,8 @@ def against_cost(
 ) -> tuple[CostPoint, ...]:  # fmt: skip
     """The optimum on 1, 2, 3 ... 8, 16, 32 ... devices, at ``price`` for one device and hour, in any currency.
 
-    The global batch stays, so an epoch of ``epoch_samples`` takes the same number of steps at every point. Where more
-    devices change nothing, one point stands for all (``up_to``). ``answer`` as for :func:`against_memory`.
+    The global batch is fixed, so an epoch of ``epoch_samples`` takes the same number of steps at every point. Where
+    more devices give no faster plan, one point stands for all (``up_to``). ``answer`` as for :func:`against_memory`.
     """
     steps = math.ceil(epoch_samples / request.global_batch)
     made: list[CostPoint] = []
@@ -141,7 +141,7 @@ def against_cost(
         best = _faster(best, answer) if gpus == request.gpus else best
         step = best.prediction.step_time_s
         before = made[-1].step_time_s if made else None
-        if before is not None and step >= before * (1 - ROUNDING):  # what fewer devices do, more can do, too
+        if before is not None and step >= before * (1 - ROUNDING):  # a plan for fewer devices runs on more, too
             gap = max(made[-1].gap, 1 - best.certificate.lower_bound_s / before)
             made[-1] = replace(made[-1], up_to=gpus, gap=gap)
             continue
@@ -169,7 +169,7 @@ def _faster(found: Plan, answer: Plan | None) -> Plan:
 
 
 class _ShownClock:
-    """A clock that divides :data:`BUDGET_S` among the points that are still to come."""
+    """Divides :data:`BUDGET_S` among the points that are still to come."""
 
     def __init__(self, request: Request, points: int) -> None:
         self._most, self._points = request.time_limit_s, points
@@ -182,7 +182,7 @@ class _ShownClock:
 
 
 def counts(gpus: int) -> tuple[int, ...]:
-    """Numbers of devices worth a point: all up to 8, powers of two beyond, and all there are.
+    """Numbers of devices that have a point: all up to 8, powers of two beyond, and ``gpus``.
 
     >>> counts(24)
     (1, 2, 3, 4, 5, 6, 7, 8, 16, 24)
@@ -192,7 +192,7 @@ def counts(gpus: int) -> tuple[int, ...]:
 
 
 def changes(before: Plan, after: Plan) -> str:
-    """The difference between ``before`` and ``after``, in a few words."""
+    """The differences of ``after`` from ``before``, in a few words."""
     said = []
     for what, old, new in (
         ("ranks", before.num_ranks, after.num_ranks),
@@ -214,7 +214,7 @@ def changes(before: Plan, after: Plan) -> str:
 
 
 def _runs(names: Sequence[str], which: Sequence[int]) -> str:
-    """Names ``which`` says, in order: the first and the last of those that lie together, of few such runs.
+    """The names at the indices ``which``. Of neighbours only the first and the last are shown, and only a few runs.
 
     >>> _runs(["stem", "a", "b", "c", "head"], [0, 2, 3, 4]), _runs(list("abcdefghi"), [0, 2, 4, 6, 8])
     ('stem, b .. head (3)', 'a, c, e and 2 more')
@@ -237,7 +237,7 @@ def _way(a: Assignment) -> str:
 
 
 def _limit(found: Plan, cluster: Cluster) -> int:
-    """The smallest device that ``found`` fits."""
+    """Bytes of memory of the smallest device that ``found`` fits."""
     return _ceil(needed(cluster.device, max(found.prediction.memory_bytes_per_rank), found.num_ranks))
 
 
@@ -252,10 +252,10 @@ def _falling(top: int, floor: int, points: int) -> list[int]:
 
 
 def _as_points(found: Sequence[Plan], cluster: Cluster, have: int) -> tuple[MemoryPoint, ...]:
-    """The points, loosest first, without those that are neither faster nor smaller than the next (of a search that ran
-    out of time).
+    """The points, loosest limit first, without those that are not faster than the next one: their search ran out of
+    time.
 
-    The bound of one limit holds for every lower one, so gaps profit from all looser points.
+    A bound under one limit holds under every lower one, so the gap of a point uses the bounds of all looser points.
     """
     bounds = list(accumulate((p.certificate.lower_bound_s for p in found), max))
     kept: list[tuple[Plan, float]] = []
@@ -286,7 +286,7 @@ def _nothing(gpus: int, why_not: str) -> CostPoint:
 
 
 def _undominated(point: CostPoint, others: Sequence[CostPoint]) -> bool:
-    """Whether none is at least as fast and as cheap, and better in one of both."""
+    """Whether no other point is at least as fast and as cheap, and better in one of both."""
     if point.epoch_s is None or point.epoch_cost is None:
         return False
     mine = (point.epoch_s, point.epoch_cost)

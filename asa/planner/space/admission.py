@@ -1,4 +1,4 @@
-"""Checks of a request that need no model."""
+"""Checks a request as far as that needs no model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from asa.planner.space.space import check
 
 
 def check_request(cluster: Cluster | None, strategies: Strategies, request: Request) -> None:
-    """Refuse a request that no model can satisfy. With ``cluster`` None, which is yet to be measured, refuse only what
-    no cluster can satisfy.
+    """Refuse a request that no model can satisfy. ``cluster`` is None where it is yet to be measured: then only what no
+    cluster can satisfy is refused.
 
     Raises:
-        UsageError: unknown strategies, contradictory pins, more devices than the cluster has.
+        UsageError: unknown strategies, pins to strategies not offered, more devices than the cluster has, or offload on
+            a CPU.
     """
     if cluster is not None and request.gpus > cluster.num_devices:
         larger = presets.offered(request.gpus, like=cluster.name)

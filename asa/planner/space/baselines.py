@@ -1,7 +1,7 @@
-"""The whole strategies, one choice for the whole network, as candidates of the same space.
+"""The whole strategies, with one choice for the whole network, as candidates of the space.
 
-Where a component refuses its part (nothing to split, nothing to shard), it runs whole on each of the ranks that would
-have split it, as the stock implementations do.
+A component that refuses its part (nothing to split, nothing to shard) runs whole on each of the ranks that would have
+split it, as in the stock implementations.
 """
 
 from __future__ import annotations
@@ -34,19 +34,18 @@ _DATA: dict[str, DataStrategyName] = {
 _PIPELINES: tuple[ScheduleName, ...] = ("layers", "gpipe", "1f1b")
 _LATER = ("interleaved", "zero_bubble")
 AGAIN = "+ckpt"
-"""Behind a whole strategy of which every component that can computes its activations again."""
+"""Suffix of a whole strategy in which every component that can recomputes its activations."""
 _AGAIN = ("ddp", "fsdp", "tensor")
-"""Strategies that are priced with recomputation beside every plan."""
+"""Strategies whose variants with recomputation are priced as baselines of every plan."""
 BEST_AGAIN = "hybrid" + AGAIN
-"""The best uniform split, with as many components computed again as memory asks for."""
+"""The best uniform split, with recomputation of as many components as memory requires."""
 _HYBRID = re.compile(r"hybrid:(?:d(\d{1,5}))?(?:t(\d{1,5}))?(?:p(\d{1,5}))?")
 
 
 @noun
 class Degrees:
-    """A uniform strategy: data, tensor and pipeline degree, how data parallelism keeps state, and the schedule.
-    ``sequence``: components that are split also split their tokens, where they can. ``again``: activations are computed
-    again."""
+    """A uniform strategy: data, tensor and pipeline degree (``d``, ``t``, ``p``), the data strategy and the schedule.
+    ``sequence``: split components also split their tokens, where they can. ``again``: activations are recomputed."""
 
     data: DataStrategyName
     d: int
@@ -58,16 +57,16 @@ class Degrees:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the strategy uses."""
+        """Number of ranks that the strategy uses."""
         return self.d * self.t * self.p
 
 
 class Unavailable(Exception):
-    """A whole strategy that cannot be run as asked; the message says why, in few words."""
+    """A whole strategy cannot run as asked; the message says why in a few words."""
 
 
 def names(strategies: Strategies, gpus: int) -> tuple[str, ...]:
-    """Names of all whole strategies that are built, with each proper hybrid of ``gpus`` devices."""
+    """Names of all whole strategies that are offered, with every hybrid of ``gpus`` devices."""
     found = ["single", *(n for n, data in _DATA.items() if data in strategies.data)]
     if "tensor" in strategies.tensor:
         found.append("tensor")
@@ -81,7 +80,7 @@ def names(strategies: Strategies, gpus: int) -> tuple[str, ...]:
 
 
 def _hybrids(strategies: Strategies, gpus: int) -> list[str]:
-    """Every split of the devices over at least two of data, tensor and pipeline."""
+    """Names of all splits of the devices over at least two of data, tensor and pipeline parallelism."""
     factors = [x for x in range(gpus, 0, -1) if gpus % x == 0]
     splits = [(d, t, gpus // d // t) for d in factors for t in factors if gpus % (d * t) == 0]
     return [
@@ -94,10 +93,10 @@ def _hybrids(strategies: Strategies, gpus: int) -> list[str]:
 
 
 def check(asked: tuple[str, ...], strategies: Strategies, gpus: int) -> None:
-    """Refuse whole strategies that are unknown or not built.
+    """Refuse strategies in ``asked`` that are unknown or not offered.
 
     Raises:
-        UsageError: the message names those that are built.
+        UsageError: names those that are offered.
     """
     known = ("asa", *names(strategies, gpus), *(["sequence"] if "sequence" in strategies.tensor else []))
     for name in asked:
@@ -125,11 +124,11 @@ def members(name: str, strategies: Strategies, gpus: int) -> tuple[str, ...]:
 
 
 def candidates(name: str, prices: Prices) -> Iterator[Candidate]:
-    """Candidates of one whole strategy (other than ``asa`` and ``hybrid``) with one microbatch, and with all powers of
-    two.
+    """Candidates of one whole strategy (other than ``asa`` and ``hybrid``), one for each number of microbatches in
+    ascending order, as long as there are enough samples.
 
     Raises:
-        Unavailable: fewer samples, devices or components than it needs even in one microbatch.
+        Unavailable: it cannot run with any number of microbatches.
     """
     counts = [m for m in prices.space.microbatches() if m >= _fewest(name, prices)]
     if not counts:
@@ -147,14 +146,14 @@ def candidates(name: str, prices: Prices) -> Iterator[Candidate]:
 
 
 def _fewest(name: str, prices: Prices) -> int:
-    """The fewest microbatches: stages that take turns with one are ``layers``, whatever they are called."""
+    """The fewest microbatches of a strategy: a pipeline with a single one is called ``layers``."""
     degrees = _degrees(name.removesuffix(AGAIN), prices.space.request.gpus)
     return 2 if degrees.p > 1 and degrees.schedule != "layers" else 1
 
 
 def at_least(name: str, prices: Prices) -> float:
-    """Seconds that computing takes at least under one whole strategy on equal devices, wherever it is cut; 0 if it
-    cannot be run."""
+    """A lower bound on the seconds of compute under one whole strategy on equal devices, wherever it is cut; 0 if it
+    cannot run."""
     counts = [m for m in prices.space.microbatches() if _fewest(name, prices) <= m]
     try:
         uniform(name, prices, counts[0] if counts else 1)
@@ -165,7 +164,7 @@ def at_least(name: str, prices: Prices) -> float:
         if prices.space.request.global_batch // m < x.d or (x.p > 1 and m > MOST_IN_A_PIPELINE):
             break
         taken = prices.compute_of(x.d, x.t, m, x.p)
-        # A stage waits for those in front, and then has all microbatches: best where later stages are smaller.
+        # A stage waits for those before it and then computes all microbatches; optimal cuts give later stages less.
         found.append(max(m * float(taken.max()), float(taken.sum()) / (1 - (1 - 1 / m) ** x.p)))
     return min(found, default=0.0)
 
@@ -206,10 +205,10 @@ def uniform(name: str, prices: Prices, num_microbatches: int) -> Candidate:
 
 
 def _check_samples(space: Space, degrees: Degrees, num_microbatches: int) -> None:
-    """Refuse a strategy under which a component has too few samples on a rank.
+    """Check that every component has enough samples on every rank.
 
     Raises:
-        Unavailable: names the first such component.
+        Unavailable: names the first component that has too few.
     """
     for i, component in enumerate(space.profile.graph.components):
         if not space.enough_samples(i, degrees.d, num_microbatches):
@@ -243,10 +242,10 @@ def _way(index: int, degrees: Degrees, space: Space) -> Way:
 
 
 def _balanced(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatches: int) -> tuple[int, ...]:
-    """Cuts into ``p`` stages such that the one with the most computation has the least.
+    """Starts of ``p`` stages such that the most compute of a stage is least.
 
     Raises:
-        Unavailable: fewer components than stages, or a schedule that refuses them.
+        Unavailable: fewer components or cuts than stages, or the schedule is not offered or refuses them.
     """
     p, n = degrees.p, len(ways)
     schedule = prices.space.strategies.schedules.get(degrees.schedule)
@@ -261,7 +260,7 @@ def _balanced(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatche
         return _one_by_one(prices, ways, degrees, num_microbatches)
     alone = prices.alone([w.layout for w in ways], num_microbatches, prices.space.request.gpus)
     before = np.concatenate([[0.0], np.cumsum(alone)])
-    # best[i]: the least maximum of the components from i on in the stages still to come; ends: where the first ends.
+    # best[i]: least maximum over the remaining stages if they start at component i; ends: where the first of them ends.
     best, ends = before[n] - before[:n], [np.full(n, n)]
     for left in range(2, p + 1):
         best, stop = _first_stages(before, best, n - left)
@@ -275,11 +274,11 @@ def _balanced(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatche
 
 
 _Cuts = dict[int, tuple[float, tuple[int, ...]]]
-"""By the first component of the last so many stages, the computation of the slowest of them, and where they start."""
+"""By first component of the last k stages: seconds of compute of the slowest of them, and where they start."""
 
 
 def _one_more(behind: _Cuts, before: list[float], allowed: list[int]) -> _Cuts:
-    """The best cuts with one stage more in front of those ``behind``; ``before``: computation in front of each."""
+    """The best cuts with one more stage before those of ``behind``. ``before[i]``: compute before component i."""
     return {
         i: min((max(before[j] - before[i], value), (i, *rest)) for j, (value, rest) in behind.items() if j > i)
         for i in allowed
@@ -288,8 +287,8 @@ def _one_more(behind: _Cuts, before: list[float], allowed: list[int]) -> _Cuts:
 
 
 def _one_by_one(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatches: int) -> tuple[int, ...]:
-    """Cuts for stages of unequal devices, each by what its own ranks take, or of a model that can be cut in some places
-    only: every cut is tried.
+    """Starts of stages as for :func:`_balanced`, for unequal devices, where a stage's compute depends on its ranks, and
+    for models that can be cut in some places only. Every cut is tried.
 
     Raises:
         Unavailable: fewer cuts than stages.
@@ -307,10 +306,10 @@ def _one_by_one(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatc
 
 
 def _first_stages(before: Any, behind: Any, last: int) -> tuple[Any, Any]:
-    """For every start up to ``last``, the least maximum of a stage from there on and of what is ``behind`` it, and its
-    earliest end; infinite further on.
+    """For every start up to ``last``, the least maximum of the stage that starts there and of the stages ``behind`` it,
+    and the stage's earliest end; infinite for later starts.
 
-    With a later end the stage takes longer and what is behind it less, so the least maximum is where they cross.
+    With a later end the stage takes longer and those behind it less, so the least maximum is where the two cross.
     """
     start = np.arange(last + 1)
     cross = np.searchsorted((before[: last + 2] - behind[: last + 2])[1:], before[start]) + 1

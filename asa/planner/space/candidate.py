@@ -1,4 +1,4 @@
-"""A plan in the making, and its price in closed form, without a solver."""
+"""Candidates (plans during the search) and their prices in closed form, without a solver."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from asa.planner import clock
 from asa.planner.space.space import TOLERANCE_GIB, Allowed, Space, anything
 
 _KEPT = 50_000
-"""Components of candidates whose prices are kept, all together."""
+"""Most components of all candidates together whose prices are cached."""
 
 
 @noun
 class Candidate:
     """A way for every component, in stages of ``widths`` ranks that begin with components ``starts``.
 
-    ``origin``: who proposed it. A single stage has the schedule ``none``.
+    ``origin``: the strategy that it comes from. A single stage has the schedule ``none``.
     """
 
     origin: str
@@ -61,7 +61,7 @@ class Candidate:
 
     @property
     def ranks(self) -> int:
-        """Ranks that take part."""
+        """Number of ranks of all stages together."""
         return sum(self.widths)
 
     @property
@@ -74,25 +74,25 @@ class Candidate:
         return bisect_right(self.starts, index) - 1
 
     def width(self, index: int) -> int:
-        """Ranks of the stage of component ``index``."""
+        """Number of ranks of the stage of component ``index``."""
         return self.widths[self.stage(index)]
 
     @property
     def weights(self) -> dict[int, tuple[int, ...]]:
-        """The weights by which stages divide their batch, by stage width, where there are any."""
+        """The weights by which stages divide their batch, by stage width; stages without weights are left out."""
         cut = {w: self.ways[start].layout.weights for w, start in zip(self.widths, self.starts, strict=True)}
         return {w: x for w, x in cut.items() if x}
 
     def with_way(self, index: int, way: Way) -> Candidate:
-        """A copy that runs one component another way."""
+        """A copy in which component ``index`` has the way ``way``."""
         return replace(self, ways=(*self.ways[:index], way, *self.ways[index + 1 :]))
 
 
 class Prices:
     """Prices of ways and candidates in one space, each computed once.
 
-    ``known``: prices of the same profile, cluster, strategies, batch and optimizer under another limit of memory or
-    devices; what they share is not computed again.
+    ``known``: prices for the same profile, cluster, strategies, batch and optimizer under another limit of memory or
+    devices, from which shared results are taken.
     """
 
     def __init__(self, space: Space, known: Prices | None = None) -> None:
@@ -107,7 +107,7 @@ class Prices:
         self._menus: dict[tuple[object, ...], Menu] = {}
         self._splits: dict[int, np.ndarray] = {}
         self.uniform: dict[object, list[Way]] = {}
-        """Ways of the whole strategies: they are the same for any number of microbatches."""
+        """Cache of the ways of the whole strategies, which are the same for any number of microbatches."""
         self._leasts: dict[tuple[object, ...], np.ndarray] = {}
         self._known: dict[tuple[object, ...], Price] = {}
         offload, tokens = space.may_offload and space.request.offload == "auto", space.may_cut_tokens
@@ -115,7 +115,7 @@ class Prices:
             space.offloading, space.by_tokens = offload or space.offloading, tokens or space.by_tokens
 
     def _plain_fits(self) -> bool:
-        """Whether plain data parallelism on all devices fits, in some number of microbatches."""
+        """Whether plain data parallelism on all devices fits with some number of microbatches."""
         space, gpus, count = self.space, self.space.request.gpus, len(self.space.profile.graph)
 
         def enough(degree: int, m: int) -> bool:
@@ -136,8 +136,8 @@ class Prices:
         return False
 
     def pricer(self, width: int, num_microbatches: int, busy: int | None = None, first: int = 0) -> Pricer:
-        """The pricer for stages of ``width`` ranks from ``first`` on, ``busy`` of which work at once (``width`` for a
-        single stage)."""
+        """The pricer for stages of ``width`` ranks from rank ``first`` on, while ``busy`` ranks work at the same time
+        (None: ``width``, as in a single stage)."""
         working, s = width if busy is None else busy, self.space
         speeds = s.cluster.speeds(range(first, first + width))
         spare = self._spare(first, width)
@@ -162,7 +162,7 @@ class Prices:
         return self._pricers[key]
 
     def menu(self, pricer: Pricer, allowed: Allowed) -> Menu:
-        """All ways of all components on such stages that ``allowed`` lets through, whatever samples they need."""
+        """All allowed ways of all components on stages of ``pricer``, whether or not they have enough samples."""
         space, width, m = self.space, pricer.width, pricer.num_microbatches
         layouts = space.layouts(width, m)
         key = (width, pricer.busy, layouts, allowed)
@@ -178,7 +178,7 @@ class Prices:
     def menu_of(
         self, pricer: Pricer, ways: Sequence[Sequence[Way]], forgetting: Callable[[int, Way], bool] | None = None
     ) -> Menu:
-        """The menu of these ways of all components, on stages of which ``pricer`` prices some. ``forgetting`` as for
+        """The menu of ``ways``, a sequence for each component, on stages of ``pricer``. ``forgetting`` as for
         :class:`asa.cost.menu.Menu`."""
         return Menu(
             self.space.profile.graph, pricer.states, self._times, self.space.request.optimizer, ways,
@@ -186,8 +186,8 @@ class Prices:
         )  # fmt: skip
 
     def _spare(self, first: int, width: int) -> tuple[float, ...]:
-        """For each rank of a stage, how many bytes more its device has than the smallest; empty where all have the
-        same."""
+        """For each rank of a stage, the bytes that its device has more than the smallest; empty where all are equal, or
+        a memory limit was given."""
         space = self.space
         if space.cluster.devices is None:
             return ()
@@ -197,8 +197,8 @@ class Prices:
         return tuple(space.room(r, 1, width) - least for r in range(first, first + width))
 
     def compute(self, width: int, num_microbatches: int, busy: int | None = None, first: int = 0) -> list[float]:
-        """For each component the least seconds of forward and backward of one microbatch in a stage of that width which
-        begins with rank ``first``, without communication; infinite where it cannot run there at all."""
+        """For each component the least seconds of forward and backward of one microbatch in a stage of ``width`` ranks
+        from rank ``first`` on, without communication; infinite where it cannot run there."""
         busy = width if busy is None else busy
         at_once = working(width, busy, num_microbatches)
         if at_once not in self._slow:
@@ -207,7 +207,7 @@ class Prices:
         return found
 
     def _least(self, width: int, num_microbatches: int, first: int) -> np.ndarray:
-        """For each component the seconds of :meth:`compute` while no other rank works."""
+        """The seconds of :meth:`compute` for each component while no other rank works."""
         space, batch = self.space, self.space.request.global_batch
         speeds = space.cluster.speeds(range(first, first + width))
         key = (width, num_microbatches, speeds)
@@ -225,8 +225,8 @@ class Prices:
         return least
 
     def _shards(self, width: int, num_microbatches: int) -> list[tuple[int, int, int]]:
-        """Samples of the largest shard, tensor degree, and samples of the smallest shard, of each layout without
-        weights."""
+        """For each layout without weights: samples of the largest shard, tensor degree, samples of the smallest
+        shard."""
         batch = self.space.request.global_batch
         microbatch, smallest = largest_shard(batch, num_microbatches), batch // num_microbatches
         found = [
@@ -236,7 +236,7 @@ class Prices:
         return list(dict.fromkeys(found))
 
     def prepare(self, among: Sequence[int]) -> None:
-        """Interpolate the times of all shards of stages of these widths at once."""
+        """Interpolate the times of all shards of stages of the widths ``among`` at once."""
         needed: dict[int, dict[int, None]] = {}
         for w in among:
             for m in self.space.microbatches() if w not in self.space.weights else ():
@@ -246,7 +246,7 @@ class Prices:
             self._times.prepare(some, tensor)
 
     def _unequal(self, layout: Layout, cut: Shards) -> np.ndarray:
-        """Seconds of the rank that takes longest, in a layout with uneven shards or on unequal devices."""
+        """For each component the seconds of the slowest rank, in a layout with uneven shards or on unequal devices."""
         fewest = min(layout.fewest(size) for size in cut.sizes)
         if fewest < 1:
             return np.full(len(self.fewest), np.inf)
@@ -254,8 +254,8 @@ class Prices:
         return np.where(self.fewest <= fewest, np.max(taken, axis=0), np.inf)
 
     def alone(self, layouts: Sequence[Layout], num_microbatches: int, busy: int) -> np.ndarray:
-        """For each component the seconds of forward and backward of one microbatch in its own layout of ``layouts``,
-        without communication, on equal devices."""
+        """For each component the seconds of forward and backward of one microbatch in its layout of ``layouts``,
+        without communication, on equal devices of which ``busy`` work at the same time."""
         found = np.zeros(len(layouts))
         for layout in dict.fromkeys(layouts):
             pricer = self.pricer(layout.width, num_microbatches, busy)
@@ -267,16 +267,16 @@ class Prices:
 
     def compute_of(self, data: int, tensor: int, num_microbatches: int, stages: int) -> np.ndarray:
         """For each component the seconds of forward and backward of one microbatch on stages of ``data`` x ``tensor``
-        ranks, ``stages`` of which work at once, without communication and on equal devices; components that cannot be
-        split count whole."""
+        equal devices, without communication, while ``stages`` such stages work at the same time. Components that
+        cannot be split count whole."""
         width = data * tensor
         split = [tensor > 1 and self.space.splits(i, tensor) for i in range(len(self.space.profile.graph))]
         layouts = [Layout(width=width, data=data, tensor=t) for t in (1, tensor)]
         return self.alone([layouts[s] for s in split], num_microbatches, width * stages)
 
     def at_least(self, candidate: Candidate) -> float:
-        """Seconds that a pipeline takes at least, without communication: one microbatch through all stages in front of
-        a stage, and all of them through that."""
+        """A lower bound on the seconds of a pipeline, from compute alone: one microbatch passes all stages before some
+        stage, and that one computes all microbatches. 0 for a single stage and on unequal devices."""
         if self.space.cluster.unequal or len(candidate.widths) == 1:
             return 0.0
         m = candidate.num_microbatches
@@ -286,8 +286,8 @@ class Prices:
         return float((front + m * stages).max())
 
     def alone_on(self, samples: int, tensor: int) -> np.ndarray:
-        """For each component the seconds of forward and backward of ``samples`` on one rank of the profile's device
-        while no other rank works, split ``tensor`` ways; infinite where it cannot be split."""
+        """For each component, split ``tensor`` ways, the seconds of forward and backward of ``samples`` on one of the
+        profile's devices while no other works; infinite where it cannot be split."""
         key = (samples, tensor, self.space.by_tokens)
         if key not in self._computes:
             if tensor not in self._splits:
@@ -299,22 +299,22 @@ class Prices:
         return self._computes[key]
 
     def capacity(self, candidate: Candidate) -> float:
-        """Bytes of active memory a rank of ``candidate`` may use."""
+        """Bytes of active memory that a rank of ``candidate`` may use."""
         return self.space.capacity(self.busy(candidate))
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether every rank has memory enough. This decides for every plan, whoever proposed it."""
+        """Whether every rank has enough memory. Every plan has to pass this test, wherever it comes from."""
         return self.of(candidate).peak.total <= self.capacity(candidate) + TOLERANCE_GIB * GIB
 
     def excess(self, stage: StagePrice, first: int, width: int, busy: int) -> float:
-        """Bytes by which a stage that begins with rank ``first`` exceeds what its ranks may use, at the rank where that
-        is most; negative where all fit."""
+        """Bytes by which a stage from rank ``first`` on exceeds what its ranks may use, on the rank where that is most;
+        not positive where all fit."""
         if not stage.peaks:
             return stage.peak.total - self.space.room(first, width, busy)
         return max(p.total - self.space.room(first + r, 1, busy) for r, p in enumerate(stage.peaks))
 
     def busy(self, candidate: Candidate) -> int:
-        """How many ranks slow each other down: those of a single stage, or all that a pipeline may use."""
+        """Number of ranks that slow each other down: those of a single stage, or all that a pipeline may use."""
         return candidate.ranks if len(candidate.widths) == 1 else self.space.request.gpus
 
     def of(self, candidate: Candidate) -> Price:
@@ -337,8 +337,8 @@ class Prices:
         return self._levelled(found, candidate, firsts) if self.space.cluster.devices else found
 
     def _levelled(self, price: Price, candidate: Candidate, firsts: list[int]) -> Price:
-        """The price with the peak of the stage that comes closest to its devices' memory, less what they have beyond
-        :meth:`capacity`."""
+        """The price with the peak of the stage that comes closest to the limit of its devices, shifted so that it
+        compares with :meth:`capacity`."""
         busy, free = self.busy(candidate), self.capacity(candidate)
         places = zip(price.stages, firsts, candidate.widths, strict=True)
         peaks = [replace(s.peak, total=free + self.excess(s, first, width, busy)) for s, first, width in places]

@@ -1,11 +1,11 @@
 """Prices of disciplines of consistency, for the table of comparisons.
 
-Under a discipline the workers of data parallelism wait for each other in another way (:mod:`asa.ir.consistency`). A
-simulation gives the time (:mod:`asa.cost.consistency`) from the prices that every plan has: computing and updates of a
-replicated component, a message between two ranks for a push and for a pull, an all_reduce for a meeting. A push leaves
-when backward has ended and the weights come back before the next forward: neither is hidden.
+Under a discipline the workers of data parallelism wait for each other in another way (:mod:`asa.ir.consistency`). The
+step time is simulated (:mod:`asa.cost.consistency`) from the same prices as those of plans: compute and update of a
+replicated component, a message between two ranks for a push and a pull, an all_reduce for an average of weights. A push
+starts after backward and the weights arrive before the next forward, so neither is hidden.
 
-Prices are of time and memory alone. What stale weights cost in steps to a target is a separate curve
+These are prices of time and memory alone. How many more steps stale weights need to a target is a separate curve
 (:mod:`asa.ir.staleness`).
 """
 
@@ -29,15 +29,15 @@ from asa.ir.plan import Plan
 from asa.planner.space.candidate import Candidate, Prices
 
 TABLED = ("ps_sync", "ps_async", "ps_bounded")
-"""Disciplines that stand beside every plan."""
+"""Disciplines that are priced beside every plan."""
 
 _CYCLES, _MOST, _LEAST = 2000, 48, 4
-"""Steps of all workers that a run by the clock has at most, and global batches that it has at most and at least."""
+"""Most steps of all workers together in a simulation, and its most and fewest global batches."""
 
 
 @noun
 class Disciplined:
-    """A discipline on the workers of data parallelism: its price, the simulated run, and its workers."""
+    """A discipline on the workers of data parallelism: its price, the simulated run, and the simulated machine."""
 
     price: Price
     played: Played
@@ -45,15 +45,15 @@ class Disciplined:
 
 
 def why_not(name: str) -> str:
-    """Why a discipline is not chosen."""
+    """The reason why a discipline is not chosen."""
     exact = parse(name).synchronous
     changed = "" if exact else ", and --consistency any says what changed convergence costs"
     return f"not chosen: it runs where it is asked for by name{changed}"
 
 
 def machine(prices: Prices, replicated: Candidate, discipline: Discipline | None) -> Machine:
-    """The simulated machine: workers on the ranks of ``replicated``, plain data parallelism over at least 2 ranks in
-    one stage. The last ranks are servers where the discipline gives them ranks of their own.
+    """The machine to simulate, with workers on the ranks of ``replicated``, which is plain data parallelism over at
+    least 2 ranks in one stage. Where servers have ranks of their own, these are the last ones.
 
     Raises:
         UsageError: there are too few ranks for the discipline.
@@ -73,10 +73,10 @@ def machine(prices: Prices, replicated: Candidate, discipline: Discipline | None
     share, largest = batch / count, largest_shard(batch, ranks)
     size = float(sum(c.parameter_bytes for c in space.profile.graph.components))
     links = Links(space.cluster, ranks)
-    # The distance of two ranks that the widest links between them join.
+    # The distance between two ranks that communicate over the widest level of links among these ranks.
     apart = max((level.devices for level in space.cluster.levels[:-1] if level.devices < ranks), default=1)
     message = links.handover(size / num_servers, apart, 1) if num_servers else 0.0
-    away = (count - 1) / count if beside else 1.0  # the worker beside a server has nothing to send to it
+    away = (count - 1) / count if beside else 1.0  # a worker sends nothing to a server on its own rank
     remote = [message * (num_servers - (beside and w < num_servers)) for w in range(count)]
     return Machine(
         workers=tuple(
@@ -99,10 +99,10 @@ def machine(prices: Prices, replicated: Candidate, discipline: Discipline | None
 
 
 def disciplined(prices: Prices, replicated: Candidate, discipline: Discipline) -> Disciplined:
-    """``discipline`` on the ranks and microbatches of ``replicated``, plain data parallelism in one stage.
+    """The price of ``discipline`` on the ranks and microbatches of ``replicated``, plain data parallelism in one stage.
 
     Raises:
-        UsageError: there are too few ranks, the discipline is one of stages, or ranks have no memory to share.
+        UsageError: there are too few ranks, the discipline is pipelined, or hogwild's ranks share no memory.
     """
     cluster = prices.space.cluster
     if discipline.name == "hogwild" and (cluster.device.type != "cpu" or replicated.ranks > cluster.host):
@@ -125,9 +125,9 @@ def disciplined(prices: Prices, replicated: Candidate, discipline: Discipline) -
 
 
 def grouped(prices: Prices, plan: Plan, discipline: Discipline) -> tuple[StepCost, tuple[int, ...]]:
-    """A step of groups of ranks that each run ``plan`` on their share of the batch and meet as ``discipline`` says; and
-    the bytes that a rank of a group holds for that beyond what ``plan`` needs. A rank meets those with the same part of
-    the weights in the other groups, all at the same time."""
+    """The cost of a step of groups of ranks that each run ``plan`` on their share of the batch and average weights as
+    ``discipline`` says, and the bytes that each rank of a group holds for that beyond ``plan``. A rank averages with
+    those that have the same part of the weights in the other groups, all at the same time."""
     assert discipline.groups is not None
     space, count, inside = prices.space, discipline.groups, plan.prediction
     each, links = plan.num_ranks, Links(prices.space.cluster, prices.space.request.gpus)
@@ -157,15 +157,14 @@ def grouped(prices: Prices, plan: Plan, discipline: Discipline) -> tuple[StepCos
 
 
 def _for_meetings(discipline: Discipline, size: float) -> float:
-    """Bytes for meetings about ``size`` bytes of weights: the message, and, for an outer optimizer, where workers
-    started and the momentum."""
+    """Bytes that averaging ``size`` bytes of weights takes: the message and, for an outer optimizer, the weights at the
+    last average and the momentum."""
     return size * (1 + (discipline.name == "diloco") * 2)
 
 
 def _held(prices: Prices, plain: Peak, discipline: Discipline) -> Peak:
-    """Bytes of the rank that holds most. A server keeps its part of the weights, their sum of gradients and the
-    optimizer's state, which no worker has. A meeting of all weights needs as much again for the message, and an outer
-    optimizer keeps where workers started and its momentum."""
+    """The peak of the rank that holds most. A server keeps its part of the weights, of the summed gradients and of the
+    optimizer's state, and workers have no such state. Averaging needs memory as in :func:`_for_meetings`."""
     size = float(sum(c.parameter_bytes for c in prices.space.profile.graph.components))
     words = OPTIMIZER_WORDS[prices.space.request.optimizer]
     if discipline.servers:

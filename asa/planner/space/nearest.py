@@ -1,4 +1,4 @@
-"""Known plans, changed as little as possible to meet a request: a search begins with them."""
+"""Changes known plans as little as possible, so that a search with restrictions can begin with them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Allowed, Space
 
 _FEW = 3
-"""Plans that are priced: known ones come fastest first."""
+"""Number of fitting plans among which the fastest is taken; known plans come fastest first."""
 
 
 def nearest(space: Space, candidate: Candidate, allowed: Allowed) -> Candidate | None:
-    """The candidate with another way for each component whose own is not allowed; None where there is none."""
+    """``candidate`` with the most similar allowed way wherever a way is not allowed; None where there is none."""
     found, space = candidate, _cut_alike(space, candidate)
     for i, way in enumerate(candidate.ways):
         if not allowed(i, way):
             offered = space.ways(i, candidate.width(i), candidate.num_microbatches, allowed)
-            other = min(offered, key=partial(_apart, way), default=None)
+            other = min(offered, key=partial(_difference, way), default=None)
             if other is None:
                 return None
             found = found.with_way(i, other)
@@ -31,7 +31,7 @@ def nearest(space: Space, candidate: Candidate, allowed: Allowed) -> Candidate |
 
 
 def start(prices: Prices, known: Iterable[Candidate | None], allowed: Allowed) -> Candidate | None:
-    """The fastest of the first few of ``known`` that can be changed so that they are allowed and fit."""
+    """The fastest of the first few of ``known`` that fit after being changed to what is allowed; None if none does."""
 
     def fits(candidate: Candidate) -> bool:
         return prices.fits(candidate)
@@ -41,10 +41,10 @@ def start(prices: Prices, known: Iterable[Candidate | None], allowed: Allowed) -
     return min(some, key=lambda x: prices.of(x).cost.total_s, default=None)
 
 
-def beside(prices: Prices, candidate: Candidate, allowed: Allowed, count: int, ends: float) -> list[Candidate]:
-    """The ``count`` fastest plans in which one component runs otherwise than in ``candidate``, fastest first.
+def single_changes(prices: Prices, candidate: Candidate, allowed: Allowed, count: int, ends: float) -> list[Candidate]:
+    """The ``count`` fastest plans in which one component has another way than in ``candidate``, fastest first.
 
-    Of those that fit and are ``allowed``, as many as are priced by the time ``ends``.
+    All of them fit and are ``allowed``. Plans that are not priced by the time ``ends`` are left out.
     """
     space = _cut_alike(prices.space, candidate)
 
@@ -63,13 +63,13 @@ def beside(prices: Prices, candidate: Candidate, allowed: Allowed, count: int, e
 
 
 def _cut_alike(space: Space, candidate: Candidate) -> Space:
-    """``space`` with the weights by which ``candidate`` divides its batch: a stage has one division for all
-    components."""
+    """``space`` with the weights by which ``candidate`` divides its batch, which are the same for all components of a
+    stage."""
     return space if space.weights == candidate.weights else space.weighted(candidate.weights)
 
 
-def _apart(one: Way, other: Way) -> int:
-    """The number of choices in which two ways differ; a layout counts most."""
+def _difference(one: Way, other: Way) -> int:
+    """The number of choices in which two ways differ; a layout counts as four."""
     private = (one.data.strategy != other.data.strategy, one.checkpoint != other.checkpoint,
                one.offload != other.offload)  # fmt: skip
     return 4 * (one.layout != other.layout) + sum(private)

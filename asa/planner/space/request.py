@@ -1,4 +1,4 @@
-"""What is asked of the planner, and pins, which hold components to a strategy."""
+"""A request to the planner, and pins, which fix the strategy of components."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TENSOR_NAMES: tuple[str, ...] = get_args(TensorStrategyName)
 
 @noun
 class Pin:
-    """Components whose name, or a prefix of it up to a dot, matches ``pattern`` use ``strategy`` at ``degree``.
+    """A rule that components whose name, or a prefix of it up to a dot, matches ``pattern`` use ``strategy``.
 
-    Without a degree any one is allowed, above 1 where the strategy spreads anything.
+    ``degree``: None allows any degree, but only those above 1 for strategies that shard or split something.
     """
 
     pattern: str
@@ -31,11 +31,11 @@ class Pin:
 
     @property
     def axis(self) -> Literal["data", "tensor"]:
-        """Which of a component's two choices (data or tensor) is held."""
+        """Which of a component's two choices (data or tensor) is fixed."""
         return "data" if self.strategy in DATA_NAMES else "tensor"
 
     def matches(self, name: str) -> bool:
-        """Whether the component called ``name`` is meant.
+        """Whether the pin is for the component ``name``.
 
         >>> Pin(pattern="classifier", strategy="tensor", degree=2).matches("classifier.0")
         True
@@ -47,7 +47,7 @@ class Pin:
         return f"{self.pattern}={self.strategy}" + ("" if self.degree is None else f"@{self.degree}")
 
     def allows(self, strategy: str, degree: int) -> bool:
-        """Whether a choice on its axis is the one held. At degree 1 all strategies of one axis are the same.
+        """Whether the pin allows a choice on its axis. At degree 1 all strategies of one axis are the same.
 
         >>> Pin(pattern="x", strategy="zero3").allows("zero3", 4), Pin(pattern="x", strategy="zero3").allows("zero3", 1)
         (True, False)
@@ -58,10 +58,10 @@ class Pin:
 
 
 def parse_pin(text: str) -> Pin:
-    """``'layer4.*=zero3@4'`` as a :class:`Pin`; without ``@4``, any degree.
+    """The pin that a text like ``'layer4.*=zero3@4'`` states; without ``@4``, any degree.
 
     Raises:
-        UsageError: not of that form, or no strategy of one component.
+        UsageError: the text is not of that form, or names no strategy of a component.
     """
     found = re.fullmatch(r"\s*([^=\s]+)\s*=\s*([a-z0-9_]+)\s*(?:@\s*(\d{1,6})\s*)?", text)
     if found is None:
@@ -79,7 +79,7 @@ def parse_pin(text: str) -> Pin:
 
 
 def usual_limit(gpus: int) -> float:
-    """Seconds of search that a user who waits for the answer usually accepts.
+    """The default time limit of a search in seconds, for a user who waits for the answer.
 
     >>> usual_limit(8), usual_limit(1024)
     (2.0, 6.0)
@@ -91,12 +91,12 @@ def usual_limit(gpus: int) -> float:
 class Request:
     """One question to the planner.
 
-    ``gpus`` is the most devices a plan may use. ``memory_bytes`` is per rank, the device's own where None.
-    ``strategies`` are whole-strategy identifiers the answer may come from, all of them where None. ``offload``: whether
-    optimizer state may be on the host; ``auto``: where plain data parallelism does not fit. ``microbatches``: how many
-    a step has; the fastest number where None. ``uneven``: whether ranks with unequal devices may have unequal shares of
-    a batch. ``prefer_simple``: take the best whole strategy where a mixed plan would win less than the noise, and plain
-    data parallelism where nothing is surely enough faster.
+    ``gpus`` is the most devices that a plan may use. ``memory_bytes`` is per rank; None: that of the device.
+    ``strategies``: whole strategies that the answer may be; ``asa``, also where None, is any plan. ``offload``: whether
+    optimizer state may be on the host; ``auto``: only where plain data parallelism does not fit. ``microbatches``: how
+    many a step has; None: the fastest number. ``uneven``: whether unequal devices may have unequal shares of a batch.
+    ``prefer_simple``: answer with the best whole strategy where a mixed plan gains less than the noise, and with plain
+    data parallelism where nothing is faster with enough probability.
     """
 
     gpus: int
@@ -116,7 +116,7 @@ class Request:
 
     @property
     def named(self) -> frozenset[str]:
-        """Strategies that are asked for by name, of the whole network or of components."""
+        """Strategies that the request names, for the whole model or in pins."""
         return frozenset((*(self.strategies or ()), *(p.strategy for p in self.pins)))
 
     def __post_init__(self) -> None:

@@ -21,19 +21,19 @@ from asa.ir.units import GIB
 from asa.planner.space.request import TENSOR_NAMES, Pin, Request
 
 _NARROW = 16
-"""Ranks up to which a stage may use every layout."""
+"""Most ranks of a stage that may use every layout."""
 _WIDEST_SPLIT = 64
 
 TOLERANCE_GIB = 1e-5
-"""What is asked of memory, to this much: solvers take limits in GiB, with a tolerance."""
+"""Tolerance of memory limits in GiB: solvers take them in this unit, with a tolerance of their own."""
 _SPARED = TOLERANCE_GIB * GIB - 1e-3
-"""Bytes: by so much a solver may overstep a limit in GiB, so that what is promised stays within what was asked."""
+"""Bytes kept free on every rank, so that a plan that uses the tolerance is still within the limit asked for."""
 
 MOST_IN_A_PIPELINE = 1024
-"""Microbatches of a pipeline: the bubble is gone long before."""
+"""Most microbatches of a pipeline; its bubble is negligible long before."""
 
 Allowed = Callable[[int, Way], bool]
-"""Whether component i may run that way, beyond what strategies refuse."""
+"""A restriction: whether component i may run in a way, besides what strategies refuse."""
 
 
 def anything(_index: int, _way: Way) -> bool:
@@ -42,14 +42,14 @@ def anything(_index: int, _way: Way) -> bool:
 
 
 def widths(gpus: int) -> tuple[int, ...]:
-    """Stage widths to try, widest first: all up to 8, then whole nodes of 8, and all ranks."""
+    """Widths of stages in the space, widest first: all up to 8, multiples of 8, and ``gpus`` itself."""
     found = {*range(1, min(gpus, 8) + 1), *range(16, gpus + 1, 8), gpus}
     return tuple(sorted(found, reverse=True))
 
 
 @cache
 def layouts(width: int) -> tuple[Layout, ...]:
-    """Every layout of a stage: all (data, tensor) whose product divides its width."""
+    """All layouts of a stage: every pair of data and tensor degree whose product divides its width."""
     some = _divisors(width)
     return tuple(Layout(width=width, data=d, tensor=t) for d in some for t in some if width % (d * t) == 0)
 
@@ -60,7 +60,7 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 
 class Space:
-    """What a profile, a cluster, the strategies offered and a request leave to choose from."""
+    """All plans that a profile, a cluster, the offered strategies and a request allow."""
 
     def __init__(self, profile: Profile, cluster: Cluster, strategies: Strategies, request: Request) -> None:
         self.profile = profile
@@ -74,17 +74,17 @@ class Space:
         self._data_degrees: dict[tuple[DataStrategyName, Layout], DataDegree | None] = {}
         self._splits: dict[tuple[int, int, bool], list[TensorStrategyName]] = {}
         self.may_cut_tokens = "sequence" in strategies.tensor and request.gpus > 1 and bool(profile.by_tokens)
-        """Whether components may cut their tokens, too, where memory binds; prices tell. Unasked only where shards of
-        such were measured."""
+        """Whether components may also split their tokens where memory binds, which :class:`Prices` decides. Only where
+        such shards were measured."""
         self.by_tokens = "sequence" in strategies.tensor and "sequence" in request.named
-        """Whether they may, in what is searched: asked for by name, or because of that."""
+        """Whether layouts that split tokens are searched: they were asked for by name, or memory binds."""
         self._measured_one = {t.component for t in profile.timings if t.microbatch == 1 and t.tensor_degree == 1}
         self.may_offload = strategies.offload and cluster.device.type == "cuda"
         self.offloading = self.may_offload and request.offload == "always"
-        """Whether components may keep their optimizer state on the host; where it is open, prices tell."""
+        """Whether components may keep their optimizer state on the host. With ``auto``, :class:`Prices` decides."""
         self.pinned: Allowed = pinned(profile, request.pins) if request.pins else anything
         self.weights: dict[int, tuple[int, ...]] = {}
-        """By width, how stages that begin with rank 0 cut a batch; evenly where nothing is said."""
+        """Weights by which stages from rank 0 on divide a batch, by width; stages of other widths divide it evenly."""
 
     def weighted(self, weights: dict[int, tuple[int, ...]]) -> Space:
         """A copy in which stages divide batches by ``weights``."""
@@ -94,34 +94,34 @@ class Space:
 
     @property
     def measured(self) -> bool:
-        """Whether the model was profiled, undisturbed, and the links were timed: nothing is an estimate."""
+        """Whether nothing is estimated: the model was profiled without disturbance, and the links were measured."""
         return self.profile.provenance.trusted and self.cluster.status == "measured"
 
     def microbatches(self) -> tuple[int, ...]:
-        """Numbers of microbatches: the one asked for, or powers of two up to the batch."""
+        """Numbers of microbatches in the space: the one asked for, or all powers of two up to the batch."""
         if self.request.microbatches is not None:
             return (self.request.microbatches,)
         return tuple(2**k for k in range(self.request.global_batch.bit_length()))
 
     def capacity(self, width: int) -> float:
-        """Bytes of active memory that a rank may plan with; of unequal devices the least among the first ``width``."""
+        """Bytes of active memory that a rank may use; for unequal devices the least among the first ``width``."""
         return self.room(0, width, width)
 
     def room(self, first: int, width: int, busy: int) -> float:
-        """Bytes per rank for a stage that begins with rank ``first``, where ``busy`` ranks take part."""
+        """Bytes of active memory that each rank of a stage from rank ``first`` on may use; ``busy`` ranks take part."""
         limit = self.request.memory_bytes
         if limit is None and self.cluster.devices is not None:
             limit = min(self.cluster.memories()[first : first + width])
         return usable(self.cluster.device, limit, busy) - _SPARED
 
     def ways(self, index: int, width: int, num_microbatches: int, allowed: Allowed = anything) -> Iterator[Way]:
-        """Every way component ``index`` may run, in a stage of ``width``, with that many microbatches."""
+        """Every allowed way of component ``index`` in a stage of ``width`` ranks with ``num_microbatches``."""
         for layout in self.layouts(width, num_microbatches):
             if self.enough(index, layout, num_microbatches):
                 yield from (way for way in self.ways_in(index, layout) if allowed(index, way))
 
     def ways_in(self, index: int, layout: Layout) -> tuple[Way, ...]:
-        """Every way that component ``index`` may run in a layout, if its ranks have samples enough."""
+        """Every way of component ``index`` in ``layout``, whether or not its ranks have enough samples."""
         key = (index, layout, self.offloading)
         if key not in self._ways:
             self._ways[key] = tuple(self._every_way(index, layout))
@@ -129,7 +129,7 @@ class Space:
 
     def _every_way(self, index: int, layout: Layout) -> Iterator[Way]:
         component = self.profile.graph.components[index]
-        if component.tied and layout.data != layout.width:  # one way for all that share a parameter
+        if component.tied and layout.data != layout.width:  # all components that share a parameter run in one way
             return
         for tensor in self._tensor(index, layout.tensor, layout.sequence):
             named = (tensor, layout.tensor)
@@ -145,11 +145,11 @@ class Space:
                     yield Way(layout=layout, data=data, tensor=split, checkpoint=checkpoint, offload=offload)
 
     def layouts(self, width: int, num_microbatches: int) -> tuple[Layout, ...]:
-        """The layouts of a stage that are in the space: all of a narrow stage.
+        """The layouts of a stage that are in the space. A narrow stage has all of them.
 
-        In a wide one, where there would be thousands of pairs of them, a tensor degree comes with as many data shards
-        as there are ranks, or if there are fewer samples than that, with as many as have one (or two). Where tokens may
-        be cut, every layout with a tensor degree is there a second time.
+        In a wide stage, where pairs of layouts would number thousands, each tensor degree has the data degree that uses
+        all ranks and, with fewer samples than that, the largest that leaves each rank one sample, or two. Where tokens
+        may be split, every layout with a tensor degree exists a second time with split tokens.
         """
         found, key = self.whole_layouts(width, num_microbatches), (width, num_microbatches)
         if not self.by_tokens:
@@ -159,7 +159,7 @@ class Space:
         return self._cut[key]
 
     def whole_layouts(self, width: int, num_microbatches: int) -> tuple[Layout, ...]:
-        """The :meth:`layouts` that leave tokens whole."""
+        """The layouts of :meth:`layouts` that do not split tokens."""
         key, weights = (width, num_microbatches), self.weights.get(width, ())
         if weights and key not in self._layouts:
             even = Space.whole_layouts(self.weighted({}), width, num_microbatches)
@@ -177,8 +177,8 @@ class Space:
         return self._layouts[key]
 
     def forgets(self, component: Component) -> bool:
-        """Whether checkpointing a component is offered and saves anything: a checkpoint keeps the component's
-        output."""
+        """Whether recomputation is offered and saves memory: the activations of the component exceed its output, which
+        is kept."""
         return self.strategies.checkpoint and component.saved_bytes_per_sample > component.output_bytes_per_sample
 
     def _offloads(self, has_parameters: bool) -> tuple[bool, ...]:
@@ -187,11 +187,11 @@ class Space:
         return (True,) if self.request.offload == "always" else (False, True)
 
     def shards(self, layout: Layout) -> int | None:
-        """Over how many neighbours hsdp shards the state of a data group: those inside a node. None where the group has
-        no more than one node, or is not aligned with nodes.
+        """The number of neighbours over which hsdp shards the state of a data group: those inside a node. None where
+        the group lies inside one node, or is not aligned with nodes.
 
-        All devices of a cluster with one level are one node: there it is half of the group, if hsdp is asked for by
-        name.
+        In a cluster with one level all devices are one node. There it is the largest proper divisor of the group's
+        size, if hsdp is asked for by name.
         """
         node, degree = self.cluster.node, layout.data
         if len(self.cluster.levels) > 1:
@@ -202,7 +202,7 @@ class Space:
         return inside if 1 < inside < degree and degree % inside == 0 else None
 
     def data_degree(self, name: DataStrategyName, layout: Layout) -> DataDegree | None:
-        """The choice of a data strategy in a layout; None where it has none there."""
+        """The data strategy ``name`` with its degree in ``layout``; None where it cannot run there."""
         if (name, layout) not in self._data_degrees:
             self._data_degrees[name, layout] = self._new_data_degree(name, layout)
         return self._data_degrees[name, layout]
@@ -214,33 +214,33 @@ class Space:
         return None if shards is None else DataDegree(strategy=name, degree=layout.data, shards=shards)
 
     def placed(self, offset: int, width: int) -> bool:
-        """Whether a stage of that width may begin at that rank."""
+        """Whether a stage of ``width`` ranks may begin at rank ``offset``."""
         return self.cluster.placed(offset, width)
 
     def splits(self, index: int, degree: int) -> bool:
-        """Whether component ``index`` can be split that far."""
+        """Whether component ``index`` can be split ``degree`` ways."""
         return bool(self._tensor(index, degree))
 
     def enough_samples(self, index: int, degree: int, num_microbatches: int) -> bool:
-        """Whether every rank has a sample in every microbatch, and BatchNorm something to average over.
+        """Whether every one of ``degree`` ranks has the fewest samples of component ``index`` in every microbatch.
 
-        A batch of one is only given to a BatchNorm that was seen to train on one.
+        BatchNorm needs two samples, unless the profile shows that the component trains on one.
         """
         return self.request.global_batch // num_microbatches // degree >= self.fewest_samples(index)
 
     def enough(self, index: int, layout: Layout, num_microbatches: int) -> bool:
-        """Whether a layout, whose shards may be uneven, leaves a component enough samples."""
+        """Whether ``layout``, whose shards may be uneven, leaves component ``index`` enough samples on every rank."""
         return self.samples(layout, num_microbatches) >= self.fewest_samples(index)
 
     def samples(self, layout: Layout, num_microbatches: int) -> int:
-        """Samples of the smallest shard in the smallest microbatch."""
+        """Number of samples of the smallest shard of the smallest microbatch."""
         batch = self.request.global_batch
         if not layout.weights:
             return batch // num_microbatches // layout.data
         return min(layout.fewest(size) for size in (batch // num_microbatches, -(-batch // num_microbatches)))
 
     def fewest_samples(self, index: int) -> int:
-        """Fewest samples of a microbatch on a rank."""
+        """The fewest samples of a microbatch that component ``index`` needs on a rank."""
         component = self.profile.graph.components[index]
         return 2 if component.batch_norm and component.name not in self._measured_one else 1
 
@@ -268,7 +268,7 @@ class Space:
 
     @property
     def schedules(self) -> dict[str, Schedule]:
-        """The schedules that a pipeline may have. Layers is 1f1b with one microbatch: it stays a baseline."""
+        """The schedules that a pipeline may have. ``layers`` is left out: it is 1f1b with one microbatch."""
         return {n: s for n, s in self.strategies.schedules.items() if n != "layers"}
 
     def _wide(self) -> str:
@@ -313,10 +313,10 @@ class Space:
 
 
 def pinned(profile: Profile, pins: Sequence[Pin]) -> Allowed:
-    """The restriction that ``pins`` put on each component.
+    """The restriction that ``pins`` put on the ways of components.
 
     Raises:
-        UsageError: a pin matches no component, or two hold the same choice of one component to different values.
+        UsageError: a pin matches no component, or two pins contradict each other on one component.
     """
     names = [c.name for c in profile.graph.components]
     held: dict[tuple[int, str], Pin] = {}
@@ -344,7 +344,7 @@ def check(strategies: Strategies, pins: Sequence[Pin]) -> None:
     """Refuse pins to strategies that are not offered.
 
     Raises:
-        UsageError: the message names those that are.
+        UsageError: names those that are offered.
     """
     offered = (*strategies.data, *strategies.tensor)
     for pin in pins:

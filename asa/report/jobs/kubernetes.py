@@ -14,7 +14,7 @@ _PROCESS_GIB = 3
 """GiB of a process besides the plan's prediction: interpreter, libraries, a data set."""
 
 _UNPACK = (f'if [ "$JOB_COMPLETION_INDEX" = 0 ]; then mkdir -p {ORIGINS} && cp -L /plan/*.json {ORIGINS}/; fi',)
-"""Shell commands that put the origins of the plan where asa looks for them, for planning again."""
+"""Shell commands that copy the plan's profile and cluster to where asa reads them when it plans again."""
 
 
 def _indented(text: str, spaces: int) -> str:

@@ -10,8 +10,8 @@ from asa.report.jobs.job import ENVIRONMENT, GRACE_S, PREEMPTED, Job, resume_lin
 _EARLIER_S = 60
 """Seconds by which Slurm may send its signal too early, https://slurm.schedmd.com/sbatch.html#OPT_signal."""
 _LEAST_S = 2 * GRACE_S + _EARLIER_S
-"""Shortest job: it works for at least as long as it has to save. A shorter one would be told to stop at its start,
-save, and queue again for ever."""
+"""Least seconds of a job, which trains for at least as long as it may need to save. A shorter one would be stopped at
+its start, save, and queue itself again for ever."""
 
 
 def _clock(seconds: float) -> str:

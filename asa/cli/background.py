@@ -1,7 +1,7 @@
-"""A search for another plan in a process of its own, beside training: ranks never wait for it.
+"""Searches for another plan in a background process during training, so that ranks never wait for it.
 
-The process has a lower priority than ranks and may use all cores of the run. It gets a quarter of a core that a rank
-keeps busy (``_NICE``), which is the least that the search's own limit counts on
+The process has a lower priority than ranks and may use all cores of the run. It gets a quarter of the time of a core
+that a rank keeps busy (``_NICE``), the least that the limit of the search allows for
 (docs/decisions/0081-the-limit-counts-work.md), and all of the time in which ranks wait for each other.
 """
 
@@ -26,14 +26,14 @@ from asa.ir.profile import Profile
 from asa.scheduler.model import Answer, Question
 
 SOLVE_S = 1.0
-"""Seconds of search, beside training."""
+"""Time limit of a search during training, in seconds."""
 _NICE = 6
 _LIMIT_S = 120.0
 _PR_SET_PDEATHSIG = 1
 
 
-class Apart:
-    """``Model.answer`` on ``profile`` and ``cluster``, computed by a process that is started here."""
+class BackgroundSearch:
+    """Starts a process that computes ``Model.answer`` to ``question`` on ``profile`` and ``cluster``."""
 
     def __init__(self, profile: Profile, cluster: Cluster, question: Question) -> None:
         from asa.launch import faults
@@ -46,15 +46,15 @@ class Apart:
             asked.seek(0)
             environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "asa.cli.apart"], stdin=asked, stdout=self._answer,
+                [sys.executable, "-m", "asa.cli.background"], stdin=asked, stdout=self._answer,
                 stderr=subprocess.DEVNULL, env=environment,
             )  # fmt: skip
 
     def found(self) -> Answer | None:
-        """What was found; None while the search goes on.
+        """The answer; None while the search is running.
 
         Raises:
-            InfeasibleError: nothing fits. UnavailableError: the search broke, or took too long.
+            InfeasibleError: nothing fits. UnavailableError: the search failed, or took too long.
         """
         if self._process.poll() is None:
             if time.monotonic() - self._began < _LIMIT_S:
@@ -66,13 +66,13 @@ class Apart:
             data = self._answer.read()
         if self._process.returncode != 0 or not data:
             raise UnavailableError(f"the search broke (exit status {self._process.returncode})")
-        found: Answer | str = pickle.loads(data)  # this program's own child, by a file without a name
+        found: Answer | str = pickle.loads(data)  # safe: written by this program's child to an unnamed file
         if isinstance(found, str):
             raise InfeasibleError(found)
         return found
 
     def stop(self) -> None:
-        """End the search: nobody asks for its answer any more."""
+        """End the search, whose answer is no longer needed."""
         self._answer.close()
         self._process.kill()
         self._process.wait()
@@ -93,7 +93,7 @@ def solve_again(plan: Plan, measured: Measurements, profile: Profile, cluster: C
 
 
 def _cores() -> set[int]:
-    """Cores that the run may use: those of whoever started this rank, which is bound to one."""
+    """Cores that the run may use: those of this rank, which is bound to one, and of the process that started it."""
     with contextlib.suppress(OSError, AttributeError):
         return os.sched_getaffinity(os.getppid()) | os.sched_getaffinity(0)
     return set()
@@ -108,7 +108,7 @@ def main() -> None:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(_NICE)
-    with contextlib.suppress(OSError):  # where memory runs out, rather the search than a rank
+    with contextlib.suppress(OSError):  # if memory runs out, the system should kill the search, not a rank
         Path("/proc/self/oom_score_adj").write_text("1000")
     with contextlib.suppress(OSError, AttributeError, ValueError):
         os.sched_setaffinity(0, cores)
