@@ -41,7 +41,7 @@ STRANGE = ["weighted", "ignored", "masked", "hardest", "spread", "log_of_mean", 
 LOOPS = ["usual", "accumulate", "clip", "schedule", "thaw", "two_backwards", "average", "again", "kept", "by_loss",
          "by_reduced_loss", "plateau", "chunks", "skips", "clip_values", "by_hand"]  # fmt: skip
 EXPLAINED: tuple[tuple[str, dict[str, str]], ...] = (
-    ("the loss is no mean over samples", dict.fromkeys(STRANGE, "mean")),
+    ("the loss is not a mean over samples", dict.fromkeys(STRANGE, "mean")),
     ("is made beside the batch, by the sample's place", {"by_place": "mean"}),
     ("made beside the batch has one row on every rank", {"by_place": "mean"}),
     ("every rank has one sample, and a number 1", dict.fromkeys(STRANGE, "mean")),

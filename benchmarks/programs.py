@@ -46,11 +46,11 @@ CLUSTER = str(Path(__file__).parent.parent / "profiles" / "cluster.local-gloo-2.
 Task = tuple[str, str]
 """Names of a program and of a plan."""
 NAMING = (
-    "draws random numbers", "draws its own", "taken out of a tensor", "in evaluation, too", "no mean over samples",
+    "draws random numbers", "draws its own", "taken out of a tensor", "in evaluation, too", "not a mean over samples",
     "by the sample's place", "differs between ranks", "differ between ranks", "from other samples", "with pieces of a",
     "weighs the mean of", "ignored by the loss", "from what one device would give", "a hook on its gradient",
     "keeps something from call to call", "no longer the same", "normalises over", "forward changes", "is not updated",
-    "asks how many there are", "gradients of what the model is given",
+    "asks how many there are", "gradients of the model's inputs",
     "was changed behind", "updates element by element",
 )  # fmt: skip
 """Words in warnings and lines that name what differs from one process; that something was not checked is none."""

@@ -66,13 +66,15 @@ class _Taken(World):
         return dataclasses.replace(found, per_rank=(first, *rest), step_time=step, mean_step_s=None)
 
 
-def _beside(error: Exception | None = None) -> tuple[_Taken, list[_Beside], list[dict[str, Any]], Model]:
+def _beside(
+    error: Exception | None = None, *, by: float = 4.0, **options: Any
+) -> tuple[_Taken, list[_Beside], list[dict[str, Any]], Model]:
     plain, searches, events = _model(2), list[_Beside](), list[dict[str, Any]]()
 
     def apart(question: Question) -> _Beside:
         return _Beside(error or plain.answer(question), searches)
 
-    world = _world(2, _slowness(2, rank=1, by=4.0), kind=_Taken)
+    world = _world(2, _slowness(2, rank=1, by=by), kind=_Taken, **options)
     world.searches = searches
     return world, searches, events, dataclasses.replace(plain, apart=apart)
 
@@ -86,6 +88,22 @@ def test_ranks_train_on_while_another_plan_is_looked_for_and_what_that_takes_is_
     (step, _, target), _ = world.moves
     assert BEGINS + _TAKES * WINDOW <= step <= BEGINS + (_TAKES + 3) * WINDOW
     assert target.processes == (0,)
+    assert _back(world)
+
+
+@pytest.mark.parametrize("mild", [4, 6, 8])
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_change_is_judged_by_steps_that_were_as_disturbed_as_those_after_it(mild: int, window: int) -> None:
+    """A rank is a little slow for ``mild`` steps, then much, and is named at once: the next steps are of the search."""
+    world, _, events, model = _beside(by=3.0, window=window)
+    machine, slight = world._machine, model.corrected(_slowness(2, rank=1, by=1.3), range(2))
+    world._machine = lambda step: slight if BEGINS - mild <= step < BEGINS else machine(step)
+    list(adapt(world, range(8), events.append, model=model, policy=Policy(rebuild_s=0.2)))
+    assert [e for e in events if e.get("kind") == "rollback"] == []
+    assert world.moves[0][0] <= BEGINS + 3 * WINDOW
+    for outcome in (e for e in events if e.get("kind") == "outcome"):
+        assert outcome["measured_gain"] == pytest.approx(outcome["predicted_gain"], abs=0.02)
+    assert len(world.moves) == 2
     assert _back(world)
 
 

@@ -15,7 +15,7 @@ from asa.cost.ranks import Ranks
 from asa.interfaces.executor import EpochOutcome, Look, Placement, Probe
 from asa.ir.cluster import Cluster
 from asa.ir.measurements import EpochRecord, Measurements, RankTiming, Transfer
-from asa.ir.plan import Plan
+from asa.ir.plan import DataDegree, Plan, TensorDegree
 from asa.ir.profile import Profile, Stat
 from asa.planner import Request, plan, verify
 from asa.scheduler import Model, Policy, adapt
@@ -343,18 +343,30 @@ def test_a_factor_forgets_and_begins_anew_at_a_change_point() -> None:
     assert Costs(2, 1).slowness() == Slowness(common=0.0, ranks=(0.0, 0.0), levels=(0.0,))
 
 
-def test_a_change_is_judged_by_the_steps_as_they_are_just_before_it() -> None:
-    """The slow rank may be named, and a faster plan found, a window before the slower step is believed."""
-    factor = Factor()
-    for _ in range(40):
-        factor = factor.seen(0.0, 0.01, 1)
-    for _ in range(4):
-        factor = factor.seen(0.6, 0.01, 1)
-    assert factor.latest == factor.ratio == pytest.approx(1.0)
-    for _ in range(5):
-        factor = factor.seen(0.6, 0.01, 1)
-    assert factor.ratio == pytest.approx(1.0)
-    assert factor.latest == pytest.approx(math.exp(0.6))
+def test_a_change_is_priced_by_the_state_that_is_sent() -> None:
+    model, clean = _model(2), _slowness(2)
+    alone = [Placement(plan=_first(1), processes=(p,)) for p in (0, 1)]
+    single = TensorDegree(strategy="none", degree=1)
+    both, sharded = (
+        Placement(
+            plan=dataclasses.replace(
+                _first(2),
+                components=tuple(
+                    dataclasses.replace(c, data=DataDegree(strategy=strategy, degree=2), tensor=single)
+                    for c in _first(2).components
+                ),
+            ),
+            processes=(0, 1),
+        )
+        for strategy in ("replicate", "zero3")
+    )
+    whole = model.move_s(alone[0], alone[1], clean)
+    assert whole > 0
+    assert model.move_s(alone[0], both, clean) == whole, "one process has it already"
+    assert [model.move_s(both, one, clean) for one in alone] == [0.0, 0.0], "both have all"
+    assert model.move_s(*alone, _slowness(2, links=4.0)) == pytest.approx(4 * whole)
+    assert 0.0 < model.move_s(sharded, alone[0], clean) < whole, "half of it is there"
+    assert model.move_s(both, sharded, clean) == 0.0
 
 
 def test_a_disturbance_shorter_than_a_change_pays_for_is_sat_out() -> None:

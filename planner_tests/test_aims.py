@@ -63,8 +63,8 @@ def test_rates_rise_to_the_peak_and_stay_below_it(name, tmp_path):
     [
         ({"loss": "crossentropy"}, UsageError, "no loss is called 'crossentropy'; there are cross_entropy, mse"),
         ({"metric": "mine_of_aims:gone"}, UsageError, "mine_of_aims has no 'gone'"),
-        ({"loss": "mine_of_aims:summed"}, InvalidInputError, "is no mean over samples"),
-        ({"loss": "mine_of_aims:weighted"}, InvalidInputError, "is no mean over samples"),
+        ({"loss": "mine_of_aims:summed"}, InvalidInputError, "is not a mean over samples"),
+        ({"loss": "mine_of_aims:weighted"}, InvalidInputError, "is not a mean over samples"),
         ({"loss": "mine_of_aims:fails"}, InvalidInputError, "failed with ValueError: boom"),
         ({"loss": "mine_of_aims:three"}, InvalidInputError, "returned a int, not a function"),
         ({"metric": "mine_of_aims:scalar"}, InvalidInputError, "one figure for each of the samples"),

@@ -56,6 +56,6 @@ def test_parts_are_only_updated_by_what_updates_element_by_element() -> None:
         assert set(of_wholes) == {("", "")}
         for i in range(0, len(of_parts), 6):
             known, doubted, fine = of_parts[i : i + 2], of_parts[i + 2 : i + 4], of_parts[i + 4 : i + 6]
-            assert all(e.startswith("Adafactor looks at all elements of a parameter") and not w for e, w in known)
-            assert all("right if Normed updates element by element" in w and not e for e, w in doubted)
+            assert all(e.startswith("Adafactor uses all elements of a parameter together") and not w for e, w in known)
+            assert all("correct only if Normed updates element by element" in w and not e for e, w in doubted)
             assert fine == [("", "")] * 2

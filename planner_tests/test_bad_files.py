@@ -77,7 +77,7 @@ def test_files_written_by_hand_need_no_fingerprint_and_an_edited_one_is_told_so(
     (place / "cluster.box.json").write_text(json.dumps(data))
     capsys.readouterr()
     assert refused(capsys, 3, "plan", "--cluster", "cluster.box.json").endswith(
-        "if the change is meant, leave the fingerprint out (at $.fingerprint)"
+        "if the change is intended, remove the fingerprint (at $.fingerprint)"
     )
 
 
@@ -201,6 +201,6 @@ def test_a_cluster_of_another_kind_that_states_no_peak_is_refused(place, capsys)
 def test_errors_of_a_noun_still_point_into_the_file():
     data = codec.to_data(nouns.plan())
     data["components"][1]["stage"] = 7
-    words = r"somewhere: component 'body.0' sits in stage 7 of 1 \(at \$\.components"
+    words = r"somewhere: component 'body.0' is in stage 7 of 1 \(at \$\.components"
     with pytest.raises(InvalidInputError, match=words):
         codec.build(Plan, data, source="somewhere")

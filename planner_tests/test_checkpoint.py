@@ -118,8 +118,8 @@ def _newer(path: Path) -> None:
         (checkpoint.MODEL, Path.unlink, "is missing"),
         (checkpoint.OPTIMIZER, _flip, "does not match its SHA-256"),
         (checkpoint.OPTIMIZER, _other_step, "does not match its SHA-256"),
-        (checkpoint.MANIFEST, _flip, "passed over"),
-        (checkpoint.MANIFEST, _truncate, "passed over"),
+        (checkpoint.MANIFEST, _flip, "skipped checkpoint"),
+        (checkpoint.MANIFEST, _truncate, "skipped checkpoint"),
         (checkpoint.MANIFEST, Path.unlink, "cannot read"),
         (checkpoint.MANIFEST, _edit, "fingerprint"),
         (checkpoint.MANIFEST, _other_step, "manifest of step 5"),
@@ -278,7 +278,7 @@ def test_a_run_owns_its_directory(tmp_path: Path) -> None:
 def test_a_directory_with_a_run_in_it_is_not_written_over(tmp_path: Path) -> None:
     _write(tmp_path / outdir.CHECKPOINTS, 5)
     with (
-        pytest.raises(UsageError, match="holds a run, up to step_00000005; --resume continues it"),
+        pytest.raises(UsageError, match="contains a run, up to step_00000005; --resume continues it"),
         outdir.owned(tmp_path, resume=False),
     ):
         pass

@@ -95,7 +95,7 @@ def test_the_overview_names_every_verb(capsys):
         (["plan", "--memory", "nan"], "--memory: nan is not above 0"),
         (["plan", "--memory", "-1"], "--memory"),
         (["profile", "resnet50", "--input", "32x32"], "is not CxHxW"),
-        (["profile", "resnet50", "--time-limit", "soon"], "is no time span"),
+        (["profile", "resnet50", "--time-limit", "soon"], "is not a time span"),
     ],
 )
 def test_a_usage_error_is_one_line_and_exit_code_2(argv, words, capsys):

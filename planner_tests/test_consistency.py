@@ -226,8 +226,8 @@ def test_asynchrony_brings_momentum_and_a_window_of_zero_does_not():
         ("diloco:outer_momentum=1", "it must be below 1"),
         ("diloco:message=fp8", "message is one of fp32, int8"),
         ("diloco:period=10:fragments=3", "a multiple of the fragments"),
-        ("ps_async:window=3", "no parameter of ps_async"),
-        ("ps_async:servers", "'servers' is no parameter of ps_async with a value"),
+        ("ps_async:window=3", "not a parameter of ps_async"),
+        ("ps_async:servers", "'servers' is not a parameter of ps_async with a value"),
         ("fedavg:fraction=2", "at most 1"),
         ("fedavg:fraction=0.5:quorum=2", "leave out fraction and spread, or quorum"),
         ("diloco:period=ten", "period is a whole number, not 'ten'"),
@@ -309,13 +309,15 @@ def test_what_a_server_cannot_follow_is_refused_in_one_line():
     words = torch.nn.Embedding(5, 2, sparse=True)
     words(torch.tensor([1])).sum().backward()
     optimizer = torch.optim.SGD(words.parameters(), lr=0.1, momentum=0.9)
-    with pytest.raises(UsageError, match="has sparse gradients: servers update all they hold; take sparse=False"):
+    with pytest.raises(
+        UsageError, match="has sparse gradients, but servers update all their weights; use sparse=False"
+    ):
         FlatParameters(optimizer).gradients()
     worker = object.__new__(Served)
     worker.discipline, worker.optimizer, worker._flat = parse("ps_sync"), optimizer, FlatParameters(optimizer)
     worker._options = _options(optimizer)
     optimizer.param_groups[0] |= {"lr": 0.05, "momentum": 0.5}
-    with pytest.raises(UsageError, match="momentum of the optimizer changed on the way: servers under ps_sync"):
+    with pytest.raises(UsageError, match="momentum of the optimizer changed during training: servers under ps_sync"):
         worker.step(4)
     optimizer.register_step_pre_hook(lambda *_: None)
     model = SimpleNamespace(idle=False, processes=(0, 1))

@@ -96,7 +96,7 @@ def test_groups_that_cannot_be_are_refused_in_one_line():
         parse("diloco:groups=1")
     with pytest.raises(UsageError, match="quorum counts workers of one rank each; leave out groups=2"):
         parse("diloco:quorum=1:groups=2")
-    with pytest.raises(UsageError, match="no parameter of ps_async"):
+    with pytest.raises(UsageError, match="not a parameter of ps_async"):
         parse("ps_async:groups=2")
 
 

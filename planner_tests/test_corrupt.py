@@ -350,7 +350,7 @@ def test_a_signed_file_without_tensors_is_no_checkpoint(
     _resigned(step, lambda _: None)
     code, line = _said(capsys, *RESUME)
     assert code == 7
-    assert "no tensors" in line
+    assert "no readable tensors" in line
 
 
 @pytest.mark.parametrize(

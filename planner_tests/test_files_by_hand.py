@@ -57,7 +57,7 @@ def test_a_preset_that_was_shown_can_be_changed(place, capsys):
     shown["device"]["memory_bytes"] //= 2
     (place / "mine.json").write_text(json.dumps(shown))
     assert entry.run(["cluster", "show", "mine.json"]) == 3
-    assert "leave the fingerprint out" in capsys.readouterr().err
+    assert "remove the fingerprint" in capsys.readouterr().err
     del shown["fingerprint"]
     (place / "mine.json").write_text(json.dumps(shown))
     assert entry.run(["cluster", "show", "mine.json"]) == 0

@@ -256,7 +256,7 @@ def test_a_flipped_bit_keeps_the_old_plan_on_all_ranks(tmp_path: Path) -> None:
     _plans("blocks", 2)
     one, two = run_ranks(2, _broken, tmp_path, threads=1, timeout_s=60)
     assert one == two
-    assert one[0] == "weights changed on the way to the new plan; the old one stays"
+    assert one[0] == "weights were corrupted on their way to the new plan; the old plan stays"
     assert one[1]
     assert one[2] == one[3]
 

@@ -93,10 +93,10 @@ def test_two_ranks_train_to_the_losses_of_one(tmp_path):
 def test_parts_of_parameters_are_refused_or_doubted(tmp_path):
     split = training.plan(ranks=2, split=("classifier",))
     assert split.components[-1].tensor == TensorDegree(strategy="tensor", degree=2)
-    with pytest.raises(UsageError, match=r"Adafactor looks at all elements of a parameter, .*--strategies ddp"):
+    with pytest.raises(UsageError, match=r"Adafactor uses all elements of a parameter together, .*--strategies ddp"):
         _trained(tmp_path / "a", "torch.optim:Adafactor", split)
     _, said = _trained(tmp_path / "b", "mine_of_optimizers:foreign", split)
-    assert any("right if _Own updates element by element" in line for line in said)
+    assert any("correct only if _Own updates element by element" in line for line in said)
     whole = dataclasses.replace(training.plan(ranks=2), optimizer="adamw")
     losses, said = _trained(tmp_path / "c", "torch.optim:Adafactor", whole, lr=0.05)
     assert losses[1] < losses[0]

@@ -156,13 +156,13 @@ def _centred() -> nn.Module:
 
 
 SAID: dict[str, tuple[Program, str, str]] = {
-    "a square made beside the batch": (_program(_loop(_contrastive)), "ddp", "no mean over samples"),
+    "a square made beside the batch": (_program(_loop(_contrastive)), "ddp", "not a mean over samples"),
     "a gradient of inputs": (_program(_loop(_attacked)), "ddp", "those of a rank's mean, not of the batch's"),
     "short batches left out": (_program(_full_ones_only), "ddp", "had no backward, and the program asks"),
     "one sample a rank": (_program(_more_than_one, batch=2), "ddp", "is one a rank, and the program asks"),
     "a rate by the loss": (_program(_by_its_loss), "ddp", "hyperparameters of the optimizer differ"),
     "a rate by the loss, again": (_program(_by_its_loss), "ddp", "hyperparameters of the optimizer differ"),
-    "no number on the ranks": (_program(_loop(_infinite), batch=2, count=6), "ddp", "no mean over samples"),
+    "no number on the ranks": (_program(_loop(_infinite), batch=2, count=6), "ddp", "not a mean over samples"),
     "fewer samples than ranks": (_program(_loop(cross_entropy), _centred, 7), "tensor", "counts some of them twice"),
 }
 
@@ -300,7 +300,7 @@ def test_a_loss_of_a_job_that_agrees_by_chance_in_the_first_step_is_compared_aga
             loss.checked(float(sum(h.detach() for h in halves)) / 2, True, torch.float64)
         said.append([str(w.message) for w in heard])
     assert not said[0]
-    assert "no mean over samples" in said[1][0]
+    assert "not a mean over samples" in said[1][0]
 
 
 def _refused(_rank: int, fsdp: Any) -> list[str]:

@@ -103,26 +103,26 @@ class _Own:
 
 SAID: dict[str, tuple[Loop, str]] = {
     "another loss from the second epoch on": (
-        _loop(lambda n, e, x, y: F.cross_entropy(n(x), y) + (_spread_out(n(x)) if e else 0)), "no mean over samples"
+        _loop(lambda n, e, x, y: F.cross_entropy(n(x), y) + (_spread_out(n(x)) if e else 0)), "not a mean over samples"
     ),
     "neighbours mixed": (
         _loop(lambda n, _, x, y: F.cross_entropy(n(0.7 * x + 0.3 * x.flip(0)), y), 1), "what the model is given"
     ),
-    "labels of neighbours": (_loop(lambda n, _, x, y: F.cross_entropy(n(x), y.roll(1)), 1), "no mean over samples"),
+    "labels of neighbours": (_loop(lambda n, _, x, y: F.cross_entropy(n(x), y.roll(1)), 1), "not a mean over samples"),
     "noise": (
         _loop(lambda n, _, x, y: F.cross_entropy(n(x + torch.randn_like(x)), y), 1), "what the model is given"
     ),
     "a number of a rank's own": (_loop(_Own(), 1), "a number that differs between ranks"),
     "a threshold of the batch": (
         _loop(lambda n, _, x, y: (lambda r: (r * (r <= r.detach().quantile(0.8))).mean())(_each(n(x), y)), 1),
-        "no mean over samples",
+        "not a mean over samples",
     ),
-    "a mean kept between steps": (_loop(_Kept(), 2), "no mean over samples"),
+    "a mean kept between steps": (_loop(_Kept(), 2), "not a mean over samples"),
     "weights by the place in a batch": (
         _loop(lambda n, _, x, y: (_each(n(x), y) * torch.arange(1.0, 1 + len(y)).double()).mean(), 1), "place in it"
     ),
     "gradients of the inputs": (_loop(lambda n, _, x, y: _attacked(n, x, y), 1), "not checked"),
-    "from one step on": (_loop(_Late(), 8), "no mean over samples"),
+    "from one step on": (_loop(_Late(), 8), "not a mean over samples"),
     "measured": (_loop(lambda n, _, x, y: _measured(n, x, y), 1), "this rank's samples"),
     "logged by a format": (
         _loop(lambda n, _, x, y: (lambda z: (f"{z:.3f} {z}", z)[1])(F.cross_entropy(n(x), y)), 1), "this rank's samples"
@@ -148,12 +148,12 @@ SAID: dict[str, tuple[Loop, str]] = {
     ),
     "a sum beside gathered outputs": (
         _loop(lambda n, _, x, y: (lambda z: (asa.gather(z) - 1).square().mean() + _each(z, y).sum())(n(x)), 1),
-        "no mean over samples",
+        "not a mean over samples",
     ),
     "times its samples": (_loop(lambda n, _, x, y: F.cross_entropy(n(x), y) * len(y), 1), "also that of this rank's"),
     "a long graph": (
         _loop(lambda n, _, x, y: F.nll_loss(reduce(lambda z, _: z + 0.001, range(2500), n(x)), y, reduction="sum"), 1),
-        "no mean over samples",
+        "not a mean over samples",
     ),
     "a penalty on the mean's gradient": (_loop(lambda n, _, x, y: _penalised(n, x, y), 1), "not checked"),
     "a hook on an output": (_loop(lambda n, _, x, y: _hooked(n, x, y), 1), "has a hook on its gradient"),

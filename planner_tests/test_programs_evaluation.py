@@ -107,4 +107,4 @@ def test_what_cannot_be_followed_on_the_ranks_is_refused_or_named() -> None:
     for others, tied, stepping in run_ranks(2, _said, programs, programs[0].plan("ddp"), threads=1, timeout_s=30):
         assert any("not checked" in line and "of other samples" in line for line in others), others
         assert "replaced or tied behind asa.parallelize" in tied[0]
-        assert "runs before ranks add theirs" in stepping[0]
+        assert "sees only this rank" in stepping[0]

@@ -68,5 +68,7 @@ def test_only_what_names_a_difference_excuses_it() -> None:
     assert (
         fuzz.without(draw, ["whether the loss is a mean over samples was not checked", "gradients are dense"]) is None
     )
-    rest = fuzz.without(draw, ["the loss is no mean over samples: ...", "is called with pieces of a batch (1 of ...)"])
+    rest = fuzz.without(
+        draw, ["the loss is not a mean over samples: ...", "is called with pieces of a batch (1 of ...)"]
+    )
     assert (rest.loss, rest.loop, rest.layers) == ("mean", "usual", draw.layers)

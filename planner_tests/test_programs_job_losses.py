@@ -1,4 +1,4 @@
-"""Losses of a Job: what is no mean over samples is refused by its value or by its gradients, a loss that cannot be
+"""Losses of a Job: what is not a mean over samples is refused by its value or by its gradients, a loss that cannot be
 compared is said to be so, and a validation loss is that of one process."""
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def test_what_is_no_mean_is_refused_or_named_and_a_validation_loss_is_that_of_on
     for found in by_rank:
         assert "gradients of the outputs differ" in found["by its norm"][0]
         assert found["by its norm"][0].startswith("refused")
-        assert any("the loss is no mean over samples" in line for line in found["annealed"])
+        assert any("the loss is not a mean over samples" in line for line in found["annealed"])
         assert not found["mean"] or all("asa: the plan stays" in line for line in found["mean"])
     assert any("was not checked: it does not take the whole batch" in line for line in by_rank[0]["of few"])
     assert any("from other samples of the batch" in line for line in by_rank[0]["mixing"])

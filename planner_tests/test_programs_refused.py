@@ -38,7 +38,7 @@ def one_rank_saves(rank: int, plan: Any, what: str) -> str:
 @pytest.mark.parametrize(("plan", "what"), [("tensor", "model"), ("zero3", "model"), ("zero1", "optimizer")])
 def test_what_all_ranks_must_call_says_who_did_not_come(plan: str, what: str) -> None:
     said = run_ranks(2, one_rank_saves, in_float64(plan_of(*CASES[plan])), what, threads=1, timeout_s=60)[0]
-    assert said.startswith(f"{what}.state_dict()")
+    assert said.startswith(f"every rank must call {what}.state_dict()")
     assert "rank 1 did not come within 1 s" in said
 
 
@@ -61,8 +61,8 @@ def late(rank: int) -> str:
 
 def test_the_missing_rank_is_named() -> None:
     first, second, _ = run_ranks(3, late, threads=1, timeout_s=30)
-    assert first.startswith("2 this is for every rank to call, and rank 2 did not come within 0.5 s")
-    assert second.startswith("0 this is for every rank to call, and rank 0, or another that rank 0 names")
+    assert first.startswith("2 every rank must call this, and rank 2 did not come within 0.5 s")
+    assert second.startswith("0 every rank must call this, and rank 0, or another that rank 0 names")
 
 
 def spread_before(_rank: int) -> list[str]:
@@ -81,8 +81,8 @@ def spread_before(_rank: int) -> list[str]:
 
 def test_a_model_that_is_spread_already() -> None:
     whole, part = run_ranks(2, spread_before, threads=1, timeout_s=30)[0]
-    assert whole == "the model is in DistributedDataParallel: hand in what is inside (model.module); asa spreads it"
-    assert part == "inside is in DistributedDataParallel: hand in what is inside (inside.module); asa spreads it"
+    assert whole == "the model is in DistributedDataParallel: pass what is inside (model.module); asa distributes it"
+    assert part == "inside is in DistributedDataParallel: pass what is inside (inside.module); asa distributes it"
 
 
 def test_a_process_without_a_launcher_hears_so(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_a_loss_is_checked_and_numbers_are_those_of_the_batch() -> None:
     model = net()
     for exact, other, mean, count, labels, missing in run_ranks(2, looked_at, threads=1, timeout_s=60):
         assert "is that of one device" in exact
-        assert "no mean over samples" in other
+        assert "not a mean over samples" in other
         assert "%" in other
         assert mean == pytest.approx(float(loss_of(model, x, y).detach()), rel=1e-12)
         assert count == len(x)
@@ -184,7 +184,7 @@ def test_jobs_know_denominators_over_ranks_and_microbatches() -> None:
 def test_jobs_refuse_other_losses_before_the_first_step() -> None:
     for rank in run_ranks(2, job, ["a sum", "a mask"], False, ["ddp"], threads=1, timeout_s=60):
         for said in rank:
-            assert "no mean over samples" in said
+            assert "not a mean over samples" in said
             assert "weight=" in said
 
 

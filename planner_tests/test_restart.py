@@ -28,7 +28,7 @@ def _again(_rank: int, out: Path, count: str, epochs: int = 2, job: str = "") ->
 
 def test_a_restarted_command_resumes_and_a_first_one_never_writes_over_a_run(tmp_path: Path) -> None:
     train(training.plan(ranks=2), training.settings(tmp_path, epochs=1), strategies=offered(), adapt=adapt)
-    assert all("holds a run" in said for said in run_ranks(2, _again, tmp_path, "0", threads=1, timeout_s=30))
+    assert all("contains a run" in said for said in run_ranks(2, _again, tmp_path, "0", threads=1, timeout_s=30))
     assert run_ranks(2, _again, tmp_path, "1", threads=1, timeout_s=30) == ["0", "0"]
     result = json.loads((tmp_path / "result.json").read_text())
     assert [e["epoch"] for e in result["epochs"]] == [0, 1]
@@ -42,8 +42,8 @@ def test_a_restart_that_no_agent_counts_resumes_what_the_same_agent_began(tmp_pa
     out = tmp_path / "run"
     assert run_ranks(2, _again, out, "0", 1, "7", threads=1, timeout_s=30) == ["0", "0"]
     (out / "agent").rename(tmp_path / "kept")
-    assert all("holds a run" in said for said in run_ranks(2, _again, out, "0", 2, "7", threads=1, timeout_s=30))
+    assert all("contains a run" in said for said in run_ranks(2, _again, out, "0", 2, "7", threads=1, timeout_s=30))
     (tmp_path / "kept").rename(out / "agent")
     assert run_ranks(2, _again, out, "0", 2, "7", threads=1, timeout_s=30) == ["0", "0"]
     (out / "agent").write_text("another")
-    assert all("holds a run" in said for said in run_ranks(2, _again, out, "0", 3, "7", threads=1, timeout_s=30))
+    assert all("contains a run" in said for said in run_ranks(2, _again, out, "0", 3, "7", threads=1, timeout_s=30))

@@ -172,15 +172,15 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "rows": lambda p: list(p),
     "pickle": lambda p: pickle.dumps(p),
     "view": lambda p: p.view(3, 10),
-    "into a tensor that is no such": lambda p: torch.zeros(p.shape).add_(p),
-    "held in parts, the other is not": lambda p: torch._foreach_add([torch.zeros(6, 5)], [p]),
-    "another kind": lambda p: p * p.t(),
+    "into a tensor that is not split": lambda p: torch.zeros(p.shape).add_(p),
+    "with one that they hold whole": lambda p: torch._foreach_add([torch.zeros(6, 5)], [p]),
+    "different parts": lambda p: p * p.t(),
     "needs a whole": lambda p: p.detach() @ p.detach().t(),
     "does not fit": lambda p: p * torch.zeros(3, 1),
     "hook": lambda p: p.register_hook(lambda g: g),
     "use loss.backward()": lambda p: torch.autograd.grad(p.norm(), p),
     "set requires_grad": lambda p: p.norm().backward(inputs=[p]),
-    "more on one rank": lambda p: (p.norm() * (1 + dist.get_rank())).backward(),
+    "different gradients on different ranks": lambda p: (p.norm() * (1 + dist.get_rank())).backward(),
 }
 
 

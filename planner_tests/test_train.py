@@ -260,7 +260,7 @@ def test_a_damaged_checkpoint_is_passed_over_aloud_and_none_at_all_is_7(tmp_path
     (newest / checkpoint.MODEL).write_bytes(b"")
     result, events = _train(plan, settings)
     notes = [e["message"] for e in _of(events, "note")]
-    assert "passed over checkpoint step_00000012" in notes[0]
+    assert "skipped checkpoint step_00000012" in notes[0]
     assert notes[1] == "continuing after step 6 (step_00000006)"
     assert [e["epoch"] for e in result["epochs"]] == [0, 1]
     again, events = _train(plan, settings)
@@ -274,11 +274,11 @@ def test_what_cannot_go_on_is_refused(tmp_path: Path) -> None:
     _train(plan, settings)
     resumed = dataclasses.replace(settings, resume=True, epochs=2)
     refusals: list[tuple[Plan, TrainSettings, type[Exception], str]] = [
-        (plan, settings, UsageError, "holds a run"),
+        (plan, settings, UsageError, "contains a run"),
         (training.plan("cnn"), resumed, InvalidInputError, "the checkpoint is of logistic"),
         (plan, dataclasses.replace(resumed, seed=1), UsageError, "made with seed 0, this run has 1"),
         (plan, dataclasses.replace(resumed, optimizer="adamw"), UsageError, "made with optimizer sgd"),
-        (dataclasses.replace(plan, num_classes=9), resumed, UsageError, "has 10 classes, the planned model tells 9"),
+        (dataclasses.replace(plan, num_classes=9), resumed, UsageError, "has 10 classes, the planned model has 9"),
         (dataclasses.replace(plan, device_type="cuda"), resumed, UnavailableError, "needs 1 CUDA devices"),
     ]
     if torch.cuda.device_count():
@@ -352,7 +352,7 @@ def test_under_a_launcher_every_rank_calls_train(tmp_path: Path) -> None:
 
     for text in run_ranks(2, wrong, threads=1, timeout_s=30):
         assert "the plan is for 1 ranks, the launcher started 2" in text
-        assert "holds a run, up to step_00000012" in text, "rank 0's refusal is everyone's"
+        assert "contains a run, up to step_00000012" in text, "rank 0's refusal is everyone's"
         assert text.endswith("|0")
     assert [e["epoch"] for e in _result(tmp_path / "launched")["epochs"]] == [0, 1, 2]
 

@@ -20,7 +20,8 @@ from asa.executor.training import worker
 from asa.executor.training.worker import Worker
 from asa.ir.equivalence import Equivalence
 from asa.ir.plan import Plan
-from asa.sharding import batchnorm, boundary, samples
+from asa.sharding import batchnorm, boundary, replicated, samples
+from asa.sharding.bucket import Send
 from asa.sharding.samples import SampleAlphaDropout, SampleContext, SampleDropout
 from asa.strategies import offered
 from planner_tests.hand_plans import alternating, hand_plan, uniform
@@ -207,6 +208,18 @@ def _statistics(patch: Patch) -> None:
     patch.setattr(Worker, "train", sabotaged)
 
 
+def _first_bucket(patch: Patch) -> None:
+    """Of several, its gradients stay those of each rank."""
+    honest = replicated.sender
+
+    def sabotaged(axis: Any) -> Send:
+        send = honest(axis)
+        return lambda bucket: send(bucket) if bucket.number or bucket.last else lambda: None
+
+    patch.setattr(replicated, "_FIRST_BYTES", 64)
+    patch.setattr(replicated, "sender", sabotaged)
+
+
 SABOTAGES: dict[str, tuple[Callable[[Patch], None], dict[str, Any]]] = {
     "boundary gradient x 1.001": (_boundary, MIXED),
     "BatchNorm mean + 1e-3": (_mean, DDP),
@@ -222,6 +235,8 @@ SABOTAGES: dict[str, tuple[Callable[[Patch], None], dict[str, Any]]] = {
     "gradients of one rank x 1.0001": (_kept_gradients, DDP),
     "another loss": (_another_loss, DDP),
     "running means that stand still": (_statistics, DDP),
+    "first bucket not reduced": (_first_bucket, DDP),
+    "first bucket not reduced, mixed": (_first_bucket, MIXED),
 }
 
 

@@ -171,10 +171,10 @@ def entry(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int = 
         (entry("../../canary", size=3), "leads outside"),
         (entry("/canary", size=3), "leads outside"),
         (entry("cifar-100-binary/../../canary", size=3), "leads outside"),
-        (entry("cifar-100-binary/train.bin", tarfile.SYMTYPE, "/etc/passwd"), "no plain file"),
-        (entry("cifar-100-binary/link", tarfile.LNKTYPE, "../canary"), "no plain file"),
-        (entry("cifar-100-binary/device", tarfile.CHRTYPE), "no plain file"),
-        (entry("cifar-100-binary/pipe", tarfile.FIFOTYPE), "no plain file"),
+        (entry("cifar-100-binary/train.bin", tarfile.SYMTYPE, "/etc/passwd"), "not a plain file"),
+        (entry("cifar-100-binary/link", tarfile.LNKTYPE, "../canary"), "not a plain file"),
+        (entry("cifar-100-binary/device", tarfile.CHRTYPE), "not a plain file"),
+        (entry("cifar-100-binary/pipe", tarfile.FIFOTYPE), "not a plain file"),
         (entry("cifar-100-binary/train.bin", size=3), "twice"),
     ],
 )
@@ -304,7 +304,7 @@ def test_images_are_converted_to_the_models_input_and_it_is_said(tmp_path: Path)
     grey = open_split("cifar100", split="train", root=tmp_path, input_shape=(1, 32, 32))
     expected = (images.float() * torch.tensor([0.299, 0.587, 0.114])[:, None, None]).sum(1, keepdim=True).round()
     assert (grey.images.float() - expected).abs().max() <= 1
-    assert "colours weighed to grey" in grey.source
+    assert "colours weighted to grey" in grey.source
     assert len(grey.mean) == len(grey.std) == 1
     large = open_split("cifar100", split="train", root=tmp_path, input_shape=(3, 48, 40))
     assert large.images.shape == (110, 3, 48, 40)

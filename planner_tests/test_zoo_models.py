@@ -308,4 +308,4 @@ def test_transformers_gives_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model(torch.zeros(2, *SMALL)).shape == (2, 4)
     with pytest.raises(UnavailableError) as caught:
         models.build("hf:someone/thing", num_classes=4, input_shape=SMALL)
-    assert "its configuration cannot be had: OSError: offline" in message(caught)
+    assert "its configuration is not available: OSError: offline" in message(caught)

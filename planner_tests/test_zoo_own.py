@@ -48,7 +48,7 @@ def test_a_folder_of_images_by_class(tmp_path):
     assert grey.images.shape[1:] == (1, 8, 8)
     (tmp_path / "here" / "red" / "0.png").write_text("no image")
     own._both.cache_clear()
-    with pytest.raises(InvalidInputError, match=r"red/0.png is no image"):
+    with pytest.raises(InvalidInputError, match=r"red/0.png is not a readable image"):
         opened("folder:here")
 
 
@@ -316,8 +316,8 @@ def test_labels_may_be_maps(module):
         ("nothing", "returned '7', not a dataset"),
         ("halves", "classes are whole numbers from 0, not"),
         ("words", "a class is 'cat', not a tensor or number"),
-        ("endless", "no finite real numbers"),
-        ("imaginary", "no finite real numbers"),
+        ("endless", "not finite real numbers"),
+        ("imaginary", "not finite real numbers"),
         ("none_loaded", "has no samples"),
         ("uneven_loaded", "different shapes"),
         ("nosuch", "data 'own_data_here:nosuch': own_data_here has no 'nosuch'"),

@@ -62,7 +62,7 @@ def whole_because(optimizer: Optimizer, model: nn.Module, declared: bool | None)
         return ""
     if declared is None and not type(optimizer).__module__.startswith("torch.optim"):
         return f"{kind} is not known to update element by element (say elementwise=True if it does)"
-    return f"{kind} looks at all elements of a parameter"
+    return f"{kind} uses all elements of a parameter together"
 
 
 class Rebinding:

@@ -1,4 +1,4 @@
-"""The plan on which all ranks of the user's program agree: made once, stored for the next time."""
+"""The plan on which all ranks of the user's program agree. It is made once, and stored for the next time."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from asa.tracing import TracedModel, trace
 from asa.tracing.tracer import reason_of
 
 _LINKS_SHARE, _LINKS_S = 0.4, 20.0
-"""Fraction of the time limit for measuring unknown links between the ranks, and largest number of seconds."""
+"""Largest fraction of the time limit, and largest number of seconds, for measuring unknown links between the ranks."""
 SOLVE_S = 1.0
-"""Seconds of search for another plan during a run, while all ranks wait."""
+"""Seconds of a search for another plan during a run, while all ranks wait."""
 _LEAST_S = 1.0
-"""Least number of seconds for measuring the model, however long the links took."""
+"""Smallest number of seconds for measuring the model, however long measuring the links took."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,20 +67,20 @@ class Wishes:
     whole_because: str = ""
     """Why every parameter must stay whole; empty if ranks may hold shards."""
     at_once: bool = False
-    """Whether a batch must be computed at once, without microbatches."""
+    """Whether a batch must be computed as a whole, without microbatches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origins:
-    """The profile and cluster from which a plan was made."""
+    """The profile and the cluster from which a plan was made."""
 
     profile: Profile
     cluster: Cluster
 
 
 def agreed_plan(place: RankContext, model: nn.Module, example: Tensor, wishes: Wishes) -> tuple[Plan, Origins | None]:
-    """The plan for all ranks: rank 0 profiles and plans, or finds it in the cache, and sends it to the others
-    (collective).
+    """(plan, origins) for all ranks: rank 0 profiles and plans, or reads the plan from the cache, and sends it to the
+    others (collective).
 
     Raises:
         AsaError: raised on rank 0, and then on every rank.
@@ -119,7 +119,7 @@ def _to_be_said(plan: Plan, wishes: Wishes) -> list[str]:
 
 
 def _admitted(place: RankContext, wishes: Wishes) -> None:
-    """Refuse requests that no measurement of links or model would make possible."""
+    """Check requests that must be refused whatever a measurement of links or model would show."""
     pins = tuple(parse_pin(text) for text in wishes.pins)
     asked = Request(gpus=place.ranks, global_batch=wishes.global_batch, strategies=wishes.strategies, pins=pins)
     named = None if wishes.cluster is None or place.ranks == 1 else named_cluster(wishes.cluster, place.ranks)
@@ -127,14 +127,14 @@ def _admitted(place: RankContext, wishes: Wishes) -> None:
 
 
 def _cluster(place: RankContext, wishes: Wishes) -> Cluster | None:
-    """The links, measured now between these ranks if nothing is known of them (collective)."""
+    """The links; if nothing is known of them, they are measured now between these ranks (collective)."""
     if place.ranks == 1:
         return None
     kept = links_file(place, wishes)
-    found = _read_links(kept) if place.rank == 0 and wishes.cluster is None else None
-    known = place.rank != 0 or wishes.cluster is not None or found is not None or _measured_here(place) is not None
+    stored = _read_links(kept) if place.rank == 0 and wishes.cluster is None else None
+    known = place.rank != 0 or wishes.cluster is not None or stored is not None or _measured_here(place) is not None
     if place.votes.everyone(known):
-        return found
+        return stored
     from asa.profiler.interconnect import measure_group
 
     limit = min(_LINKS_S, _LINKS_SHARE * wishes.time_limit_s)
@@ -153,7 +153,7 @@ def _cluster(place: RankContext, wishes: Wishes) -> Cluster | None:
 
 
 def links_file(place: RankContext, wishes: Wishes) -> Path | None:
-    """Path of the stored links of such a machine between this number of ranks; None without a cache."""
+    """Path of the stored links between this number of ranks on such a machine; None without a cache."""
     if wishes.cache is None:
         return None
     from asa.profiler.machine import device_record
@@ -173,7 +173,7 @@ def _read_links(path: Path | None) -> Cluster | None:
 
 
 def _measured_here(place: RankContext) -> Cluster | None:
-    """A stored cluster measured on such devices, with enough of them; None if there is none."""
+    """A stored cluster that was measured on such devices and has enough of them; None if there is none."""
     from asa.profiler.machine import device_record
 
     name = device_record(place.device).name
@@ -191,7 +191,7 @@ def _solved(
         )  # fmt: skip
     except AsaError:
         raise
-    except Exception as error:  # whatever a model's own code raises on a batch of another size
+    except Exception as error:  # a model's own code may raise anything on a batch of another size
         raise InvalidInputError(
             f"the model cannot be measured on batches of several sizes: {reason_of(error)}{place_of(error)}; have it "
             "take any number of samples, whatever it was given before"
@@ -201,7 +201,7 @@ def _solved(
 
 
 def _links(place: RankContext, wishes: Wishes, cluster: Cluster | None, profile: Profile) -> Cluster:
-    """The links: just measured (``cluster``), named, measured before, or of the most similar machine."""
+    """The links: just measured (``cluster``), named, measured before, or those of the most similar machine."""
     if cluster is not None:
         return cluster
     if place.ranks == 1:
@@ -213,15 +213,15 @@ def _links(place: RankContext, wishes: Wishes, cluster: Cluster | None, profile:
 
 
 def named_or_measured(place: RankContext, wishes: Wishes) -> Callable[[Profile], Cluster]:
-    """A function that returns the links for a profile; links that are unknown are measured now (collective). It is
-    called on rank 0."""
+    """A function that returns the links for a profile. Links that are unknown are measured now (collective). The
+    function is called on rank 0."""
     cluster = _cluster(place, wishes)
     return lambda profile: _links(place, wishes, cluster, profile)
 
 
 def _asked(ranks: int, wishes: Wishes, limit_s: float) -> tuple[Strategies, Request]:
     """Strategies and request for the planner."""
-    # Where an optimizer's state lies is the optimizer's own affair.
+    # The user's optimizer determines where its state is.
     strategies: Strategies = replace(offered(), offload=False)
     if not wishes.pipelines:
         strategies = replace(strategies, schedules={})
@@ -241,26 +241,26 @@ def _asked(ranks: int, wishes: Wishes, limit_s: float) -> tuple[Strategies, Requ
 
 
 def _runnable(plans: list[Plan], wishes: Wishes) -> list[Plan]:
-    """The ``plans`` that compute a batch at once, if that is required; otherwise all of them."""
+    """Plans, out of ``plans``, that compute a batch as a whole, if that is required; otherwise all of them."""
     any_parts = wishes.pipelines and not wishes.at_once
     return [plan for plan in plans if any_parts or plan.num_microbatches == 1]
 
 
 def on_ranks_that_pay(profile: Profile, cluster: Cluster, ranks: int, wishes: Wishes, limit_s: float) -> Plan:
-    """The best plan for at most ``ranks`` ranks; others may be idle. Searches at most ``limit_s`` seconds.
+    """The best plan for at most ``ranks`` ranks; others may be idle. The search takes at most ``limit_s`` seconds.
 
     Raises:
-        InfeasibleError: none fits.
+        InfeasibleError: no plan fits.
     """
-    found = _runnable(solve(profile, cluster, *_asked(ranks, wishes, limit_s)), wishes)
-    if not found:
+    plans = _runnable(solve(profile, cluster, *_asked(ranks, wishes, limit_s)), wishes)
+    if not plans:
         raise InfeasibleError("every plan that fits computes a batch in several parts")
-    return found[0]
+    return plans[0]
 
 
 def would_be(origins: Origins, wishes: Wishes) -> Model:
-    """The cost model of a plan, with a function by which :class:`asa.Job`, which may have stages and idle ranks, plans
-    again."""
+    """The cost model of a plan, with a function by which :class:`asa.Job` plans again. Its plans may have stages and
+    idle ranks."""
     return Model(
         profile=origins.profile, cluster=origins.cluster, strategies=offered(),
         solve=partial(_solve_again, replace(wishes, pipelines=True)),
@@ -274,33 +274,33 @@ def _solve_again(
 
 
 def on_all_ranks(profile: Profile, cluster: Cluster, ranks: int, wishes: Wishes) -> Plan:
-    """The best plan in which every rank takes part, because started ranks cannot be dismissed.
+    """The best plan in which every rank takes part, because ranks that were started cannot be dismissed.
 
     Raises:
-        InfeasibleError: none fits.
+        InfeasibleError: no plan fits.
     """
     strategies, request = _asked(ranks, wishes, usual_limit(ranks))
     plans = solve(profile, cluster, strategies, request)
-    found = next((plan for plan in (_whole(p, ranks) for p in _runnable(plans, wishes)) if plan is not None), None)
-    if found is not None:
-        return found
+    fitting = next((plan for plan in (_whole(p, ranks) for p in _runnable(plans, wishes)) if plan is not None), None)
+    if fitting is not None:
+        return fitting
 
     def plain() -> Plan:
         if wishes.strategies is not None and "ddp" not in wishes.strategies:
             asked = ", ".join(wishes.strategies)
             raise UsageError(
-                f"no plan of {asked} gives work to all {ranks} ranks, and none can be sent home: start fewer, or allow "
+                f"no plan of {asked} gives work to all {ranks} ranks, and none can be dismissed: start fewer, or allow "
                 "ddp too"
             )
         return solve(profile, cluster, strategies, replace(request, strategies=("ddp",), top_k=1))[0]
 
     if wishes.pipelines:
         return plain()
-    # The best of them accumulates over microbatches, which a loop of the user's own does not.
+    # The best plan accumulates over microbatches, which a loop of the user's own does not.
     first = next((p for p in (_whole(plan, ranks) for plan in plans) if p is not None), None)
     if first is None:
         first = plain()
-    note = f"planned with {first.num_microbatches} microbatches for their memory; a loop of one's own runs them as one"
+    note = f"planned with {first.num_microbatches} microbatches for their memory; a loop of your own runs them as one"
     return replace(first, num_microbatches=1, notes=(*first.notes, note))
 
 
@@ -315,17 +315,17 @@ def _of_wholes(wishes: Wishes) -> tuple[str, ...]:
         UsageError: there are none.
     """
     wanted = wishes.strategies or _WHOLE
-    found = tuple(s for s in wanted if s in _WHOLE)
-    if not found:
+    allowed = tuple(s for s in wanted if s in _WHOLE)
+    if not allowed:
         raise UsageError(
-            f"{wishes.whole_because}, so parameters stay whole: strategies=('ddp',) does that, of those asked for "
-            f"({', '.join(wanted)}) none does"
+            f"{wishes.whole_because}, so parameters stay whole: strategies=('ddp',) does that, but none of those "
+            f"asked for ({', '.join(wanted)})"
         )
-    return found
+    return allowed
 
 
 def _whole(plan: Plan, ranks: int) -> Plan | None:
-    """``plan`` on all ranks: one stage may be widened, with extra ranks repeating its work. None if that is not
+    """``plan`` on all ranks. A plan of one stage may be widened: the extra ranks repeat its work. None if that is not
     possible."""
     if plan.num_ranks == ranks:
         return plan
@@ -352,7 +352,7 @@ class Kept:
             return Kept(path=None)
         from asa.profiler.machine import device_record
 
-        # Traced where it is: two samples, nothing timed.
+        # Traced on its own device, with two samples and without timing.
         traced = trace(model, example.to(device_of(model)), name=spec_of(model))
         cluster = wishes.cluster
         question = {
@@ -386,7 +386,7 @@ class Kept:
             return None
 
     def write(self, plan: Plan, origins: Origins) -> None:
-        """Store the plan and its origins; if that fails, it is made again next time."""
+        """Store the plan and its origins. If that fails, the plan is made again next time."""
         if self.path is not None:
             with contextlib.suppress(OSError):
                 codec.save(origins.profile, self._file("profile"))
@@ -406,7 +406,7 @@ def usual_cache() -> Path:
 
 
 def plan_of_one(model: nn.Module, traced: TracedModel, wishes: Wishes) -> Plan:
-    """The plan for one rank of a model called as a whole: there is no choice, so nothing is measured."""
+    """The plan for one rank of a model called as a whole. There is no choice, so nothing is measured."""
     whole = tuple(
         Assignment(
             name=c.name,
@@ -435,22 +435,23 @@ def plan_of_one(model: nn.Module, traced: TracedModel, wishes: Wishes) -> Plan:
 
 
 def checked_plan(place: RankContext, plan: Plan | Path | str) -> Plan:
-    """A given plan, checked, the same on all ranks: rank 0's.
+    """The plan that rank 0 was given, checked, on all ranks.
 
     Raises:
-        UsageError: it is for another number of ranks. InvalidInputError: a file that cannot be used.
+        UsageError: it is for another number of ranks.
+        InvalidInputError: the file cannot be used.
     """
     error: AsaError | None = None
-    found: Plan | None = None
+    own: Plan | None = None
     try:
-        found = plan if isinstance(plan, Plan) else codec.load(Plan, Path(plan))
+        own = plan if isinstance(plan, Plan) else codec.load(Plan, Path(plan))
     except AsaError as caught:
         error = caught
-    if found is not None and found.num_ranks != place.ranks:
+    if own is not None and own.num_ranks != place.ranks:
         error = UsageError(
-            f"the plan is for {found.num_ranks} ranks, there are {place.ranks}; start {found.num_ranks} "
-            f"(torchrun --nproc-per-node {found.num_ranks}), or plan with gpus={place.ranks}"
+            f"the plan is for {own.num_ranks} ranks, there are {place.ranks}; start {own.num_ranks} "
+            f"(torchrun --nproc-per-node {own.num_ranks}), or plan with gpus={place.ranks}"
         )
     place.votes.agree(error)
-    text: Any = place.votes.tell(None if found is None else codec.dumps(found))
+    text: Any = place.votes.tell(None if own is None else codec.dumps(own))
     return codec.loads(Plan, text, source="the plan from rank 0")

@@ -1,4 +1,4 @@
-"""``asa.plan``: the planner of ``asa plan`` for a module or a profile in memory."""
+"""``asa.plan``: the planner of ``asa plan``, for a module or a profile in memory."""
 
 from __future__ import annotations
 
@@ -37,22 +37,21 @@ def plan(
     """The best plan for ``model`` on ``gpus`` devices of ``cluster``.
 
     Args:
-        model: a module, measured now on the device of its parameters and left unchanged; or a profile of one. For
-            a ``cluster`` with another kind of device it is not run: times are estimated from its structure, and
-            it may be on the meta device, without weights.
+        model: a module, which is measured now on the device of its parameters and left unchanged; or a profile of one.
+            For a ``cluster`` with another kind of device the module is not run: times are estimated from its structure,
+            and it may be on the meta device, without weights.
         example_input: a batch of at least one sample [N, ...], tokens as int64 [N, T]; needed with a module.
         cluster: a cluster, its file, or a preset's name (``asa cluster list``). By default it is chosen as in ``asa
-            plan``:
-            measured here before (``profiles/``), or the preset with the same GPU.
+            plan``: measured here before (``profiles/``), or the preset with the same GPU.
         global_batch: samples per step over all devices; by default the profile's, or 64 with a module.
-        num_classes: outputs of the model; by default determined by running it.
-        memory_bytes: memory that may be used of each device, if less than it has.
-        strategies, pins: as ``--strategies`` and ``--pin``.
-        time_limit_s: for measuring.
+        num_classes: number of outputs of the model; by default determined by running it.
+        memory_bytes: memory that may be used on each device, if less than it has.
+        strategies, pins: like ``--strategies`` and ``--pin``.
+        time_limit_s: seconds for measuring.
 
     Raises:
         UsageError: a module without an example, or a request that contradicts itself.
-        UnavailableError: no cluster is named, and none with so many such devices is known.
+        UnavailableError: no cluster is named, and none with enough such devices is known.
         InfeasibleError: no plan fits; names the limiting constraint and the nearest remedy.
     """
     from asa.strategies import offered
@@ -77,7 +76,7 @@ def plan(
         raise UsageError("planning for a module needs an example_input, a batch of at least one sample")
     if named is None and not isinstance(model, Profile) and device_of(model).type == "meta":
         raise UsageError("a model on meta cannot be measured; name the cluster to plan for: `asa cluster list`")
-    # All that can be refused is refused before the model is measured, which takes longer.
+    # Everything is checked before the model is measured, which takes longer.
     chosen = named or nearest_cluster(
         model.device if isinstance(model, Profile) else _record(device_of(model)), gpus
     )  # fmt: skip
@@ -107,7 +106,8 @@ def named_cluster(cluster: Cluster | Path | str, gpus: int | None = None) -> Clu
     """The named cluster, for ``gpus`` devices.
 
     Raises:
-        UsageError: no preset of that name. InvalidInputError: a file that cannot be used.
+        UsageError: no preset has that name.
+        InvalidInputError: the file cannot be used.
     """
     from asa.cost.machine import presets
 
@@ -120,7 +120,7 @@ def named_cluster(cluster: Cluster | Path | str, gpus: int | None = None) -> Clu
 
 
 def nearest_cluster(device: DeviceRecord, gpus: int) -> Cluster:
-    """The known cluster that fits best.
+    """The known cluster that fits ``device`` best.
 
     Raises:
         UnavailableError: there is none.
@@ -134,13 +134,13 @@ def known_clusters() -> list[Cluster]:
     """Stored clusters: those in ``profiles/`` of the working directory, and those shipped with the package. Files that
     cannot be used are skipped."""
     folders = (Path("profiles"), shipped.FOLDER)
-    found = []
+    clusters = []
     for path in shipped.each_once(p for folder in folders for p in sorted(folder.glob("cluster.*.json"))):
         try:
-            found.append(codec.load(Cluster, path))
+            clusters.append(codec.load(Cluster, path))
         except InvalidInputError:
             continue
-    return found
+    return clusters
 
 
 def measured(
@@ -154,7 +154,7 @@ def measured(
     from asa.tracing import histories
 
     shaped(model)
-    # Measuring feeds random samples through: the running statistics of a copy may see them.
+    # Measuring uses random samples, which may change the running statistics of a copy only.
     return profile_module(
         copy.deepcopy(model, histories(model)),
         example,
@@ -180,13 +180,13 @@ def estimated(
     from asa.tracing import histories
 
     shaped(model)
-    found = structure_of(
+    structure = structure_of(
         lambda: stripped(model), lambda: copy.deepcopy(model, histories(model)), example, name=spec_of(model),
         num_classes=num_classes or outputs_of(model, example), precision=precision,
     )  # fmt: skip
     return estimate(
-        found.graph, cluster.device, model_spec=spec_of(model), model_fingerprint=found.fingerprint,
-        precision=precision, global_batch=global_batch, max_degree=gpus, trained_on_one=found.trains_on_one,
+        structure.graph, cluster.device, model_spec=spec_of(model), model_fingerprint=structure.fingerprint,
+        precision=precision, global_batch=global_batch, max_degree=gpus, trained_on_one=structure.trains_on_one,
     )  # fmt: skip
 
 
@@ -200,18 +200,18 @@ def one_tensor(example: Any) -> Tensor:
 
     if isinstance(example, torch.Tensor) and example.dim() and len(example):
         return example
-    found = f"a tensor of shape {tuple(example.shape)}" if isinstance(example, torch.Tensor) else type(example).__name__
+    kind = f"a tensor of shape {tuple(example.shape)}" if isinstance(example, torch.Tensor) else type(example).__name__
     raise UsageError(
-        f"example_input is {found}, not one tensor [N, ...] of at least one sample; a model of other inputs can be put "
+        f"example_input is {kind}, not one tensor [N, ...] of at least one sample; a model of other inputs can be put "
         "into a module that takes one"
     )
 
 
 def check_plain(model: nn.Module) -> None:
-    """Refuse a model that is already distributed over ranks, before any rank waits for another.
+    """Check that a model is not already distributed over ranks, before any rank waits for another.
 
     Raises:
-        UsageError: it is, as a whole or in a part.
+        UsageError: it is, as a whole or in part.
     """
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
@@ -220,18 +220,16 @@ def check_plain(model: nn.Module) -> None:
         kind = type(module).__name__
         if isinstance(module, DistributedDataParallel):
             inside = f"{path or 'model'}.module"
-            raise UsageError(f"{path or 'the model'} is in {kind}: hand in what is inside ({inside}); asa spreads it")
+            raise UsageError(f"{path or 'the model'} is in {kind}: pass what is inside ({inside}); asa distributes it")
         if isinstance(module, FSDPModule | FullyShardedDataParallel):
-            raise UsageError(
-                f"{path or 'the model'} is sharded already ({kind}): hand in the plain model; asa shards it"
-            )
+            raise UsageError(f"{path or 'the model'} is sharded already ({kind}): pass the plain model; asa shards it")
 
 
 def shaped(model: nn.Module) -> None:
-    """Refuse a model whose lazy modules have no shapes yet.
+    """Check that no lazy module of a model lacks its shape.
 
     Raises:
-        UsageError: it has such modules.
+        UsageError: one does.
     """
     from torch.nn.parameter import is_lazy
 
@@ -252,8 +250,8 @@ def spec_of(model: nn.Module) -> str:
 
 
 def outputs_of(model: nn.Module, example: Tensor) -> int:
-    """Number of classes of a model: the second dimension of its main output, 1 if it has none; for a model that returns
-    one row per token, the last dimension.
+    """Number of classes of a model: the second dimension of its main output, or 1 if it has none. For a model that
+    returns one row per token, it is the last dimension.
 
     Raises:
         InvalidInputError: the model fails on ``example``, or returns no tensor.

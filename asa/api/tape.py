@@ -1,4 +1,4 @@
-"""Records a program's operations from a batch and a model's outputs to its loss, to repeat them with the whole batch.
+"""Records a program's operations from a batch and a model's outputs to its loss, and repeats them with the whole batch.
 
 A loss that is not a mean over samples (a sum, a ratio of sums, one that compares samples) differs between each rank's
 part and the whole batch. A program does not declare which kind its loss is, so it is tested.
@@ -20,17 +20,20 @@ from asa.errors import AsaError, UsageError, place_of
 from asa.tracing.tracer import reason_of
 
 MOST_BYTES = 1 << 28
-"""Largest number of bytes of a whole batch's outputs and labels that are gathered on every rank, and of results on a
-tape."""
+"""Largest number of bytes of a whole batch's outputs and labels that are gathered on every rank, and of the results on
+a tape."""
 _MOST_OPERATIONS = 4096
 _WINDOWS, _MOST_FEWEST = 4, 8
-"""Places in a batch at which so few samples are taken, and the largest number of them that is looked for."""
+"""Number of places in a batch at which small sets of samples are tried, and the largest size of such a set."""
 
 
 @dataclass
 class Tape:
-    """Operations on tensors that come from a batch or from ``outputs``, in order. ``rows``: number of this rank's
-    samples, ``total``: of all ranks', if known. ``leave``: called where this rank stops."""
+    """Operations, in order, on tensors that come from a batch or from ``outputs``.
+
+    ``rows`` is the number of this rank's samples; ``total`` is that of all ranks, if known. ``leave`` is called where
+    this rank stops.
+    """
 
     rows: int
     total: int = 0
@@ -54,20 +57,20 @@ class Tape:
     kept: list[Any] = field(default_factory=list)
     """Values by place. Places number outputs, leaves and results."""
     apart: set[int] = field(default_factory=set)
-    """Places of single samples that were taken out of a batch."""
+    """Places of single samples that were taken from a batch."""
     bytes: int = 0
     strange: str = ""
     """Why the record is incomplete; empty if it is complete."""
     closed: bool = False
-    """Whether its batch is over: later uses of its tensors belong to another record."""
+    """Whether its batch is over. Later uses of its tensors belong to another record."""
     taken: bool = False
-    """Whether a number was taken out of torch."""
+    """Whether a number was read out as a Python value."""
     taken_whole: bool = False
-    """Whether a tensor was, with all its numbers."""
+    """Whether all numbers of a tensor were."""
     asked: bool = False
-    """Whether the program asked for sizes of a tensor on it."""
+    """Whether the program read sizes of a tensor on the tape."""
     hooked: bool = False
-    """Whether a gradient hook was added to a tensor on it."""
+    """Whether a gradient hook was added to a tensor on the tape."""
 
     def follow(self, output: Tensor) -> Tensor:
         """``output`` as a tensor whose operations are recorded from now on."""
@@ -93,17 +96,17 @@ class Tape:
         def watched(leaf: Any) -> Any:
             if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.requires_grad:
                 return leaf
-            found = leaf.as_subclass(Watched)
-            found.tape = self
-            self._leaf(found)
-            return found
+            wrapped = leaf.as_subclass(Watched)
+            wrapped.tape = self
+            self._leaf(wrapped)
+            return wrapped
 
-        found = pytree.tree_map(watched, batch)
+        wrapped = pytree.tree_map(watched, batch)
         self.read = len(self.leaves)
-        return found
+        return wrapped
 
     def handed(self, inputs: Any) -> Any:
-        """``inputs`` of a model as plain tensors; those that come from the batch are remembered."""
+        """``inputs`` of a model as plain tensors. Those that come from the batch are recorded."""
 
         def plain(leaf: Any) -> Any:
             if not isinstance(leaf, Watched):
@@ -115,13 +118,14 @@ class Tape:
         return pytree.tree_map(plain, inputs)
 
     def form(self, loss: Tensor) -> str:
-        """What ``loss`` is computed by, without numbers and sizes; empty where that is not known."""
+        """The operations from which ``loss`` is computed, as text without numbers and sizes; empty if they are not
+        known."""
         if self.why_not(loss):
             return ""
         return repr([getattr(o[0], "__name__", str(o[0])) for o in self.needed([loss])[0]])
 
     def why_not(self, loss: Tensor) -> str:
-        """Why it is not known what ``loss`` is computed by; empty where it is."""
+        """Why the operations from which ``loss`` is computed are not known; empty if they are."""
         if not self.strange and id(loss) not in self.places:
             return "part of it is computed where it cannot be followed"
         if not self.strange and self.apart and self.needed([loss])[1] & self.apart:
@@ -129,14 +133,15 @@ class Tape:
         return self.strange
 
     def needed(self, tensors: Iterable[Tensor]) -> tuple[list[tuple[Callable[..., Any], Any, Any, Any]], set[int]]:
-        """The operations that ``tensors`` come of, in order, and the places of all that goes into them."""
+        """(operations, places): the operations from which ``tensors`` are computed, in order, and the places of all
+        their inputs."""
         places = {self.places[id(t)] for t in tensors if id(t) in self.places}
-        found = []
+        operations = []
         for operation in reversed(self.operations):
             if any(p.index in places for p in pytree.tree_leaves(operation[3]) if isinstance(p, Place)):
-                found.append(operation)
+                operations.append(operation)
                 places |= {p.index for p in pytree.tree_leaves(operation[1:3]) if isinstance(p, Place)}
-        return found[::-1], places
+        return operations[::-1], places
 
     def _place(self, tensor: Tensor) -> int:
         self.places[id(tensor)] = len(self.kept)
@@ -161,19 +166,19 @@ class Tape:
                 self.bytes += leaf.nbytes if leaf.layout is torch.strided else 0
             return same
 
-        found = pytree.tree_map(watched, result)
+        wrapped = pytree.tree_map(watched, result)
         places = pytree.tree_map(
             lambda leaf: (
                 Place(self.places[id(leaf)] if id(leaf) in self.places else self._place(leaf))
                 if isinstance(leaf, Tensor)
                 else None
             ),
-            found,
+            wrapped,
         )
         self.operations.append((function, *spec, places))
         if self.bytes > MOST_BYTES or len(self.operations) > _MOST_OPERATIONS:
-            self.forget("more is computed of the batch than is kept")
-        return found
+            self.forget("more is computed from the batch than can be recorded")
+        return wrapped
 
     def forget(self, why: str) -> None:
         """Drop everything, and stop recording, because of ``why``."""
@@ -202,41 +207,44 @@ class Tape:
     def again(
         self, values: dict[int, Tensor], number: Callable[[Any], Any], *, strict: bool = False
     ) -> dict[int, Tensor]:
-        """Values at all places if those of outputs and leaves are ``values``; whole numbers are mapped by ``number``.
-        What fails is left out, unless ``strict``, and what comes of it."""
-        found = dict(values)
+        """Values at all places if those of outputs and leaves are ``values``. Whole numbers are mapped by ``number``.
+
+        Operations that fail are left out, with everything computed from them, unless ``strict``.
+        """
+        made_values = dict(values)
         for function, args, options, places in self.operations:
             try:
-                new_args, new_options = pytree.tree_map(lambda leaf: _given(leaf, found, number), (args, options))
+                new_args, new_options = pytree.tree_map(lambda leaf: _given(leaf, made_values, number), (args, options))
                 result = function(*new_args, **new_options)
             except Exception:  # numbers that fit no shape
                 if strict:
                     raise
                 continue
             made = pytree.tree_leaves(places), pytree.tree_leaves(result)
-            if len(made[0]) != len(made[1]):  # other pieces than there were
+            if len(made[0]) != len(made[1]):  # another number of pieces than before
                 if strict:
-                    raise UsageError("a batch falls into another number of pieces")
+                    raise UsageError("a batch is split into another number of pieces")
                 continue
             for place, value in zip(*made, strict=True):
                 if isinstance(place, Place):
-                    found[place.index] = value
-        return found
+                    made_values[place.index] = value
+        return made_values
 
     def with_rows(self, rows: slice | Tensor) -> dict[int, Tensor]:
-        """Values of outputs and leaves with other ``rows`` than there are, for :meth:`again`."""
-        found = {}
+        """Values of outputs and leaves with other ``rows`` than the recorded ones, for :meth:`again`."""
+        values = {}
         for tensor, value in (*zip(self.outputs, self.values, strict=True), *((t, t) for t in self.leaves)):
             plain = value.detach().as_subclass(Tensor)
             if value is tensor and plain.shape == (self.rows, self.rows):  # torch.eye(len(x))
                 plain = plain[rows][:, rows]
             elif cut(plain, self.rows):
                 plain = plain.reshape(self.rows, -1, *plain.shape[1:])[rows].flatten(0, 1)
-            found[self.place_of(tensor)] = plain.clone()
-        return found
+            values[self.place_of(tensor)] = plain.clone()
+        return values
 
     def fewest(self, loss: Tensor) -> int:
-        """The fewest of this rank's samples of which ``loss`` can be computed again, and is a number; 1 if unknown."""
+        """Smallest number of this rank's samples from which ``loss`` can be computed again and is a number; 1 if
+        unknown."""
         at = self.place_of(loss)
         finite = bool(loss.detach().as_subclass(Tensor).isfinite().all())
 
@@ -245,10 +253,10 @@ class Tape:
                 for number in grown(self, count):
                     try:
                         values = self.with_rows(slice(first, first + count))
-                        found = self.again(values, number, strict=True).get(at)
-                    except Exception:  # whatever a program's own code raises on so few samples
+                        again = self.again(values, number, strict=True).get(at)
+                    except Exception:  # a program's own code may raise anything on few samples
                         continue
-                    if found is not None and (not finite or bool(found.isfinite().all())):
+                    if again is not None and (not finite or bool(again.isfinite().all())):
                         return True
             return False
 
@@ -258,7 +266,7 @@ class Tape:
             return next((count for count in range(1, 1 + min(self.rows, _MOST_FEWEST)) if works(count)), 1)
 
     def too_few(self, func: Any, args: Any, options: Any) -> bool:
-        """Whether ``func``, which has failed, would not with as many samples as the whole batch has."""
+        """Whether ``func``, which has failed, would succeed with as many samples as the whole batch has."""
         if self.strange or not 0 < self.rows < self.total:
             return False
         rows = torch.arange(self.total) % self.rows
@@ -292,8 +300,12 @@ def cut(tensor: Tensor, rows: int) -> bool:
 
 
 def grown(tape: Tape, total: int) -> list[Callable[[Any], Any]]:
-    """What numbers in a program may mean with ``total`` samples instead of this rank's: themselves, this rank's
-    samples, one by those, or so many times those."""
+    """Functions that map a number in a program to its value with ``total`` samples instead of this rank's.
+
+    The first keeps the number. The second replaces this rank's number of samples, or its inverse, by the total. The
+    others replace a multiple of this rank's number by the same multiple of ``total``: the third for lengths of recorded
+    tensors, the fourth for their numbers of elements.
+    """
     mine = tape.rows
     tensors = [t for t in tape.kept if isinstance(t, Tensor) and t.dim()]
     sizes, numbers = {int(t.shape[0]) for t in tensors}, {t.numel() for t in tensors}
@@ -306,7 +318,7 @@ def grown(tape: Tape, total: int) -> list[Callable[[Any], Any]]:
 
 
 def _given(leaf: Any, found: dict[int, Tensor], number: Callable[[Any], Any]) -> Any:
-    """An argument of an operation, with tensors of ``found`` and other numbers."""
+    """An argument of an operation, with tensors from ``found`` and with numbers mapped by ``number``."""
     if isinstance(leaf, Place):
         return found[leaf.index]
     if isinstance(leaf, slice):
@@ -342,13 +354,13 @@ class Watched(Tensor):
             result = _plainly(func, args, options)
         except AsaError:
             raise
-        except Exception as error:  # whatever torch says of so few samples
+        except Exception as error:  # torch may raise anything on few samples
             if tape is None or not tape.too_few(func, args, options):
                 raise
             tape.leave()
             raise UsageError(
                 f"{getattr(func, '__name__', func)} fails on the {tape.rows} samples that this rank has of a batch of "
-                f"{tape.total} ({reason_of(error)}{place_of(error)}), and not on as many as one device has: use larger "
+                f"{tape.total} ({reason_of(error)}{place_of(error)}), but not on as many as one device has: use larger "
                 "batches, drop_last=True, or asa.gather(outputs)"
             ) from error
         for each in tapes:
@@ -357,18 +369,18 @@ class Watched(Tensor):
         if tape is None or tape.strange:
             return _unwatched(result, args, options)
         if func is Tensor.register_hook:
-            tape.strange = "a hook changes gradients on the way"
+            tape.strange = "a hook changes gradients before they reach the model"
         apart = _sample_by_sample(func, args, tape.rows, result)
         if func is torch.autograd.grad or (func == _GRAD and isinstance(result, Tensor)):
-            tape.strange = "gradients of what the model is given are those of a rank's mean, not of the batch's"
+            tape.strange = "gradients of the model's inputs are those of a rank's mean, not of the batch's"
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
             return result
         if getattr(func, "__name__", "") == "__get__" and not _shown(result, args):
             return result
-        found = tape.note(func, args, options, result)
+        noted = tape.note(func, args, options, result)
         if apart:
-            tape.apart.update(tape.places[id(leaf)] for leaf in pytree.tree_leaves(found) if id(leaf) in tape.places)
-        return found
+            tape.apart.update(tape.places[id(leaf)] for leaf in pytree.tree_leaves(noted) if id(leaf) in tape.places)
+        return noted
 
     def _taken(self, *, whole: bool = False) -> Tensor:
         tape = getattr(self, "tape", None)
@@ -378,7 +390,7 @@ class Watched(Tensor):
         return self.as_subclass(Tensor)
 
     def item(self) -> Any:
-        """The value as a Python number, after which operations are not recorded."""
+        """The value as a Python number. Operations on it are not recorded."""
         return self._taken().item()
 
     def tolist(self) -> Any:
@@ -390,8 +402,8 @@ class Watched(Tensor):
         return self._taken(whole=True).numpy(force=force)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        found = self._taken(whole=True).numpy()
-        return found if dtype is None and not copy else found.astype(dtype or found.dtype, copy=bool(copy))
+        array = self._taken(whole=True).numpy()
+        return array if dtype is None and not copy else array.astype(dtype or array.dtype, copy=bool(copy))
 
     def __float__(self) -> float:
         return float(self._taken())
@@ -435,7 +447,7 @@ _APART = ("unbind", "__iter__", "split", "chunk", "tensor_split", "vsplit", "uns
 
 
 def _sample_by_sample(func: Any, args: Any, rows: int, result: Any) -> bool:
-    """Whether a batch is taken apart into samples, so that later operations exist once for each of this rank's
+    """Whether an operation splits a batch into samples, so that later operations exist once for each of this rank's
     samples."""
     name = getattr(func, "__name__", "")
     if name in _APART:
@@ -465,7 +477,7 @@ def watched_in(values: Any) -> Iterator[Watched]:
 
 
 def _run_as_written() -> None:
-    """Have ``torch.compile``, where a program uses it, leave alone what is handed tensors that are written down."""
+    """Make ``torch.compile``, where a program uses it, skip functions that get recorded tensors."""
     module = sys.modules.get("torch._dynamo.convert_frame")
     wrapper: Any = getattr(module, "CatchErrorsWrapper", None)
     if wrapper is None or hasattr(wrapper.__call__, "asa"):

@@ -24,12 +24,12 @@ from asa.errors import UsageError
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _WINDOW, _TIMES, _MOST_COMPARED, _MOST_UNFINISHED = 12, 3, 18, 64
-"""Number of backwards checked after the last new form of a loss; batches on which each form is compared (on one, it may
-agree by chance); comparisons in all; outputs followed without a backward."""
+"""Number of backwards checked after the last new form of a loss; number of batches on which each form is compared (on
+one, it may agree by chance); largest number of comparisons; largest number of outputs followed without a backward."""
 _MOST_ASKED = 8
 """Largest number of times that checking starts again because of a new form of loss."""
 _SMALL = 8
-"""Number of samples for each rank below which every loss is looked at, where batches usually have more."""
+"""Number of samples per rank below which every loss is checked, if batches usually have more."""
 _TRUSTED = "trusted"
 
 
@@ -45,7 +45,7 @@ class Trial:
         self._sizes: set[int] = set()
         self._total = 0
         self._odd = False
-        """Whether the batch is of a size of which no loss was compared, or a small one (the same on all ranks)."""
+        """Whether the batch is small, or of a size for which no loss was compared (equal on all ranks)."""
         self._compared = self._unfinished = 0
         self._said: set[str] = set()
         self._hooks = self._said_own = self._said_samples = False
@@ -53,29 +53,29 @@ class Trial:
         self._graphs: set[int] = set()
         self._asked = 0
         self.sized = False
-        """Whether the program asked how many samples there are."""
+        """Whether the program read the number of samples."""
         self.asks = False
-        """Whether a loss of a new form has come that was not checked."""
+        """Whether a loss of a new form has occurred that was not checked."""
         self.trusted = False
         """Whether the program itself weights its loss in the next backward."""
 
     def note(self, graph: int) -> None:
-        """Record that a backward through a ``graph`` comes. If its form is new, all ranks check it when it occurs
-        again; they learn of it after the batch."""
+        """Record that a backward through a ``graph`` follows. If its form is new, all ranks check it when it occurs
+        again. They are told after the batch."""
         if self.watching:
             self._graphs.add(graph)
         elif graph not in self._graphs:
             self.asks = True
 
     def look_again(self) -> None:
-        """Check the next backwards, because some rank asked for it (on all ranks); up to a limit."""
+        """Check the next backwards, because some rank has asked for it (on all ranks); up to a limit."""
         self.asks = False
         if self._asked < _MOST_ASKED:
             self._asked += 1
             self._left = max(self._left, _WINDOW)
         elif self._asked == _MOST_ASKED:
             self._asked += 1
-            self._tell(Difference(unknown="it takes ever new forms"), torch.float32, self._placed())
+            self._tell(Difference(unknown="its form keeps changing"), torch.float32, self._placed())
 
     @property
     def watching(self) -> bool:
@@ -83,12 +83,12 @@ class Trial:
         return (self._left > 0 or self._odd) and self._unfinished < _MOST_UNFINISHED
 
     def epoch_began(self) -> None:
-        """Check again: a program may have another loss in another epoch."""
+        """Check again, because a program may have another loss in another epoch."""
         self._left = max(self._left, 2) if self._compared < _MOST_COMPARED else self._left
         self._unfinished = 0
 
     def begin(self, batch: Any, share: Share) -> Any:
-        """A batch of the loader, of which this rank has a ``share``, recorded until the next one."""
+        """A batch of the loader, recorded until the next one. This rank has the ``share`` of it."""
         self._close()
         rows = len(share.rows)
         self._total, small = share.total, _SMALL * self._ranks
@@ -104,7 +104,7 @@ class Trial:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which nothing is recorded: the batch's tensors are like any others."""
+        """Context in which nothing is recorded: the batch's tensors behave like any others."""
         tape = self._tape
         if tape is None:
             yield
@@ -132,7 +132,7 @@ class Trial:
         return output if self._tape.strange else self._tape.follow(output)
 
     def around(self, loss: Tensor, backward: Callable[[], None], strange: str = "") -> None:
-        """Run ``backward`` of ``loss``, and compare the loss if its form is new (collective). ``strange``: why it
+        """Run ``backward`` of ``loss``, and compare the loss if its form is new (collective). ``strange`` says why it
         cannot be compared."""
         placed = self._placed()
         if placed is None or not self.watching:
@@ -169,7 +169,7 @@ class Trial:
         self._sized.add(sized)
         self._sizes.add(self._total)
         if self._compared >= _MOST_COMPARED and not self._seen[forms]:
-            self._tell(Difference(unknown="it takes more forms than are compared"), loss.dtype, placed)
+            self._tell(Difference(unknown="it has more forms than are compared"), loss.dtype, placed)
         if not self._seen[forms]:
             self._left = max(self._left, _WINDOW)
         self._seen[forms] += 1
@@ -185,20 +185,20 @@ class Trial:
             comparison = Comparison(placed.place.votes, tape, loss, placed.weight)
             tape.received.clear()
             backward()
-            found = comparison.difference([tape.received.get(i) for i in range(len(tape.outputs))])
+            compared = comparison.difference([tape.received.get(i) for i in range(len(tape.outputs))])
             if again:
-                found = replace(found, unknown="", doubt="")
-            if self._tell(found, loss.dtype, placed):
+                compared = replace(compared, unknown="", doubt="")
+            if self._tell(compared, loss.dtype, placed):
                 self._told.add(forms)
         self._rest()
 
     def batch_over(self) -> None:
-        """A batch of the loader is over."""
+        """Record that a batch of the loader is over."""
         self._close()
 
     def by_samples(self, share: Share, *, learned: bool) -> None:
-        """Say once of a batch, of which this rank has ``share``, that the program may go another way with it than on
-        one device. ``learned``: whether a backward came of it."""
+        """Say, once per batch, that the program may take another path with this rank's ``share`` of it than on one
+        device. ``learned`` says whether the batch had a backward."""
         mine, placed = len(share.rows), self._placed()
         sized = self.sized or (self._tape is not None and self._tape.asked)
         if self._said_samples or placed is None or not sized or mine >= share.total or (learned and mine > 1):
@@ -209,7 +209,7 @@ class Trial:
             f"device decides by {share.total}, and this rank by its {mine}")  # fmt: skip
 
     def _close(self) -> None:
-        """Stop recording: tensors of the batch are like any others from here on."""
+        """Stop recording. Tensors of the batch behave like any others from here on."""
         if self._tape is not None:
             self._tape.closed = True
             self._said_own = self._said_own or self._tape.taken
@@ -229,7 +229,7 @@ class Trial:
             functions_followed(False)
 
     def _tell(self, found: Difference, dtype: torch.dtype, placed: SpreadModel | None) -> bool:
-        """Warn of a difference; say so once if it could not be determined. Returns whether there was anything to
+        """Warn of a difference; if it could not be determined, say so once. Returns whether there was anything to
         say."""
         lines = [] if found.unknown else told(found, dtype)
         why = found.unknown or ("" if lines else found.doubt)
@@ -242,7 +242,7 @@ class Trial:
 
 
 def _stay() -> None:
-    """Do nothing: no other rank waits for this one."""
+    """Do nothing, because no other rank waits for this one."""
 
 
 _SEES_ITS_OWN = (
@@ -252,7 +252,7 @@ _SEES_ITS_OWN = (
 
 
 def _look_for_hooks(placed: SpreadModel) -> bool:
-    """Warn of a hook on the gradient of a parameter; returns whether there is one."""
+    """Warn of a hook on the gradient of a parameter. Returns whether there is one."""
     with torch._C.DisableTorchFunctionSubclass():  # a part of a parameter refuses what it does not know
         name = next((n for n, p in placed.named_parameters() if p._backward_hooks), None)
     if name is not None and placed.place.rank == 0:
@@ -261,12 +261,12 @@ def _look_for_hooks(placed: SpreadModel) -> bool:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Relative distance up to which two gradients of that type count as equal."""
+    """Relative distance up to which two gradients of type ``dtype`` count as equal."""
     return _TOLERANCES.get(dtype, 5e-2)
 
 
 def told(found: Difference, dtype: torch.dtype) -> list[str]:
-    """What differs, one line each; empty if nothing does."""
+    """Sentences on what differs; empty if nothing does."""
     said = []
     differs = found.gradients > tolerance(dtype)
     if found.own is not None and not (differs and found.own.is_integer()):  # a count of samples is named below
@@ -290,8 +290,8 @@ def told(found: Difference, dtype: torch.dtype) -> list[str]:
         loss = abs(found.loss_whole - found.loss_parts) / max(sizes)
         far = f"{loss:.1%} apart" if loss == loss else "one of them is no number"
         said.append(
-            f"the loss is no mean over samples: over the whole batch it is {found.loss_whole:.6g}, the mean over ranks "
-            f"is {found.loss_parts:.6g} ({far}), and gradients of the outputs differ by "
+            f"the loss is not a mean over samples: over the whole batch it is {found.loss_whole:.6g}, the mean over "
+            f"ranks is {found.loss_parts:.6g} ({far}), and gradients of the outputs differ by "
             f"{found.gradients:.1%} from those of one device; use asa.mean_over(loss_sum, count) for sums and ratios, "
             "asa.gather(outputs) for a loss that compares samples"
         )

@@ -1,7 +1,7 @@
 """The plan of a model that is not cut into components: a form of data parallelism for the whole model.
 
-A model of several inputs, of inputs by name or of lists has no single tensor that could be passed from component to
-component. Every form of data parallelism runs it unchanged.
+A model with several inputs, with inputs by name or with lists has no single tensor that could be passed from component
+to component. Every form of data parallelism runs it unchanged.
 """
 
 from __future__ import annotations
@@ -43,35 +43,36 @@ if TYPE_CHECKING:
     from asa.api.placed import PlacedModel
 
 DATA: dict[str, DataStrategyName] = {"ddp": "replicate", "zero1": "zero1", "zero2": "zero2", "fsdp": "zero3"}
-"""Strategies for a whole model, by the names that users give."""
+"""Data strategies for a whole model, by the names that users give."""
 _FULL = 0.7
-"""Fraction of a device's memory for weights, gradients and optimizer state, above which they are sharded by default."""
+"""Fraction of a device's memory for weights, gradients and optimizer state above which they are sharded by default."""
 _SAMPLES = 2
 
 
 def wanted(wishes: Wishes, why: str) -> tuple[str, ...] | None:
-    """Requested strategies that run a whole model; None if any will do.
+    """Requested strategies that run a whole model; None if all are allowed.
 
     Raises:
-        UsageError: there are none among them.
+        UsageError: there are none among the requested ones.
     """
     allowed = ("ddp",) if wishes.whole_because else tuple(DATA)
     if wishes.strategies is None:
         return allowed if wishes.whole_because else None
-    found = tuple(s for s in wishes.strategies if s in allowed)
-    if not found:
+    possible = tuple(s for s in wishes.strategies if s in allowed)
+    if not possible:
         raise UsageError(
             f"strategies {', '.join(wishes.strategies)} cannot be had: the model runs whole, because {why}"
             f"{'; ' * bool(wishes.whole_because)}{wishes.whole_because}; choose among {', '.join(allowed)}"
         )
-    return found
+    return possible
 
 
 def whole_plan(
     place: RankContext, model: nn.Module, traced: TracedModel, call: Call | None, wishes: Wishes, why: str
 ) -> Plan:  # fmt: skip
-    """The plan for all ranks of a model that is called as a whole, traced as ``traced`` (collective). ``call``: how it
-    is called, with at least two samples; if unknown, nothing is measured.
+    """The plan for all ranks of a model that is called as a whole, traced as ``traced`` (collective).
+
+    ``call`` is how it is called, with at least two samples; if that is unknown, nothing is measured.
 
     Raises:
         AsaError: raised on rank 0, and then on every rank.
@@ -103,7 +104,7 @@ def _decided(
             return _solved(place, model, traced, call, wishes, names, cluster)
         except UsageError:
             raise
-        except Exception as error:  # a model that cannot be measured can be trained
+        except Exception as error:  # a model that cannot be measured may still be trained
             unmeasured = f"it could not be measured ({' '.join(str(error).split())[:120]})"
     return by_hand(place, model, traced, wishes, names, f"{why}; {unmeasured}"), None
 
@@ -129,7 +130,7 @@ def _solved(
     for plan in plans:
         (only,) = plan.components
         if only.data.degree == place.ranks and not only.checkpoint:
-            found = replace(
+            whole = replace(
                 plan,
                 model_spec=spec_of(model),
                 model_fingerprint=traced.model_fingerprint,
@@ -137,14 +138,14 @@ def _solved(
                 num_microbatches=1,
                 notes=(*plan.notes, *traced.notes),
             )
-            return found, Origins(profile=profile, cluster=links)
+            return whole, Origins(profile=profile, cluster=links)
     raise AsaError("no plan has the whole model on every rank")
 
 
 def by_hand(
     place: RankContext, model: nn.Module, traced: TracedModel, wishes: Wishes, names: tuple[str, ...] | None, why: str
 ) -> Plan:  # fmt: skip
-    """A plan without measurements: the requested strategy, otherwise replicas, or shards if weights and optimizer state
+    """A plan without measurements: the requested strategy; otherwise replicas, or shards if weights and optimizer state
     would fill a device."""
     from asa.profiler.machine import device_record
 
@@ -152,15 +153,15 @@ def by_hand(
     state = sum(p.nbytes for p in model.parameters()) * (2 + OPTIMIZER_WORDS[wishes.optimizer])
     full = state > _FULL * room
     name = next(iter(names or (("fsdp",) if full else ("ddp",))))
-    found = plan_of_one(model, traced, wishes)
+    base = plan_of_one(model, traced, wishes)
     only = Assignment(
         name="model", stage=0, data=DataDegree(strategy=DATA[name], degree=place.ranks),
         tensor=TensorDegree(strategy="none", degree=1),
     )  # fmt: skip
-    memory = found.prediction.memory_bytes_per_rank * place.ranks
+    memory = base.prediction.memory_bytes_per_rank * place.ranks
     return replace(
-        found, strategy=name, gpus=place.ranks, components=(only,), stages=(Stage(ranks=tuple(range(place.ranks))),),
-        prediction=replace(found.prediction, memory_bytes_per_rank=memory), notes=(f"the model runs whole: {why}",),
+        base, strategy=name, gpus=place.ranks, components=(only,), stages=(Stage(ranks=tuple(range(place.ranks))),),
+        prediction=replace(base.prediction, memory_bytes_per_rank=memory), notes=(f"the model runs whole: {why}",),
     )  # fmt: skip
 
 
@@ -192,11 +193,11 @@ def _kept(place: RankContext, traced: TracedModel, call: Call | None, wishes: Wi
 
 
 def spare_of(model: nn.Module) -> Blank | None:
-    """A template of the model, in case it must be distributed anew; None if it cannot be copied. Needed if its
-    ``forward`` takes more than one input, or it has methods of its own."""
+    """A template of the model, in case it must be distributed anew; None if it cannot be copied. It is needed if
+    ``forward`` takes more than one input, or if the model has methods of its own."""
     try:
         return Blank(model)
-    except Exception:  # whatever a model's own code raises when it is copied
+    except Exception:  # a model's own code may raise anything when it is copied
         return None
 
 

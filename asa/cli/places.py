@@ -183,7 +183,7 @@ def check_unused(folder: Path) -> None:
     """
     found = sorted(p.name for p in (folder / "checkpoints").glob("step_*"))
     if found:
-        raise UsageError(f"{folder} holds a run, up to {found[-1]}; --resume continues it, or choose another --out")
+        raise UsageError(f"{folder} contains a run, up to {found[-1]}; --resume continues it, or choose another --out")
 
 
 def newest_plan(text: str | None) -> tuple[Path, Plan]:

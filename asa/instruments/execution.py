@@ -51,8 +51,10 @@ def apply(components: Iterable[nn.Module], compiled: Compiled, *, eager: type[nn
     A component with more shapes than torch keeps (8) runs uncompiled for further ones. ``eager``: modules that are not
     compiled, since they compute another function in every step and would be compiled each time.
     """
+    global _graphs
     if compiled == "none":
         return
+    _graphs |= compiled == "graphs"
     components = list(components)
     _keep(len(components))
     for component in components:
@@ -60,6 +62,22 @@ def apply(components: Iterable[nn.Module], compiled: Compiled, *, eager: type[nn
             if eager is not None and isinstance(module, eager):
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         component.compile(dynamic=False, mode="reduce-overhead" if compiled == "graphs" else None)
+
+
+_graphs = False
+"""Whether this process runs components as CUDA graphs."""
+
+
+def begin_step() -> bool:
+    """Tell torch that a step begins, forward alone or with its backward, if this process uses CUDA graphs; whether it
+    does. Outputs of the last step may be overwritten from now on.
+
+    Torch would otherwise take each component that runs without gradients for a step of its own, and refuse the output
+    of the one before.
+    """
+    if _graphs:
+        torch.compiler.cudagraph_mark_step_begin()
+    return _graphs
 
 
 def _keep(components: int) -> None:

@@ -24,21 +24,29 @@ class AccuracyPoint:
 
 @noun
 class BenchResult:
-    """One cell: one model under one strategy on ``ranks`` ranks.
+    """Result of one cell: one model under one strategy on ``ranks`` ranks. Times are in seconds.
 
-    A cell that could not run has no ``step_time_s``, and ``why_not`` gives the reason. ``step_time_s`` is the measured
-    step over all rounds; ``communication_s`` the exposed communication in it, None if it was not measured. Memory is
-    the peak of active memory on the rank with most, counted the same in both columns. ``components`` is the assignment
-    that ran, ``plan_fingerprint`` the plan it came from. ``communication_low_s`` and ``communication_high_s``: 95 %
-    interval of the exposed communication; minimum and maximum below six pairs.
-
-    ``samples_per_s`` includes ``data_wait_s``, the median wait for input per step. ``utilisation``, 0 to 1: fraction of
-    time in which the devices computed while this plan ran alone, from NVML, on CPUs processor time over wall time; for
-    a prediction, the fraction of the step that computes. ``flops_per_s``: of all ranks, from the model's structure
-    (backward counts twice forward); ``mfu``: that over the devices' peak. ``predicted_bubble_s``: the part of the
-    predicted step in which stages wait for each other. ``state_memory_bytes``: weights, gradients and optimizer state
-    of the fullest rank; ``reserved_memory_bytes``: reserved by its allocator (CUDA). ``energy_j``: joules of all
-    devices per step; ``clock_mhz``: of the slowest device, ``throttled``: reasons for reduced clocks.
+    Attributes:
+        step_time_s: the measured step time over all rounds; None if the cell could not run.
+        why_not: why the cell could not run; empty if it ran.
+        communication_s: exposed communication per step; None if it was not measured.
+        communication_low_s, communication_high_s: 95 % interval of it; with fewer than six pairs, minimum and maximum.
+        peak_memory_bytes: peak of active memory on the rank with the highest peak. ``predicted_memory_bytes`` is
+            counted in the same way.
+        plan_fingerprint: fingerprint of the plan that ran; ``components`` are its assignments.
+        samples_per_s: throughput, including the wait for input.
+        data_wait_s: median wait for input per step.
+        utilisation: fraction of time, 0 to 1, in which the devices computed while this plan ran alone. On GPUs it is
+            read from NVML; on CPUs it is processor time over wall time; for a prediction it is the part of the step
+            that computes.
+        flops_per_s: FLOP/s of all ranks, counted from the model's structure, with backward as twice forward.
+        mfu: ``flops_per_s`` over the peak of all devices.
+        predicted_bubble_s: the part of the predicted step in which stages wait for each other.
+        state_memory_bytes: weights, gradients and optimizer state of the rank that holds most.
+        reserved_memory_bytes: memory that this rank's CUDA allocator reserved.
+        energy_j: joules per step of all devices.
+        clock_mhz: clock of the slowest device.
+        throttled: reasons why clocks were reduced.
     """
 
     model: str
@@ -98,12 +106,15 @@ class ScalingPoint:
 
 @noun
 class Comparison:
-    """Comparison of two strategies in paired, interleaved rounds: median of time(left) / time(right) and its 95 %
-    interval.
+    """Comparison of two strategies in paired, interleaved rounds.
 
-    With ``left == right`` it is the A/A comparison: how far from 1 a ratio gets by noise alone. Below six pairs ``low``
-    and ``high`` are minimum and maximum ratio, which cover less. ``others_cores``: mean number of cores that other
-    processes kept busy meanwhile, beyond those that the ranks left idle; None if not measured.
+    Attributes:
+        ratio: median of time(left) / time(right) over the pairs.
+        low, high: 95 % interval of it; with fewer than six pairs, the smallest and the largest ratio, which cover less.
+        others_cores: mean number of cores that other processes used meanwhile, beyond those that the ranks left idle;
+            None if it was not measured.
+
+    If ``left == right``, it is the A/A test: how far a ratio gets from 1 by noise alone.
     """
 
     model: str
@@ -118,7 +129,8 @@ class Comparison:
 
 @noun
 class SealedPlan:
-    """A plan stored before the first measurement, with the profile and cluster it was made from."""
+    """Record of a plan that was stored before the first measurement, with the profile and the cluster that it was made
+    from."""
 
     model: str
     strategy: str
@@ -132,7 +144,7 @@ class SealedPlan:
 
 @noun
 class BenchEnvironment:
-    """The machine, and versions of the software."""
+    """The machine of a benchmark, and the versions of its software."""
 
     device_type: Literal["cpu", "cuda"]
     device_name: str
@@ -146,8 +158,8 @@ class BenchEnvironment:
 
 @noun
 class BenchSettings:
-    """Settings of the benchmark. ``data_source``: which images were read; ``steps_per_turn``: number of steps of a
-    strategy before the next one's turn."""
+    """Settings of a benchmark. ``data_source`` says which images were read. ``steps_per_turn`` is the number of steps
+    that one strategy runs before the next one's turn."""
 
     models: tuple[str, ...]
     strategies: tuple[str, ...]
@@ -168,7 +180,7 @@ class BenchSettings:
 
 @noun
 class Bench:
-    """A complete benchmark. ``started``: time of the first measured step, after every plan was stored."""
+    """A complete benchmark. ``started`` is the time of its first measured step; every plan was stored before that."""
 
     created: str
     started: str
@@ -202,7 +214,7 @@ class Bench:
         return shown(self.summary(), columns, rows)
 
     def summary(self) -> str:
-        """For every model the strategy with the lowest median step time, in one line."""
+        """One line: for every model, the strategy with the lowest median step time."""
         said = []
         for model in self.settings.models:
             timed = [(r.step_time_s.median, r.strategy) for r in self.of(model) if r.step_time_s is not None]

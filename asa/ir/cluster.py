@@ -18,15 +18,15 @@ MOST_SPEED = 1e6
 _BEFORE_AMPERE = re.compile(r"\b(K80|P100|P40|P4|V100|TITAN|T4|RTX 20\d\d|GTX)\b", re.IGNORECASE)
 
 Status = Literal["measured", "measured-plateau-only", "derived", "rule", "measured-hearsay", "estimated"]
-"""Origin of a value, from a benchmark on the machine to a guess from its data sheet."""
+"""How a value was obtained, from a benchmark on the machine to an estimate from its data sheet."""
 
 
 @noun
 class Device:
-    """One kind of device. Peaks are per second at dense arithmetic; 0 if unknown.
+    """One kind of device. Peak rates are per second of dense arithmetic, and 0 if unknown.
 
-    ``host_bandwidth``: bytes/s between a device and its host's memory, in each direction, with all devices of the host
-    at once.
+    ``host_bandwidth`` is the rate in bytes/s between a device and the memory of its host, in each direction, while all
+    devices of the host copy at once.
     """
 
     name: str
@@ -46,8 +46,11 @@ class Device:
             )
 
     def peak_flops(self, precision: str) -> float:
-        """Peak FLOP/s at ``precision``; 0 if unknown. TF32 has half the rate of bf16 on NVIDIA's GPUs from Ampere on
-        (their data sheets), and earlier ones have none."""
+        """Peak FLOP/s at ``precision``; 0 if unknown.
+
+        For TF32 it is half the rate of bf16, as in the data sheets of NVIDIA's GPUs from Ampere on. Earlier GPUs have
+        no TF32.
+        """
         if precision == "tf32":
             without = self.type == "cpu" or _BEFORE_AMPERE.search(self.name)
             return 0.0 if without else max(self.peak_fp32_flops, self.peak_bf16_flops / 2)
@@ -56,10 +59,10 @@ class Device:
 
 @noun
 class RankDevice:
-    """The device of one rank, if not all are equal.
+    """The device of one rank in a cluster of unequal devices.
 
-    ``speed``: work that takes the cluster's ``device`` one second takes this one ``1 / speed``; ``memory_bytes``: None
-    for that of the cluster's ``device``.
+    ``speed`` is relative to the cluster's ``device``: work that takes that device one second takes this one ``1 /
+    speed`` seconds. ``memory_bytes`` is None if it equals that device's.
     """
 
     name: str
@@ -69,9 +72,10 @@ class RankDevice:
 
 @noun
 class CollectiveTable:
-    """Seconds of one collective over message bytes (sizes as in :class:`asa.ir.traffic.Collective`).
+    """Measured seconds of one collective by message size in bytes (counted as in :class:`asa.ir.traffic.Collective`).
 
-    ``points`` is sorted by bytes; between points times are interpolated log-log.
+    ``points`` are (bytes, seconds) in ascending order of bytes. Between points, times are interpolated linearly in the
+    logarithms of both.
     """
 
     op: CollectiveOp
@@ -92,7 +96,8 @@ class CollectiveTable:
 
 @noun
 class Level:
-    """Links between groups of up to ``devices`` consecutive ranks (k*devices ... (k+1)*devices - 1)."""
+    """Links inside groups of ``devices`` consecutive ranks: group k has ranks ``k * devices`` to ``(k + 1) * devices -
+    1``."""
 
     name: str
     devices: int
@@ -101,10 +106,10 @@ class Level:
 
 @noun
 class Contention:
-    """Slowdown of a rank when ``ranks`` ranks work at once on this machine.
+    """Factor by which a rank gets slower while ``ranks`` ranks compute at once on this machine.
 
-    ``slowdown``: of arithmetic (convolutions, matrix products); ``memory_slowdown``: of work that only moves memory,
-    such as an optimizer step; None if it was not measured separately, and equal then.
+    ``slowdown`` is that of arithmetic (convolutions, matrix products). ``memory_slowdown`` is that of work limited by
+    memory bandwidth, such as an optimizer step; None if it was not measured separately, and then equal to ``slowdown``.
     """
 
     ranks: int
@@ -119,10 +124,11 @@ class Contention:
 
 @noun
 class Waiting:
-    """Factor by which a stretch of work grows if ``ranks`` ranks synchronize at its end, relative to one rank's median.
+    """Factor by which a stretch of work gets longer if ``ranks`` ranks synchronize at its end, relative to one rank's
+    median.
 
-    ``points``: (seconds of the stretch, factor), by ascending seconds. Short stretches grow more, because a disturbance
-    then affects only one rank.
+    ``points`` are (seconds of the stretch, factor), in ascending order of seconds. Short stretches get longer by a
+    larger factor, because a disturbance then affects only one rank.
     """
 
     ranks: int
@@ -131,9 +137,14 @@ class Waiting:
 
 @noun
 class Sharding:
-    """Cost of stock ``fully_shard`` per rank beside its collectives: seconds per unit that is gathered or scattered,
-    per tensor in it (``moved_tensor_s``), and per byte of the whole message (copies in and out of it); ``tensor_s``:
-    per tensor in an optimizer step on sharded tensors."""
+    """Cost of torch's ``fully_shard`` on a rank in addition to its collectives, in seconds.
+
+    Attributes:
+        unit_s: per unit that is gathered or scattered.
+        byte_s: per byte of the whole message, for copies into and out of it.
+        tensor_s: per tensor in an optimizer step on sharded tensors.
+        moved_tensor_s: per tensor in a unit that is gathered or scattered.
+    """
 
     unit_s: float
     byte_s: float
@@ -150,27 +161,32 @@ class Sharding:
 
 @noun
 class Overlap:
-    """Slowdown of computation and of communication while both run (1: none)."""
+    """Factors by which computation and communication get slower while both run; 1 means no slowdown."""
 
     compute_slowdown: float = 1.0
     communication_slowdown: float = 1.0
 
     @property
     def saving(self) -> float:
-        """Seconds saved per second of overlap: 1/compute + 1/communication - 1, at most 1; may be negative."""
+        """Seconds saved per second of overlap: 1 / compute_slowdown + 1 / communication_slowdown - 1. At most 1; may be
+        negative."""
         return 1 / self.communication_slowdown + 1 / self.compute_slowdown - 1
 
 
 @noun
 class Cluster:
-    """Devices, one per rank, and the levels of links between them, innermost first.
+    """Devices, one per rank, and the levels of links between them, innermost first. The last level connects all
+    devices.
 
-    The last level connects all devices. ``backend``: with which tables were measured. ``devices``: the device of each
-    rank if they are unequal; ``device`` is then the one that profiles are for, with speed 1. ``waiting`` and
-    ``sharding`` are None if not measured. ``devices_per_host``: given if the innermost level is not one host.
-    ``drift``: changes of the machine's speed during the measurement; times are at its mean speed. ``shared_memory``:
-    ranks sum, gather and scatter through memory that all of them map, by their own processors, so nothing of it
-    overlaps with computation.
+    Attributes:
+        backend: backend with which the tables were measured.
+        device: the device of all ranks. If ranks have unequal devices, the one that profiles are for, with speed 1.
+        devices: the device of each rank if they are unequal; None otherwise.
+        waiting, sharding: measured costs; None if not measured.
+        devices_per_host: number of devices of a host, if the innermost level is not one host.
+        drift: changes of the machine's speed during the measurement. Times in the tables are at its mean speed.
+        shared_memory: whether ranks run collectives through memory that all of them map. Their own processors do that
+            work, so none of it overlaps with computation.
     """
 
     name: str
@@ -210,15 +226,15 @@ class Cluster:
             return ()
         if max(ranks) >= self.num_devices:
             raise InvalidInputError(
-                f"cluster {self.name} has {self.num_devices} unequal devices and says nothing of rank {max(ranks)}",
+                f"cluster {self.name} has {self.num_devices} unequal devices and does not describe rank {max(ranks)}",
                 where="$.devices",
             )
-        found = tuple(self.speed(r) for r in ranks)
-        return () if all(s == 1.0 for s in found) else found
+        of_ranks = tuple(self.speed(r) for r in ranks)
+        return () if all(s == 1.0 for s in of_ranks) else of_ranks
 
     def fastest_first(self) -> tuple[int, ...] | None:
-        """An order of the devices in which no slower one comes before a faster one inside a node, and nodes are sorted
-        by the total speed of their devices; None if they are already in such an order, or equal."""
+        """An order of the devices in which every node has its faster devices first, and nodes are sorted by the total
+        speed of their devices, fastest first. None if the devices are in such an order already, or are equal."""
         if self.devices is None:
             return None
         nodes = [list(range(a, min(a + self.node, self.num_devices))) for a in range(0, self.num_devices, self.node)]
@@ -229,7 +245,7 @@ class Cluster:
         return None if order == tuple(range(self.num_devices)) else order
 
     def ordered(self, order: tuple[int, ...] | None) -> Cluster:
-        """A cluster of these devices in which device ``order[r]`` is rank r; this cluster if None.
+        """A cluster with the same devices, in which rank r has device ``order[r]``; this cluster if ``order`` is None.
 
         Raises:
             InvalidInputError: ``order`` is not a permutation of the devices.
@@ -259,23 +275,23 @@ class Cluster:
         return self.levels[0].devices if len(self.levels) > 1 else self.num_devices
 
     def hop(self, offset: int) -> int:
-        """Index of the level that connects rank ``offset`` with the one before: the innermost level without a border
-        there."""
+        """Index of the innermost level that connects rank ``offset`` with rank ``offset - 1``."""
         return next((i for i, level in enumerate(self.levels) if offset % level.devices), len(self.levels) - 1)
 
     def placed(self, offset: int, width: int) -> bool:
-        """Whether a stage of that width may begin at that rank: inside a node, or in whole nodes."""
+        """Whether a stage of ``width`` ranks may begin at rank ``offset``: it must be inside one node, or consist of
+        whole nodes."""
         return all(
             offset // each == (offset + width - 1) // each or not (offset % each or width % each)
             for each in (level.devices for level in self.levels[:-1])
         )
 
     def check_stages(self, stages: Sequence[Sequence[int]]) -> None:
-        """Refuse several stages of which one is partly in one node and partly in another: its collectives would be
-        priced as if they stayed in one.
+        """Check that each of several stages is inside one node or consists of whole nodes. The collectives of any other
+        stage would be priced as if they stayed in one node.
 
         Raises:
-            InvalidInputError: names the stage.
+            InvalidInputError: a stage is neither; names it.
         """
         for s, ranks in enumerate(stages if len(stages) > 1 else ()):
             if not self.placed(ranks[0], len(ranks)):
@@ -290,7 +306,7 @@ class Cluster:
             raise InvalidInputError(f"cluster {self.name} has {self.num_devices} devices", where="$.num_devices")
         widths = [level.devices for level in self.levels]
         if self.num_devices > 1 and (not widths or widths[-1] < self.num_devices):
-            raise InvalidInputError(f"no level of cluster {self.name} joins all its devices", where="$.levels")
+            raise InvalidInputError(f"no level of cluster {self.name} connects all its devices", where="$.levels")
         if widths != sorted(set(widths)):
             raise InvalidInputError(f"levels of cluster {self.name} must widen", where="$.levels")
         for i, level in enumerate(self.levels):

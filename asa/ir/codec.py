@@ -1,8 +1,9 @@
-"""Conversion of records to JSON and back: strict, with fingerprints.
+"""Strict conversion of records to JSON and back, with fingerprints.
 
 A *noun* (record) is a frozen, keyword-only dataclass. A *document* is a noun stored as a file, with ``kind``,
-``schema_version`` and ``fingerprint``, the SHA-256 of everything else in it, so that a file edited or truncated after
-it was written is refused. A file without a fingerprint was written by hand, and is accepted without that check.
+``schema_version`` and ``fingerprint``. The fingerprint is the SHA-256 of everything else in the file, so a file that
+was edited or truncated after it was written is refused. A file without a fingerprint was written by hand, and is
+accepted without that check.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ T = TypeVar("T")
 SCHEMA_VERSION = 1
 
 _DIGITS = 18
-"""Largest number of digits of a whole number in a file, which fits 64 bits."""
+"""Largest number of digits of a whole number in a file; such a number fits into 64 bits."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -37,18 +38,18 @@ def noun(cls: type[T]) -> type[T]:
 
 
 def hashed(cls: type[T]) -> type[T]:
-    """Cache the hash of a noun class whose objects are hashed far more often than made."""
+    """Make a noun class cache its hash; for classes whose objects are hashed far more often than created."""
     plain: Any = cls.__hash__
 
     def remembered(self: Any) -> int:
-        found: int | None = self.__dict__.get("_hash")
-        if found is None:
-            found = plain(self)
-            object.__setattr__(self, "_hash", found)
-        return found
+        cached: int | None = self.__dict__.get("_hash")
+        if cached is None:
+            cached = plain(self)
+            object.__setattr__(self, "_hash", cached)
+        return cached
 
     def state(self: Any) -> dict[str, Any]:
-        # Another process hashes words differently.
+        # Hashes of strings differ between processes.
         return {k: v for k, v in self.__dict__.items() if k != "_hash"}
 
     cls.__hash__ = remembered  # type: ignore[method-assign]
@@ -57,8 +58,10 @@ def hashed(cls: type[T]) -> type[T]:
 
 
 def later(default: Any = None) -> Any:
-    """Default of a field that was added to a noun later: a field with this value is not written to files either, so
-    that older documents are still equal to what would be written now."""
+    """Default of a field that was added to a noun after the first release of its documents.
+
+    A field with this value is not written to files, so older documents stay equal to what would be written now.
+    """
     return dataclasses.field(default=default, metadata={"later": True})
 
 
@@ -105,8 +108,8 @@ def fingerprint(value: Any) -> str:
 
 
 _FINGERPRINTS: dict[int, tuple[weakref.ref[Any], str]] = {}
-"""Cached fingerprints by identity: records do not change, and that of a large profile is needed several times in a
-command."""
+"""Cached fingerprints by object identity. Records do not change, and a command needs the fingerprint of a large profile
+several times."""
 
 
 def _fingerprint(value: Any) -> str:
@@ -145,18 +148,20 @@ def document(value: Any) -> dict[str, Any]:
 
 
 def schema(cls: type[Any]) -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) for the documents of a noun, from its types; :func:`loads` refuses every file that
-    the schema refuses. The fingerprint is optional, as in a file written by hand."""
-    found: dict[str, Any] = _adapter(cls).json_schema()  # type: ignore[arg-type]
+    """JSON Schema (draft 2020-12) for the documents of a noun class, made from its types.
+
+    :func:`loads` refuses every file that the schema refuses. The fingerprint is optional, as in a file written by hand.
+    """
+    result: dict[str, Any] = _adapter(cls).json_schema()  # type: ignore[arg-type]
     own = {
         "schema_version": {"const": SCHEMA_VERSION},
         "kind": {"const": cls.__name__.lower()},
         "fingerprint": {"type": "string", "pattern": "^[0-9a-f]{16}$"},
     }
-    found["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    found["properties"] = own | found["properties"]
-    found["required"] = ["schema_version", "kind", *found.get("required", [])]
-    return found
+    result["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    result["properties"] = own | result["properties"]
+    result["required"] = ["schema_version", "kind", *result.get("required", [])]
+    return result
 
 
 def dumps(value: Any) -> str:
@@ -174,7 +179,8 @@ def save(value: Any, path: Path) -> None:
 
 
 def write(text: str, path: Path) -> None:
-    """Write ``text`` to ``path``, atomically: readers see the old file or the new one, also where the disk is full.
+    """Write ``text`` to ``path`` atomically: readers see the old file or the complete new one, even if the disk is
+    full.
 
     Raises:
         OSError: it cannot be written; names ``path``.
@@ -186,7 +192,7 @@ def write(text: str, path: Path) -> None:
             stream.write(text)
         os.chmod(name, 0o644)
         os.replace(name, path)
-    except OSError as error:  # a full disk names no file
+    except OSError as error:  # the error of a full disk names no file
         Path(name).unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     except BaseException:
@@ -212,12 +218,12 @@ def _whole(token: str) -> int:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in result:
             raise ValueError(f"key {key!r} appears twice")
-        found[key] = value
-    return found
+        result[key] = value
+    return result
 
 
 def parse(text: str, *, source: str) -> dict[str, Any]:
@@ -275,12 +281,12 @@ def loads(cls: type[T], text: str, *, source: str) -> T:
     data = parse(text, source=source)
     kind = cls.__name__.lower()
     if data.get("kind") != kind:
-        found = data.get("kind", "file of unknown kind")
-        raise InvalidInputError(f"{source} is a {found}, not a {kind}", where="$.kind")
+        actual = data.get("kind", "file of unknown kind")
+        raise InvalidInputError(f"{source} is a {actual}, not a {kind}", where="$.kind")
     version = data.pop("schema_version", None)
     if type(version) is not int or version != SCHEMA_VERSION:
         raise InvalidInputError(
-            f"{source} has schema version {version!r}, this asa reads {SCHEMA_VERSION}; make it anew",
+            f"{source} has schema version {version!r}, this asa reads {SCHEMA_VERSION}; create it again",
             where="$.schema_version",
         )
     del data["kind"]
@@ -302,7 +308,7 @@ def loads(cls: type[T], text: str, *, source: str) -> T:
     if sealed and stated != fingerprint(value):
         raise InvalidInputError(
             f"{source} was changed after it was written: it states fingerprint {stated}, its content has "
-            f"{fingerprint(value)}; if the change is meant, leave the fingerprint out",
+            f"{fingerprint(value)}; if the change is intended, remove the fingerprint",
             where="$.fingerprint",
         )
     return value

@@ -1,10 +1,11 @@
 """Disciplines of consistency: what data-parallel workers wait for, as stored in a plan.
 
 Data-parallel workers need not take every step together. A *discipline* says what a worker waits for, and with which
-weights it computes if it does not wait. This file only declares them; :mod:`asa.executor.consistency` implements them.
+weights it computes if it does not wait. This file only declares disciplines; :mod:`asa.executor.consistency` implements
+them.
 
 - *Bulk-synchronous*: every step waits for every worker (``ps_sync``; ``ddp`` itself).
-- *Stale-synchronous* (after Ho et al. 2013): no gradient gets older than a ``window`` (``ps_bounded``).
+- *Stale-synchronous* (after Ho et al. 2013): no gradient gets older than ``window`` global batches (``ps_bounded``).
 - *Asynchronous* (Recht et al. 2011, Dean et al. 2012): no worker waits (``ps_async``, ``downpour``, ``hogwild``).
 - *Local*: workers train independently for ``period`` steps, then average (``local_sgd``, ``diloco``, ``fedavg``).
 - *Pipelined*: stages begin the next batch before the last one's update has arrived (``pipedream``).
@@ -48,11 +49,11 @@ WAITING: Mapping[DisciplineName, Waiting] = {
 WAITS_FOR: Mapping[DisciplineName, str] = {
     "ps_sync": "every worker waits in every step until the servers have the gradients of all",
     "ps_async": "nobody waits: a server applies every gradient as it comes",
-    "ps_bounded": "a worker waits while a gradient that is under way is window global batches old",
+    "ps_bounded": "a worker waits while a gradient in flight is window global batches old",
     "downpour": "nobody waits: a worker pushes and pulls every period steps",
     "hogwild": "nobody waits: workers of one host write to the same memory without locks",
     "local_sgd": "workers meet every period steps and average their weights",
-    "diloco": "workers meet every period steps; an outer optimizer steps along the mean of what they moved",
+    "diloco": "workers meet every period steps; an outer optimizer takes a step along the mean of their changes",
     "fedavg": "some clients train on data of their own for period steps, then weights are averaged by samples",
     "pipedream": "a stage goes on with weights one update old; nobody waits for the pipeline to drain",
 }
@@ -60,14 +61,14 @@ WAITS_FOR: Mapping[DisciplineName, str] = {
 
 CHANGES: Mapping[DisciplineName, str] = {
     "ps_sync": "nothing: the same gradients in the same steps, applied at the servers",
-    "ps_async": "gradients are applied in steps of one worker's batch, to weights newer than those they were taken at",
+    "ps_async": "each step applies one worker's gradients, to weights newer than those they were computed with",
     "ps_bounded": "gradients are applied one worker at a time, to weights at most window global batches newer",
-    "downpour": "gradients of period steps are applied at once, to weights newer than those they were taken at",
+    "downpour": "gradients of period steps are applied at once, to weights newer than those they were computed with",
     "hogwild": "workers read weights while others write them, and updates may overwrite one another",
     "local_sgd": "workers' weights differ between meetings; gradients are never averaged, weights are",
     "diloco": "workers' weights differ between meetings; an outer optimizer decides where they start again",
     "fedavg": "clients see only data of their own, and some rounds leave some of them out",
-    "pipedream": "every gradient is taken at weights one update old",
+    "pipedream": "every gradient is computed with weights one update old",
 }
 """How training under each discipline differs from plain data parallelism."""
 
@@ -92,28 +93,31 @@ PARAMETERS: Mapping[DisciplineName, Mapping[str, Any]] = {
 
 @noun
 class Discipline:
-    """A discipline of consistency and its parameters; parameters that a discipline does not have are at their defaults.
+    """A discipline of consistency and its parameters. Parameters that the discipline does not have are at their
+    defaults.
 
     Attributes:
         period: optimizer steps of a worker between two averages, or between two pushes; at least 1.
-        growth: of the quadratic synchronization rule (Gu et al. 2024): at learning rate r the period is
+        growth: coefficient of the quadratic synchronization rule (Gu et al. 2024): at learning rate r the period is
             ``max(period, floor((growth / r)**2))`` steps; 0 for a fixed period.
-        window: age, in global batches, that a gradient in flight may reach before other workers wait for it; with 0
-            every step waits for all workers. None if no worker waits.
-        max_age: gradients older than this are rejected. The age of a gradient is how many whole global batches of
-            *other* workers' gradients were applied since its worker pulled. None: none is rejected.
-        servers: number of parameter servers, each of which holds about as many bytes of the weights.
-        momentum: of SGD at servers whose workers do not wait for all others, instead of the run's own. None: the run's
-            own less the momentum that asynchrony of ``workers`` workers adds, ``1 - 1 / workers`` (Mitliagkas et al.
-            2016, "Asynchrony begets momentum"), and at least 0.
-        placement: servers ``beside`` the first workers, in their processes, or on ranks of their ``own`` (the last).
-        outer_rate, outer_momentum: of the outer optimizer, SGD with Nesterov momentum if momentum is above 0.
-        fragments: parts of the weights, one of which is averaged every ``period / fragments`` steps.
-        message: number format of messages when averaging: ``fp32``, or ``int8`` with one scale per tensor.
-        quorum: number of workers needed for an average; None for all. Otherwise it waits ``grace_s`` more seconds.
-        fraction: of the clients that take part in a round, above 0 and at most 1.
-        groups: number of equally large groups of ranks, each of which is one worker and trains under a synchronous
-            plan;
+        window: largest age, in global batches, of a gradient in flight before other workers wait for it. With 0 every
+            step waits for all workers. None if no worker waits.
+        max_age: gradients older than this are rejected; None if none is. The age of a gradient is the number of whole
+            global batches of *other* workers' gradients that were applied since its worker fetched the weights.
+        servers: number of parameter servers. Each holds about the same number of bytes of the weights.
+        momentum: momentum of SGD at servers whose workers do not wait for all others, instead of the run's own. None:
+            the run's own less the momentum that asynchrony of ``workers`` workers adds, ``1 - 1 / workers`` (Mitliagkas
+            et al. 2016, "Asynchrony begets momentum"), and at least 0.
+        placement: servers are ``beside`` the first workers, in their processes, or on ranks of their ``own``, the last
+            ones.
+        outer_rate, outer_momentum: learning rate and momentum of the outer optimizer, which is SGD, with Nesterov
+            momentum if ``outer_momentum`` is above 0.
+        fragments: number of parts of the weights; one of them is averaged every ``period / fragments`` steps.
+        message: number format of the messages when averaging: ``fp32``, or ``int8`` with one scale per tensor.
+        quorum: number of workers that an average needs; None for all. With a quorum it waits ``grace_s`` more seconds
+            for the others.
+        fraction: fraction of the clients that take part in a round, above 0 and at most 1.
+        groups: number of equally large groups of ranks. Each group is one worker and trains under a synchronous plan;
             ranks with the same position in their groups average. None: every rank is a worker.
         spread: how different the clients' data are: 0 for equal distributions, otherwise classes follow a Dirichlet
             distribution of concentration ``1 / spread``.
@@ -188,7 +192,7 @@ class Discipline:
 
     @property
     def waiting(self) -> Waiting:
-        """The kind of waiting, in one word."""
+        """The kind of waiting, such as ``bulk`` or ``local``."""
         return WAITING[self.name]
 
     @property
@@ -207,8 +211,8 @@ class Discipline:
         return self.name == "ps_sync" or (self.name == "ps_bounded" and self.window == 0 and self.max_age == 0)
 
     def exact(self, optimizer: str) -> bool:
-        """Whether training with ``optimizer`` equals plain data parallelism up to rounding, because every step has the
-        gradients of all workers, or because averaging weights gives the same result."""
+        """Whether training with ``optimizer`` equals plain data parallelism up to rounding: either every step has the
+        gradients of all workers, or averaging weights gives the same result."""
         if self.synchronous:
             return True
         if self.name not in ("local_sgd", "diloco", "fedavg") or optimizer != "sgd":
@@ -272,13 +276,13 @@ class Discipline:
     def __str__(self) -> str:
         usual = _filled(self.name, {} if self.window is None else {"window": self.window})
         idle = {"grace_s"} if self.quorum is None and not self.grace_s else set()
-        told = ((k, getattr(self, k)) for k in PARAMETERS[self.name] if k not in idle)
+        values = ((k, getattr(self, k)) for k in PARAMETERS[self.name] if k not in idle)
         known = {k: getattr(usual, k) for k in PARAMETERS[self.name]} | {"window": PARAMETERS[self.name].get("window")}
-        return ":".join([self.name, *(f"{k}={v}".lower() for k, v in told if v != known[k])])
+        return ":".join([self.name, *(f"{k}={v}".lower() for k, v in values if v != known[k])])
 
 
 MOST_STEPS = 1_000_000_000
-"""A period longer than any run."""
+"""A number of steps larger than in any run, as a period that never ends."""
 
 
 def _has(name: DisciplineName) -> str:
@@ -288,13 +292,16 @@ def _has(name: DisciplineName) -> str:
 def _filled(name: DisciplineName, asked: Mapping[str, Any]) -> Discipline:
     values = {**PARAMETERS[name], **asked}
     if name == "ps_bounded" and values["max_age"] is None and "max_age" not in asked:
-        values["max_age"] = values["window"] + 1  # Ringmaster's threshold, just above the largest age within the window
+        values["max_age"] = values["window"] + 1  # Ringmaster's threshold: just above the window
     return Discipline(name=name, **values)
 
 
 def bearable_one_late(momentum: float) -> float:
-    """Largest stable learning rate of SGD with gradients one update old, as a fraction of that without delay: on a
-    quadratic of curvature c it is stable up to ``rate * c = 2 (1 + m)``, and with the delay up to ``1 - m``.
+    """Largest stable learning rate of SGD with gradients that are one update old, as a fraction of the rate without
+    delay.
+
+    On a quadratic of curvature c with momentum m, SGD is stable up to ``rate * c = 2 (1 + m)`` without delay, and up to
+    ``rate * c = 1 - m`` with it.
 
     >>> [round(1 / bearable_one_late(m), 1) for m in (0.0, 0.5, 0.9)]
     [2.0, 6.0, 38.0]
@@ -321,7 +328,7 @@ def parse(text: str) -> Discipline:
         key, equals, value = pair.partition("=")
         if not equals or key not in PARAMETERS[name] or key in asked:
             twice = " twice" if key in asked else ""
-            raise UsageError(f"{text!r}: {pair!r}{twice} is no parameter of {name} with a value; {_has(name)}")
+            raise UsageError(f"{text!r}: {pair!r}{twice} is not a parameter of {name} with a value; {_has(name)}")
         asked[key] = _value(text, key, value)
     return _filled(name, asked)
 

@@ -37,8 +37,11 @@ class Drift:
 
     @property
     def ahead(self) -> float:
-        """Standard deviation of the speed at a later moment around the mean of the readings, whose own error is 1 /
-        sqrt(n) of it."""
+        """Relative standard deviation of the machine's speed at a later moment from the mean of the readings.
+
+        It is ``deviation * sqrt(1 + 1 / n)`` for n readings, because that mean has a standard error of ``deviation /
+        sqrt(n)``.
+        """
         return self.deviation * sqrt(1 + 1 / len(self.readings))
 
     @property

@@ -8,7 +8,7 @@ from asa.ir.plan import CompressionName
 
 @noun
 class TensorError:
-    """Error of one tensor, ``||plan - reference|| / ||reference||``, and the error allowed for it."""
+    """Relative error of one tensor, ``||plan - reference|| / ||reference||``, and the error that is allowed for it."""
 
     name: str
     error: float
@@ -18,26 +18,28 @@ class TensorError:
 
 @noun
 class Equivalence:
-    """Verdict: ``equivalent`` if every tensor, every loss and the first fp32 gradients are within their tolerance.
+    """Verdict of ``asa verify``. Errors are relative, without units.
 
-    ``max_rel_error`` is that of ``worst_tensor``, the tensor with the largest ratio of error to allowance after
-    ``steps`` steps in ``dtype``; ``noise_floor`` is the largest error of one device against itself with samples
-    permuted inside the batch. ``loss_error`` and ``loss_allowed``: of the loss with the largest ratio;
-    ``gradient_error_fp32``: likewise of first-step gradients in fp32. If only fp32 gradients differ, other batches are
-    compared, and the values are those of the batch on which they agree, whose number is ``gradient_batches``.
+    ``equivalent`` is true if every tensor, every loss and the first fp32 gradients are within their tolerance.
 
-    A plan with ``compression`` is never equivalent: then errors are those of all weights, and of all gradients, as one
-    vector, and ``within_tolerance`` says whether gradients are within ``gradient_allowed_fp32``, and weights and losses
-    within ``allowed``.
-
-    Separately, the training code (under the plan, without dropout) is compared with the original model with stock
-    modules in a plain loop: ``training_error`` is that of ``training_tensor`` (a tensor, ``losses``, or the mean of
-    dropout's output), whichever has the largest ratio of error to allowance.
-
-    ``discipline``: the plan's, if it changes training: such a plan is never equivalent, whatever five steps show.
-
-    ``reasons``: for a plan that is not equivalent, or was compared with a floor above 1e-6, the properties of the model
-    that explain it, in sentences; empty if none were identified.
+    Attributes:
+        max_rel_error: error of ``worst_tensor`` after ``steps`` steps in ``dtype``.
+        worst_tensor: the tensor with the largest ratio of error to allowed error.
+        noise_floor: largest error of one device against itself with the samples of every batch permuted.
+        loss_error, loss_allowed: error and allowed error of the loss with the largest ratio of the two.
+        gradient_error_fp32: error of ``worst_gradient``, the gradient of the first step in fp32 with the largest ratio.
+        gradient_batches: number of batches whose gradients were compared. If only fp32 gradients differ, more batches
+            are compared, and the values are those of the last one, on which they agree.
+        within_tolerance: for a plan with ``compression``, which is never equivalent: whether gradients are within
+            ``gradient_allowed_fp32``, and weights and losses within ``allowed``. Errors are then those of all weights,
+            and of all gradients, as one vector.
+        training_error: separate comparison of the training code (under the plan, without dropout) with the original
+            model with stock modules in a plain loop. It is the error of ``training_tensor``: a tensor, ``losses``, or
+            the mean of dropout's output, whichever has the largest ratio of error to ``training_allowed``.
+        discipline: the plan's discipline if it changes training. Such a plan is never equivalent, whatever a few steps
+            show.
+        reasons: properties of the model that explain why a plan is not equivalent, or why it was compared with a noise
+            floor above 1e-6, in sentences. Empty if none were identified.
     """
 
     equivalent: bool

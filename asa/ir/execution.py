@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 MemoryFormat = Literal["contiguous", "channels_last"]
-"""The order of an image's numbers in memory: channel by channel, or pixel by pixel, as tensor cores read them."""
+"""Order of an image's values in memory: channel by channel, or pixel by pixel, which tensor cores read faster."""
 Compiled = Literal["none", "components", "graphs"]
-"""What torch.compile does with a component: nothing, compile kernels, or also replay them as one CUDA graph, which
-saves their launches."""
+"""What torch.compile does with a component: nothing; compile its kernels; or also replay them as one CUDA graph, which
+saves the time of launching each."""
 
 
 def execution(memory_format: MemoryFormat, compiled: Compiled) -> str:
@@ -17,5 +17,5 @@ def execution(memory_format: MemoryFormat, compiled: Compiled) -> str:
     >>> execution("contiguous", "none"), execution("channels_last", "components")
     ('', 'channels_last, compiled')
     """
-    told = {"none": "", "components": "compiled", "graphs": "CUDA graphs"}[compiled]
-    return ", ".join(filter(None, ("" if memory_format == "contiguous" else memory_format, told)))
+    words = {"none": "", "components": "compiled", "graphs": "CUDA graphs"}[compiled]
+    return ", ".join(filter(None, ("" if memory_format == "contiguous" else memory_format, words)))

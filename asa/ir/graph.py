@@ -26,8 +26,8 @@ def check_form(input_shape: Sequence[int], num_classes: int, *, where: str) -> N
     if any(size < 1 for size in input_shape):
         raise InvalidInputError(f"inputs of {list(input_shape)}: sizes are at least 1", where=f"{where}.input_shape")
     if prod(input_shape) > MOST_VALUES:
-        said = f"inputs of {list(input_shape)}: {prod(input_shape)} values, the most is {MOST_VALUES}"
-        raise InvalidInputError(said, where=f"{where}.input_shape")
+        problem = f"inputs of {list(input_shape)}: {prod(input_shape)} values, the most is {MOST_VALUES}"
+        raise InvalidInputError(problem, where=f"{where}.input_shape")
     if not 0 <= num_classes <= MOST_CLASSES:
         raise InvalidInputError(f"{num_classes} classes, 0 to {MOST_CLASSES}", where=f"{where}.num_classes")
 
@@ -61,11 +61,15 @@ class InnerCollective:
 class SequenceSplit:
     """What sequence parallelism divides in a component beyond its :class:`TensorSplit`: operations on single tokens.
 
-    ``tokens``: number in its input, dimension 1; ``exit``: whether its output also has them and stays split (otherwise
-    it is whole). ``collectives`` replace the split's own, and its partial entry and exit: all-gathers and
-    reduce-scatters of tokens. ``summed_parameter_bytes``: of parameters that every rank holds whole but uses for some
-    tokens only, so that their gradients are summed over the tensor group, in one all-reduce per microbatch.
-    ``saved_bytes_per_sample``: what every rank saves under tensor parallelism alone, and sequence parallelism divides.
+    Attributes:
+        tokens: number of tokens in the component's input, dimension 1.
+        exit: whether the output has the same tokens and stays split; otherwise it is whole.
+        collectives: all-gathers and reduce-scatters of tokens. They replace the collectives of the tensor split, and
+            its partial entry and exit.
+        summed_parameter_bytes: bytes of parameters that every rank holds whole but uses for some tokens only. Their
+            gradients are summed over the tensor group, in one all-reduce per microbatch.
+        saved_bytes_per_sample: bytes that every rank saves under tensor parallelism alone, and that sequence
+            parallelism divides.
     """
 
     tokens: int
@@ -98,14 +102,17 @@ class SequenceSplit:
 class TensorSplit:
     """What tensor parallelism can divide in a component.
 
-    A degree t divides ``parameter_bytes``, ``flops_per_sample`` and ``saved_bytes_per_sample`` (each the *divisible
-    part* of the component's own value) by t, to the granularity of the narrowest split dimension; ``max_degree`` is the
-    size of that dimension.
+    A degree t divides ``parameter_bytes``, ``flops_per_sample`` and ``saved_bytes_per_sample`` by t. Each of these is
+    the *divisible part* of the component's own value. ``max_degree`` is the size of the narrowest split dimension;
+    shards differ by at most one index of it.
 
-    ``entry_partial``: the gradient with respect to the component's input leaves backward as a partial sum over the
-    tensor group (the boundary before it reduces it). ``exit_partial``: likewise the output in forward. Neither is
-    listed in ``collectives``: the boundary prices and performs them. ``sequence``: what sequence parallelism divides in
-    addition, if possible (None also in older files).
+    Attributes:
+        entry_partial: whether the gradient with respect to the component's input leaves backward as a partial sum over
+            the tensor group.
+        exit_partial: whether the output leaves forward as a partial sum.
+        collectives: collectives inside the component. The sums of partial values are not among them: the boundary
+            prices and performs those.
+        sequence: what sequence parallelism divides in addition; None if nothing, and in older files.
     """
 
     max_degree: int
@@ -127,13 +134,17 @@ class TensorSplit:
 
 @noun
 class Component:
-    """A part of the model between two single-tensor cut points.
+    """A part of the model between two cut points at which exactly one tensor passes.
 
-    Bytes are per sample where the name says so, at the precision activations have in this graph; ``parameter_bytes``
-    and ``buffer_bytes`` are those of the stored (master) tensors. ``saved_bytes_per_sample``: bytes that autograd saves
-    from forward to backward, including its output if that is saved, without parameters. ``flops_per_sample`` counts the
-    forward (a multiply-add is 2). ``tied``: it shares a parameter with other components, and runs like them:
-    replicated, on all ranks of its stage.
+    Activations are counted at the precision that they have in this graph.
+
+    Attributes:
+        parameter_bytes, buffer_bytes: bytes of the stored (master) tensors.
+        flops_per_sample: FLOPs of forward; a multiply-add is 2.
+        saved_bytes_per_sample: bytes that autograd saves from forward to backward, without parameters; with the output,
+            if that is saved.
+        tied: whether it shares a parameter with other components. Such components are replicated, on all ranks of their
+            stage.
     """
 
     name: str
@@ -154,11 +165,13 @@ class Component:
 
 @noun
 class LayerGraph:
-    """Components in topological order. Component i passes exactly one tensor to component i+1.
+    """Components in topological order. Component i passes exactly one tensor to component i + 1.
 
-    ``input_bytes_per_sample``: size of the first component's input. ``uncut``: components at which no stage may begin,
-    because something else than that tensor would cross (the output of an auxiliary head, a weight that is used on both
-    sides). ``notes``: remarks on the model itself: what could not be traced, what draws random numbers.
+    Attributes:
+        input_bytes_per_sample: size of the first component's input.
+        uncut: indices of components at which no stage may begin, because more than that tensor would cross: the output
+            of an auxiliary head, or a weight that is used on both sides.
+        notes: remarks on the model itself: what could not be traced, what draws random numbers.
     """
 
     model: str
@@ -199,7 +212,7 @@ class LayerGraph:
                     )
         if any(not 0 < i < len(self.components) for i in self.uncut or ()):
             raise InvalidInputError(
-                f"cuts {self.uncut} are not in front of components 1 to {len(self.components) - 1}",
+                f"cuts {self.uncut} are not before components 1 to {len(self.components) - 1}",
                 where="$.graph.uncut",
             )
         check_form(self.input_shape, self.num_classes, where="$.graph")

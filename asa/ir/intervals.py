@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 
 FEWEST = 6
-"""Number of observations from which on an interval between two of them covers the median with 95 %: 1 - 2 / 2**6 is 97
-%."""
+"""Smallest number of observations for a 95 % interval: from six on, smallest and largest observation cover the median
+with a probability of at least 1 - 2 / 2**6, 97 %."""
 
 
 def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
     """The narrowest interval between observations, symmetric in their order, that covers the median with probability
     ``level``.
 
-    Below :data:`FEWEST` observations no such interval exists: minimum and maximum are returned. Exact for independent
-    observations of any distribution: the number of them below the median is binomial with one half (David and Nagaraja,
-    "Order Statistics", 7.1).
+    The interval is exact for independent observations of any distribution: the number of observations below the median
+    is binomial with probability one half (David and Nagaraja, "Order Statistics", 7.1). Where there are too few
+    observations for ``level``, minimum and maximum are returned (at 95 %: below :data:`FEWEST`).
 
     >>> median_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
     (1.0, 8.0)

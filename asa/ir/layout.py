@@ -1,20 +1,20 @@
 """Parallel layouts inside a stage: which rank holds what, and what a boundary between two layouts moves.
 
-A stage of ``width`` ranks runs a component in a layout (d, t): its batch is cut into d shards, and the ``width / d``
-ranks that share a shard split the component's tensors t ways; if t is smaller than that, the remaining ranks repeat the
-same work on the same data. Ranks of one tensor group are consecutive.
+A stage of ``width`` ranks runs a component in a layout (d, t). Its batch is cut into d shards. The ``width / d`` ranks
+that share a shard split the component's tensors t ways. If t is smaller than ``width / d``, the remaining ranks repeat
+the same work on the same data. The ranks of one tensor group are consecutive.
 
-Cuts are ``floor(i * total / parts)``: balanced to one element, defined for any total, and *nested*: whenever d2 divides
-d1, every cut of d2 is a cut of d1, so that a boundary never moves more than it must.
+Cuts are at ``floor(i * total / parts)``. Shards then differ by at most one element, and any total can be cut. The cuts
+are *nested*: if d2 divides d1, every cut of d2 is a cut of d1, so that a boundary never moves more than it must.
 
-On unequal devices the ranks of a stage have *weights*, whole numbers, and a batch is cut in proportion: the weight of a
-shard is the sum over its ranks, and a cut lies at ``floor(total * weight before / total weight)``. Equal weights give
-the cuts above, and because the weights belong to ranks, cuts stay nested. Tensors are always cut evenly.
+On unequal devices the ranks of a stage have *weights*, whole numbers, and a batch is cut in proportion to them. The
+weight of a shard is the sum over its ranks, and a cut is at ``floor(total * weight before / total weight)``. Equal
+weights give the cuts above. Cuts stay nested, because weights belong to ranks. Tensors are always cut evenly.
 
-Gradient convention: in a layout of data degree d the loss each rank differentiates is the mean over its own shard, so
-gradients are d times that shard's contribution to the mean over the batch (what averaging data parallelism expects),
-complete on each of the ranks that share the shard. A boundary from d1 to d2 therefore scales gradients by d1 / d2 in
-backward.
+Gradients: in a layout of data degree d, each rank differentiates the mean loss over its own shard. Its gradients are
+therefore d times that shard's contribution to the mean over the batch, which is what averaging data parallelism
+expects. They are complete on each of the ranks that share the shard. A boundary from d1 to d2 therefore scales
+gradients by d1 / d2 in backward.
 """
 
 from __future__ import annotations
@@ -45,9 +45,12 @@ def largest_shard(total: int, parts: int) -> int:
 @hashed
 @noun
 class Layout:
-    """One component's layout in a stage; see the module. ``data * tensor`` divides ``width``; ``weights``: one per rank
-    of the stage, or empty if batches are cut evenly. ``sequence``: the component's input (and, if it has tokens, its
-    output) is split by tokens, dimension 1, over its tensor group; otherwise every rank of the group has all tokens."""
+    """Layout of one component in a stage of ``width`` ranks; ``data * tensor`` divides ``width``.
+
+    ``weights`` has one number per rank of the stage, and is empty if batches are cut evenly. With ``sequence``, the
+    component's input (and its output, if it has tokens) is split by tokens, dimension 1, over its tensor group;
+    otherwise every rank of the group has all tokens.
+    """
 
     width: int
     data: int
@@ -136,13 +139,13 @@ class Layout:
         return tuple(range(first, first + self.tensor))
 
     def inside_group(self, rank: int, shards: int) -> tuple[int, ...]:
-        """The ``shards`` consecutive ranks of ``rank``'s data group, including itself, that shard one copy of the
-        state."""
+        """The ``shards`` consecutive ranks of the data group of ``rank``, including itself, over which one copy of the
+        state is sharded."""
         first = self.data_index(rank) // shards * shards
         return self.data_group(rank)[first : first + shards]
 
     def across_group(self, rank: int, shards: int) -> tuple[int, ...]:
-        """Ranks of its data group that hold the same shard of other copies."""
+        """Ranks of the data group of ``rank`` that hold the same shard of the other copies, including ``rank``."""
         return self.data_group(rank)[self.data_index(rank) % shards :: shards]
 
     def data_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -198,13 +201,17 @@ def gather_groups(width: int, fine: int, coarse: int) -> tuple[tuple[int, ...], 
 class Boundary:
     """Conversion of activations from one layout to another, forward and backward.
 
-    ``entry_partial``: the target component returns its input gradient as a partial sum over its tensor group.
-    ``exit_partial``: the source returns its output as one. A *fused* boundary combines that reduction and the change of
-    batch shard in one reduce-scatter.
+    Attributes:
+        entry_partial: whether the target component returns the gradient of its input as a partial sum over its tensor
+            group.
+        exit_partial: whether the source returns its output as a partial sum.
+        exit_tokens, entry_tokens: number of tokens in the source's output and in the target's input if they can be
+            split; 0 otherwise.
 
-    ``exit_tokens`` and ``entry_tokens``: number of tokens in the source's output and the target's input if they can be
-    split; 0 otherwise. Between equal layouts tokens stay as they are. Otherwise they are gathered after the source and
-    cut before the target in forward, and the reverse in backward. A value split by tokens is never partial.
+    A *fused* boundary sums the partial values and changes the batch shards in one reduce-scatter.
+
+    Between equal layouts, tokens stay as they are. Otherwise they are gathered after the source and cut before the
+    target in forward, and the reverse in backward. A value that is split by tokens is never partial.
     """
 
     source: Layout
@@ -220,8 +227,8 @@ class Boundary:
 
     @property
     def meeting(self) -> int:
-        """The greatest common divisor of both data degrees, in which both layouts nest; data is gathered to this
-        degree."""
+        """The data degree to which data is gathered before it is cut again: the greatest common divisor of both data
+        degrees, in whose shards both layouts nest."""
         return gcd(self.source.data, self.target.data)
 
     @property
@@ -278,10 +285,10 @@ class Boundary:
         return self.reduces_exit and self.gathers == 1 and s.copies == 1 and self.slices == s.tensor
 
     def traffic(self, size: float, *, gradient: bool = True) -> tuple[Collective, ...]:
-        """Collectives of one crossing of ``size`` bytes (the tensor of the whole microbatch, all shards).
+        """Collectives of one crossing of ``size`` bytes, the tensor of the whole microbatch over all shards.
 
-        ``gradient`` is False if nothing before the boundary needs one (the model's input). Uneven shards are padded to
-        the largest one, and counted so.
+        ``gradient`` is False if nothing before the boundary needs a gradient (the model's input). Uneven shards are
+        padded to the largest one, and counted so.
         """
         s, t = self.source, self.target
         at_source, at_meeting, at_target = (size / d for d in (s.data, self.meeting, t.data))
@@ -292,32 +299,32 @@ class Boundary:
             at_source = max(at_source, back) if self.fused_exit else at_source
             at_target = max(at_target, ahead) if self.fused_entry else at_target
         gather_stride, slice_stride = s.width // s.data, t.width // t.data
-        found: list[Collective] = []
+        collectives: list[Collective] = []
         if self.gathers_tokens:
-            found.append(_gathered(s, "forward", size * s.largest_share, self.exit_tokens))
+            collectives.append(_gathered(s, "forward", size * s.largest_share, self.exit_tokens))
         if self.reduces_exit:
             if self.fused_exit:
-                found.append(Collective(op="reduce_scatter", phase="forward", bytes=at_source, ranks=s.tensor))
+                collectives.append(Collective(op="reduce_scatter", phase="forward", bytes=at_source, ranks=s.tensor))
             else:
-                found.append(Collective(op="all_reduce", phase="forward", bytes=at_source, ranks=s.tensor))
+                collectives.append(Collective(op="all_reduce", phase="forward", bytes=at_source, ranks=s.tensor))
         if self.gathers > 1:
-            found.append(
+            collectives.append(
                 Collective(op="all_gather", phase="forward", bytes=ahead, ranks=self.gathers, stride=gather_stride)
             )
         if not gradient:
-            return tuple(found)
+            return tuple(collectives)
         if self.cuts_tokens:
-            found.append(_gathered(t, "backward", size * t.largest_share, self.entry_tokens))
+            collectives.append(_gathered(t, "backward", size * t.largest_share, self.entry_tokens))
         if self.reduces_entry:
             if self.fused_entry:
-                found.append(Collective(op="reduce_scatter", phase="backward", bytes=at_target, ranks=t.tensor))
+                collectives.append(Collective(op="reduce_scatter", phase="backward", bytes=at_target, ranks=t.tensor))
             else:
-                found.append(Collective(op="all_reduce", phase="backward", bytes=at_target, ranks=t.tensor))
+                collectives.append(Collective(op="all_reduce", phase="backward", bytes=at_target, ranks=t.tensor))
         if self.slices > 1:
-            found.append(
+            collectives.append(
                 Collective(op="all_gather", phase="backward", bytes=back, ranks=self.slices, stride=slice_stride)
             )
-        return tuple(found)
+        return tuple(collectives)
 
 
 def _gathered(layout: Layout, phase: Phase, size: float, tokens: int) -> Collective:

@@ -12,12 +12,16 @@ from asa.ir.profile import Stat
 class RankTiming:
     """Medians of one rank over the measured steps, in seconds per step.
 
-    ``own_s``: the step without any waiting, i.e. computing and preparing. ``waiting_s``: waiting in collectives for a
-    later rank, without the transfer itself. ``data_wait_s``: waiting for input. ``stolen_share``: fraction of the step
-    in which this rank was ready to run while other processes had its core, 0 to 1; None if the system does not report
-    it. ``mean_own_s``: the mean, beside the median ``own_s``; a few slow steps change only the mean; None if not
-    measured. ``core``: number of the only core that the rank's process may use, over all hosts; None if it may use
-    several.
+    Attributes:
+        own_s: the step without any waiting: computing and preparing.
+        waiting_s: waiting in collectives for a later rank, without the transfer itself.
+        data_wait_s: waiting for input.
+        stolen_share: fraction of the step, 0 to 1, in which this rank was ready to run while other processes used its
+            core; None if the system does not report it.
+        mean_own_s: mean of what ``own_s`` is the median of; a few slow steps change only the mean. None if not
+            measured.
+        core: number of the only core that the rank's process may use, counted over all hosts; None if it may use
+            several.
     """
 
     own_s: float
@@ -30,10 +34,10 @@ class RankTiming:
 
 @noun
 class Transfer:
-    """Median seconds of one kind of communication, from the last rank's arrival on, over ``n`` transfers.
+    """Median seconds of ``n`` transfers of one kind, each from the arrival of the last rank on.
 
-    ``op``: the collective, by the names of the cluster's tables, or ``send``. ``level``: index of the level of links
-    that the group crosses. ``group_size``: number of ranks. ``num_bytes``: payload, counted as in those tables.
+    ``op`` is the collective, named as in the cluster's tables, or ``send``. ``level`` is the index of the level of
+    links that the group of ``group_size`` ranks crosses. ``num_bytes`` is the payload, counted as in those tables.
     """
 
     op: str
@@ -48,11 +52,15 @@ class Transfer:
 class Measurements:
     """Times and memory of training steps under one plan.
 
-    ``peak_memory_bytes``: peak of active memory by rank of the plan, counted like the prediction; None if not measured.
-    ``communication_s``: exposed communication; ``data_wait_s``: wait for input, both per step. ``per_rank``: by process
-    of the run; idle ones have an ``own_s`` of 0; empty if ranks were not observed, and so is ``links``.
-    ``mean_step_s``: the mean, beside the median of ``step_time``; None if not measured. ``energy_j``: joules of the
-    plan's GPUs in the epoch; None if they do not count energy.
+    Attributes:
+        peak_memory_bytes: peak of active memory by rank of the plan, counted like the prediction; None if not measured.
+        communication_s: exposed communication per step; None if not measured.
+        data_wait_s: wait for input per step.
+        per_rank: timings by process of the run; idle processes have an ``own_s`` of 0. Empty if ranks were not
+            observed.
+        links: measured transfers; empty if ranks were not observed.
+        mean_step_s: mean of what ``step_time`` has the median of; None if not measured.
+        energy_j: joules of the plan's GPUs in the epoch; None if they do not count energy.
     """
 
     plan_fingerprint: str
@@ -72,8 +80,8 @@ class Measurements:
 
     @property
     def slowest(self) -> tuple[int, float] | None:
-        """The process with the longest own work, input included, and the largest fraction of a step, 0 to 1, that
-        others wait. None if ranks were not observed, or there is only one."""
+        """(process, fraction): the process with the longest own work, input included, and the largest fraction of a
+        step, 0 to 1, for which any process waits. None if ranks were not observed, or there is only one."""
         if not self.per_rank or self.num_ranks < 2 or self.step_time.median <= 0:
             return None
         own = [rank.own_s + rank.data_wait_s for rank in self.per_rank]
@@ -82,7 +90,7 @@ class Measurements:
 
     @property
     def samples_per_s(self) -> float:
-        """Throughput at the median step."""
+        """Samples per second at the median step time."""
         return self.global_batch / self.step_time.median
 
     @property

@@ -11,14 +11,14 @@ OPTIMIZERS = {
         "SGD", "AdamW", "Adam", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "ASGD", "RMSprop", "Rprop",
     )
 }  # fmt: skip
-"""Classes of ``torch.optim`` by name on the command line. All update element by element, so shards may be updated
-separately."""
+"""Classes of ``torch.optim`` by their name on the command line. All of them update element by element, so shards may be
+updated separately."""
 _ONE_WORD = {"sgd", "adagrad", "rmsprop"}
 
 
 def planned_as(optimizer: str) -> OptimizerName:
-    """The optimizer with the same memory for the planner, by class name: ``sgd`` for one word of state per parameter,
-    ``adamw`` for two."""
+    """The optimizer that the planner assumes, because it needs the same memory: ``sgd`` for one word of state per
+    parameter, ``adamw`` for two. ``optimizer`` is a class name."""
     return "sgd" if optimizer.lower() in _ONE_WORD else "adamw"
 
 

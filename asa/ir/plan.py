@@ -33,8 +33,8 @@ POWERSGD_RANK = 2
 class DataDegree:
     """Data strategy of a component, and the number of shards into which its batch is cut.
 
-    ``shards``, for ``hsdp`` only: number of consecutive ranks of the data group over which its state is sharded; all
-    such sets hold the same. It is stored in the plan, so that running it needs no cluster file.
+    ``shards`` is for ``hsdp`` only: the number of consecutive ranks of the data group over which one copy of the state
+    is sharded. It is stored in the plan, so that the plan can run without a cluster file.
     """
 
     strategy: DataStrategyName
@@ -75,7 +75,8 @@ class TensorDegree:
 class Assignment:
     """How one component runs. ``stage`` counts from 0.
 
-    ``checkpoint``: activations are recomputed in backward; ``offload``: optimizer state and update are on the host.
+    With ``checkpoint`` its activations are recomputed in backward. With ``offload`` its optimizer state and update are
+    on the host.
     """
 
     name: str
@@ -118,8 +119,8 @@ class Prediction:
     """Prediction of one training step. ``compute_s``, ``exposed_communication_s`` and ``bubble_s`` add up to
     ``step_time_s``.
 
-    ``step_time_low_s`` to ``step_time_high_s`` is the 90 % interval from the measured spread. ``memory_bytes_per_rank``
-    is the peak of active memory, at an upper quantile.
+    ``step_time_low_s`` to ``step_time_high_s`` is the 90 % interval, from the measured spread.
+    ``memory_bytes_per_rank`` is the peak of active memory, at an upper quantile.
     """
 
     step_time_s: float
@@ -147,7 +148,8 @@ class Prediction:
 
 @noun
 class CurvePoint:
-    """State of a search after ``seconds``: step time of its best plan (None: none yet), and the proved lower bound."""
+    """State of a search after ``seconds`` seconds: step time of its best plan (None if it has none yet), and the proved
+    lower bound."""
 
     seconds: float
     best_s: float | None
@@ -156,9 +158,10 @@ class CurvePoint:
 
 @noun
 class Certificate:
-    """Quality of the plan *in the stated space under the stated costs*: no plan there is faster than ``lower_bound_s``.
+    """Proved quality of the plan: no plan *in the stated space, under the stated costs*, is faster than
+    ``lower_bound_s``.
 
-    ``curve``: progress of the search.
+    ``gap`` is 1 - lower bound / step time, 0 to 1. ``curve`` is the progress of the search.
     """
 
     solver: str
@@ -172,9 +175,12 @@ class Certificate:
 
 @noun
 class Confidence:
-    """Confidence in a plan under uncertain costs, from ``draws`` joint draws of their errors for ``finalists`` plans.
-    ``p_best``: fraction of draws in which this plan is the fastest, or within 1 % of it; ``expected_regret``: mean
-    slowdown relative to the fastest."""
+    """Confidence in a plan under uncertain costs, from ``draws`` joint draws of the errors of the costs for
+    ``finalists`` plans.
+
+    ``p_best`` is the fraction of draws in which this plan is the fastest, or within 1 % of it. ``expected_regret`` is
+    its mean relative slowdown compared with the fastest.
+    """
 
     p_best: float
     expected_regret: float
@@ -184,10 +190,11 @@ class Confidence:
 
 @noun
 class Trial:
-    """One measured finalist. ``runs`` describes its assignment in words.
+    """One finalist of a measured choice. ``runs`` describes its assignment in words.
 
     ``step_time_s`` is None if it was not measured because others were more promising. ``p_best_before`` and
-    ``p_best_after``: probability that it is the fastest, or within 1 % of it, from costs alone and with measurements.
+    ``p_best_after`` are the probabilities that it is the fastest, or within 1 % of it, from the costs alone and with
+    the measurements.
     """
 
     strategy: str
@@ -202,8 +209,9 @@ class Trial:
 class Measured:
     """Measurement of a plan before it was chosen, in turns with the other finalists on real devices.
 
-    ``step_time_s``: of the slowest rank; ``steps``: number, including warm-up; ``seconds``: of the whole contest.
-    ``before`` and ``after`` measuring: the confidence in the plan that would have been chosen then.
+    ``step_time_s`` is that of the slowest rank. ``steps`` counts steps including warm-up. ``seconds`` is the time of
+    all measurements together. ``before`` and ``after`` are the confidence in the plan that would have been chosen
+    before and after measuring.
     """
 
     step_time_s: Stat
@@ -229,7 +237,8 @@ TOO_SLOW = "its compute alone takes longer than another split"
 
 @noun
 class Baseline:
-    """A whole strategy, compared with the plan. ``why_not``: why it does not fit, or cannot be built."""
+    """A standard strategy for the whole model, compared with the plan. ``why_not`` says why it does not fit, or cannot
+    be built."""
 
     name: str
     step_time_s: float | None
@@ -242,14 +251,17 @@ class Baseline:
 class Plan:
     """Everything an executor needs to run a training, and the prediction for it.
 
-    ``strategy``: identifier of the whole strategy the plan came from (``asa`` for a result of the search). ``origin``
-    is ``estimated`` if the profile or the cluster was not measured. ``compression``: of gradients in messages; anything
-    but ``none`` changes training slightly. ``measured``: present if finalists were run against each other and this one
-    was chosen. ``memory_bytes``: memory per device used for planning, if that is not the device's own.
-    ``memory_scale``: factor on the profile's saved and transient bytes, after a run that showed them to be too small.
-    ``devices``: device number in the cluster for every rank, then the unused ones; given if unequal devices are not
-    listed fastest first. ``consistency``: the discipline by which data-parallel workers wait for one another; None if
-    they take every step together.
+    Attributes:
+        strategy: name of the whole strategy that the plan came from; ``asa`` for a result of the search.
+        origin: ``estimated`` if the profile or the cluster was not measured.
+        compression: compression of gradients in messages; anything but ``none`` changes training slightly.
+        measured: present if finalists were run against each other and this plan was chosen.
+        memory_bytes: memory per device used for planning, if it is not the device's own.
+        memory_scale: factor on the profile's saved and transient bytes, after a run that showed them to be too small.
+        devices: number in the cluster of the device of every rank, then of the unused devices; given if unequal devices
+            are not listed fastest first.
+        consistency: the discipline by which data-parallel workers wait for one another; None if they take every step
+            together.
     """
 
     model_spec: str
@@ -324,7 +336,7 @@ class Plan:
             seen.add(c.name)
             if not 0 <= c.stage < len(self.stages):
                 raise InvalidInputError(
-                    f"component {c.name!r} sits in stage {c.stage} of {len(self.stages)}", where=where
+                    f"component {c.name!r} is in stage {c.stage} of {len(self.stages)}", where=where
                 )
             if i and not 0 <= c.stage - self.components[i - 1].stage <= 1:
                 raise InvalidInputError(f"component {c.name!r} breaks the order of stages", where=where)
@@ -335,10 +347,10 @@ class Plan:
                 raise InvalidInputError(f"component {c.name!r}: {error}", where=where) from None
 
     def check_loaded(self) -> None:
-        """Check consistency of a plan read from a file; plans made here are always consistent.
+        """Check that a plan read from a file predicts memory for as many ranks as it has. Plans made here always do.
 
         Raises:
-            InvalidInputError: it is inconsistent.
+            InvalidInputError: it does not.
         """
         promised = len(self.prediction.memory_bytes_per_rank)
         if promised != self.num_ranks * self.groups:
@@ -357,7 +369,7 @@ class Plan:
         return shown(self.summary(), ("component", "stage", "data", "tensor"), rows)
 
     def summary(self) -> str:
-        """The plan in one line: strategy, model, number of ranks, predicted step time, and comparison with plain data
+        """One line: strategy, model, number of ranks, predicted step time, and comparison with plain data
         parallelism."""
         stages = f", {len(self.stages)} stages" if len(self.stages) > 1 else ""
         pieces = f", {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
@@ -385,7 +397,7 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks that take part (less than ``gpus`` if fewer are faster)."""
+        """Number of ranks that take part; below ``gpus`` if a plan with fewer ranks is faster."""
         return sum(len(s.ranks) for s in self.stages)
 
     @property
@@ -402,7 +414,7 @@ class Plan:
 
     @property
     def conduct(self) -> tuple[object, ...]:
-        """Everything that determines how the plan runs, without names."""
+        """Everything that determines how the plan runs, without names; plans with equal values run in the same way."""
         return (
             self.components, self.stages, self.num_microbatches, self.schedule, self.compression, self.consistency,
         )  # fmt: skip
@@ -432,8 +444,8 @@ class Plan:
 
     def starts(self) -> tuple[int, ...]:
         """Index of the first component of every stage."""
-        found = {c.stage: i for i, c in reversed(list(enumerate(self.components)))}
-        return tuple(found[s] for s in range(len(self.stages)))
+        first = {c.stage: i for i, c in reversed(list(enumerate(self.components)))}
+        return tuple(first[s] for s in range(len(self.stages)))
 
     def layouts(self) -> tuple[Layout, ...]:
         """Layout of every component, in order."""

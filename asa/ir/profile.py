@@ -35,7 +35,10 @@ class Stat:
 
     @staticmethod
     def of(samples: Iterable[float]) -> Stat:
-        """Nearest-rank percentiles and median of ``samples`` (at least one)."""
+        """Median, 10th and 90th percentile of ``samples`` (at least one).
+
+        The percentiles are the observations at the nearest positions to 0.1 (n - 1) and 0.9 (n - 1) in ascending order.
+        """
         ordered = sorted(samples)
         last = len(ordered) - 1
         middle = (ordered[last // 2] + ordered[(last + 1) // 2]) / 2
@@ -44,12 +47,14 @@ class Stat:
 
 @noun
 class Timing:
-    """Forward and backward of one component at one microbatch and tensor degree, without communication.
+    """Times of forward and backward of one component at one microbatch and tensor degree, without communication.
 
-    ``saved_bytes``: bytes that stay allocated from forward to backward. ``transient_bytes``: the largest amount
-    allocated beyond that (and beyond parameters, gradients and the component's input) while it computed.
-    ``unmade_bytes``: reduction of ``transient_bytes`` if all gradients of the component are counted from the start,
-    although backward makes them one by one.
+    Attributes:
+        saved_bytes: bytes that stay allocated from forward to backward.
+        transient_bytes: the most that was allocated during its computation beyond saved bytes, parameters, gradients
+            and the component's input.
+        unmade_bytes: reduction of ``transient_bytes`` if all gradients of the component are counted from the start of
+            backward, although backward allocates them one by one.
     """
 
     component: str
@@ -64,7 +69,7 @@ class Timing:
 
 @noun
 class UpdateTiming:
-    """Time of the optimizer step on one component's parameters, as held at one tensor degree."""
+    """Time of the optimizer step on the parameters that one component has at one tensor degree."""
 
     component: str
     tensor_degree: int
@@ -74,7 +79,8 @@ class UpdateTiming:
 
 @noun
 class WholeStep:
-    """Check of a profile: forward and backward of the whole model against the sum over its components."""
+    """Consistency check of a profile: time of forward and backward of the whole model, and the sum over its
+    components."""
 
     microbatch: int
     whole: Stat
@@ -83,8 +89,10 @@ class WholeStep:
 
 @noun
 class DeviceRecord:
-    """The device of a profile. ``memory_bytes``: memory that one rank may use; ``virtual``: the cores belong to a
-    virtual machine, whose speed may change with other load of its host."""
+    """The device of a profile. ``memory_bytes`` is the memory that one rank may use.
+
+    ``virtual`` means that the cores belong to a virtual machine, whose speed may change with other load on its host.
+    """
 
     type: Literal["cpu", "cuda"]
     name: str
@@ -95,7 +103,7 @@ class DeviceRecord:
 
 @noun
 class Ceilings:
-    """Peak rates of a device at the profile's precision: FLOP/s of a large matrix product, bytes/s of a copy."""
+    """Peak rates of a device at the profile's precision: FLOP/s of a large matrix product, and bytes/s of a copy."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -107,8 +115,8 @@ class Ceilings:
 
 @noun
 class Provenance:
-    """Origin of a profile. ``disturbed``: why measurements do not show what the device can do (reduced clocks, other
-    processes), in words; empty if there is no reason."""
+    """Origin of a profile. ``disturbed`` says in words why the measurements do not show what the device can do (reduced
+    clocks, other processes). It is empty if nothing was noticed."""
 
     origin: Origin
     created: str
@@ -127,12 +135,16 @@ class Provenance:
 class Profile:
     """Times and memory of every component on one device, at one precision.
 
-    ``model_spec``: how users name the model (``resnet50``, ``package.module:factory``). ``skipped``: descriptions of
-    what could not be measured (for instance a microbatch of one, on which BatchNorm cannot train). ``by_tokens``: like
-    ``timings``, for shards with split tokens (some microbatches only; None in older files, and for models without such
-    shards). ``drift``: changes of the machine's speed during the measurement; times are at its mean speed.
-    ``memory_format`` and ``compiled``: how components were computed (:mod:`asa.ir.execution`); ``compile_s``: seconds
-    of compilation, once a run. ``ceilings``: peak rates of the device, measured in the same run.
+    Attributes:
+        model_spec: how users name the model (``resnet50``, ``package.module:factory``).
+        skipped: descriptions of what could not be measured, for instance a microbatch of one, on which BatchNorm cannot
+            train.
+        by_tokens: like ``timings``, for shards with split tokens, at some microbatches only. None in older files, and
+            for models without such shards.
+        drift: changes of the machine's speed during the measurement. Times are at its mean speed.
+        memory_format, compiled: how components were computed (:mod:`asa.ir.execution`).
+        compile_s: seconds of compilation, once per run.
+        ceilings: peak rates of the device, measured in the same run.
     """
 
     model_spec: str
@@ -174,7 +186,7 @@ class Profile:
         return shown(self.summary(), ("component", "forward, ms", "backward, ms", "weights, MiB", "kept, MiB"), rows)
 
     def summary(self) -> str:
-        """The model, the device, and the total time of its components at the largest microbatch, in one line."""
+        """One line: the model, the device, and the total time of its components at the largest microbatch."""
         whole = self._whole_timings()
         seconds = self.step_s
         shape = "x".join(map(str, self.graph.input_shape))
@@ -229,7 +241,7 @@ class Profile:
             updated.add(what)
             if u.component not in names:
                 raise InvalidInputError(
-                    f"an update names {u.component!r}, which is no component", where=f"$.updates[{i}].component"
+                    f"an update names {u.component!r}, which is not a component", where=f"$.updates[{i}].component"
                 )
             if u.tensor_degree < 1:
                 raise InvalidInputError(
@@ -267,7 +279,7 @@ def _check_timings(timings: tuple[Timing, ...], names: set[str], field: str) -> 
         key = (t.component, t.microbatch, t.tensor_degree)
         if t.component not in names:
             raise InvalidInputError(
-                f"a timing names {t.component!r}, which is no component", where=f"$.{field}[{i}].component"
+                f"a timing names {t.component!r}, which is not a component", where=f"$.{field}[{i}].component"
             )
         if key in seen:
             raise InvalidInputError(f"timing {key} appears twice", where=f"$.{field}[{i}]")

@@ -1,8 +1,8 @@
 """Regions of tensors that ranks hold, and the transfers needed when ranks are to hold other regions.
 
-A *region* is a set of elements: along every dimension, some ascending runs of indices; an element belongs to it if each
-of its indices lies in a run. Shards of one dimension have that form, also those of fused query, key and value, and
-shards of shards. A rank holds the region's elements in order.
+A *region* is a set of elements. Along every dimension it has some ascending runs of indices, and an element belongs to
+it if each of its indices lies in a run. Shards of one dimension have that form, also those of fused query, key and
+value, and shards of shards. A rank holds the region's elements in order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import pairwise, product
 from math import prod
 
 Run = tuple[int, int]
-"""Range of indices from the first up to, but without, the second."""
+"""Range of indices: the first, and one past the last."""
 Region = tuple[tuple[Run, ...], ...]
 Box = tuple[Run, ...]
 """One run for every dimension."""
@@ -38,18 +38,18 @@ def size(box: Box) -> int:
 
 
 def narrowed(runs: Sequence[Run], first: int, last: int) -> tuple[Run, ...]:
-    """Indices at positions ``first`` up to ``last`` of ``runs``: the rest after a shard is cut again.
+    """The indices at positions ``first`` up to, but without, ``last`` of ``runs``, as when a shard is cut again.
 
     >>> narrowed(((0, 4), (8, 12)), 2, 6)
     ((2, 4), (8, 10))
     """
-    found, before = [], 0
+    kept, before = [], 0
     for start, stop in runs:
         low, high = max(first - before, 0), min(last - before, stop - start)
         if low < high:
-            found.append((start + low, start + high))
+            kept.append((start + low, start + high))
         before += stop - start
-    return tuple(found)
+    return tuple(kept)
 
 
 def places(region: Region, box: Box) -> Box:
@@ -58,17 +58,17 @@ def places(region: Region, box: Box) -> Box:
     >>> places((((0, 4), (8, 12)),), ((9, 12),))
     ((5, 8),)
     """
-    found = []
+    box_inside = []
     for runs, (first, last) in zip(region, box, strict=True):
         before = 0
         for start, stop in runs:
             if start <= first and last <= stop:
-                found.append((before + first - start, before + last - start))
+                box_inside.append((before + first - start, before + last - start))
                 break
             before += stop - start
         else:
             raise ValueError(f"{first} to {last} is not in one run of {list(runs)}")
-    return tuple(found)
+    return tuple(box_inside)
 
 
 def within(region: Region, box: Box) -> bool:
@@ -84,8 +84,8 @@ def transfers(
 ) -> list[tuple[int, int, Box]]:
     """(source, target, box) of every part that ranks need for ``wanted``, from ranks that have it in ``held``.
 
-    A rank takes what it already holds from itself. Among others, the one that has sent least so far sends: ``sent``
-    counts that over all tensors, in elements times ``weight``.
+    A rank takes what it already holds from itself. Otherwise the holder that has sent least so far sends. ``sent``
+    counts what each rank has sent over all tensors, in elements times ``weight``, and is updated.
 
     >>> halves = {0: (((0, 2),),), 1: (((2, 4),),)}
     >>> transfers(halves, {1: (((0, 4),),)}, {0: 0, 1: 0})
@@ -94,31 +94,31 @@ def transfers(
     Raises:
         ValueError: no rank holds a wanted part.
     """
-    found: list[tuple[int, int, Box]] = []
+    parts: list[tuple[int, int, Box]] = []
     for target, region in wanted.items():
         mine = held.get(target)
         if mine == region:
-            found += [(target, target, box) for box in product(*region)]
+            parts += [(target, target, box) for box in product(*region)]
             continue
         cut = [_cut(runs, [other[d] for other in held.values()]) for d, runs in enumerate(region)]
         for box in product(*cut):
             if mine is not None and within(mine, box):
-                found.append((target, target, box))
+                parts.append((target, target, box))
                 continue
             holders = [rank for rank, other in held.items() if within(other, box)]
             if not holders:
                 raise ValueError(f"no rank holds {list(box)}")
             source = min(holders, key=lambda rank: (sent[rank], rank))
             sent[source] += size(box) * weight
-            found.append((source, target, box))
-    return found
+            parts.append((source, target, box))
+    return parts
 
 
 def _cut(runs: Sequence[Run], others: Sequence[Sequence[Run]]) -> list[Run]:
-    """``runs`` in pieces, none of which crosses the edge of a run in ``others``."""
+    """``runs`` cut into pieces, none of which crosses the edge of a run in ``others``."""
     edges = sorted({edge for other in others for run in other for edge in run})
-    found = []
+    pieces = []
     for start, stop in runs:
         inside = [start, *(edge for edge in edges if start < edge < stop), stop]
-        found += [(a, b) for a, b in pairwise(inside) if a < b]
-    return found
+        pieces += [(a, b) for a, b in pairwise(inside) if a < b]
+    return pieces

@@ -1,4 +1,4 @@
-"""Results of one rank of a plan, run alone: computation and memory, compared with the prediction."""
+"""Results of a rehearsal: computation and memory of one rank of a plan, run alone, compared with the prediction."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from asa.ir.profile import Stat
 
 @noun
 class ComponentSpan:
-    """One component in a step on one rank: seconds of all its microbatches, bytes of one.
+    """Measured work of one component in a step on one rank. Seconds are of all its microbatches, bytes of one
+    microbatch.
 
-    ``saved_bytes``: allocated in its forward and still alive after the forward of the whole stage.
+    ``saved_bytes`` are allocated in its forward and still alive after the forward of the whole stage.
     """
 
     name: str
@@ -21,8 +22,11 @@ class ComponentSpan:
 
 @noun
 class Spans:
-    """A rank's own work, without communication. ``update_s``: optimizer step; ``peak_memory_bytes``: peak of active
-    memory; ``step_s``: from a step's first forward to the end of its update, without recording."""
+    """Measured work of one rank in a step, without communication.
+
+    ``update_s`` is the time of the optimizer step. ``step_s`` is the time from a step's first forward to the end of its
+    update, without recording. ``peak_memory_bytes`` is the peak of active memory.
+    """
 
     rank: int
     steps: int
@@ -55,9 +59,11 @@ class RehearsedComponent:
 class Rehearsal:
     """Results of rank ``rank`` of ``num_ranks``, run on one device.
 
-    ``predicted_compute_s``: predicted own work of the rank in a step, without contention and without waiting for slower
-    ranks; ``plan_compute_s`` and ``plan_step_time_s``: the plan's own values, with both. ``priced_communication_s``:
-    exposed communication in the plan's prediction; it was not run.
+    Attributes:
+        predicted_compute_s: predicted work of the rank in a step, without contention and without waiting for slower
+            ranks.
+        plan_compute_s, plan_step_time_s: the plan's own predictions, with contention and waiting.
+        priced_communication_s: exposed communication in the plan's prediction; it was not run.
     """
 
     model: str

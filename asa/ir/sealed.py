@@ -1,7 +1,7 @@
 """Predictions that are stored before anything is measured, in append-only files.
 
-A file has one seal per line. Every seal contains the SHA-256 of its own content and of the previous seal, so that none
-can be changed, removed or inserted without breaking all later ones. A later prediction of the same cell is another seal
+A file has one seal per line. Every seal contains the SHA-256 of its own content and of the previous seal. So none can
+be changed, removed or inserted without breaking all later ones. A later prediction of the same cell is another seal
 with a higher ``revision``; the earlier one stays.
 """
 
@@ -29,8 +29,8 @@ FIRST = "0" * 64
 class Claim:
     """Prediction for one cell: one model, batch and strategy on one kind of machine.
 
-    ``plan``: what runs (without the table of baselines), with its predicted step time, interval and memory. ``place``
-    of ``among``: predicted rank by speed for its model and batch on this machine, 1 for the fastest.
+    ``plan`` is what runs (without the table of baselines), with its predicted step time, interval and memory. ``place``
+    is its predicted place by speed among the ``among`` cells of its model and batch on this machine, 1 for the fastest.
     """
 
     machine: str
@@ -44,7 +44,7 @@ class Claim:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Key that is equal for predictions of the same cell."""
+        """Key that is equal for all predictions of one cell."""
         p = self.plan
         return (self.machine, p.model_spec, p.input_shape, p.num_classes, p.global_batch, p.precision, p.optimizer,
                 self.strategy)  # fmt: skip
@@ -68,7 +68,8 @@ class Seal:
 
 
 def digest(content: dict[str, Any]) -> str:
-    """SHA-256 of a seal's content without its own hash, computed from the file's data, whatever class reads it."""
+    """SHA-256 of a seal's content without its own hash. It is computed from the data in the file, so it does not depend
+    on the class that reads it."""
     stated = {k: v for k, v in content.items() if k != "sha256"}
     return hashlib.sha256(json.dumps(stated, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -92,34 +93,34 @@ def read(path: Path) -> list[Seal]:
         InvalidInputError: a line is not a seal, or was changed, moved or removed.
     """
     text = read_text(path)
-    found: list[Seal] = []
+    seals: list[Seal] = []
     previous = FIRST
     for number, line in enumerate(text.splitlines(), 1):
         source = f"{path} line {number}"
         data = codec.parse(line, source=source)
         seal = codec.build(Seal, data, source=source)
         if seal.sha256 != digest(data):
-            raise InvalidInputError(f"{source} was changed after it was sealed: its hash is not that of its content")
+            raise InvalidInputError(f"{source} was changed after it was sealed: its hash does not match its content")
         if seal.previous != previous:
-            raise InvalidInputError(f"{source} does not follow the line in front: a seal was moved or taken out")
+            raise InvalidInputError(f"{source} does not follow the line before it: a seal was moved or removed")
         previous = seal.sha256
-        found.append(seal)
-    return found
+        seals.append(seal)
+    return seals
 
 
 def newest(seals: Iterable[Seal]) -> list[Seal]:
     """The latest prediction of every cell, in the order in which cells first appear."""
-    found: dict[tuple[object, ...], Seal] = {}
+    latest: dict[tuple[object, ...], Seal] = {}
     for seal in seals:
         key = seal.claim.key
-        if key not in found or seal.revision >= found[key].revision:
-            found[key] = seal
-    return list(found.values())
+        if key not in latest or seal.revision >= latest[key].revision:
+            latest[key] = seal
+    return list(latest.values())
 
 
 @noun
 class CheckedCell:
-    """A sealed prediction and the measurement; ``why_not``: why there is none."""
+    """A sealed prediction and its measurement. ``why_not`` says why there is no measurement."""
 
     machine: str
     model: str
@@ -142,7 +143,8 @@ class CheckedCell:
 
 @noun
 class SealedCheck:
-    """Sealed predictions compared with one machine. ``sealed``: number of all seals for the models and ``machines``."""
+    """Sealed predictions compared with measurements on one machine. ``sealed`` is the number of all seals for the
+    models and ``machines``."""
 
     created: str
     environment: BenchEnvironment

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 
 FOLDER = Path(str(files("asa").joinpath("data", "profiles")))
-"""Folder of the shipped files. Installers unpack packages, so it is in the file system."""
+"""Folder of the shipped files. Installers unpack packages, so it is an ordinary folder."""
 
 
 def each_once(paths: Iterable[Path]) -> list[Path]:

@@ -1,4 +1,4 @@
-"""A shortage of memory on a rank, with what is known for planning again."""
+"""Record of a shortage of memory on a rank, with what is known for planning again."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ _ASKED = re.compile(r"(?:tried to allocate|allocate) (\d+(?:\.\d+)?) ?(bytes|byt
 
 @noun
 class Shortage:
-    """Shortage on rank ``rank`` under ``plan``, in optimizer step ``step`` of the run (counted from 0).
+    """Shortage of memory on rank ``rank`` under ``plan``, in optimizer step ``step`` of the run, counted from 0.
 
-    ``cause``: an allocation failed (``exhausted``), the operating system killed the process for its memory
-    (``killed``), or the ranks agreed between two steps that one was about to run out (``tight``).
+    Bytes are those of the model and its training, without what the process had before. They are None where they are not
+    known.
 
-    Bytes that the model and its training take, what the process had before aside: ``used_bytes`` the most the rank had
-    of them (on CUDA the allocator's active peak, on a CPU what the process held), ``asked_bytes`` what it asked for in
-    vain on top, ``room_bytes`` the most it could have had. None where it is not known.
-
-    ``free_bytes``: what all ranks of one host can have between them, with what each of their processes has without a
-    model: what was free once they had ended. None where ranks share no memory, or where it is not known.
+    Attributes:
+        cause: ``exhausted`` if an allocation failed; ``killed`` if the operating system killed the process for its
+            memory; ``tight`` if the ranks agreed between two steps that one of them was about to run out.
+        used_bytes: the most that the rank had: on CUDA the allocator's active peak, on a CPU the memory of the process.
+        asked_bytes: the allocation that failed on top of that.
+        room_bytes: the most that the rank could have had.
+        free_bytes: what all ranks of one host can have between them, including what each of their processes has without
+            a model: the free memory after they had ended. None also where ranks share no memory.
     """
 
     plan: Plan
@@ -62,5 +64,5 @@ def asked(error: BaseException) -> int:
     >>> asked(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     2147483648
     """
-    found = _ASKED.search(str(error))
-    return int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    match = _ASKED.search(str(error))
+    return int(float(match[1]) * _UNITS[match[2]]) if match else 0

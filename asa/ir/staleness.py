@@ -1,9 +1,12 @@
 """Effect of stale gradients and local steps on convergence: curves of training on one device, stored beside a profile.
 
-Every run has the same global batches. A *setting* says how they are applied: a whole batch at once (one worker, no
-delay: plain training); cut into the shares of ``workers``, each applied ``delay`` updates after it was computed; or by
-workers that train independently for ``period`` global batches and then average. Runs of one setting differ in their
-seed. Values outside the measured range are unknown; nothing is extrapolated.
+Every run has the same global batches. A *setting* says how they are applied:
+
+- A whole batch at once: one worker without delay, plain training.
+- In the shares of ``workers`` workers, each applied ``delay`` updates after it was computed.
+- By workers that train independently for ``period`` global batches and then average their weights.
+
+Runs of one setting differ in their seed. Values outside the measured range are unknown; nothing is extrapolated.
 """
 
 from __future__ import annotations
@@ -27,14 +30,14 @@ class Setting:
     """How global batches are applied.
 
     Attributes:
-        workers: number of shares of a global batch, each an update by itself at the rate over ``workers``; or number of
-            models that train independently, if ``period`` is above 0.
-        delay: number of updates between the one before which a gradient was computed and the one that it becomes.
+        workers: number of shares of a global batch. Each share is an update by itself, at the learning rate over
+            ``workers``. If ``period`` is above 0: number of models that train independently.
+        delay: number of other updates between the computation of a gradient and its own update.
         weighted: whether an update of age a (whole global batches of others' gradients) is weighted by 1 / (1 + a).
         period: global batches between two averages; 0 if gradients are applied to one model.
-        momentum: of SGD, instead of the run's own; None: the run's own.
-        outer_rate, outer_momentum: of the outer optimizer (SGD, Nesterov), whose gradient is the mean change of
-            weights.
+        momentum: momentum of SGD; None for the run's own.
+        outer_rate, outer_momentum: learning rate and momentum of the outer optimizer (SGD with Nesterov momentum),
+            whose gradient is the mean change of weights.
     """
 
     workers: int = 1
@@ -82,7 +85,7 @@ ONE_LATE = Setting(delay=1)
 
 @noun
 class TrainingRun:
-    """Validation loss and accuracy (0 to 1) of one run, at regular intervals. A run that diverged ends before that."""
+    """Validation losses and accuracies (0 to 1) of one run, at regular intervals. A run that diverged ends early."""
 
     seed: int
     losses: tuple[float, ...]
@@ -116,22 +119,25 @@ def parse_target(text: str) -> Target:
     Raises:
         ValueError: another form, or an impossible value.
     """
-    found = re.fullmatch(r"\s*(accuracy|loss)\s*=\s*([0-9.eE+-]+)\s*", text)
+    match = re.fullmatch(r"\s*(accuracy|loss)\s*=\s*([0-9.eE+-]+)\s*", text)
     try:
-        value = float(found[2]) if found else math.nan
+        value = float(match[2]) if match else math.nan
     except ValueError:
         value = math.nan
-    if found is None or not math.isfinite(value):
-        raise ValueError(f"{text!r} is no target; write accuracy=0.9 or loss=0.5")
-    if value <= 0 or (found[1] == "accuracy" and value > 1):
+    if match is None or not math.isfinite(value):
+        raise ValueError(f"{text!r} is not a target; write accuracy=0.9 or loss=0.5")
+    if value <= 0 or (match[1] == "accuracy" and value > 1):
         raise ValueError(f"{text!r}: an accuracy is above 0 and at most 1, a loss is above 0")
-    return Target(what=found[1], value=value)
+    return Target(what=match[1], value=value)
 
 
 @noun
 class Steps:
-    """Global batches to a target: mean, minimum and maximum over the seeds; None if unknown. With ``reached`` below
-    ``seeds`` the maximum is unknown, and below half of them also the mean."""
+    """Number of global batches to a target over several seeds: mean, minimum and maximum of the ``reached`` runs that
+    reach it. Values are None if unknown.
+
+    If not all of the ``seeds`` runs reach the target, the maximum is unknown; if fewer than half do, so is the mean.
+    """
 
     mean: float | None
     low: float | None
@@ -149,15 +155,18 @@ class Curve:
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.runs) <= MOST_RUNS or len({r.seed for r in self.runs}) != len(self.runs):
-            raise ValueError(f"a curve has 1 to {MOST_RUNS} runs, each of a seed of its own")
+            raise ValueError(f"a curve has 1 to {MOST_RUNS} runs, each with a seed of its own")
 
 
 @noun
 class Staleness:
     """Convergence of one model, data set, optimizer and global batch under stale gradients.
 
-    ``workers``: of its delayed and averaged settings; ``every``: global batches between two evaluations; ``steps``: the
-    most that a run took. ``skipped``: descriptions of runs there was no time for.
+    Attributes:
+        workers: number of workers of its delayed and averaged settings.
+        every: global batches between two evaluations.
+        steps: largest number of global batches of a run.
+        skipped: descriptions of runs for which there was no time.
     """
 
     model_spec: str
@@ -187,14 +196,16 @@ class Staleness:
         if not (self.learning_rate > 0 and 0 <= self.momentum < 1 and self.weight_decay >= 0):
             raise InvalidInputError("a learning rate is above 0, momentum 0 to 1, weight decay at least 0", where="$")
         if self.steps > self.every * MOST_POINTS or len(self.curves) > MOST_SETTINGS:
-            raise InvalidInputError(f"at most {MOST_POINTS} looks a run and {MOST_SETTINGS} curves", where="$.curves")
+            raise InvalidInputError(
+                f"at most {MOST_POINTS} evaluations per run and {MOST_SETTINGS} curves", where="$.curves"
+            )
         if len({c.setting for c in self.curves}) != len(self.curves):
             raise InvalidInputError("a setting appears twice", where="$.curves")
         most = self.steps // self.every
         for i, c in enumerate(self.curves):
             if any(len(r.losses) > most for r in c.runs):
                 raise InvalidInputError(
-                    f"a run of {self.steps} steps has at most {most} looks", where=f"$.curves[{i}].runs"
+                    f"a run of {self.steps} steps has at most {most} evaluations", where=f"$.curves[{i}].runs"
                 )
 
     def curve(self, setting: Setting) -> Curve | None:
@@ -217,11 +228,11 @@ class Staleness:
     def at_age(
         self, target: Target, age: float, *, weighted: bool = False, momentum: float | None = None
     ) -> Steps | None:
-        """Global batches to ``target`` if gradients are ``age`` global batches old on average and applied with
-        ``momentum`` (None: the run's own), interpolated between the two nearest measured ages; None outside the
-        measured range.
+        """Global batches to ``target`` if gradients are ``age`` global batches old on average and are applied with
+        ``momentum`` (None: the run's own). None outside the measured range.
 
-        The weight is 1 for ages below 1, so unweighted settings also stand for weighted ones there.
+        The value is interpolated between the two nearest measured ages. A gradient of an age below 1 has weight 1, so
+        unweighted settings count as weighted ones there.
         """
         known = {
             c.setting.age: c.setting
@@ -238,7 +249,7 @@ class Staleness:
     def at_period(
         self, target: Target, period: float, *, outer_rate: float = 1.0, outer_momentum: float = 0.0
     ) -> Steps | None:
-        """Global batches to ``target`` if workers average every ``period`` of them; interpolated as in
+        """Global batches to ``target`` if workers average every ``period`` global batches; interpolated as in
         :meth:`at_age`."""
         known = {
             float(c.setting.period): c.setting
@@ -280,8 +291,8 @@ def _of(reached: Sequence[int], seeds: int) -> Steps:
 
 
 def usual_settings(workers: int, momentum: float = 0.0) -> tuple[Setting, ...]:
-    """Default settings of a curve: plain training, ages up to 4 global batches with ``momentum`` reduced as at servers
-    (:meth:`asa.ir.consistency.Discipline.momentum_at`), and averaging.
+    """Default settings of a curve: plain training, averaging, and ages up to 4 global batches, with ``momentum``
+    reduced as at servers (:meth:`asa.ir.consistency.Discipline.momentum_at`).
 
     Raises:
         UsageError: fewer than 2 workers, which have no staleness.
@@ -290,7 +301,7 @@ def usual_settings(workers: int, momentum: float = 0.0) -> tuple[Setting, ...]:
         raise UsageError(f"staleness among {workers} workers: at least 2 are needed")
     less = parse("ps_async").momentum_at(momentum, workers) if momentum else None
     ages = (0, workers - 1, workers, 2 * workers, 4 * workers)
-    found = [PLAIN, ONE_LATE, *(Setting(workers=workers, delay=d, momentum=less) for d in dict.fromkeys(ages))]
-    found += [Setting(workers=workers, delay=d, weighted=True, momentum=less) for d in ages if d >= workers]
-    found += [Setting(workers=workers, period=p) for p in (1, 4, 16)]
-    return (*found, Setting(workers=workers, period=50, outer_rate=0.7, outer_momentum=0.9))
+    settings = [PLAIN, ONE_LATE, *(Setting(workers=workers, delay=d, momentum=less) for d in dict.fromkeys(ages))]
+    settings += [Setting(workers=workers, delay=d, weighted=True, momentum=less) for d in ages if d >= workers]
+    settings += [Setting(workers=workers, period=p) for p in (1, 4, 16)]
+    return (*settings, Setting(workers=workers, period=50, outer_rate=0.7, outer_momentum=0.9))

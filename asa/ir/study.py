@@ -1,4 +1,5 @@
-"""A study: cells over models, data sets, device counts, batches, strategies, epochs and seeds, with their results."""
+"""A study: a grid of cells over models, data sets, device counts, batches, strategies, epochs and seeds, with their
+results."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ State = Literal["measured", "predicted", "refused", "open"]
 class StudyCell:
     """Identity of one cell: everything that determines its results.
 
-    ``devices``: the device's name if the cell is measured, the cluster's if it is predicted. ``data``: a name accepted
-    by ``--data``; ``epochs``: number of passes over it.
+    ``devices`` is the name of the device if the cell is measured, and of the cluster if it is predicted. ``data`` is a
+    name accepted by ``--data``; ``epochs`` is the number of passes over it.
     """
 
     model: str
@@ -37,9 +38,10 @@ class StudyCell:
 
 @noun
 class StudyRow:
-    """A cell and its result. ``why``: reason of ``refused`` and ``open`` cells; ``notes``: remarks for the reader.
+    """A cell and its result. ``why`` is the reason of a ``refused`` or ``open`` cell; ``notes`` are remarks for the
+    reader.
 
-    ``samples_per_epoch`` converts steps to epochs; ``data_source``: which samples were read.
+    ``samples_per_epoch`` converts steps to epochs. ``data_source`` says which samples were read.
     """
 
     cell: StudyCell
@@ -69,8 +71,8 @@ class Published:
 
 @noun
 class Study:
-    """A complete study. ``target``: validation accuracy, 0 to 1, to which time is measured; ``price``: of a device per
-    hour. ``differs``: why results cannot equal the published ones."""
+    """A complete study. ``target`` is the validation accuracy, 0 to 1, to which time is measured. ``price`` is that of
+    a device per hour. ``differs`` says why results cannot equal the published ones."""
 
     name: str
     title: str

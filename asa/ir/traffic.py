@@ -1,4 +1,4 @@
-"""Traffic and memory, in the form in which strategies declare them and the cost model prices them."""
+"""Traffic and memory in the form in which strategies declare them and the cost model prices them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all
 COLLECTIVE_OPS: tuple[CollectiveOp, ...] = get_args(CollectiveOp)
 
 Phase = Literal["forward", "backward", "gradient", "update"]
-"""When a collective runs: blocking in forward or backward; ``gradient``: overlapped with the rest of backward;
-``update``: blocking, around the optimizer step."""
+"""When a collective runs. In ``forward`` and ``backward`` it blocks. ``gradient`` overlaps with the rest of backward.
+``update`` blocks around the optimizer step."""
 
 
 @noun
 class Collective:
-    """One collective of one step (or of one microbatch, for ``forward`` and ``backward``).
+    """One collective of one step, or of one microbatch for ``forward`` and ``backward``.
 
-    ``bytes`` is the *whole* tensor: the reduced buffer of an all_reduce, the gathered output of an all_gather, the
-    input of a reduce_scatter, what one rank sends in all in an all_to_all, the message of the others. ``ranks`` is the
-    size of the group; ``stride`` the distance between its consecutive members, in ranks, which with the cluster's
-    levels determines the links it crosses.
+    ``bytes`` is the size of the *whole* tensor: the reduced buffer of an all_reduce, the gathered output of an
+    all_gather, the input of a reduce_scatter, everything that one rank sends in an all_to_all, the message of any
+    other. ``ranks`` is the size of the group. ``stride`` is the distance between its consecutive members, in ranks;
+    with the cluster's levels it determines which links the group crosses.
     """
 
     op: CollectiveOp
@@ -48,11 +48,14 @@ class Share:
 
 @noun
 class Adjacent:
-    """The components around a component in a rank's backward, for strategies whose buffers exist together with theirs.
+    """Sizes in bytes of the components around a component in a rank's backward, for strategies whose buffers exist
+    together with theirs.
 
-    ``front`` and ``behind``: parameter bytes of the nearest component before and after that has any; ``rest``: those of
-    the component and all after it; ``saved``: the activations it frees. ``copying``: data received by a scatter takes
-    extra memory before it is added up (messages between CPU ranks).
+    Attributes:
+        front, behind: parameter bytes of the nearest component before, and after, that has any.
+        rest: parameter bytes of the component and all after it.
+        saved: activations that the component frees.
+        copying: whether data received by a scatter takes extra memory before it is added (messages between CPU ranks).
     """
 
     front: float = 0.0
@@ -65,14 +68,17 @@ class Adjacent:
 
 @noun
 class Memory:
-    """Bytes one rank holds for one component.
+    """Bytes that one rank holds for one component. Activations are counted separately, because they depend on the
+    microbatch.
 
-    ``parameters``, ``gradients``, ``optimizer`` and ``buffers`` last the whole step; ``buckets`` are the communication
-    copies of gradients; ``transient`` exists only while the component itself computes (gathered weights, workspace).
-    ``accumulated`` replaces ``gradients`` while several microbatches accumulate theirs, if it is more. ``kept`` lasts
-    from the first forward of a step to the last backward: like an activation with one microbatch, like state with
-    several. ``updating`` is allocated around the optimizer step, when ``transient`` is gone. Activations are counted
-    separately, because they depend on the microbatch.
+    Attributes:
+        parameters, gradients, optimizer, buffers: last the whole step.
+        buckets: copies of gradients for communication.
+        transient: exists only while the component itself computes (gathered weights, workspace).
+        accumulated: replaces ``gradients`` while several microbatches accumulate theirs, if it is more.
+        kept: lasts from the first forward of a step to the last backward: like an activation with one microbatch, like
+            state with several.
+        updating: is allocated around the optimizer step, when ``transient`` has been freed.
     """
 
     parameters: float
@@ -87,5 +93,5 @@ class Memory:
 
     @property
     def state(self) -> float:
-        """Bytes that stay from step to step."""
+        """Bytes that stay from step to step: everything but gradients and what exists only for a while."""
         return self.parameters + self.optimizer + self.buffers + self.buckets

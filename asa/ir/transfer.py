@@ -1,11 +1,13 @@
 """Transfers between pipeline stages: which rank sends which rows of a microbatch to which rank.
 
-At the end of a stage, its last component's output is whole (:func:`whole`: tensor degree 1) and cut into as many batch
-shards as that component's data degree; every rank of a shard holds it. The next stage reads it cut by its first
-component's data degree, again on every rank of a shard. Each target rank receives the rows it needs, and no others:
-from every source shard with some of them, one message, sent by whichever of the shard's ranks has sent fewest rows so
-far. Gradients are sent back by the same rule with the two sides exchanged, and are scaled as at a boundary
-(:mod:`asa.ir.layout`): each rank's are those of the mean over its own shard.
+At the end of a stage, the output of its last component is whole (:func:`whole`: tensor degree 1) and cut into as many
+batch shards as that component's data degree. Every rank of a shard holds it. The next stage needs it cut by the data
+degree of its first component, again on every rank of a shard. Each target rank receives the rows that it needs, and no
+others: one message from every source shard that has some of them. Of the ranks of that shard, the one that has sent
+fewest rows so far sends it.
+
+Gradients are sent back by the same rule with the two sides exchanged. They are scaled as at a boundary
+(:mod:`asa.ir.layout`), because each rank's gradients are those of the mean over its own shard.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from asa.ir.layout import Boundary, Layout
 from asa.ir.plan import Plan
 
 UNDER_WAY = 2
-"""Number of gradients that may wait to be received by the previous stage. It never waits for this one, so none is
-stuck."""
+"""Number of gradients that may wait to be received by the previous stage. That stage never waits for this one, so no
+deadlock arises."""
 
 
 @noun
@@ -81,10 +83,11 @@ def messages(source: Layout, target: Layout, rows: int) -> Iterator[tuple[int, i
 
 @noun
 class Hop:
-    """The transfer from one stage to the next. ``source`` and ``target``: layouts of the components on either side.
+    """The transfer from one stage to the next. ``source`` and ``target`` are the layouts of the components on either
+    side.
 
-    ``exit`` and ``entry`` are the work inside the two stages: making the output whole, and summing a partial gradient
-    of the input. The messages are in between.
+    ``exit`` and ``entry`` are the boundaries inside the two stages: one makes the output whole, the other sums a
+    partial gradient of the input. The messages are in between.
     """
 
     source: Layout
@@ -98,7 +101,8 @@ class Hop:
         return self.source.data / self.target.data
 
     def exit(self, exit_partial: bool = False, tokens: int = 0) -> Boundary:
-        """The boundary after the source's last component; ``exit_partial`` as in that component's split."""
+        """The boundary after the source's last component. ``exit_partial`` is that of the component's split; ``tokens``
+        is the number of tokens of its output, if they are split."""
         return Boundary(source=self.source, target=whole(self.source), exit_partial=exit_partial, exit_tokens=tokens)
 
     def entry(self, entry_partial: bool = False, tokens: int = 0) -> Boundary:

@@ -1,4 +1,4 @@
-"""Named units. Records contain plain seconds, bytes and FLOPs; seconds and bytes are formatted here for messages of all
+"""Named units. Records contain plain seconds, bytes and FLOPs. Seconds and bytes are formatted here for messages of all
 packages, other units in ``asa.report``."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_SCALE = 1e6
 """Largest factor on a profile's memory; a larger one is not a plausible correction."""
 
 MOST_AMOUNT = 1e30
-"""Largest number of bytes, FLOPs, or either per second in a file, for the same reason."""
+"""Largest number of bytes, FLOPs, or either per second in a file, so that sums and products stay far from infinity."""
 
 LEAST_RATE = 1e6
 """Smallest FLOP/s or bytes/s of a device: less would be a number in another unit (900 GB/s, 35 TFLOPS)."""
@@ -40,10 +40,10 @@ def time_span(text: str) -> float:
     Raises:
         ValueError: it is not a time span, or not above 0.
     """
-    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([smh]?)", text.strip())
-    if not found:
-        raise ValueError(f"{text!r} is no time span; write 90s, 10m or 2h")
-    seconds = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([smh]?)", text.strip())
+    if not match:
+        raise ValueError(f"{text!r} is not a time span; write 90s, 10m or 2h")
+    seconds = float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
     if not 0 < seconds <= MOST_SECONDS:
         raise ValueError(f"{text} is not above 0 s and at most {MOST_SECONDS:g} s")
     return seconds

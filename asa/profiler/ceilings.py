@@ -1,5 +1,7 @@
-"""Measures a device's peak rates, the two ceilings of the roofline model (Williams, Waterman & Patterson 2009). This
-takes seconds and is part of the profile, so that both are measured at the same clocks."""
+"""Measures a device's peak rates, the two ceilings of the roofline model (Williams, Waterman & Patterson 2009).
+
+This takes seconds and is part of the profile, so both are measured at the same clocks.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ from asa.profiler.clock import solo_clock_of, time_repeatedly
 
 _SIDE = {"cuda": 4096, "cpu": 512}
 _COPIED = {"cuda": 1 << 28, "cpu": 1 << 25}
-"""Bytes to copy, more than caches hold."""
+"""Number of bytes to copy, larger than caches."""
 _LEAST_S = 1e-9
 
 
 def measure_ceilings(device: torch.device, precision: Precision, *, slice_s: float = 0.25) -> Ceilings | None:
-    """FLOP/s of a square matrix product and bytes/s (read and written) of a copy; None if either does not fit in
-    memory."""
+    """Peak FLOP/s of a square matrix product, and bytes/s (read and written) of a copy; None if one of them does not
+    fit in memory."""
     clock, side = solo_clock_of(device), _SIDE[device.type]
     try:
         a = torch.ones(side, side, device=device, dtype=AUTOCAST.get(precision, torch.float32))

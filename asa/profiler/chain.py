@@ -1,10 +1,10 @@
-"""A training step over a chain of components, with a time mark at every boundary, forward and backward.
+"""A training step over a chain of components, with a time stamp at every boundary, forward and backward.
 
-Components are timed *in place*, inside one step of the whole chain: a component alone would find its own data in the
-cache and the allocator ready, which is not so in training. Backward needs no cut in the graph either: autograd runs
-nodes in the reverse order of their creation and accumulates a parameter's gradient as soon as it is known, so when a
-gradient reaches the boundary between two components, everything behind it is done. The times of all components
-therefore add up to the step, including what they share.
+Components are timed *in place*, inside one step of the whole chain. A component that runs alone would have its own data
+in the cache and the allocator ready, which is not so in training. Backward needs no cut in the graph either: autograd
+runs nodes in the reverse order of their creation and accumulates a parameter's gradient as soon as it is known. So when
+a gradient reaches the boundary between two components, everything behind the boundary is done. The times of all
+components therefore add up to the step, including what they share.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from asa.instruments.execution import begin_step
 from asa.ir.profile import Precision
 from asa.profiler.clock import Clock
 
@@ -33,7 +34,8 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
 
 @dataclass(frozen=True)
 class Lap:
-    """Seconds of every component in one step, in chain order; ``host_s``: seconds in which the host issued the work."""
+    """Seconds of every component in one step, in chain order. ``host_s`` are the seconds in which the host issued the
+    work."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -44,20 +46,25 @@ class Lap:
         """Sum of forward and backward seconds of all components."""
         return sum(self.forward) + sum(self.backward)
 
+    @property
+    def host_share(self) -> float:
+        """Host seconds over device seconds; close to 1 where the device waits for the host."""
+        return self.host_s / max(self.seconds, 1e-12)
+
 
 @dataclass(frozen=True)
 class Marks:
-    """Time marks of one step. Component i runs forward from ``forward[i]`` to ``forward[i + 1]``, and backward from
+    """Time stamps of one step. Component i runs forward from ``forward[i]`` to ``forward[i + 1]``, and backward from
     ``backward[i + 1]`` to ``backward[i]``.
 
-    A component without a backward (no parameters in it or before it) has two equal marks there.
+    A component without a backward (no parameters in it or before it) has two equal stamps there.
     """
 
     forward: list[Any]
     backward: list[Any]
 
     def read(self, clock: Clock) -> Lap:
-        """Times between the marks."""
+        """Times between the stamps."""
         back = list(reversed(self.backward))
         host = sum(clock.host_seconds(self.forward)) + sum(clock.host_seconds(back))
         forward, backward = clock.seconds(self.forward), clock.seconds(back)
@@ -83,11 +90,13 @@ class Chain:
 
     def step(self, x: Tensor, mark: Callable[[], Any], inner: Callable[[], Any] | None = None) -> Marks:
         """Run forward and backward of ``x`` (a batch, without gradient), with synthetic gradients at the outputs.
+        Gradients are kept.
 
-        ``mark`` is called at the ends of forward and backward, ``inner`` (default: ``mark``) at the boundaries between
-        components, in order of time. Gradients are kept.
+        ``mark`` is called at the ends of forward and backward. ``inner`` (default: ``mark``) is called at the
+        boundaries between components, in order of time.
         """
         inner = inner or mark
+        begin_step()
         last = len(self.components)
         before: list[Any] = [None] * (last + 1)
         sides: list[Tensor] = []
@@ -97,7 +106,7 @@ class Chain:
             for i, component in enumerate(self.components, 1):
                 value, *extra = component(value)
                 if extra:
-                    # An autograd node of its own, newer than those of the side outputs, which then run before the mark.
+                    # A new autograd node, newer than those of the side outputs, which then run before the stamp.
                     sides.extend(extra)
                     value = value.view_as(value)
                 if i < last and value.requires_grad:
@@ -117,8 +126,8 @@ class Chain:
         return self.step(x, clock.mark).read(clock)
 
     def seconds(self, x: Tensor, clock: Clock) -> float:
-        """Run one step, after clearing gradients, and time it without the marks between components: where the device
-        waits for the host, a step that is not watched does not wait for those."""
+        """Seconds of one step without the stamps between components, after clearing gradients. A device that waits for
+        its host would also wait for the host to make those stamps."""
         self.clear()
         clock.settle()
         marks = self.step(x, clock.mark, lambda: None)
@@ -134,13 +143,15 @@ def _setter(marks: list[Any], index: int, mark: Callable[[], Any]) -> Callable[[
 
 
 def synthetic_gradients(outputs: Sequence[Tensor], samples: int) -> list[Tensor]:
-    """Random gradients with the magnitude of a mean over ``samples`` (equal values would vanish in a normalization)."""
+    """Random gradients with the magnitude of a mean over ``samples``. (Equal values would vanish in a
+    normalization.)"""
     return [torch.randn_like(t) / samples for t in outputs]
 
 
 def whole_step(model: nn.Module, x: Tensor, clock: Clock, device: torch.device, precision: Precision) -> float:
     """Seconds of forward and backward of the unsplit model; gradients are cleared before and after."""
     model.zero_grad(set_to_none=True)
+    begin_step()
     clock.settle()
     start = clock.mark()
     with autocast(device, precision):

@@ -1,10 +1,10 @@
 """Clocks with one interface for the host and for CUDA events, and the number of repeats of a measurement.
 
-A clock sets *marks* on the timeline of its device and afterwards reads the seconds between consecutive marks. On the
-host a mark is a reading of ``perf_counter_ns``, or of the thread's processor time if other processes must not count. On
-CUDA it is an event in the current stream, so the interval between two marks contains the kernels between them *and* the
-device's waiting for the host to launch them, both of which a training step pays. The host's clock is recorded beside it
-and shows which of the two dominates.
+A clock sets *marks* (time stamps) on the timeline of its device and afterwards reads the seconds between consecutive
+marks. On the host a mark is a reading of ``perf_counter_ns``, or of the thread's processor time if other processes must
+not count. On CUDA it is an event in the current stream. The interval between two events contains the kernels between
+them *and* the time for which the device waits for the host to launch them; a training step takes both. The host's clock
+is recorded as well, and shows which of the two dominates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _JUDGED = 5
 
 
 class Clock(ABC):
-    """Sets marks on one device's timeline."""
+    """Sets marks on the timeline of one device."""
 
     @abstractmethod
     def mark(self) -> Any:
@@ -52,22 +52,22 @@ class HostClock(Clock):
         return time.perf_counter_ns()
 
     def settle(self) -> None:
-        """Do nothing: no work is outstanding."""
+        """Do nothing, because no work is outstanding."""
 
     def seconds(self, marks: Sequence[int]) -> list[float]:
         """Seconds between consecutive marks."""
         return [(b - a) / 1e9 for a, b in pairwise(marks)]
 
     def host_seconds(self, marks: Sequence[int]) -> list[float]:
-        """Seconds on the host, which is the device."""
+        """Seconds between consecutive marks; host and device are the same."""
         return self.seconds(marks)
 
 
 class CoreClock(HostClock):
-    """Processor time of this thread, including page faults, so that time of other processes is not counted.
+    """Processor time of this thread, including page faults. Time of other processes is not counted.
 
-    For a thread that computes alone and never waits. On an idle machine it equals :class:`HostClock`; on a busy one it
-    still shows the device's own speed.
+    It is for a thread that computes alone and never waits. On an idle machine it equals :class:`HostClock`. On a busy
+    one it still shows the device's own speed.
     """
 
     def mark(self) -> int:
@@ -115,8 +115,8 @@ def solo_clock_of(device: torch.device) -> Clock:
 def relative_error(samples: Sequence[float]) -> float:
     """Standard error of the median divided by the median; infinite for fewer than three samples.
 
-    The spread of a normal distribution is (p90 - p10) / 2.563; the median's standard error is 1.2533 times that of the
-    mean. Nearest-rank percentiles make it robust against one interrupted repeat in ten.
+    The standard deviation of a normal distribution is (p90 - p10) / 2.563, and the standard error of the median is
+    1.2533 times that of the mean. Percentiles make the estimate robust against one interrupted repeat in ten.
     """
     if len(samples) < 3:
         return float("inf")
@@ -132,10 +132,10 @@ def scaled(stat: Stat, factor: float) -> Stat:
 
 
 class Repeats:
-    """Decides whether to measure another round: at least ``least``, then until the error is small, the time is over, or
-    ``most`` rounds are done.
+    """Decides whether to measure another round: at least ``least`` rounds, then until the error is small, the time is
+    over, or ``most`` rounds are done.
 
-    The error is small if all medians are known to ``tolerance``, judged after at least ``_JUDGED`` samples.
+    The error is small if all medians are known to ``tolerance``. It is judged after at least ``_JUDGED`` samples.
     """
 
     def __init__(
@@ -153,7 +153,8 @@ class Repeats:
         self._end = self._last + slice_s
 
     def again(self, series: Sequence[Sequence[float]]) -> bool:
-        """Whether to measure another round; call it before each, with one sequence of samples per measured quantity."""
+        """Whether to measure another round. Call it before each round, with one sequence of samples per measured
+        quantity."""
         now, rounds = self._now(), min((len(s) for s in series), default=self._most)
         cost, self._last = now - self._last, now
         if rounds < self._least:
@@ -165,7 +166,7 @@ class Repeats:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context without garbage collection: a step leaves no reference cycles."""
+    """Context without garbage collection. A step leaves no reference cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,5 @@
-"""Times of collectives over message sizes on one group of ranks. Sizes as in :class:`asa.ir.traffic.Collective`."""
+"""Times of collectives over message sizes on one group of ranks. Sizes are counted as in
+:class:`asa.ir.traffic.Collective`."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ SIZES: tuple[int, ...] = (*(KIB << (2 * k) for k in range(10)),)
 
 _WORD = 4
 _LEAST_SHARE = 0.5
-"""Smallest fraction of an equal share of the time, guaranteed to the last collectives."""
+"""Smallest fraction of an equal share of the time that the last collectives get."""
 _SHORTEST = 64 * KIB
 CALM_S = 0.1
-"""Seconds that one of many messages may take. Between processes of one machine, and over fast networks, even the
-longest messages here take less; over slow ones they would take minutes."""
+"""Largest number of seconds of one of many messages. Between processes of one machine, and over fast networks, even the
+longest messages here take less. Over slow networks they would take minutes."""
 
 
 def measure_tables(
@@ -40,9 +41,9 @@ def measure_tables(
     say: Callable[[float, str], None],
     between: Callable[[], None] = lambda: None,
 ) -> list[CollectiveTable]:
-    """Measure tables of every collective on ``group``; called by all its ranks and by no other.
+    """Measure tables of every collective on ``group``. All ranks of the group call it, and no others.
 
-    Messages grow; if one would take a collective's whole share of the time, it and all larger ones are left out.
+    Messages grow. If one would take a collective's whole share of the time, it and all larger ones are left out.
     ``between`` is called after each collective; its time is not counted.
     """
     ranks = dist.get_world_size(group)
@@ -76,7 +77,7 @@ def message_within(
     most: int, group: dist.ProcessGroup, device: torch.device, clock: Clock, *, seconds: float = CALM_S
 ) -> int:
     """Bytes of the longest message that ``group`` can all-reduce within ``seconds``: ``most``, or less by a power of
-    four, down to 64 KiB. Called by all its ranks."""
+    four, down to 64 KiB. All ranks of the group call it."""
     fits = most
     while fits >= 4 * _SHORTEST:
         fits //= 4
@@ -92,7 +93,7 @@ def message_within(
 
 
 def _once(work: Callable[[], object], clock: Clock, group: dist.ProcessGroup) -> float:
-    """Seconds of the slowest rank; the shorter of two runs."""
+    """Seconds of ``work`` on the slowest rank, in the shorter of two runs."""
     taken = []
     for _ in range(2):
         agree(group=group)
@@ -104,7 +105,8 @@ def _once(work: Callable[[], object], clock: Clock, group: dist.ProcessGroup) ->
 
 
 def operation(op: CollectiveOp, words: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """A function that runs ``op`` once on ``words`` fp32 elements per rank; ``send_recv`` runs there and back."""
+    """A function that runs ``op`` once on ``words`` fp32 elements per rank. For ``send_recv`` the message is sent and
+    returned."""
     ranks = dist.get_world_size(group)
     whole = torch.zeros(words * ranks, device=device)
     part = torch.zeros(words, device=device)

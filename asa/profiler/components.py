@@ -14,11 +14,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 import torch
 from torch import Tensor, nn
 
 from asa.errors import UnavailableError, UsageError
+from asa.ir.drift import Drift
 from asa.ir.profile import Stat, Timing, WholeStep
 from asa.ir.units import GIB
 from asa.profiler.chain import Chain, Lap, whole_step
@@ -39,6 +41,12 @@ _PROBED, _PROBING = 16, 0.1
 """Number of samples in single steps before any measurement, and the share of time that one size may take."""
 _READINGS, _REFERENCE_LAPS, _REFERENCE_SHARE = 16, 4, 0.08
 """Number of readings of the reference, laps per reading, and the share of time that all may take."""
+_WAITS = 0.8
+"""Host seconds over device seconds of a lap, from which on the device is said to wait for its host."""
+_SIDE = 2048
+"""Rows and columns of the square matrices whose product shows the speed of a GPU."""
+_Span = tuple[float, float, float]
+"""Begin and end of a measurement, and the median of host seconds over device seconds of its laps."""
 
 
 @dataclass(frozen=True)
@@ -94,18 +102,24 @@ class Surveyor:
         self.time_s, self.end = time_s, time.perf_counter() + time_s
         self.sweep = Sweep()
         self.largest, self.top = max(subject.chains), global_batch
-        self._spans: list[tuple[float, float]] = []  # of each timing
-        self._token_spans: list[tuple[float, float]] = []  # of each with tokens cut
-        self._checks: list[tuple[float, float]] = []  # of each check against the whole model
+        self._spans: list[_Span] = []  # of each timing
+        self._token_spans: list[_Span] = []  # of each with tokens cut
+        self._checks: list[_Span] = []  # of each check against the whole model
+        self._reference_share = 1.0  # host seconds over device seconds of a lap of the reference
+        self._on_device: Reference | None = None  # one that never waits for the host
 
     def survey(self) -> Sweep:
         """Run the whole measurement."""
         sizes = self._possible(microbatches(self.global_batch))
         self.top = sizes[0]
         self.reference = self._reference(sizes)
-        self.reference.read()
+        self._on_device = self._product() if self._events else None
+        self.read()
         checked = set(sizes[::_CHECKED])
         for i, size in enumerate(sizes):
+            if self._events and i > 0 and self._beyond(size, sizes[i + 1 :]):
+                self._leave_out(f"microbatch {size}: no time left for it")
+                continue
             self.progress(1 - max(0.0, self.end - time.perf_counter()) / self.time_s, f"microbatch {size}")
             slice_s = self._slice(sizes[i:], checked, first=i == 0)
             # A profile has to contain at least one check against the whole model.
@@ -120,8 +134,33 @@ class Surveyor:
                     chain.clear()
                 torch.cuda.empty_cache()
                 self._leave_out(f"microbatch {size}: the device has not enough memory for it")
-        self.reference.read()
+        self.read()
         return self.sweep
+
+    def read(self, *, due: bool = False) -> None:
+        """Take a reading of each reference; with ``due``, only if the last one is old enough."""
+        for each in (self.reference, self._on_device):
+            if each is not None:
+                each.read(due=due)
+
+    @property
+    def drift(self) -> Drift | None:
+        """Drift of what a step of the largest microbatch waits for: a GPU, or its host."""
+        return self._bound_alike(self.sweep.host_share).drift
+
+    def _bound_alike(self, share: float) -> Reference:
+        """The reference that waits for the host as laps with this share of host seconds do."""
+        if self._on_device is not None and share < _WAITS <= self._reference_share:
+            return self._on_device
+        return self.reference
+
+    def _beyond(self, size: int, smaller: Sequence[int]) -> bool:
+        """Whether there is no time for ``size`` besides the smallest size, which interpolation needs; of sizes that do
+        not all fit, every other one is left out."""
+        left, each = self.end - time.perf_counter(), self.forecast.cost
+        if not smaller or each(size, [1], _LEAST) + sum(each(s, [1], _LEAST) for s in smaller) <= left:
+            return False
+        return len(smaller) % 2 == 1 or each(size, [1], _LEAST) + each(smaller[-1], [1], _LEAST) > left
 
     def _slice(self, sizes: Sequence[int], checked: Collection[int], *, first: bool) -> float:
         """Seconds to spend on the first of the remaining ``sizes``: the cost of its least number of laps, and a share
@@ -150,25 +189,45 @@ class Surveyor:
         chain, x = self.subject.chains[1], self.subject.batch(size)
 
         def lap() -> float:
-            seconds = chain.lap(x, self.clock).seconds
+            taken = chain.lap(x, self.clock)
             chain.clear()
-            return seconds
+            self._reference_share = taken.host_share
+            return taken.seconds
 
         each = _REFERENCE_LAPS * self.forecast.seconds(size)
         return Reference(lap, every_s=max(self.time_s / _READINGS, each / _REFERENCE_SHARE))
 
+    def _product(self) -> Reference:
+        """A reference from a product of two matrices, large enough to outlast its launch."""
+        matrix = torch.randn(_SIDE, _SIDE, device=self.subject.chains[1].device)
+
+        def product() -> float:
+            self.clock.settle()
+            marks = [self.clock.mark(), matrix @ matrix, self.clock.mark()]
+            return self.clock.seconds([marks[0], marks[2]])[0]
+
+        return Reference(product, every_s=self.reference.every_s)
+
     def steadied(self) -> Sweep:
-        """Results of :meth:`survey`, converted to the machine's mean speed over all readings of ``reference``."""
+        """Results of :meth:`survey`, converted to the machine's mean speed over all readings of ``reference``.
+
+        On a GPU small laps show the speed of the host. A lap for which the device does not wait for its host is
+        converted by a matrix product instead.
+        """
         timings = self._steadied(self.sweep.timings, self._spans)
         by_tokens = self._steadied(self.sweep.by_tokens, self._token_spans)
         whole = [
             replace(w, whole=scaled(w.whole, f), components_s=f * w.components_s)
-            for w, f in zip(self.sweep.whole, (self.reference.factor(*c) for c in self._checks), strict=True)
+            for w, f in zip(self.sweep.whole, map(self._factor, self._checks), strict=True)
         ]
         return replace(self.sweep, timings=timings, by_tokens=by_tokens, whole=whole)
 
-    def _steadied(self, timings: Sequence[Timing], spans: Sequence[tuple[float, float]]) -> list[Timing]:
-        factors = [self.reference.factor(*span) for span in spans]
+    def _factor(self, span: _Span) -> float:
+        begun, ended, share = span
+        return self._bound_alike(share).factor(begun, ended)
+
+    def _steadied(self, timings: Sequence[Timing], spans: Sequence[_Span]) -> list[Timing]:
+        factors = [self._factor(span) for span in spans]
         return [
             replace(t, forward=scaled(t.forward, f), backward=scaled(t.backward, f))
             for t, f in zip(timings, factors, strict=True)
@@ -177,11 +236,14 @@ class Surveyor:
     def _possible(self, sizes: Sequence[int]) -> list[int]:
         """The sizes that normalization, memory and time allow, judged from single steps at small microbatches."""
         possible = [s for s in sizes if s >= self._least_trainable(sizes)]
+        began = time.perf_counter()
         probes: list[tuple[int, float]] = []
         chain, saved = self.subject.chains[1], 0
         for size in reversed(possible):
             if probes and size < 4 * probes[-1][0]:
                 continue
+            if self._events and probes and time.perf_counter() - began > _PROBING * self.time_s:
+                break  # each size has kernels to choose or to compile
             # Two steps: one records memory, one is timed.
             if probes and 2 * probes[-1][1] * size / probes[-1][0] > _PROBING * self.time_s:
                 break
@@ -216,7 +278,7 @@ class Surveyor:
         """The smallest microbatch that normalization layers accept in training; notes what they refuse."""
         for size in reversed(sizes):
             try:
-                with torch.no_grad():
+                with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                     value = self.subject.batch(size)
                     for component in self.subject.chains[1].components:
                         value = component(value)[0]
@@ -270,11 +332,14 @@ class Surveyor:
             beside = degree == 1 and WHOLE in degrees
             cost = self.forecast.lap(size, degree) + beside * self.forecast.lap(size, WHOLE)
             share, left = cost / left, left - cost
+            if self._events and degree != 1 and time.perf_counter() + self.forecast.cost(size, [degree], 1) > self.end:
+                self._leave_out_degree(size, degree)  # choosing kernels took longer than was to be expected
+                continue
             finish = time.perf_counter() + (end - time.perf_counter()) * share
             self._alternate(size, degree, x, finish, _LEAST if degree == 1 else least, beside=beside)
 
     def _alternate(self, size: int, degree: int, x: Tensor, finish: float, least: int, *, beside: bool) -> None:
-        self.reference.read(due=True)
+        self.read(due=True)
         chain, laps, unmarked, whole = self.subject.chains[degree], list[Lap](), list[float](), list[float]()
         entered = time.perf_counter()
         if self._events:
@@ -299,14 +364,14 @@ class Surveyor:
         stretch = (time.perf_counter() - started) / max(sum(taken), 1e-9) / len(laps)
         before = (started - entered) / (1 + beside) if self._events else 0.0
         self.forecast.learn(size, degree, taken[0] * stretch, before)
-        span = (begun, self.reference.now())
+        span = (begun, self.reference.now(), median(lap.host_share for lap in laps))
         self._record(size, degree, laps, unmarked, memory, span)
         if beside:
             self.forecast.learn(size, WHOLE, taken[1] * stretch, before)
             self._check(size, whole)
             self._checks.append(span)
         if degree == 1 and size == self.top:
-            self.sweep.host_share = min(lap.host_s / max(lap.seconds, 1e-12) for lap in laps)
+            self.sweep.host_share = min(lap.host_share for lap in laps)
 
     def _check(self, size: int, whole: Sequence[float]) -> None:
         parts = (t for t in self.sweep.timings if t.microbatch == size and t.tensor_degree == 1)
@@ -319,7 +384,7 @@ class Surveyor:
 
     def _record(
         self, size: int, degree: int, laps: Sequence[Lap], unmarked: Sequence[float], memory: StepMemory,
-        span: tuple[float, float],
+        span: _Span,
     ) -> None:  # fmt: skip
         # Interruptions are rare in one component but common in a lap, so the medians of the components sum to less than
         # the median lap. All are scaled by one factor, so that they sum to it; to one without marks where these are

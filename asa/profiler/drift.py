@@ -35,7 +35,7 @@ class Reference:
     def __init__(
         self, work: Callable[[], float], *, every_s: float = 0.0, now: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._work, self._every_s, self.now = work, every_s, now
+        self._work, self.every_s, self.now = work, every_s, now
         self._began = now()
         self._at: list[float] = []
         self._taken: list[float] = []
@@ -43,7 +43,7 @@ class Reference:
 
     def read(self, *, due: bool = False) -> None:
         """Take a reading; with ``due``, only if the last one is old enough. The first run of the work is a warm-up."""
-        if due and self._at and self.now() - self._began - self._at[-1] < self._every_s:
+        if due and self._at and self.now() - self._began - self._at[-1] < self.every_s:
             return
         self._work()
         begun = self.now()

@@ -1,4 +1,4 @@
-"""Measures the machine's own ranks as a cluster: cost of messages, and how ranks slow each other down."""
+"""Measures the machine's own ranks as a cluster: cost of messages, and how much ranks slow each other down."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ Backend = Literal["gloo", "nccl"]
 
 _TABLES_SHARE, _CONTENTION_SHARE, _OVERLAP_SHARE, _WAITING_SHARE, _SHARDING_SHARE = 0.55, 0.17, 0.12, 0.06, 0.1
 _BRIEF_S = 10.0
-"""Time limit below which only every other message size is measured, with less work but as many readings."""
+"""Time limit in seconds below which only every other message size is measured, with less work but the same number of
+readings."""
 _LEAST_BYTES = 64
 _IN_TURN = Overlap(compute_slowdown=2.0, communication_slowdown=2.0)
-"""Overlap of messages that a rank's own thread carries: nothing is computed meanwhile, and nothing is saved."""
+"""Overlap of messages that a rank's own thread sends: nothing is computed meanwhile, so nothing is saved."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,15 @@ def measure_cluster(
 ) -> Cluster:
     """Start ``num_ranks`` ranks on this machine and measure between them.
 
-    Every collective on groups of 2, 3, ... all ranks (rank 0 and its neighbours) over message sizes; the slowdown of
-    computation when several ranks compute at once; and how computation and messages slow each other down.
+    It measures every collective on groups of 2, 3, ... all ranks (rank 0 and its neighbours) over message sizes; the
+    slowdown of computation when several ranks compute at once; and how much computation and messages slow each other
+    down.
 
     Args:
         backend: ``gloo`` (a rank is one core, one thread) or ``nccl`` (a rank is one CUDA device).
         sizes: message sizes in bytes; 1 KiB to 256 MiB if None.
-        time_limit_s: approximate duration; if it is short, each quantity is still measured three times, on less work.
-        name: of the cluster; ``local-<backend>-<ranks>`` if None.
+        time_limit_s: approximate duration. If it is short, each quantity is still measured three times, on less work.
+        name: name of the cluster; ``local-<backend>-<ranks>`` if None.
         progress: called as ``progress(fraction done, what is being done)``.
 
     Raises:
@@ -100,7 +102,7 @@ def measure_cluster(
         if progress is not None:
             progress(*message)
 
-    found = run_ranks(
+    results = run_ranks(
         num_ranks,
         _on_rank,
         task,
@@ -109,7 +111,7 @@ def measure_cluster(
         limit_s=300 + 5 * time_limit_s,
         on_message=hear,
     )[0]
-    return _cluster(found, task, num_ranks, name)
+    return _cluster(results, task, num_ranks, name)
 
 
 def _sizes(time_limit_s: float) -> tuple[int, ...]:
@@ -118,17 +120,17 @@ def _sizes(time_limit_s: float) -> tuple[int, ...]:
 
 
 def measure_group(*, backend: Backend = "gloo", time_limit_s: float = 20.0, name: str | None = None) -> Cluster:
-    """Measure a cluster between the ranks of the process group that this process is already in. Collective.
+    """Measure a cluster between the ranks of the process group to which this process belongs (collective).
 
-    All links count as one level, with the measured speed of groups of each size. Use the result of rank 0: those of
-    others lack the groups that they are not in.
+    All links count as one level, with the measured speed of groups of each size. Use the result of rank 0, because
+    those of other ranks lack the groups to which they do not belong.
     """
     today = datetime.now(UTC).date().isoformat()
     source = f"measured in the running group, {today}, asa {__version__}, torch {torch.__version__}, {backend}"
     task = _Task(backend=backend, sizes=_sizes(time_limit_s), time_limit_s=time_limit_s, source=source)
     with torch.random.fork_rng(devices=[]):
-        found = _on_rank(dist.get_rank(), task)
-    return _cluster(found, task, dist.get_world_size(), name)
+        measurement = _on_rank(dist.get_rank(), task)
+    return _cluster(measurement, task, dist.get_world_size(), name)
 
 
 def _cluster(found: _Found, task: _Task, num_ranks: int, name: str | None) -> Cluster:
@@ -165,15 +167,15 @@ def _circumstances(task: _Task, found: _Found) -> str:
 
 
 def _on_rank(rank: int, task: _Task) -> _Found:
-    """Measurement on each rank; all results are equal except for rank 0's device and tables."""
+    """Measurement on each rank. All results are equal, except for rank 0's device and tables."""
     if task.backend != "nccl":
         return _measured(rank, task)
     with watching(card_of(torch.device("cuda", torch.cuda.current_device()))) as card:
-        found = _measured(rank, task)
+        measurement = _measured(rank, task)
     every = [""] * dist.get_world_size()
     dist.all_gather_object(every, card.disturbed)
     why = "; ".join(f"rank {r}: {text}" for r, text in enumerate(every) if text)
-    return replace(found, disturbed=why)
+    return replace(measurement, disturbed=why)
 
 
 def _measured(rank: int, task: _Task) -> _Found:
@@ -197,7 +199,7 @@ def _measured(rank: int, task: _Task) -> _Found:
     shared_memory = False
     if ranks > 1:
         say(0.02, "computing at once")
-        # With a core for every rank only caches, memory and clocks are shared; other processes must not count.
+        # With a core for every rank, only caches, memory and clocks are shared; time of other processes must not count.
         alone = solo_clock_of(device) if ranks <= usable_cores() else clock
         contention = measure_contention(device, alone, slice_s=_CONTENTION_SHARE * task.time_limit_s, small=brief)
         devices = measure_devices(device, device_record(device), alone)
@@ -226,7 +228,7 @@ def _measured(rank: int, task: _Task) -> _Found:
         factor = reference.factor(begun, ended)
         sharding = Sharding(**{f.name: factor * getattr(sharding, f.name) for f in fields(Sharding)})
     record = device_record(device)
-    found = Device(
+    own_device = Device(
         name=record.name,
         type=record.type,
         memory_bytes=record.memory_bytes,
@@ -236,7 +238,7 @@ def _measured(rank: int, task: _Task) -> _Found:
     )
     say(1.0, "done")
     return _Found(
-        device=found, tables=tables, contention=contention, overlap=overlap, waiting=waiting, sharding=sharding,
+        device=own_device, tables=tables, contention=contention, overlap=overlap, waiting=waiting, sharding=sharding,
         devices=devices, drift=reference.drift if reference else None, shared_memory=shared_memory,
     )  # fmt: skip
 
@@ -261,9 +263,12 @@ def _tables(
     say: Callable[[float, str], None],
     reference: Reference,
 ) -> tuple[tuple[CollectiveTable, ...], list[tuple[float, float]]]:
-    """Tables of all groups this rank is in, and when each was measured; other ranks wait. Larger groups get more of the
-    time. All read the ``reference`` after each group, and the largest also between its collectives."""
-    found: list[CollectiveTable] = []
+    """(tables, spans): tables of all groups to which this rank belongs, and when each was measured; other ranks wait.
+    Larger groups get more of the time.
+
+    All ranks read the ``reference`` after each group, and between the collectives of the largest group, too.
+    """
+    tables: list[CollectiveTable] = []
     spans: list[tuple[float, float]] = []
     last = reference.now()
 
@@ -278,7 +283,7 @@ def _tables(
     for size, group in groups.items():
         part = _TABLES_SHARE * size / sum(groups)
         if group is not None:
-            found += measure_tables(
+            tables += measure_tables(
                 group,
                 device,
                 clock_of(device),
@@ -293,7 +298,7 @@ def _tables(
         if size != max(groups):
             reference.read()
             last = reference.now()
-    return tuple(found), spans
+    return tuple(tables), spans
 
 
 def _say_part(say: Callable[[float, str], None], base: float, part: float, fraction: float, what: str) -> None:
@@ -301,16 +306,16 @@ def _say_part(say: Callable[[float, str], None], base: float, part: float, fract
 
 
 def _worst_overlap(device: torch.device, groups: dict[int, dist.ProcessGroup | None], *, slice_s: float) -> Overlap:
-    """The larger slowdowns of computation and communication, among two ranks and all ranks."""
+    """The larger slowdowns of computation and of communication, among two ranks and all ranks."""
     clock = clock_of(device)
     sizes = sorted({2, max(groups)})
-    found = []
+    overlaps = []
     for size in sizes:
         group = groups[size]
         if group is not None:
-            found.append(measure_overlap(device, clock, group, slice_s=slice_s / len(sizes)))
+            overlaps.append(measure_overlap(device, clock, group, slice_s=slice_s / len(sizes)))
         agree()
     return Overlap(
-        compute_slowdown=max(o.compute_slowdown for o in found),
-        communication_slowdown=max(o.communication_slowdown for o in found),
+        compute_slowdown=max(o.compute_slowdown for o in overlaps),
+        communication_slowdown=max(o.communication_slowdown for o in overlaps),
     )

@@ -1,8 +1,8 @@
 """Measures how ranks on one machine slow each other down, when computing at once and when computing during messages.
 
-Cores share caches, memory and clocks; gloo adds up gradients on the same cores that compute, and NCCL's kernels use
+Cores share caches, memory and clocks. Gloo adds gradients on the same cores that compute, and NCCL's kernels use
 multiprocessors. Three kernels represent training: a convolution with its gradients, a matrix product with its
-gradients, and an optimizer's step over more memory than a cache holds.
+gradients, and an optimizer's step over more memory than a cache has.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _MATRIX = 1024
 _BUCKET_BYTES = 16 * MIB  # less over slow links
 _BUCKETS = 4
 _GPU_SCALE = 32
-"""Factor on the work for a GPU, whose kernels would otherwise end before they run together."""
+"""Factor on the work for a GPU, whose kernels would otherwise end before they run at the same time."""
 _SCALE_BYTES = 256 * MIB
-"""Free memory for each unit of that factor; buckets, kernels and their gradients take about half of it."""
+"""Bytes of free memory for each unit of that factor. Buckets, kernels and their gradients take about half of it."""
 _SAMPLE_S = 0.02
 _MOST_ROUNDS = 15
 _TRIES, _TRIES_S = 5, 0.5
 _PRODUCT_S = 0.03
-"""Seconds of a matrix product that is long enough to show the rate of longer ones."""
+"""Seconds of a matrix product that is long enough to have the rate of longer ones."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def training_kernels(device: torch.device, group: dist.ProcessGroup | None = Non
     """Convolution, matrix product and optimizer step: about 5 ms each on one core, a few tenths of a millisecond on a
     GPU.
 
-    Called by all ranks of ``group`` (None: all there are), which get equal work. ``small``: a tenth of it.
+    All ranks of ``group`` (None: all there are) call it, and get equal work. With ``small`` it is a tenth of that.
     """
     scale = _common_scale(device, group)
     convolution = torch.nn.Conv2d(64, 64, 3, padding=1, bias=False).to(device)
@@ -85,7 +85,7 @@ def training_kernels(device: torch.device, group: dist.ProcessGroup | None = Non
 
 
 def _common_scale(device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """Scale of work that fits the device with the least memory in ``group``; called by all its ranks."""
+    """Scale of work that fits the device with the least memory in ``group``. All its ranks call it."""
     return int(-agree(-float(_scale(device)), group=group)[0]) if device.type == "cuda" else 1
 
 
@@ -97,9 +97,10 @@ def _scale(device: torch.device) -> int:
 def measure_contention(
     device: torch.device, clock: Clock, *, slice_s: float, small: bool = False
 ) -> tuple[Contention, ...]:
-    """Slowdown of the slowest rank's kernels when 1, 2, ... all ranks run them at once; called by all ranks.
+    """Slowdown of the slowest rank's kernels when 1, 2, ... all ranks run them at once. All ranks call it.
 
-    Numbers of ranks take turns, so that drift of the machine affects all. ``small``: samples of a quarter of the time.
+    Numbers of ranks take turns, so that drift of the machine affects all of them. With ``small``, samples take a
+    quarter of the time.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     kernels = training_kernels(device, small=small)
@@ -126,12 +127,12 @@ def measure_contention(
                     # Waiting inside a collective would take processor time from the working ranks.
                     time.sleep(pause[kind])
                 taken.setdefault((kind, active), []).append(agree(seconds)[0])
-    found = []
+    slowdowns = []
     for active in range(1, ranks + 1):
         slower = {kind: max(1.0, median(taken[kind, active]) / median(taken[kind, 1])) for kind in kernels.work}
         memory = slower.pop("memory")
-        found.append(Contention(ranks=active, slowdown=fmean(slower.values()), memory_slowdown=memory))
-    return tuple(found)
+        slowdowns.append(Contention(ranks=active, slowdown=fmean(slower.values()), memory_slowdown=memory))
+    return tuple(slowdowns)
 
 
 def _timed(run: Callable[[], object], clock: Clock, times: int) -> float:
@@ -143,9 +144,9 @@ def _timed(run: Callable[[], object], clock: Clock, times: int) -> float:
 
 
 def measure_overlap(device: torch.device, clock: Clock, group: dist.ProcessGroup, *, slice_s: float) -> Overlap:
-    """Measure how much kernels and queued all-reduces slow each other down on ``group``; called by all its ranks.
+    """Slowdown of kernels and of queued all-reduces while both run on ``group``. All its ranks call it.
 
-    Both are first measured alone, on all ranks at once, then together: kernels run for as long as messages are in
+    Both are first measured alone, on all ranks at once, then together. Kernels run for as long as messages are in
     flight, so that neither has the machine to itself.
     """
     scale = _common_scale(device, group)
@@ -190,8 +191,8 @@ def _send(buckets: list[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
 
 
 def _while_pending(pending: list[dist.Work], kernels: Kernels, clock: Clock) -> float:
-    """Run kernels until all messages have arrived; seconds of one of each kernel meanwhile, 0 if messages were too
-    short."""
+    """Run kernels until all messages have arrived. Returns the seconds of one run of each kernel meanwhile, in sum; 0
+    if messages were too short."""
     taken: dict[str, list[float]] = {kind: [] for kind in kernels.work}
     for kind, run in cycle(kernels.work.items()):
         if all(work.is_completed() for work in pending):
@@ -206,7 +207,9 @@ def measure_together(
     device: torch.device, clock: Clock, group: dist.ProcessGroup, *, small: bool = False
 ) -> Callable[[], float]:
     """A function that measures the current speed of the ranks of ``group``: seconds of the slowest rank for each kernel
-    and an all-reduce of a bucket. Called by all of them. ``small``: a tenth of the kernels, a sixteenth of the bucket.
+    and an all-reduce of a bucket.
+
+    All ranks call it. With ``small`` it runs a tenth of the kernels and a sixteenth of the bucket.
     """
     most = _common_scale(device, group) * _BUCKET_BYTES // (16 if small else 1)
     words = message_within(most, group, device, clock) // 4
@@ -224,10 +227,10 @@ def measure_together(
 
 
 def measure_peaks(device: torch.device, clock: Clock) -> tuple[float, float, float]:
-    """fp32 and bf16 FLOP/s of a large matrix product, and bytes/s of a copy: best of a few runs on one rank alone.
+    """fp32 and bf16 FLOP/s of a large matrix product, and bytes/s of a copy: the best of a few runs on one rank alone.
 
-    The matrix doubles its sides until a product takes ``_PRODUCT_S`` or the largest size is reached: a CPU without
-    instructions for bf16 is about a hundred times slower than in fp32.
+    The sides of the matrix are doubled until a product takes ``_PRODUCT_S`` or the largest size is reached. A CPU
+    without instructions for bf16 is about a hundred times slower in bf16 than in fp32.
     """
 
     scale = _scale(device)

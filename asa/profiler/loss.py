@@ -1,4 +1,4 @@
-"""A component or model with the loss of tokens after it. For models with logits for each token, the loss is a
+"""A component or model followed by the loss of tokens. For models with logits for each token, the loss takes a
 considerable part of the step's time and memory."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class WithLoss(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """The loss against arbitrary tokens, and the side outputs."""
-        found = self.module(x)
-        logits, *sides = found if isinstance(found, tuple) else (found,)
+        outputs = self.module(x)
+        logits, *sides = outputs if isinstance(outputs, tuple) else (outputs,)
         rows = logits.flatten(0, 1)
         wanted = torch.arange(len(rows), device=rows.device) % rows.shape[-1]
         return (F.cross_entropy(rows, wanted), *sides)

@@ -51,8 +51,8 @@ def require_precision(device: torch.device, precision: Precision) -> None:
 
 
 def device_record(device: torch.device) -> DeviceRecord:
-    """``device`` in the form used by profiles and clusters. A CPU's memory is divided equally among its cores, one per
-    rank."""
+    """``device`` in the form used by profiles and clusters. A CPU's memory is divided equally among its cores, because
+    a rank has one core."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return DeviceRecord(type="cuda", name=properties.name, memory_bytes=properties.total_memory, threads=1)
@@ -73,14 +73,15 @@ def is_virtual() -> bool:
 def _cpu_info(field: str) -> str:
     """A field of Linux's description of the first processor; empty on other systems."""
     try:
-        found = re.search(rf"^{field}\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        match = re.search(rf"^{field}\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    return found.group(1).strip() if found else ""
+        match = None
+    return match.group(1).strip() if match else ""
 
 
 def total_memory() -> int:
-    """Bytes of main memory that this process may use: the machine's, or its control group's if that is less."""
+    """Bytes of main memory that this process may use: the machine's, or the limit of its control group if that is
+    less."""
     return min([int(psutil.virtual_memory().total), *_cgroup_limits()])
 
 

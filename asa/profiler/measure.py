@@ -169,7 +169,7 @@ def profile_module(
         floor = measure_dispatch(device)
         ceilings = measure_ceilings(device, precision)
         ended = reference.now()
-        reference.read()
+        surveyor.read()
     sweep, factor = surveyor.steadied(), reference.factor(begun, ended)
     give_back_freed_memory()
     say(1.0, "done")
@@ -204,7 +204,7 @@ def profile_module(
             note=note,
             disturbed=card.disturbed,
         ),
-        drift=reference.drift,
+        drift=surveyor.drift,
         memory_format=memory_format,
         compiled=compiled,
         compile_s=compile_s,

@@ -2,13 +2,14 @@
 
 Torch's profiler records every allocation and release, also those inside operators and in backward, on CPU and CUDA.
 What was allocated in a component's forward and is still alive after the whole forward is what it *saved*. What a step
-needs beyond that is *transient*. The planner's bound on a rank's peak,
+needs beyond that is *transient*. The planner's bound on a rank's peak, in bytes,
 
     state + sum_{l <= k} saved_l + sum_{l >= k} gradients_l + transient_k        (the largest over all k)
 
-is therefore never below the record: ``transient_k`` is whatever its other terms leave unexplained. Gradients of
-parameters are not counted as they are made: if several microbatches accumulate them, or buckets hold them, all exist
-before the first is computed. Otherwise the unexplained part is smaller, by *unmade*.
+is therefore never below the record: ``transient_k`` is the part that its other terms do not explain.
+
+Gradients of parameters count as if they existed before the first is computed, because they do if several microbatches
+accumulate them, or if buckets hold them. Otherwise the transient part is smaller, by *unmade*.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _MARK = "asa.mark."
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one component in one step: ``saved`` from forward to backward, the largest amount beyond that
-    (``transient``), and ``unmade``, by which that is less if gradients do not exist before they are computed."""
+    """Bytes of one component in one step: ``saved`` from forward to backward; ``transient``, the largest amount beyond
+    that; and ``unmade``, the reduction of ``transient`` if gradients do not exist before they are computed."""
 
     saved: int
     transient: int
@@ -55,7 +56,7 @@ def measure_memory(chain: Chain, x: Tensor) -> StepMemory:
             pass
         return len(names) - 1
 
-    # Only what the step itself allocates is watched, so nothing older may be released inside.
+    # Only allocations of the step itself are recorded, so the step must release nothing older.
     marked: list[Marks] = []
     with quiet():
         events, times = record(lambda: marked.append(chain.step(x, mark)), chain.device, _MARK)
@@ -70,7 +71,7 @@ def measure_memory(chain: Chain, x: Tensor) -> StepMemory:
 
 
 def account(events: Sequence[Event], marks: Marks, gradients: Sequence[int]) -> StepMemory:
-    """Assign ``events`` (sorted by time) to components; ``gradients``: bytes of each component's gradients."""
+    """Assign ``events`` (sorted by time) to components. ``gradients`` are the bytes of each component's gradients."""
     count = len(gradients)
     done = marks.forward[count]
     made = _surviving(events, done)
@@ -107,7 +108,7 @@ def account(events: Sequence[Event], marks: Marks, gradients: Sequence[int]) -> 
 
 
 def _surviving(events: Sequence[Event], since: int) -> set[int]:
-    """Indices of allocations after ``since`` that outlive the step: gradients."""
+    """Indices of allocations after ``since`` that outlive the step: those of gradients."""
     last = {}
     for number, event in enumerate(events):
         if event.size > 0:

@@ -1,4 +1,5 @@
-"""Paths of stored profiles. No torch: the command line looks here before it knows whether it needs any."""
+"""Paths of stored profiles. It needs no torch, because the command line looks for profiles before it knows whether it
+needs torch."""
 
 from __future__ import annotations
 
@@ -31,5 +32,5 @@ def profile_path(profile: Profile, folder: Path = Path("profiles")) -> Path:
 def profiles_of(model_spec: str, folder: Path = Path("profiles"), precision: Precision | None = None) -> list[Path]:
     """Profiles of a model in ``folder``, on any device, newest first."""
     every = folder.glob(f"{slug(model_spec)}.*.{precision or '*'}.json")
-    found = (p for p in every if not p.name.endswith(".staleness.json"))
-    return sorted(found, key=lambda p: (-p.stat().st_mtime, p.name))
+    paths = (p for p in every if not p.name.endswith(".staleness.json"))
+    return sorted(paths, key=lambda p: (-p.stat().st_mtime, p.name))

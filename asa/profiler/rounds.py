@@ -12,7 +12,8 @@ import torch.distributed as dist
 from asa.profiler.clock import Clock
 
 _SAMPLE_S = 2e-3
-"""Operations shorter than this are repeated inside one sample: ranks leave a barrier up to 0.1 ms apart."""
+"""Seconds of the shortest sample. Shorter operations are repeated inside one sample, because ranks leave a barrier up
+to 0.1 ms apart."""
 _MOST_INNER = 20
 _MOST_SAMPLES = 75
 LEAST_SAMPLES = 3
@@ -26,7 +27,7 @@ def agree(*values: float, group: dist.ProcessGroup | None = None) -> list[float]
 
 
 def slowest(samples: Sequence[float], group: dist.ProcessGroup | None = None) -> float:
-    """Median over samples of the slowest rank's time; every rank passes equally many samples."""
+    """Median over samples of the slowest rank's time. Every rank passes the same number of samples."""
     return median(agree(*samples, group=group))
 
 
@@ -35,7 +36,7 @@ def time_together(
 ) -> float:
     """Seconds of ``work()`` on the slowest rank, when all ranks of ``group`` run it at once.
 
-    The number of repeats follows from an agreed first guess, so that all ranks run equally many.
+    The number of repeats follows from a first estimate on which all ranks agree, so that all run the same number.
     """
     guess = float("inf")
     for _ in range(2):  # the first call connects, allocates and pages in

@@ -1,9 +1,9 @@
 """Training on one device with delayed gradients, or with simulated workers that average at intervals.
 
-A gradient is computed at the current weights and goes to the end of a queue, and the oldest one becomes the next
-update: an empty queue is plain training to the last bit, and with one of ``delay`` entries every gradient is ``delay``
-updates old when it is applied. Separate workers are separate models, stepped in turn. Neither needs a cluster, and
-nothing is assumed about the effect of staleness.
+A gradient is computed at the current weights and goes to the end of a queue. The oldest one in the queue becomes the
+next update. An empty queue is plain training to the last bit; with a queue of ``delay`` entries, every gradient is
+``delay`` updates old when it is applied. Separate workers are separate models, which take steps in turn. Neither needs
+a cluster, and nothing is assumed about the effect of staleness.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Loss = Callable[[object, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """The training task. ``build(seed)`` makes the model; ``train`` and ``test`` are inputs [N, ...] and labels [N] on
-    the device; ``loss`` is the mean over a batch, ``hits`` is 1 for every row that is predicted correctly."""
+    """The training task. ``build(seed)`` makes the model. ``train`` and ``test`` are inputs [N, ...] and labels [N] on
+    the device. ``loss`` is the mean over a batch; ``hits`` is 1 for every row that is predicted correctly."""
 
     build: Callable[[int], nn.Module]
     train: tuple[Tensor, Tensor]
@@ -42,7 +42,8 @@ class Task:
     global_batch: int
 
     def made(self, parameters: Sequence[nn.Parameter], momentum: float | None = None) -> torch.optim.Optimizer:
-        """Make an optimizer over ``parameters`` at the full learning rate; with another ``momentum`` if given."""
+        """Make an optimizer over ``parameters`` at the full learning rate, with ``momentum`` instead of its own if
+        given."""
         if self.optimizer == "sgd":
             own = self.momentum if momentum is None else momentum
             return torch.optim.SGD(parameters, lr=self.lr, momentum=own, weight_decay=self.weight_decay)
@@ -65,17 +66,18 @@ class Task:
         return [p.grad for p in model.parameters() if p.requires_grad]
 
     def judged(self, model: nn.Module) -> tuple[float, float]:
-        """Loss and accuracy on the test data."""
+        """(loss, accuracy) on the test data."""
         model.eval()
         with torch.no_grad():
             output = model(self.test[0])
-            found = float(self.loss(output, self.test[1])), float(self.hits(output, self.test[1]).mean())
+            result = float(self.loss(output, self.test[1])), float(self.hits(output, self.test[1]).mean())
         model.train()
-        return found
+        return result
 
 
 def trained(task: Task, setting: Setting, *, seed: int, steps: int, every: int) -> tuple[TrainingRun, nn.Module]:
-    """One run of ``steps`` global batches, evaluated after every ``every`` of them, and the final model."""
+    """(run, model): one run of ``steps`` global batches, evaluated after every ``every`` of them, and the final
+    model."""
     device = task.train[0].device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -127,7 +129,7 @@ def _delayed(task: Task, setting: Setting, model: nn.Module, batches: Iterator[T
 
 
 def _averaged(task: Task, setting: Setting, model: nn.Module, batches: Iterator[Tensor]) -> Iterator[None]:
-    """Train workers with their own models and optimizers; ``model`` is their mean after an outer optimizer step.
+    """Train workers with their own models and optimizers. ``model`` is their mean after an outer optimizer step.
 
     Running statistics are averaged like weights. Between two averages ``model`` does not change.
     """
@@ -165,7 +167,8 @@ def measured(
     task: Task, settings: Sequence[Setting], *, seeds: int, steps: int, every: int, time_limit_s: float,
     progress: Progress | None = None,
 ) -> tuple[tuple[Curve, ...], tuple[str, ...]]:  # fmt: skip
-    """Curves of ``settings`` over seeds 0 to ``seeds - 1``, and a description of the runs there was no time for.
+    """(curves, skipped): curves of ``settings`` over seeds 0 to ``seeds - 1``, and a description of the runs for which
+    there was no time.
 
     All settings run with one seed before any runs with the next. The first run is made even beyond the time limit.
     """

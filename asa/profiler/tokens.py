@@ -16,8 +16,8 @@ from asa.tracing.component import TracedComponent
 
 
 class _Beside(nn.Module):
-    """A component that runs whole between others whose tokens are split: ``arriving`` tokens come in shards and are
-    gathered before it, ``leaving`` ones are cut after it; 0 where tokens are whole."""
+    """A component that runs whole between others whose tokens are split. ``arriving`` tokens come in shards and are
+    gathered before it; ``leaving`` tokens are cut after it. Either is 0 where tokens are whole."""
 
     def __init__(self, component: nn.Module, axis: Axis, *, arriving: int, leaving: int) -> None:
         super().__init__()
@@ -46,20 +46,20 @@ def cut_by_tokens(graph: LayerGraph, degree: int) -> frozenset[str]:
 def token_chain(
     components: Sequence[TracedComponent], graph: LayerGraph, axis: Axis, device: torch.device
 ) -> list[nn.Module]:
-    """``components`` with the last rank's shard of all that can split their tokens; the others run whole."""
+    """``components``, with the last rank's shard of each that can split its tokens. The others run whole."""
     names = cut_by_tokens(graph, axis.size)
     splits = [c.split.sequence if c.split is not None and c.name in names else None for c in graph.components]
     reads = [*(0 if s is None else s.tokens for s in splits), 0]
     gives = [0, *(0 if s is None else s.exit_tokens for s in splits)]
-    found: list[nn.Module] = []
+    parts: list[nn.Module] = []
     for i, component in enumerate(components):
         if splits[i] is None:
-            found.append(_Beside(component, axis, arriving=gives[i], leaving=reads[i + 1]))
+            parts.append(_Beside(component, axis, arriving=gives[i], leaving=reads[i + 1]))
             continue
         part: nn.Module = split(detached_copy(component, device), axis, tokens=True)
-        whole = i == 0 or (splits[i - 1] is not None and not gives[i])  # nobody in front has cut what comes
-        found.append(_Cutting(part, reads[i], axis) if whole else part)
-    return found
+        whole = i == 0 or (splits[i - 1] is not None and not gives[i])  # the component before does not split the tokens
+        parts.append(_Cutting(part, reads[i], axis) if whole else part)
+    return parts
 
 
 class _Cutting(nn.Module):
@@ -71,5 +71,5 @@ class _Cutting(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Outputs (main, side outputs)."""
-        found: tuple[Tensor, ...] = self.component(cut(x, 1, shard_sizes(self.tokens, self.axis), self.axis))
-        return found
+        outputs: tuple[Tensor, ...] = self.component(cut(x, 1, shard_sizes(self.tokens, self.axis), self.axis))
+        return outputs

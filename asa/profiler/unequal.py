@@ -22,23 +22,23 @@ _SAMPLE_S = 5e-3
 
 
 def measure_devices(device: torch.device, record: DeviceRecord, clock: Clock) -> tuple[RankDevice, ...] | None:
-    """Every rank's device with its speed relative to the first, from the training kernels; None if all have the same
-    name and memory. Collective.
+    """Every rank's device with its speed relative to the first, from the training kernels. None if all have the same
+    name and memory (collective).
 
     Ranks take turns, so that none disturbs another. Devices of one kind get the same speed, their median.
     """
     records: list[DeviceRecord] = [record] * dist.get_world_size()
     dist.all_gather_object(records, record)
-    found = [(r.name, r.memory_bytes) for r in records]
-    if device.type != "cuda" or len(set(found)) == 1:
+    kinds = [(r.name, r.memory_bytes) for r in records]
+    if device.type != "cuda" or len(set(kinds)) == 1:
         return None
-    return described(found, _seconds(device, clock))
+    return described(kinds, _seconds(device, clock))
 
 
 def described(found: Sequence[tuple[str, int]], seconds: Sequence[Sequence[float]]) -> tuple[RankDevice, ...]:
-    """Devices with the names and bytes in ``found``, and speeds from their ``seconds`` for each kernel.
+    """Devices with the names and bytes in ``found``, and with speeds from their ``seconds`` for each kernel.
 
-    A speed is the geometric mean over kernels, rounded to two digits; devices of one kind have one speed.
+    A speed is the geometric mean over kernels, rounded to two digits. Devices of one kind have one speed.
     """
     speeds: dict[str, float] = {}
     for name in dict.fromkeys(n for n, _ in found):
@@ -53,7 +53,7 @@ def _seconds(device: torch.device, clock: Clock) -> list[list[float]]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     kernels = training_kernels(device)
     kernels.step()
-    found = []
+    medians = []
     for turn in range(ranks):
         taken = []
         for run in kernels.work.values():
@@ -72,15 +72,15 @@ def _seconds(device: torch.device, clock: Clock) -> list[list[float]]:
                         run()
                     samples.append(clock.seconds([start, clock.mark()])[0] / inner)
             taken.append(agree(median(samples))[0])
-        found.append(taken)
-    return found
+        medians.append(taken)
+    return medians
 
 
 def without_speeds(contention: tuple[Contention, ...], devices: tuple[RankDevice, ...]) -> tuple[Contention, ...]:
-    """``contention`` (the slowest rank against the first alone), corrected for the speeds of slower devices."""
-    found = []
+    """``contention`` (the slowest rank compared with the first alone), corrected for the speeds of slower devices."""
+    corrected = []
     for c in contention:
         slowest = min(1.0, *(d.speed for d in devices[: c.ranks]))
         memory = None if c.memory_slowdown is None else max(1.0, c.memory_slowdown * slowest)
-        found.append(replace(c, slowdown=max(1.0, c.slowdown * slowest), memory_slowdown=memory))
-    return tuple(found)
+        corrected.append(replace(c, slowdown=max(1.0, c.slowdown * slowest), memory_slowdown=memory))
+    return tuple(corrected)

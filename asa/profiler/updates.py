@@ -18,12 +18,13 @@ _DISPATCHES = 200
 
 
 def build_optimizer(name: OptimizerName, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """The optimizer of a real run (momentum and weight decay take time), with a learning rate of zero.
+    """An optimizer like that of a real run, with momentum and weight decay, which take time, and a learning rate of
+    zero.
 
     The arithmetic is that of a real step, but weights do not change.
     """
     held = list(parameters)
-    # As in training: the fused kernel, which allocates nothing, where torch has it.
+    # As in training, the fused kernel, which allocates nothing, if torch has it.
     fused = bool(held) and all(p.is_floating_point() for p in held)
     if name == "sgd":
         return torch.optim.SGD(held, lr=0.0, momentum=0.9, weight_decay=5e-4, fused=fused)
@@ -39,13 +40,13 @@ def measure_updates(
 ) -> list[UpdateTiming]:
     """Step time of every component with parameters, under every optimizer, in about ``slice_s`` seconds.
 
-    Components are stepped in turn, so that parameters are as far from the cache as in training.
+    Components take their steps in turn, so that parameters are as far from the cache as in training.
 
     Args:
         shards: components by name, as held at each tensor degree; degree 1 holds all of them.
         fused: whether one optimizer over a whole model computes several components in one kernel launch (None: true on
-            GPUs). The times at degree 1 are then scaled so that they add up to that one step, and those
-            of the other degrees by the same factor.
+            GPUs). The times at degree 1 are then scaled so that they add up to that one step, and those of the other
+            degrees by the same factor.
     """
     fused = device.type != "cpu" if fused is None else fused
     clock = solo_clock_of(device)
@@ -53,7 +54,7 @@ def measure_updates(
         degree: {n: p for n, c in shards[degree].items() if (p := [q for q in c.parameters() if q.requires_grad])}
         for degree in sorted(shards)
     }
-    found: list[UpdateTiming] = []
+    timings: list[UpdateTiming] = []
     slices = len(OPTIMIZERS) * (len(held) + fused)
     for name in OPTIMIZERS:
         factor = 1.0
@@ -63,11 +64,11 @@ def measure_updates(
                 together = {"": list(dict.fromkeys(p for ps in components.values() for p in ps))}
                 whole = _sweep(name, together, clock, slice_s / slices)[""].median
                 factor = whole / max(sum(s.median for s in stats.values()), 1e-12)
-            found += [
+            timings += [
                 UpdateTiming(component=n, tensor_degree=degree, optimizer=name, step=scaled(s, factor))
                 for n, s in stats.items()
             ]
-    return found
+    return timings
 
 
 def _sweep(
@@ -102,7 +103,8 @@ def _sweep(
 
 
 def measure_dispatch(device: torch.device, *, slice_s: float = 0.2) -> float:
-    """Seconds of an operation on a single element: the host's cost of every launch, forward or backward."""
+    """Seconds of an operation on a single element: the time that the host needs for every launch, forward or
+    backward."""
     tiny = torch.zeros(1, device=device)
 
     def work() -> None:

@@ -1,4 +1,5 @@
-"""Measures what ranks lose by synchronizing: waiting for the slowest, and the cost of FSDP besides its messages."""
+"""Measures what ranks lose by synchronizing: waiting for the slowest rank, and the cost of FSDP besides its
+messages."""
 
 from __future__ import annotations
 
@@ -26,27 +27,29 @@ from asa.sharding.direct import directly
 from asa.sharding.parts import step_over_parts
 
 _MEETINGS = {1: 48, 3: 24, 6: 24, 12: 12, 24: 6, 48: 3, 96: 3, 192: 3}
-"""Number of synchronizations in a sample, by kernels between two of them. Some take several times as long as most, and
-a step adds up dozens, so a few say little. All kernels have a turn in each."""
+"""Number of synchronizations in a sample, by the number of kernels between two of them. Some synchronizations take
+several times as long as most, and a step has dozens, so that a few of them say little. All kernels have a turn in each
+sample."""
 _LEAST_MEETINGS = 0.25
-"""Fraction of these synchronizations that is made however short the time is."""
+"""Fraction of these synchronizations that is made even if time is short."""
 _FEWEST_STRETCHES = 3
 _LONG_S, _ALONE = 0.1, 24
-"""Stretch of work for which synchronization can be neglected; and the least number of kernels to time one alone."""
+"""Seconds of work for which synchronization can be neglected; and the smallest number of kernels to time one alone."""
 _MESSAGE_BYTES, _MESSAGE_S = MIB, 0.02
-"""Bytes that ranks exchange when they synchronize: about an activation; less if it would take longer than these
-seconds."""
+"""Bytes that ranks exchange when they synchronize, about those of an activation; less if the exchange would take longer
+than these seconds."""
 _MESSAGES = 16
-"""Number of messages that take turns, so that each is new, like one that a step has just made."""
+"""Number of messages that take turns, so that each is new to the cache, like one that a step has just made."""
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 40
 _LEAST_TURNS, _MOST_TURNS = 5, 25
-"""Number of turns of a sharded chain, a whole one, and the messages alone: short and many, because the speed drifts."""
+"""Number of turns of a sharded chain, a whole chain, and the messages alone. Turns are short and many, because the
+speed of the machine drifts."""
 _UNITS, _MANY = 6, 32
 """Number of units of a chain, and of tensors in each when many are measured."""
 _FEWER, _BRIEF_S = 8, 1.0
-"""Number of tensors in each if there is less time than that."""
+"""Number of tensors in each if there are fewer than these seconds."""
 _SMALL, _LARGE = 64, 2048
-"""Sides of the weights of a unit: tiny, and 16 MiB (less over slow links, or with little time)."""
+"""Sides of the weights of a unit: tiny, and 16 MiB (less over slow links, or if time is short)."""
 _LARGE_SHARE = 0.35
 _MESSAGES_A_TURN = 2 * 5 * 3 * _UNITS
 """Number of messages in a turn with large units: sharded steps and messages alone, five times each, three per unit."""
@@ -55,19 +58,20 @@ _MESSAGES_A_TURN = 2 * 5 * 3 * _UNITS
 def measure_waiting(
     device: torch.device, clock: Clock, groups: Mapping[int, dist.ProcessGroup | None], *, slice_s: float
 ) -> tuple[Waiting, ...]:
-    """Growth of a stretch of work when ranks synchronize at its end; called by all ranks, ``groups`` by their size.
+    """Factor by which a stretch of work gets longer if ranks synchronize at its end. All ranks call it; ``groups`` are
+    by size.
 
-    Ranks run a kernel, or all of them 1, 2, 4 ... times, then all-reduce a message, again and again; and kernels and
-    all-reduces by themselves. The difference is lost by synchronizing: waiting for the slowest, caches that hold the
-    work and not the message (the kernels go through more memory than a cache holds, as a component does), a core that
-    is not free at once.
+    Ranks run a kernel, or all of them 1, 2, 4 ... times, then all-reduce a message, repeatedly; and also kernels and
+    all-reduces by themselves. The difference is the loss by synchronizing. It has three causes: waiting for the slowest
+    rank; caches that hold the work and not the message (the kernels use more memory than a cache has, as a component
+    does); and a core that is not available at once.
     """
-    found = []
+    factors = []
     for ranks, group in sorted(groups.items()):
         if group is not None:
-            found.append(_grown(device, clock, group, ranks, slice_s=slice_s / len(groups)))
+            factors.append(_grown(device, clock, group, ranks, slice_s=slice_s / len(groups)))
         agree()
-    return tuple(found)
+    return tuple(factors)
 
 
 def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: int, *, slice_s: float) -> Waiting:
@@ -120,15 +124,18 @@ def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: 
 
 
 def goes_on(rounds: int, least: int, started: float, slice_s: float, group: dist.ProcessGroup) -> bool:
-    """Whether there is time for another round; called by all ranks of ``group``. Ends ``slice_s`` seconds after
-    ``started``, or after twice that if there were fewer than ``least`` rounds; there are always at least two."""
+    """Whether there is time for another round. All ranks of ``group`` call it.
+
+    It ends ``slice_s`` seconds after ``started``, or after twice that if there were fewer than ``least`` rounds. There
+    are always at least two rounds.
+    """
     spent = agree(time.perf_counter() - started, group=group)[0]
     return rounds < 2 or spent < slice_s or (rounds < least and spent < 2 * slice_s)
 
 
 def _falling(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """``points`` by ascending seconds, made non-increasing in the factor: the closest such curve, by pooling adjacent
-    violators (Barlow et al. 1972)."""
+    """The closest curve to ``points`` whose factor does not increase with the seconds, by pooling adjacent violators
+    (Barlow et al. 1972). Sorted by ascending seconds."""
     pooled: list[tuple[list[float], float]] = []
     for seconds, factor in sorted(points):
         held = [seconds]
@@ -141,12 +148,12 @@ def _falling(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float]
 
 
 def measure_sharding(device: torch.device, clock: Clock, group: dist.ProcessGroup, *, slice_s: float) -> Sharding:
-    """Cost of ``fully_shard`` in a step besides its collectives; called by all ranks of ``group``.
+    """Cost of ``fully_shard`` in a step besides its collectives. All ranks of ``group`` call it.
 
     A chain of linear layers, each a unit, is trained whole and sharded. The difference, less the time of the
-    collectives alone, is the ranks' cost of gathering and scattering: per unit and per tensor (from tiny weights, one
-    and many in a unit) and per byte moved (from large ones). As in ZeRO-3, there are two all-gathers and one
-    reduce-scatter of each unit per step.
+    collectives alone, is the ranks' cost of gathering and scattering. It is measured per unit and per tensor (from tiny
+    weights, one or many in a unit) and per byte moved (from large ones). Each unit has two all-gathers and one
+    reduce-scatter per step, as in ZeRO-3.
     """
     large_s = _LARGE_SHARE * slice_s
     longest_s = min(CALM_S, large_s / (2 * _MESSAGES_A_TURN))
@@ -174,7 +181,7 @@ def _update(device: torch.device, clock: Clock, group: dist.ProcessGroup, *, sli
         chain(torch.randn(4, _SMALL, device=device)).sum().backward()
         optimizer = build_optimizer("sgd", chain.parameters())
         if chain is shards:
-            step_over_parts(optimizer)  # as the executor has it
+            step_over_parts(optimizer)  # as in the executor
         steps.append(optimizer.step)
     taken: list[float] = []
     for _ in range(_LEAST_ROUNDS):  # alternating, so that a temporary slowdown affects both
@@ -193,7 +200,7 @@ def _shard(chain: nn.Sequential, mesh: DeviceMesh) -> None:
 def _beside(
     side: int, tensors: Sequence[int], device: torch.device, clock: Clock, group: dist.ProcessGroup, *, slice_s: float
 ) -> list[tuple[float, ...]]:  # fmt: skip
-    """Seconds per unit and step that sharding adds besides its collectives, for units with ``tensors`` tensors; one
+    """Seconds per unit and step that sharding takes besides its collectives, for units with ``tensors`` tensors; one
     tuple per turn."""
     torch.manual_seed(0)
     mesh = DeviceMesh.from_group(group, device.type)

@@ -65,12 +65,6 @@ class Factor:
         """Ratio of measured to expected time."""
         return math.exp(self.mean)
 
-    @property
-    def latest(self) -> float:
-        """The ratio of the differing steps, if there are half as many as a change point needs; otherwise
-        :attr:`ratio`."""
-        return math.exp(self.doubt) if 2 * self.doubtful >= MIN_STEPS else self.ratio
-
     def aged(self, steps: int) -> Factor:
         """The estimate after ``steps`` steps without a measurement."""
         return replace(self, variance=min(_PRIOR, self.variance + _FORGETTING * steps / _USUAL))

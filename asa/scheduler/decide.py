@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,11 +69,39 @@ class _Option:
     asked_at: int = 0
 
 
-@dataclass(kw_only=True)
-class _Probation:
-    change: Change
-    steps: int = 0
-    seconds: float = 0.0
+class _Recent:
+    """The newest steps under one plan in one state of the machine, about ``most`` of them: those before and after a
+    change are compared to judge it. Steps during a search are left out."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._slowness: Slowness | None = None
+        self._windows: deque[tuple[int, float]] = deque()
+
+    @property
+    def typical(self) -> tuple[int, float]:
+        """Number of steps, and typical seconds of one."""
+        steps = sum(n for n, _ in self._windows)
+        return steps, sum(n * s for n, s in self._windows) / max(1, steps)
+
+    def window(self, measured: Measurements, steps: int, slowness: Slowness) -> tuple[int, float] | None:
+        """Add a window of ``steps`` steps. Another ``slowness`` discards all earlier ones, and this one if some of its
+        steps are about as fast as those. Returns :attr:`typical` of what was discarded."""
+        ended = None
+        if self._slowness is None or slowness.apart(self._slowness) > LIKE:
+            ended = None if self._slowness is None else self.typical
+            self._slowness = slowness
+            self._windows.clear()
+            if ended and ended[0]:
+                near, far = sorted(
+                    abs(math.log(s / ended[1])) for s in (measured.step_time.p10, measured.step_time.p90)
+                )
+                if far > LIKE and near < far / 2:
+                    return ended
+        self._windows.append((steps, typical(measured)))
+        while self.typical[0] - self._windows[0][0] >= self._most:
+            self._windows.popleft()
+        return ended
 
 
 class Decider:
@@ -97,7 +126,8 @@ class Decider:
         self._groups = Cores()
         self._exposed = Exposed(model.step_s)
         self._option: _Option | None = None
-        self._probation: _Probation | None = None
+        self._trial: Change | None = None
+        self._recent = _Recent(policy.probation_steps)
         self._known: list[Placement] = []
         self._penalties: list[tuple[Placement, float]] = []
         self._quiet, self._next_quiet = 0, policy.cool_down
@@ -144,8 +174,9 @@ class Decider:
             if f.cause not in ("data", "figures"):
                 cause = "compute" if f.cause == "everything" else f.cause  # one word on all ranks, the last
                 self._causes[cause, f.where] = f.line
-        if self._probation is not None:
-            return self._review(self._probation, measured, steps)
+        ended = self._recent.window(measured, steps, slowness)
+        if self._trial is not None:
+            return self._review(self._trial, ended)
         if left == 0:
             return None
         if self._quiet > 0:
@@ -230,7 +261,7 @@ class Decider:
             last = math.log(typical(measured) / expected.step_s)
             if pace.doubtful or (not worse and abs(last - pace.mean) > LIKE / 2):
                 return without  # the step time changes, too; the next window shows by how much
-            seen = math.log(self._step_s(current, measured))
+            seen = math.log(expected.step_s * pace.ratio if pace.known else typical(measured))
             off = [abs(seen - log) for log in logs]
             changed = max(abs(a - b) for a, b in zip(slowness.levels, before, strict=True))
             beside = math.log(self.model.cluster.overlap.communication_slowdown) + LIKE
@@ -244,11 +275,6 @@ class Decider:
                 self.costs.biases[level] += factor.mean - old
                 self.costs.levels[level] = replace(factor, mean=old)
         return without
-
-    def _step_s(self, current: Placement, measured: Measurements) -> float:
-        """Seconds of a step, measured over the windows since the last change."""
-        pace = self.costs.pace
-        return self._expectation(current).step_s * pace.latest if pace.known else typical(measured)
 
     def _search(self, current: Placement, measured: Measurements, slowness: Slowness) -> bool:
         """Search for a faster plan under ``slowness``. Returns False if the search runs during training and answers
@@ -309,7 +335,12 @@ class Decider:
         option = self._option
         if option is None:
             return None
-        step_s, cost_s = self._step_s(current, measured), option.cost_s
+        known, step_s = self._recent.typical
+        if known < MIN_STEPS or any(2 * f.doubtful >= MIN_STEPS for f in self.costs.ranks):
+            option.owed += steps
+            self.reason = "another plan is faster; the present one is measured first"
+            return None
+        cost_s = option.cost_s
         gain_s = (1 - option.ratio) * step_s
         steps, option.owed = steps + option.owed, 0
         option.lost_s, option.steps = option.lost_s + steps * gain_s, option.steps + steps
@@ -373,17 +404,16 @@ class Decider:
         other = rung(current, target) in ("fewer", "more")
         return max(0.0, -slowness.common) / 2 if other and not known else 0.0
 
-    def _review(self, probation: _Probation, measured: Measurements, steps: int) -> Change | None:
-        """Judge a change after its first steps; returns its rollback if it did not help."""
-        change = probation.change
-        probation.steps += steps
-        probation.seconds += steps * typical(measured)
-        now = probation.seconds / probation.steps
+    def _review(self, change: Change, ended: tuple[int, float] | None) -> Change | None:
+        """Judge a change after its first steps; returns its rollback if it did not help. ``ended``: steps under it, and
+        seconds of one, before the machine became slower or faster in this window; they decide if they are enough."""
+        over = ended is not None and ended[0] >= _CLEAR
+        steps, now = ended if ended and over else self._recent.typical
         gain = 1 - now / change.step_s
-        clear = probation.steps >= _CLEAR and abs(gain) >= _BEYOND_DOUBT
-        if probation.steps < self.policy.probation_steps and not clear:
+        clear = steps >= _CLEAR and abs(gain) >= _BEYOND_DOUBT
+        if steps < self.policy.probation_steps and not clear and not over:
             return None
-        self._probation = None
+        self._trial = None
         self.said.append(
             {"event": "replan", "kind": "outcome", "predicted_gain": change.gain, "measured_gain": gain}
         )  # fmt: skip
@@ -416,17 +446,18 @@ class Decider:
         if self._groups.believed:  # ranks that share a core now have a larger or smaller part of it
             self._findings.said = self.costs.slowness()
         self._next_s = change.promised_s
+        self._recent = _Recent(self.policy.probation_steps)
         if change.kind == "rollback":
             self._rest()
             self.reason = f"rolled back: {change.why}"
         else:
-            self._probation = _Probation(change=change)
+            self._trial = change
             self.reason = change.why
 
     def failed(self) -> None:
         """Record that an agreed change could not be made, so that the current plan stays."""
         self._rest()
-        self._probation = None
+        self._trial = None
 
     def _rest(self) -> None:
         self._quiet, self._next_quiet = self._next_quiet, 2 * self._next_quiet

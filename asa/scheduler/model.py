@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -222,17 +223,35 @@ class Model:
         return found
 
     def move_s(self, old: Placement, new: Placement, slowness: Slowness) -> float:
-        """Seconds to send the whole state of ``old`` over the links under ``slowness``; 0 if only the split of the
-        batch changes."""
-        if rung(old, new) == "split":
-            return 0.0
-        everyone = sorted({*old.processes, *new.processes})
-        words = 1 + OPTIMIZER_WORDS[old.plan.optimizer]
-        size = sum(c.parameter_bytes * words + c.buffer_bytes for c in self.profile.graph.components)
-        if len(everyone) < 2:
-            return 0.0
+        """Seconds to send each process the state that it needs for ``new`` and does not have, over the links under
+        ``slowness``. Different shards of a tensor are taken to have nothing in common."""
+        words, loads = OPTIMIZER_WORDS[old.plan.optimizer], defaultdict[tuple[str, int], float](float)
+        for i, c in enumerate(self.profile.graph.components):
+            had, needed = _held(old, i), _held(new, i)
+            if list(had.items()) == list(needed.items()):
+                continue
+            for kind, size in enumerate((c.parameter_bytes + c.buffer_bytes, c.parameter_bytes * words)):
+                for p, parts in needed.items():
+                    own = had.get(p, (0.0, 0.0))[kind]
+                    size_p = size * max(0.0, parts[kind] - (own if 1.0 in (own, parts[kind]) else 0.0))
+                    loads["in", p] += size_p
+                    for source in had:
+                        loads["out", source] += size_p / len(had)
+        everyone, levels = {*old.processes, *new.processes}, self.cluster.levels
+        inside = [i for i, level in enumerate(levels) if len({p // level.devices for p in everyone}) == 1]
+        border = levels[inside[0] - 1].devices if inside and inside[0] else 1
         links = Links(self._links(replace(slowness, residual=0.0)))
-        return links.taken("all_gather", float(size), len(everyone), 1)
+        flows = sum(way == "in" and load > 0 for (way, _), load in loads.items())
+        return links.handover(max(loads.values(), default=0.0), border, flows) if levels else 0.0
+
+
+def _held(placement: Placement, index: int) -> dict[int, tuple[float, float]]:
+    """Fractions of the weights and of the optimizer state of a component that each process has, in rank order."""
+    c = placement.plan.components[index]
+    shards = 1 if c.data.strategy == "replicate" else c.data.shards or c.data.degree
+    whole = c.data.strategy in ("replicate", "zero1", "zero2")
+    parts = 1 / (c.tensor.degree * (1 if whole else shards)), 1 / (c.tensor.degree * shards)
+    return {placement.processes[rank]: parts for rank in placement.plan.stages[c.stage].ranks}
 
 
 def rung(old: Placement, new: Placement) -> str:

@@ -17,7 +17,7 @@ def _order(num_microbatches: int) -> tuple[Action, ...]:
 
 
 class GPipe(Schedule):
-    """All forwards before all backwards, so a stage holds the activations of every microbatch."""
+    """All forwards run before all backwards, so a stage holds the activations of every microbatch."""
 
     identifier = "gpipe"
 

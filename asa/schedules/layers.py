@@ -9,12 +9,12 @@ from asa.interfaces.schedule import Action, Schedule
 
 
 class Layers(Schedule):
-    """A single microbatch, so stages do not overlap."""
+    """One microbatch per step, so stages do not overlap."""
 
     identifier = "layers"
 
     def refusal(self, stages: int, num_microbatches: int) -> str:
-        """Why not: only one microbatch is allowed; several would be a pipeline."""
+        """Empty for one microbatch; otherwise an error message, because several microbatches would be a pipeline."""
         return "" if num_microbatches == 1 else f"layers runs 1 microbatch, asked {num_microbatches}"
 
     def order(self, stage: int, stages: int, num_microbatches: int) -> tuple[Action, ...]:

@@ -13,12 +13,12 @@ from asa.interfaces.schedule import Action, Schedule
 
 @cache
 def _order(ahead: int, num_microbatches: int) -> tuple[Action, ...]:
-    found = [Action(direction="forward", microbatch=k) for k in range(ahead)]
+    actions = [Action(direction="forward", microbatch=k) for k in range(ahead)]
     for k in range(num_microbatches):
-        found.append(Action(direction="backward", microbatch=k))
+        actions.append(Action(direction="backward", microbatch=k))
         if ahead + k < num_microbatches:
-            found.append(Action(direction="forward", microbatch=ahead + k))
-    return tuple(found)
+            actions.append(Action(direction="forward", microbatch=ahead + k))
+    return tuple(actions)
 
 
 class OneForwardOneBackward(Schedule):
@@ -36,5 +36,5 @@ class OneForwardOneBackward(Schedule):
         return _order(self.in_flight(stage, stages, num_microbatches), num_microbatches)
 
     def in_flight(self, stage: int, stages: int, num_microbatches: int) -> int:
-        """One microbatch for every stage from this one to the last."""
+        """One microbatch for every stage from this one to the last, but no more than there are."""
         return min(num_microbatches, stages - stage)

@@ -1,1 +1,1 @@
-"""Splits modules over ranks, and converts activations between layouts. Uses torch; imported only by ``apply()``."""
+"""Splits modules over ranks and converts activations between layouts. It uses torch, so only ``apply()`` imports it."""

@@ -1,5 +1,5 @@
-"""Attention whose dropout is a function of the sample, for attention that does not split by heads, or is inside one of
-torch's own layers (``nn.TransformerEncoderLayer``)."""
+"""Attention with dropout that is a function of the sample. It is used where attention does not split by heads, or is
+inside one of torch's own layers (``nn.TransformerEncoderLayer``)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from asa.sharding.samples import SampleDropout
 
 
 def with_masks_by_sample(module: nn.MultiheadAttention, dropout: SampleDropout) -> bool:
-    """Let ``module`` apply ``dropout`` to its attention weights in training from now on; returns False if it cannot
-    (keys of another width, learned or zero keys)."""
+    """Make ``module`` apply ``dropout`` to its attention weights in training from now on.
+
+    Returns False if that is impossible: keys have another width than queries, or there are learned or zero keys.
+    """
     if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
         return False
     module.__dict__["forward"] = _BySample(module, dropout)

@@ -1,8 +1,9 @@
 """Completes the averaging of gradients at the end of a backward, with the same collectives on all ranks.
 
-A parameter that the samples of some ranks did not reach has no gradient there, which counts as zero. If no rank's
+If the samples of a rank did not reach a parameter, the rank has no gradient of it, which counts as zero. If no rank's
 samples reached it, its gradient stays what it was, usually None, so that an optimizer skips it as on one device. The
-sums show this: a rank without a gradient contributes negative zeros, and only a sum of negative zeros is one.
+sums show this: a rank without a gradient contributes negative zeros, and a sum is negative zero only if all addends
+are.
 
 So the sequence of collectives depends on what is trained, and not on a rank's samples.
 """
@@ -28,7 +29,7 @@ from asa.sharding.sharded import Unreached
 from asa.sharding.waits import waits
 
 _NONE, _DENSE = -1, -2
-"""Replacements for the number of rows of a sparse gradient: there is no gradient, or it is not sparse."""
+"""Values in place of the number of rows of a sparse gradient: there is no gradient, or the gradient is dense."""
 
 
 def at_the_end_of_backward(call: Callable[[], None]) -> None:
@@ -37,9 +38,12 @@ def at_the_end_of_backward(call: Callable[[], None]) -> None:
 
 
 class Averaging:
-    """Averages the gradients of parameters that a rank holds whole (``replicas``, in the order of the network), and of
-    ``unreached`` parameters of sharded units. ``on``: whether backwards average; otherwise gradients accumulate
-    locally."""
+    """Averages the gradients of parameters that a rank holds whole, and of the ``unreached`` parameters of sharded
+    units.
+
+    ``replicas`` are in the order of the network. ``on`` says whether backwards average; otherwise gradients accumulate
+    locally.
+    """
 
     def __init__(self, replicas: Sequence[Replicated], unreached: Sequence[Unreached]) -> None:
         self.on = True
@@ -48,7 +52,7 @@ class Averaging:
         self._trained: list[bool] | None = None
         self._handles: list[RemovableHandle] = []
         self._ours: set[nn.Parameter] = set()
-        """Parameters that have a hook of this object's."""
+        """Parameters on which this object has registered a hook."""
         self._buckets: list[tuple[Replicated, Bucket]] = []
         self._waits: list[Wait] = []
         self._placed: set[tuple[int, int]] = set()
@@ -62,15 +66,15 @@ class Averaging:
             each.at_the_end(self._ended)
 
     def refresh(self) -> None:
-        """Before a forward: take note of what is trained now.
+        """Record which parameters are trained now; call before a forward.
 
         Raises:
-            UsageError: something of the program's own is done when a gradient has been accumulated.
+            UsageError: the program has a hook of its own that runs when a gradient has been accumulated.
         """
         if any(len(p._post_accumulate_grad_hooks or ()) > (p in self._ours) for p in self._parameters):
             raise UsageError(
-                "a hook on a parameter that runs when its gradient has been accumulated runs before ranks add theirs "
-                "to it; do after loss.backward() what it does, or plan with strategies=('fsdp',)"
+                "a hook on a parameter that runs when its gradient has been accumulated sees only this rank's part of "
+                "it; do the same after loss.backward(), or plan with strategies=('fsdp',)"
             )
         trained = [p.requires_grad for p in self._parameters]
         if trained == self._trained:
@@ -130,7 +134,7 @@ class Averaging:
         self._waits.append(replica.send(bucket))
 
     def _ended(self) -> None:
-        # FSDP's own callbacks run at the end of backward, too, and some start a reduction there; come after them.
+        # FSDP's own callbacks run at the end of backward, too, and some start a reduction there; run after them.
         at_the_end_of_backward(self.finish)
 
     @torch.no_grad()
@@ -141,7 +145,7 @@ class Averaging:
             self.done += 1
             for number, (_, bucket) in enumerate(self._buckets):
                 for i, p in enumerate(bucket.parameters) if bucket.waiting else ():
-                    if (number, i) not in self._placed and p.grad is not None:  # of an earlier backward
+                    if (number, i) not in self._placed and p.grad is not None:  # from an earlier backward
                         bucket.place(i)
             while len(self._waits) < len(self._buckets):
                 self._send()
@@ -168,8 +172,8 @@ class Averaging:
 
 @torch.no_grad()
 def average_rows(p: nn.Parameter, axis: Axis, weight: float = 1.0) -> None:
-    """Replace the sparse gradient of ``p``, weighted by ``weight`` on this rank, by its mean over ``axis``; it has all
-    rows that any rank has (collective)."""
+    """Replace the sparse gradient of ``p`` by its mean over ``axis`` (collective). This rank's gradient has weight
+    ``weight`` in it. The result has all rows that any rank has."""
     gradient, group = p.grad, axis.group
     if gradient is not None and gradient.layout == torch.sparse_coo:
         gradient = gradient.coalesce()
@@ -177,9 +181,9 @@ def average_rows(p: nn.Parameter, axis: Axis, weight: float = 1.0) -> None:
     else:
         count = _NONE if gradient is None else _DENSE
     mine = torch.tensor([count], dtype=torch.int64, device=p.device)
-    found = [torch.empty_like(mine) for _ in range(axis.size)]
-    dist.all_gather(found, mine, group=group)
-    counts = [int(each) for each in found]
+    parts = [torch.empty_like(mine) for _ in range(axis.size)]
+    dist.all_gather(parts, mine, group=group)
+    counts = [int(each) for each in parts]
     if max(counts) == _NONE == min(counts):
         return
     if min(counts) == _DENSE:
@@ -205,19 +209,19 @@ def average_rows(p: nn.Parameter, axis: Axis, weight: float = 1.0) -> None:
 
 def _told_dense() -> None:
     warnings.warn(
-        "a sparse gradient of a parameter that no sparse Embedding or EmbeddingBag holds is made dense, to be averaged "
-        "over the ranks",
+        "a sparse gradient of a parameter outside of a sparse Embedding or EmbeddingBag is made dense before it is "
+        "averaged over the ranks",
         stacklevel=3,
     )
 
 
 def _arrived(averaging: weakref.ref[Averaging], number: int, i: int, _: Tensor) -> None:
-    found = averaging()
-    if found is not None:
-        found.arrived(number, i)
+    current = averaging()
+    if current is not None:
+        current.arrived(number, i)
 
 
 def _began(averaging: weakref.ref[Averaging], _: Tensor) -> None:
-    found = averaging()
-    if found is not None:
-        found.begin()
+    current = averaging()
+    if current is not None:
+        current.begin()

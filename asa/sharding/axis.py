@@ -13,12 +13,14 @@ from asa.ir.plan import CompressionName
 class Axis:
     """Index ``index`` of ``size`` ranks. ``group`` is None on an axis of one rank, and in *rehearsal*.
 
-    Rehearsal (``size > 1`` without a group) builds the real shard of one rank and computes with it, with every
-    collective replaced by a local stand-in of the right shape: so a shard is timed on a single device.
+    In rehearsal (``size > 1`` without a group) the real shard of one rank is built and computed, and every collective
+    is replaced by a local operation with a result of the right shape. So a shard can be timed on a single device.
 
-    ``parts``: the same ranks in two dimensions, if state is sharded among some of them only: (inside, across), the
-    ranks among which it is sharded and the ranks with the same shard. ``compression``: of gradients on this axis.
-    ``alike``: all its ranks are known to start with the same weights, so that none need be sent.
+    Attributes:
+        parts: the same ranks in two dimensions, if state is sharded among some of them only: (inside, across), the
+            ranks among which it is sharded, and the ranks that hold the same shard.
+        compression: compression of gradients on this axis.
+        alike: whether all ranks are known to start with the same weights, so that none need be sent.
     """
 
     size: int

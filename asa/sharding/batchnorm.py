@@ -1,8 +1,8 @@
 """BatchNorm over all ranks that share a microbatch, on any device (``torch.nn.SyncBatchNorm`` runs on GPUs only).
 
-Statistics are those of the whole microbatch, so training equals one device's on the same microbatch, to rounding. Mean
-and centred sum of squares are reduced in two rounds: the one-pass form loses digits, which float64 equivalence tests
-detect.
+Statistics are those of the whole microbatch, so training equals that on one device with the same microbatch, up to
+rounding. Mean and centred sum of squares are reduced in two rounds, because the one-pass formula loses digits, as
+equivalence tests in float64 show.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asa.tracing.component import TracedComponent
 
 
 def _channel_sum(x: Tensor) -> Tensor:
-    # In float64, as the stock kernel accumulates on CPUs: what is lost here a deep network amplifies.
+    # In float64, as the stock kernel accumulates on CPUs: a deep network amplifies rounding errors made here.
     return x.sum(dim=[d for d in range(x.dim()) if d != 1], dtype=torch.float64)
 
 
@@ -32,12 +32,13 @@ def _view(v: Tensor, x: Tensor) -> Tensor:
 
 
 _COUNTED = [1.0]
-"""1 if this rank's samples are part of the batch; 0 if they are another rank's, computed here only to keep step."""
+"""1 if this rank's samples are part of the batch; 0 if they belong to another rank and are computed here only so that
+this rank takes part in all collectives."""
 
 
 def counted(mine: bool) -> None:
-    """Set whether this rank's samples belong to the batch, from the next forward on: statistics are over all samples
-    that do. A batch of fewer samples than ranks has some on two ranks."""
+    """Set whether this rank's samples belong to the batch, from the next forward on. Statistics are over the samples
+    that do. If a batch has fewer samples than there are ranks, some samples are on two ranks."""
     _COUNTED[0] = float(mine)
 
 
@@ -95,14 +96,14 @@ class SynchronisedBatchNorm(nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """Class of the layer that it replaces, because programs find BatchNorm layers by ``isinstance``, to freeze
+        """Class of the layer that it replaces, because programs look for BatchNorm layers by ``isinstance``, to freeze
         them."""
-        found: type = self.__dict__.get("_source", type(self))
-        return found
+        source: type = self.__dict__.get("_source", type(self))
+        return source
 
     @property
     def meets(self) -> bool:
-        """Whether ranks exchange statistics in the next forward: not where running ones are used."""
+        """Whether ranks exchange statistics in the next forward: they do unless it uses running statistics."""
         return self.training or self.running_mean is None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,7 +132,7 @@ class SynchronisedBatchNorm(nn.Module):
 
 class _Meeting(TorchFunctionMode):
     """Context in which ``torch.nn.functional.batch_norm`` normalizes over the microbatch of all ranks of ``axis``,
-    whether called by a subclass of BatchNorm or by a model's own code."""
+    whether a subclass of BatchNorm or the model's own code calls it."""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__()
@@ -169,14 +170,14 @@ class _Within:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         with _Meeting(self._axis) as meeting:
-            found: tuple[Tensor, ...] = self._run(x)
+            outputs: tuple[Tensor, ...] = self._run(x)
         self.met = self.met or meeting.met
-        return found
+        return outputs
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm of inputs with any number of dimensions; it replaces ``torch.nn.SyncBatchNorm`` and has its name, so
-    that plans are valid for both."""
+    """BatchNorm of inputs with any number of dimensions. It replaces ``torch.nn.SyncBatchNorm`` and has the same name,
+    so that plans are valid for both."""
 
     __module__ = nn.SyncBatchNorm.__module__
 
@@ -186,16 +187,16 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def without_torch_groups(model: nn.Module) -> bool:
-    """Convert every ``torch.nn.SyncBatchNorm`` over all ranks in ``model`` to :class:`SyncBatchNorm` of this module,
-    because torch's runs on GPUs only, over ranks of its own choice; returns whether there was one."""
-    found = [m for m in model.modules() if type(m) is nn.SyncBatchNorm and m.process_group is None]
-    for module in found:
+    """Convert every ``torch.nn.SyncBatchNorm`` over all ranks in ``model`` to this module's :class:`SyncBatchNorm`;
+    returns whether there was one. Torch's class runs on GPUs only, and chooses its ranks itself."""
+    layers = [m for m in model.modules() if type(m) is nn.SyncBatchNorm and m.process_group is None]
+    for module in layers:
         module.__class__ = SyncBatchNorm  # type: ignore[assignment]
-    return bool(found)
+    return bool(layers)
 
 
 def synchronise(component: TracedComponent, axis: Axis) -> None:
-    """Let every BatchNorm of ``component`` normalize over the ranks of ``axis``; does nothing on an axis of one rank.
+    """Make every BatchNorm of ``component`` normalize over the ranks of ``axis``; does nothing on an axis of one rank.
 
     Torch's own layers are replaced by their synchronized form. Where other code may call ``batch_norm`` (a subclass, a
     layer of the user's own, the model's forward), the function is replaced.
@@ -211,8 +212,11 @@ def synchronise(component: TracedComponent, axis: Axis) -> None:
 
 
 def synchronised(component: TracedComponent, *, perhaps: bool = False) -> bool:
-    """Whether ranks meet in a BatchNorm of ``component`` in its present mode, in backward too; of code that is not
-    torch's known behind its first forward. ``perhaps``: whether they may, in any mode."""
+    """Whether ranks exchange statistics in a BatchNorm of ``component`` in its present mode, in backward too.
+
+    For code that is not torch's own, this is known only after its first forward. With ``perhaps``: whether they may do
+    so, in any mode.
+    """
     run = component.__dict__.get("forward")
     within = isinstance(run, _Within) and (perhaps or run.met)
     return within or any(type(m) is SynchronisedBatchNorm and (perhaps or m.meets) for m in component.modules())

@@ -1,5 +1,5 @@
-"""Conversion of activations between two layouts, as :class:`asa.ir.layout.Boundary` declares it, exact in both
-directions."""
+"""Conversion of activations between two layouts, as :class:`asa.ir.layout.Boundary` declares it, exact in forward and
+backward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Crossing:
 
     @staticmethod
     def build(boundary: Boundary, rank: int, axis_of: AxisOf) -> Crossing:
-        """The crossing for ``rank``; every rank of the stage must build the same ones in the same order."""
+        """The crossing for ``rank``. Every rank of the stage must build the same crossings in the same order."""
         source, target = boundary.source, boundary.target
         gather_ranks = gather_group(source.width, source.data, boundary.meeting, rank)
         slice_ranks = gather_group(target.width, target.data, boundary.meeting, rank)
@@ -62,7 +62,8 @@ class Crossing:
         return x if self.silent else _Cross.apply(x, self, samples)
 
     def leave(self, x: Tensor, samples: int, dim: int | None) -> Tensor:
-        """Convert an output whose batch is dimension ``dim``; an output without one (None) is a mean over samples."""
+        """Convert an output of the model whose batch is dimension ``dim``. With ``dim`` None it has no batch dimension,
+        and is a mean over samples."""
         if dim == 0 or self.boundary.reduces_exit:
             return self(x, samples)
         if dim is not None:

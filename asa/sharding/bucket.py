@@ -1,4 +1,4 @@
-"""Gradients that travel together in one piece of memory, and how they are sent."""
+"""Buckets: gradients that are sent together from one piece of memory."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 Wait = Callable[[], object]
 Send = Callable[["Bucket"], Wait]
-"""Function that starts to average a bucket over the ranks (collective), and returns a function that waits for it."""
+"""Function that starts to average a bucket over the ranks (collective), and returns a function that waits for the
+result."""
 
 
 class Bucket:
-    """Gradients that are sent in one message, for ``parameters`` of one type in their order in ``flat``.
+    """Gradients of ``parameters``, all of one type, in their order in ``flat``, which is sent in one message.
 
     A gradient that has been placed is a view of ``flat``. That memory is used again in the next step, unless another
-    reference to such a view exists: gradients that a program has kept from an earlier step do not change.
+    reference to such a view exists. So gradients that a program has kept from an earlier step do not change.
     """
 
     def __init__(self, number: int, parameters: list[nn.Parameter], *, last: bool) -> None:
@@ -63,7 +64,7 @@ class Bucket:
             p.grad = view
 
     def absent(self, i: int) -> None:
-        """Fill in negative zeros for parameter ``i``, which no sample of this rank reached; a sum is negative zero only
+        """Fill in negative zeros for parameter ``i``, which no sample of this rank reached. A sum is negative zero only
         if all addends are (IEEE 754)."""
         self.view(i).fill_(-0.0)
 
@@ -72,7 +73,8 @@ class Bucket:
         self.flat.index_add_(0, self._firsts, self.flat.new_zeros(len(self._firsts)))
 
     def absent_everywhere(self, i: int) -> bool:
-        """Whether no rank had a gradient of parameter ``i``, which was absent here; call after the bucket is summed."""
+        """Whether no rank had a gradient of parameter ``i``, which this rank had none of; call after the bucket is
+        summed."""
         start = self._starts[i]
         first = self.flat[start : start + 1]
         real = first.real if first.is_complex() else first

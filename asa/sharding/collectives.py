@@ -1,8 +1,9 @@
-"""Collectives on one axis, along one dimension, for shards of any size, and their autograd forms.
+"""Collectives on one axis, along one dimension, for shards of any size, and their forms with autograd.
 
-Shards follow :func:`asa.ir.layout.bounds` in units that the caller gives as ``sizes`` (elements along ``dim`` held by
-each index of the axis), so 100 classes over 3 ranks or 7 rows over 2 are ordinary. Shards are padded to the largest one
-in messages. On a rehearsed axis each collective is replaced by a local stand-in of the right shape.
+Shards follow :func:`asa.ir.layout.bounds`. Callers give them as ``sizes``: the number of elements along ``dim`` that
+each index of the axis holds. So 100 classes over 3 ranks or 7 rows over 2 are possible. In messages, shards are padded
+to the largest one. On a rehearsed axis each collective is replaced by a local operation with a result of the right
+shape.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Switch:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Context in which every collective of this module is replaced by its local stand-in, to time computation alone.
+    """Context in which every collective of this module is replaced by a local operation, to time computation alone.
     Values are wrong."""
     _Switch.silent = True
     try:
@@ -42,15 +43,15 @@ def is_silent() -> bool:
 
 
 class _Ready:
-    """Cached stand-ins of gathered tensors, by shape and type, while caching is on."""
+    """Cached results of rehearsed gathers, by shape and type, while caching is on."""
 
     found: dict[tuple[object, ...], Tensor] | None = None
 
 
 @contextmanager
 def stand_ins_kept() -> Iterator[None]:
-    """Context in which the result of a rehearsed gather is made once for each shape and type, because filling it would
-    take longer than a norm and is not computation. All such gathers return the same memory."""
+    """Context in which the result of a rehearsed gather is made once for each shape and type; all such gathers return
+    the same memory. Filling it each time would take longer than a norm, and is not computation."""
     _Ready.found = {}
     try:
         yield
@@ -98,8 +99,8 @@ def _padded(x: Tensor, length: int) -> Tensor:
 def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
     """Concatenate all shards along ``dim``; the result has length ``sum(sizes)`` there.
 
-    The result is contiguous: without that, some kernels take ten times as long (the gradient of a linear layer from
-    4,096 to 1,024 for 8 samples: 33 ms, not 3).
+    The result is contiguous. Some kernels take ten times as long otherwise: the gradient of a linear layer from 4,096
+    to 1,024 for 8 samples took 33 ms instead of 3 ms.
     """
     if axis.size == 1:
         return x
@@ -171,7 +172,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Applies ``there`` in forward and ``back`` in backward, both functions of (tensor, dim, sizes, axis)."""
+    """Applies ``there`` in forward and ``back`` in backward. Both are functions of (tensor, dim, sizes, axis)."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,11 @@
 """Compression of gradients in messages between ranks.
 
-``fp16`` and ``bf16`` cast a bucket before it is averaged and back afterwards. ``powersgd`` sends factors of low rank
+``fp16`` and ``bf16`` cast a bucket before it is averaged, and back afterwards. ``powersgd`` sends factors of low rank
 and keeps the residual for the next step (Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for
-Distributed Optimization"), by torch's own communication hook; the residual is not saved in checkpoints. For sharded
-components the first two set the type in which gradients are reduce-scattered; factors are for whole gradients only.
+Distributed Optimization"). It uses torch's own communication hook; checkpoints do not contain the residual.
+
+For sharded components, ``fp16`` and ``bf16`` set the type in which gradients are reduce-scattered. Factors are for
+whole gradients only.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ REDUCED: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16
 """Type of a gradient in messages, for compressions that only change the type."""
 
 _WHOLE_STEPS = 2
-"""Number of steps before factors are sent, as required by torch's hook."""
+"""Number of steps with whole gradients before factors are sent, as required by torch's hook."""
 
 
 def compressed(axis: Axis) -> Send:
-    """A function that averages buckets over ``axis`` with its compression, which must not be ``none``."""
+    """A function that averages buckets over ``axis`` with the compression of ``axis``, which must not be ``none``."""
     if axis.compression == "powersgd":
         return _factors(axis)
     dtype, group = REDUCED[axis.compression], axis.group

@@ -1,4 +1,4 @@
-"""Detection of stochastic depth in modules of any origin, by their behaviour."""
+"""Detection of stochastic depth in any module, by what it does to test inputs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _SIGMAS = 5
 
 
 def drops_samples(module: nn.Module) -> tuple[float, bool] | None:
-    """Probability with which ``module`` drops whole samples, each independently, and whether it scales up the rest
-    (Huang et al. 2016, "Deep networks with stochastic depth"; ``DropPath`` of timm and of many other repositories).
+    """(p, scaled): probability with which ``module`` drops whole samples, each independently, and whether it scales up
+    the rest. None for a module that does anything else.
 
-    None for a module that does anything else: that has parameters, children or hooks, changes a batch in evaluation, or
-    drops with a probability that is none of its attributes. Only modules with a fitting class name are tested.
+    This is stochastic depth (Huang et al. 2016, "Deep networks with stochastic depth"; ``DropPath`` of timm and of many
+    other repositories). Only modules with a fitting class name are tested. A module is refused if it has parameters,
+    children or hooks, changes a batch in evaluation, or drops with a probability that is none of its attributes.
     """
     if not any(part in type(module).__name__.lower() for part in _NAMES) or not _bare(module):
         return None
@@ -63,7 +64,7 @@ def _rates(module: nn.Module) -> Iterator[float]:
     said: dict[str, Any] = vars(module)
     for value in said.values():
         if isinstance(value, float) and 0 < value < 1:
-            yield from (value, 1 - value)  # some name the share that is left
+            yield from (value, 1 - value)  # some modules store the probability of keeping a sample
 
 
 def _run(module: nn.Module, batch: Tensor, *, training: bool = True) -> Tensor:
@@ -72,7 +73,7 @@ def _run(module: nn.Module, batch: Tensor, *, training: bool = True) -> Tensor:
         torch.manual_seed(_SEED)
         try:
             module.train(training)
-            found: Tensor = module(batch.clone())
+            output: Tensor = module(batch.clone())
         finally:
             module.train(was)
-    return found
+    return output

@@ -24,7 +24,7 @@ from asa.tracing.facts import MORE_FLOPS
 from asa.tracing.fused import fused_attention
 
 _NOTES = 3
-"""Largest number of notes of a trace; a model of many layers may have one for each."""
+"""Largest number of notes of a trace that are shown; a model of many layers may have one for each."""
 
 
 def _bytes_per_sample(node: torch.fx.Node) -> float:
@@ -36,10 +36,10 @@ def _bytes_per_sample(node: torch.fx.Node) -> float:
 
 
 def _collectives(plan: SplitPlan, *, first: bool) -> tuple[InnerCollective, ...]:
-    found: list[InnerCollective] = []
+    collectives: list[InnerCollective] = []
 
     def add(op: CollectiveOp, phase: str, node: torch.fx.Node) -> None:
-        found.append(
+        collectives.append(
             InnerCollective(op=op, phase="forward" if phase == "forward" else "backward",
                             bytes_per_sample=_bytes_per_sample(node))
         )  # fmt: skip
@@ -53,40 +53,40 @@ def _collectives(plan: SplitPlan, *, first: bool) -> tuple[InnerCollective, ...]
         # Nothing in front of the model needs a gradient.
         if value not in plan.hoisted and not (first and not value.meta["tensor_meta"].requires_grad):
             add("all_reduce", "backward", value)
-    return tuple(found)
+    return tuple(collectives)
 
 
 def _token_collectives(plan: SplitPlan, *, first: bool) -> tuple[InnerCollective, ...]:
-    found: list[InnerCollective] = []
+    collectives: list[InnerCollective] = []
     for value in plan.gathered:
         size = _bytes_per_sample(value)
-        found.append(InnerCollective(op="all_gather", phase="forward", bytes_per_sample=size))
+        collectives.append(InnerCollective(op="all_gather", phase="forward", bytes_per_sample=size))
         if not (first and not value.meta["tensor_meta"].requires_grad):
-            found.append(InnerCollective(op="reduce_scatter", phase="backward", bytes_per_sample=size))
+            collectives.append(InnerCollective(op="reduce_scatter", phase="backward", bytes_per_sample=size))
     for node in plan.scattered:
         size = _bytes_per_sample(node)
-        found.append(InnerCollective(op="reduce_scatter", phase="forward", bytes_per_sample=size))
-        found.append(InnerCollective(op="all_gather", phase="backward", bytes_per_sample=size))
+        collectives.append(InnerCollective(op="reduce_scatter", phase="forward", bytes_per_sample=size))
+        collectives.append(InnerCollective(op="all_gather", phase="backward", bytes_per_sample=size))
     for value in dict.fromkeys(v for v, _ in plan.gathers):
-        found.append(InnerCollective(op="all_gather", phase="forward", bytes_per_sample=_bytes_per_sample(value)))
-    return tuple(found)
+        collectives.append(InnerCollective(op="all_gather", phase="forward", bytes_per_sample=_bytes_per_sample(value)))
+    return tuple(collectives)
 
 
 def _never(_: Any) -> Tensor:
-    raise AssertionError("backward through a graph that was only weighed")
+    raise AssertionError("backward through a graph that was only measured")
 
 
 def _saved(component: TracedComponent, samples: int, tokens: int | None) -> tuple[float, float]:
-    """Forward FLOPs, and bytes saved for backward, of one pass over ``samples`` samples on meta tensors. ``tokens``:
-    number of tokens read per sample, if not all."""
+    """(FLOPs, bytes) of one forward over ``samples`` samples on meta tensors: its FLOPs, and the bytes that it saves
+    for backward. ``tokens`` is the number of tokens per sample that it reads, if not all."""
     x = example_input(component, samples)
     x = x if tokens is None else x[:, :tokens].clone()
     x.requires_grad_(component.input_dtype.is_floating_point)
     own = {t.untyped_storage()._cdata for t in (*component.parameters(), *component.buffers())}
     saved: dict[int, int] = {}
-    alive = []  # a freed storage's number would be used again
+    alive = []  # keeps storages alive: the address of a freed one would be used again
 
-    def keep(t: torch.Tensor) -> Any:  # nothing runs backward here, so nothing needs to be kept
+    def keep(t: torch.Tensor) -> Any:  # no backward runs here, so the tensor is not needed
         storage = t.untyped_storage()
         alive.append(storage)
         if storage._cdata not in own:
@@ -99,14 +99,16 @@ def _saved(component: TracedComponent, samples: int, tokens: int | None) -> tupl
 
 
 def _weigh(component: TracedComponent, tokens: int | None = None) -> tuple[float, float]:
-    """Forward FLOPs and saved bytes per sample: the difference of two batches, in which constants cancel."""
+    """(FLOPs, bytes) per sample of forward: its FLOPs, and the bytes saved for backward. The difference of two batches,
+    in which constants cancel."""
     (flops, saved), (more_flops, more_saved) = _saved(component, 2, tokens), _saved(component, 3, tokens)
     return more_flops - flops, more_saved - saved
 
 
 def _sequence_split(component: TracedComponent, half_saved: float, *, first: bool) -> SequenceSplit | None:
-    """What sequence parallelism divides in ``component`` beside its weights. ``half_saved``: bytes per sample that the
-    first of two ranks saves without it."""
+    """What sequence parallelism divides in ``component`` in addition to its weights; None if it cannot be split by
+    tokens. ``half_saved`` is the number of bytes per sample that the first of two ranks saves under tensor parallelism
+    alone."""
     plans = sequence_plans(component)
     if plans is None:
         return None
@@ -128,11 +130,11 @@ def _sequence_split(component: TracedComponent, half_saved: float, *, first: boo
 def tensor_split(
     component: TracedComponent, *, first: bool = False, kept_bytes: float | None = None
 ) -> tuple[TensorSplit | None, str]:
-    """What tensor parallelism can divide in ``component``, or why it can divide nothing. ``first``: it reads the
-    model's input.
+    """(split, reason): what tensor parallelism can divide in ``component``, or None and why it can divide nothing.
 
-    ``kept_bytes``: measured bytes per sample saved for backward. The count on meta tensors may be higher (attention
-    without its fused kernel also saves its scores); the divided part is then scaled down.
+    ``first`` says whether the component reads the model's input. ``kept_bytes`` is the measured number of bytes per
+    sample saved for backward. The count on meta tensors may be higher, because attention without its fused kernel also
+    saves its scores; the divided part is then scaled down.
     """
     if component.ties:
         return None, "it shares a parameter with another component"
@@ -170,7 +172,7 @@ def tensor_split(
 
 def _loss_bytes(traced: TracedModel, input_shape: tuple[int, ...], num_classes: int) -> float:
     """Bytes per sample that the cross-entropy of tokens saves: an fp32 log-probability for every word at every
-    position. 0 for one class per image, where it is negligible."""
+    position. 0 for a model with one class per image, where these bytes are negligible."""
     if len(input_shape) != 1 or traced.components[0].input_dtype.is_floating_point:
         return 0.0
     words = input_shape[0] * num_classes
@@ -187,13 +189,13 @@ def layer_graph(traced: TracedModel, *, model: str, input_shape: tuple[int, ...]
         key = signature(traced_component), kept, first
         if key not in known:
             known[key] = (*tensor_split(traced_component, first=first, kept_bytes=kept), facts.name)
-        found, why, of = known[key]
+        tensor, why, of = known[key]
         why = why.replace(of, facts.name)
         weights = {f.name: getattr(facts, f.name) for f in fields(facts)}
         tied = True if traced_component.ties else None
         if traced_component is traced.components[-1]:
             weights["saved_bytes_per_sample"] += _loss_bytes(traced, input_shape, num_classes)
-        components.append(Component(**weights, split=found, why_whole=why, tied=tied))
+        components.append(Component(**weights, split=tensor, why_whole=why, tied=tied))
     return LayerGraph(
         model=model,
         input_shape=input_shape,
@@ -206,7 +208,7 @@ def layer_graph(traced: TracedModel, *, model: str, input_shape: tuple[int, ...]
 
 
 def folded(notes: Sequence[str]) -> tuple[str, ...]:
-    """The first few of the ``notes`` made by :func:`asa.tracing.trace`, and the number of others.
+    """The first few of the ``notes`` made by :func:`asa.tracing.trace`, then the number of the others.
 
     >>> folded(["a is one call: why", "b is one call: so", "c", "d", "e"])
     ('a is one call: why', 'b is one call: so', 'c', 'and 2 more of the kind')

@@ -3,15 +3,17 @@
 If all ranks are on one host and use all its cores, collectives go through shared memory (:mod:`asa.sharding.segment`),
 and are finished when the call returns. Otherwise they are gloo messages.
 
-Gloo's own all_gather assembles everything in memory that it allocates and frees each time, and copies it out; its
-reduce_scatter does the same before it adds. Here parts are sent straight to their destination: to gather, every rank
-broadcasts its own part from the result; to scatter, ranks exchange parts (all_to_all) and each adds its own. The
-traffic is the same, (n-1)/n of the message. On a GPU both are the stock operations. So is a gather over a network:
-there gloo's ring, in which no rank sends to two at a time, is two to three times as fast as n broadcasts.
+Gloo's own all_gather assembles the result in memory that it allocates and frees each time, and copies it out; its
+reduce_scatter does the same before it adds. Here parts are sent directly to their destination. To gather, every rank
+broadcasts its own part from the result. To scatter, ranks exchange parts (all_to_all) and each adds its own. The
+traffic is the same, (n-1)/n of the message.
+
+On a GPU both are the stock operations. So is a gather over a network: in gloo's ring no rank sends to two others at a
+time, which makes it two to three times as fast as n broadcasts.
 
 Sums are added in the order of ranks, so they do not depend on which rank adds.
 
-A waiting rank stays awake for a while (:func:`awaited`): gloo passes a message from thread to thread, and if all
+A waiting rank does not sleep for a while (:func:`awaited`). Gloo passes a message from thread to thread, and if all
 threads of a rank sleep, waking them takes milliseconds.
 """
 
@@ -35,20 +37,21 @@ from asa.sharding.waits import waits
 
 
 def own_cores() -> bool:
-    """Whether there is a core for every rank, so that a rank that waits awake disturbs no other."""
+    """Whether every rank has a core of its own, so that a rank that waits without sleeping slows down no other."""
     ranks = int(os.environ.get("WORLD_SIZE") or 0)
     return hasattr(os, "sched_yield") and on_one_host() and 0 < ranks <= usable_cores()
 
 
 def awaited(work: dist.Work | None) -> float:
-    """Wait for ``work``, a collective between CPU ranks. If each rank has a core of its own, it waits awake at first,
-    repeatedly yielding the core to gloo's threads. (A send or receive would not report that it is done.)
+    """Wait for ``work``, a collective between CPU ranks. Returns the seconds, if they are :mod:`observed
+    <asa.sharding.waits>`; otherwise 0.
 
-    Returns the seconds, if they are :mod:`observed <asa.sharding.waits>`; otherwise 0.
+    If each rank has a core of its own, it does not sleep at first, but yields the core repeatedly to gloo's threads. (A
+    send or receive would not report that it is done.)
 
-    It polls the future, which takes no lock. ``is_completed`` takes the work's lock while holding the GIL: under a
-    profiler gloo's thread has that lock while it waits for the GIL, to pass on hooks on saved tensors, as checkpoints
-    set.
+    It polls the future, which takes no lock. ``is_completed`` takes the work's lock while it holds the GIL. Under a
+    profiler, gloo's thread holds that lock while it waits for the GIL, to pass on hooks on saved tensors such as those
+    of checkpoints: a deadlock.
     """
     if work is None:
         return 0.0
@@ -62,16 +65,16 @@ def awaited(work: dist.Work | None) -> float:
 
 
 class Pending(dist.Work):
-    """A collective in flight: its messages, and what to do with them when they have arrived."""
+    """A collective in flight: its messages, and what is done with them on arrival."""
 
     def __init__(self, works: Sequence[dist.Work | None], received: Tensor | None = None, into: Tensor | None = None,
                  *, mean: bool = False) -> None:  # fmt: skip
         super().__init__()
         self._works, self._received, self._into, self._mean = works, received, into, mean
         self.over = not works
-        """Whether nothing was in flight in the first place."""
+        """Whether there was nothing to wait for in the first place."""
         self.waited = 0.0
-        """Seconds in :meth:`wait`, if they are observed."""
+        """Seconds spent in :meth:`wait`, if they are observed."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
         """Wait for the result, without a time limit."""
@@ -173,7 +176,7 @@ def reduce_scatter_tensor(
 def _finished(
     pending: Pending, async_op: bool, what: tuple[CollectiveOp, dist.ProcessGroup | None, int] | None = None
 ) -> Pending | None:
-    """``pending`` if asynchronous, otherwise None after waiting for it. ``what``: kind of the collective, for
+    """``pending`` if asynchronous, otherwise None after waiting for it. ``what`` is the kind of the collective, for
     statistics."""
     if async_op:
         return pending

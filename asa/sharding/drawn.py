@@ -1,9 +1,9 @@
-"""Random numbers that a component's own code draws (``torch.randn_like`` in ``forward``, Python's ``random``): made
+"""Random numbers that a component's own code draws (``torch.randn_like`` in ``forward``, Python's ``random``), made
 equal under every plan and different for each sample.
 
-In every call such a component uses generators seeded by seed, step, microbatch and its name. Tensors with a row for
-each of a rank's samples are drawn for the whole microbatch, and the rank's own rows are kept; others are equal on all
-ranks.
+In every call, such a component uses generators whose seed is a function of the run's seed, step, microbatch and the
+component's name. A tensor with one row for each of a rank's samples is drawn for the whole microbatch, of which the
+rank keeps its own rows. Other tensors are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Drawing(TorchDispatchMode):
                 return func(*args, **options)
             kept = self._filled(x, lambda t: t.uniform_(generator=self._generator)) >= p
             return x * kept / (1 - p), kept
-        # Other operations draw from the default generator, which ``seeded`` has set by the same key.
+        # Other operations draw from the default generator, which ``seeded`` has seeded by the same key.
         return func(*args, **options)
 
     def _filled(self, like: Tensor, fill: Callable[[Tensor], Tensor]) -> Tensor:
@@ -95,8 +95,8 @@ class _Drawing(TorchDispatchMode):
 
 
 def keyed(component: TracedComponent, context: SampleContext, *, foreign: bool) -> None:
-    """Make the random numbers of ``component`` a function of seed, step and sample. ``foreign``: it also draws from
-    Python's or numpy's generators."""
+    """Make the random numbers of ``component`` a function of seed, step and sample. ``foreign`` says that it also draws
+    from Python's or numpy's generators."""
     theirs, site = component.forward, named(f"{component.name} draws")
 
     def forward(x: Tensor) -> tuple[Tensor, ...]:

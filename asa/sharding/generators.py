@@ -15,12 +15,12 @@ from asa.tracing.preserve import foreign_random, foreign_state
 _SHOWN = 3
 
 FOREIGN = "Python's or numpy's random"
-"""Name used in place of a torch operator."""
+"""Name that stands for generators other than torch's, in a list of torch operators."""
 
 
 class _Watch(TorchDispatchMode):
-    """Context that records the names of operators that change a generator. Some that can draw do not always (attention
-    without dropout)."""
+    """Context that records the names of operators that change the state of a generator. Operators that can draw do not
+    always do so (attention without dropout)."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Watch(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         before = self._states()
         result = func(*args, **(kwargs or {}))
-        if self._device.type == "meta":  # meta draws nothing; count the operation as drawing
+        if self._device.type == "meta":  # the meta device draws nothing: count every operator that can draw
             self.found[func.overloadpacket.__name__] = None
         if any(not torch.equal(a, b) for a, b in zip(before, self._states(), strict=True)):
             self.found[func.overloadpacket.__name__] = None
@@ -44,13 +44,13 @@ class _Watch(TorchDispatchMode):
 
 
 def drawing(components: Iterable[TracedComponent], batch: Tensor) -> dict[str, tuple[str, ...]]:
-    """Components that draw random numbers themselves in their current mode, after
-    :func:`asa.sharding.randomness.make_reproducible`, and the torch operators with which they do.
+    """Names of the components that draw random numbers themselves in their current mode, and the torch operators with
+    which they do; call after :func:`asa.sharding.randomness.make_reproducible`.
 
-    ``batch``: the model's input, on the components' device; their context knows its samples. Python's own generator and
-    numpy's are named :data:`FOREIGN`; others are not detected.
+    ``batch`` is the model's input, on the components' device; their context knows its samples. Python's own generator
+    and numpy's are named :data:`FOREIGN`. Other generators are not detected.
     """
-    found = {}
+    operators = {}
     with torch.no_grad(), torch.random.fork_rng(devices=[batch.device] if batch.is_cuda else []):
         for component in components:
             before = foreign_state()
@@ -59,12 +59,12 @@ def drawing(components: Iterable[TracedComponent], batch: Tensor) -> dict[str, t
                 if foreign_state()[: len(before)] != before:
                     watch.found[FOREIGN] = None
             if watch.found:
-                found[component.name] = tuple(watch.found)
-    return found
+                operators[component.name] = tuple(watch.found)
+    return operators
 
 
 def told(found: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """One sentence about the result of :func:`drawing`; empty if there are no such components.
+    """A sentence about the result of :func:`drawing`; empty if there are no such components.
 
     >>> told({"head": ("randn_like",)})
     ('head draws random numbers of its own (randn_like): what training computes depends on the plan',)

@@ -1,4 +1,4 @@
-"""Shards of stock layers. Parameters keep their names, so checkpoint keys stay the same; only their shapes shrink."""
+"""Shards of stock layers. Parameters keep their names, so checkpoint keys stay the same; only shapes are smaller."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from asa.sharding.samples import SampleDropout
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterShard:
-    """The part of a full parameter that each index of an axis holds.
+    """The parts of a full parameter that the indices of an axis hold.
 
-    Along ``dim`` the parameter consists of ``blocks`` equal runs (3 for fused query, key, value) of ``units`` units of
-    ``unit`` elements; index i of ``degree`` holds units ``bounds(units, degree, i)`` of every run.
+    Along ``dim`` the parameter consists of ``blocks`` equal runs (3 for fused query, key, value). Each run has
+    ``units`` units of ``unit`` elements. Index i of ``degree`` holds units ``bounds(units, degree, i)`` of every run.
     """
 
     dim: int
@@ -55,20 +55,20 @@ class ParameterShard:
 
 
 SHARDS = "asa_shards"
-"""Attribute of a sharded module: parameter or buffer name to its :class:`ParameterShard`."""
+"""Attribute of a sharded module: a dict from the name of a parameter or buffer to its :class:`ParameterShard`."""
 
 
 def shards_of(module: nn.Module) -> dict[str, ParameterShard]:
-    """All sharded parameters and buffers below ``module``, by full name."""
-    found: dict[str, ParameterShard] = {}
+    """Shards of all parameters and buffers below ``module``, by full name."""
+    shards: dict[str, ParameterShard] = {}
     for path, child in module.named_modules():
         for name, shard in getattr(child, SHARDS, {}).items():
-            found[f"{path}.{name}" if path else name] = shard
-    return found
+            shards[f"{path}.{name}" if path else name] = shard
+    return shards
 
 
 def _adopt(module: nn.Module, source: nn.Module, shards: dict[str, ParameterShard], index: int) -> None:
-    """Give ``module`` the parameters and buffers of ``source`` under their names, cut as ``shards`` says."""
+    """Give ``module`` the parameters and buffers of ``source`` under their names, cut by ``shards``."""
     for name, p in source.named_parameters(recurse=False):
         data = shards[name].cut(p.detach(), index) if name in shards else p.detach()
         fresh = nn.Parameter(data, requires_grad=p.requires_grad) if name in shards else p
@@ -106,7 +106,7 @@ class Gather(nn.Module):
 
 
 class GatherTokens(nn.Module):
-    """Gathers a value that is split by tokens, for layers that each do a part of the work on all tokens."""
+    """Gathers a value that is split by tokens, for layers that each compute a part of the result for all tokens."""
 
     def __init__(self, tokens: int, axis: Axis) -> None:
         super().__init__()
@@ -130,8 +130,8 @@ class ScatterTokens(nn.Module):
 
 
 class SumGradients(nn.Module):
-    """Passes parameters through; their gradients are summed over the axis, since each rank has those of its own
-    tokens."""
+    """Passes parameters through. Their gradients are summed over the axis, because each rank has those of its own
+    tokens only."""
 
     def __init__(self, axis: Axis) -> None:
         super().__init__()
@@ -145,8 +145,8 @@ class SumGradients(nn.Module):
 class RowParallel(nn.Module):
     """A linear layer or convolution that reads a shard of its inputs.
 
-    With ``partial`` the output stays a partial sum, which the boundary reduces: each rank then adds its share of the
-    bias, while the bias gets its complete gradient on all ranks.
+    With ``partial`` the output stays a partial sum, which the boundary reduces. Each rank then adds its share of the
+    bias, and the bias gets its complete gradient on all ranks.
     """
 
     weight: nn.Parameter
@@ -164,7 +164,7 @@ class RowParallel(nn.Module):
         _adopt(self, source, {"weight": shard}, axis.index)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The whole output (or this rank's addend of it) from a shard of the input."""
+        """The whole output, or this rank's addend of it, from a shard of the input."""
         if self.convolution:
             y = F.conv2d(x, self.weight, None, *self.options)
         else:
@@ -181,8 +181,8 @@ class RowParallel(nn.Module):
 
 
 class HeadParallelAttention(nn.Module):
-    """Self-attention over this rank's share of the heads. The input is whole, and so is the output unless ``scatter``
-    cuts it."""
+    """Self-attention over this rank's share of the heads. The input is whole. So is the output, unless ``scatter`` cuts
+    it."""
 
     head_parallel = True
     in_proj_weight: nn.Parameter
@@ -213,8 +213,8 @@ class HeadParallelAttention(nn.Module):
         self.out_proj = RowParallel(source.out_proj, cut, axis, partial=scatter is not None)
 
     def forward(self, x: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
-        """Output, and None for the weights. ``x``: [samples, length, width] (or length first, as in the stock
-        module)."""
+        """Output, and None in place of the attention weights. ``x`` is [samples, length, width], or length first, as in
+        the stock module."""
         if not self.batch_first:
             x = x.transpose(0, 1)
         n, length, _width = x.shape
@@ -275,7 +275,7 @@ def shard_module(
 ) -> nn.Module:  # fmt: skip
     """The shard of ``source`` for ``axis.index``, in the same mode and with the same parameter names.
 
-    ``partial``: the output of a ``row`` shard is not reduced. ``scatter``: reduce-scatters the output of ``heads``.
+    With ``partial`` the output of a ``row`` shard is not reduced. ``scatter`` reduce-scatters the output of ``heads``.
     """
     module: nn.Module
     if action == "row":

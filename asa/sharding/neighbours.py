@@ -1,7 +1,8 @@
-"""Prefetch of weights across segments: the next segment's first weights are gathered while the last component runs.
+"""Prefetch of weights across segments: the first weights of the next segment are gathered while the last component
+runs.
 
-Inside a segment stock FSDP2 prefetches by itself, because its units have one root. Segments have separate roots or
-none; the price of a plan assumes the prefetch (:mod:`asa.cost.traffic.prefetch`).
+Inside a segment, stock FSDP2 prefetches by itself, because its units have one root. Segments have separate roots or
+none. The price of a plan assumes the prefetch (:mod:`asa.cost.traffic.prefetch`).
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from asa.sharding.sharded import GATHERED_ONCE
 
 
 class GatherAhead:
-    """A hook that starts to gather the weights of ``unit``, which itself waits for them when it runs; ignores its
-    arguments. Does nothing before :meth:`allow`, because FSDP initializes a unit in its first run."""
+    """A hook that starts to gather the weights of ``unit``; it ignores its arguments. The unit itself waits for them
+    when it runs.
+
+    Does nothing before :meth:`allow`, because FSDP initializes a unit in its first run.
+    """
 
     def __init__(self, unit: FSDPModule) -> None:
         self._unit, self._allowed = unit, False
@@ -33,8 +37,8 @@ class GatherAhead:
 
 
 class Neighbours:
-    """Prefetches of a segment for its neighbours: ``following`` while its last component runs forward, ``preceding``
-    while its first one runs backward."""
+    """Prefetches that a segment starts for its neighbours: ``following`` while its last component runs forward,
+    ``preceding`` while its first component runs backward."""
 
     def __init__(self) -> None:
         self.following: GatherAhead | None = None
@@ -52,8 +56,8 @@ class Neighbours:
 
 
 def acquaint(segments: Sequence[nn.Module], neighbours: Sequence[Neighbours]) -> None:
-    """Let each of ``segments``, in their order of execution, prefetch for its neighbours; in backward only weights that
-    were freed after forward."""
+    """Make each of ``segments``, given in their order of execution, prefetch weights for its neighbours. In backward
+    these are only weights that were freed after forward."""
     units = [[m for m in s.modules() if isinstance(m, FSDPModule) and m is not s] for s in segments]
     for i, j in pairwise(range(len(segments))):
         if units[j]:
@@ -64,7 +68,7 @@ def acquaint(segments: Sequence[nn.Module], neighbours: Sequence[Neighbours]) ->
 
 def _allowed_by(unit: FSDPModule) -> GatherAhead:
     """A prefetch of ``unit`` that is enabled after its first run."""
-    found = GatherAhead(unit)
+    prefetch = GatherAhead(unit)
     assert isinstance(unit, nn.Module)
-    unit.register_forward_hook(found.allow)
-    return found
+    unit.register_forward_hook(prefetch.allow)
+    return prefetch

@@ -1,4 +1,4 @@
-"""Local shards of parameters (DTensors and split ones), and optimizer steps that use only these."""
+"""Local parts of parameters (DTensors and split ones), and optimizer steps that use only these."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def as_held(parameter: Tensor, value: Tensor) -> Tensor:
-    """``value``, state for this rank's part of ``parameter``, in the form and on the device of ``parameter``."""
+    """``value`` in the form and on the device of ``parameter``; ``value`` is state of this rank's part of it."""
     if isinstance(parameter, TensorPart):
         return TensorPart(as_held(parameter.held, value), parameter.parted)
     value = value.to(local(parameter).device)
@@ -35,10 +35,11 @@ def as_held(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 class _Parts:
-    """Local parts of an ``optimizer``'s parameters. Between ``enter`` and ``leave``, its groups contain the local parts
-    that it updates and nothing else. ``elsewhere``: identities of parameters that another rank updates.
+    """Local parts of the parameters of ``optimizer``.
 
-    Parts are looked up anew each time: ``fully_shard`` may move a parameter between steps.
+    Between ``enter`` and ``leave``, the optimizer's groups contain only the local parts that it updates. ``elsewhere``
+    are the identities of parameters that another rank updates. The parts are looked up anew each time, because
+    ``fully_shard`` may move a parameter between steps.
     """
 
     def __init__(self, optimizer: Optimizer, elsewhere: frozenset[int]) -> None:
@@ -85,7 +86,7 @@ class _Parts:
 
     def before(self, _optimizer: Optimizer, args: Any, options: dict[str, Any]) -> Any:
         """Enter before a step; a closure, which computes gradients, runs outside."""
-        self.leave()  # where a step ended with an exception
+        self.leave()  # in case the last step ended with an exception
         self.enter()
         closure = args[1] if len(args) > 1 else options.get("closure")
         if closure is None:
@@ -110,37 +111,39 @@ def _tensor(value: object) -> bool:
 
 
 def _outwards(p: Tensor, part: Tensor, before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """State of ``part`` as state of ``p``; entries whose tensor is unchanged keep their object from ``before``."""
+    """State of ``p`` with the values of ``now``, the state of ``part``. Entries whose tensor is unchanged keep their
+    object from ``before``."""
     if part is p:
         return now
-    found = {}
+    state = {}
     for key, value in now.items():
         known = before.get(key)
         if isinstance(known, Tensor) and local(known) is value:
             value = known
         elif isinstance(value, Tensor) and value.shape == part.shape:
             value = as_held(p, value)
-        found[key] = value
-    return found
+        state[key] = value
+    return state
 
 
 def step_over_parts(optimizer: Optimizer, elsewhere: Iterable[Tensor] = ()) -> Callable[[], None]:
-    """Let ``optimizer``, which must update element by element, run on this rank's parts as plain tensors: torch has no
-    fused SGD for DTensors, and refuses loops over a mixture of sharded and other tensors.
-
-    Outside of steps its groups contain the sharded and split parameters (and those that are updated ``elsewhere``), and
-    its state is sharded like them. Other hooks around a step, whenever they are added, run outside, too. Returns a
+    """Make ``optimizer``, which must update element by element, run on this rank's parts as plain tensors. Returns a
     function that undoes this.
+
+    Torch has no fused SGD for DTensors, and refuses loops over a mixture of sharded and other tensors. Outside of
+    steps, the optimizer's groups contain the sharded and split parameters (and those that are updated ``elsewhere``),
+    and its state is sharded like them. All other hooks around a step see this form, too, also those that are added
+    later.
     """
     parts = _Parts(optimizer, frozenset(map(id, elsewhere)))
     enters, leaves = optimizer.register_step_pre_hook(parts.before), optimizer.register_step_post_hook(parts.after)
     before: Any = optimizer._optimizer_step_pre_hooks
     behind: Any = optimizer._optimizer_step_post_hooks
-    honest = optimizer.register_step_pre_hook
+    original = optimizer.register_step_pre_hook
     behind.move_to_end(leaves.id, last=False)
 
     def register(hook: Any) -> RemovableHandle:
-        handle = honest(hook)
+        handle = original(hook)
         before.move_to_end(enters.id)
         return handle
 

@@ -1,14 +1,14 @@
-"""Derives how a component's tensors split over a tensor axis, in one walk over its traced graph.
+"""Derives how a component's tensors split over a tensor axis, in one pass over its traced graph.
 
 Every value is *whole* (the same on all ranks of the axis), *sharded* along one dimension, or *partial* (ranks hold
-addends). A layer with weights that reads a whole value is split by columns (outputs) and yields a sharded one; a layer
-that reads a sharded value is split by rows (inputs) and yields a partial one, reduced at once. Attention splits by
-heads: columns and rows in one module. Elementwise operations, pooling, BatchNorm and depthwise convolutions keep a
-value sharded; all other operations gather it first. This is the alternation of Shoeybi et al. 2019 (Megatron-LM),
-derived from the graph and not from the model's name.
+addends). A layer with weights that reads a whole value is split by columns (outputs), and its output is sharded. A
+layer that reads a sharded value is split by rows (inputs); its output is partial, and is reduced at once. Attention
+splits by heads: columns and rows in one module. Elementwise operations, pooling, BatchNorm and depthwise convolutions
+keep a value sharded. All other operations gather it first. This is the alternation of Shoeybi et al. 2019
+(Megatron-LM), derived from the graph and not from the model's name.
 
-Two reductions can move into the boundary around the component, where they may fuse with a change of batch shard: the
-input's gradient (``entry_partial``) and the output (``exit_partial``).
+Two reductions can move into the boundary around the component, where they may fuse with a change of batch shards: that
+of the input's gradient (``entry_partial``) and that of the output (``exit_partial``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Action = Literal["column", "row", "heads", "local", "depthwise"]
 
 @dataclass(frozen=True)
 class Cut:
-    """A value sharded along ``dim``: ``units`` indivisible units of ``unit`` elements each. ``tokens``: the units are
-    positions, not parts of what the layers compute (:mod:`asa.sharding.tokens`)."""
+    """A value that is sharded along ``dim`` in ``units`` indivisible units of ``unit`` elements each. With ``tokens``,
+    units are positions in a sequence, and not parts of what layers compute (:mod:`asa.sharding.tokens`)."""
 
     dim: int
     units: int
@@ -39,17 +39,17 @@ class Cut:
 
 @dataclass
 class SplitPlan:
-    """Result of the walk, by node. ``gathered``: values that are gathered for consumers that need them whole."""
+    """Result of the walk, by node of the graph."""
 
     actions: dict[str, Action] = field(default_factory=dict)
-    """How each module splits, by path."""
+    """How each module is split, by path."""
     cuts: dict[str, Cut] = field(default_factory=dict)
-    """Cut of what each module shards (its output; for ``row`` its input), by path."""
+    """Cut of what each module shards, by path: its output; for ``row`` its input."""
     states: dict[fx.Node, Cut | None] = field(default_factory=dict)
     gathers: dict[tuple[fx.Node, fx.Node], Cut] = field(default_factory=dict)
     """Pairs (value, consumer) between which a gather is inserted."""
     readers: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
-    """Column- or head-split nodes that read each whole value: their input gradients are partial."""
+    """Column- or head-split nodes that read each whole value. The gradients that they return for it are partial."""
     reduced: list[fx.Node] = field(default_factory=list)
     """Nodes whose output is reduced in forward."""
     hoisted: set[fx.Node] = field(default_factory=set)
@@ -58,13 +58,13 @@ class SplitPlan:
     tokens: int = 0
     """Number of tokens in the input if it is split by tokens; 0 otherwise."""
     exit_tokens: int = 0
-    """Number of tokens in the output if it is split by tokens, too."""
+    """Number of tokens in the output if it is split by tokens; 0 otherwise."""
     gathered: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     """Column- or head-split nodes that read all tokens of each value that is split by tokens."""
     scattered: list[fx.Node] = field(default_factory=list)
     """Nodes whose partial output is reduce-scattered by tokens."""
     tokenwise: list[fx.Node] = field(default_factory=list)
-    """Layers with parameters that see only a rank's tokens."""
+    """Layers with parameters that read only a rank's own tokens."""
 
     @property
     def entry_partial(self) -> bool:
@@ -93,7 +93,7 @@ _SPATIAL = {F.adaptive_avg_pool2d, F.max_pool2d, F.avg_pool2d}
 
 
 def is_elementwise(module: nn.Module) -> bool:
-    """Whether a module treats all elements alike (or all samples, as stochastic depth does)."""
+    """Whether ``module`` treats all elements alike, or all samples, as stochastic depth does."""
     return isinstance(module, _ELEMENTWISE_MODULES) or type(module).__name__ in {"StochasticDepth", "SampleDropout"}
 
 
@@ -119,7 +119,7 @@ def splits_by_heads(m: nn.Module, node: fx.Node) -> bool:
 
 
 def independent_groups(m: nn.Module) -> int:
-    """Number of consecutive parts of the input's last dimension that ``m``, a module without parameters, treats
+    """Number of consecutive parts of its input's last dimension that ``m``, a module without parameters, treats
     independently; 0 if it does not."""
     return int(getattr(m, "independent_groups", 0))
 
@@ -130,14 +130,14 @@ def _normal(dim: int, node: fx.Node) -> int:
 
 
 def _resolved(module: nn.Module, target: str) -> Any:
-    found: Any = module
+    value: Any = module
     for atom in target.split("."):
-        found = getattr(found, atom)
-    return found
+        value = getattr(value, atom)
+    return value
 
 
 class Walk:
-    """One pass over the graph in topological order; nodes have ``tensor_meta`` from shape propagation."""
+    """One pass over the graph in topological order. Nodes have ``tensor_meta`` from shape propagation."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
@@ -158,8 +158,8 @@ class Walk:
         for node in self.module.graph.nodes:
             if node.op in {"call_module", "get_attr"}:
                 target = str(node.target)
-                found = _resolved(self.module, target)
-                for p in found.parameters() if isinstance(found, nn.Module) else [found]:
+                target_module = _resolved(self.module, target)
+                for p in target_module.parameters() if isinstance(target_module, nn.Module) else [target_module]:
                     users.setdefault(id(p), set()).add(target)
         return {t for targets in users.values() if len(targets) > 1 for t in targets}
 
@@ -238,13 +238,15 @@ class Walk:
         return None
 
     def _groups(self, node: fx.Node, width: int) -> int:
-        """Number of parts into which ``width`` outputs can be split: the groups of heads, if attention reads them."""
+        """Number of parts into which ``width`` outputs can be split: the number of groups of heads, if attention reads
+        them."""
         readers = [self.module.get_submodule(str(u.target)) for u in node.users if u.op == "call_module"]
-        found = [n for n in map(independent_groups, readers) if n and width % n == 0]
-        return found[0] if found else width
+        counts = [n for n in map(independent_groups, readers) if n and width % n == 0]
+        return counts[0] if counts else width
 
     def _grouped(self, node: fx.Node, groups: int) -> Cut | None:
-        """The cut of attention over groups of heads, if all its inputs are cut by groups; otherwise gather them."""
+        """The cut of attention over groups of heads, if all its inputs are cut by groups. Otherwise None, and the
+        inputs are gathered."""
         last = _normal(-1, node)
         cuts = [self._cut_of(a) for a in node.args]
         if all(c is not None and (c.dim, c.units) == (last, groups) for c in cuts) and not node.kwargs:
@@ -302,22 +304,23 @@ class Walk:
             plan.exit_partial = plan.actions.get(str(results[0].target)) == "row"
 
     def _hoistable(self, entry: fx.Node) -> set[fx.Node]:
-        """Values between input and split readers, if *all* of the input's gradient comes through those readers.
+        """Values between the input and split readers, if *all* of the input's gradient comes through those readers;
+        otherwise an empty set.
 
-        Reduction commutes with backward of anything without parameters (it is linear in the gradient); gradients of
-        parameters in between would become partial, too.
+        Reduction commutes with the backward of everything without parameters, which is linear in the gradient.
+        Gradients of parameters in between would become partial, too.
         """
-        frontier, found = [entry], set()
+        frontier, passed = [entry], set()
         while frontier:
             value = frontier.pop()
             for user in value.users:
                 if user in self.plan.readers.get(value, []):
-                    found.add(value)
+                    passed.add(value)
                 elif self._passes_gradient(user) and self.plan.states[user] is None:
                     frontier.append(user)
                 else:
                     return set()
-        return found
+        return passed
 
     def _passes_gradient(self, node: fx.Node) -> bool:
         if node.op == "call_module":

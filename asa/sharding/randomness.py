@@ -1,4 +1,5 @@
-"""Makes a traced model's randomness a function of seed, step and sample, by replacing every dropout in both graphs."""
+"""Makes a traced model's randomness a function of seed, step and sample, by replacing every dropout in its graphs for
+training and evaluation."""
 
 from __future__ import annotations
 
@@ -28,17 +29,17 @@ from asa.tracing.component import TracedComponent
 
 
 def make_reproducible(components: Iterable[TracedComponent], context: SampleContext) -> None:
-    """Replace dropout modules, functions and attention dropout by forms that read ``context``.
+    """Replace dropout modules, dropout functions and attention dropout by forms that read ``context``.
 
-    Modules that fx could not enter (leaves with dropout inside) are searched too; dropout of a tensor whose first
-    dimension is not the batch is not replaced. A dropout module that is called several times draws anew in each call,
-    as the stock one does: each call is a site of its own. If a dropout works in place, later readers of its input see
-    the change; code that fx could not enter reads the input itself, a graph reads the dropout's result.
+    Modules that fx could not enter are searched too. Dropout of a tensor whose first dimension is not the batch is not
+    replaced. A dropout module that is called several times draws anew in each call, like the stock module, and each
+    call is a site of its own. If a dropout works in place, later readers of its input see the change: code that fx
+    could not enter reads the input itself, and a graph reads the dropout's result.
     """
     for component in components:
         for graph in component.graphs():
             _read_results(graph)
-        if component.eval_graph is not component.train_graph:  # shared graphs drop in evaluation, too: keep that
+        if component.eval_graph is not component.train_graph:  # a shared graph also drops in evaluation, which is kept
             _replace_functions(component.train_graph, component.name, context)
         for graph in component.graphs():
             _separate_calls(graph, component.name, context)
@@ -107,7 +108,8 @@ _FUNCTIONS: dict[Any, Callable[..., _Made | None]] = {
     F.feature_alpha_dropout: _dropping(SampleAlphaDropout, whole_from=2, trains=False),
     F.rrelu: _sloping,
 }
-"""Makers of replacements for functions, called with their arguments; None if these draw nothing."""
+"""Functions that return the replacement for a function of torch, given its arguments; None if the call draws
+nothing."""
 
 
 def _replace_functions(module: fx.GraphModule, owner: str, context: SampleContext) -> None:

@@ -1,5 +1,8 @@
-"""Recurrent layers whose dropout is a function of the sample. ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` apply dropout
-between layers inside one call, from the rank's generator. In training the layers run one after the other instead."""
+"""Recurrent layers with dropout that is a function of the sample.
+
+``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` apply dropout between layers inside one call, from the rank's generator. Here, in
+training, their layers run one after the other instead.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from asa.sharding.stock import stock
 _KERNELS: dict[str, Any] = {
     "LSTM": torch.lstm, "GRU": torch.gru, "RNN_TANH": torch.rnn_tanh, "RNN_RELU": torch.rnn_relu,
 }  # fmt: skip
-"""Kernels by the module's ``mode``; each computes one layer with the module's weights."""
+"""Kernels by the module's ``mode``. Each computes one layer with the module's weights."""
 
 
 def drops_between_layers(module: nn.Module) -> bool:
@@ -26,8 +29,8 @@ def drops_between_layers(module: nn.Module) -> bool:
 
 
 def with_layers_by_sample(module: nn.RNNBase, dropout: SampleDropout, site: str) -> None:
-    """Let ``module`` use ``dropout`` between its layers in training from now on; every call of it is a site of its own.
-    In evaluation, and on a sequence without a batch, it does what the stock module does."""
+    """Make ``module`` use ``dropout`` between its layers in training from now on. Every call of it is a site of its
+    own. In evaluation, and on a sequence without a batch, it does what the stock module does."""
     module.__dict__["forward"] = _BySample(module, dropout, site)
 
 
@@ -64,7 +67,8 @@ class _BySample:
     def _layers(
         self, x: Tensor, sizes: Tensor | None, order: Tensor | None, states: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Output of the last layer, and last states of all, each [layers x directions, samples, width]."""
+        """(output, states): output of the last layer, and last states of all layers, each [layers x directions,
+        samples, width]."""
         m, directions = self._module, 1 + self._module.bidirectional
         kernel, weights, ends = _KERNELS[m.mode], m.all_weights, []
         call = self._dropout.context.call(self._site)

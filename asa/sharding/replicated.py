@@ -1,6 +1,6 @@
 """Averages the gradients of parameters that all ranks of a data group hold whole, in buckets.
 
-The buckets of a rank fill from the last parameter to the first, as backward goes, and each is sent when it is full and
+The buckets of a rank fill from the last parameter to the first, as backward proceeds. Each is sent when it is full and
 those before it were sent. The others are sent at the end of backward. So all ranks send in the same order, whichever
 parameters their own samples reached (:mod:`asa.sharding.averaging`).
 """
@@ -26,10 +26,10 @@ _REPLICATED = "asa_replicated"
 
 
 class Replicated:
-    """The parameters of ``module`` whose gradients are averaged over ``axis``. ``send`` may be replaced;
-    ``parameters``: all, trained or not.
+    """The parameters of ``module`` whose gradients are averaged over ``axis``.
 
-    ``sparse``: those whose gradients have values for some rows only (:class:`torch.nn.Embedding` with ``sparse``).
+    ``parameters`` are all of them, trained or not. ``sparse`` are those whose gradients have values for some rows only
+    (:class:`torch.nn.Embedding` with ``sparse``). ``send`` is the function that averages a bucket, and may be replaced.
     """
 
     def __init__(self, module: nn.Module, axis: Axis, only: Collection[nn.Parameter] | None) -> None:
@@ -42,23 +42,23 @@ class Replicated:
     def buckets(self) -> list[Bucket]:
         """Buckets of the parameters that are currently trained, in the order in which they are sent."""
         sparse = set(self.sparse)
-        found: list[list[nn.Parameter]] = []
+        groups: list[list[nn.Parameter]] = []
         size, limit = 0, _FIRST_BYTES
         for p in reversed(self.parameters):
             if not p.requires_grad or p in sparse:
                 continue
-            if not found or size >= limit or found[-1][0].dtype != p.dtype or found[-1][0].device != p.device:
-                limit = _BUCKET_BYTES if found else _FIRST_BYTES
-                found.append([])
+            if not groups or size >= limit or groups[-1][0].dtype != p.dtype or groups[-1][0].device != p.device:
+                limit = _BUCKET_BYTES if groups else _FIRST_BYTES
+                groups.append([])
                 size = 0
-            found[-1].append(p)
+            groups[-1].append(p)
             size += p.nbytes
-        return [Bucket(i, members, last=i + 1 == len(found)) for i, members in enumerate(found)]
+        return [Bucket(i, members, last=i + 1 == len(groups)) for i, members in enumerate(groups)]
 
 
 def sender(axis: Axis) -> Send:
-    """A function that averages buckets over ``axis``: compressed if it has a compression, otherwise through shared
-    memory if the ranks have it, otherwise by messages."""
+    """A function that averages buckets over ``axis``: with the compression of ``axis``, if it has one; otherwise
+    through shared memory, if the ranks have it; otherwise by messages."""
     if axis.compression != "none":
         return compressed(axis)
     group = axis.group
@@ -87,8 +87,11 @@ def _done() -> None:
 
 
 def replicated(module: nn.Module, axis: Axis, *, only: Collection[nn.Parameter] | None = None) -> nn.Module:
-    """Prepare ``module`` for averaging its gradients over ``axis`` (those of the parameters ``only``, if not all), and
-    return it. Weights are set to those of the first rank, unless they are known to be equal (collective)."""
+    """Prepare ``module`` for averaging its gradients over ``axis``, and return it. ``only`` are the parameters
+    concerned, if not all.
+
+    Weights are set to those of the first rank (collective), unless they are known to be equal.
+    """
     if axis.size == 1 or axis.group is None or next(module.parameters(), None) is None:
         return module
     if not axis.alike:
@@ -99,8 +102,8 @@ def replicated(module: nn.Module, axis: Axis, *, only: Collection[nn.Parameter] 
 
 def replicated_of(module: nn.Module) -> Replicated | None:
     """The :class:`Replicated` of ``module``; None if nothing of it is averaged."""
-    found: Replicated | None = module.__dict__.get(_REPLICATED)
-    return found
+    state: Replicated | None = module.__dict__.get(_REPLICATED)
+    return state
 
 
 @torch.no_grad()

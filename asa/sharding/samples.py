@@ -1,8 +1,8 @@
 """Randomness that does not depend on the strategy.
 
-A dropout mask is a function of seed, step, site (the module's path), *global sample index* and element, so the same
-sample gets the same mask on any rank, in any microbatch, under any layout. That makes training under a plan comparable
-with training on one device. The function is that of :mod:`asa.zoo.data.draws`.
+A dropout mask is a function of seed, step, site (the module's path), *global sample index* and element. So a sample
+gets the same mask on any rank, in any microbatch, under any layout, and training under a plan can be compared with
+training on one device. The function is that of :mod:`asa.zoo.data.draws`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from asa.zoo.data import draws
 
 @dataclass
 class SampleContext:
-    """The samples that are being computed; set by the executor before every microbatch and component.
+    """The samples that are being computed. The executor sets it before every microbatch and component.
 
-    ``samples``: global indices of the rows this rank computes; ``total``: rows of the microbatch on all ranks, of which
-    ``rows`` are this rank's; ``start``: global index of its first sample. ``silent``: nothing is dropped, and random
-    slopes have their mean value.
+    Attributes:
+        samples: global indices of the rows that this rank computes.
+        total: number of rows of the microbatch on all ranks.
+        rows: which of these rows are this rank's.
+        start: global index of the microbatch's first sample.
+        silent: whether nothing is dropped, and random slopes have their mean value.
     """
 
     seed: int = 0
@@ -60,7 +63,7 @@ class SampleContext:
 
 
 def named(site: str) -> int:
-    """Number of a site, the same in every process."""
+    """Number of a site, equal in every process."""
     return zlib.crc32(site.encode())
 
 
@@ -73,7 +76,7 @@ def uniform(context: SampleContext, site: int, elements: Tensor) -> Tensor:
 
 
 class BySample(nn.Module):
-    """Draws for every element (or, with ``whole_from``, for whole channels or samples) of a batch-first tensor.
+    """Base of modules that draw for every element of a batch-first tensor, or for whole channels or samples.
 
     ``whole_from`` is the first dimension that shares one decision: None for ordinary dropout, 2 for Dropout2d, 1 for
     stochastic depth by row. ``shard`` is (dimension, offset, total) if the input is a shard.
@@ -116,9 +119,12 @@ class BySample(nn.Module):
 
 
 class SampleDropout(BySample):
-    """Drops elements, channels or samples. If the context does not know the samples, or in ``eval()``, it does what the
-    stock module does. ``scaled``: the rest is divided by its share, which keeps the expectation. ``inplace``: the
-    result also replaces the input."""
+    """Drops elements, channels or samples. In ``eval()``, or if the context does not know the samples, it does what the
+    stock module does.
+
+    With ``scaled`` the rest is divided by the probability of being kept, which preserves the expectation. With
+    ``inplace`` the result also replaces the input.
+    """
 
     def __init__(
         self, p: float, *, site: str, context: SampleContext, whole_from: int | None = None, scaled: bool = True
@@ -171,7 +177,8 @@ class SampleAlphaDropout(SampleDropout):
         return function(x, self.p, True)
 
     def masked(self, x: Tensor, kept: Tensor) -> Tensor:
-        """``x`` with dropped elements saturated; mean and variance of a standard normal input are kept."""
+        """``x`` with dropped elements replaced by a constant, and scaled such that a standard normal input keeps its
+        mean and variance."""
         scale = ((_SATURATION**2 * self.p + 1) * (1 - self.p)) ** -0.5
         return scale * (torch.where(kept, x, -_SATURATION) + _SATURATION * self.p)
 

@@ -1,14 +1,14 @@
 """Collectives between CPU ranks of one host, through shared memory.
 
-Gloo passes messages between threads and through sockets, so any message takes as long as it takes those threads to
-wake, 0.2 to 0.9 ms on a virtual machine. Here a rank copies its data into shared memory, announces it in a counter,
-waits awake for the counters of the others, and reads. No thread has to wake.
+Gloo passes messages between threads and through sockets. A message takes at least as long as waking those threads, 0.2
+to 0.9 ms on a virtual machine. Here a rank copies its data into shared memory, announces it in a counter, waits for the
+counters of the others without sleeping, and reads. No thread has to wake.
 
-These collectives do not run beside computation. So they are for ranks without a second core each: with idle cores,
-gloo's threads reduce gradients during backward. If ranks share a core, waiting ones yield it.
+These collectives do not overlap with computation. So they are for ranks that have no second core each: with idle cores,
+gloo's threads reduce gradients during backward. If ranks share a core, a waiting rank yields it.
 
-The memory has no name (``memfd_create``): nothing is left behind, however a rank ends. Ranks agree on using it by a few
-messages over gloo at the first collective of a group; if one of them cannot, none does.
+The memory has no name (``memfd_create``), so nothing is left behind, however a rank ends. Ranks agree on using it by a
+few messages over gloo at the first collective of a group. If one of them cannot use it, none does.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from asa.sharding.waits import waits
 CAPACITY_BYTES = MIB
 """Largest contribution of a rank to one meeting; longer messages are sent in several parts that fit a cache."""
 _SMALL_BYTES = 16 * KIB
-"""Size up to which every rank adds everything itself, because another meeting would take longer."""
+"""Size up to which every rank adds all contributions itself, because a second round would take longer."""
 AWAKE_S = 0.05
-"""Seconds for which a waiting rank stays awake, yielding its core to others; then it sleeps."""
+"""Seconds for which a waiting rank does not sleep, but yields its core to others; then it sleeps."""
 _NAP_S = 0.001
 _LINE_BYTES = 128
-"""Distance of counters, so that no two share a cache line, or a pair of lines that is fetched together."""
+"""Distance of counters in bytes. No two of them share a cache line, or a pair of lines that is fetched together."""
 
 
 def on_one_host() -> bool:
@@ -58,19 +58,19 @@ class _Switch:
 
 
 def forgo() -> None:
-    """Let groups whose first collective is after this use messages; an emulated device needs them to run beside its
-    work."""
+    """Make groups use messages if their first collective comes after this call. An emulated device needs messages to
+    run beside its work."""
     _Switch.on = False
 
 
 class Segment:
-    """Shared memory of the ``ranks`` of one group, from the view of its rank ``me``.
+    """Shared memory of the ``ranks`` of one group, as its rank ``me`` sees it.
 
-    Each rank has two slots, used in turns. In every collective (meeting) it writes its slot, then the meeting's number
-    to its counter; when all counters have that number, the slots can be read. A slot is written again two meetings
-    later: by then every rank has begun the one between, so it has finished reading.
+    Each rank has two slots, used in turns. In every collective (meeting) a rank writes its slot, then the meeting's
+    number to its counter. When all counters have that number, the slots can be read. A slot is written again two
+    meetings later. By then every rank has begun the meeting in between, so it has finished reading.
 
-    Counters rely on stores becoming visible in the order in which they were made, as on x86.
+    The protocol requires that stores become visible in the order in which they were made, as on x86.
     """
 
     def __init__(self, memory: mmap.mmap, ranks: int, me: int, timeout_s: float) -> None:
@@ -83,8 +83,8 @@ class Segment:
         self._words[me * self._step + 1] = os.getpid()
 
     def all_reduce(self, x: Tensor, *, mean: bool = False) -> None:
-        """Replace ``x`` (contiguous) by its sum (or mean) over all ranks, added in the order of ranks, so bitwise equal
-        on all."""
+        """Replace ``x`` (contiguous) by its sum (or mean) over all ranks. Sums are added in the order of ranks, so the
+        result is bitwise equal on all ranks."""
         for flat in self._slices(x.view(-1)):
             if self.ranks == 2 or flat.nbytes <= _SMALL_BYTES:
                 summed(self._shown(flat), flat)
@@ -94,7 +94,8 @@ class Segment:
                 flat.div_(self.ranks)
 
     def _all_reduce_in_parts(self, flat: Tensor) -> None:
-        """Sum one part on each rank and share the sums; the amount read does not grow with the number of ranks."""
+        """Sum one part on each rank, then share the sums. The amount that a rank reads does not grow with the number of
+        ranks."""
         length = -(-flat.numel() // self.ranks)
         edges = [min(r * length, flat.numel()) for r in range(self.ranks + 1)]
         start, stop = edges[self.me], edges[self.me + 1]
@@ -123,7 +124,8 @@ class Segment:
                 flat.div_(self.ranks)
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        """Copy ``x`` (contiguous) of rank ``source`` to all. It fills one slot while others read the other."""
+        """Copy ``x`` (contiguous) of rank ``source`` to all. The source fills one slot while the others read the
+        other."""
         for flat in self._slices(x.view(-1)):
             brought = self._shown(flat if self.me == source else flat[:0], flat.numel())
             if self.me != source:
@@ -138,8 +140,8 @@ class Segment:
         return rows.split(max(1, CAPACITY_BYTES // (share * rows.itemsize)), dim=1)
 
     def _shown(self, brought: Tensor, length: int | None = None) -> Tensor:
-        """Write ``brought`` to this rank's slot, and return the slots of all ranks (``length`` elements, or as many as
-        this one), one row each. They must be read before the next meeting."""
+        """Write ``brought`` to this rank's slot, and return the slots of all ranks, one row each: ``length`` elements,
+        or as many as ``brought`` has. They must be read before the next meeting."""
         boards = self._boards.get(brought.dtype)
         if boards is None:
             boards = self._boards[brought.dtype] = tuple(self._all.view(brought.dtype))
@@ -181,8 +183,8 @@ class Segment:
 
 
 def summed(rows: Tensor, into: Tensor) -> None:
-    """Write the sum of ``rows``, in their order, to ``into``. Negative zeros sum to one (``torch.sum`` begins with
-    0)."""
+    """Write the sum of ``rows``, added in their order, to ``into``. The sum of negative zeros is a negative zero here;
+    ``torch.sum`` begins with 0."""
     torch.add(rows[0], rows[1], out=into)
     for row in rows[2:]:
         into.add_(row)
@@ -208,16 +210,16 @@ _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, Segment | None] = weakref.
 
 
 def segment_of(group: dist.ProcessGroup | None) -> Segment | None:
-    """Shared memory of ``group`` (None: all ranks); None if it uses messages.
+    """Shared memory of ``group`` (None: all ranks); None if the group uses messages.
 
-    At the first call all ranks of the group must call it together, as a collective.
+    The first call is collective: all ranks of the group must make it together.
     """
     group = group or dist.distributed_c10d._get_default_group()
     try:
         return _agreed[group]
     except KeyError:
-        found = _agreed[group] = _agree(group)
-        return found
+        segment = _agreed[group] = _agree(group)
+        return segment
 
 
 def _agree(group: dist.ProcessGroup) -> Segment | None:

@@ -1,4 +1,4 @@
-"""Stock ``fully_shard`` (FSDP2) in the form in which the strategies use it."""
+"""Torch's ``fully_shard`` (FSDP2) in the form in which the strategies use it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ GATHERED_ONCE = "asa_gathered_once"
 """Attribute of a module whose weights stay gathered until a step's last backward."""
 
 UNREACHED = "asa_unreached"
-"""Attribute of a module: its :class:`Unreached`."""
+"""Attribute of a module that holds its :class:`Unreached`."""
 
 
 class Unreached:
     """Parameters of the sharded units under ``root`` that no sample of this rank reached in a backward.
 
-    Each counts as zero, so that all ranks scatter the same. One that no rank's samples reached gets no gradient, as on
-    one device: the zeros are negative, and only a sum of negative zeros is one.
+    The gradient of each counts as zero, so that all ranks scatter the same tensors. A parameter that no rank's samples
+    reached gets no gradient, as on one device: the zeros are negative, and a sum is negative zero only if all addends
+    are.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -41,7 +42,8 @@ class Unreached:
                 group.post_backward = self._filling(group, group.post_backward)
 
     def at_the_end(self, call: Callable[[], None]) -> None:
-        """Set ``call``, which is called at the end of a backward with such parameters and must call :meth:`settle`."""
+        """Set the function that is called at the end of a backward with such parameters. It must call
+        :meth:`settle`."""
         self._call = call
 
     def _filling(self, group: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,26 +82,27 @@ def _groups_of(module: nn.Module) -> list[Any]:
     if not isinstance(module, FSDPModule):
         return []
     state: Any = module._get_fsdp_state()
-    found = getattr(state, "_fsdp_param_groups", None)
-    return list(found) if found is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return list(groups) if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
 
 
 def sharded(module: nn.Module, axis: Axis, *, release: bool) -> nn.Module:
-    """Shard every component of the segment ``module`` over ``axis`` as one unit, with the segment as their root; if the
-    axis has two parts, over its inside, repeated across.
+    """Shard every component of the segment ``module`` over ``axis`` as one unit, with the segment as their root. If the
+    axis has two parts, state is sharded over the inside one and repeated across.
 
-    ``release``: free gathered weights between forward and backward; otherwise they stay until the last backward.
+    With ``release``, gathered weights are freed between forward and backward; otherwise they stay until the last
+    backward.
     """
     if axis.size == 1 or axis.group is None or next(module.parameters(), None) is None:
         return module
-    # Tracing guarantees that no component changes its input in place, so views are harmless.
+    # Traced components do not change their input in place, so views are harmless.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     device = next(module.parameters()).device.type
     mesh = _mesh(axis, device)
     policy = MixedPrecisionPolicy(reduce_dtype=REDUCED.get(axis.compression))
     _without_sparse_gradients(module)
     for p in module.parameters():
-        if not p.is_contiguous():  # channels last: a part of it would not be one piece
+        if not p.is_contiguous():  # channels last: a part of it would not be contiguous
             p.data = p.data.contiguous()
     scalars = {p for p in module.parameters() if not p.dim()}
     for component in module.get_submodule("components").children():
@@ -109,7 +112,7 @@ def sharded(module: nn.Module, axis: Axis, *, release: bool) -> nn.Module:
     fully_shard(module, mesh=mesh, reshard_after_forward=release, mp_policy=policy, ignored_params=scalars)
     module.__dict__[GATHERED_ONCE] = not release
     module.__dict__[UNREACHED] = Unreached(module)
-    # What has no dimension to shard (temperatures, gains) is whole on every rank.
+    # Parameters without a dimension to shard (temperatures, gains) are whole on every rank.
     return replicated(module, replace(axis, alike=True), only=scalars) if scalars else module
 
 
@@ -126,8 +129,8 @@ def _without_sparse_gradients(module: nn.Module) -> None:
 
 
 def _mesh(axis: Axis, device: str) -> DeviceMesh:
-    """A device mesh for ``axis``. The group is part of its name, because torch caches meshes by ranks and names, with
-    groups that are gone after a change of plan."""
+    """A device mesh for ``axis``. Torch caches meshes by ranks and names, together with their groups, which are gone
+    after a change of plan. So the group is part of the mesh's name here."""
     assert axis.group is not None
     own = axis.group.group_name
     if axis.parts is None:

@@ -1,4 +1,4 @@
-"""Checks that a module computes what torch's module of its class computes, so that it may be replaced."""
+"""Checks that a module computes exactly what torch's module of its class computes, so that it may be replaced."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _OWN = ("torch.nn.modules.", "torchvision.ops.stochastic_depth", "asa.")
 def stock(module: nn.Module) -> bool:
     """Whether ``module`` is torch's own (or one of asa's), unmodified.
 
-    Not stock: a subclass with methods of its own (a standardized convolution, a low-rank adapter), a computed weight
-    (``parametrizations``, ``weight_norm``), and hooks, which a replacement would lack.
+    These are not stock: a subclass with methods of its own (a standardized convolution, a low-rank adapter), a computed
+    weight (``parametrizations``, ``weight_norm``), and a module with hooks, which a replacement would lack.
     """
     hooks = (
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,

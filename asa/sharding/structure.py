@@ -31,8 +31,11 @@ from asa.tracing.remembered import Remembered
 
 @dataclass(frozen=True)
 class Structure:
-    """``graph``; the model's ``fingerprint``; and whether it can train on a batch of one sample (BatchNorm refuses a
-    single value per channel, which occurs if its image has shrunk to a point)."""
+    """Structure of a model: its ``graph`` and its ``fingerprint``.
+
+    ``trains_on_one`` says whether the model can train on a batch of one sample. BatchNorm refuses a single value per
+    channel, which occurs if the image has shrunk to one point.
+    """
 
     graph: LayerGraph
     fingerprint: str
@@ -48,13 +51,11 @@ def structure_of(
     num_classes: int,
     precision: Precision = "fp32",
 ) -> Structure:
-    """The structure of a model that reads batches like ``example`` [N, ...] (its values are not read).
+    """The structure of a model that reads batches like ``example`` [N, ...], whose values are not read.
 
     ``bare`` returns the model on the meta device. ``made`` returns it with weights, and is called if the meta device
-    does not suffice: ``forward`` asks for values, or torch runs a layer differently on meta (LSTM, GRU).
-
-    ``precision``: of activations, as autocast makes them; for a model that cannot run on meta they count as fp32, which
-    is more.
+    does not suffice: ``forward`` asks for values, or torch runs a layer differently on meta (LSTM, GRU). ``precision``
+    is that of activations under autocast. For a model that cannot run on meta they count as fp32, which is more.
 
     Raises:
         InvalidInputError: the model does not run on ``example``.
@@ -67,13 +68,13 @@ def structure_of(
 def _structure(
     bare: Callable[[], nn.Module], made: Callable[[], nn.Module], example: Tensor, name: str, num_classes: int
 ) -> Structure:
-    found = _on_meta(bare, example, name)
-    if found is None:
+    on_meta = _on_meta(bare, example, name)
+    if on_meta is None:
         _check_room(bare, name)
         model = made()
         batch = example.to(next((p.device for p in model.parameters()), torch.device("cpu")))
-        found = model, trace(model, batch, name=name), batch
-    model, traced, batch = found
+        on_meta = model, trace(model, batch, name=name), batch
+    model, traced, batch = on_meta
     graph = layer_graph(traced, model=name, input_shape=tuple(example.shape[1:]), num_classes=num_classes)
     on_one = not any(c.batch_norm for c in graph.components) or _trains_on_one(model, batch[:1])
     pair = batch[torch.arange(2, device=batch.device) % len(batch)]
@@ -83,14 +84,14 @@ def _structure(
 
 
 def _on_meta(bare: Callable[[], nn.Module], example: Tensor, name: str) -> tuple[nn.Module, TracedModel, Tensor] | None:
-    """The model and its trace on the meta device; None if they would differ from those with values."""
+    """The model, its trace on the meta device, and the batch; None if the trace would differ from one with values."""
     try:
         model = bare()
         if any(isinstance(m, nn.RNNBase) for m in model.modules()):
             return None
         batch = torch.empty_like(example, device="meta")
         traced = trace(model, batch, name=name)
-    except Exception:  # any error for lack of values; with values it is reported properly
+    except Exception:  # may fail for lack of values; a real error shows up again with values
         return None
     return None if any(" is one " in note for note in traced.notes) else (model, traced, batch)
 

@@ -1,5 +1,5 @@
-"""Tensor parallelism of one traced component: rewrites its graphs and shards so that the ranks of an axis compute it
-together."""
+"""Tensor parallelism of one traced component: rewrites its graphs and shards its layers, so that the ranks of an axis
+compute it together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from asa.tracing.preserve import histories
 
 _SAMPLES = 2
 _SHAPES = "asa_shapes"
-"""Key in a node's ``meta``, kept by copies: shape and type of the input for which its shape was recorded."""
+"""Key in a node's ``meta``, kept by copies: shape and type of the component's input when the node's shape was
+recorded."""
 
 
 def example_input(component: TracedComponent, samples: int = _SAMPLES) -> Tensor:
@@ -53,7 +54,7 @@ def _propagate_shapes(component: TracedComponent) -> None:
             ShapeProp(twin).propagate(torch.empty(shape, dtype=dtype, device="meta"))
             for node, like in zip(graph.graph.nodes, twin.graph.nodes, strict=True):
                 node.meta.update(like.meta)
-    except Exception:  # a real constant met meta tensors; fake tensors allow that, but are slower
+    except Exception:  # a real constant was combined with meta tensors; fake tensors allow that, but are slower
         fake = FakeTensorMode()
         with fake:
             device = next((p.device for p in component.parameters()), torch.device("cpu"))
@@ -75,9 +76,11 @@ def _without_values(component: TracedComponent) -> TracedComponent:
 
 
 def plan_split(component: TracedComponent, *, tokens: bool = False) -> list[SplitPlan]:
-    """How each of the component's graphs splits. The first plan's actions contain the layers of all graphs (an
-    auxiliary head is only in training's); a layer that is in two splits the same in both. ``tokens``: by tokens, too;
-    plans with ``tokens`` 0 mean that this is impossible.
+    """How each of the component's graphs splits. With ``tokens``, also by tokens; plans whose ``tokens`` is 0 mean that
+    this is impossible.
+
+    The first plan's actions contain the layers of all graphs (an auxiliary head is only in that of training). A layer
+    that is in two graphs splits in the same way in both.
 
     Raises:
         UsageError: the two modes would split different layers, or shapes depend on values.
@@ -106,7 +109,7 @@ def plan_split(component: TracedComponent, *, tokens: bool = False) -> list[Spli
 
 def sequence_plans(component: TracedComponent) -> list[SplitPlan] | None:
     """How each of the component's graphs splits by tokens, with parameters split as in tensor parallelism alone; None
-    if it does not.
+    if that is impossible.
 
     Raises:
         UsageError: see :func:`plan_split`.
@@ -122,8 +125,8 @@ def sequence_plans(component: TracedComponent) -> list[SplitPlan] | None:
 
 
 def split(component: TracedComponent, axis: Axis, *, tokens: bool = False) -> TracedComponent:
-    """Split ``component`` in place over ``axis``; without a process group it is rehearsed (see :class:`Axis`).
-    ``tokens``: its input and output are split by tokens (:mod:`asa.sharding.tokens`).
+    """Split ``component`` in place over ``axis``; without a process group it is rehearsed (see :class:`Axis`). With
+    ``tokens``, its input and output are split by tokens (:mod:`asa.sharding.tokens`).
 
     Raises:
         UsageError: the component has nothing to split, or fewer units than the axis has ranks.
@@ -132,7 +135,7 @@ def split(component: TracedComponent, axis: Axis, *, tokens: bool = False) -> Tr
         return component
     plans = sequence_plans(component) if tokens else plan_split(component)
     if plans is None:
-        raise UsageError(f"{component.name} does not take its tokens cut")
+        raise UsageError(f"{component.name} cannot be split by tokens")
     plan = plans[0]
     most = min(plan.max_degree, plan.tokens) if tokens else plan.max_degree
     if not plan.actions or axis.size > most:
@@ -181,7 +184,7 @@ def _connect(module: fx.GraphModule, plan: SplitPlan, axis: Axis) -> None:
 
 
 def _insert(module: fx.GraphModule, value: fx.Node, users: list[fx.Node], step: nn.Module, name: str) -> None:
-    # Before its first user, not right behind the value, which may still be changed in place in between.
+    # Before the first user, not right after the value, because it may be changed in place in between.
     module.add_submodule(name, step)
     wanted = set(users)
     first = next(n for n in module.graph.nodes if n in wanted)

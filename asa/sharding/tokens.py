@@ -1,11 +1,12 @@
 """Sequence parallelism: how a component splits if tokens, too, are divided over the tensor axis.
 
-Where tensor parallelism leaves a value whole between its pairs of split layers, here a rank has some of its tokens
-(dimension 1 of [samples, tokens, width]): norms, residuals and dropout work on those. Before a split layer tokens are
-gathered, and its partial gradient is reduce-scattered; after a pair the partial output is reduce-scattered, and its
-gradient gathered. Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", 4.2.2. The
-component's input is split by tokens, and so is its output, if it still has them; operations that need all tokens (the
-choice of the class token) have them gathered first.
+Between its pairs of split layers, tensor parallelism leaves a value whole. Here a rank has some of its tokens
+(dimension 1 of [samples, tokens, width]), and norms, residuals and dropout work on those. Before a split layer tokens
+are gathered, and their partial gradient is reduce-scattered. After a pair the partial output is reduce-scattered, and
+its gradient gathered (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", 4.2.2).
+
+The component's input is split by tokens, and so is its output, if it still has them. For operations that need all
+tokens (the choice of the class token) they are gathered first.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class _TokenWalk(Walk):
         return None
 
     def _scattered(self, node: fx.Node, cut: Cut | None) -> Cut | None:
-        """Output of a row-split layer, split by tokens if it has them."""
+        """The cut of the output of a row-split layer: by tokens, if it has them."""
         if self.cut is None or node not in self.plan.reduced:
             return cut
         shape = node.meta["tensor_meta"].shape
@@ -101,12 +102,12 @@ class _TokenWalk(Walk):
         return self._binary(node) if node.target in BINARY_FUNCTIONS else None
 
     def _whole(self, node: fx.Node) -> None:
-        if node.target != "dim":  # the same of any part
+        if node.target != "dim":  # a part has the same number of dimensions
             super()._whole(node)
 
     def _hoist(self) -> None:
         """Accept the plan only if the output is one value, split by tokens or whole, and no split layer reads or makes
-        a whole value. Nothing is partial at the ends."""
+        a whole value. Nothing is partial at input and output."""
         plan, cut = self.plan, self.cut
         (output,) = [n for n in self.module.graph.nodes if n.op == "output"]
         ends = [plan.states.get(n) for n in output.all_input_nodes]
@@ -116,6 +117,6 @@ class _TokenWalk(Walk):
 
 
 def propagate_tokens(module: fx.GraphModule) -> SplitPlan:
-    """Derive how ``module`` (one tensor in, shapes propagated) splits over an axis that divides its tokens, for any
-    degree. ``tokens`` of the result is 0 if it does not."""
+    """How ``module`` (one tensor in, shapes propagated) splits over an axis that divides its tokens, for any degree.
+    ``tokens`` of the result is 0 if it does not."""
     return _TokenWalk(module).run()

@@ -1,6 +1,6 @@
 """Sends rows of a microbatch from one pipeline stage to the next, as :mod:`asa.ir.transfer` declares them.
 
-Sends and receives are asynchronous, and each direction has its own group: neither side waits for the other's sends,
+Sends and receives are asynchronous, and each direction has its own group. So neither side waits for the other's sends,
 whatever the order of their actions. Messages between two ranks arrive in the order of sending.
 """
 
@@ -38,14 +38,15 @@ class Arrival:
 
 
 class Link:
-    """One direction of a transfer between stages on one rank: the sender calls :meth:`send`, the other :meth:`receive`,
-    microbatch by microbatch in the same order."""
+    """One direction of a transfer between stages on one rank. The sender calls :meth:`send` and the receiver
+    :meth:`receive`, microbatch by microbatch in the same order."""
 
     def __init__(
         self, source: Layout, source_ranks: tuple[int, ...], target: Layout, target_ranks: tuple[int, ...], *,
         rank: int, group: dist.ProcessGroup, processes: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
-        """Ranks are the plan's; ``processes``: which process runs each of them; process i runs rank i if None."""
+        """Ranks are those of the plan. ``processes`` are the processes that run them, in their order; if None, process
+        i runs rank i."""
         self._processes = processes or tuple(range(1 + max(*source_ranks, *target_ranks)))
         self._ends = (source, source_ranks, target, target_ranks)
         self._rank, self._group = rank, group
@@ -54,8 +55,8 @@ class Link:
         self._messages: dict[int, tuple[int, list[tuple[int, slice]]]] = {}
 
     def _own(self, rows: int) -> tuple[int, list[tuple[int, slice]]]:
-        """Number of this rank's rows in a microbatch of ``rows``, and which of them it exchanges with which rank;
-        cached."""
+        """(number, exchanges): the number of this rank's rows in a microbatch of ``rows`` rows, and which of them it
+        exchanges with which rank. Cached."""
         known = self._messages.get(rows)
         if known is None:
             source, source_ranks, target, target_ranks = self._ends
@@ -71,7 +72,8 @@ class Link:
         return known
 
     def send(self, x: Tensor, rows: int) -> None:
-        """Send those rows of ``x`` (this rank's, of a microbatch of ``rows``) that others need; returns at once."""
+        """Send the rows of ``x`` that others need; returns at once. ``x`` are this rank's rows of a microbatch of
+        ``rows`` rows."""
         x = x.detach().contiguous()
         works = []
         for peer, part_of in self._own(rows)[1]:
@@ -84,8 +86,8 @@ class Link:
             self.settle(len(self._sends) - 1)
 
     def receive(self, rows: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Arrival:
-        """Start to receive this rank's rows, each of ``shape``. When silenced, each message is one number, so that only
-        the waiting is left."""
+        """Start to receive this rank's rows, each of ``shape``. While collectives are silenced, each message is one
+        number, so that only the waiting remains."""
         count, parts = self._own(rows)
         silent = is_silent()
         buffer = (torch.zeros if silent else torch.empty)((count, *shape), dtype=dtype, device=device)

@@ -17,18 +17,18 @@ from asa.sharding.waits import waits
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Owner of each item: the largest first, each to the rank with the least so far (Graham 1969: at most 4/3 of the
-    optimum).
+    """Index of the rank that owns each item. Items are assigned in descending order of size, each to the rank with the
+    smallest sum so far (Graham 1969: the largest sum is at most 4/3 of the optimum).
 
     >>> owners([5, 1, 4, 2], 2)
     [0, 0, 1, 1]
     """
     held = [0] * ranks
-    found = [0] * len(sizes)
+    owner = [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        found[i] = held.index(min(held))
-        held[found[i]] += sizes[i]
-    return found
+        owner[i] = held.index(min(held))
+        held[owner[i]] += sizes[i]
+    return owner
 
 
 class SharedUpdate:
@@ -41,7 +41,7 @@ class SharedUpdate:
         self._chunks = self._rounds()
 
     def _rounds(self) -> list[list[tuple[int, list[nn.Parameter]]]]:
-        """Chunks that are sent at the same time: in each round at most one chunk per owner."""
+        """Chunks of parameters that are sent at the same time: in each round at most one chunk per owner."""
         rounds: list[list[tuple[int, list[nn.Parameter]]]] = []
         for index in range(self.axis.size):
             chunks: list[list[nn.Parameter]] = []
@@ -101,5 +101,5 @@ def share_update(module: nn.Module, axis: Axis) -> nn.Module:
 
 def shared_update(module: nn.Module) -> SharedUpdate | None:
     """The :class:`SharedUpdate` of ``module``; None if its update is not divided."""
-    found: SharedUpdate | None = module.__dict__.get(_SHARED)
-    return found
+    update: SharedUpdate | None = module.__dict__.get(_SHARED)
+    return update

@@ -1,10 +1,11 @@
-"""Measures what blocks this rank: seconds in collectives and receives, and how many of them it waited for a later rank.
+"""Measures how long this rank is blocked in collectives and receives, and how much of that it waits for a later rank.
 
-On a CPU the waiting is done by the host, so two readings of its clock suffice. With shared memory
-(:mod:`asa.sharding.segment`) a rank sees when the last of the others arrives, so waiting and transfer can be separated.
-With messages it sees only when they have arrived; a comparison of ranks separates the two, because the last rank to
-come waits for no other. On CUDA the stream waits, so events are recorded around it. What ``fully_shard`` overlaps there
-with computation is in streams of its own and is not measured.
+On a CPU the host waits, so two readings of its clock suffice. With shared memory (:mod:`asa.sharding.segment`) a rank
+sees when the last of the others arrives, so waiting and transfer can be separated. With messages it sees only when they
+have arrived. A comparison of ranks then separates the two, because the last rank to arrive waits for no other.
+
+On CUDA the stream waits, so events are recorded around the wait. Communication of ``fully_shard`` that overlaps with
+computation there is in streams of its own, and is not measured.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _MOST_SAMPLES = 64
 
 
 class Held(NamedTuple):
-    """Seconds of a step in which this rank was blocked (``blocked``); ``late``: of these, waiting for a later rank;
-    ``unsplit``: of these, either waiting or transfer."""
+    """Seconds of a step in which this rank was blocked. ``blocked`` are all of them; ``late`` are those spent waiting
+    for a later rank; ``unsplit`` are those that are either waiting or transfer."""
 
     blocked: float
     late: float
@@ -75,14 +76,15 @@ class Waits:
         return Mark(_event() if cuda else time.perf_counter(), self._blocked, self._late)
 
     def end(self, mark: Mark | None) -> float:
-        """Count all time since ``mark`` as blocked; returns the seconds on a CPU."""
+        """Count all time since ``mark`` as blocked. Returns the seconds on a CPU, and 0 on CUDA, where only events are
+        recorded."""
         if mark is None:
             return 0.0
         if not isinstance(mark.at, float):
             self._events.append((mark.at, _event()))
             return 0.0
         seconds = time.perf_counter() - mark.at
-        # What was noted in between lies within this stretch and counts once.
+        # Waits that were recorded in between lie within this interval; count them once.
         self._unsplit += seconds - (self._blocked - mark.blocked)
         self._blocked = mark.blocked + seconds
         return seconds
@@ -122,20 +124,20 @@ class Waits:
         self._counts[key] += 1
 
     def take(self) -> Held | list[tuple[torch.cuda.Event, torch.cuda.Event]]:
-        """Waiting times since the last call; events if only the device knows them."""
+        """Waiting times since the last call. On CUDA, where only the device knows them: the recorded events."""
         if self._events:
             events, self._events = self._events, []
             return events
-        found = Held(self._blocked, self._late, self._unsplit)
+        times = Held(self._blocked, self._late, self._unsplit)
         self._blocked = self._late = self._unsplit = 0.0
-        return found
+        return times
 
     def transfers(self) -> list[tuple[Kind, float, int]]:
-        """Kinds of transfers since the last call, with the median seconds of each and their number; sorted by total
-        time."""
-        found = [(Kind(*key), median(samples), self._counts[key]) for key, samples in self._samples.items()]
+        """(kind, seconds, number) of every kind of transfer since the last call, with the median of seconds; sorted by
+        descending total time."""
+        medians = [(Kind(*key), median(samples), self._counts[key]) for key, samples in self._samples.items()]
         self._samples, self._counts = {}, {}
-        return sorted(found, key=lambda entry: -entry[1] * entry[2])
+        return sorted(medians, key=lambda entry: -entry[1] * entry[2])
 
 
 def level_of(ranks: Sequence[int]) -> int:
@@ -149,7 +151,7 @@ def level_of(ranks: Sequence[int]) -> int:
 
 
 def held_by(events: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> Held:
-    """Seconds between the events of every pair; waits until the device has reached them."""
+    """Seconds between the two events of every pair, in sum; waits until the device has reached them."""
     seconds = sum(first.elapsed_time(last) for first, last in events) / 1e3
     return Held(seconds, 0.0, seconds)
 
@@ -161,4 +163,4 @@ def _event() -> torch.cuda.Event:
 
 
 waits = Waits()
-"""The instance of this process: used by all threads, because on CUDA backward runs in threads of its own."""
+"""The instance of this process. All threads use it, because on CUDA backward runs in threads of its own."""

@@ -1,4 +1,4 @@
-"""Simulates a plan as events on streams, with the planner's prices. No torch."""
+"""Simulates a plan as events on streams, with the planner's prices. It needs no torch."""
 
 from __future__ import annotations
 

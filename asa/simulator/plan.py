@@ -49,7 +49,8 @@ def simulate(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strateg
 def play(
     price: Price, names: Sequence[str], num_microbatches: int, overlap: Overlap, schedule: Schedule | None = None
 ) -> tuple[list[Event], float]:
-    """Events of one step, by stage, and its seconds. Without a schedule, microbatches run one after the other."""
+    """(events, seconds) of one step; events are sorted by stage. Without a schedule, microbatches run one after the
+    other."""
     runs = [StageRun(s, stage, names, overlap) for s, stage in enumerate(price.stages)]
     if schedule is None:
         for k in range(num_microbatches):

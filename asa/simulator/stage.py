@@ -13,7 +13,7 @@ from asa.simulator.streams import Streams
 
 
 class StageRun:
-    """Stage number ``number`` on one of its ranks. ``names``: of all components of the plan."""
+    """Stage number ``number``, on one of its ranks. ``names`` are those of all components of the plan."""
 
     def __init__(self, number: int, price: StagePrice, names: Sequence[str], overlap: Overlap) -> None:
         self.streams = Streams(overlap, number)

@@ -1,8 +1,8 @@
 """Two streams of one rank of a stage: computation in program order, and the reduction of gradients beside it.
 
-Work is measured in the seconds it would take alone. While a computation and a reduction run at once, each is slowed
-down (the cluster's :class:`~asa.ir.cluster.Overlap`). A blocking collective is in program order too: it has the links
-for itself, and both computation and reduction wait until it ends.
+Work is given in the seconds that it would take alone. While a computation and a reduction run at once, both are slowed
+down (the cluster's :class:`~asa.ir.cluster.Overlap`). A blocking collective is in program order, too. It has the links
+for itself: computation and reduction wait until it ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Sync:
 
 
 class Streams:
-    """Advances a clock over work given in program order; ``events`` records it."""
+    """A clock that advances over work given in program order; ``events`` records the work."""
 
     def __init__(self, overlap: Overlap, stage: int = 0) -> None:
         self._overlap = overlap
@@ -36,7 +36,7 @@ class Streams:
         self.events: list[Event] = []
 
     def compute(self, name: str, kind: EventKind, seconds: float, microbatch: int, covered: float = 0.0) -> None:
-        """Run a computation. Waiting reductions run beside it, after its first ``covered`` seconds."""
+        """Run a computation of ``seconds``. Waiting reductions run beside it, after its first ``covered`` seconds."""
         start, left = self.now, seconds - covered
         self.now += covered
         while left > _NOTHING:
@@ -60,7 +60,7 @@ class Streams:
         self.record(name, kind, "communication", start, microbatch)
 
     def rest_until(self, seconds: float) -> None:
-        """Compute nothing until the time ``seconds``; waiting reductions go on."""
+        """Compute nothing until the clock is at ``seconds``; waiting reductions go on."""
         while self.now < seconds and self._waiting:
             sync = self._waiting[0]
             wall = min(sync.left, seconds - self.now)

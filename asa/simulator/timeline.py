@@ -12,8 +12,8 @@ EventKind = Literal["forward", "backward", "boundary", "inside", "gradient", "up
 
 @noun
 class Event:
-    """One piece of work: ``start_s`` and ``end_s`` in seconds since the step began; ``microbatch`` and ``stage`` from
-    0."""
+    """One piece of work. ``start_s`` and ``end_s`` are seconds since the step began; ``microbatch`` and ``stage`` count
+    from 0."""
 
     name: str
     kind: EventKind
@@ -26,10 +26,8 @@ class Event:
 
 @noun
 class Timeline:
-    """One simulated step. All ranks of a stage behave like its busiest one, so each stage has one list of events.
-
-    ``stages``: the ranks of every stage.
-    """
+    """One simulated step. All ranks of a stage behave like its busiest rank, so each stage has one list of events.
+    ``stages`` are the ranks of every stage."""
 
     model: str
     ranks: int

@@ -1,6 +1,7 @@
 """Timelines in Chrome's trace format, which Perfetto opens: one process per rank, one thread per stream.
 
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU (Trace Event Format); times in us.
+Times are in microseconds. The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+(Trace Event Format).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _MOST_RANKS = 64
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """The trace document. With more than 64 ranks, it has the first 64, or the first of every stage if those are
-    fewer."""
+    """The trace document. With more than 64 ranks it has the first rank of every stage, if there are 2 to 64 stages;
+    otherwise the first 64 ranks."""
     events: list[dict[str, Any]] = []
     used = {e.stream for e in timeline.events}
     for rank in _shown(timeline):

@@ -24,16 +24,19 @@ from asa.ir.plan import Plan
 from asa.ir.profile import Profile, Stat
 
 Machine = Callable[[int], tuple[Profile, Cluster]]
-"""Function from steps since the start of the run to the true profile and cluster at that time, with devices by
-process."""
+"""Function from the number of steps since the start of the run to the true profile and cluster at that time. The
+cluster's devices are those of the processes."""
 
 _PROBE_BYTES = 2.0**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Standard deviations of logarithms: ``step``, of a step on all ranks, and ``own``, of each rank's or link's figure
-    in a window. ``tails``: fraction of steps that take ``tail`` times as long."""
+    """Random deviations of measured times.
+
+    ``step`` is the standard deviation of the logarithm of a step's time, on all ranks together. ``own`` is that of each
+    rank's or link's value in a window. ``tails`` is the fraction of steps that take ``tail`` times as long.
+    """
 
     step: float = 0.0
     own: float = 0.0
@@ -44,9 +47,12 @@ class Noise:
 class World(Executor):
     """Simulates training under one plan at a time.
 
-    ``window``: steps between two observations, 0 for none inside an epoch; ``move_s``: seconds of a change of plan;
-    ``rebuild_s``: seconds that the first plan is said to have taken to build.
-    ``spent_s``: sum over all steps and changes; ``moves``: the changes that were made.
+    Attributes:
+        window: steps between two observations; 0 for none inside an epoch.
+        move_s: seconds that a change of plan takes.
+        rebuild_s: seconds that the first plan is said to have taken to build.
+        spent_s: sum over all steps and changes, in seconds.
+        moves: the changes of plan that were made.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Traces any model into a chain of components that computes bitwise the same as the model."""
+"""Traces any model into a chain of components that computes bitwise what the model computes."""
 
 from asa.tracing.build import trace
 from asa.tracing.called import UNCUT, CalledModel, called

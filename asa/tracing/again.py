@@ -1,7 +1,8 @@
 """Values that every component can recompute by itself: masks, positions and rotations that follow from shapes alone.
 
-A model computes them once and passes them to all its blocks, so they are alive at every cut beside the hidden state.
-They depend on no element of the input: each component recomputes those that it reads from the shape of its own input.
+A model computes them once and passes them to all its blocks, so at every cut they are alive beside the hidden state.
+They depend on no element of the input. So each component recomputes those that it reads from the shape of its own
+input.
 """
 
 from __future__ import annotations
@@ -37,9 +38,13 @@ class Batch:
 
 
 def repeatable(program: Program, seen: tuple[Any, Any]) -> dict[fx.Node, Any]:
-    """Nodes that depend on no data. For questions about shapes, with their answer, in which :class:`Batch` stands for
-    the number of samples. ``seen``: observations on two batch sizes (:class:`asa.tracing.cuts.Observation`)."""
-    found: dict[fx.Node, Any] = {}
+    """Nodes that depend on no data, and what is needed to recompute each.
+
+    The value is the answer for a question about shapes, in which :class:`Batch` stands for the number of samples. For a
+    module that uses only shapes and types of data, it is (shape of one sample, type) of each of these inputs. Otherwise
+    it is None. ``seen`` are observations on two batch sizes (:class:`asa.tracing.cuts.Observation`).
+    """
+    values: dict[fx.Node, Any] = {}
     written = {storage for _, storage in seen[0].writes}
     for node in program.graph.nodes:
         if seen[0].storage.get(node) in written:
@@ -47,19 +52,19 @@ def repeatable(program: Program, seen: tuple[Any, Any]) -> dict[fx.Node, Any]:
         if about_shape(node):
             answer = _answer(*(s.plain.get(node) for s in seen), *(s.batch for s in seen))
             if answer is not None:
-                found[node] = answer
+                values[node] = answer
         elif node.op == "get_attr":
             if not isinstance(program.attributes[str(node.target)], nn.Parameter):
-                found[node] = None
+                values[node] = None
         elif node.op in ("call_function", "call_method"):
             name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-            if name in _PURE and "out" not in node.kwargs and all(n in found for n in node.all_input_nodes):
-                found[node] = None
+            if name in _PURE and "out" not in node.kwargs and all(n in values for n in node.all_input_nodes):
+                values[node] = None
         elif node.op == "call_module":
-            data = [n for n in node.all_input_nodes if n not in found]
+            data = [n for n in node.all_input_nodes if n not in values]
             if _ignores(program.attributes[str(node.target)], node, data, seen):
-                found[node] = {n: (seen[0].shapes[n][1:], seen[0].types[n]) for n in data}
-    return found
+                values[node] = {n: (seen[0].shapes[n][1:], seen[0].types[n]) for n in data}
+    return values
 
 
 _SHAPE_ONLY = frozenset((
@@ -70,13 +75,13 @@ _SHAPE_ONLY = frozenset((
 
 
 class _Reads(TorchDispatchMode):
-    """Context that tracks which tensors follow from the values of ``data``; all are tensors without values. ``drew``:
+    """Context that tracks which tensors depend on the values of ``data``. All tensors have no values. ``drew`` says
     whether a random number was requested."""
 
     def __init__(self, data: list[torch.Tensor]) -> None:
         super().__init__()
         self.drew = False
-        self._kept = list(data)  # a freed storage's number could be reused
+        self._kept = list(data)  # keeps storages alive: the address of a freed one could be used again
         self._followers = {t.untyped_storage()._cdata for t in data}
 
     def follows(self, tensor: torch.Tensor) -> bool:
@@ -85,19 +90,19 @@ class _Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
         if func.overloadpacket.__name__ in _SHAPE_ONLY:
-            return found
+            return result
         given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
         if any(map(self.follows, given)):
             written = [
                 a for a, s in zip(args, func._schema.arguments, strict=False) if s.alias_info and s.alias_info.is_write
             ]
-            made = [v for v in pytree.tree_leaves((found, written)) if isinstance(v, torch.Tensor)]
+            made = [v for v in pytree.tree_leaves((result, written)) if isinstance(v, torch.Tensor)]
             self._kept += made
             self._followers |= {t.untyped_storage()._cdata for t in made}
-        return found
+        return result
 
 
 def _answer(small: Any, large: Any, one: int, other: int) -> Any:
@@ -111,8 +116,8 @@ def _answer(small: Any, large: Any, one: int, other: int) -> Any:
 
 
 def _ignores(module: nn.Module, node: fx.Node, data: list[fx.Node], seen: tuple[Any, Any]) -> bool:
-    """Whether ``module`` uses only shape and type of ``data``: none of its outputs depends on their values, as a run
-    without values shows."""
+    """Whether ``module`` uses only shape and type of ``data``. A run without values shows whether any of its outputs
+    depends on their values."""
     held = [
         *module.parameters(),
         *(b for n, b in module.named_buffers() if n not in module._non_persistent_buffers_set),

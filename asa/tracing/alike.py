@@ -1,4 +1,4 @@
-"""Finds components that are equal except for their names; facts and splits of one hold for all of them."""
+"""Detects components that are equal except for their names, so that facts and splits of one hold for all of them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from asa.tracing.fingerprint import called, settings
 _PROXY = re.compile(r"Proxy\(\w+\)")
 """Name of a value in fx's text of an assertion, which differs between blocks."""
 _DROPS = re.compile("drop|stochasticdepth", re.IGNORECASE)
-"""Modules whose rates differ between blocks, because deeper ones drop more often; the work is the same."""
+"""Modules whose rates differ between blocks, because deeper blocks drop more often. The work is the same."""
 _RATE = re.compile(r"('\w+'): 0\.\d*[1-9]\d*(e-\d+)?(?=[,}])")
 _SCALES = re.compile("drop|stochastic_depth|^bernoulli_?$|^div_?$|^truediv$|^mul_?$")
-"""Functions in which a number between 0 and 1 is such a rate, or the factor for it."""
+"""Functions for which a number between 0 and 1 is such a rate, or the factor for it."""
 _PERIODS = range(1, 5)
 """Lengths of repeating groups: blocks of one kind, or of two to four kinds in turn."""
 _FIRST, _LAST = 2, 1
-"""Number of repetitions kept at either end of a row of equal ones, because their neighbours differ."""
+"""Numbers of repetitions kept at the two ends of a row of equal groups, because their neighbours differ."""
 
 
 def signature(component: TracedComponent) -> str:
-    """A digest that is equal for components with the same computation on inputs and tensors of the same shapes, apart
-    from dropout rates."""
+    """A digest that is equal for components that do the same computation on inputs and tensors of the same shapes.
+    Dropout rates may differ."""
     digest = hashlib.sha256()
     digest.update(repr((component.input_shape, component.input_dtype, component.side_outputs())).encode())
     order: dict[int, int] = {}
@@ -63,21 +63,21 @@ def _settings(module: nn.Module) -> str:
 
 
 class _Number(str):
-    """Name of a node by its position."""
+    """Name of a node, made from its position."""
 
     __slots__ = ()
 
 
 def _found(component: TracedComponent, path: str) -> Any:
-    found: Any = component
+    value: Any = component
     for atom in path.split("."):
-        found = getattr(found, atom)
-    return found
+        value = getattr(value, atom)
+    return value
 
 
 def _thing(component: TracedComponent, thing: Any, order: dict[int, int]) -> str:
-    """Description of a module or tensor by what determines its work; a repeated use is marked by the first one's
-    number."""
+    """Description of a module or tensor by what determines its work. A repeated use is marked by the number of the
+    first one."""
     place = order.setdefault(id(thing), len(order))
     if isinstance(thing, Tensor):
         return f"{place} {_tensor(thing, component)}"
@@ -94,14 +94,15 @@ def _tensor(tensor: Tensor, component: TracedComponent) -> str:
 
 
 def stand_ins(kinds: Sequence[Hashable]) -> list[int]:
-    """For each item, the index of an equal one with equal neighbours: its own, except inside rows of repeated groups.
+    """For each item, the index of an equal item with equal neighbours. It is the item's own index, except inside rows
+    of repeated groups.
 
     >>> stand_ins("abbbbbbc")
     [0, 1, 2, 2, 2, 2, 6, 7]
     >>> stand_ins("abababababc")
     [0, 1, 2, 3, 2, 3, 2, 3, 8, 9, 10]
     """
-    found = list(range(len(kinds)))
+    indices = list(range(len(kinds)))
     i = 0
     while i < len(kinds):
         period, repeats = max(((p, _repeats(kinds, i, p)) for p in _PERIODS), key=lambda each: (each[1] - 1) * each[0])
@@ -109,9 +110,9 @@ def stand_ins(kinds: Sequence[Hashable]) -> list[int]:
             i += 1
             continue
         for j in range(_FIRST * period, (repeats - _LAST) * period):
-            found[i + j] = i + (_FIRST - 1) * period + j % period
+            indices[i + j] = i + (_FIRST - 1) * period + j % period
         i += repeats * period
-    return found
+    return indices
 
 
 def _repeats(kinds: Sequence[Hashable], start: int, period: int) -> int:

@@ -1,8 +1,8 @@
-"""Mixed precision on tensors without values: applies the casts of ``torch.autocast`` on the meta device, where it does
-not work, so that saved and output tensors have the sizes they have in training at half precision.
+"""Mixed precision on tensors without values: the casts of ``torch.autocast``, applied on the meta device, where it does
+not work. Saved and output tensors then have the sizes that they have when training at half precision.
 
-The lists are those of ``torch.autocast`` for CUDA, as far as models use them: products and convolutions at the lower
-type, norms, softmax and losses at fp32, everything else at the wider type of its inputs.
+The lists are those of ``torch.autocast`` for CUDA, as far as models use them: products and convolutions in the lower
+type, norms, softmax and losses in fp32, everything else in the widest type of its inputs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AutocastOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def seen(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Arguments, cast for the function ``name``."""
+        """``args`` and ``kwargs``, cast for the function ``name``."""
         kind = self.lower if name in _LOWER else torch.float32 if name in _FULL else None
         if kind is None:
             return args, kwargs

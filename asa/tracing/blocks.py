@@ -1,4 +1,5 @@
-"""Finds the repeated blocks of a model (bottlenecks, encoder layers), and describes the segments between cuts."""
+"""Detection of a model's repeated blocks (bottlenecks, encoder layers), and descriptions of the segments between
+cuts."""
 
 from __future__ import annotations
 
@@ -18,9 +19,12 @@ _TORCH_BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 class Segment:
     """The part of a model between two consecutive cuts.
 
-    ``paths``: modules whose code runs here; ``heavy`` and ``norms``: those of them with parameters of their own (a bare
-    parameter counts as one); ``crossing_bytes``: per sample, of the tensor that leaves at its end, and ``exit``: path
-    of the module that makes it.
+    Attributes:
+        paths: modules whose code runs here.
+        heavy: those of them with parameters of their own, except norms; a parameter used directly counts as one.
+        norms: normalization layers among them.
+        crossing_bytes: bytes per sample of the tensor that leaves at the end.
+        exit: path of the module that computes that tensor.
     """
 
     paths: frozenset[str]
@@ -75,7 +79,7 @@ def _outermost(model: nn.Module, root: str, opaque: set[str]) -> list[str]:
     """Modules with parameters whose class occurs at least twice in ``model``, searched below ``root`` through
     containers and wrappers of a unique class."""
     instances = Counter(type(m) for m in model.modules())
-    found: list[str] = []
+    blocks: list[str] = []
 
     def walk(module: nn.Module, path: str) -> None:
         for name, child in module.named_children():
@@ -84,16 +88,17 @@ def _outermost(model: nn.Module, root: str, opaque: set[str]) -> list[str]:
                 continue
             alone = plain_container(child) or isinstance(child, nn.TransformerEncoder) or instances[type(child)] < 2
             if not alone and next(child.parameters(), None) is not None:
-                found.append(below)
+                blocks.append(below)
             elif alone and below not in opaque:
                 walk(child, below)
 
     walk(model.get_submodule(root), root)
-    return found
+    return blocks
 
 
 def _knots(path: str, segments: list[Segment]) -> list[Segment]:
-    """Segments, of the module at ``path`` only, that contain several layers with parameters, which no cut separates."""
+    """Segments, out of ``segments``, that contain several layers with parameters, all inside the module at ``path``,
+    which no cut separates."""
     layers = [(s, (*s.heavy, *s.norms)) for s in segments]
     return [s for s, own in layers if len(own) > 1 and all(within(layer, path) for layer in own)]
 
@@ -103,7 +108,7 @@ def find_blocks(model: nn.Module, segments: list[Segment], opaque: set[str]) -> 
 
     Candidates are the outermost modules, below containers and wrappers of a unique class, whose class occurs at least
     twice. A candidate that only chains smaller candidates is replaced by them. Classes in which some layers cannot be
-    separated (a skip connection, branches) come first; plain chains (convolution, norm, activation) count as blocks
+    separated (a skip connection, branches) have priority. Plain chains (convolution, norm, activation) count as blocks
     only if there are no others.
     """
 
@@ -121,5 +126,5 @@ def find_blocks(model: nn.Module, segments: list[Segment], opaque: set[str]) -> 
 
 
 def attends(model: nn.Module) -> bool:
-    """Whether the model contains attention, judged by the class names of its modules."""
+    """Whether the model contains attention, by the class names of its modules."""
     return any("attention" in type(m).__name__.lower() or isinstance(m, _TORCH_BLOCKS) for m in model.modules())

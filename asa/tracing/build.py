@@ -1,4 +1,4 @@
-"""``trace``: turns any model into a chain of components that computes bitwise the same as the model."""
+""":func:`trace` turns any model into a chain of components that computes bitwise what the model computes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from asa.tracing.verify import disagreement
 from asa.tracing.whole import whole
 
 BATCHES = (2, 3)
-"""Sizes of the batches that a trace runs: BatchNorm needs two samples, and values per sample need a difference."""
+"""Sizes of the batches that a trace runs. BatchNorm needs two samples, and values per sample need a difference."""
 
 _Graphs = list[tuple[fx.Graph, tuple[str, ...]]]
 
@@ -57,7 +57,7 @@ def _pieces(
 
 
 def _targets(graph: fx.Graph) -> list[str]:
-    # In the order of the graph: ranks that were not forked from one process hash strings differently.
+    # In the order of the graph, not of a set: hashes of strings differ between processes.
     return list(dict.fromkeys(str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")))
 
 
@@ -80,15 +80,17 @@ def _rename_constants(train: Program, evaluate: Program) -> None:
 
 
 def _one_graph(train: Program, evaluate: Program) -> tuple[Program, Program]:
-    """Both programs, on the graph of the first if the modes compute the same. For models without values, only shapes
-    are needed, which are then the same, too.
+    """Both programs, on one graph if the modes compute the same. This is for models without values, where only shapes
+    are needed.
 
     Raises:
         InvalidInputError: ``forward`` creates tensors, whose values are unknown on the meta device.
     """
     made = [str(n.target) for p in (train, evaluate) for n in p.graph.nodes if str(n.target).startswith(CONSTANT)]
     if made:
-        raise InvalidInputError("forward makes up tensors while it is traced, whose values are not known on meta")
+        raise InvalidInputError(
+            "forward creates tensors while it is traced, whose values are unknown on the meta device"
+        )
     if code(train.graph) != code(evaluate.graph):
         return train, evaluate
     same = replace(train, contrary=evaluate.contrary, opaque=evaluate.opaque, checkpointed=evaluate.checkpointed)
@@ -105,7 +107,7 @@ def _volatile(model: nn.Module) -> set[str]:
 
 
 def _inside(paths: frozenset[str], objects: dict[str, Any]) -> frozenset[str]:
-    """The ``paths`` that are in a component with ``objects``: called modules and everything below them."""
+    """Paths, out of ``paths``, that are in a component with ``objects``: called modules and everything below them."""
     called = [t for t, thing in objects.items() if isinstance(thing, nn.Module)]
     return frozenset(p for p in paths if any(within(p, t) for t in called))
 
@@ -184,13 +186,13 @@ def _set_mode(components: list[TracedComponent], training: bool) -> None:
 def trace(model: nn.Module, example: Tensor, *, name: str, known: str = "") -> TracedModel:
     """Trace ``model`` into a chain of components.
 
-    ``example``: an input [batch >= 1, ...] on the model's device; batches of two and three of its samples are run, and
-    the model is left as it was. Facts and graphs hold for inputs of its shape, with any batch size. Modules that cannot
-    be traced become one call; a model that cannot be traced, or whose components do not compute exactly the same,
-    becomes one component, and ``notes`` say why.
+    ``example`` is an input [batch >= 1, ...] on the model's device. Batches of two and three of its samples are run,
+    and the model is left as it was. Facts and graphs hold for inputs of its shape, with any batch size. Modules that
+    cannot be traced become one call. A model that cannot be traced, or whose components do not compute exactly the
+    same, becomes one component. ``notes`` say why.
 
-    ``known``: the fingerprint of an earlier trace that was compared with the model. If it comes out the same, the
-    comparison and the measurement are left out: ``facts`` are then empty.
+    ``known`` is the fingerprint of an earlier trace that was compared with the model. If this trace has the same
+    fingerprint, comparison and measurement are left out, and ``facts`` are empty.
 
     Raises:
         InvalidInputError: the model does not run on ``example``, returns no tensor, or contains TorchScript.
@@ -216,7 +218,7 @@ def trace(model: nn.Module, example: Tensor, *, name: str, known: str = "") -> T
                 facts = _weighed(model, components, small, large)
                 traced = _chain(name, model, components, structures, dims, notes, small, facts)
                 reason = disagreement(model, traced.run, lambda t: _set_mode(components, t), small)
-        except Exception as error:  # a model's code may raise anything on symbols, or in pieces
+        except Exception as error:  # a model's code may raise anything on symbolic values, or in components
             reason = reason_of(error)
         if traced is None or reason:
             only, structures, dims = whole(model, small, large)

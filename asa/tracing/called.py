@@ -1,4 +1,5 @@
-"""A model that is called with its own signature: any number of inputs, by position or by name. It is not cut."""
+"""A model that is called with its own signature: any number of inputs, by position or by name. It is not cut into
+components."""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ from asa.tracing.fingerprint import model_fingerprint
 from asa.tracing.whole import WholeModel
 
 UNCUT = "asa_uncut"
-"""Attribute of a module: why a trace makes one component of it. Without it, the model is cut if possible."""
+"""Attribute of a module: the reason why a trace makes one component of it. Without the attribute, the model is cut if
+possible."""
 
 
 class CalledModel(WholeModel):
-    """A model as one component with the model's own inputs and outputs. ``method``: the method that a call runs;
-    ``forward`` if None."""
+    """A model as one component with the model's own inputs and outputs. A call runs its ``method``, or ``forward`` if
+    that is None."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, ((), ()))
@@ -30,10 +32,8 @@ class CalledModel(WholeModel):
 
 
 def called(model: nn.Module, *, name: str, reason: str) -> TracedModel:
-    """``model`` as one component with the model's own signature. It is not run, and has no facts.
-
-    ``reason``: why it is not cut into components, for the notes.
-    """
+    """``model`` as one component with the model's own signature. It is not run, and has no facts. ``reason`` says in
+    the notes why it is not cut into components."""
     component = CalledModel(model)
     return TracedModel(
         name=name,

@@ -63,11 +63,13 @@ def structure_of(program: Program) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedModel:
-    """A chain of components: each reads the main output of the one before, batch first.
+    """A chain of components. Each reads the main output of the one before, batch first.
 
-    ``notes``: what could not be traced or separated, and why. ``unused``: parameters and buffers of the model that are
-    in no component, because ``forward`` never reads them. ``structures``: output structures in training and in
-    evaluation; ``batch_dims``: the batch dimension of each output.
+    Attributes:
+        notes: what could not be traced or separated, and why.
+        unused: parameters and buffers of the model that are in no component, because ``forward`` never reads them.
+        structures: output structures in training and in evaluation.
+        batch_dims: batch dimension of each output.
     """
 
     name: str
@@ -89,23 +91,23 @@ class TracedModel:
     def uncut(self) -> frozenset[int]:
         """Indices of components at which no pipeline stage may begin, because more than one tensor would cross.
 
-        Side outputs must be made in the last stage, and a tensor that several components hold must be in one stage.
+        Side outputs must be made in the last stage. A tensor that several components hold must be in one stage.
         """
-        found: set[int] = set()
+        indices: set[int] = set()
         first: dict[int, int] = {}
         for i, component in enumerate(self.components):
             if component.has_sides():
-                found.update(range(i + 1, len(self.components)))
+                indices.update(range(i + 1, len(self.components)))
             held = {id(tensor) for tensor in (*component.parameters(), *component.buffers())}
             for tensor in held | component.ties:
-                found.update(range(first.setdefault(tensor, i) + 1, i + 1))
-        return frozenset(found)
+                indices.update(range(first.setdefault(tensor, i) + 1, i + 1))
+        return frozenset(indices)
 
     def assemble(self, main: Tensor, sides: dict[str, Tensor], *, training: bool | None = None) -> Any:
         """The output of the model itself, made from those of its components.
 
-        ``main``: the last component's first output; ``sides``: the side outputs of all components, by name. The mode is
-        that of the last component unless ``training`` says otherwise.
+        ``main`` is the last component's first output; ``sides`` are the side outputs of all components, by name. The
+        mode is that of the last component, or ``training`` if that is given.
         """
         if training is None:
             training = self.components[-1].training

@@ -1,4 +1,4 @@
-"""A component: a part of a traced model that runs by itself, with the model's own modules and parameters."""
+"""A component: a part of a traced model that runs by itself, on the model's own modules and parameters."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def cut_out(
     nodes: list[fx.Node], entry: fx.Node, leaving: list[fx.Node], fixed: dict[fx.Node, Any],
     again: Mapping[fx.Node, Any],
 ) -> fx.Graph:  # fmt: skip
-    """The graph of ``nodes``: reads the value of ``entry``, returns the values of ``leaving`` as a tuple.
+    """The graph of ``nodes``. It reads the value of ``entry`` and returns the values of ``leaving`` as a tuple.
 
-    Parameters and buffers are read where they are first used here, even if another component read them first; ``fixed``
-    values from outside become constants, and those in ``again`` are recomputed.
+    Parameters and buffers are read where they are first used here, even if another component read them first. Values of
+    ``fixed`` nodes from outside become constants; nodes in ``again`` are recomputed.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {entry: graph.placeholder("x")}
 
     def copy_of(node: fx.Node) -> fx.Node:
-        # Names start afresh, so that equal pieces of different graphs are equal.
+        # Nodes get new names, so that equal parts of different graphs are equal.
         new = graph.create_node(
             node.op, node.target, fx.node.map_arg(node.args, copied), fx.node.map_arg(node.kwargs, copied)
         )
@@ -52,12 +52,12 @@ def cut_out(
 
 
 class _Names:
-    """Modules and tensors that the targets of a graph stand for, one attribute each."""
+    """Holder of the modules and tensors that a graph's targets stand for, as attributes."""
 
 
 def _looked_up(module: fx.GraphModule) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """The graph of ``module`` as a function that holds its submodules directly: a look-up by path in every call takes
-    as long as a small kernel. Parameters and buffers are still looked up at each use."""
+    """The graph of ``module`` as a function that holds its submodules directly, because a look-up by path in every call
+    takes as long as a small kernel. Parameters and buffers are still looked up at each use."""
     graph, names = copy.deepcopy(module.graph), _Names()
     for i, node in enumerate(graph.nodes):
         if node.op == "call_module":
@@ -75,9 +75,9 @@ def _looked_up(module: fx.GraphModule) -> Callable[[Tensor], tuple[Tensor, ...]]
 class TracedComponent(nn.Module):
     """One component, callable in both modes: ``forward(x)`` returns ``(main, *sides)``.
 
-    Its submodules, parameters and buffers are the model's own objects under their names in the model, so ``state_dict``
-    keys are the model's. ``train_graph`` and ``eval_graph`` (one object if the modes agree) look names up in this
-    module: replacing ``component.layer1.conv`` replaces it in both, until :meth:`settle`.
+    Its submodules, parameters and buffers are the model's own objects under their names in the model, so the keys of
+    ``state_dict`` are the model's. ``train_graph`` and ``eval_graph`` (one object if the modes agree) look names up in
+    this module. So replacing ``component.layer1.conv`` replaces it in both, until :meth:`settle` is called.
     """
 
     name: str
@@ -88,8 +88,8 @@ class TracedComponent(nn.Module):
     """Shape of one sample of the component's input; set by :func:`asa.tracing.build.trace`."""
     input_dtype: torch.dtype = torch.float32
     ties: frozenset[int] = frozenset()
-    """Identities of parameters that other components use, too. The first component holds such a parameter, the others
-    refer to it: it has one gradient, however often it is used."""
+    """Identities of parameters that other components use, too. The first component holds such a parameter, and the
+    others refer to it. So it has one gradient, however often it is used."""
 
     def __init__(
         self,
@@ -104,10 +104,13 @@ class TracedComponent(nn.Module):
         whole: nn.Module | None = None,
         borrowed: frozenset[str] = frozenset(),
     ) -> None:
-        """``objects``: module, parameter or buffer for each target of the graphs; ``sides``: names of the side outputs
-        in training and in evaluation; ``volatile``: targets of buffers that are not saved; ``contrary``: submodules
-        that the model's own ``train`` leaves in the other mode, in training and in evaluation; ``whole``: a module that
-        this one replaces, with all its registries; ``borrowed``: targets of parameters that another component holds."""
+        """Arguments:
+        objects: module, parameter or buffer for each target of the graphs.
+        sides: names of the side outputs in training and in evaluation.
+        volatile: targets of buffers that are not saved.
+        contrary: submodules that the model's own ``train`` leaves in the other mode, in training and in evaluation.
+        whole: a module that this one replaces, with all its registries.
+        borrowed: targets of parameters that another component holds."""
         super().__init__()
         self.name = name
         self._sides = sides
@@ -155,7 +158,7 @@ class TracedComponent(nn.Module):
         self.__dict__["_settled"] = None
 
     def settle(self) -> None:
-        """Look up the graphs' submodules only once from now on, at the first run: none may be replaced any more."""
+        """Make the graphs look up their submodules only once, at the next run. None may be replaced after that."""
         self.__dict__["_settled"] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedComponent:

@@ -1,9 +1,10 @@
-"""Finds where a traced model can be cut: places where exactly one tensor is alive, determined by running it.
+"""Detection of the places where a traced model can be cut: exactly one tensor is alive there. A run of the model
+determines them.
 
-A tensor qualifies if every path from the model's input to its main output passes through it (it dominates the output in
-the dataflow graph), nothing else is alive at the cut, its first dimension is the batch, and nothing behind the cut
-writes into its memory. Values that only leave the model (auxiliary heads) do not count: they stay with the component
-that makes them.
+A tensor qualifies under these conditions. Every path from the model's input to its main output passes through it (it
+dominates the output in the dataflow graph). Nothing else is alive at the cut. Its first dimension is the batch. Nothing
+behind the cut writes into its memory. Values that only leave the model (auxiliary heads) do not count: they stay with
+the component that computes them.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ class Observation:
 
 
 _HEAVY = 2**26
-"""Bytes of weights from which on running takes longer than copying the model without values."""
+"""Bytes of weights above which a run with values takes longer than copying the model without values."""
 _PLAIN = (bool, int, float, str, torch.Size, torch.dtype, torch.device)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    fx.node.map_aggregate(tree, lambda v: found.append(v) if isinstance(v, torch.Tensor) else None)
-    return found
+    tensors: list[torch.Tensor] = []
+    fx.node.map_aggregate(tree, lambda v: tensors.append(v) if isinstance(v, torch.Tensor) else None)
+    return tensors
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -56,7 +57,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class _Observer(fx.Interpreter):
-    """Runs a program and records it. Values are kept until the end, because the number of a freed storage is reused."""
+    """Runs a program and records it. Values are kept until the end, because the address of a freed storage is used
+    again."""
 
     def __init__(self, program: Program, objects: dict[str, Any], batch: int) -> None:
         super().__init__(torch.nn.Module(), garbage_collect_values=False, graph=program.graph)
@@ -106,11 +108,11 @@ def _observed(program: Program, example: torch.Tensor, objects: dict[str, Any]) 
 
 def _held(things: Iterable[Any]) -> list[torch.Tensor]:
     """Parameters, buffers and other tensors among ``things``, each once."""
-    found: dict[int, torch.Tensor] = {}
+    tensors: dict[int, torch.Tensor] = {}
     for thing in things:
         inside = (*thing.parameters(), *thing.buffers()) if isinstance(thing, nn.Module) else (thing,)
-        found |= {id(t): t for t in inside if isinstance(t, torch.Tensor)}
-    return list(found.values())
+        tensors |= {id(t): t for t in inside if isinstance(t, torch.Tensor)}
+    return list(tensors.values())
 
 
 def _recurrent(things: Iterable[Any]) -> bool:
@@ -147,7 +149,7 @@ def order(program: Program) -> list[fx.Node]:
 
 
 def constants(seen: tuple[Observation, Observation]) -> dict[fx.Node, Any]:
-    """Values that depend only on shapes and not on the batch; a cut passes them on as constants."""
+    """Values that depend only on shapes and not on the batch. A cut passes them on as constants."""
     small, large = (s.plain for s in seen)
     return {n: v for n, v in small.items() if n in large and large[n] == v and shape_only(n)}
 
@@ -174,8 +176,8 @@ def _dominators(program: Program, fixed: Collection[fx.Node]) -> list[fx.Node]:
 def find_cuts(
     program: Program, seen: tuple[Observation, Observation], again: Collection[fx.Node] = ()
 ) -> list[Cut]:  # fmt: skip
-    """All places where ``program`` may be cut, in order. ``seen``: runs on two batch sizes; ``again``: nodes that both
-    sides of a cut recompute."""
+    """All places where ``program`` may be cut, in order. ``seen`` are runs on two batch sizes; ``again`` are nodes that
+    both sides of a cut recompute."""
     nodes = order(program)
     index = {n: i for i, n in enumerate(nodes)}
     fixed = {*constants(seen), *again}

@@ -34,7 +34,7 @@ def recorded_factories(tracer: fx.Tracer) -> Iterator[None]:
 
         return make
 
-    # Torch lists its own functions once and keeps the list: it must not find ours, which hold the tracer and its model.
+    # Torch lists its own functions once and keeps the list. It must not list ours, which hold the tracer and its model.
     torch.overrides.get_ignored_functions()
     torch.overrides.get_overridable_functions()
     originals = {name: getattr(torch, name) for name in _FACTORIES}

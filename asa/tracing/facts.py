@@ -1,11 +1,11 @@
 """Facts of each component (FLOPs, bytes), measured by running it on a tiny batch.
 
-Two batch sizes are run; figures per sample come from the difference, so that parts that do not grow with the batch
+Two batch sizes are run. Figures per sample come from the difference, so parts that do not grow with the batch
 (BatchNorm's statistics) cancel exactly.
 
-*Saved bytes* are the storages autograd keeps from forward to backward, each counted once over the whole model, in the
-component that made it: a component's input counts for the component before it, and the model's own input for none.
-Parameters and buffers are never counted.
+*Saved bytes* are the storages that autograd keeps from forward to backward. Each is counted once over the whole model,
+in the component that made it: a component's input counts for the component before it, and the model's own input for
+none. Parameters and buffers are never counted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _cudnn_rnn_flops(x: Any, weights: Any, *_: Any, **__: Any) -> int:
 def _attention_flops(
     query: Any, key: Any, value: Any, dropout_p: float = 0.0, is_causal: bool = False, *_: Any, **__: Any
 ) -> int:
-    """FLOPs of fused attention; inputs are [batch, heads, sequence, features]. Causal kernels leave out half of the
+    """FLOPs of fused attention on inputs of [batch, heads, sequence, features]. Causal kernels leave out half of the
     products."""
     del dropout_p
     return 2 * math.prod(query[:-1]) * key[-2] * (key[-1] + value[-1]) // (2 if is_causal else 1)
@@ -52,12 +52,12 @@ MORE_FLOPS: dict[Any, Any] = {
     torch.ops.aten.mkldnn_rnn_layer: _mkldnn_rnn_flops,
     torch.ops.aten._cudnn_rnn: _cudnn_rnn_flops,
 }
-"""Formulas for operators that torch's own counter omits."""
+"""FLOP formulas for operators that torch's own counter omits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentFacts:
-    """The fields of :class:`asa.ir.graph.Component` that tracing knows, with the same names and units."""
+    """The fields of :class:`asa.ir.graph.Component` that tracing determines, with the same names and units."""
 
     name: str
     kind: Kind
@@ -86,7 +86,7 @@ def _bytes(tensors: Any) -> int:
 
 
 def _never(_: Any) -> Tensor:
-    raise AssertionError("backward through a graph that was only weighed")
+    raise AssertionError("backward through a graph that was only measured")
 
 
 def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
@@ -101,14 +101,14 @@ def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
         saved: list[Tensor] = []
 
         def keep(tensor: Tensor, saved: list[Tensor] = saved) -> Any:
-            # Nothing runs backward here, and a graph that held its own outputs would never be freed.
+            # No backward runs here, so nothing is returned: a graph that held its own outputs would never be freed.
             saved.append(tensor)
 
         flops = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
         with flops, fused_attention(), torch.autograd.graph.saved_tensors_hooks(keep, _never):
             outputs = component(value)
         runs.append(_Run(flops.get_total_flops(), _bytes(outputs[:1]), 0))
-        kept += [saved, list(outputs)]  # keep alive: a freed storage's number could be reused
+        kept += [saved, list(outputs)]  # keeps storages alive: the address of a freed one could be used again
         for tensor in saved:
             storage = tensor.untyped_storage()
             if storage._cdata not in counted:
@@ -117,7 +117,7 @@ def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
         for tensor in outputs:
             owner.setdefault(tensor.untyped_storage()._cdata, i)
         value = outputs[0]
-    # The graph's hooks refer to these lists, and their tensors to the graph: a cycle that gc cannot see.
+    # The graph's hooks refer to these lists, and their tensors to the graph: a cycle that gc does not collect.
     for tensors in kept:
         tensors.clear()
     return runs
@@ -136,23 +136,24 @@ def _kind(component: TracedComponent) -> Kind:
 
 
 def _modules(component: TracedComponent) -> tuple[str, ...]:
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for graph in dict.fromkeys((component.train_graph, component.eval_graph)):
         for node in graph.graph.nodes:
             if node.op == "call_module":
-                found[str(node.target)] = None
+                paths[str(node.target)] = None
             elif node.op == "get_attr":
-                found[str(node.target).rpartition(".")[0]] = None
-    return tuple(m for m in found if m)
+                paths[str(node.target).rpartition(".")[0]] = None
+    return tuple(m for m in paths if m)
 
 
 def measure(
     model: nn.Module, components: list[TracedComponent], small: Tensor, large: Tensor
 ) -> list[ComponentFacts]:  # fmt: skip
-    """Facts of the ``components`` of ``model``, run in training mode on batches of two sizes. In a row of components
-    that are equal except for their names, only a few are run. Each must know its ``input_shape``.
+    """Facts of the ``components`` of ``model``, run in training mode on batches of two sizes. Each component must have
+    its ``input_shape``.
 
-    The model is preserved: what it keeps of one batch may not fit the next.
+    In a row of components that are equal except for their names, only a few are run. The model is preserved between the
+    runs, because what it keeps of one batch may not fit the next.
     """
     places = stand_ins([signature(c) for c in components])
     chosen = [c for i, c in enumerate(components) if places[i] == i]
@@ -166,10 +167,10 @@ def measure(
         # Counts that depend on the values of a batch may be smaller for the larger batch.
         return (b - a) / (large.shape[0] - small.shape[0]) if b >= a else b / large.shape[0]
 
-    found = []
+    facts = []
     for c, place in zip(components, places, strict=True):
         a, b = (run[components[place]] for run in runs)
-        found.append(
+        facts.append(
             ComponentFacts(
                 name=c.name,
                 kind=_kind(c),
@@ -184,4 +185,4 @@ def measure(
                 batch_norm=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in c.modules()),
             )
         )
-    return found
+    return facts

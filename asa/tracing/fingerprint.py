@@ -1,7 +1,7 @@
-"""Fingerprint of a traced model: names and shapes of its tensors and its computation, not its weights.
+"""Fingerprint of a traced model: names and shapes of its tensors and its computation, but not its weights.
 
-Written out here rather than taken from ``repr`` or from generated code, which change between releases of torch: a
-profile must stay valid after an upgrade.
+The text is written here rather than taken from ``repr`` or from generated code. Those change between releases of torch,
+and a profile must stay valid after an upgrade.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def called(target: Any) -> str:
-    """Name of what a node calls, the same in every release of torch."""
+    """Name of what a node calls, equal in every release of torch."""
     if isinstance(target, str):
         return target
     return f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', type(target).__name__)}"
 
 
 def code(graph: fx.Graph) -> str:
-    """Text with one line per node: what it calls, on which inputs. Equal for graphs that compute the same."""
+    """Text with one line per node: what it calls, and on which inputs. It is equal for graphs that compute the same."""
     return "\n".join(f"{n.name} = {n.op} {called(n.target)} {n.args} {dict(n.kwargs)}" for n in graph.nodes)
 
 

@@ -1,9 +1,9 @@
 """Attention and RMSNorm on tensors without values, with the memory of a GPU's fused kernels.
 
 On the meta device torch decomposes ``scaled_dot_product_attention`` into products and a softmax, which save the scores
-of all pairs of positions for backward. Devices with a fused kernel do not: inside :func:`fused_attention` the CPU's
-kernel represents all of them. What it cannot do (dropout, a trained mask) is decomposed as before. Likewise RMSNorm
-saves its input and one number per row, not also its normalized rows.
+of all pairs of positions for backward. Devices with a fused kernel do not. Inside :func:`fused_attention` the CPU's
+fused kernel stands for all of them. What that kernel cannot do (dropout, a trained mask) is decomposed as before.
+Likewise RMSNorm saves its input and one number per row, and not its normalized rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _stock = F.scaled_dot_product_attention
 def fused_attention() -> Iterator[None]:
     """Context in which attention on meta tensors is one call that saves its inputs and its output.
 
-    Graphs call torch's function itself, and torch's own layers look it up by name: both are replaced.
+    Graphs call torch's function itself, and torch's own layers look it up by name, so both are replaced.
     """
     with patch.object(F, "scaled_dot_product_attention", _attention), _Calls():
         yield
@@ -48,8 +48,8 @@ class _Calls(TorchFunctionMode):
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     if not x.is_meta or (weight is not None and weight.dtype != x.dtype):
         return F.rms_norm(x, shape, weight, eps)
-    found: Tensor = _RMSNorm.apply(x, weight)
-    return found
+    output: Tensor = _RMSNorm.apply(x, weight)
+    return output
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -63,7 +63,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Fail: nothing runs backward on the meta device."""
+        """Fail, because no backward runs on the meta device."""
         raise AssertionError("backward through tensors without values")
 
 
@@ -83,7 +83,7 @@ def _attention(
         return _stock(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
-    found: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )[0]
-    return found
+    return output

@@ -31,7 +31,7 @@ def _ancestor(paths: list[str]) -> str:
 
 
 def _block_units(segments: list[Segment], blocks: list[str]) -> list[Unit]:
-    """One unit per block; blocks that share a segment share a unit, named after the block in which it ends."""
+    """One unit per block. Blocks that share a segment share a unit, named after the block in which it ends."""
     spans = []
     for path in blocks:
         at = [i for i, s in enumerate(segments) if s.touches(path)]
@@ -52,7 +52,8 @@ def _block_units(segments: list[Segment], blocks: list[str]) -> list[Unit]:
 
 
 def _between(start: int, stop: int, segments: list[Segment], group: Callable[[str], str]) -> list[Unit]:
-    """Units for the heavy segments of a gap, one per group; norms join a group with a heavy segment."""
+    """Units for the segments of a gap that have parameters, one per group. Norms join a group that has other layers
+    with parameters."""
     units: list[Unit] = []
     for i in range(start, stop):
         heavy = segments[i].heavy
@@ -73,7 +74,8 @@ def _between(start: int, stop: int, segments: list[Segment], group: Callable[[st
 
 
 def _close_gaps(units: list[Unit], segments: list[Segment]) -> list[Unit]:
-    """Assign the segments between units: each gap is divided where the fewest bytes cross, as late as possible."""
+    """``units``, extended over the segments between them. Each gap is divided where the fewest bytes cross, as late as
+    possible."""
     closed: list[Unit] = []
     start = 0
     for position, unit in enumerate(units):
@@ -164,10 +166,8 @@ def merge(model: nn.Module, segments: list[Segment], blocks: list[str], ends: tu
 
 
 def join_shared(units: list[Unit], parameters: list[set[int]]) -> list[Unit]:
-    """Merge ranges of units that share a parameter (``parameters``: identities, per unit).
-
-    A merged range keeps the name of its first unit.
-    """
+    """``units``, with ranges that share a parameter merged. ``parameters`` are their identities, per unit. A merged
+    range keeps the name of its first unit."""
     joined: list[Unit] = []
     held: list[set[int]] = []
     for unit, mine in zip(units, parameters, strict=True):

@@ -51,14 +51,14 @@ def attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def histories(model: nn.Module) -> dict[int, Any]:
-    """A memo for ``copy.deepcopy`` that replaces tensors with a gradient history, which cannot be copied, by their
-    values; modules keep such tensors for instance with ``torch.nn.utils.weight_norm``."""
+    """A memo for ``copy.deepcopy`` that replaces tensors with a gradient history by their values, because such tensors
+    cannot be copied. Modules have them for instance with ``torch.nn.utils.weight_norm``."""
     kept = (t for module in model.modules() for t in vars(module).values() if isinstance(t, torch.Tensor))
     return {id(t): t.detach().clone() for t in kept if not t.is_leaf}
 
 
 def _refuse_scripted(model: nn.Module) -> None:
-    """Refuse TorchScript modules: Python cannot replace their parameters, so they can be neither restored nor sharded.
+    """Refuse TorchScript modules. Python cannot replace their parameters, so they can be neither restored nor sharded.
 
     Raises:
         InvalidInputError: the model contains one.

@@ -14,8 +14,8 @@ CONSTANT = "_tensor_constant"
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of a node: ``path`` of the module whose ``forward`` made it (for a leaf, its own), what it ``calls``, and
-    a ``key`` that is the same in the graphs of both modes."""
+    """Origin of a node: the ``path`` of the module whose ``forward`` made it (for a leaf, its own), what it ``calls``,
+    and a ``key`` that is equal in the graphs of both modes."""
 
     path: str
     calls: str
@@ -24,18 +24,20 @@ class Origin:
 
 def origin(node: fx.Node) -> Origin:
     """Origin of a node made by :class:`ModelTracer`."""
-    found: Origin = node.meta["origin"]
-    return found
+    known: Origin = node.meta["origin"]
+    return known
 
 
 @dataclass
 class Program:
     """The traced model in one mode.
 
-    ``attributes`` maps every ``get_attr`` and ``call_module`` target to its object; ``structure`` is the model's output
-    with nodes in place of tensors; ``opaque`` says why a module had to become a single call; ``contrary`` has the paths
-    of modules that ``model.train(training)`` left in the other mode; ``checkpointed`` those of modules that ran inside
-    ``torch.utils.checkpoint``.
+    Attributes:
+        attributes: object of every ``get_attr`` and ``call_module`` target.
+        structure: the model's output with nodes in place of tensors.
+        opaque: why a module had to become a single call, by path.
+        contrary: paths of modules that ``model.train(training)`` left in the other mode.
+        checkpointed: paths of modules that ran inside ``torch.utils.checkpoint``.
     """
 
     graph: fx.Graph

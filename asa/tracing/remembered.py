@@ -1,7 +1,7 @@
 """Cache of the outputs of torch's operators on tensors without values, by kind of call.
 
 On the meta device most operators are written in Python: a layer norm takes milliseconds to return a shape. A model
-calls few kinds of operators, many times each, and tracing runs it a dozen times.
+calls few kinds of operators, each many times, and tracing runs it a dozen times.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _key(value: Any) -> Any:
 
 
 def _kept(value: Any) -> Any:
-    """Shape, strides and type of a tensor, or the value itself: what is needed to make ``value`` again."""
+    """What is needed to make ``value`` again: shape, strides and type of a tensor; None for None."""
     if isinstance(value, Tensor):
         dense = value.untyped_storage().nbytes() == value.numel() * value.element_size()
         if not value.is_meta or value.storage_offset() or not dense:
@@ -55,8 +55,8 @@ def _again(kept: Any) -> Any:
 
 class Remembered(TorchDispatchMode):
     """Context in which an operator that makes new tensors on meta, or fills one in place, runs once for each kind of
-    arguments; later outputs get the same shapes, strides and types. Views and all other operators always run.
-    ``spared``: number of calls answered from the cache."""
+    arguments. Later outputs get the same shapes, strides and types. Views and all other operators always run.
+    ``spared`` is the number of calls answered from the cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,12 +78,12 @@ class Remembered(TorchDispatchMode):
         if key in self._known:
             self.spared += 1
             return args[0] if manner == "fill" else _again(self._known[key])
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         try:
-            self._known[key] = None if manner == "fill" else _kept(found)
+            self._known[key] = None if manner == "fill" else _kept(result)
         except _Unknown:
             self._manner[func] = "run"
-        return found
+        return result
 
 
 def _manner(func: Any) -> str:

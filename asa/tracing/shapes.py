@@ -1,8 +1,8 @@
-"""Answers of the tracer to questions that depend on shapes and types alone.
+"""Answers to the tracer's questions that depend on shapes and types alone.
 
 ``if x.dim() == 4``, ``range(x.shape[1])`` and ``len(x.shape)`` ask a symbolic value for a concrete one. If the question
-uses only shape, type and device of tensors, and the answer is the same for two batch sizes, it becomes a constant of
-the traced graph; a question about data is not answered.
+uses only shape, type and device of tensors, and the answer is equal for two batch sizes, it becomes a constant of the
+traced graph. A question about data is not answered.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _METHODS = {"size", "dim", "ndimension", "is_floating_point", "is_complex"}
 
 
 def about_shape(node: fx.Node) -> bool:
-    """Whether ``node`` maps a tensor to something that does not depend on its elements."""
+    """Whether ``node`` maps a tensor to a value that does not depend on the tensor's elements."""
     if node.op == "call_method":
         return node.target in _METHODS
     return node.op == "call_function" and node.target is getattr and node.args[1] in _PROPERTIES
 
 
 def shape_only(node: fx.Node) -> bool:
-    """Whether ``node``'s value is computed from shapes, types and devices alone."""
+    """Whether the value of ``node`` is computed from shapes, types and devices alone."""
     pending, seen = [node], set()
     while pending:
         one = pending.pop()
@@ -127,4 +127,4 @@ class ShapeProxy(_Answers, fx.Proxy):
 
 
 class ShapeAttribute(_Answers, fx.proxy.Attribute):
-    """An attribute of a symbolic value: recorded when it is read, or called as a method."""
+    """An attribute of a symbolic value. It is recorded when it is read, or called as a method."""

@@ -1,4 +1,4 @@
-"""Parameters that several components use: the first component holds them, the others refer to them."""
+"""Parameters that several components use. The first component holds them, and the others refer to them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 _LOOSE = (nn.Linear, nn.Embedding)
 _MOST = 4
-"""Largest number of parameters tied across components; a model that shares more shares whole layers."""
+"""Largest number of parameters tied across components. A model that shares more of them shares whole layers."""
 
 
 def _parameters(thing: Any) -> list[nn.Parameter]:
@@ -27,17 +27,17 @@ def used(objects: Mapping[str, Any]) -> frozenset[int]:
 def shared(units: Sequence[Mapping[str, Any]]) -> frozenset[int]:
     """Identities of the parameters that more than one unit uses (``units``: objects by target, per unit)."""
     first: dict[int, int] = {}
-    found: set[int] = set()
+    several: set[int] = set()
     for index, objects in enumerate(units):
         for p in (p for thing in objects.values() for p in _parameters(thing)):
             if first.setdefault(id(p), index) != index:
-                found.add(id(p))
-    return frozenset(found)
+                several.add(id(p))
+    return frozenset(several)
 
 
 def loose(units: Sequence[Mapping[str, Any]], ties: frozenset[int]) -> bool:
     """Whether all shared parameters are a few weights of embeddings and linear layers (such as a decoder tied to the
-    embedding), which components can share without being merged."""
+    embedding). Components can share these without being merged."""
     if len(ties) > _MOST:
         return False
     users = [(n, t) for objects in units for n, t in objects.items() if ties & {id(p) for p in _parameters(t)}]
@@ -46,10 +46,10 @@ def loose(units: Sequence[Mapping[str, Any]], ties: frozenset[int]) -> bool:
 
 
 def lent(units: Sequence[Mapping[str, Any]], ties: frozenset[int]) -> list[tuple[dict[str, Any], frozenset[str]]]:
-    """For each unit its objects, and the targets among them that are parameters held by another unit. A layer with such
-    a parameter is replaced by a copy that refers to it."""
+    """For each unit, its objects, and the targets among them that are parameters held by another unit. A layer with
+    such a parameter is replaced by a copy that refers to it."""
     taken: set[int] = set()
-    found = []
+    lists = []
     for objects in units:
         others = frozenset(taken & ties)
         mine, borrowed = {}, set()
@@ -61,8 +61,8 @@ def lent(units: Sequence[Mapping[str, Any]], ties: frozenset[int]) -> list[tuple
                 else:
                     borrowed.add(target)
         taken |= used(objects)
-        found.append((mine, frozenset(borrowed)))
-    return found
+        lists.append((mine, frozenset(borrowed)))
+    return lists
 
 
 def _referring(module: nn.Module, others: frozenset[int]) -> nn.Module:

@@ -1,7 +1,7 @@
 """Makes the dataflow graph of a module by symbolic execution of its ``forward`` with ``torch.fx``.
 
 fx fixes Python control flow, ``self.training`` included, so a model is traced once per mode. Code that cannot be traced
-is not an error: the innermost module that fails becomes a single call, and tracing continues around it.
+is not an error. The innermost module that fails becomes a single call, and tracing continues around it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class ModelTracer(fx.Tracer):
-    """Records one run of a module with symbolic input; :func:`opened` says which modules it enters."""
+    """Records one run of a module with symbolic input. :func:`opened` determines which modules it enters."""
 
     proxy_buffer_attributes = True
 
@@ -67,8 +67,8 @@ class ModelTracer(fx.Tracer):
         self._attribute_proxies: dict[str, fx.Proxy] = {}
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """Make only the first argument of ``forward`` symbolic, the others keep their defaults; the graph returns a
-        flat list, and the structure is kept in ``result``."""
+        """Make only the first argument of ``forward`` symbolic; the others keep their defaults. The graph returns a
+        flat list, and ``result`` keeps the structure."""
         del is_module, concrete_args
 
         def call(*args: Any) -> list[Any]:
@@ -83,7 +83,8 @@ class ModelTracer(fx.Tracer):
         return not opened(m)
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Create a node with its origin; refuse to record what a context manager would change."""
+        """Create a node with its origin. Refuse nodes in a state that a context manager has changed, which the graph
+        would not record."""
         if kind.startswith("call") and _ambient() != self._outer:
             raise RuntimeError("forward switches gradients or autocast on or off")
         node = super().create_node(kind, target, *args, **kwargs)
@@ -96,7 +97,7 @@ class ModelTracer(fx.Tracer):
         return node
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        """The attribute as fx returns it; the cache is kept because a roll-back must clean it."""
+        """The attribute as fx returns it. The cache is kept, because a roll-back must clean it."""
         if self._oracle.running:
             return attr_val
         self._attribute_proxies = parameter_proxy_cache
@@ -121,7 +122,7 @@ class ModelTracer(fx.Tracer):
             raise fx.proxy.TraceError(error.args[0]) from None
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """The truth value of ``obj`` if it depends only on shapes; control flow on data is refused."""
+        """The truth value of ``obj`` if it depends only on shapes; raises ``TraceError`` for control flow on data."""
         return bool(self.value_of(obj.node))
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
@@ -136,7 +137,7 @@ class ModelTracer(fx.Tracer):
             return forward(*args, **kwargs)
         try:
             path = self.path_of_module(m)
-        except NameError:  # made in forward, as in nn.ReLU()(x)
+        except NameError:  # a module created in forward, as in nn.ReLU()(x)
             if next(m.parameters(), None) is not None or next(m.buffers(), None) is not None:
                 raise
             return forward(*args, **kwargs)
@@ -194,10 +195,10 @@ def _marks(m: nn.Module, before: dict[str, Any]) -> str:
 
 def resolve(root: nn.Module, target: str) -> Any:
     """The object at a dotted path below ``root``."""
-    found: Any = root
+    value: Any = root
     for atom in target.split("."):
-        found = getattr(found, atom)
-    return found
+        value = getattr(value, atom)
+    return value
 
 
 def hooked(module: nn.Module) -> bool:
@@ -213,7 +214,7 @@ def trace_mode(model: nn.Module, training: bool, examples: tuple[Tensor, Tensor]
     Raises:
         fx.proxy.TraceError: even the model's own ``forward`` cannot be traced.
     """
-    if hooked(model):  # fx runs the model's own forward, not what is called around it
+    if hooked(model):  # fx runs the model's own forward, without its hooks
         raise fx.proxy.TraceError("the model itself has hooks")
     tracer = ModelTracer(examples)
     before = attributes(model)
@@ -222,7 +223,7 @@ def trace_mode(model: nn.Module, training: bool, examples: tuple[Tensor, Tensor]
             graph = tracer.trace(model)
             contrary = frozenset(p for p, m in model.named_modules() if p and m.training != training)
         named = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")}
-        found = {target: resolve(model, target) for target in named}
+        objects = {target: resolve(model, target) for target in named}
         graph.lint()
     except fx.proxy.TraceError:
         raise
@@ -231,7 +232,7 @@ def trace_mode(model: nn.Module, training: bool, examples: tuple[Tensor, Tensor]
     reason = _marks(model, before)
     restore_attributes(model, before)
     structure = pytree.tree_map(lambda leaf: leaf.node if isinstance(leaf, fx.Proxy) else leaf, tracer.result)
-    program = Program(graph, found, structure, tracer.opaque, contrary, tuple(tracer.checkpointed))
+    program = Program(graph, objects, structure, tracer.opaque, contrary, tuple(tracer.checkpointed))
     if reason or not program.outputs or program.outputs[-1].op in ("placeholder", "get_attr"):
         raise fx.proxy.TraceError(reason or "forward returns nothing that it computed")
     return program

@@ -34,8 +34,8 @@ def _item(leaves: tuple[Tensor, ...], index: int) -> Tensor:
 
 
 class WholeModel(TracedComponent):
-    """A model as one component. Registries are the model's own, so names are too; the first tensor of its output is the
-    main one."""
+    """A model as one component. Its registries are the model's own, and so are all names. The first tensor of its
+    output is the main one."""
 
     def __init__(self, model: nn.Module, sides: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
         graphs = [_graph(1 + len(names)) for names in sides]
@@ -80,8 +80,8 @@ def outcome(model: nn.Module, example: Tensor) -> tuple[Tensor, ...]:
 
 
 def whole(model: nn.Module, small: Tensor, large: Tensor) -> tuple[WholeModel, tuple[Any, Any], BatchDims]:
-    """``model`` as one component, its output structures in both modes, and the batch dimension of each output; both
-    batches are run once in each mode.
+    """(component, structures, dimensions): ``model`` as one component, its output structures in both modes, and the
+    batch dimension of each output. Both batches are run once in each mode.
 
     Raises:
         InvalidInputError: the model fails on them, or returns no tensor.
@@ -90,13 +90,13 @@ def whole(model: nn.Module, small: Tensor, large: Tensor) -> tuple[WholeModel, t
     dims: BatchDims = {}
     for training in (True, False):
         runs = []
-        for batch in (small, large):  # state that a model keeps from one batch may not fit the next
+        for batch in (small, large):  # a model's state after one batch may not fit the next
             with preserved(model), mode(model, training), torch.no_grad():
                 runs.append(_run(model, batch))
         (output, tensors), (_, others) = runs
         names = tuple(f"output-{i}" for i in range(2, len(tensors) + 1))
         sides.append(names)
         structures.append(_slots(output, iter(("", *names))))
-        found = [differing(tuple(a.shape), tuple(b.shape)) for a, b in zip(tensors, others, strict=False)]
-        dims = dict(zip(("", *names), found, strict=False)) | dims
+        dimensions = [differing(tuple(a.shape), tuple(b.shape)) for a, b in zip(tensors, others, strict=False)]
+        dims = dict(zip(("", *names), dimensions, strict=False)) | dims
     return WholeModel(model, (sides[0], sides[1])), (structures[0], structures[1]), dims

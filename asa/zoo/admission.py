@@ -1,4 +1,4 @@
-"""Checks that a model accepts its input; tried on the meta device first, where it costs almost nothing."""
+"""Checks that a model accepts its input. They run on the meta device first, where they take almost no time."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _logits(output: Any) -> Any:
 
 @contextmanager
 def _stood_in_for(model: nn.Module, *, on_meta: bool) -> Iterator[None]:
-    """Context in which buffers are replaced by copies, and, with ``on_meta``, buffers and parameters by tensors without
-    data.
+    """Context in which buffers are replaced by copies. With ``on_meta``, buffers and parameters are replaced by tensors
+    without data.
 
     (``torch.func.functional_call`` leaves its replacements in a module that is registered twice.)
     """
@@ -48,7 +48,7 @@ def _stood_in_for(model: nn.Module, *, on_meta: bool) -> Iterator[None]:
 
 
 def _forward(model: nn.Module, shape: Shape, device: str, *, train: bool) -> Any:
-    """The main output for a batch of two, without changing the model: its buffers are replaced meanwhile."""
+    """The main output for a batch of two. The model is not changed: its buffers are replaced meanwhile."""
     modes = {m: m.training for m in model.modules()}
     with _stood_in_for(model, on_meta=device == "meta"):
         model.train(train)
@@ -64,14 +64,14 @@ def _reaches(model: nn.Module, shape: Shape, *, train: bool) -> Any:
     try:
         return _forward(model, shape, "meta", train=train)
     except Exception:
-        # Data-dependent code and tensors that are not buffers fail on meta only, so a run on the CPU decides.
+        # Data-dependent code, and tensors that are not buffers, fail only on meta, so a run on the CPU decides.
         return _forward(model, shape, "cpu", train=train)
 
 
 def refusal(model: nn.Module, shape: Shape) -> str:
     """Why ``model`` cannot run on inputs of ``shape`` [C, H, W], in one line; empty if it can.
 
-    Both modes are tried, because auxiliary heads only run in training.
+    Both modes are tried, because auxiliary heads run only in training.
     """
     for train in (False, True):
         try:
@@ -82,8 +82,8 @@ def refusal(model: nn.Module, shape: Shape) -> str:
 
 
 def told_classes(model: nn.Module, spec: str, shape: Shape) -> int:
-    """Number of classes of an external model, which must return logits [N, classes, ...] for a batch of N images, and
-    [N, T, classes] or [N, classes] for sequences of T tokens.
+    """Number of classes of an external model. It must return logits [N, classes, ...] for a batch of N images, and [N,
+    T, classes] or [N, classes] for sequences of T tokens.
 
     Raises:
         InvalidInputError: it fails on such an input, or its output has another form.
@@ -94,8 +94,8 @@ def told_classes(model: nn.Module, spec: str, shape: Shape) -> int:
         raise InvalidInputError(f"model {spec!r} fails on an input of {asked}: {why}")
     output = _reaches(model, shape, train=False)
     if not isinstance(output, Tensor) or output.ndim < 2 or output.shape[0] != 2:
-        found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise InvalidInputError(f"model {spec!r} gives {found} for 2 samples of {asked}, not logits [2, classes]")
+        form = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise InvalidInputError(f"model {spec!r} gives {form} for 2 samples of {asked}, not logits [2, classes]")
     return output.shape[-1] if of_tokens(shape) else output.shape[1]
 
 

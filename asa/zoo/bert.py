@@ -1,7 +1,7 @@
-"""A BERT-like encoder that reads an image's colours as tokens, with output weights tied to its embedding.
+"""A BERT-like encoder that reads an image's colours as tokens. Its output weights are those of its embedding.
 
-Devlin et al. 2018: tokens, learned positions, post-norm encoder layers, and a decoder that shares the embedding's
-weight. The vocabulary is the classes, then 8 levels of each colour channel; the first token asks for the class.
+After Devlin et al. 2018: tokens, learned positions, post-norm encoder layers, and a decoder that shares the embedding's
+weight. The vocabulary is the classes, then 8 levels of each colour channel. The output at the first token is the class.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Output in the shape of ``x`` [N, tokens, width]."""
-        found, _ = self.attention(x, x, x, need_weights=False)
-        x = self.norm1(x + self.dropout(found))
+        attended, _ = self.attention(x, x, x, need_weights=False)
+        x = self.norm1(x + self.dropout(attended))
         return self.norm2(x + self.dropout(self.feedforward(x)))  # type: ignore[no-any-return]
 
 
 class Bert(nn.Module):
-    """An encoder, and a decoder that shares the embedding's weight."""
+    """An encoder, and a decoder that shares the weight of the embedding."""
 
     def __init__(self, num_classes: int, channels: int) -> None:
         super().__init__()

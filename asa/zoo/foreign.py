@@ -20,7 +20,8 @@ from asa.zoo.names import PACKAGES, check_installed
 
 
 def first_line(error: BaseException) -> str:
-    """``Kind: message`` of an exception, in one line of at most 200 characters, and its place in the user's code."""
+    """``Kind: message`` of an exception, in one line of at most 200 characters, followed by its place in the user's
+    code."""
     text = str(error).strip().splitlines()
     line = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
     return (line if len(line) <= 200 else line[:197] + "...") + place_of(error)
@@ -45,7 +46,7 @@ def _import(spec: str, name: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # The named module or a parent package is missing: the name is wrong. Any other is missing inside the module.
+        # If the named module or a parent package is missing, the name is wrong. Otherwise the module lacks an import.
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise UsageError(
                 f"{what} {spec!r}: no module {name!r} to import from here or the installed packages"
@@ -56,29 +57,30 @@ def _import(spec: str, name: str, what: str) -> ModuleType:
 
 
 def factory(spec: str, what: str = "model") -> Callable[..., Any]:
-    """The function that ``package.module:factory`` names, which makes ``what``.
+    """The function that ``package.module:factory`` names. ``what`` is the kind of thing that it makes, for messages.
 
     Raises:
-        UsageError: there is none. InvalidInputError: its module cannot be imported.
+        UsageError: there is none.
+        InvalidInputError: its module cannot be imported.
     """
     module_name, _, attribute = spec.partition(":")
     parts = [*module_name.split("."), *attribute.split(".")]
     if not all(p.isidentifier() for p in parts):
         raise UsageError(f"{what} {spec!r} is not of the form package.module:factory")
-    found: Any = _import(spec, module_name, what)
+    function: Any = _import(spec, module_name, what)
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            near = get_close_matches(part, [n for n in dir(found) if not n.startswith("_")], n=3)
+        if not hasattr(function, part):
+            near = get_close_matches(part, [n for n in dir(function) if not n.startswith("_")], n=3)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise UsageError(f"{what} {spec!r}: {module_name} has no {attribute!r}{hint}")
-        found = getattr(found, part)
-    if not callable(found) or isinstance(found, nn.Module):
-        raise UsageError(f"{what} {spec!r}: {attribute} is a {type(found).__name__}, not a function that makes one")
-    return found  # type: ignore[no-any-return]
+        function = getattr(function, part)
+    if not callable(function) or isinstance(function, nn.Module):
+        raise UsageError(f"{what} {spec!r}: {attribute} is a {type(function).__name__}, not a function that makes one")
+    return function  # type: ignore[no-any-return]
 
 
 def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
-    """The ``offered`` keyword arguments that the function takes; ``**kwargs`` takes all but ``input_shape``."""
+    """Keyword arguments, out of ``offered``, that the function takes. ``**kwargs`` takes all but ``input_shape``."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -91,10 +93,10 @@ def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str,
 
 
 def takes_classes(spec: str) -> bool:
-    """Whether the model accepts a number of classes; only a factory of the user's own may not.
+    """Whether the model accepts a number of classes. Only a factory of the user's own may not.
 
     Raises:
-        UsageError: the spec does not lead to a function.
+        UsageError: the spec does not name a function.
         InvalidInputError: the module cannot be imported.
     """
     origin, colon, _ = spec.partition(":")
@@ -147,7 +149,7 @@ def from_timm(spec: str, *, num_classes: int, input_shape: Shape) -> nn.Module:
     try:
         try:
             model = timm.create_model(name, **options, img_size=input_shape[1:])
-        except TypeError:  # purely convolutional models take any size and no such argument
+        except TypeError:  # purely convolutional models take any size and have no such argument
             model = timm.create_model(name, **options)
     except Exception as error:
         raise InvalidInputError(f"model {spec!r} cannot be built: {first_line(error)}") from None
@@ -170,8 +172,8 @@ class Logits(nn.Module):
 
 @contextlib.contextmanager
 def _not_packed() -> Iterator[None]:
-    """Context in which transformers makes no mask for packed sequences while a model is traced: positions are the
-    model's own, and a real run, which inspects their values, makes none either and uses causal attention."""
+    """Context in which transformers makes no mask for packed sequences while a model is traced. Positions are the
+    model's own. A real run, which inspects their values, makes no such mask either, and uses causal attention."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     before = getattr(masks, "find_packed_sequence_indices", None)
     if before is None:
@@ -190,9 +192,11 @@ models)."""
 
 
 def from_transformers(spec: str, *, num_classes: int, input_shape: Shape) -> nn.Module:
-    """A model of transformers with fresh weights: a model type (``hf:vit``, ``hf:llama``), or a folder or hub name
-    whose configuration is read. For images, a classifier; for tokens, a classifier of sequences if the configuration
-    names one, else a masked or causal language model, whose vocabulary size is ``num_classes``.
+    """A model of transformers with fresh weights: by model type (``hf:vit``, ``hf:llama``), or by a folder or hub name
+    whose configuration is read.
+
+    For images it is a classifier. For tokens it is a classifier of sequences if the configuration names one; otherwise
+    a masked or causal language model, whose vocabulary size is ``num_classes``.
 
     Raises:
         UnavailableError: transformers is not installed, or the configuration is not available.
@@ -219,7 +223,7 @@ def _configuration(transformers: Any, spec: str, options: dict[str, Any]) -> Any
             return transformers.AutoConfig.for_model(name, **options)
         return transformers.AutoConfig.from_pretrained(name, **options)
     except Exception as error:
-        raise UnavailableError(f"model {spec!r}: its configuration cannot be had: {first_line(error)}") from None
+        raise UnavailableError(f"model {spec!r}: its configuration is not available: {first_line(error)}") from None
 
 
 def told_by_configuration(spec: str) -> int:
@@ -248,4 +252,4 @@ def _of_text(transformers: Any, config: Any, num_classes: int) -> nn.Module:
         else:
             config.vocab_size = num_classes
         return auto.from_config(config)  # type: ignore[no-any-return]
-    raise ValueError(f"{type(config).__name__} is no causal or masked model and no classifier of sequences")
+    raise ValueError(f"{type(config).__name__} is neither a causal or masked model nor a classifier of sequences")

@@ -1,4 +1,4 @@
-"""Models by name: any torchvision classifier or segmentation model, our own (``PLAIN``), or an external one."""
+"""Models by name: torchvision's classifiers and segmentation models, our own (``PLAIN``), and external ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _USUAL_SIDES = (28, 32, 42, 48, 56, 64, 75, 96, 128, 160, 192, 224, 256, 299, 38
 """Image sides that are tried, in this order, to suggest one that works."""
 
 _LARGER_DEFAULTS = {"alexnet": 64, "inception_v3": 75, "maxvit_t": 224, "vit_h_14": 42}
-"""Models that cannot take CIFAR's 32 pixels, with the smallest usual side above that (checked by a test)."""
+"""Models that cannot take CIFAR's 32 pixels, with the smallest usual side that they can take (checked by a test)."""
 
 _CLASSES = 100
 """Number of classes of CIFAR-100."""
@@ -61,9 +61,12 @@ def names() -> list[str]:
 
 
 def default_input(spec: str, shape: Shape | None = None, classes: int | None = None) -> tuple[Shape, int]:
-    """Input shape, (C, H, W) or (T,), and number of classes of a model, if ``shape`` or ``classes`` are not given:
-    those of CIFAR-100, larger if the model cannot take 32 pixels; for a language model its published vocabulary and a
-    common number of tokens. For a ``package.module:factory`` without ``num_classes``, the model's own number.
+    """(shape, classes): input shape, (C, H, W) or (T,), and number of classes of a model; ``shape`` and ``classes`` if
+    given.
+
+    The defaults are those of CIFAR-100, with larger images if the model cannot take 32 pixels. A language model has its
+    published vocabulary and a common number of tokens. A ``package.module:factory`` without ``num_classes`` has the
+    model's own number of classes.
 
     Raises:
         UsageError, InvalidInputError: such a factory fails, as in :func:`build`.
@@ -83,8 +86,8 @@ def default_input(spec: str, shape: Shape | None = None, classes: int | None = N
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Context in which all host generators are set to ``seed``; they are restored afterwards. Weights are made on the
-    CPU."""
+    """Context in which all host generators are seeded by ``seed``. They are restored afterwards. Weights are made on
+    the CPU."""
     state, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         # Not torch.manual_seed: it would also reset every GPU's generator.
@@ -119,7 +122,7 @@ def _options(name: str, shape: Shape) -> dict[str, Any]:
 
 
 def _inflate_stem(model: nn.Module, channels: int) -> None:
-    """Convert a network for 3 channels to ``channels`` channels: the stem's kernels are repeated in turn and scaled by
+    """Convert a network for 3 channels to ``channels`` channels. The stem's kernels are repeated in turn and scaled by
     3 / channels, so that activations keep their magnitude."""
     for parent in model.modules():
         for child_name, child in parent.named_children():
@@ -175,25 +178,26 @@ def _from_torchvision(name: str, num_classes: int, shape: Shape, *, tried: bool)
 
 
 def build(spec: str, *, num_classes: int, input_shape: Shape, seed: int = 0, tried: bool = False) -> nn.Module:
-    """The model that ``spec`` names, on the CPU, in training mode; its weights depend only on ``seed``.
+    """The model that ``spec`` names, on the CPU, in training mode. Its weights depend only on ``seed``.
 
-    ``spec``: a torchvision classification or segmentation name, ``cnn``, ``logistic``, ``lstm``, ``gru``, ``bert`` or
-    ``unet``, a language model (``gpt2``, ``llama:8b``), ``package.module:factory`` (also importable from the working
-    directory; called with ``num_classes`` and ``input_shape`` if it takes them), ``timm:NAME`` or ``hf:NAME``.
-    Auxiliary heads stay on as torchvision trains them, except ``inception_v3``'s on inputs too small for it (below 299
-    pixels).
+    ``spec`` is a torchvision classification or segmentation name; ``cnn``, ``logistic``, ``lstm``, ``gru``, ``bert`` or
+    ``unet``; a language model (``gpt2``, ``llama:8b``); ``package.module:factory`` (also importable from the working
+    directory; called with ``num_classes`` and ``input_shape`` if it takes them); ``timm:NAME`` or ``hf:NAME``.
+    Auxiliary heads stay on, as torchvision trains them, except that of ``inception_v3`` on inputs that are too small
+    for it (below 299 pixels).
 
     Args:
         num_classes: at least 1.
         input_shape: channels, height, width; or (tokens,) for a model that reads tokens.
-        seed: of the initial weights; the state of all generators is restored afterwards.
-        tried: torchvision's model of that name is known to accept such inputs, and is not tried on them again.
+        seed: seed of the initial weights. The state of all generators is restored afterwards.
+        tried: whether torchvision's model of that name is known to accept such inputs, and need not be tried on them
+            again.
 
     Raises:
-        UsageError: an unknown name (similar ones are given), or an input the model cannot take (a possible one is
+        UsageError: an unknown name (similar ones are given), or an input that the model cannot take (a possible one is
             given).
         InvalidInputError: an external model fails, or does not return logits for that many classes.
-        UnavailableError: the package a spec needs is not installed.
+        UnavailableError: the package that a spec needs is not installed.
     """
     if num_classes < 1:
         raise UsageError(f"a model for {num_classes} classes was asked for; at least 1 is needed")

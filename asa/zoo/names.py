@@ -1,4 +1,4 @@
-"""Checks of model names before torch is imported, which takes seconds; only building the model is a full check."""
+"""Checks of model names before torch is imported, which takes seconds. Only building the model is a full check."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def of_torchvision() -> frozenset[str]:
 
     Empty if torchvision, or its source, is missing.
     """
-    found = importlib.util.find_spec("torchvision")
+    package = importlib.util.find_spec("torchvision")
     names: set[str] = set()
-    for root in (found.submodule_search_locations or ()) if found else ():
+    for root in (package.submodule_search_locations or ()) if package else ():
         for folder in _FOLDERS:
             for path in sorted((Path(root) / "models" / folder).glob("*.py")):
                 text = path.read_text(encoding="utf-8", errors="replace")
@@ -84,11 +84,11 @@ AIMS = {
     "metric": ("accuracy", "top5"),
     "schedule": ("cosine", "linear", "constant", "step"),
 }
-"""What training goes by, and the names it may have."""
+"""Kinds of functions that define a training's goal, with the names that each may have."""
 
 
 def check_aim(what: str, spec: str) -> None:
-    """Whether there may be a ``what`` (a key of :data:`AIMS`) called ``spec``, without importing it.
+    """Check that there may be a ``what`` (a key of :data:`AIMS`) with the name ``spec``, without importing it.
 
     Raises:
         UsageError: there is no such name and no such module.
@@ -101,7 +101,8 @@ def check_aim(what: str, spec: str) -> None:
 
 
 def check_kind(spec: str, tokens: bool) -> None:
-    """Refuse tokens for a model that reads images, and images for one that reads tokens, if its name determines that.
+    """Check that a model that reads images gets no tokens, and one that reads tokens gets no images, if its name
+    determines which.
 
     Raises:
         UsageError: it reads the other kind.
@@ -123,9 +124,8 @@ def check_installed(package: str, spec: str) -> None:
 
 
 def check_module(spec: str, name: str, what: str = "model") -> None:
-    """Whether there is a module to import for ``package.module:factory``, and the factory in its source.
-
-    ``what`` it is to make, for the message.
+    """Check that the module of ``package.module:factory`` exists, and that its source defines the factory. ``what`` is
+    the kind of thing that it makes, for the message.
 
     Raises:
         UsageError: it does not, or ``spec`` does not have that form.
@@ -137,8 +137,8 @@ def check_module(spec: str, name: str, what: str = "model") -> None:
         raise UsageError(f"{what} {spec!r} is not of the form package.module:factory")
     first = name.partition(".")[0]
     here = Path.cwd()
-    found = first in sys.modules or (here / first).is_dir() or any(here.glob(f"{first}.*"))
-    if not found and importlib.util.find_spec(first) is None:
+    exists = first in sys.modules or (here / first).is_dir() or any(here.glob(f"{first}.*"))
+    if not exists and importlib.util.find_spec(first) is None:
         raise UsageError(f"{what} {spec!r}: no module {name!r} to import from here or the installed packages")
     check_defined(spec, name, spec.partition(":")[2], what)
 

@@ -1,4 +1,4 @@
-"""The zoo's own models, by name; this file has the smallest two: a plain convolutional network and logistic
+"""The zoo's own models, by name. This file has the smallest two: a plain convolutional network and logistic
 regression."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Builds a model in one thread while another imports the training code: the slowest parts of a start run in
-parallel."""
+"""Builds a model in one thread while another imports the training code, so that the slowest parts of a start
+overlap."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _COMPILER, _QUESTION = "torch._dynamo.utils", "is_compile_supported"
 
 @contextlib.contextmanager
 def compiler_later() -> Iterator[None]:
-    """Context in which torchvision is imported without torch's compiler, which takes as long as the rest of it.
+    """Context in which torchvision is imported without torch's compiler, whose import takes as long as the rest.
 
-    One of torchvision's operators asks the compiler one question when called, and imports it for that at once. A
-    replacement module imports the real one at the first call; other uses of the compiler meanwhile import it, too.
+    One of torchvision's operators asks the compiler one question when it is called, and imports it early for that. A
+    replacement module imports the real one at the first call. Other uses of the compiler meanwhile import it, too.
     """
     if _COMPILER in sys.modules:
         yield
@@ -114,10 +114,10 @@ class ModelPreload:
         gc.enable()
 
     def take(self) -> nn.Module | None:
-        """The model, once; None afterwards, or if it could not be built."""
+        """The model at the first call; None later, or if it could not be built."""
         model, self._model = self._model, None
         return model
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for a spawned process, without the model, which is rebuilt there as fast as it could be sent."""
+        """State for a spawned process, without the model: building it there takes no longer than sending it."""
         return {**self.__dict__, "_model": None, "_thread": None}

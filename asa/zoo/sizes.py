@@ -1,4 +1,4 @@
-"""Published sizes of GPT-2 and Llama, by the name after the colon. No torch."""
+"""Published sizes of GPT-2 and Llama, by the name after the colon. It needs no torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _BYTES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Shape:
-    """Sizes of a GPT-2 (Radford et al. 2019): ``heads`` of width ``width / heads``, a feed-forward of four times
-    ``width``.
+    """Sizes of a GPT-2 (Radford et al. 2019). There are ``heads`` of width ``width / heads``, and a feed-forward
+    network of four times ``width``.
 
-    ``tokens``: default sequence length, and the published number of positions.
+    ``tokens`` is the default sequence length, and the published number of positions.
     """
 
     layers: int
@@ -27,8 +27,10 @@ class GPT2Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaShape:
-    """Sizes of a Llama 3 (Grattafiori et al. 2024): ``kv_heads`` keys and values for ``heads`` queries, a gated
-    feed-forward of ``hidden``; ``tied``: the output weights are the embedding's. ``tokens``: default sequence length.
+    """Sizes of a Llama 3 (Grattafiori et al. 2024). There are ``kv_heads`` keys and values for ``heads`` queries, and a
+    gated feed-forward network of ``hidden``.
+
+    With ``tied``, the output weights are those of the embedding. ``tokens`` is the default sequence length.
     """
 
     layers: int

@@ -1,4 +1,5 @@
-"""Checks that a module defines a name, from its source, before anything is imported; if unsure, it passes."""
+"""Checks that a module defines a name, from its source, before anything is imported. If the source is not clear, the
+check passes."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from asa.errors import InvalidInputError, UsageError
 from asa.reading import read_bytes
 
 _OPAQUE = frozenset({"globals", "setattr", "exec", "eval", "__getattr__", "modules", "vars", "__path__"})
-"""Words in a source by which it may define names that cannot be read there."""
+"""Words in a source with which it may define names that cannot be read there."""
 
 
 def check_defined(spec: str, module: str, attribute: str, what: str = "model") -> None:
-    """Refuse ``package.module:factory`` where the source says that there is no such module or name.
+    """Check, as far as the source shows, that the module and the name of ``package.module:factory`` exist.
 
     Raises:
         UsageError: there is no module ``module``, or no ``attribute`` in it (similar names are given).
@@ -32,7 +33,7 @@ def check_defined(spec: str, module: str, attribute: str, what: str = "model") -
         if not places:
             raise UsageError(f"{what} {spec!r}: no module {module!r} to import from here or the installed packages")
     sources = [place / "__init__.py" if place.is_dir() else place for place in places]
-    # Several places of one name, or an extension module: the import decides.
+    # With several places of one name, or an extension module, the import decides.
     if len(sources) != 1 or sources[0].suffix != ".py":
         return
     known, name = _names(sources[0]), attribute.partition(".")[0]
@@ -44,12 +45,12 @@ def check_defined(spec: str, module: str, attribute: str, what: str = "model") -
 
 def _installed(package: str) -> list[Path]:
     """Locations of an installed package or module; empty if unknown."""
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin in (None, "built-in", "frozen"):
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin in (None, "built-in", "frozen"):
         return []
-    if found.submodule_search_locations:
-        return [Path(p) for p in found.submodule_search_locations]
-    return [Path(str(found.origin))]
+    if spec.submodule_search_locations:
+        return [Path(p) for p in spec.submodule_search_locations]
+    return [Path(str(spec.origin))]
 
 
 def _inside(place: Path, part: str) -> list[Path]:

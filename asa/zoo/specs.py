@@ -46,10 +46,11 @@ def check_form(spec: str) -> None:
 
 
 def check_there(spec: str) -> None:
-    """Check that the files of ``spec`` exist, and the package that reads them.
+    """Check that the files of ``spec`` exist, and that the package that reads them is installed.
 
     Raises:
-        InvalidInputError: no such file or folder. UnavailableError: no such package.
+        InvalidInputError: no such file or folder.
+        UnavailableError: no such package.
     """
     origin, colon, rest = spec.partition(":")
     if not colon:

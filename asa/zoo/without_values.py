@@ -1,4 +1,4 @@
-"""Builds a model without values on the meta device, which allocates and initializes no weights."""
+"""Builds a model without values on the meta device, where no weights are allocated or initialized."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _FILLING = frozenset({
 
 
 class _NoValues(TorchFunctionMode):
-    """Skips filling of tensors on meta, because even their shapes cost torch milliseconds each."""
+    """Context in which filling tensors on meta is skipped, because torch takes milliseconds for each, even without
+    values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -35,7 +36,7 @@ def without_values() -> Iterator[None]:
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
-    """The model from ``make`` on the meta device. If its constructor asks for values (for instance, rates of stochastic
+    """The model from ``make`` on the meta device. If its constructor needs values (for instance, rates of stochastic
     depth computed as a tensor), it is built normally and then moved to meta."""
     try:
         with without_values():

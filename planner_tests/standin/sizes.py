@@ -6,8 +6,9 @@ from __future__ import annotations
 def shrink() -> None:
     """Fewer numbers in what is measured of a GPU alone and between GPUs."""
     from asa.executor.training import probe
-    from asa.profiler import ceilings, interconnect, interference
+    from asa.profiler import ceilings, components, interconnect, interference
 
+    components._SIDE = 64
     probe._SIZE["cuda"], probe._TIMES["cuda"] = 64, 1
     ceilings._SIDE["cuda"], ceilings._COPIED["cuda"] = 64, 1 << 16
     interference._GPU_SCALE, interference._MATRIX = 1, 16

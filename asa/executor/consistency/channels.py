@@ -1,11 +1,12 @@
-"""Messages between a worker and its servers: one connection per pair, so that a lost rank harms no other pair.
+"""Messages between a worker and its servers. Each pair has a connection of its own, so that a lost rank affects no
+other pair.
 
-Everything travels as tensors in gloo's point-to-point operations, on the host. A request is a header [32] of float64
+Everything is sent as tensors on the host by gloo's point-to-point operations. A request is a header [32] of float64
 (operation and numbers) and, if the header says so, a body; so is a reply.
 
-A connection is a gloo group of two ranks that meet in the store of the run. The asking end *calls*: it writes a new
-name there, under which both ends connect. So the other end needs to know nothing of who calls, and either end may be a
-process that has taken the place of a lost one.
+A connection is a gloo group of two ranks that meet in the store of the run. The requesting end *calls*: it writes a new
+name to the store, under which both ends connect. So the other end need know nothing about the caller, and either end
+may be a process that has taken the place of a lost one.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ _FOREVER = timedelta(days=7)
 sockets."""
 _CONNECT = timedelta(seconds=10)
 _LOOK_S, _LOOK_LATER_S = 0.02, 0.2
-"""Seconds between two looks for a call, without a connection and with one."""
+"""Seconds between two checks for a call, without a connection and with one."""
 _COUNT = itertools.count()
-"""Numbers the exchanges of a process, which are made in the same order by all ranks."""
+"""Numbers for the exchanges of a process. All ranks create their exchanges in the same order."""
 
 Handle = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 """Function from a worker's request (rank, header, body) to a reply (header, body)."""
@@ -48,14 +49,14 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int8
 
 
 class Channel:
-    """One end of the connection between two ranks, of which the calling one has number 0."""
+    """One end of the connection between two ranks. The calling end has number 0."""
 
     def __init__(self, group: Any, other: int) -> None:
         self.group, self.other = group, other
 
     def send(self, head: Tensor, body: Tensor | None) -> None:
-        """Send ``head`` [HEAD] float64, whose last two entries (dtype and size of the body) are filled in here, and
-        ``body``."""
+        """Send ``head`` [HEAD] float64 and ``body``. The last two entries of the header (dtype and size of the body)
+        are filled in here."""
         head = head.clone()
         head[-2] = -1.0 if body is None else float(_DTYPES.index(body.dtype))
         head[-1] = 0.0 if body is None else float(body.numel())
@@ -77,16 +78,17 @@ class Channel:
 
 def head(*numbers: float) -> Tensor:
     """A message header that begins with ``numbers``, padded with zeros; float64 [HEAD]."""
-    found = torch.zeros(HEAD, dtype=torch.float64)
-    found[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-    return found
+    padded = torch.zeros(HEAD, dtype=torch.float64)
+    padded[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+    return padded
 
 
 class Exchange:
-    """Request and reply between ranks: ``clients`` ask, each of ``hosts`` answers. A rank may be both.
+    """Request and reply between ranks: ``clients`` ask, and each of ``hosts`` answers. A rank may be both.
 
-    All ranks construct their exchanges in the same order. ``returning``: hosts that come back if they are lost; a
-    request to one is repeated then, so it may arrive twice. ``patience_s``: how long to wait for a host.
+    All ranks construct their exchanges in the same order. ``returning`` are hosts that come back if they are lost. A
+    request to such a host is repeated then, so it may arrive twice. ``patience_s`` is the longest time in seconds to
+    wait for a host.
     """
 
     def __init__(
@@ -100,21 +102,21 @@ class Exchange:
         self._handle: Handle | None = None
         self._closed = False
         self._name = f"exchange/{next(_COUNT)}"
-        found = store_of_ranks() if len({*hosts, *clients}) > 1 else None
-        self._store = None if found is None else PrefixStore(self._name, found.clone())
+        store = store_of_ranks() if len({*hosts, *clients}) > 1 else None
+        self._store = None if store is None else PrefixStore(self._name, store.clone())
 
     def note(self, value: Any) -> None:
-        """Leave a JSON value for ranks that come late."""
+        """Store a JSON value for ranks that join late."""
         if self._store is not None:
             self._store.set("noted", json.dumps(value))
 
     def noted(self) -> Any:
-        """The value that was left by :meth:`note`."""
+        """The value that :meth:`note` has stored."""
         assert self._store is not None
         return json.loads(self._store.get("noted"))
 
     def serve(self, handle: Handle, lost: Callable[[int], None]) -> None:
-        """Answer each client in threads of its own; ``lost`` is called with a client whose connection has broken."""
+        """Answer each client in threads of its own. ``lost`` is called with a client whose connection has broken."""
         self._handle = handle
         for client in self.clients:
             if client != self.rank:
@@ -136,18 +138,18 @@ class Exchange:
             if host != self.rank:
                 with self._lasting(host):
                     self._to[host].send(*request)
-        found: dict[int, tuple[Tensor, Tensor | None]] = {}
+        replies: dict[int, tuple[Tensor, Tensor | None]] = {}
         if self.rank in sent:
             assert self._handle is not None
-            found[self.rank] = self._handle(self.rank, *sent[self.rank])
+            replies[self.rank] = self._handle(self.rank, *sent[self.rank])
         for host, request in sent.items():
-            while host not in found:
+            while host not in replies:
                 with self._lasting(host):
                     if host not in self._to:
                         self._to[host] = self._call(host)
                         self._to[host].send(*request)
-                    found[host] = self._to[host].receive()
-        return [found[host] for host in self.hosts]
+                    replies[host] = self._to[host].receive()
+        return [replies[host] for host in self.hosts]
 
     @contextlib.contextmanager
     def _lasting(self, host: int) -> Iterator[None]:
@@ -160,10 +162,10 @@ class Exchange:
             del self._to[host]
 
     def _call(self, host: int) -> Channel:
-        """Connect to ``host``, as often as it takes until it answers.
+        """Connect to ``host``, and try again until it answers.
 
         Raises:
-            RuntimeError: it did not within :attr:`_patience_s`.
+            RuntimeError: it did not answer within :attr:`_patience_s`.
         """
         assert self._store is not None
         until = time.monotonic() + self._patience_s
@@ -180,8 +182,8 @@ class Exchange:
         return ProcessGroupGloo(PrefixStore(name, store.clone()), end, 2, timeout=_CONNECT)
 
     def _answer(self, client: int, handle: Handle, lost: Callable[[int], None]) -> None:
-        """Answer ``client``, and whatever process takes its place. Each connection has a thread of its own: that of a
-        client which is gone may still be waiting for others."""
+        """Answer ``client``, and any process that takes its place. Each connection has a thread of its own, because the
+        thread of a client that is gone may still be waiting for others."""
         assert self._store is not None
         store, last, line = self._store.clone(), "", None
         with contextlib.suppress(RuntimeError):  # the run has ended, and its store with it
@@ -189,7 +191,7 @@ class Exchange:
                 last = name
                 try:
                     channel = Channel(self._group(store, name, 1), 0)
-                except RuntimeError:  # whoever called is gone, or has called again
+                except RuntimeError:  # the caller is gone, or has called again
                     continue
                 store.set(f"answered/{client}/{self.rank}", name)
                 if line is not None:
@@ -198,8 +200,8 @@ class Exchange:
                 line.start()
 
     def _called(self, store: Store, client: int, last: str, line: _Line | None) -> str | None:
-        """The next name under which ``client`` calls, other than ``last`` and what was answered here before; None once
-        this end is closed or the client has taken its leave."""
+        """The next name under which ``client`` calls, other than ``last`` and names that were answered here before.
+        None if this end is closed, or the client has announced that it leaves."""
         call, answered = f"call/{client}/{self.rank}", f"answered/{client}/{self.rank}"
         while not self._closed and not (line is not None and line.left):
             if store.check([call]):
@@ -222,7 +224,7 @@ class Exchange:
 
 
 class _Line(threading.Thread):
-    """The host's end of one connection, while it lasts. ``left``: the client has taken its leave."""
+    """The host's end of one connection, while it lasts. ``left`` says that the client has announced that it leaves."""
 
     def __init__(self, client: int, channel: Channel, handle: Handle, lost: Callable[[int], None]) -> None:
         super().__init__(daemon=True)

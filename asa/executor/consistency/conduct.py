@@ -22,11 +22,11 @@ from asa.zoo.data import ImageSet
 
 
 class Conduct(ABC):
-    """One worker's side of a discipline: ``model`` and the ``optimizer`` over it.
+    """One worker's part of a discipline: ``model``, and the ``optimizer`` of its parameters.
 
-    A worker is a rank of plain data parallelism whose gradients are not reduced, or a group of ranks in which gradients
-    are reduced as the group's plan says. For a group, this is the part of one of its ranks, which exchanges data with
-    the corresponding ranks of other groups.
+    A worker is a rank of plain data parallelism whose gradients are not reduced, or a group of ranks that reduce
+    gradients by the group's plan. For a group, this is the part of one of its ranks, which exchanges data with the
+    corresponding ranks of other groups.
     """
 
     def __init__(self, discipline: Discipline, model: ParallelModel, optimizer: Optimizer) -> None:
@@ -39,16 +39,16 @@ class Conduct(ABC):
     takes_part = True
     """Whether this worker computes the next step; :meth:`step` is called in any case."""
     draws_own = False
-    """Whether this worker takes other samples than its rows of the global batch."""
+    """Whether this worker takes samples other than its rows of the global batch."""
 
     def drawn(self, images: ImageSet, indices: Tensor, step: int) -> Tensor:
-        """``indices`` (int64 [rows], of the global batch) with this worker's own samples in its rows; if workers are
+        """``indices`` (int64 [rows], of the global batch) with this worker's own samples in its rows. If workers are
         groups, only the group's rows."""
         del images, step
         return self.share(indices)
 
     def share(self, indices: Tensor) -> Tensor:
-        """The part of ``indices`` [rows] that this worker's ranks divide among them."""
+        """The rows of ``indices`` [rows] that this worker's ranks divide among them."""
         grouped = self.model.grouped
         return indices if grouped is None else indices[grouped.rows(len(indices))]
 
@@ -59,10 +59,10 @@ class Conduct(ABC):
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of the last batch by name, averaged over workers (collective)."""
-        found = full_gradients(self.model)
+        by_name = full_gradients(self.model)
         if not self.model.idle:
-            average(list(found.values()), self.axis)
-        return found
+            average(list(by_name.values()), self.axis)
+        return by_name
 
     @abstractmethod
     def step(self, batch: int) -> None:
@@ -73,13 +73,14 @@ class Conduct(ABC):
         """Bring all workers to the same weights, running statistics and optimizer state (collective)."""
 
     def enter(self) -> None:  # noqa: B027
-        """Take the current weights, as a worker that takes the place of a lost one, once the others know of it."""
+        """Take the current weights, in a process that takes the place of a lost worker, once the others know about
+        it."""
 
     def returned(self, rank: int) -> str:
-        """What there is to say of ``rank``, which has come back after it was lost."""
+        """A sentence about ``rank``, which has come back after it was lost."""
         return f"rank {rank} is back, and takes part again"
 
-    def pause(self) -> None:  # noqa: B027  (most keep nobody waiting)
+    def pause(self) -> None:  # noqa: B027  (most disciplines make nobody wait)
         """Announce that this worker is about to wait for all others, so that none of them waits for its updates."""
 
     def go_on(self) -> None:  # noqa: B027
@@ -89,7 +90,7 @@ class Conduct(ABC):
         """Further state that a resumed run of this discipline needs, by name; called when settled."""
         return {}
 
-    def load(self, state: dict[str, Tensor]) -> None:  # noqa: B027  (most have nothing of the kind)
+    def load(self, state: dict[str, Tensor]) -> None:  # noqa: B027  (most disciplines have no such state)
         """Restore the result of :meth:`state`; called after :meth:`begin`."""
 
     def figures(self) -> dict[str, object]:
@@ -126,8 +127,8 @@ class Conduct(ABC):
 
     @torch.no_grad()
     def unscale(self, batch: int) -> None:
-        """Divide gradients by :meth:`own_share`: they become those of the mean over this worker's own rows. Groups need
-        not."""
+        """Divide gradients by :meth:`own_share`: they become those of the mean over this worker's own rows. Does
+        nothing in a group, where gradients are not scaled."""
         if self.model.grouped is not None:
             return
         share = self.own_share(batch)
@@ -153,10 +154,8 @@ class Conduct(ABC):
 
 @torch.no_grad()
 def average(tensors: list[Tensor], axis: Axis, weight: float = 1.0) -> None:
-    """Replace ``tensors`` by their mean over ``axis`` (collective).
-
-    ``weight``: of this rank; the weights of all ranks sum to the number of ranks.
-    """
+    """Replace ``tensors`` by their mean over ``axis`` (collective). ``weight`` is the weight of this rank; the weights
+    of all ranks sum to the number of ranks."""
     if axis.group is None or not tensors:
         return
     tensors = [local(t.detach()) for t in tensors]

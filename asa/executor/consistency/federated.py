@@ -1,12 +1,14 @@
-"""Federated averaging (``fedavg``): clients train on their own data, and their updates are averaged with weights.
+"""Federated averaging (``fedavg``): clients train on their own data, and a weighted mean of their updates is applied.
 
-McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data". Every worker is a
-client. In a round of ``period`` steps a random ``fraction`` of them trains from the same weights; their updates are
-averaged, weighted by their numbers of samples. With a ``spread`` above 0 a client keeps a part of the training set,
-whose classes and size follow a Dirichlet distribution of concentration ``1 / spread`` (Hsu et al. 2019); otherwise
-clients take their shares of the run's order, and are weighted by their samples in the round.
+After McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data". Every worker is
+a client. In a round of ``period`` steps, a random ``fraction`` of the clients trains from the same weights. Their
+updates are averaged, weighted by their numbers of samples.
 
-A client that does not take part keeps its momentum until it does again.
+With a ``spread`` above 0, a client keeps one part of the training set. Its classes and its size follow a Dirichlet
+distribution of concentration ``1 / spread`` (Hsu et al. 2019). Otherwise clients take their shares of the run's order,
+and are weighted by their samples in the round.
+
+A client that takes no part in a round keeps its momentum for the next round in which it does.
 """
 
 from __future__ import annotations
@@ -49,22 +51,22 @@ class FederatedAverage(OuterSteps):
         self.takes_part = self.axis.index in drawn
 
     def drawn(self, images: ImageSet, indices: Tensor, step: int) -> Tensor:
-        """``indices`` with this client's own samples in its rows: each of them once, in a new order, before any is
-        repeated."""
+        """``indices`` with this client's own samples in its rows. Each of its samples is used once, in a new order,
+        before any is repeated."""
         if not self.draws_own:
             return indices
         if self._set is not images:
             seed = self.model.context.seed
             parts = clients(images.labels.tolist(), self.axis.size, self.discipline.spread, seed)
             self._set, self._own = images, torch.tensor(parts[self.axis.index], dtype=torch.int64)
-        found, size = indices.clone(), len(self._own)
+        mixed, size = indices.clone(), len(self._own)
         rows = microbatch_rows(self.model, len(indices))
         places = torch.cat([torch.arange(part.kept.start, part.kept.stop) for part in rows])
         at = step * self.rows(self.model.plan.global_batch) + torch.arange(len(places))
         for number in (at // size).unique().tolist():
             now = at // size == number
-            found[places[now]] = self._own[self._shuffled(size, number)[at[now] % size]]
-        return found
+            mixed[places[now]] = self._own[self._shuffled(size, number)[at[now] % size]]
+        return mixed
 
     def _shuffled(self, size: int, number: int) -> Tensor:
         order = list(range(size))
@@ -95,8 +97,8 @@ class FederatedAverage(OuterSteps):
         self._draw()
 
     def settle(self) -> None:
-        """Average everything not averaged yet, and the inner momenta; a client that never trained counts with momentum
-        0."""
+        """Average everything that is not averaged yet, and the inner momenta. A client that never trained counts with
+        momentum 0."""
         if not self.optimizer.state and any(self._moved):
             self._at_rest()
         super().settle()
@@ -115,7 +117,7 @@ class FederatedAverage(OuterSteps):
             moment.zero_()
 
     def state(self) -> dict[str, Tensor]:
-        """The number of the next round, which decides who takes part."""
+        """The number of the next round, which determines who takes part."""
         return {"fedavg.round": torch.tensor([self._round])}
 
     def load(self, state: dict[str, Tensor]) -> None:
@@ -126,8 +128,10 @@ class FederatedAverage(OuterSteps):
 
 
 def clients(labels: Sequence[int], count: int, spread: float, seed: int) -> list[list[int]]:
-    """Indices of the samples of each of ``count`` clients. The shares of every class are drawn from a Dirichlet
-    distribution of concentration ``1 / spread``. A client without samples gets one from the largest client.
+    """Indices of the samples of each of ``count`` clients.
+
+    The shares of every class are drawn from a Dirichlet distribution of concentration ``1 / spread``. A client without
+    samples gets one from the largest client.
 
     Raises:
         UsageError: there are fewer samples than clients.
@@ -139,7 +143,7 @@ def clients(labels: Sequence[int], count: int, spread: float, seed: int) -> list
     if len(labels) < count:
         raise UsageError(f"{len(labels)} samples are too few for {count} clients")
     draws = random.Random(f"spread {seed}")
-    found: list[list[int]] = [[] for _ in range(count)]
+    parts: list[list[int]] = [[] for _ in range(count)]
     for kind in sorted(set(labels)):
         mine = [i for i, label in enumerate(labels) if label == kind]
         draws.shuffle(mine)
@@ -147,9 +151,9 @@ def clients(labels: Sequence[int], count: int, spread: float, seed: int) -> list
         if not sum(shares):  # all too small for a float
             shares[draws.randrange(count)] = 1.0
         cuts = [round(len(mine) * x / sum(shares)) for x in accumulate(shares, initial=0.0)]
-        for part, (a, b) in zip(found, pairwise(cuts), strict=True):
+        for part, (a, b) in zip(parts, pairwise(cuts), strict=True):
             part += mine[a:b]
-    for part in found:
+    for part in parts:
         if not part:
-            part.append(max(found, key=len).pop())
-    return found
+            part.append(max(parts, key=len).pop())
+    return parts

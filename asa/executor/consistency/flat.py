@@ -1,4 +1,4 @@
-"""A rank's trained parameters as one flat vector, which servers hold in slices and workers average."""
+"""A rank's trained parameters as one flat vector, of which servers hold slices and which workers average."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from asa.sharding.parts import local
 
 
 class FlatParameters:
-    """The trained ``parameters`` of one dtype, concatenated in the order of the optimizer's groups. ``groups``: start
-    and stop of each group in the vector; ``of_group``: its parameters.
+    """The trained parameters of an optimizer, concatenated in the order of its groups; all have one dtype.
+
+    ``groups`` are the start and stop of each group in the vector; ``of_group`` are its parameters.
 
     Raises:
-        UsageError: parameters have several dtypes, or one that is not real.
+        UsageError: parameters have several dtypes, or one that is not real, or none is trained.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -30,7 +31,9 @@ class FlatParameters:
         kinds = {p.dtype for p in self.parameters}
         if len(kinds) > 1 or not all(p.is_floating_point() for p in self.parameters):
             named = ", ".join(sorted(str(k).removeprefix("torch.") for k in kinds))
-            raise UsageError(f"parameters of {named}: workers that do not train in step need real ones of one dtype")
+            raise UsageError(
+                f"parameters of {named}: workers that do not take the same steps need real parameters of one dtype"
+            )
         self.dtype = kinds.pop()
         self.sizes = [local(p).numel() for p in self.parameters]
         self.total = sum(self.sizes)
@@ -76,15 +79,15 @@ class FlatParameters:
         if sparse:
             shape = list(self.parameters[sparse[0]].shape)
             raise UsageError(
-                f"parameter {sparse[0]} of shape {shape} has sparse gradients: servers update all they hold; take "
-                "sparse=False, or train under ddp"
+                f"parameter {sparse[0]} of shape {shape} has sparse gradients, but servers update all their weights; "
+                "use sparse=False, or train under ddp"
             )
         missing = [i for i, p in enumerate(self.parameters) if p.grad is None]
         if missing:
             shape = list(self.parameters[missing[0]].shape)
             raise UsageError(
-                f"parameter {missing[0]} of shape {shape} got no gradient in a step: servers update all they hold; "
-                "freeze it (requires_grad_(False)), or train under ddp"
+                f"parameter {missing[0]} of shape {shape} got no gradient in a step, but servers update all their "
+                "weights; freeze it (requires_grad_(False)), or train under ddp"
             )
         flat = torch.cat([p.grad.reshape(-1) for p in self.parameters if p.grad is not None]).cpu()
         return flat if scale == 1 else flat.mul_(scale)
@@ -100,20 +103,23 @@ def slices(total: int, parts: int) -> list[tuple[int, int]]:
 
 
 def scales_of(flat: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Largest magnitude over 127 of each consecutive section of ``flat``, whose lengths are ``sizes``; 1 if all are
-    0."""
-    found = torch.stack([part.abs().amax() if part.numel() else part.new_zeros(()) for part in flat.split(list(sizes))])
-    return torch.where(found > 0, found / 127, torch.ones_like(found))
+    """Largest magnitude over 127 of each consecutive section of ``flat``; 1 if all are 0. ``sizes`` are the lengths of
+    the sections."""
+    largest = torch.stack(
+        [part.abs().amax() if part.numel() else part.new_zeros(()) for part in flat.split(list(sizes))]
+    )
+    return torch.where(largest > 0, largest / 127, torch.ones_like(largest))
 
 
 def quantised(flat: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """``flat`` as int8 with one scale for each section of length ``sizes``: (numbers, scales)."""
+    """(numbers, scales): ``flat`` as int8, with one scale for each section; ``sizes`` are the lengths of the
+    sections."""
     scales = scales_of(flat, sizes)
     wide = scales.repeat_interleave(torch.tensor(list(sizes), device=flat.device))
     return (flat / wide).round_().clamp_(-127, 127).to(torch.int8), scales
 
 
 def dequantised(numbers: Tensor, scales: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The inverse of :func:`quantised`, exact to half a scale."""
+    """Approximate inverse of :func:`quantised`; each value differs by at most half a scale."""
     wide = scales.repeat_interleave(torch.tensor(list(sizes), device=numbers.device))
     return numbers.to(scales.dtype) * wide

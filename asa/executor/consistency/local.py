@@ -1,9 +1,9 @@
 """Local SGD (``local_sgd``): workers train independently for a period, then average their weights.
 
-Stich 2019, "Local SGD Converges Fast and Communicates Little"; the period may follow the quadratic synchronization rule
-of Gu et al. 2024, "A Quadratic Synchronization Rule for Distributed Deep Learning". Running statistics are averaged
-together with the weights. Each worker has its own momentum; at the end of an epoch momenta are averaged, so that there
-is one state to save.
+After Stich 2019, "Local SGD Converges Fast and Communicates Little". The period may follow the quadratic
+synchronization rule of Gu et al. 2024, "A Quadratic Synchronization Rule for Distributed Deep Learning". Running
+statistics are averaged together with the weights. Each worker has its own momentum. At the end of an epoch momenta are
+averaged, so that there is one state to save.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class LocalSteps(Conduct):
     """Implements ``local_sgd``."""
 
     _since = _mine = _all = 0
-    """Steps since the last average, and the samples of this worker and of all in them."""
+    """Number of steps since the last average, and the numbers of samples in them: this worker's and all workers'."""
 
     def begin(self) -> None:
         """Reset the counters; all workers start from equal weights."""

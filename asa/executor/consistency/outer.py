@@ -1,9 +1,10 @@
-"""Inner and outer optimizer (``diloco``): a worker's change of weights over a period is a gradient for the outer one.
+"""Inner and outer optimizer (``diloco``): a worker's change of weights over a period is a gradient for the outer
+optimizer.
 
-Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models"; fragments, one of which is
-averaged every ``period / fragments`` steps, after Douillard et al. 2025, "Streaming DiLoCo with overlapping
-communication". The inner optimizer is the run's own; the outer one is SGD with Nesterov momentum, the same on all
-workers. At the end of an epoch every changed fragment is averaged, and so are the inner momenta.
+After Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models". Fragments, one of
+which is averaged every ``period / fragments`` steps, are after Douillard et al. 2025, "Streaming DiLoCo with
+overlapping communication". The inner optimizer is the run's own. The outer one is SGD with Nesterov momentum, the same
+on all workers. At the end of an epoch every changed fragment is averaged, and so are the inner momenta.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class OuterSteps(LocalSteps):
     """Weight of this worker in the mean; the weights of all workers sum to their number."""
 
     def begin(self) -> None:
-        """Copy the weights, which are equal on all workers, as outer weights, and make the outer optimizers."""
+        """Copy the weights, which are equal on all workers, as outer weights, and create the outer optimizers."""
         self._flat = FlatParameters(self.optimizer)
         self._parts = fragments(self._flat.sizes, self.discipline.fragments)
         at = [0]
@@ -80,7 +81,7 @@ class OuterSteps(LocalSteps):
         self._moved[fragment] = False
 
     def _mean(self, moved: Tensor, sizes: list[int]) -> Tensor:
-        """Mean of ``moved`` over workers (collective); in int8, every worker's part is sent with its own scales."""
+        """Mean of ``moved`` over workers (collective). In int8, every worker's part is sent with its own scales."""
         axis = self.axis
         if axis.group is None:
             return moved
@@ -93,8 +94,8 @@ class OuterSteps(LocalSteps):
         all_numbers, all_scales = ([torch.empty_like(t) for _ in range(axis.size)] for t in (numbers, scales))
         dist.all_gather(all_numbers, numbers, group=axis.group)
         dist.all_gather(all_scales, scales, group=axis.group)
-        found = [dequantised(n, s, sizes) for n, s in zip(all_numbers, all_scales, strict=True)]
-        return torch.stack(found).mean(dim=0)
+        parts = [dequantised(n, s, sizes) for n, s in zip(all_numbers, all_scales, strict=True)]
+        return torch.stack(parts).mean(dim=0)
 
     def settle(self) -> None:
         """Average all changed fragments, running statistics and inner momenta (collective)."""
@@ -108,10 +109,12 @@ class OuterSteps(LocalSteps):
     def state(self) -> dict[str, Tensor]:
         """Momentum of the outer optimizer as one vector over all weights; with groups, one vector per rank of a group
         (collective)."""
-        found = [o.state.get(p, {}).get("momentum_buffer") for o, p in zip(self._optimizers, self._outer, strict=True)]
-        if any(m is None for m in found):
+        momenta = [
+            o.state.get(p, {}).get("momentum_buffer") for o, p in zip(self._optimizers, self._outer, strict=True)
+        ]
+        if any(m is None for m in momenta):
             return {}
-        mine = {self._key(): torch.cat([m.cpu() for m in found if m is not None])}
+        mine = {self._key(): torch.cat([m.cpu() for m in momenta if m is not None])}
         return mine if self.model.grouped is None else self.model.grouped.united(mine)
 
     def _key(self) -> str:

@@ -1,10 +1,10 @@
 """A pipeline that is not drained between batches (``pipedream``); its gradients are delayed by one update.
 
 After Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training", in the form of Narayanan et
-al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-2BW): microbatches of the next batch enter while
-those of the last one still run backward (1F1B without a flush). All stages compute a batch with weights of one version
-(vertical sync), and backward uses the weights of its forward (weight stashing): batch t uses those after batch t - 2.
-That is a delay of one update for any number of stages. A single stage has no delay.
+al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-2BW). Microbatches of the next batch enter while
+those of the last one still run backward (1F1B without a flush). All stages compute a batch with one version of the
+weights (vertical sync), and backward uses the weights of its forward (weight stashing). Batch t uses the weights after
+batch t - 2. That is a delay of one update for any number of stages. A single stage has no delay.
 
 The pipeline is drained where training must have one state: for a checkpoint, and at the end of an epoch.
 """
@@ -33,8 +33,8 @@ _VERSIONS = 2
 
 @dataclass
 class _Batch:
-    """A batch in flight: the ``version`` of weights it uses, the learning ``rates`` of its update, and the number of
-    microbatches whose backward is not done."""
+    """A batch in flight: the ``version`` of weights that it uses, the learning ``rates`` of its update, and the number
+    of microbatches whose backward is not done (``left``)."""
 
     step: Step
     version: int
@@ -84,36 +84,36 @@ class UndrainedPipeline(Conduct):
     def played(
         self, model: ParallelModel, samples: Tensor, step: int, inputs: Any, labels: Any, **options: Any
     ) -> Step:
-        """Send a batch into the pipeline, and run as many backwards as the schedule asks for to make room.
+        """Send a batch into the pipeline, and run as many backwards as the schedule needs to make room.
 
-        The loss of the batch is known then; its update is made after the backward of its last microbatch.
+        The loss of the batch is known then. Its update is made after the backward of its last microbatch.
         """
         if self._stages == 1:
             return super().played(model, samples, step, inputs, labels, **options)
-        found = Step(
+        made = Step(
             model=model, samples=samples, step=step, inputs=inputs, labels=labels,
             rows=microbatch_rows(model, len(samples)), beside=self._live, **options,
         )  # fmt: skip
-        self._live.append(found)
-        batch = _Batch(found, self._count % _VERSIONS, [float(g["lr"]) for g in self.optimizer.param_groups])
+        self._live.append(made)
+        batch = _Batch(made, self._count % _VERSIONS, [float(g["lr"]) for g in self.optimizer.param_groups])
         self._count += 1
         turns: list[tuple[_Batch, Action]] = []
-        while self._flying and self._flying[0][0].version == batch.version:  # its slot of weights is needed
+        while self._flying and self._flying[0][0].version == batch.version:  # the memory of its version is needed
             turns.append(self._back())
-        for j in range(len(found.rows)):
+        for j in range(len(made.rows)):
             turns.append((batch, Action(direction="forward", microbatch=j)))
             self._flying.append((batch, j))
             if len(self._flying) > self._behind:
                 turns.append(self._back())
         self._play(turns)
-        return found
+        return made
 
     def _back(self) -> tuple[_Batch, Action]:
         batch, j = self._flying.popleft()
         return batch, Action(direction="backward", microbatch=j)
 
     def _play(self, turns: Sequence[tuple[_Batch, Action]]) -> None:
-        """Run all actions in order. While one computes, the data for the next is already being received."""
+        """Run all actions in order. During one of them, the data for the next is already being received."""
         try:
             for i, (batch, action) in enumerate(turns):
                 for other, coming in turns[i : i + 2]:
@@ -131,7 +131,7 @@ class UndrainedPipeline(Conduct):
             self._install(None)
 
     def _install(self, version: dict[nn.Parameter, nn.Parameter] | None) -> None:
-        """Let modules compute with a version of the weights; None: the newest."""
+        """Make modules compute with a version of the weights; None stands for the newest."""
         for parameters, name, p in self._places:
             parameters[name] = p if version is None else version[p]
 

@@ -1,9 +1,9 @@
 """Averaging that a slow or lost worker does not delay (``local_sgd``, ``diloco`` and ``fedavg`` with a quorum).
 
 The first worker holds the outer weights and their optimizer. A round of averaging ends when all remaining workers have
-contributed, or when the quorum has and the grace window after that is over; later ones are in the next round. After
-"Decoupled DiLoCo" (2026): contributions are weighted by their samples. Without an outer optimizer (``local_sgd``,
-``fedavg``) the outer weights are the mean of the workers'.
+contributed, or when the quorum has and the grace period after that is over. Later contributions count in the next
+round. Contributions are weighted by their samples, after "Decoupled DiLoCo" (2026). Without an outer optimizer
+(``local_sgd``, ``fedavg``), the outer weights are the mean of the workers' weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PULL, _MEET, _LAST, _ENTER = 0.0, 1.0, 2.0, 3.0
 
 
 class Meetings:
-    """The outer weights [n] and the contributions to the current round; each worker calls from its own thread."""
+    """The outer weights [n] and the contributions to the current round. Each worker calls from a thread of its own."""
 
     def __init__(self, discipline: Discipline, weights: Tensor, workers: Sequence[int]) -> None:
         self.discipline, self.workers = discipline, set(workers)
@@ -45,8 +45,8 @@ class Meetings:
         self._changed = threading.Condition()
 
     def met(self, worker: int, moved: Tensor, samples: int = 1) -> Tensor:
-        """Add ``moved`` [n], the change of weights of ``worker`` over ``samples``, wait for the end of the round, and
-        return the outer weights."""
+        """Add ``moved`` [n], the change of weights of ``worker`` over ``samples`` samples. Wait for the end of the
+        round, and return the outer weights."""
         with self._changed:
             number = self._number
             self._come(worker, moved, samples)
@@ -58,7 +58,8 @@ class Meetings:
             return self.weights.detach().clone()
 
     def last(self, worker: int, moved: Tensor, samples: int = 1) -> None:
-        """Add the change ``moved`` of ``worker`` without waiting; it does not contribute again before :meth:`anew`."""
+        """Add the change ``moved`` of ``worker`` without waiting. The worker does not contribute again before
+        :meth:`anew`."""
         with self._changed:
             self._come(worker, moved, samples)
             self._through.add(worker)
@@ -78,7 +79,7 @@ class Meetings:
             self._came.pop(worker, None)
 
     def anew(self, live: Collection[int]) -> None:
-        """Finish the current round; from here on all remaining workers contribute again."""
+        """Finish the current round. From here on, all remaining workers (``live``) contribute again."""
         with self._changed:
             if self._came:
                 self._conclude()
@@ -166,7 +167,7 @@ class QuorumSteps(Conduct):
         self._go_on_from(weights)
 
     def settle(self) -> None:
-        """Average all remaining changes, and set every worker to the outer weights (collective)."""
+        """Average all remaining changes, and give every worker the outer weights (collective)."""
         self._ask(_LAST, self._moved())
         self._votes.gather([0.0])
         if self._meetings is not None:
@@ -212,8 +213,8 @@ class QuorumSteps(Conduct):
         """Momentum of the outer optimizer, on the first worker."""
         if self._meetings is None:
             return {}
-        found = self._meetings.optimizer.state.get(self._meetings.weights, {}).get("momentum_buffer")
-        return {} if found is None else {"outer.momentum": found.clone()}
+        momentum = self._meetings.optimizer.state.get(self._meetings.weights, {}).get("momentum_buffer")
+        return {} if momentum is None else {"outer.momentum": momentum.clone()}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Continue with the momentum of a saved run."""

@@ -1,8 +1,8 @@
 """Workers that push gradients to parameter servers and pull weights: ``ps_sync``, ``ps_async``, ``ps_bounded``, and
 ``downpour`` (Dean et al. 2012, "Large Scale Distributed Deep Networks"), which does so every few steps.
 
-The weights are cut into one slice per server, equal to within one element; momentum and all other optimizer state are
-held by the servers only. This file does not decide which samples a worker gets.
+The weights are cut into one slice per server; slices differ by at most one element. Only the servers have momentum and
+other optimizer state. This file does not determine which samples a worker gets.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class Served(Conduct):
         self._server.recall(kept)
 
     def begin(self) -> None:
-        """Send the first worker's weights and optimizer state to the servers; one that comes late takes theirs."""
+        """Send the first worker's weights and optimizer state to the servers. A worker that joins late takes the
+        servers' weights."""
         if self._star is not None and self._star.late:
             self._keep()
             return
@@ -118,15 +119,15 @@ class Served(Conduct):
             self.pull()
 
     def step(self, batch: int) -> None:
-        """Push the gradient, wait until this worker may continue, and take the weights that come back."""
+        """Push the gradient, wait until this worker may continue, and take the weights of the reply."""
         if self._flat is None:  # this process is a server only
             return
         now = _options(self.optimizer)
         changed = {k for was, new in zip(self._options, now, strict=True) for k in new if new[k] != was.get(k)}
         if changed:
             raise UsageError(
-                f"{', '.join(sorted(changed))} of the optimizer changed on the way: servers under {self.discipline} "
-                "follow learning rates alone (OneCycleLR: cycle_momentum=False); or train under ddp"
+                f"{', '.join(sorted(changed))} of the optimizer changed during training: servers under "
+                f"{self.discipline} follow only learning rates (OneCycleLR: cycle_momentum=False); or train under ddp"
             )
         samples, rates = self.rows(batch), [float(g["lr"]) for g in self.optimizer.param_groups]
         gradient = self._flat.gradients(1 / self.own_share(batch))
@@ -149,7 +150,7 @@ class Served(Conduct):
         self._kept, self._samples = None, 0
 
     def _kept_back(self, gradient: Tensor, samples: int, rates: list[float]) -> Tensor:
-        """Mean of the gradients since the last push; until the next push, the worker takes local steps of plain SGD."""
+        """Mean of the gradients since the last push. Until the next push, the worker takes local steps of plain SGD."""
         assert self._flat is not None
         self._steps += 1
         before = 0.0 if self._kept is None else self._samples
@@ -166,7 +167,7 @@ class Served(Conduct):
         return mean
 
     def settle(self) -> None:
-        """Push remaining gradients, then load the servers' weights on every worker and their optimizer state on the
+        """Push remaining gradients. Then load the servers' weights on every worker, and their optimizer state on the
         first."""
         if self._kept is not None:
             self._push(self._kept, self._samples, [float(g["lr"]) for g in self.optimizer.param_groups])
@@ -189,7 +190,7 @@ class Served(Conduct):
             self._ask([(head(_PAUSE), None)] * len(self._slices))
 
     def go_on(self) -> None:
-        """Pull current weights: those from before the pause may be older than the window allows."""
+        """Pull the current weights, because those from before the pause may be older than the window allows."""
         if self._flat is not None and self._kept is None and not self.discipline.lockstep:
             self.pull()
 
@@ -206,7 +207,7 @@ class Served(Conduct):
         self._take(self._ask([(head(_PULL), None)] * len(self._slices)))
 
     def _take(self, replies: list[tuple[Tensor, Tensor | None]]) -> None:
-        """Load the weights in the servers' ``replies``, and note how far the servers are."""
+        """Load the weights in the servers' ``replies``, and record how many samples each server has applied."""
         assert self._flat is not None
         for (start, _), (_, weights) in zip(self._slices, replies, strict=True):
             assert weights is not None
@@ -214,7 +215,7 @@ class Served(Conduct):
         self._seen = [(int(said[0]), int(said[1])) for said, _ in replies]
 
     def returned(self, rank: int) -> str:
-        """What there is to say of ``rank``: of a server also how much it has lost."""
+        """A sentence about ``rank``, which has come back; for a server also how many samples are lost."""
         if rank not in self._exchange.hosts:
             return super().returned(rank)
         _, body = self._ask([(head(_COUNTS), None)] * len(self._slices))[self._exchange.hosts.index(rank)]
@@ -226,10 +227,7 @@ class Served(Conduct):
 
     def figures(self) -> dict[str, object]:
         """Counters of every server since the start: samples applied and rejected, ages of gradients, largest lead of a
-        worker.
-
-        On the first worker only.
-        """
+        worker. Only on the first worker; empty on others."""
         if not self._first:
             return {}
         replies = self._ask([(head(_COUNTS), None)] * len(self._slices))
@@ -296,7 +294,7 @@ class Served(Conduct):
                         self.optimizer.state[p][key] = torch.tensor(scalar, dtype=torch.float32)
 
     def _send_state(self) -> None:
-        """Send the first worker's optimizer state to the servers, each its slice."""
+        """Send each server its slice of the first worker's optimizer state."""
         assert self._flat is not None
         for group, (begin, end) in enumerate(self._flat.groups):
             parameters = self._flat.of_group[group]
@@ -314,7 +312,7 @@ class Served(Conduct):
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Options of each parameter group, without parameters and without learning rates, which are sent with every
+    """Options of each parameter group without parameters, and without learning rates, which are sent with every
     push."""
     return [
         {k: v for k, v in g.items() if k not in ("params", "lr", "initial_lr", "max_lr", "min_lr")}
@@ -358,7 +356,7 @@ def _text(body: Tensor | None) -> str:
 
 
 def _packed(group: int, key: str, row: Tensor | None, scalar: float) -> Tensor:
-    """A part of an optimizer's state as bytes: length of a JSON description, the description, and the row if there is
+    """A part of an optimizer's state as bytes: length of a JSON description, the description, and the row, if there is
     one."""
     dtype = None if row is None else str(row.dtype).removeprefix("torch.")
     said = json.dumps([group, key, dtype, scalar]).encode()

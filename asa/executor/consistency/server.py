@@ -1,20 +1,20 @@
 """A parameter server: one slice of the weights with its optimizer, and the rule for when workers may continue.
 
-Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server". This file does not know how messages
-travel; each worker's pushes come from a thread of its own.
+After Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server". This file does not know how
+messages are sent. Each worker's pushes come from a thread of its own.
 
-- A *push* is the gradient of the mean over a worker's samples. It waits in a queue until weights are
-  requested: then all pushes in the queue become one update, in the order of workers. So if every worker waits for all
-  others, each step's single update has the mean over the whole batch, exactly as in synchronous training.
-- The learning rate of an update is scaled by its number of samples over the global
-  batch (times ``1 / (1 + age)`` if staleness is bounded), so that a rate means the same for any number of pushes.
-- If workers do not wait for all others, SGD's momentum is lower (:meth:`Discipline.momentum_at`): a late gradient
-  acts like momentum, and both together are too much for most rates. The rate is raised in turn, so that a
-  gradient has the same total effect on the weights, ``rate / (1 - momentum)``.
-- The *age* of a push is how many whole global batches of other workers' gradients were applied since its worker pulled.
-  With a window of s a worker must wait while any gradient in flight is s global batches old. Workers that continued
-  before may each push once more, together less than a global batch: so no age exceeds s. (Ho et al. 2013 count steps
-  of workers instead, which holds all to the speed of a permanently slow one, and lets ages reach 2 s.)
+- A *push* is the gradient of the mean over a worker's samples. It waits in a queue until weights are requested. Then
+  all pushes in the queue become one update, in the order of workers. So if every worker waits for all others, each step
+  has one update with the mean over the whole batch, exactly as in synchronous training.
+- The learning rate of an update is scaled by its number of samples over the global batch (times ``1 / (1 + age)`` if
+  staleness is bounded). So a rate means the same for any number of pushes.
+- If workers do not wait for all others, SGD's momentum is lower (:meth:`Discipline.momentum_at`). A late gradient acts
+  like momentum, and both together are too much for most rates. The rate is raised in turn, so that a gradient has the
+  same total effect on the weights, ``rate / (1 - momentum)``.
+- The *age* of a push is the number of whole global batches of other workers' gradients that were applied since its
+  worker pulled. With a window of s, a worker must wait while any gradient in flight is s global batches old. Workers
+  that continued before may each push once more, together less than a global batch, so no age exceeds s. (Ho et al. 2013
+  count steps of workers instead. That slows all workers down to a permanently slow one, and lets ages reach 2 s.)
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from torch.optim import Optimizer
 from asa.ir.consistency import Discipline
 
 _SILENT_STEPS, _SILENT_S = 10.0, 2.0
-"""Number of its own usual steps, plus seconds, for which a worker may be silent before others stop waiting for it."""
+"""Time for which a worker may be silent before others stop waiting for it: this many of its own usual steps, plus
+seconds."""
 
 
 class Snapshots(Protocol):
-    """Where a server keeps its state for the process that takes its place."""
+    """Storage of a server's state for the process that takes its place."""
 
     def due(self, step: int) -> bool:
         """Whether the next snapshot is due after ``step``."""
 
     def write(self, step: int, rows: dict[str, Tensor], step_s: float) -> None:
-        """Keep ``rows`` as the state after ``step`` (from 1), if a step takes ``step_s`` seconds."""
+        """Store ``rows`` as the state after ``step`` (counted from 1). A step takes ``step_s`` seconds."""
 
     def read(self) -> dict[str, Tensor] | None:
         """The newest state; None if there is none."""
@@ -52,9 +53,14 @@ class Snapshots(Protocol):
 
 @dataclass
 class Counts:
-    """Counters of a server. ``ages``: number of applied pushes by age; ``rejected`` and ``applied`` in samples;
-    ``waited_s``: seconds for which workers waited because of the window; ``gone``: samples whose gradients were applied
-    and are lost, because this server was started again from a snapshot."""
+    """Counters of a server.
+
+    Attributes:
+        ages: number of applied pushes by age.
+        applied, rejected: samples.
+        waited_s: seconds for which workers waited because of the window.
+        gone: samples whose gradients were applied and are lost, because this server was started again from a snapshot.
+    """
 
     gone: int = 0
     ages: Counter[int] = field(default_factory=Counter)
@@ -77,8 +83,13 @@ class _Push:
 
 @dataclass
 class _Member:
-    """A server's record of one worker. ``clock``: pushes so far. ``seen``: others' samples applied when it last
-    pulled. ``serial``: of its last push."""
+    """A server's record of one worker.
+
+    Attributes:
+        clock: number of pushes so far.
+        seen: number of other workers' samples that were applied when it last pulled.
+        serial: number of its last push.
+    """
 
     clock: int = 0
     applied: int = 0
@@ -95,8 +106,8 @@ class _Member:
 class Server:
     """A server for the weights ``flat`` [n], which begin at element ``start`` of the whole vector.
 
-    ``groups``: (begin, end) of each parameter group of ``optimizer`` in that vector; the server's own optimizer has the
-    same class and options. ``workers`` push and pull.
+    ``groups`` are (begin, end) of each parameter group of ``optimizer`` in that vector. The server's own optimizer has
+    the same class and options. ``workers`` are the ranks that push and pull.
     """
 
     def __init__(
@@ -124,9 +135,9 @@ class Server:
     ) -> Tensor:  # fmt: skip
         """Accept a push, wait until ``worker`` may continue, and return a copy [n] of the weights at that time.
 
-        ``batch``: number of samples for which an update has the full learning rate; the global batch if None, fewer in
-        the last, short step of workers that take all steps together. ``serial``: the number of the push, by which one
-        that is sent again after a restart of this server is known; 0 if it has none.
+        ``batch`` is the number of samples for which an update has the full learning rate. None stands for the global
+        batch; the last, short step of workers that take all steps together has fewer. ``serial`` is the number of the
+        push, or 0. It shows that a push was sent again after a restart of this server.
         """
         with self._changed:
             self._heard(worker)
@@ -177,7 +188,7 @@ class Server:
             self._snapshot()
 
     def _snapshot(self) -> None:
-        """Write weights, the optimizer's state and what was counted of each worker."""
+        """Write weights, optimizer state and the records of all workers."""
         assert self._snapshots is not None
         rows = {"weights": self.flat}
         for i, group in enumerate(self.optimizer.param_groups):
@@ -194,8 +205,8 @@ class Server:
 
     @torch.no_grad()
     def recall(self, rows: dict[str, Tensor]) -> None:
-        """Continue from the snapshot ``rows`` of the process before this one. What workers push next counts as if they
-        had just pulled: nobody knows what they have seen of the updates that are lost."""
+        """Continue from the snapshot ``rows`` of the process before this one. The next push of each worker counts as if
+        the worker had just pulled, because it is unknown which of the lost updates it has seen."""
         with self._changed:
             c = self.counts
             self.flat.copy_(rows["weights"])
@@ -230,12 +241,12 @@ class Server:
         """Optimizer state by group and key: a number, or None for a row."""
         with self._changed:
             self._apply()
-            found: list[dict[str, float | None]] = []
+            entries: list[dict[str, float | None]] = []
             for group in self.optimizer.param_groups:
                 state = self.optimizer.state.get(group["params"][0], {}) if group["params"] else {}
                 rows = {k: v for k, v in state.items() if isinstance(v, Tensor)}
-                found.append({k: None if v.dim() else float(v) for k, v in sorted(rows.items())})
-            return found
+                entries.append({k: None if v.dim() else float(v) for k, v in sorted(rows.items())})
+            return entries
 
     def moment(self, group: int, key: str) -> Tensor:
         """Copy of a row of the optimizer's state; empty if this server has no part of the group."""
@@ -256,12 +267,13 @@ class Server:
 
     @property
     def age(self) -> tuple[int, int]:
-        """Number of samples whose gradients were applied, and how often this server was started again."""
+        """(samples, restarts): number of samples whose gradients were applied, and how often this server was started
+        again."""
         return self.counts.applied, self._life
 
     def missed(self, applied: int, life: int) -> None:
-        """Record :attr:`age` as a worker has last seen it: what was applied since the snapshot before a restart is
-        lost."""
+        """Compare with :attr:`age` as a worker has last seen it, and record the samples that are lost: those applied
+        between the snapshot and a restart."""
         with self._changed:
             if life < self._life:
                 self.counts.gone = max(self.counts.gone, self._gone + applied - self._recalled)
@@ -276,8 +288,8 @@ class Server:
                 member.computing, member.seen = True, self._total - member.applied
 
     def _heard(self, worker: int) -> None:
-        """Record a message of ``worker``; if it had been given up as silent, it continues at the clock of the slowest
-        other."""
+        """Record a message of ``worker``. A worker that had been given up as silent continues at the clock of the
+        slowest other worker."""
         member, now = self.members.get(worker), time.monotonic()
         if member is None:  # it takes the place of a lost one
             clock = min((m.clock for m in self._waited_for(worker)), default=0)
@@ -319,7 +331,7 @@ class Server:
         return all(self._total - m.applied - m.seen < self._window * self.batch for m in under_way)
 
     def _give_up_silent(self) -> None:
-        """Stop waiting for workers that have been silent for far longer than they usually take."""
+        """Stop waiting for workers that have been silent for far longer than their steps usually take."""
         now = time.monotonic()
         for member in self.members.values():
             patience = _SILENT_STEPS * member.usual_s + _SILENT_S
@@ -336,7 +348,7 @@ class Server:
     @torch.no_grad()
     def _apply(self) -> None:
         """Apply all queued pushes as one update."""
-        # With a window of 0, keep pushes of a worker that is a step ahead until all others have reached that step.
+        # With a window of 0, hold pushes of a worker that is a step ahead until all others have reached that step.
         due = min((m.clock for m in self.members.values() if not m.silent), default=0) if self._window == 0 else None
         queue = sorted((p for p in self._queue if due is None or p.clock <= due), key=lambda p: p.worker)
         self._queue = [] if due is None else [p for p in self._queue if p.clock > due]
@@ -392,7 +404,8 @@ def lowered(group: dict[str, Any], discipline: Discipline, workers: int) -> floa
 def _like(
     optimizer: Optimizer, flat: Tensor, start: int, groups: Sequence[tuple[int, int]]
 ) -> tuple[Optimizer, list[tuple[int, int]]]:
-    """An optimizer of the same class and options over views of ``flat``, and start and stop of each group in it."""
+    """An optimizer of the same class and options over views of ``flat``, and start and stop of each group in
+    ``flat``."""
     parts = []
     made = copy.copy(optimizer)
     made.state = defaultdict(dict)

@@ -1,8 +1,8 @@
-"""Weights in shared memory of one host that all workers write to without locks (``hogwild``).
+"""Weights in shared memory of one host, to which all workers write without locks (``hogwild``).
 
-Recht et al. 2011, "HOGWILD!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent". A worker reads
-whatever the others have written so far, and two that write at once may undo a part of each other's update. Each worker
-has its own momentum, lower than the run's, as with asynchronous servers.
+After Recht et al. 2011, "HOGWILD!: A Lock-Free Approach to Parallelizing Stochastic Gradient Descent". A worker reads
+what the others have written so far. Two workers that write at the same time may overwrite a part of each other's
+update. Each worker has its own momentum, lower than the run's, as with asynchronous servers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SharedWeights(Conduct):
         super().__init__(discipline, model, optimizer)
         if model.device.type != "cpu" or os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
             raise UsageError(
-                f"{discipline.name} shares the memory of one host between CPU ranks; ps_async has no such need"
+                f"{discipline.name} needs CPU ranks on one host, which share its memory; ps_async runs without"
             )
         self._votes, self._flat = votes, FlatParameters(optimizer)
         flat = self._mapped()
@@ -50,7 +50,7 @@ class SharedWeights(Conduct):
         self._reach = [lowered(group, discipline, len(model.processes)) for group in optimizer.param_groups]
 
     def _mapped(self) -> torch.Tensor:
-        """Map the same memory for all weights on every worker; its file is removed once all have mapped it
+        """Shared memory for all weights, mapped by every worker. Its file is removed once all have mapped it
         (collective)."""
         name, error = "", ""
         if self._votes.rank == 0:
@@ -71,7 +71,7 @@ class SharedWeights(Conduct):
         return flat
 
     def begin(self) -> None:
-        """Wait for all workers; the weights are already shared."""
+        """Wait for all workers. The weights are already shared."""
         self._votes.gather([0.0])
 
     def step(self, batch: int) -> None:

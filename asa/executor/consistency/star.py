@@ -1,11 +1,12 @@
 """Votes that survive lost ranks: every rank sends its message to the first one, which replies with those of all ranks.
 
-A rank whose connection breaks, or that is far too late, is excluded from then on; the others notice only its silence.
-The first rank also hands out samples: a *ticket* is the next stretch of the epoch, as long as its worker needs for one
-step. So workers of any speed share an epoch, and samples a lost worker had not begun go to others.
+A rank whose connection breaks, or that is far too late, is excluded from then on. The others notice only that it is
+silent. The first rank also hands out samples. A *ticket* is the next range of samples of the epoch, as long as its
+worker needs for one step. So workers of any speed share an epoch, and samples that a lost worker had not begun go to
+others.
 
-A process that takes the place of a lost rank enters while samples are handed out: then no messages are being collected,
-so it knows which round comes next. It gets samples at once, and takes part from the end of that epoch on.
+A process that takes the place of a lost rank enters while samples are handed out. No messages are being collected then,
+so it knows which round comes next. It gets samples at once, and takes part in exchanges from the end of that epoch on.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ _OUT, _DONE, _WAIT = -1.0, 0.0, -2.0
 _LOOK_S = 1.0
 """Seconds after which a rank that waits to enter asks again."""
 _LATE_STEPS, _LATE_S, _LATE_TO_MEET_S = 10.0, 3.0, 10.0
-"""Number of its own longest steps, plus seconds, by which a rank may be later than all others before it is excluded;
-the last number replaces the seconds for a rank without samples, whose step is the time since the last exchange."""
+"""Time by which a rank may be later than all others before it is excluded: this many of its own longest steps, plus
+seconds. The last number replaces the seconds for a rank without samples, whose step is the time since the last
+exchange."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Where a rank enters the run: ``epoch``, the ``position`` and ``step`` at which the others began it, and running
-    statistics [n] at that time."""
+    """State with which a rank enters the run: the ``epoch``, the ``position`` and ``step`` at which the others began
+    it, and the running statistics [n] at that time."""
 
     epoch: int
     position: int
@@ -47,7 +49,7 @@ class Entry:
 
 
 class Coordinator:
-    """State of the first rank about all others; each rank calls from its own thread."""
+    """The first rank's record of all ranks. Each rank calls from a thread of its own."""
 
     def __init__(self, num_ranks: int) -> None:
         self.live = set(range(num_ranks))
@@ -70,14 +72,14 @@ class Coordinator:
         self._changed = threading.Condition()
 
     def swap(self, rank: int, said: bytes) -> list[bytes | None] | None:
-        """Messages of all ranks in this round, None for excluded ones; returns None to a rank that is itself
+        """Messages of all ranks in this round, with None for excluded ones. Returns None to a rank that is itself
         excluded."""
         with self._changed:
             if rank not in self.live:
                 return None
             number = self._round[rank]
             self._round[rank] += 1
-            self._open = self._open and rank > 0  # ranks that only serve are here all the time
+            self._open = self._open and rank > 0  # ranks that only serve call this all the time
             self._out.pop(rank, None)
             self._asked.pop(rank, None)
             now = time.monotonic()
@@ -88,16 +90,16 @@ class Coordinator:
                 if not self._changed.wait(timeout=0.25):
                     self._leave_out_late(number)
             self._met[rank] = time.monotonic()
-            found = self._said[number]
+            messages = self._said[number]
             heard = self._heard_out.setdefault(number, set())
             heard.add(rank)
             if self.live <= heard:
                 self._said.pop(number - 1, None)
                 self._heard_out.pop(number - 1, None)
-            return [found.get(r) for r in sorted(self._round)]
+            return [messages.get(r) for r in sorted(self._round)]
 
     def _leave_out_late(self, number: int) -> None:
-        missing = self.live - self._said[number].keys() - {0}  # rank 0 itself is never left out
+        missing = self.live - self._said[number].keys() - {0}  # rank 0 itself is never excluded
         now = time.monotonic()
         others = max((self._took[r] for r in self._said[number]), default=0.0)
         for rank in missing:
@@ -106,7 +108,7 @@ class Coordinator:
             if since is None:
                 since, patience = self._met.get(rank), _LATE_STEPS * others + _LATE_TO_MEET_S
             if since is not None and now - since > patience:
-                self._lose(rank, f"was not heard of for {now - since:.0f} s")
+                self._lose(rank, f"sent nothing for {now - since:.0f} s")
 
     def begin(self, epoch: int, position: int, end: int, *, step: int = 0, statistics: Tensor | None = None) -> None:
         """Offer samples ``position`` to ``end`` of the run as tickets in ``epoch``."""
@@ -120,7 +122,7 @@ class Coordinator:
             self._changed.notify_all()
 
     def enter(self, rank: int) -> Entry | None:
-        """Take in ``rank``, which had been lost, as soon as samples are handed out; None if it is to ask again.
+        """Admit ``rank``, which had been lost, while samples are handed out; None if it must ask again.
 
         Raises:
             WorkersFailedError: the run is over.
@@ -141,13 +143,13 @@ class Coordinator:
             return self._entry
 
     def end(self) -> None:
-        """Let no rank enter any more."""
+        """Admit no rank any more."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
 
     def ticket(self, rank: int, epoch: int, samples: int, stop: bool) -> tuple[int, int]:
-        """Start and number of the next samples of ``rank``; the number is 0 at the end of the epoch or the run."""
+        """(start, number) of the next samples of ``rank``. The number is 0 at the end of the epoch or the run."""
         with self._changed:
             while epoch != self._epoch and rank in self.live:
                 self._changed.wait(timeout=0.25)
@@ -165,16 +167,16 @@ class Coordinator:
             return start, count
 
     def lost_since(self) -> list[tuple[int, str]]:
-        """Ranks lost since the last call, each with the reason."""
+        """(rank, reason) of every rank lost since the last call."""
         with self._changed:
-            found, self.lost = self.lost, []
-            return found
+            lost, self.lost = self.lost, []
+            return lost
 
     def returned_since(self) -> list[int]:
         """Ranks that have entered since the last call."""
         with self._changed:
-            found, self.returned = self.returned, []
-            return found
+            returned, self.returned = self.returned, []
+            return returned
 
     @property
     def position(self) -> int:
@@ -195,11 +197,11 @@ class Coordinator:
 
 
 class StarVotes(Votes):
-    """Votes between ranks of which all but the first may be lost. Constructed by all of them (collective), or by one
+    """Votes between ranks of which all but the first may be lost. All of them construct it (collective), or one process
     that takes the place of a lost rank (``late``).
 
-    ``returning``: ranks that are started again if they are lost. ``snapshots``: where a server on this rank keeps its
-    state.
+    ``returning`` are ranks that are started again if they are lost. ``snapshots`` is where a server on this rank stores
+    its state.
     """
 
     def __init__(
@@ -233,11 +235,11 @@ class StarVotes(Votes):
                 return head(_WAIT), None
             return head(_DONE, entry.epoch, entry.position, entry.step), entry.statistics
         assert body is not None
-        found = self.coordinator.swap(rank, body.numpy().tobytes())
-        if found is None:
+        messages = self.coordinator.swap(rank, body.numpy().tobytes())
+        if messages is None:
             return head(_OUT), None
-        sizes = [-1 if f is None else len(f) for f in found]
-        packed = json.dumps(sizes).encode() + b"\n" + b"".join(f for f in found if f is not None)
+        sizes = [-1 if f is None else len(f) for f in messages]
+        packed = json.dumps(sizes).encode() + b"\n" + b"".join(f for f in messages if f is not None)
         return head(_DONE), torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
     def swap(self, said: bytes) -> list[bytes | None]:
@@ -254,15 +256,15 @@ class StarVotes(Votes):
         )
         if answer[0] == _OUT or body is None:
             raise WorkersFailedError(
-                f"rank {self.rank} came too late, and the others went on without it", rank=self.rank, lost=True
+                f"rank {self.rank} was too late, and the others continued without it", rank=self.rank, lost=True
             )
         first, _, rest = body.numpy().tobytes().partition(b"\n")
-        found: list[bytes | None] = []
+        messages: list[bytes | None] = []
         for size in json.loads(first):
-            found.append(None if size < 0 else rest[: size - 1])
+            messages.append(None if size < 0 else rest[: size - 1])
             rest = rest[max(0, size) :]
-        self.live = [r for r, f in enumerate(found) if f is not None]
-        return found
+        self.live = [r for r, f in enumerate(messages) if f is not None]
+        return messages
 
     def enter(self) -> Entry | None:
         """Enter the run in the place of a lost rank; None if the run is over."""
@@ -278,7 +280,7 @@ class StarVotes(Votes):
                 return Entry(epoch=epoch, position=position, step=step, statistics=statistics)
 
     def ticket(self, epoch: int, samples: int, *, stop: bool) -> tuple[int, int]:
-        """Start and number of the next samples for this rank; the number is 0 at the end of the epoch."""
+        """(start, number) of the next samples for this rank. The number is 0 at the end of the epoch."""
         if self._exchange is None:
             assert self.coordinator is not None
             return self.coordinator.ticket(0, epoch, samples, stop)
@@ -294,10 +296,10 @@ class StarVotes(Votes):
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """All ranks' ``values``, by rank; zeros for lost ranks."""
-        found = self.swap(torch.tensor(list(values), dtype=torch.float64).numpy().tobytes())
+        messages = self.swap(torch.tensor(list(values), dtype=torch.float64).numpy().tobytes())
         nothing = [0.0] * len(values)
         return [nothing if f is None else torch.frombuffer(bytearray(f), dtype=torch.float64).tolist() if f else []
-                for f in found]  # fmt: skip
+                for f in messages]  # fmt: skip
 
     def everyone(self, yes: bool) -> bool:
         """Whether all remaining ranks say yes."""
@@ -310,10 +312,10 @@ class StarVotes(Votes):
         Raises:
             WorkersFailedError: ``source`` is lost.
         """
-        found = self.swap(json.dumps(value).encode() if self.rank == source else b"")[source]
-        if found is None:
+        message = self.swap(json.dumps(value).encode() if self.rank == source else b"")[source]
+        if message is None:
             raise WorkersFailedError(f"rank {source} is gone, and was to speak", rank=source, lost=True)
-        return json.loads(found)
+        return json.loads(message)
 
     def exchange(self, value: Any) -> list[Any]:
         """All ranks' JSON values, by rank; None for lost ranks."""
@@ -322,8 +324,8 @@ class StarVotes(Votes):
     def mean(self, flat: Tensor) -> Tensor:
         """Mean of ``flat`` [n] (on the host) over the remaining ranks that passed one."""
         kind = flat.dtype
-        found = self.swap(flat.contiguous().view(torch.uint8).numpy().tobytes())
-        rows = [torch.frombuffer(bytearray(f), dtype=kind) for f in found if f]
+        messages = self.swap(flat.contiguous().view(torch.uint8).numpy().tobytes())
+        rows = [torch.frombuffer(bytearray(f), dtype=kind) for f in messages if f]
         return torch.stack(rows).mean(dim=0) if rows else flat
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
@@ -333,11 +335,11 @@ class StarVotes(Votes):
             WorkersFailedError: ``source`` is lost.
         """
         said = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if self.rank == source else b""
-        found = self.swap(said)[source]
-        if found is None:
+        message = self.swap(said)[source]
+        if message is None:
             raise WorkersFailedError(f"rank {source} is gone, and was to speak", rank=source, lost=True)
-        if found:
-            tensor.copy_(torch.frombuffer(bytearray(found), dtype=tensor.dtype).view_as(tensor))
+        if message:
+            tensor.copy_(torch.frombuffer(bytearray(message), dtype=tensor.dtype).view_as(tensor))
 
     def meet(self, what: str, *, within_s: float) -> None:
         """Wait for all remaining ranks (collective)."""

@@ -1,8 +1,8 @@
 """Benchmark: one training under several plans, measured side by side.
 
-All plans live in the same ranks and take turns, a few steps each, in an order that rotates: disturbances of the machine
-affect all of them. The first plan runs twice per round, so that its ratio to itself (A/A) shows how far from 1 a ratio
-gets by noise alone. Every step of a plan is real training on the same samples.
+All plans live in the same ranks and take turns of a few steps, in an order that rotates. So disturbances of the machine
+affect all of them. The first plan runs twice per round, and its ratio to itself (A/A) shows how far from 1 a ratio gets
+by noise alone. Every step of a plan is real training on the same samples.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from asa.zoo.data import GlobalOrder, ImageSet
 from asa.zoo.inputs import example
 
 _SILENT_STEPS, _LEAST_SILENT, _SILENT_SHARE = 8, 3, 0.2
-"""Largest and smallest number of pairs of steps with and without collectives, from which exposed communication is
-measured, and the share of the budget they may take."""
+"""Limits of the measurement of exposed communication: largest and smallest number of pairs of steps with and without
+collectives, and the share of the budget that they may take."""
 _MAX_ROUNDS = 200
 _STRETCH_S, _STRETCH_SHARE, _MOST_STRETCH = 1.0, 0.1, 16
 """Limits of the time for which a plan runs alone while its devices are observed: seconds, share of the budget,
 steps."""
 _APART_STEPS, _MOST_APART_STEPS = 8, 64
-"""Steps per turn if workers of some plan do not synchronize in every step: usual and largest number."""
+"""Steps per turn if workers of some plan do not synchronize in every step: the usual and the largest number."""
 
 
 def turn_steps(plans: Sequence[Plan]) -> int:
-    """Number of steps per turn: 1, or, if a plan's workers do not synchronize in every step, enough steps to show that;
-    a multiple of the periods if that is short enough."""
+    """Number of steps per turn. It is 1 if the workers of every plan synchronize in every step. Otherwise it is large
+    enough to show the effect of the period, and a multiple of all periods if that is below the limit."""
     apart = [p.consistency for p in plans if p.consistency is not None]
     if not apart:
         return 1
@@ -64,10 +64,14 @@ def turn_steps(plans: Sequence[Plan]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """Options of a benchmark. ``budget_s``: time for one model, including warm-up and validation; exceeded if it is too
-    short for ``least_rounds``. With ``epochs``, every plan trains for that many with the learning rates of ``asa
-    train``, validated after each, as far as the budget allows; without, it trains until the budget is used, validated
-    ``evaluations`` times."""
+    """Options of a benchmark.
+
+    Attributes:
+        budget_s: seconds for one model, including warm-up and validation; exceeded if it is too short for
+            ``least_rounds``.
+        epochs: number of epochs that every plan trains, with the learning rates of ``asa train`` and validation after
+            each, as far as the budget allows. None: train until the budget is used, and validate ``evaluations`` times.
+    """
 
     device: str = "cpu"
     budget_s: float = 60.0
@@ -84,7 +88,7 @@ class BenchOptions:
 
 @dataclass
 class Cell:
-    """Results of one plan. ``turns``: seconds per step of each round (a pair per round for the first plan)."""
+    """Results of one plan. ``turns`` are the seconds per step of each round (a pair per round for the first plan)."""
 
     strategy: str
     steps: list[float] = field(default_factory=list)
@@ -112,7 +116,7 @@ class Cell:
 
 
 class Entrant:
-    """One plan on one rank. On a rank outside the plan, it only takes part in group creation and barriers."""
+    """One plan on one rank. A rank outside the plan only takes part in the creation of groups and in barriers."""
 
     def __init__(self, plan: Plan, build: Callable[[], nn.Module], strategies: Strategies, rank: int, votes: Votes,
                  options: BenchOptions, device: torch.device) -> None:  # fmt: skip
@@ -139,7 +143,7 @@ class Entrant:
         self.tally = LossCounter(device)
 
     def turn(self, images: ImageSet, order: GlobalOrder, steps: int) -> list[tuple[float, float]]:
-        """Train ``steps`` steps; returns (data, step) seconds of each on this rank."""
+        """Train ``steps`` steps. Returns (data, step) seconds of each on this rank."""
         for _ in range(steps):
             per_epoch = order.steps(0)
             epoch, at = divmod(self.step, per_epoch)
@@ -192,9 +196,11 @@ def _memory(entrant: Entrant, images: ImageSet, order: GlobalOrder) -> int:
 
 
 def _held(entrant: Entrant, images: ImageSet, order: GlobalOrder) -> list[float]:
-    """Memory of this rank in bytes: peak of active memory in a step; state that outlives a step; memory reserved by the
-    allocator beyond what other plans hold (-1 on CPUs, whose allocator reserves none). All 0 on a rank outside the
-    plan."""
+    """Memory of this rank in bytes; all 0 on a rank outside the plan.
+
+    The values are the peak of active memory in a step, the state that outlives a step, and the memory reserved by the
+    allocator beyond what other plans hold (-1 on CPUs, whose allocator reserves none).
+    """
     worker = entrant.worker
     cuda = worker is not None and worker.model.device.type == "cuda"
     if cuda:
@@ -210,7 +216,7 @@ def _held(entrant: Entrant, images: ImageSet, order: GlobalOrder) -> list[float]
 
 
 def _usage(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes, stretch_s: float) -> None:
-    """Run a plan alone for about ``stretch_s`` seconds, and record how busy every rank's device was."""
+    """Run a plan alone for about ``stretch_s`` seconds, and record the utilisation of every rank's device."""
     step_s = statistics.median(entrant.cell.steps)
     steps = int(votes.tell(max(2, min(_MOST_STRETCH, round(stretch_s / max(step_s, 1e-9))))))
     worker = entrant.worker
@@ -234,11 +240,12 @@ def _usage(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes,
 
 
 def _communication(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes: Votes, steps: int) -> list[float]:
-    """Exposed communication in seconds, one per pair: a step less the same step with every collective left out.
+    """Exposed communication in seconds, one value per pair: the time of a step minus that of the same step without
+    collectives.
 
-    Ends the training: steps without collectives leave ranks with different weights.
+    Ends the training, because steps without collectives leave ranks with different weights.
     """
-    if entrant.plan.consistency is not None:  # messages of a discipline are no collectives that could be left out
+    if entrant.plan.consistency is not None:  # a discipline's messages are not collectives and cannot be left out
         return []
     if entrant.plan.num_ranks == 1:
         entrant.step += 2 * steps
@@ -334,10 +341,10 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
         entrant.cell.samples_per_epoch = len(train)
         _usage(entrant, train, order, votes, stretch)
     for entrant in entrants:
-        found = votes.gather(_held(entrant, train, order))[: entrant.plan.num_ranks]
-        entrant.cell.peak_memory_bytes = tuple(int(f[0]) for f in found)
-        entrant.cell.state_memory_bytes = tuple(int(f[1]) for f in found)
-        entrant.cell.reserved_memory_bytes = None if found[0][2] < 0 else tuple(int(f[2]) for f in found)
+        memory = votes.gather(_held(entrant, train, order))[: entrant.plan.num_ranks]
+        entrant.cell.peak_memory_bytes = tuple(int(f[0]) for f in memory)
+        entrant.cell.state_memory_bytes = tuple(int(f[1]) for f in memory)
+        entrant.cell.reserved_memory_bytes = None if memory[0][2] < 0 else tuple(int(f[2]) for f in memory)
     for entrant in entrants:
         entrant.cell.communication = _communication(entrant, train, order, votes, silent)
     for entrant in entrants:
@@ -363,9 +370,9 @@ def measure(
     *,
     on_message: Callable[[int, Any], None] | None = None,
 ) -> list[Cell]:
-    """Benchmark ``plans`` (of one model and global batch) against each other; returns a cell for each, in order.
+    """Benchmark ``plans`` (of one model and global batch) against each other. Returns a cell for each, in order.
 
-    ``build`` makes the model, ``data`` the training and test images; both are called on every rank. Messages are
+    ``build`` makes the model, and ``data`` the training and test images; both are called on every rank. Messages are
     ``{"round": r, "rounds": n}``.
 
     Raises:
@@ -382,8 +389,8 @@ def measure(
 
 
 def compare(model: str, left: Cell, right: Cell, *, others_cores: float | None = None) -> Comparison:
-    """Median of paired ratios of step times (``left`` over ``right``), with its confidence interval; A/A if both are
-    one cell."""
+    """Median of the paired ratios of step times, ``left`` over ``right``, with its confidence interval. If both are one
+    cell, it is the A/A test."""
     if left is right:
         ratios = [turn[0] / turn[1] for turn in left.turns if len(turn) > 1]
     else:

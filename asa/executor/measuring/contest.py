@@ -1,8 +1,9 @@
 """Adaptive benchmark: plans run against each other in rounds, chosen by a policy, until it is clear which is fastest.
 
-As in :mod:`asa.executor.measuring.benchmark`, all plans live in the same ranks and every step is real training on the
-same samples. Here a plan is built before its first turn, and the measurements so far decide which plans run next. A new
-plan takes memory from the others, so all plans of a round warm up together before its first turn counts.
+All plans live in the same ranks and every step is real training on the same samples, as in
+:mod:`asa.executor.measuring.benchmark`. Here a plan is built before its first turn, and the measurements so far
+determine which plans run next. A new plan takes memory from the others, so all plans of a round warm up together before
+its first turn counts.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Policy(Protocol):
     """Chooses the plans of each round; called on rank 0."""
 
     def next(self, rounds: Sequence[Mapping[int, float]], left_s: float, build_s: float) -> Sequence[int]:
-        """Indices of the plans of the next round; empty to stop. ``rounds``: seconds per step of the plans that ran,
-        per round.
+        """Indices of the plans of the next round; empty to stop.
 
-        ``left_s``: time left; ``build_s``: time a plan takes before its first turn (0: not known yet).
+        ``rounds`` are the seconds per step of the plans that ran, per round. ``left_s`` is the remaining time in
+        seconds. ``build_s`` is the time that a plan takes before its first turn (0: not known yet).
         """
         ...
 
@@ -65,15 +66,15 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
             warm_up(partial(_each, among, train, order, votes), votes, least=1)
             longest = max(longest, (time.monotonic() - began) / len(new))
         shift = len(rounds) % len(wanted)
-        found: dict[int, float] = {}
+        seconds: dict[int, float] = {}
         for index in (*wanted[shift:], *wanted[:shift]):
             barrier(votes)
             entrant = entrants[index]
             times = slowest(votes, entrant.turn(train, order, options.steps_per_turn))
             entrant.cell.data_wait += [t[0] for t in times]
             entrant.cell.steps += [t[1] for t in times]
-            found[index] = statistics.mean(t[1] for t in times)
-        rounds.append(found)
+            seconds[index] = statistics.mean(t[1] for t in times)
+        rounds.append(seconds)
         if rank == 0:
             tell({"round": len(rounds), "left_s": ends - time.monotonic()})
     cells = [entrants[i].cell if i in entrants else Cell(p.strategy) for i, p in enumerate(plans)]
@@ -90,10 +91,10 @@ def contest(
     *,
     on_message: Callable[[int, Any], None] | None = None,
 ) -> tuple[list[Cell], list[dict[int, float]], list[int]]:
-    """Run ``plans`` (of one model and global batch) against each other for about ``options.budget_s`` seconds at most.
+    """Run ``plans`` (of one model and global batch) against each other for at most about ``options.budget_s`` seconds.
 
-    Returns one cell per plan, in order (without steps if it never ran), the rounds, and the number of steps of each
-    plan, warm-up included. ``build`` and ``data`` as for :func:`asa.executor.measuring.benchmark.measure`.
+    Returns one cell per plan, in order (without steps if it never ran); the rounds; and the number of steps of each
+    plan, including warm-up. ``build`` and ``data`` are those of :func:`asa.executor.measuring.benchmark.measure`.
 
     Raises:
         WorkersFailedError: a rank died.

@@ -1,11 +1,12 @@
-"""An emulated device: everything in a step is real except the kernels, which are sleeps of the profiled length.
+"""An emulated device: everything in a step is real except the kernels, which are replaced by sleeping for the profiled
+time.
 
-Processes, process groups, tensors, parameters, gradients, buckets and messages are those of the plan, so that many
-ranks of a fast device can run on few cores, over any links. A component does not compute but waits as long as its
-profile says, forward and backward; it returns an output of the right shape and type, and gradients of its parameters,
-all zero. The optimizer's step sleeps, too. A rank's processor does little besides sending.
+Processes, process groups, tensors, parameters, gradients, buckets and messages are those of the plan. So many ranks of
+a fast device can run on few cores, over any links. A component does not compute, but waits in forward and backward as
+long as its profile says. It returns an output of the right shape and type, and gradients of its parameters, all zero.
+The optimizer's step sleeps, too. A rank's processor does little besides sending.
 
-All gradients of a component appear when its backward ends, as in the cost model; real ones appear one by one.
+All gradients of a component appear when its backward ends, as in the cost model. Real ones appear one by one.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ def _host_s() -> float:
 
 
 class DeviceClock:
-    """Simulates the time a device is busy, by sleeping. Oversleeping is subtracted from the next sleep; ``last``: the
-    current backward is the last of its step.
+    """Simulates by sleeping the time for which a device is busy. If it sleeps too long, the excess is subtracted from
+    the next sleep.
 
-    ``apart``: the device is asynchronous, so its host launches ahead: processor time of the host since the device was
-    last busy is subtracted as well, but not time spent waiting. (Hosts of many ranks on few cores slow each other
-    down.)
+    ``apart`` says that the device is asynchronous, so that its host launches work in advance. Then the processor time
+    of the host since the device was last busy is subtracted as well, but not time spent waiting. (Hosts of many ranks
+    on few cores slow each other down.) ``last`` says that the current backward is the last of its step.
     """
 
     def __init__(self, *, apart: bool) -> None:
@@ -84,7 +85,7 @@ class DeviceClock:
 
 
 class Zeros:
-    """Zero tensors of any shape, all views of one allocation that nobody writes to."""
+    """Zero tensors of any shape. All are views of one allocation, to which nobody writes."""
 
     def __init__(self) -> None:
         self._pools: dict[torch.dtype, Tensor] = {}
@@ -100,7 +101,7 @@ class Zeros:
 
 @dataclass(frozen=True, kw_only=True)
 class _Form:
-    """Shapes of one sample of each output, the main output first, and their type."""
+    """Shapes of one sample of each output, the main output first, and the type of the outputs."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
@@ -126,8 +127,8 @@ class _Sleeper:
             self._shapes = tuple((stop - start, *shape[1:]) for shape in form.shapes)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = _Sleep.apply(x, self, *self._traced.parameters())
-        return found
+        outputs: tuple[Tensor, ...] = _Sleep.apply(x, self, *self._traced.parameters())
+        return outputs
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Zero outputs, after the time of forward."""
@@ -184,7 +185,7 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sleeper: _Sleeper, *parameters: nn.Parameter) -> tuple[Tensor, ...]:
         ctx.sleeper, ctx.parameters = sleeper, parameters
-        ctx.save_for_backward(x)  # what is recomputed is asked for here
+        ctx.save_for_backward(x)  # reading it starts a recomputation, if there is one
         return sleeper.forward(x)
 
     @staticmethod
@@ -195,8 +196,8 @@ class _Sleep(torch.autograd.Function):
 
 
 class _Stream:
-    """Reduce-scatters gradients during backward, as the communication stream of a GPU does; on a CPU, which has no real
-    streams, FSDP would wait for each. Results are read before they have arrived, and are not used."""
+    """Reduce-scatters gradients during backward, as the communication stream of a GPU does. A CPU has no real streams,
+    so FSDP would wait for each. Results are read before they have arrived, and are not used."""
 
     def __init__(self) -> None:
         self._works: list[tuple[dist.Work | direct.Pending, Tensor, Tensor]] = []
@@ -219,8 +220,8 @@ class _Stream:
 
 
 def _gather_ahead(modules: Sequence[FSDPModule]) -> None:
-    """Make FSDP gather each unit's weights while the unit before computes, as the streams of a GPU allow. Units follow
-    their root in ``modules``."""
+    """Make FSDP gather each unit's weights while the unit before it computes, as the streams of a GPU allow. Units
+    follow their root in ``modules``."""
     before: FSDPModule | None = None
     for module in modules:
         if GATHERED_ONCE in module.__dict__:
@@ -250,15 +251,15 @@ class SleepingUpdate(torch.optim.SGD):
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatedDevice:
-    """An emulated device: ``profile`` has its times; ``memory_bandwidth`` (bytes/s) gives those that were not
-    measured."""
+    """An emulated device. Its times are those of ``profile``; times that were not measured follow from
+    ``memory_bandwidth`` (bytes/s)."""
 
     profile: Profile
     memory_bandwidth: float = 0.0
 
 
 class Emulation:
-    """One rank's emulated device under one plan: pass :meth:`hooks` to
+    """One rank's emulated device under one plan. Pass :meth:`hooks` to
     :func:`asa.executor.model.materialize.materialize`, then call :meth:`settle` with its result."""
 
     def __init__(self, device: EmulatedDevice, strategies: Strategies, plan: Plan) -> None:
@@ -314,14 +315,14 @@ class Emulation:
 
     def _copied(self, traffic: Sequence[Collective]) -> dict[Phase, float]:
         """Bytes that sharding on a GPU copies besides its all-gathers and reduce-scatters, by phase."""
-        found: dict[Phase, float] = dict.fromkeys(("forward", "backward", "gradient", "update"), 0.0)
+        copied: dict[Phase, float] = dict.fromkeys(("forward", "backward", "gradient", "update"), 0.0)
         for c in traffic if self._streams else ():
             if c.op in ("all_gather", "reduce_scatter"):
-                found[c.phase] += constant("fsdp_copy_passes") * c.bytes
-        return found
+                copied[c.phase] += constant("fsdp_copy_passes") * c.bytes
+        return copied
 
     def settle(self, model: ParallelModel) -> SleepingUpdate:
-        """Replace the computation of the wrappers of ``model``, too; returns the optimizer to train it with."""
+        """Replace the computation of the wrappers of ``model``, too. Returns the optimizer to train it with."""
         if self._plan.compression == "none":
             for replica in model.reduction.replicas:
                 replica.send = _summed(replica.axis)
@@ -350,7 +351,8 @@ class Emulation:
 
 
 def _summed(axis: Axis) -> Send:
-    """A way to send buckets: all-reduce over ``axis`` without the division, which would be work of the host."""
+    """A function that sends buckets by an all-reduce over ``axis`` without the division, which would be work of the
+    host."""
 
     def send(bucket: Bucket) -> Wait:
         work = dist.all_reduce(bucket.flat, group=axis.group, async_op=True)

@@ -1,12 +1,14 @@
 """Checks that training under a plan is numerically the same as on one device.
 
-In fp32, two orders of the same additions diverge within a few steps (a permuted batch alone changes ResNet-50 by tens
-of per cent), so weights are compared in float64: five steps at an ordinary learning rate under the plan and on one
-device, from the same weights, samples and dropout masks, with BatchNorm over the same groups of samples. A tensor
-passes if ``||delta|| <= max(1e-6, 10 * floor) * ||w||``, where the floor is one device against itself with samples
-permuted inside the batch. Gradients of the first step are compared in fp32 too; their floor also counts how far fp32 on
-one device is from float64. Rounding decides on which side of a ReLU's corner a tiny activation falls, and can change
-the gradient of a small channel; a real error shows on every batch, so gradients get up to three batches.
+Weights are compared in float64, because in fp32 two orders of the same additions diverge within a few steps (a permuted
+batch alone changes ResNet-50 by tens of per cent). Five steps at an ordinary learning rate are run under the plan and
+on one device, from the same weights, samples and dropout masks, with BatchNorm over the same groups of samples. A
+tensor passes if ``||delta|| <= max(1e-6, 10 * floor) * ||w||``. The floor is the relative difference between one device
+and itself with samples permuted inside the batch.
+
+Gradients of the first step are also compared in fp32. Their floor includes the difference between fp32 and float64 on
+one device. Rounding can decide on which side of a ReLU's corner a tiny activation falls, and can so change the gradient
+of a small channel. A real error shows on every batch, so gradients are compared on up to three batches.
 """
 
 from __future__ import annotations
@@ -64,9 +66,9 @@ class Trace:
 
 
 def alone(plan: Plan, samples: int | None = None) -> Plan:
-    """The plan for the same training on one device: same microbatches, every component whole.
+    """The plan of the same training on one device: the same microbatches, with every component whole.
 
-    ``samples``: the batch, if it may be too small for all of the plan's microbatches.
+    ``samples`` is the number of samples of the batch, if it may be too small for all of the plan's microbatches.
     """
     whole = tuple(
         replace(
@@ -87,8 +89,8 @@ def alone(plan: Plan, samples: int | None = None) -> Plan:
 
 
 def default_samples(plan: Plan) -> int:
-    """Default number of samples to compare on, small enough for a laptop. A microbatch has at least 32 samples if the
-    plan's batch allows it: BatchNorm over a few values would amplify rounding instead of showing errors."""
+    """Default number of samples for the comparison, small enough for a laptop. A microbatch has at least 32 samples if
+    the plan's batch allows it, because BatchNorm over a few values would amplify rounding and hide errors."""
     return min(plan.global_batch, max(4 * plan.num_ranks, 32) * plan.num_microbatches)
 
 
@@ -100,7 +102,7 @@ def _batch(plan: Plan, samples: int, step: int, dtype: torch.dtype) -> tuple[Ten
 
 
 def _convert(traced: TracedModel, dtype: torch.dtype) -> None:
-    """Convert real tensors to ``dtype`` and complex ones to its complex counterpart (``to`` would drop imaginary
+    """Convert real tensors to ``dtype``, and complex ones to its complex counterpart (``to`` would drop imaginary
     parts)."""
     kinds = {False: dtype, True: dtype.to_complex()}
 
@@ -181,7 +183,7 @@ def _wide(x: Tensor) -> Tensor:
 
 def _error(value: Tensor, reference: Tensor, least: float = 0.0) -> float:
     """Norm of the difference over the reference's norm, or over ``least`` if that is larger."""
-    same = value == reference  # also infinities of a mask, whose difference would be NaN
+    same = value == reference  # also equal infinities of a mask, whose difference would be NaN
     delta = _norm(torch.where(same, 0.0, _wide(value) - _wide(reference)))
     finite = torch.where(reference.isinf(), 0.0, reference)
     return 0.0 if delta == 0 else delta / max(_norm(finite), least, 1e-300)
@@ -208,7 +210,7 @@ class _Outcome:
 def one_device(
     rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: str, samples: int
 ) -> OneDevice:
-    """The reference for ``plan``: its training on the one device of ``rank``. Equal for all plans with equal
+    """The reference for ``plan``: its training on the one device of ``rank``. It is the same for all plans with equal
     :func:`alone`."""
     place = device_of_rank(device, rank)
     one = alone(plan, samples)
@@ -244,7 +246,7 @@ def _measure(
 def _training(
     rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: torch.device, samples: int
 ) -> plainly.Apart | None:
-    """Error of the training code against a plain loop; None if inputs are not images, and on all ranks but 0."""
+    """Error of the training code compared with a plain loop. None if inputs are not images, and on all ranks but 0."""
     if len(plan.input_shape) != 3:
         return None
     images = plainly.images_for(plan, samples, STEPS)
@@ -255,7 +257,7 @@ def _training(
         prepare=lambda traced: _convert(traced, torch.float64), apart=True,
     )  # fmt: skip
     votes = Votes()
-    found = plainly.trained_steps(model, images, order, votes, lr=rate)
+    trained = plainly.trained_steps(model, images, order, votes, lr=rate)
     dropout = plainly.worst_dropout(model, votes)
     model.close()
     del model
@@ -267,7 +269,7 @@ def _training(
         microbatches=microbatches_of(plan, samples), lr=rate,
     )  # fmt: skip
     apart = plainly.compared(
-        found, plain(build()), plain(build(), turned=True), floor_factor=FLOOR_FACTOR, tolerance=WEIGHT_TOLERANCE,
+        trained, plain(build()), plain(build(), turned=True), floor_factor=FLOOR_FACTOR, tolerance=WEIGHT_TOLERANCE,
         drift=None if plan.compression == "none" else DRIFT,
     )  # fmt: skip
     return max((apart, dropout), key=lambda a: a.error / a.allowed)
@@ -320,15 +322,15 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
 
 def _gradients_apart(plan32: Trace, one32: Trace, one64: Trace, permuted32: Trace) -> tuple[float, float, str]:
     """(error, allowed, name) of the first-step gradient with the largest ratio of error to allowed error."""
-    # Some gradients are zero up to rounding (a bias in front of BatchNorm); compare them with the norm of all.
+    # Some gradients are zero up to rounding (a bias before BatchNorm); their errors are relative to the norm of all.
     least = _SMALL_GRADIENT * sum(_norm(g) ** 2 for g in one32.gradients.values()) ** 0.5
-    found = []
+    errors = []
     for name, reference in one32.gradients.items():
         error, shuffled = (_error(t.gradients[name], reference, least) for t in (plan32, permuted32))
         # Shards of a convolution may use another algorithm with other rounding, which a permutation does not show.
         floor = max(shuffled, _error(one64.gradients[name], reference, least))
-        found.append((error, max(GRADIENT_TOLERANCE_FP32, FLOOR_FACTOR * floor), name))
-    return max(found, key=lambda g: g[0] / g[1])
+        errors.append((error, max(GRADIENT_TOLERANCE_FP32, FLOOR_FACTOR * floor), name))
+    return max(errors, key=lambda g: g[0] / g[1])
 
 
 def first_gradients(
@@ -351,9 +353,9 @@ def first_gradients(
 
 
 def settled(verdict: Equivalence, gradients: Callable[[int], tuple[float, float, str]]) -> Equivalence:
-    """``verdict``, or, if only fp32 gradients differ, the verdict with gradients of another batch on which they agree.
+    """``verdict``; if only fp32 gradients differ, the verdict with the gradients of another batch on which they agree.
 
-    ``gradients``: :func:`first_gradients` of a given step. Two further batches are tried.
+    ``gradients`` is :func:`first_gradients` of a given step. Two further batches are tried.
     """
     rest = all(t.error <= t.allowed for t in verdict.tensors) and verdict.loss_error <= verdict.loss_allowed
     rest = rest and (verdict.training_error or 0.0) <= (verdict.training_allowed or 0.0)
@@ -373,16 +375,19 @@ def verify(
     plan: Plan, build: ModelFactory, strategies: Strategies, *, device: str = "cpu", samples: int | None = None,
     timeout_s: float = 600.0, silence_s: float = 60.0, reference: OneDevice | None = None, trained: bool = True,
 ) -> Equivalence:  # fmt: skip
-    """Train under ``plan`` on its ranks and on one device, and compare; also compare the training code with a plain
+    """Train under ``plan`` on its ranks and on one device, and compare. Also compare the training code with a plain
     loop.
 
-    ``build`` makes the model, with equal weights at every call; ``samples`` is the batch (default:
-    :func:`default_samples`). ``silence_s``: ranks count as hung after that many seconds in which none shows activity.
-    ``reference``: an earlier result of :func:`one_device` for an equal training. ``trained=False`` leaves out the
-    comparison of the training code.
+    Arguments:
+        build: makes the model, with equal weights at every call.
+        samples: number of samples of the batch; :func:`default_samples` if None.
+        silence_s: seconds without any activity of a rank after which ranks count as hung.
+        reference: an earlier result of :func:`one_device` for an equal training.
+        trained: whether the training code is compared.
 
     Raises:
-        WorkersFailedError: a rank died or hung. UsageError: the plan cannot be run here.
+        WorkersFailedError: a rank died or hung.
+        UsageError: the plan cannot be run here.
     """
     count = samples or default_samples(plan)
     least = plan.num_microbatches * max(2, *(layout.least for layout in plan.layouts()))
@@ -401,9 +406,13 @@ def verify(
     )
     verdict = start(_measure, plan, build, strategies, device, count, reference, trained)[0]
     assert verdict is not None
-    found = settled(verdict, lambda first: start(first_gradients, plan, build, strategies, device, count, first)[0])
+    outcome = settled(verdict, lambda first: start(first_gradients, plan, build, strategies, device, count, first)[0])
     # If the noise floor exceeds the tolerance, even one device differs from itself; find the reasons on one rank.
-    if found.compression != "none" or found.discipline or (found.equivalent and found.noise_floor <= WEIGHT_TOLERANCE):
-        return found
+    if (
+        outcome.compression != "none"
+        or outcome.discipline
+        or (outcome.equivalent and outcome.noise_floor <= WEIGHT_TOLERANCE)
+    ):
+        return outcome
     alone_on = run_ranks(1, reasons, build, plan.input_shape, plan.num_classes, threads=1, timeout_s=timeout_s)
-    return replace(found, reasons=alone_on[0])
+    return replace(outcome, reasons=alone_on[0])

@@ -1,8 +1,8 @@
 """Training on one device without asa, and training with asa's code: the two sides that ``asa verify`` compares.
 
-The plain side is the model as written, stock modules, a loop over microbatches, and a stock optimizer. The other side
-is :meth:`asa.executor.training.worker.Worker.train` under the plan, on a data set. Dropout is off on both (no mask
-could be the same on both); a separate check makes sure that dropout keeps the mean of its input.
+The plain side is the model as written, with stock modules, a loop over microbatches and a stock optimizer. The other
+side is :meth:`asa.executor.training.worker.Worker.train` under the plan, on a data set. Dropout is off on both sides,
+because their masks cannot be equal. A separate check makes sure that dropout keeps the mean of its input.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def images_for(plan: Plan, samples: int, steps: int) -> ImageSet:
 
 
 def order_of(images: ImageSet, samples: int) -> tuple[Tensor, ...]:
-    """Global indices of every step, randomly permuted, so that no loop gets them right by chance."""
+    """Global indices of every step, randomly permuted, so that no loop is right by chance."""
     draw = torch.Generator().manual_seed(_SEED + 1)
     return torch.randperm(len(images), generator=draw).split(samples)
 
@@ -108,9 +108,10 @@ def plain_steps(
     plan: Plan, model: nn.Module, images: ImageSet, order: tuple[Tensor, ...], device: torch.device, *,
     microbatches: int, lr: float, epoch: int = 0, turned: bool = False,
 ) -> tuple[list[float], dict[str, Tensor]]:  # fmt: skip
-    """Losses of every step, and weights and buffers after the last, of ``model`` trained in float64 on one device.
+    """(losses, tensors): losses of every step, and weights and buffers after the last one, of ``model`` trained in
+    float64 on one device.
 
-    ``turned``: samples of every microbatch are reversed, which changes nothing in exact arithmetic.
+    With ``turned``, the samples of every microbatch are reversed, which changes nothing in exact arithmetic.
     """
     model = _as_float64(_silenced(model)).to(device)
     if not model.training:
@@ -166,7 +167,7 @@ def _as_float64(model: nn.Module) -> nn.Module:
 def trained_steps(
     model: ParallelModel, images: ImageSet, order: tuple[Tensor, ...], votes: Votes, *, lr: float, epoch: int = 0
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights as in :func:`plain_steps`, from asa's training code under the plan. Collective."""
+    """Losses and weights like those of :func:`plain_steps`, from asa's training code under the plan (collective)."""
     model.context.silent = True
     optimizer = build_optimizer(model.plan.optimizer, model.updated, lr=lr, offloaded=model.offloaded)
     conduct = conduct_of(model, optimizer, votes)
@@ -193,8 +194,8 @@ def trained_steps(
             if step + 1 < len(order):
                 worker.expect(lambda following=order[step + 1]: following)  # type: ignore[misc]
             worker.train(images, indices, epoch=epoch, step=step, tally=tally)
-            found = votes.gather(tally.take())
-            losses.append(math.fsum(rank[0] for rank in found) / max(1.0, math.fsum(rank[2] for rank in found)))
+            sums = votes.gather(tally.take())
+            losses.append(math.fsum(rank[0] for rank in sums) / max(1.0, math.fsum(rank[2] for rank in sums)))
     worker.settle()
     if conduct is not None:
         conduct.close()
@@ -203,7 +204,7 @@ def trained_steps(
 
 def dropout_errors(model: ParallelModel) -> Iterator[tuple[str, float, float]]:
     """(what, error, allowed) for every kind of dropout in ``model``: the error of the mean of its output over one
-    tensor, and the allowance for the random spread of that mean."""
+    tensor, and the error allowed for the random spread of that mean."""
     seen = set()
     for component in model.components:
         for module in component.modules():
@@ -232,7 +233,7 @@ def _mean_error(kind: type[SampleDropout], p: float, whole_from: int | None, sca
 
 @dataclass(frozen=True)
 class Apart:
-    """Difference of two runs at the tensor ``name``, where it is the largest fraction of what is allowed."""
+    """Difference of two runs at the tensor ``name``, the one with the largest ratio of ``error`` to ``allowed``."""
 
     name: str
     error: float
@@ -245,10 +246,11 @@ Run = tuple[list[float], dict[str, Tensor]]
 def compared(
     found: Run, plain: Run, turned: Run, *, floor_factor: float, tolerance: float, drift: float | None
 ) -> Apart:  # fmt: skip
-    """Compare the training of a plan with the plain one, whose noise is its difference from the run with ``turned``
-    samples.
+    """Difference between the training of a plan and the plain one. The noise of the plain one is its difference from
+    the run with ``turned`` samples.
 
-    ``drift``: allowed difference of all weights as one vector and of losses, used instead if gradients are compressed.
+    If gradients are compressed, ``drift`` is the allowed relative difference of losses, and of all weights as one
+    vector; it replaces the other limits.
     """
     losses = max(
         (
@@ -282,8 +284,8 @@ def _error(value: Tensor, reference: Tensor) -> float:
 
 
 def worst_dropout(model: ParallelModel, votes: Votes) -> Apart:
-    """The dropout, over all ranks, whose mean is furthest off (collective)."""
-    mine = max((Apart(*found) for found in dropout_errors(model)), key=_share, default=Apart("", 0.0, 1.0))
+    """The dropout, over all ranks, with the largest ratio of error to allowed error (collective)."""
+    mine = max((Apart(*entry) for entry in dropout_errors(model)), key=_share, default=Apart("", 0.0, 1.0))
     shares = [rank[0] for rank in votes.gather([_share(mine)])]
     name, error, allowed = votes.tell([mine.name, mine.error, mine.allowed], source=shares.index(max(shares)))
     return Apart(name, error, allowed)

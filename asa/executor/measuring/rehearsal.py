@@ -1,8 +1,8 @@
 """Runs one rank of a plan for many devices on one device, with its real parameters, shards and activations.
 
 The world is a fake process group (``torch.testing._internal.distributed.fake_pg``), in which every collective returns
-at once and moves nothing; data from other stages is random, of the right shape and type. All computation of the rank is
-real. Values are not: nothing is trained.
+at once and moves nothing. Data from other stages is random, of the right shape and type. All computation of the rank is
+real, but values are not: nothing is trained.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ from asa.sharding.transfer import Arrival, Link
 from asa.zoo.inputs import example
 
 _WARM_UP = 3
-"""Steps before any figure is taken: allocation, autotuning, DDP's rebuilding of its buckets."""
+"""Number of steps before any measurement. They allocate memory, tune kernels, and let DDP rebuild its buckets."""
 
 
 @contextmanager
 def _world(num_ranks: int, rank: int, *, results: bool) -> Iterator[None]:
-    """Context in which this process is the only real rank, number ``rank``, of a world of ``num_ranks``. ``results``:
-    results of reductions can be read afterwards, as hooks that compress gradients do; that costs a pass over the data.
+    """Context in which this process is rank ``rank``, the only real one, of a world of ``num_ranks`` ranks.
+
+    With ``results``, results of reductions can be read afterwards, as hooks that compress gradients do. That costs a
+    pass over the data.
 
     Raises:
         UsageError: this process is a rank of a real group.
@@ -53,7 +55,7 @@ def _world(num_ranks: int, rank: int, *, results: bool) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore
 
     options = FakeProcessGroup.Options()
-    if hasattr(options, "simulate_uniform_ranks"):  # older ones (torch 2.11) leave every result to be read
+    if hasattr(options, "simulate_uniform_ranks"):  # older versions (torch 2.11) always provide results
         options.simulate_uniform_ranks = results
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks, pg_options=options)
     try:
@@ -102,8 +104,8 @@ def _supplied(links: Links, precision: Precision) -> Links:
 
 @torch.no_grad()
 def _cleanse(model: ParallelModel) -> None:
-    """Set scattered gradients to zero. They contain whatever was in their memory, and values that are not finite, or
-    very small, would change the weights and so the duration of the next step."""
+    """Set scattered gradients to zero. They contain what was in their memory before. Values that are not finite, or
+    very small, would change the weights, and so the duration of the next step."""
     for p in model.parameters():
         if isinstance(p.grad, DTensor):
             p.grad.to_local().zero_()
@@ -120,7 +122,7 @@ def rehearse(
     seed: int = 0,
     say: Callable[[float, str], None] = lambda _f, _t: None,
 ) -> Spans:
-    """Run ``steps`` steps of ``rank`` under ``plan`` on ``device``, and as many again with a time mark at every
+    """Run ``steps`` steps of ``rank`` under ``plan`` on ``device``, and as many again with a time stamp at every
     component.
 
     Raises:

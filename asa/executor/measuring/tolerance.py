@@ -1,7 +1,8 @@
-"""Verdict on a plan with compressed gradients, whose training differs from one device's by construction.
+"""Verdict on a plan with compressed gradients, whose training differs from that on one device by construction.
 
-Rounding is compared with whole gradients and weights, not tensor by tensor: where addends cancel between ranks (the
-gradient of a bias before BatchNorm), the rounding of the addends remains.
+Errors are those of all gradients and of all weights, each as one vector, and not tensor by tensor. Where addends cancel
+between ranks (the gradient of a bias before BatchNorm), the rounding errors of the addends remain, and the relative
+error of that tensor means nothing.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from asa.ir.equivalence import Equivalence
 from asa.ir.plan import CompressionName
 
 TOLERANCE: dict[CompressionName, float] = {"fp16": 2**-9, "bf16": 2**-6, "powersgd": 1e-4}
-"""Relative tolerance of first gradients: four roundings of the type; low-rank factors are used from the second step
-on."""
+"""Relative tolerance of first gradients. For ``fp16`` and ``bf16`` it is four roundings of the type. ``powersgd`` uses
+low-rank factors only from the second step on."""
 
 DRIFT = 0.1
-"""Relative tolerance of losses and weights after all steps: differences of the gradients are amplified by training."""
+"""Relative tolerance of losses and weights after all steps, because training amplifies differences of the gradients."""
 
 
 def distance(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """Norm of the difference of all real tensors as one vector, over ``reference``'s norm; equal infinities differ by
-    0."""
+    """Norm of the difference of all real tensors as one vector, over the norm of ``reference``. Equal infinities differ
+    by 0."""
     kept = [n for n, t in reference.items() if t.is_floating_point()]
     apart = (torch.where(found[n] == reference[n], 0.0, found[n].double() - reference[n].double()) for n in kept)
     whole = (torch.where(reference[n].isinf(), 0.0, reference[n].double()) for n in kept)

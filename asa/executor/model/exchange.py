@@ -1,4 +1,4 @@
-"""Exchange of named tensors between ranks, so that all of them have what each holds."""
+"""Exchange of named tensors between ranks, after which all of them have the tensors of each."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from asa.sharding.axis import Axis
 
 
 def united(mine: Mapping[str, Tensor], axis: Axis | None) -> dict[str, Tensor]:
-    """Union of the named CPU tensors that the ranks of ``axis`` hand in, on all of them; each name comes from one rank.
+    """Union of the named CPU tensors that the ranks of ``axis`` pass, on all of them; each name comes from one rank
+    (collective).
 
-    Collective. Without an axis, a copy of this rank's own. Names and shapes travel as JSON, never as pickles.
+    Without an axis, a copy of this rank's own tensors. Names and shapes are sent as JSON, never as pickles.
     """
     if axis is None or axis.group is None:
         return dict(mine)
     described = json.dumps([[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in mine.items()]).encode()
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(axis.size)]
     dist.all_gather(sizes, torch.tensor([len(described)]), group=axis.group)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for index in range(axis.size):
         header = torch.empty(int(sizes[index]), dtype=torch.uint8)
         if index == axis.index:
@@ -33,16 +34,16 @@ def united(mine: Mapping[str, Tensor], axis: Axis | None) -> dict[str, Tensor]:
             own = index == axis.index
             tensor = mine[name].contiguous() if own else torch.empty(shape, dtype=getattr(torch, dtype))
             dist.broadcast(tensor, group_src=index, group=axis.group)
-            found[name] = tensor
-    return found
+            tensors[name] = tensor
+    return tensors
 
 
 def told(mine: Mapping[str, Tensor], votes: Votes, source: int) -> dict[str, Tensor]:
-    """Send the named CPU tensors of process ``source`` to every process of the run, and return them. Collective."""
+    """Send the named CPU tensors of process ``source`` to every process of the run, and return them (collective)."""
     described = [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in mine.items()]
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, dtype, shape in votes.tell(described, source=source):
         own = votes.rank == source
-        found[name] = mine[name].contiguous() if own else torch.empty(shape, dtype=getattr(torch, dtype))
-        votes.broadcast(found[name], source=source)
-    return found
+        tensors[name] = mine[name].contiguous() if own else torch.empty(shape, dtype=getattr(torch, dtype))
+        votes.broadcast(tensors[name], source=source)
+    return tensors

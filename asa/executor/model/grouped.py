@@ -15,7 +15,7 @@ from asa.sharding.axis import SOLO, Axis
 
 
 class Grouped:
-    """The group to which process ``rank`` of a run belongs, and its axes to other groups; ``plan`` is that of all
+    """The group to which process ``rank`` of a run belongs, and its axes to other groups. ``plan`` is that of all
     groups.
 
     Group g consists of the n processes from ``g * n`` on, where n is the number of ranks of a group. Every process of
@@ -53,7 +53,8 @@ class Grouped:
         return self._outside.axis("gradient", self._everywhere(ranks)) if self.count > 1 else SOLO
 
     def united(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Union of the named CPU tensors that all ranks of this group hand in, each name by one rank (collective)."""
+        """Union of the named CPU tensors that all ranks of this group pass; each name comes from one rank
+        (collective)."""
         everyone = tuple(range(len(self.processes)))
         return united(mine, None if self.own is None else self.own.axis("state", everyone))
 

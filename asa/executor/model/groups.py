@@ -18,9 +18,9 @@ from asa.ir.transfer import hops, whole
 from asa.sharding.axis import Axis
 
 Purpose = Literal["gradient", "activation", "ahead", "back", "state"]
-"""Purpose of a group. Gradient buckets run beside backward and activations inside it: one must not queue behind the
-other. ``ahead`` and ``back`` are the two directions between consecutive stages; ``state`` connects all ranks, on the
-host."""
+"""Purpose of a group. Gradient buckets are sent during backward, and activations inside it; neither may wait in a queue
+behind the other. ``ahead`` and ``back`` are the two directions between consecutive stages. ``state`` connects all ranks
+on the host."""
 
 
 def rehearsed() -> bool:
@@ -31,8 +31,8 @@ def rehearsed() -> bool:
 class Groups:
     """The axes of one rank, by purpose and member ranks. Every process of the run must construct one, member or not.
 
-    ``rank``: of the plan; None for a process that runs no rank. ``processes``: which process of the run runs each rank
-    of the plan; process i runs rank i if not given.
+    ``rank`` is that of the plan; None for a process that runs no rank. ``processes`` are the processes that run the
+    ranks of the plan, in their order; process i runs rank i if it is None.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Groups:
 
 
 def _in_order(members: Sequence[int]) -> dict[str, Any]:
-    """Options of ``new_group`` that keep ``members`` in the given order, which is the order of the plan's ranks.
+    """Options of ``new_group`` that keep ``members`` in the given order, that of the plan's ranks.
 
     Raises:
         UnavailableError: this version of torch always sorts the members.
@@ -89,12 +89,12 @@ def all_ranks(plan: Plan) -> tuple[int, ...]:
 
 
 def groups_of(plan: Plan, outer: Layout | None = None) -> list[tuple[Purpose, tuple[int, ...]]]:
-    """Purpose and member ranks of every process group that the plan needs, in the order of creation on all ranks.
+    """(purpose, members) of every process group that the plan needs, in the order of creation on all ranks.
 
-    ``outer``: for a plan of one stage, the layout of the model's input and output, if it is not that of its first and
+    ``outer`` is for a plan of one stage: the layout of the model's input and output, if it is not that of its first and
     last components.
     """
-    found: list[tuple[Purpose, tuple[int, ...]]] = []
+    wanted: list[tuple[Purpose, tuple[int, ...]]] = []
     for stage in plan.stages:
         position = Position.of(plan, stage.ranks[0])
         layouts = position.layouts
@@ -102,18 +102,18 @@ def groups_of(plan: Plan, outer: Layout | None = None) -> list[tuple[Purpose, tu
         if outer is not None:
             pairs += [(outer, layouts[0]), *((layout, outer) for layout in layouts)]
         for layout in dict.fromkeys(layouts):
-            found += [("gradient", position.world(group)) for group in layout.data_groups()]
-            found += [("activation", position.world(group)) for group in layout.tensor_groups()]
+            wanted += [("gradient", position.world(group)) for group in layout.data_groups()]
+            wanted += [("activation", position.world(group)) for group in layout.tensor_groups()]
         for layout, a in zip(layouts, position.assignments(plan), strict=True):
             for cut in (layout.inside_group, layout.across_group) if a.data.shards else ():
-                found += [("gradient", position.world(cut(r, a.data.shards or 1))) for r in range(layout.width)]
+                wanted += [("gradient", position.world(cut(r, a.data.shards or 1))) for r in range(layout.width)]
         for source, target in dict.fromkeys(pairs):
             meeting = Boundary(source=source, target=target).meeting
             for end in (source, target):
                 groups = gather_groups(end.width, end.data, meeting)
-                found += [("activation", position.world(group)) for group in groups]
+                wanted += [("activation", position.world(group)) for group in groups]
     for hop in hops(plan):
         both = (*hop.source_ranks, *hop.target_ranks)
-        found += [("ahead", both), ("back", both)]
-    found.append(("state", all_ranks(plan)))
-    return list(dict.fromkeys(g for g in found if len(g[1]) > 1))
+        wanted += [("ahead", both), ("back", both)]
+    wanted.append(("state", all_ranks(plan)))
+    return list(dict.fromkeys(g for g in wanted if len(g[1]) > 1))

@@ -12,10 +12,11 @@ from torch import Tensor
 from asa.errors import UsageError
 
 AUXILIARY_WEIGHT = {"GoogLeNetOutputs": 0.3, "InceptionOutputs": 0.4}
-"""Weights of auxiliary heads: Szegedy et al. 2014 (GoogLeNet), torchvision's reference for Inception v3."""
+"""Weights of auxiliary heads: from Szegedy et al. 2014 for GoogLeNet, and from torchvision's reference for Inception
+v3."""
 
 SEGMENTATION_AUXILIARY_WEIGHT = 0.5
-"""Weight of the auxiliary head of torchvision's segmentation models (their reference training)."""
+"""Weight of the auxiliary head of torchvision's segmentation models, from their reference training."""
 
 
 def logits_of(output: Any) -> Tensor:
@@ -38,10 +39,10 @@ def labels_for(logits: Tensor, labels: Tensor) -> Tensor:
     """``labels`` in the shape that fits ``logits`` [N, classes, ...]: one label per predicted position, or one per
     sample.
 
-    For labels [N, T] and logits [N, classes] these are the last labels: what follows the whole sequence.
+    For labels [N, T] and logits [N, classes] these are the last labels, for what follows the whole sequence.
 
     Raises:
-        UsageError: there are labels for other positions than those predicted.
+        UsageError: labels are for other positions than those predicted.
     """
     if logits.dim() == 2 and labels.dim() == 2:
         return labels[:, -1]
@@ -57,7 +58,7 @@ def labels_for(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def hits_of(output: Any, labels: Tensor) -> Tensor:
-    """Fraction of each sample's positions that are predicted correctly, float32 [N]; 0 or 1 where there is one
+    """Fraction of each sample's positions that are predicted correctly, float32 [N]. It is 0 or 1 if there is one
     position."""
     logits = logits_of(output)
     if by_tokens(logits, labels):
@@ -74,8 +75,8 @@ def loss_of(output: Any, labels: Tensor, label_smoothing: float = 0.0, criterion
     """Mean cross-entropy (or ``criterion``) over the rows of ``labels``, plus auxiliary heads at their published
     weights.
 
-    An output counts as a head if it has logits for as many classes; other outputs (features, a penalty) add nothing.
-    Zero rows give a zero that is still connected to the graph.
+    An output counts as a head if it has logits for as many classes. Other outputs (features, a penalty) add nothing.
+    For zero rows the loss is a zero that is still connected to the graph.
     """
 
     mean = criterion or partial(F.cross_entropy, label_smoothing=label_smoothing)

@@ -1,8 +1,8 @@
 """Builds one rank's part of the computation from a plan and a model.
 
-A rank keeps the components of its stage and drops the others. Every component is split over its tensor group,
-neighbouring components of one layout become one *segment* wrapped by their data strategy, and boundaries connect
-segments. What runs is what the plan priced: the collectives in each strategy's ``traffic`` and in
+A rank keeps the components of its stage and drops the others. Every component is split over its tensor group.
+Neighbouring components of one layout become one *segment*, wrapped by their data strategy, and boundaries connect
+segments. What runs is what the plan was priced for: the collectives in each strategy's ``traffic`` and in
 :class:`asa.ir.layout.Boundary`, and the messages of :mod:`asa.ir.transfer`.
 """
 
@@ -49,7 +49,7 @@ from asa.tracing.preserve import preserved
 BatchNormMode = Literal["local", "exact"]
 
 StandIn = Callable[[TracedComponent, Assignment, Axis], None]
-"""Function that replaces the computation of a component, once it is split over its tensor axis."""
+"""Function that replaces the computation of a component, after it was split over its tensor axis."""
 
 
 class _Surroundings:
@@ -72,8 +72,8 @@ class _Surroundings:
         return SOLO if self.groups is None else self.groups.axis(purpose, self.position.world(places))
 
     def crossing(self, boundary: Boundary) -> Crossing | None:
-        found = Crossing.build(boundary, self.position.place, self.axis)
-        return None if found.silent else found
+        built = Crossing.build(boundary, self.position.place, self.axis)
+        return None if built.silent else built
 
     def data_axis(self, layout: Layout) -> Axis:
         return self.axis(layout.data_group(self.position.place), "gradient")
@@ -111,7 +111,7 @@ def _groups(
 def _boundaries(position: Position, components: list[TracedComponent], outer: Layout | None) -> list[Boundary | None]:
     """Boundaries before each component of the stage (None before the model's first), and one after the last.
 
-    ``outer``: the layout of the model's input and output, if it is not that of its first and last components.
+    ``outer`` is the layout of the model's input and output, if it is not that of its first and last components.
     """
     layouts = position.layouts
     into: list[dict[str, Any]] = []
@@ -154,7 +154,7 @@ def _check(plan: Plan, traced: TracedModel, strategies: Strategies) -> None:
 
 
 def _check_ties(plan: Plan, traced: TracedModel) -> None:
-    """Check that components which share a parameter run the same way, since its gradient is one sum.
+    """Check that components that share a parameter run in the same way, because its gradient is one sum.
 
     Raises:
         UsageError: they do not.
@@ -166,7 +166,9 @@ def _check_ties(plan: Plan, traced: TracedModel) -> None:
             j = first.setdefault(tie, i)
             a, b = plan.components[j], plan.components[i]
             if (a.stage, layouts[j]) != (b.stage, layouts[i]) or {a.data.strategy, b.data.strategy} != {"replicate"}:
-                raise UsageError(f"{a.name} and {b.name} share a parameter: they must be replicated alike in one stage")
+                raise UsageError(
+                    f"{a.name} and {b.name} share a parameter: they must be replicated, in the same way, in one stage"
+                )
 
 
 def _check_stages(plan: Plan, traced: TracedModel) -> None:
@@ -191,10 +193,12 @@ def _check_stages(plan: Plan, traced: TracedModel) -> None:
 
 
 def _orders(plan: Plan, strategies: Strategies, stage: int) -> dict[int, tuple[Action, ...]]:
-    """Actions of the stage in one step, by number of microbatches; a short last batch may fill fewer than the plan's.
+    """Actions of the stage in one step, by number of microbatches. A short last batch may fill fewer microbatches than
+    the plan's.
 
     Raises:
-        InvalidInputError: an unknown schedule. UsageError: it refuses this number of stages or microbatches.
+        InvalidInputError: the schedule is unknown.
+        UsageError: it refuses this number of stages or microbatches.
     """
     count = range(1, plan.num_microbatches + 1)
     if len(plan.stages) == 1:
@@ -240,27 +244,33 @@ def materialize(
     apart: bool = False,
     alone: bool = False,
 ) -> ParallelModel:
-    """Build the part of ``model`` that process ``rank`` of the run computes under ``plan``. Collective: all processes
-    call it with equal weights, also those that run no rank of the plan (``processes[i]`` runs rank i; process i if
-    None).
+    """Build the part of ``model`` that process ``rank`` of the run computes under ``plan`` (collective).
 
-    ``example`` is any batch the model accepts (two samples are enough). The model's own modules are used, and those of
-    other stages lose their weights. A traced model is not traced again. ``prepare`` is called after tracing and before
-    anything is split; ``stand_in`` is called for every component of the rank's stage. ``timeout_s``: how long a rank
-    waits for the others in any collective of the plan. ``outer``: the layout in which ranks give their input rows and
-    get their outputs, in a plan of one stage; that of the plan if None. ``alike``: the ranks' weights are known to be
-    equal, so none are sent before the first step. ``keyed_draws``: random numbers drawn by the model's own code become
-    a function of seed, step and sample; ``example`` is run once more for that. ``apart``: the caller implements the
-    plan's consistency discipline, if it has one. ``alone``: this process is in no process group with the others, which
-    it never meets in a collective of the model; they do not call this.
+    All processes call it with equal weights, also those that run no rank of the plan. The model's own modules are used,
+    and those of other stages lose their weights. A traced model is not traced again.
+
+    Arguments:
+        example: any batch that the model accepts; two samples are enough.
+        prepare: called after tracing and before anything is split.
+        stand_in: called for every component of the rank's stage.
+        timeout_s: seconds for which a rank waits for the others in any collective of the plan.
+        outer: layout in which ranks pass their input rows and get their outputs, in a plan of one stage; None for that
+            of the plan.
+        alike: whether the ranks' weights are known to be equal, so that none are sent before the first step.
+        processes: ``processes[i]`` runs rank i; process i if None.
+        keyed_draws: whether random numbers drawn by the model's own code become a function of seed, step and sample.
+            ``example`` is run once more for that.
+        apart: whether the caller implements the plan's consistency discipline, if it has one.
+        alone: whether this process is in no process group with the others. It never meets them in a collective of the
+            model, and they do not call this.
 
     Raises:
         InvalidInputError: the plan's components are not the model's.
-        UsageError: the plan asks for something this executor does not run.
+        UsageError: the plan needs something that this executor does not run.
     """
     if plan.consistency is not None and not apart:
         raise UsageError(
-            f"the plan has its workers train under {plan.consistency}, which `asa train`, `asa verify`, "
+            f"the plan's workers train under {plan.consistency}, which only `asa train`, `asa verify`, "
             "`asa bench` and asa.Job run; use one of those, or plan with other strategies"
         )
     grouped = None
@@ -278,8 +288,8 @@ def materialize(
     _check(plan, traced, strategies)
     if outer is not None and outer.weights != (plan.stages[0].weights or ()):
         raise UsageError(
-            f"the plan gives its ranks batches in proportion {list(plan.stages[0].weights or ())}, a loop of one's own "
-            "gives each as many; use asa.Job, or plan with equal batches"
+            f"the plan divides batches among its ranks in proportion {list(plan.stages[0].weights or ())}, but a loop "
+            "of your own gives each rank the same number; use asa.Job, or plan with equal batches"
         )
     runs = tuple(range(plan.num_ranks)) if processes is None else processes
     if rank not in runs:
@@ -293,11 +303,11 @@ def materialize(
     around = _Surroundings(plan, own, timeout_s, outer, alike, runs, grouped, alone)
     links = _links(around, traced)
     context = SampleContext(seed=seed)
-    found: dict[str, tuple[str, ...]] = {}
+    drawing_components: dict[str, tuple[str, ...]] = {}
     changed: tuple[str, ...] = ()
     if keyed_draws and not isinstance(model, TracedModel):
         make_reproducible(traced.components, context)
-        found, changed = _looked_at(model, traced, example, context)
+        drawing_components, changed = _looked_at(model, traced, example, context)
         traced, elsewhere = _own_part(traced, position)
     else:
         traced, elsewhere = _own_part(traced, position)
@@ -311,10 +321,10 @@ def materialize(
             synchronise(component, around.samples_axis(layout))
         if stand_in is not None:
             stand_in(component, assignment, tensor_axis)
-        if component.name in found:
-            keyed(component, context, foreign=FOREIGN in found[component.name])
+        if component.name in drawing_components:
+            keyed(component, context, foreign=FOREIGN in drawing_components[component.name])
         if assignment.checkpoint:
-            recompute(component, context, alone=tensor_axis.size == 1 and batch_norm == "local")
+            recompute(component, context)
         component.to(device)
         component.settle()
     execution.require(device, plan.compiled)
@@ -327,7 +337,7 @@ def materialize(
     )  # fmt: skip
     made.modes, made.changed = modes, changed
     made.grouped = grouped
-    made.drawing = tuple(found)
+    made.drawing = tuple(drawing_components)
     modes.restore(made.components)
     modes.check(made.components)
     return made
@@ -349,8 +359,8 @@ def _idle(
 def _looked_at(
     model: nn.Module, traced: TracedModel, example: Tensor, context: SampleContext
 ) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """Run two samples of ``example``, and return which components draw random numbers in training, with the functions
-    they draw from, and the names of buffers that training changes."""
+    """(drawing, changed) from a run of two samples of ``example``: the components that draw random numbers in training,
+    with the functions that they use, and the names of buffers that training changes."""
     if example.is_meta or any(p.is_meta for p in model.parameters()):
         return {}, ()
     batch = example[torch.arange(2, device=example.device) % len(example)]
@@ -360,10 +370,10 @@ def _looked_at(
             component.train()
         norms = {id(b) for m in model.modules() if isinstance(m, _NormBase) for b in m.buffers(recurse=False)}
         before = {name: (b, b._version) for name, b in model.named_buffers() if id(b) not in norms}
-        found = drawing(traced.components, batch)
+        draws = drawing(traced.components, batch)
         now = dict(model.named_buffers())
         changed = (n for n, (b, version) in before.items() if now.get(n) is not b or b._version != version)
-        return found, tuple(changed)
+        return draws, tuple(changed)
 
 
 def _own_part(traced: TracedModel, position: Position) -> tuple[TracedModel, frozenset[str]]:

@@ -1,4 +1,4 @@
-"""Training or evaluation mode of each module: modules that a program keeps in evaluation (frozen BatchNorm) stay
+"""Training or evaluation mode of each module. Modules that a program keeps in evaluation (frozen BatchNorm) stay
 there."""
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from asa.tracing.component import TracedComponent
 
 @dataclass(frozen=True, kw_only=True)
 class Modes:
-    """``training`` flag of every module of a model in training, by path; empty if all modules have the same mode."""
+    """``training`` flag of every module, by path, for a model in training mode. Empty if all modules have the same
+    mode."""
 
     training: dict[str, bool] = field(default_factory=dict)
     by_code: frozenset[str] = frozenset()
@@ -23,16 +24,16 @@ class Modes:
 
     @staticmethod
     def of(model: nn.Module) -> Modes:
-        """The current modes of ``model``. Empty for a model in evaluation as a whole: it has not been set to train
-        yet."""
-        found = {path: m.training for path, m in model.named_modules() if path}
-        if not model.training or all(found.values()):
+        """The current modes of ``model``. Empty for a model that is in evaluation as a whole, because it has not been
+        set to train yet."""
+        modes = {path: m.training for path, m in model.named_modules() if path}
+        if not model.training or all(modes.values()):
             return Modes()
         still = [(path, m) for path, m in model.named_modules() if path and not m.training]
-        return Modes(training=found, by_code=frozenset(path for path, m in still if _asks(m)))
+        return Modes(training=modes, by_code=frozenset(path for path, m in still if _asks(m)))
 
     def restore(self, components: Sequence[TracedComponent]) -> None:
-        """Set the modules of ``components``, all of which are in training mode, back to the recorded modes."""
+        """Set the modules of ``components`` back to the recorded modes. All of them are in training mode before."""
         for component in components:
             own = [p for p, _ in component.named_modules() if p in self.training]
             if not own:
@@ -58,8 +59,8 @@ class Modes:
         ]
         if apart:
             warnings.warn(
-                f"{apart[0]} is in evaluation mode and asks for its mode in forward, beside layers that train: it runs "
-                "as in training; set its probabilities to zero instead",
+                f"{apart[0]} is in evaluation mode and reads its mode in forward, among layers in training mode: it "
+                "runs as in training; set its probabilities to zero instead",
                 stacklevel=2,
             )
 

@@ -1,6 +1,6 @@
 """Optimizer state and updates on the host (Ren et al. 2021, "ZeRO-Offload").
 
-The optimizer updates copies in host memory: gradients are copied there before its step, and new parameters are copied
+The optimizer updates copies in host memory. Gradients are copied there before its step, and new parameters are copied
 back after it. Forward and backward use only the device's own parameters.
 """
 
@@ -18,8 +18,8 @@ _COPIES = "asa_host_copies"
 
 
 class HostCopies:
-    """Host copies of this rank's part of ``parameters``, each once; in page-locked memory where that makes copies
-    faster."""
+    """Host copies of this rank's part of ``parameters``, each once. They are in page-locked memory if the device is a
+    GPU, which makes copies faster."""
 
     @torch.no_grad()
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -68,7 +68,8 @@ def attach(optimizer: torch.optim.Optimizer, copies: HostCopies) -> None:
 
 
 def updated_in(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
-    """The tensor that ``optimizer`` updates for ``parameter``: the parameter itself, or its copy on the host."""
+    """The tensor that ``optimizer`` updates for ``parameter``: its copy on the host if it has one, otherwise the
+    parameter itself."""
     copies: HostCopies | None = optimizer.__dict__.get(_COPIES)
-    found = None if copies is None or not isinstance(parameter, nn.Parameter) else copies.of.get(parameter)
-    return parameter if found is None else found
+    copied = None if copies is None or not isinstance(parameter, nn.Parameter) else copies.of.get(parameter)
+    return parameter if copied is None else copied

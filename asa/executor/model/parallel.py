@@ -17,7 +17,7 @@ from asa.executor.model.groups import Groups, Purpose, all_ranks
 from asa.executor.model.modes import Modes
 from asa.executor.model.position import Position
 from asa.executor.model.reduction import Reduction
-from asa.instruments.execution import laid_out
+from asa.instruments.execution import begin_step, laid_out
 from asa.interfaces.schedule import Action
 from asa.ir.layout import Layout
 from asa.ir.plan import Plan
@@ -33,12 +33,12 @@ from asa.tracing.component import TracedComponent
 from asa.zoo.data import draws
 
 _LOOKS, _MODEL_DRAWS = 2, named("model draws")
-"""Number of steps in which a model that is called as a whole is checked for random numbers; and the key of these
+"""Number of steps in which a model that is called as a whole is checked for random numbers, and the key of these
 numbers."""
 
 
 def _nobody(_what: str, *, within_s: float) -> None:
-    """Do nothing: the barrier of ranks that cannot be missing, because they run asa's own code."""
+    """Do nothing. This is the barrier for ranks that always arrive, because they run asa's own code."""
 
 
 class Segment(nn.Module):
@@ -57,8 +57,8 @@ class Segment(nn.Module):
         return [name for c in self._traced for name in c.side_outputs()]
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """Outputs (main, then side outputs) for this rank's rows, one tensor; for a model that is called as a whole,
-        its own output."""
+        """Outputs for this rank's rows (main, then side outputs), from one tensor. For a model that is called as a
+        whole, its own output."""
         if isinstance(self._traced[0], CalledModel):
             return self._traced[0](*args, **options)
         (x,) = args
@@ -82,7 +82,8 @@ class Segment(nn.Module):
 
 @dataclass(frozen=True)
 class Placed:
-    """A segment with its layout, how data enters it, and how side outputs are converted to the last layout."""
+    """A segment with its layout, the crossing by which data enters it, and the crossing that converts side outputs to
+    the last layout."""
 
     module: nn.Module
     segment: Segment
@@ -93,7 +94,7 @@ class Placed:
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """A rank's links to the stages before and after its own; None where there is none.
+    """A rank's links to the stages before and after its own; None where there is no stage.
 
     ``input_shape`` is the shape of one incoming sample. Gradients are sent back if anything in an earlier stage is
     trained.
@@ -120,12 +121,15 @@ class Links:
 class ParallelModel:
     """One rank's part of a model under a plan. Methods that are collective say so.
 
-    ``components`` and ``layouts`` are those of the rank's own stage; ``elsewhere`` names the parameters and buffers
-    that other stages hold; ``order`` lists this rank's actions in a step. ``owner``: the index in the data group that
-    updates a parameter, where updates are divided. ``processes``: which process of the run runs each rank of the plan.
-
-    A process that runs no rank has a model without components: it computes nothing in a step, but takes part in
+    A process that runs no rank has a model without components. It computes nothing in a step, but takes part in
     collectives of the whole run.
+
+    Attributes:
+        components, layouts: those of the rank's own stage.
+        elsewhere: names of the parameters and buffers that other stages hold.
+        order: this rank's actions in a step.
+        owner: index in the data group of the rank that updates a parameter, where updates are divided.
+        processes: the processes of the run that run the ranks of the plan.
     """
 
     def __init__(
@@ -149,12 +153,12 @@ class ParallelModel:
         self.changed: tuple[str, ...] = ()
         """Names of buffers, other than BatchNorm's, that a forward in training changes."""
         self.drawing: tuple[str, ...] = ()
-        """Names of components that draw random numbers by code of their own."""
+        """Names of components that draw random numbers in code of their own."""
         self.meet: Callable[..., None] = _nobody
         self.updating: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context around the exchange of updates."""
         self.needs = 1
-        """The fewest samples of a microbatch that every rank needs, where a batch has as many; the same on all
+        """Number of samples of a microbatch that every rank needs at least, if the batch has that many; equal on all
         ranks."""
         self.draws = False
         """Whether random numbers were observed in training, for a model that is called as a whole."""
@@ -212,7 +216,7 @@ class ParallelModel:
         return {p for component, a in parts if a.offload for p in component.parameters()}
 
     def share_updates(self) -> None:
-        """Broadcast what each rank has updated to the ranks that hold it too; call after every optimizer step
+        """Broadcast what each rank has updated to the other ranks that hold it; call after every optimizer step
         (collective)."""
         with self.updating():
             for update in self._updates:
@@ -224,8 +228,8 @@ class ParallelModel:
             p.grad = None
 
     def train(self, mode: bool = True, *, all_alike: bool = False) -> None:
-        """Set training or evaluation mode. In training, modules that came in evaluation mode stay there unless
-        ``all_alike``, which is what a program's own ``train()`` means."""
+        """Set training or evaluation mode. In training, modules that were in evaluation mode when the model was passed
+        stay there, unless ``all_alike``, which is what a program's own ``train()`` means."""
         self.training = mode
         self.reduction.release()
         for place in self._placed:
@@ -274,24 +278,24 @@ class ParallelModel:
         return self.concludes and self.position.place % self.layouts[-1].inner == 0
 
     def loss_scale(self, batch: int) -> float:
-        """Factor on the mean loss over :meth:`output_rows`; 1 where all data shards are equal."""
+        """Factor on the mean loss over :meth:`output_rows`; 1 if all data shards are equal."""
         if self.idle:
             return 0.0
         start, stop = self.output_rows(batch)
         return (stop - start) * self.layouts[-1].data / batch
 
     def _rows_of(self, total: int) -> list[slice]:
-        """This rank's rows, in every segment, of a microbatch of ``total`` samples. Cached: every step asks for the
-        same few."""
+        """This rank's rows, in every segment, of a microbatch of ``total`` samples. Cached, because every step needs
+        the same few."""
         if total not in self._rows:
             self._rows[total] = [slice(*p.layout.rows_of(total, self.position.place)) for p in self._placed]
         return self._rows[total]
 
     def compute(self, value: Any, samples: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the stage from its input to its output; return the main value and the side outputs.
+        """(main, sides): run the stage from its input to its output; returns the main value and the side outputs.
 
-        ``value``: this rank's rows of the microbatch ``samples`` (global indices, int64); for a model that is called as
-        a whole, its positional and keyword arguments, and the main value is whatever it returns.
+        ``value`` is this rank's rows of the microbatch ``samples`` (global indices, int64). For a model that is called
+        as a whole, it is the positional and keyword arguments, and the main value is what the model returns.
         """
         context, total = self.context, len(samples)
         if self.called:
@@ -324,13 +328,13 @@ class ParallelModel:
     def call(self, samples: Tensor, step: int, total: int, *args: Any, **options: Any) -> Any:
         """Output for this rank's rows of a model that is called as a whole.
 
-        ``samples``: global indices (int64) of the rows. ``total``: number of rows on all ranks.
+        ``samples`` are global indices (int64) of the rows. ``total`` is the number of rows on all ranks.
         """
         self.context.step, self.context.total, self.context.samples = step, total, samples
         if not self.training:
             return self._placed[0].module(*args, **options)
         self.reduction.begin()
-        # Random numbers drawn by code that does not know of samples: seeded by the rank's first sample and the step.
+        # Random numbers drawn by the model's own code are seeded by the rank's first sample and the step.
         first = int(samples[0]) if len(samples) and samples.device.type == "cpu" else 0
         with seeded(draws.key(self.context.seed, step, first, _MODEL_DRAWS), foreign=True):
             before = torch.get_rng_state() if step < _LOOKS else None
@@ -346,12 +350,14 @@ class ParallelModel:
     def forward(self, x: Any, samples: Tensor, step: int) -> Any:
         """The model's own output for :meth:`output_rows` of the microbatch ``samples``; None before the last stage.
 
-        ``x``: :meth:`input_rows` of the microbatch; ignored after the first stage. Nothing is kept between stages for a
-        backward pass: a step with gradients is :func:`asa.executor.model.step.forward_backward`.
+        ``x`` are :meth:`input_rows` of the microbatch; ignored after the first stage. Nothing is kept between stages
+        for a backward pass: a step with gradients is :func:`asa.executor.model.step.forward_backward`.
         """
         if self.idle:
             return None
         links, total = self.links, len(samples)
+        if begin_step():
+            links.settle()  # what is still being sent would be overwritten
         value = x
         if links.arriving is not None:
             dtype = links.arriving.hear_dtype(self.training, self.device)
@@ -368,7 +374,7 @@ class ParallelModel:
     __call__ = forward
 
     def gather_across(self) -> None:
-        """Let each segment start gathering the weights of the next one, as components do inside a segment."""
+        """Make each segment start gathering the weights of the next one, as components do inside a segment."""
         segments = [p.segment for p in self._placed]
         acquaint(segments, [s.neighbours for s in segments])
 
@@ -393,7 +399,9 @@ class ParallelModel:
 
     def average_buffers(self) -> None:
         """Average running statistics over each data group, weighted by the ranks' shares of the samples (collective).
-        What has become of another shape, as a state with a row for each sample, stays this rank's own."""
+
+        A buffer whose shape has changed, such as a state with one row for each sample, stays this rank's own.
+        """
         for component, layout, shapes in zip(self.components, self.layouts, self._shapes, strict=True):
             floats = [b for b in component.buffers() if b.is_floating_point()]
             axis = self.axis("gradient", layout.data_group(self.position.place))

@@ -1,5 +1,5 @@
-"""Checks for a user's hooks on parameters: a plan that replaces parameters by other tensors would lose them in silence,
-so it is refused."""
+"""Checks for a user's hooks on parameters. A plan that replaces parameters by other tensors would lose hooks without a
+message, so it is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def hooked(p: nn.Parameter) -> bool:
 
 
 def check_hooks(plan: Plan, traced: TracedModel) -> None:
-    """Check that hooks on parameters mean under ``plan`` what they mean on one device.
+    """Check that hooks on parameters have the same effect under ``plan`` as on one device.
 
     Raises:
         UsageError: they do not.
@@ -28,8 +28,8 @@ def check_hooks(plan: Plan, traced: TracedModel) -> None:
         for name, p in component.named_parameters():
             if getattr(p, "_post_accumulate_grad_hooks", None) and assignment.data.degree > 1:
                 raise UsageError(
-                    f"{name} has a hook that runs when its gradient has been accumulated, which is before ranks add "
-                    "theirs to it; do after loss.backward() what it does"
+                    f"{name} has a hook that runs when its gradient has been accumulated, before the ranks' gradients "
+                    "are averaged; do the same after loss.backward()"
                 )
             if p._backward_hooks and replaced(assignment):
                 raise UsageError(

@@ -12,10 +12,13 @@ from asa.ir.transfer import Hop, hops
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Position of one rank. ``place`` is its index in ``ranks``, the stage's ranks; layouts call it a rank.
-    ``components`` are indices into the plan's components.
+    """Position of one rank in a plan.
 
-    ``arriving`` and ``leaving`` are the transfers from the previous stage and to the next one.
+    Attributes:
+        ranks: the stage's ranks.
+        place: index of the rank in ``ranks``; layouts call it a rank.
+        components: indices into the plan's components.
+        arriving, leaving: transfers from the previous stage and to the next one.
     """
 
     stage: int
@@ -32,15 +35,15 @@ class Position:
         stage = next(i for i, s in enumerate(plan.stages) if rank in s.ranks)
         ranks = plan.stages[stage].ranks
         indices = [i for i, c in enumerate(plan.components) if c.stage == stage]
-        found = hops(plan)
+        transfers = hops(plan)
         return Position(
             stage=stage,
             ranks=ranks,
             place=ranks.index(rank),
             components=range(indices[0], indices[-1] + 1),
             layouts=plan.layouts()[indices[0] : indices[-1] + 1],
-            arriving=found[stage - 1] if stage else None,
-            leaving=found[stage] if stage + 1 < len(plan.stages) else None,
+            arriving=transfers[stage - 1] if stage else None,
+            leaving=transfers[stage] if stage + 1 < len(plan.stages) else None,
         )
 
     @staticmethod

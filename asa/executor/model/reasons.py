@@ -15,15 +15,16 @@ from asa.tracing import outcome, trace
 from asa.zoo.inputs import random
 
 _ROUNDING = 1e-9
-"""Relative tolerance in float64: a matrix product of several rows may add in another order than one of a single row."""
+"""Relative tolerance in float64. A matrix product of several rows may add in another order than that of a single
+row."""
 
 
 def reasons(
     rank: int, build: Callable[[], nn.Module], input_shape: tuple[int, ...], num_classes: int
 ) -> tuple[str, ...]:
-    """Sentences that say why results may differ, from running the model that ``build`` makes on two random samples.
+    """Sentences that say why results may differ, from a run on two random samples of the model that ``build`` makes.
 
-    Called on a rank of its own, since the parent process of ranks does not compute.
+    It is called on a rank of its own, because the parent process of ranks does not compute.
     """
     del rank
     batch = random(input_shape, 2, num_classes, torch.Generator().manual_seed(0), torch.float64)
@@ -44,8 +45,8 @@ def _mixing(model: nn.Module, batch: Tensor) -> tuple[str, ...]:
     if error <= _ROUNDING:
         return ()
     return (
-        f"the model mixes the samples of a batch: in evaluation its output for two samples is {error:.1e} off that for "
-        "each alone, so that training depends on how a batch is cut",
+        f"the model mixes the samples of a batch: in evaluation its output for two samples differs by {error:.1e} from "
+        "that for each alone, so training depends on how a batch is cut",
     )
 
 

@@ -1,5 +1,4 @@
-"""Control of gradient reduction: gradients are reduced with the last backward of a step, whatever is in flight before
-it."""
+"""Control of gradient reduction: gradients are reduced with the last backward of a step, and accumulate before that."""
 
 from __future__ import annotations
 
@@ -16,7 +15,8 @@ from asa.sharding.sharded import GATHERED_ONCE, UNREACHED
 
 
 class Reduction:
-    """Everything that reduces the gradients of a rank. ``quiet``: nothing is reduced, gradients stay this rank's own.
+    """Everything that reduces the gradients of a rank. With ``quiet`` nothing is reduced, and gradients stay this
+    rank's own.
 
     Outside :meth:`backward`, every backward pass reduces.
     """
@@ -31,9 +31,11 @@ class Reduction:
         self.quiet = False
 
     def weighed(self, weight: float, total: int, shared: bool) -> float:
-        """Set ``weight`` as the factor with which gradients of the next backward enter the average, and return the
-        factor to apply to outputs instead: 1, except where batches of several sizes go into one backward. ``total``:
-        samples of the batch over all ranks; ``shared``: whether each is counted on the rank that has it.
+        """Set ``weight`` as the factor with which gradients of the next backward enter the average. Returns the factor
+        to apply to outputs instead: 1, except if batches of several sizes go into one backward.
+
+        ``total`` is the number of samples of the batch over all ranks. ``shared`` says whether each sample is counted
+        on the rank that has it.
 
         Raises:
             UsageError: there are batches of several sizes, and ranks do not share one (raised on all ranks).
@@ -53,7 +55,7 @@ class Reduction:
         return weight / averaging.weight
 
     def gather(self) -> None:
-        """Start to gather weights that are gathered once a step (collective), while the stage has nothing to compute
+        """Start to gather weights that are gathered once per step (collective), while the stage has nothing to compute
         yet.
 
         Does nothing in the first step, whose forward initializes FSDP.
@@ -77,8 +79,8 @@ class Reduction:
 
     @contextmanager
     def backward(self, *, last: bool, in_flight: int) -> Iterator[None]:
-        """Context of a microbatch's backward. ``last``: of the step; ``in_flight``: other microbatches still to go
-        backward."""
+        """Context of a microbatch's backward. ``last`` says whether it is the last of the step. ``in_flight`` is the
+        number of other microbatches whose backward is still to come."""
         averaging, reduce = self._averaging, last and not self.quiet
         averaging.on, before = reduce, averaging.done
         try:
@@ -96,7 +98,7 @@ class Reduction:
         for sharded in self._sharded:
             if tells:
                 sharded.set_requires_gradient_sync(reduce)
-                # Weights are prefetched in the order of the forwards since; with none in flight there are none.
+                # FSDP prefetches weights in the order of the forwards since; without any in flight there are none.
                 sharded.set_is_last_backward(none_in_flight)
             releases = last or not getattr(sharded, GATHERED_ONCE)
             if self._releases.get(sharded) != releases:

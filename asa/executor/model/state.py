@@ -1,6 +1,6 @@
-"""Full tensors of a model whose ranks hold shards, and back; used by checkpoints, migration and verification.
+"""Conversion between a model whose ranks hold shards and full tensors; used by checkpoints, migration and verification.
 
-All tensors are keyed by the names of the plain model, so that any plan can read what another one wrote.
+All tensors have the names of the plain model as keys, so any plan can read what another one wrote.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _NOTHING = torch.empty(0)
 
 @dataclass(frozen=True)
 class Held:
-    """One named tensor as this rank holds it: whole (``shard`` None) or a shard over ``axis``. ``speaker``: index in
-    the stage of the rank that provides its optimizer state."""
+    """One named tensor as this rank holds it: whole (``shard`` is None), or a shard over ``axis``. ``speaker`` is the
+    index in the stage of the rank that provides its optimizer state."""
 
     name: str
     tensor: Tensor
@@ -38,7 +38,7 @@ class Held:
 
 
 def held(model: ParallelModel) -> Iterator[Held]:
-    """Iterate over parameters and buffers of ``model`` in the same order on every rank; shared tensors come once."""
+    """Parameters and buffers of ``model``, in the same order on every rank. Shared tensors appear once."""
     seen: set[int] = set()
     for component, axis, layout in zip(model.components, model.tensor_axes, model.layouts, strict=True):
         shards = shards_of(component)
@@ -50,11 +50,11 @@ def held(model: ParallelModel) -> Iterator[Held]:
 
 
 def gather(item: Held, value: Tensor, *, kept: bool = True, lent: bool = False) -> Tensor:
-    """The full form of ``value``, a tensor that is sharded like ``item`` (its data, gradient or optimizer state).
-    Collective.
+    """The full form of ``value``, a tensor that is sharded like ``item``: its data, gradient or optimizer state
+    (collective).
 
-    If not ``kept``, returns an empty tensor. ``lent``: a whole tensor on the CPU is not copied; the caller must be done
-    with it before training goes on.
+    Without ``kept``, returns an empty tensor. With ``lent``, a whole tensor on the CPU is not copied; the caller must
+    not use it after training continues.
     """
     if isinstance(value, DTensor):
         value = value.full_tensor()
@@ -79,7 +79,7 @@ def gather(item: Held, value: Tensor, *, kept: bool = True, lent: bool = False) 
 
 
 def cut(item: Held, full: Tensor) -> Tensor:
-    """This rank's shard of a full tensor, in the form in which it holds ``item``."""
+    """This rank's shard of a full tensor, in the form in which this rank holds ``item``."""
     part = full if item.shard is None or item.axis.size == 1 else item.shard.cut(full, item.axis.index)
     if isinstance(item.tensor, DTensor):
         mesh, placements = item.tensor.device_mesh, item.tensor.placements
@@ -89,11 +89,13 @@ def cut(item: Held, full: Tensor) -> Tensor:
 
 
 def full_state(model: ParallelModel, *, kept: bool = True, lent: bool = False) -> dict[str, Tensor]:
-    """Full parameters and buffers on the CPU, by name, on every rank (collective). ``kept``, ``lent``: see
-    :func:`gather`; a rank with ``kept`` False gets names with empty tensors."""
+    """Full parameters and buffers on the CPU, by name, on every rank (collective).
+
+    ``kept`` and ``lent`` are those of :func:`gather`. A rank with ``kept`` False gets names with empty tensors.
+    """
     kept = kept or len(model.plan.stages) > 1
-    found = {item.name: gather(item, item.tensor, kept=kept, lent=lent) for item in held(model)}
-    return _of_all_stages(model, found)
+    tensors = {item.name: gather(item, item.tensor, kept=kept, lent=lent) for item in held(model)}
+    return _of_all_stages(model, tensors)
 
 
 def _of_all_stages(model: ParallelModel, mine: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -105,12 +107,12 @@ def _of_all_stages(model: ParallelModel, mine: dict[str, Tensor]) -> dict[str, T
 
 def full_gradients(model: ParallelModel) -> dict[str, Tensor]:
     """Full gradients of the mean loss over the global batch on every rank, by parameter name (collective)."""
-    found = {}
+    gradients = {}
     for item in held(model):
         if isinstance(item.tensor, nn.Parameter) and item.tensor.requires_grad:
             gradient = item.tensor.grad
-            found[item.name] = gather(item, torch.zeros_like(item.tensor) if gradient is None else gradient)
-    return _of_all_stages(model, found)
+            gradients[item.name] = gather(item, torch.zeros_like(item.tensor) if gradient is None else gradient)
+    return _of_all_stages(model, gradients)
 
 
 @torch.no_grad()
@@ -132,7 +134,7 @@ _PLAIN: dict[str, Callable[[float], Any]] = {"int": int, "float": float, "bool":
 
 
 def stored(key: str, value: object) -> tuple[str, Tensor]:
-    """An entry of optimizer state as a tensor; for a plain number, the key records its type.
+    """An entry of optimizer state as (key, tensor). For a plain number, the key records its type.
 
     >>> stored("step", 3)
     ('step:int', tensor(3))
@@ -150,7 +152,7 @@ def stored(key: str, value: object) -> tuple[str, Tensor]:
 
 
 def restored(key: str, tensor: Tensor) -> tuple[str, object]:
-    """The entry that :func:`stored` was given: its inverse."""
+    """The inverse of :func:`stored`: the key and the value that it was given."""
     name, _, kind = key.rpartition(":")
     return (name, _PLAIN[kind](tensor.item())) if name and kind in _PLAIN else (key, tensor)
 
@@ -158,9 +160,9 @@ def restored(key: str, tensor: Tensor) -> tuple[str, object]:
 def full_optimizer_state(
     model: ParallelModel, optimizer: torch.optim.Optimizer, *, kept: bool = True, lent: bool = False
 ) -> dict[str, Tensor]:
-    """Optimizer state as full tensors keyed ``name/key``, on every rank (collective). ``kept``, ``lent``: see
-    :func:`full_state`."""
-    found, spoken = {}, {}
+    """Optimizer state as full tensors with keys ``name/key``, on every rank (collective). ``kept`` and ``lent`` are
+    those of :func:`full_state`."""
+    entries, spoken = {}, {}
     kept = kept or model.state_axis is not None
     for item in held(model):
         known = updated_in(optimizer, item.tensor)
@@ -169,18 +171,19 @@ def full_optimizer_state(
             if alike and known is not item.tensor:
                 value = as_held(item.tensor, value)
             full = gather(item, value, kept=kept, lent=lent) if alike else value.detach().cpu().clone()
-            found[f"{item.name}/{key}"] = full
+            entries[f"{item.name}/{key}"] = full
             if item.speaker == model.position.place:
                 spoken[f"{item.name}/{key}"] = full
-    return found if model.state_axis is None else united(spoken, model.state_axis)
+    return entries if model.state_axis is None else united(spoken, model.state_axis)
 
 
 @torch.no_grad()
 def load_full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
-    """Replace the optimizer's state by full tensors, for the parameters this rank updates; others get no state."""
+    """Replace the optimizer's state by full tensors, for the parameters that this rank updates. Other parameters get no
+    state."""
     shapes = {item.name: item for item in held(model)}
     updated = {id(p) for p in model.updated}
-    # Fused kernels read AdamW's step on the device; loops on the host.
+    # Fused kernels read AdamW's step on the device; loops read it on the host.
     there = [g["params"] for g in optimizer.param_groups if g.get("fused") or g.get("capturable")]
     counted_there = {id(p) for parameters in there for p in parameters}
     optimizer.state.clear()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from asa.executor.model.loss import loss_of
 from asa.executor.model.parallel import ParallelModel
+from asa.instruments.execution import begin_step
 from asa.interfaces.schedule import Action
 from asa.ir.layout import bounds
 from asa.ir.plan import Plan
@@ -24,8 +25,11 @@ from asa.sharding.transfer import Arrival
 
 @dataclass(frozen=True)
 class MicrobatchRows:
-    """Rows of one microbatch in the global batch: all of them, those this rank reads, and those whose outputs it gets.
-    ``weight``: weight of the mean loss over those outputs in the loss that this rank differentiates."""
+    """Rows of one microbatch in the global batch: all of them (``start`` to ``stop``), those that this rank reads, and
+    those whose outputs it keeps.
+
+    ``weight`` is the weight of the mean loss over those outputs in the loss that this rank differentiates.
+    """
 
     start: int
     stop: int
@@ -35,21 +39,21 @@ class MicrobatchRows:
 
     @property
     def size(self) -> int:
-        """Samples of the microbatch."""
+        """Number of samples of the microbatch."""
         return self.stop - self.start
 
 
 def microbatches_of(plan: Plan, batch: int, needs: int = 1) -> int:
-    """Number of microbatches into which a batch of ``batch`` samples is cut: the plan's number, or fewer if the batch
-    is too small to give every rank ``needs`` samples of each."""
+    """Number of microbatches into which a batch of ``batch`` samples is cut. It is the plan's number, or less if the
+    batch is too small to give every rank ``needs`` samples of each."""
     widest = max(layout.least for layout in plan.layouts())
-    found = max(1, min(plan.num_microbatches, batch // widest))
-    return next((m for m in range(found, 0, -1) if plan.fewest(batch, m) >= needs), found) if needs > 1 else found
+    most = max(1, min(plan.num_microbatches, batch // widest))
+    return next((m for m in range(most, 0, -1) if plan.fewest(batch, m) >= needs), most) if needs > 1 else most
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """An action and the one after it. ``final``: no backward comes after this backward."""
+    """An action, and the one after it. ``final`` says that no backward comes after this action."""
 
     action: Action
     following: Action | None
@@ -58,7 +62,7 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Script:
-    """A rank's rows and actions for batches of one size; the same in every step."""
+    """A rank's rows and actions for batches of one size. They are the same in every step."""
 
     rows: list[MicrobatchRows]
     turns: tuple[_Turn, ...]
@@ -69,43 +73,43 @@ _scripts: WeakKeyDictionary[ParallelModel, dict[int, _Script]] = WeakKeyDictiona
 
 def _script(model: ParallelModel, batch: int) -> _Script:
     known = _scripts.setdefault(model, {})
-    found = known.get(batch)
-    if found is None:
+    script = known.get(batch)
+    if script is None:
         rows = _microbatch_rows(model, batch)
-        found = known[batch] = _Script(rows, _turns(model.order(len(rows))) if rows else ())
-    return found
+        script = known[batch] = _Script(rows, _turns(model.order(len(rows))) if rows else ())
+    return script
 
 
 def microbatch_rows(model: ParallelModel, batch: int) -> list[MicrobatchRows]:
-    """This rank's rows of a global batch of ``batch`` samples, by microbatch. The list is cached: do not change it."""
+    """This rank's rows of a global batch of ``batch`` samples, by microbatch. The list is cached; do not change it."""
     return _script(model, batch).rows
 
 
 def _microbatch_rows(model: ParallelModel, batch: int) -> list[MicrobatchRows]:
-    found = []
+    parts = []
     count = microbatches_of(model.plan, batch, model.needs)
     for j in range(count):
         start, stop = bounds(batch, count, j)
         size = stop - start
         if size:
             read, kept = (slice(start + a, start + b) for a, b in (model.input_rows(size), model.output_rows(size)))
-            found.append(MicrobatchRows(start, stop, read, kept, model.loss_scale(size) * size / batch))
-    return found
+            parts.append(MicrobatchRows(start, stop, read, kept, model.loss_scale(size) * size / batch))
+    return parts
 
 
 def _turns(order: tuple[Action, ...]) -> tuple[_Turn, ...]:
-    found = []
+    turns = []
     for i, action in enumerate(order):
         behind = order[i + 1 :]
         final = all(a.direction == "forward" for a in behind)
-        found.append(_Turn(action, behind[0] if behind else None, final))
-    return tuple(found)
+        turns.append(_Turn(action, behind[0] if behind else None, final))
+    return tuple(turns)
 
 
 class _Left(torch.autograd.Function):
-    """Marks where a value left the stage: backward starts here, with the gradient popped from ``arrived``.
+    """Marks where a value left the stage. Backward starts here, with the gradient popped from ``arrived``.
 
-    It keeps neither the gradient nor the value; both would otherwise live until the stage's whole backward is over.
+    It keeps neither the gradient nor the value. Both would otherwise live until the stage's whole backward is over.
     """
 
     @staticmethod
@@ -120,8 +124,11 @@ class _Left(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Flight:
-    """A microbatch between its forward and its backward: where gradients leave the stage (``entry``), where they enter
-    (``exit``), and between stages the gradient's shape and type, and the list that receives it."""
+    """A microbatch between its forward and its backward.
+
+    ``entry`` is where gradients leave the stage, ``exit`` where they enter. Between stages, ``shape`` and ``dtype`` are
+    those of the gradient, and ``arrived`` is the list that receives it.
+    """
 
     entry: Any
     exit: Tensor
@@ -139,7 +146,7 @@ def _left(entry: Tensor, value: Tensor) -> _Flight:
 
 @dataclass(kw_only=True)
 class Step:
-    """One step as a rank runs it. ``losses``: the mean loss of every microbatch, and its weight."""
+    """One step as a rank runs it. ``losses`` are the mean loss of every microbatch, with its weight."""
 
     model: ParallelModel
     samples: Tensor
@@ -157,7 +164,7 @@ class Step:
     """Steps in flight at the same time, including this one, if the pipeline is not drained between them."""
 
     def play(self, turns: tuple[_Turn, ...]) -> None:
-        """Run all actions in order. While one computes, the data for the next is already being received."""
+        """Run all actions in order. During one of them, the data for the next is already being received."""
         linked = self.model.links.linked
         if turns and self.model.links.arriving is not None:
             self.model.reduction.gather()
@@ -219,7 +226,7 @@ class Step:
         self.flights[j] = _Flight(entry, loss if part.weight == 1 else loss * part.weight)
 
     def backward(self, j: int, *, last: bool) -> None:
-        """Run microbatch ``j`` backward; ``last``: this is the step's last backward."""
+        """Run microbatch ``j`` backward. ``last`` says whether this is the step's last backward."""
         model, links = self.model, self.model.links
         flight, size = self.flights.pop(j), self.rows[j].size
         if links.gradient_in is not None:
@@ -241,8 +248,8 @@ class Step:
             links.gradient_out.settle(keep=UNDER_WAY)
 
     def _send_when_known(self, entry: Tensor, size: int) -> list[Tensor]:
-        """Send the gradient of the stage's input as soon as autograd has computed it; return a list that fills when it
-        is sent.
+        """Send the gradient of the stage's input as soon as autograd has computed it. Returns a list that is filled
+        when it is sent.
 
         A backward that reduces gradients ends only after the reduction, and no other stage needs to wait for that.
         """
@@ -268,19 +275,21 @@ def played(
     loss_fn: Callable[..., Tensor] = loss_of,
     precision: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Step:
-    """Run a step up to its gradients: those of the mean loss over ``samples`` (global indices of the whole batch).
+    """Run a step up to its gradients, which are those of the mean loss over ``samples`` (global indices of the whole
+    batch).
 
     ``inputs`` (called on the first stage) and ``labels`` (on the last) return tensors on the model's device for rows of
     the global batch. The losses of the ranks with :attr:`ParallelModel.counts_rows` sum to the loss. ``precision``
     makes the context of forward and loss (autocast).
     """
     script = _script(model, len(samples))
-    found = Step(
+    begin_step()
+    made = Step(
         model=model, samples=samples, step=step, inputs=inputs, labels=labels, loss_fn=loss_fn, precision=precision,
         rows=script.rows,
     )  # fmt: skip
-    found.play(script.turns)
-    return found
+    made.play(script.turns)
+    return made
 
 
 def forward_backward(
@@ -293,5 +302,5 @@ def forward_backward(
     loss_fn: Callable[..., Tensor] = loss_of,
     precision: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Tensor:
-    """Run :func:`played`, and return this rank's addend of the loss."""
+    """Run :func:`played`. Returns this rank's addend of the loss."""
     return played(model, samples, step, inputs, labels, loss_fn=loss_fn, precision=precision).loss

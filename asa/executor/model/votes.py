@@ -1,4 +1,4 @@
-"""Small exchanges between ranks beside training: numbers, decisions, and one common reason when a rank fails."""
+"""Small exchanges between ranks beside training: numbers, decisions, and one common error when a rank fails."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ T = TypeVar("T")
 
 
 class Votes:
-    """Small collectives over all ranks, on the host: they neither wait for the device nor disturb it.
+    """Small collectives over all ranks on the host. They neither wait for the device nor disturb it.
 
-    Text travels as JSON, never as pickles. Without a process group there is one rank, and each result is its own value.
+    Text is sent as JSON, never as pickles. Without a process group there is one rank, and every result is its own
+    value.
     """
 
     def __init__(self, timeout_s: float = 300.0) -> None:
@@ -39,9 +40,8 @@ class Votes:
         """Wait until all ranks have reached ``what`` (collective).
 
         Raises:
-            WorkersFailedError: some ranks did not arrive within ``within_s`` or the run's timeout, whichever is
-                shorter; names
-                them.
+            WorkersFailedError: some ranks did not arrive within ``within_s`` seconds or the run's timeout, whichever is
+                shorter; names them.
         """
         if self.num_ranks == 1:
             return
@@ -53,8 +53,8 @@ class Votes:
             missing = [int(r) for r in re.findall(r"\d+", named.group(1))] if named and self.rank == 0 else [0]
             who = "rank 0, or another that rank 0 names," if self.rank else f"{', '.join(f'rank {r}' for r in missing)}"
             raise WorkersFailedError(
-                f"{what} is for every rank to call, and {who} did not come within {limit:g} s: call it outside of "
-                "'if rank == 0', or see why that rank is late",
+                f"every rank must call {what}, and {who} did not come within {limit:g} s: call it outside of "
+                "'if rank == 0', or find out why that rank is late",
                 rank=missing[0],
             ) from error
 
@@ -64,13 +64,13 @@ class Votes:
         return self._group
 
     def gather(self, values: Sequence[float]) -> list[list[float]]:
-        """All ranks' ``values`` (equally many on each), by rank."""
+        """The ``values`` of all ranks, by rank; every rank passes the same number of them."""
         if self.num_ranks == 1:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.float64)
-        found = [torch.empty_like(mine) for _ in range(self.num_ranks)]
-        dist.all_gather(found, mine, group=self._group)
-        return [f.tolist() for f in found]
+        rows = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        dist.all_gather(rows, mine, group=self._group)
+        return [f.tolist() for f in rows]
 
     def everyone(self, yes: bool) -> bool:
         """Whether all ranks say yes."""
@@ -101,9 +101,9 @@ class Votes:
             return [json.loads(text)]
         mine = torch.zeros(max(sizes), dtype=torch.uint8)
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        found = [torch.empty_like(mine) for _ in sizes]
-        dist.all_gather(found, mine, group=self._group)
-        return [json.loads(data[:size].numpy().tobytes()) for data, size in zip(found, sizes, strict=True)]
+        rows = [torch.empty_like(mine) for _ in sizes]
+        dist.all_gather(rows, mine, group=self._group)
+        return [json.loads(data[:size].numpy().tobytes()) for data, size in zip(rows, sizes, strict=True)]
 
     def started(
         self, out: tuple[torch.Tensor, int] | None, into: tuple[torch.Tensor, int] | None
@@ -120,10 +120,10 @@ class Votes:
             dist.broadcast(tensor, source, group=self._group)
 
     def agree(self, error: BaseException | None) -> None:
-        """Return if no rank has an ``error``; otherwise raise the error of the first failing rank on all ranks.
+        """Return if no rank has an ``error``. Otherwise raise the error of the first failing rank on all ranks.
 
         Raises:
-            AsaError: of the class it had there; :class:`WorkersFailedError` for an error of any other kind.
+            AsaError: with the class that it had there; :class:`WorkersFailedError` for an error of any other kind.
         """
         failed = [rank for rank, vote in enumerate(self.gather([0.0 if error is None else 1.0])) if vote[0] > 0]
         if not failed:
@@ -138,8 +138,7 @@ class Votes:
         raise WorkersFailedError(f"rank {failed[0]} failed with {name}: {message}", rank=failed[0]) from error
 
     def once(self, action: Callable[[], T]) -> T | None:
-        """Run ``action`` on rank 0 only; returns its result there and None elsewhere, and raises its error on all
-        ranks."""
+        """Run ``action`` on rank 0 only. Returns its result there and None elsewhere; raises its error on all ranks."""
         result: T | None = None
         error: Exception | None = None
         if self.rank == 0:

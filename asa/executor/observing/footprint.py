@@ -1,4 +1,5 @@
-"""Memory of a rank: the peak of active memory in one step, counted as the planner counts it, and its lasting state."""
+"""Memory of a rank: the peak of active memory in one step, counted like the planner's prediction, and its lasting
+state."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from asa.sharding.parts import local
 def active_peak(worker: Worker, step: Callable[[], object]) -> int:
     """Peak of active memory in bytes while ``step`` trains ``worker`` for one step, lasting state included.
 
-    On CUDA from the allocator's statistics; on a CPU from the tensors that outlive a step and the recorded allocations.
+    On CUDA it comes from the allocator's statistics; on a CPU, from the tensors that outlive a step and the recorded
+    allocations.
     """
     model = worker.model
     device = model.device
@@ -24,13 +26,15 @@ def active_peak(worker: Worker, step: Callable[[], object]) -> int:
         step()
         return int(torch.cuda.max_memory_allocated(device))
     kept = [*model.parameters(), *(b for c in model.components for b in c.buffers())]
-    away = {updated_in(worker.optimizer, p) for p in model.offloaded}  # on the host, be that the same memory
+    away = {
+        updated_in(worker.optimizer, p) for p in model.offloaded
+    }  # on the host, even if the device uses the same memory
     states = [s for p, s in worker.optimizer.state.items() if p not in away]
     kept += [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
     # Gradients of a wrapped segment are views of buckets that outlive the step; the others are released by it.
     kept += model.bucket_gradients()
     base = bytes_of(map(local, kept))
-    del kept  # a bucket whose gradients somebody holds is not used again
+    del kept  # a bucket is not used again while references to its gradients exist
     model.zero_grad()
     events, _ = record(step, device)
     made = (local(p.grad) for p in model.parameters() if p.grad is not None)

@@ -14,7 +14,7 @@ from asa.executor.training.epoch_timer import WARM_UP_STEPS
 from asa.executor.training.worker import Worker
 
 _MEMORY_STEP = WARM_UP_STEPS - 1
-"""The last step before measurements begin: by then optimizer state and DDP's own buckets exist."""
+"""The last step before measurements begin. By then optimizer state and DDP's own buckets exist."""
 
 
 def trace_path(folder: Path, rank: int) -> Path:
@@ -25,8 +25,8 @@ def trace_path(folder: Path, rank: int) -> Path:
 class Observer:
     """Decides, equally on every rank, how each step under a plan is observed.
 
-    ``peak_bytes``: this rank's peak of active memory on a CPU, once it was measured. ``trace_steps`` steps of the first
-    plan are recorded and written under ``folder``.
+    ``peak_bytes`` is this rank's peak of active memory on a CPU, after it was measured. ``trace_steps`` steps of the
+    first plan are recorded and written under ``folder``.
     """
 
     def __init__(self, votes: Votes, folder: Path, trace_steps: int) -> None:
@@ -39,7 +39,7 @@ class Observer:
         self.peak_bytes = None
 
     def run(self, worker: Worker, number: int, step: Callable[[], object]) -> bool:
-        """Run ``step``, number ``number`` under the plan; return whether observation has slowed it down."""
+        """Run ``step``, number ``number`` under the plan. Returns whether observation has slowed it down."""
         if number == _MEMORY_STEP and worker.model.device.type == "cpu":
             self.peak_bytes = active_peak(worker, step)
             return True
@@ -47,7 +47,7 @@ class Observer:
             step()
             return False
         if self._recording is None:
-            self._votes.gather([0.0])  # ranks begin together, so that their clocks do
+            self._votes.gather([0.0])  # ranks begin together, so that their times can be compared
             stack, recorder = ExitStack(), Recorder(worker)
             stack.enter_context(recorder.recording())
             self._recording = recorder, stack
@@ -59,7 +59,7 @@ class Observer:
         return True
 
     def finish(self) -> None:
-        """Write the recorded steps. Called by all ranks at the latest when the steps of an epoch are over.
+        """Write the recorded steps. All ranks call it, at the latest when the steps of an epoch are over.
 
         Raises:
             UnavailableError: the trace cannot be written.

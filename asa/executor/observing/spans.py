@@ -1,8 +1,8 @@
 """Time and saved memory of every component in a step, measured by hooks at its input and output.
 
-A component's backward begins when the gradient of its output is known and ends when that of its input is: autograd runs
-the latest operations first, and accumulates a parameter's gradient as soon as it is known (:mod:`asa.profiler.chain`).
-Time between components (boundaries, hooks of wrappers) is assigned to none.
+A component's backward begins when the gradient of its output is known, and ends when that of its input is. Autograd
+runs the latest operations first, and accumulates a parameter's gradient as soon as it is known
+(:mod:`asa.profiler.chain`). Time between components (boundaries, hooks of wrappers) is assigned to no component.
 """
 
 from __future__ import annotations
@@ -45,9 +45,12 @@ class Watch:
 
     @contextmanager
     def _hooked(self, note: Callable[[str, int], None]) -> Iterator[None]:
-        """Context in which ``note(what, component)`` is called at every point of a step. ``what`` is enter, leave, back
-        or through; done, with component -1, after a microbatch's backward; update and updated around the optimizer's
-        step."""
+        """Context in which ``note(what, component)`` is called at every point of a step.
+
+        ``what`` is ``enter`` and ``leave`` around a component's forward; ``back`` and ``through`` around its backward;
+        ``turn`` and ``done``, with component -1, around a microbatch's backward; ``update`` and ``updated`` around the
+        optimizer's step.
+        """
         handles: list[RemovableHandle] = []
         for i, component in enumerate(self._components):
 
@@ -64,7 +67,7 @@ class Watch:
                     out[0].register_hook(lambda _: note("back", i))
 
             handles.append(component.register_forward_pre_hook(enter))
-            # Before what wrappers do with an output, and behind it: there weights are gathered for backward.
+            # Hooks before and after those of wrappers, which gather weights for backward.
             handles.append(component.register_forward_hook(left, prepend=True))
             handles.append(component.register_forward_hook(leave))
         optimizer = self._worker.optimizer
@@ -90,8 +93,8 @@ class Watch:
 
     @contextmanager
     def timing(self) -> Iterator[_Read]:
-        """Context that times steps; yields a function which takes the bytes each component saved and returns spans and
-        update."""
+        """Context that times steps. Yields a function that takes the bytes that each component saved, and returns spans
+        and the seconds of the update."""
         marks: list[tuple[str, int, Any]] = []
         with self._hooked(lambda what, i: marks.append((what, i, self._now()))):
             yield lambda saved: self._read(marks, saved)
@@ -114,7 +117,7 @@ class Watch:
                 start = begun.pop((ends[what], i), None)
                 if start is not None:
                     sums[ends[what], i] += self._seconds(start, at)
-            elif what == "done":  # what wants no gradient of its input is through when all is
+            elif what == "done":  # a component without a gradient of its input ends with the microbatch
                 for key in [k for k in begun if k[0] == "back"]:
                     sums[key] += self._seconds(begun.pop(key), at)
             else:

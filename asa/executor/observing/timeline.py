@@ -1,7 +1,7 @@
-"""Timelines of real steps: forward and backward of each component, collectives and update, by one rank's clock.
+"""Timelines of real steps: forward and backward of each component, collectives and update, by the clock of one rank.
 
 Computation is timed by the hooks of :mod:`asa.executor.observing.spans`. Collectives that computation waits for are
-timed at the call (on a CPU); concurrent ones come from torch's profiler, which records gloo's and NCCL's own work.
+timed at the call (on a CPU). Concurrent ones come from torch's profiler, which records gloo's and NCCL's own work.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SENDS: tuple[Stream, Stream] = ("sending on", "sending back")
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One piece of work. Seconds since recording began; ``microbatch`` is None if it belongs to all of them."""
+    """One piece of work, in seconds since recording began. ``microbatch`` is None if it belongs to all of them."""
 
     name: str
     kind: str
@@ -86,7 +86,7 @@ class Recorder(Watch):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Context around one step, which excludes messages between ranks outside of steps."""
+        """Context around one step. Messages between ranks outside of steps are not recorded."""
         self._marks.append(("step", -1, self._now()))
         yield
         self._marks.append(("over", -1, self._now()))
@@ -103,13 +103,13 @@ class Recorder(Watch):
         def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
             def timing(*args: Any, **kwargs: Any) -> Any:
                 start = time.perf_counter()
-                found = call(*args, **kwargs)
-                if found is None or (isinstance(found, direct.Pending) and found.over):
-                    # What keeps state alike is asked for with a word on how; where ranks share memory it is over, too.
+                result = call(*args, **kwargs)
+                if result is None or (isinstance(result, direct.Pending) and result.over):
+                    # Gradients and weights are exchanged with one of these options, also through shared memory.
                     state = not kwargs.keys().isdisjoint(("mean", "op", "async_op"))
                     kind = "gradient" if state else "inside" if self._depth else "boundary"
                     self._blocking.append((name, kind, start, time.perf_counter()))
-                return found
+                return result
 
             return timing
 
@@ -154,7 +154,7 @@ class Recorder(Watch):
         """Spans of forward, backward and update, from the marks of the hooks."""
         order = self._model.order(self._model.plan.num_microbatches)
         turns = {d: [a.microbatch for a in order if a.direction == d] for d in ("forward", "backward")}
-        found: list[Span] = []
+        spans: list[Span] = []
         begun: dict[tuple[str, int], float] = {}
         forwards = backwards = -1
         for what, i, mark in self._marks:
@@ -165,20 +165,20 @@ class Recorder(Watch):
             elif what == "over":
                 self.steps.append((begun.pop(("step", -1)), at))
             elif what == "leave" and ("enter", i) in begun:
-                found.append(self._work(i, "forward", begun.pop(("enter", i)), at, _of(turns["forward"], forwards)))
+                spans.append(self._work(i, "forward", begun.pop(("enter", i)), at, _of(turns["forward"], forwards)))
             elif what == "through" and ("back", i) in begun:
-                found.append(self._work(i, "backward", begun.pop(("back", i)), at, _of(turns["backward"], backwards)))
+                spans.append(self._work(i, "backward", begun.pop(("back", i)), at, _of(turns["backward"], backwards)))
             elif what == "done":
                 for key in [k for k in begun if k[0] == "back"]:
-                    found.append(self._work(key[1], "backward", begun.pop(key), at, _of(turns["backward"], backwards)))
+                    spans.append(self._work(key[1], "backward", begun.pop(key), at, _of(turns["backward"], backwards)))
             elif what == "updated" and ("update", -1) in begun:
                 start = begun.pop(("update", -1))
-                found.append(Span(name="parameters", kind="update", stream="compute", start_s=start, end_s=at))
+                spans.append(Span(name="parameters", kind="update", stream="compute", start_s=start, end_s=at))
             else:
                 forwards += what == "enter" and i == 0
                 backwards += what == "turn"
                 begun[what, i] = at
-        return found
+        return spans
 
     def _work(self, i: int, kind: str, start: float, end: float, microbatch: int | None) -> Span:
         return Span(name=self.names[i], kind=kind, stream="compute", start_s=start, end_s=end, microbatch=microbatch)
@@ -190,7 +190,7 @@ class Recorder(Watch):
         if begin is None:
             return []
         sent = iter(self._sent)
-        found = []
+        spans = []
         for e in sorted(events, key=lambda e: e.start_ns()):
             name = _operation(e.name())
             if name is None:
@@ -202,10 +202,10 @@ class Recorder(Watch):
                 name = f"to stage {self._model.position.stage + (1 if stream == 'sending on' else -1)}"
             elif name == "recv":
                 continue
-            found.append(
+            spans.append(
                 Span(name=name, kind=kind, stream=stream, start_s=start, end_s=start + e.duration_ns() / 1e9)  # type: ignore[arg-type]
             )
-        return found
+        return spans
 
     def document(self, rank: int) -> dict[str, Any]:
         """The trace of ``rank`` in Chrome's trace format, with the same names as the simulator's timelines."""
@@ -252,14 +252,14 @@ def _operation(name: str) -> str | None:
 
 
 def _in_turn(spans: list[Span]) -> list[Span]:
-    """``spans`` without overlaps: the hook of the next component may run before the end of the previous one is
+    """``spans`` without overlaps. The hook of the next component may run before the end of the previous one is
     recorded."""
-    found: list[Span] = []
+    apart: list[Span] = []
     for span in sorted(spans, key=lambda s: s.start_s):
-        start = max(span.start_s, found[-1].end_s) if found else span.start_s
+        start = max(span.start_s, apart[-1].end_s) if apart else span.start_s
         if start < span.end_s:
-            found.append(replace(span, start_s=start))
-    return found
+            apart.append(replace(span, start_s=start))
+    return apart
 
 
 def _without(span: Span, blocking: list[Span]) -> list[Span]:
@@ -275,7 +275,7 @@ def _without(span: Span, blocking: list[Span]) -> list[Span]:
 
 
 def _same(work: Span, call: Span) -> bool:
-    """Whether the library's ``work`` is what ``call`` waited for."""
+    """Whether ``work``, recorded by the library, is what ``call`` waited for."""
     return call.start_s <= work.start_s + 1e-5 and work.end_s <= call.end_s + 1e-4
 
 

@@ -32,7 +32,8 @@ from asa.tracing import TracedModel
 
 @dataclass(frozen=True, kw_only=True)
 class EmulationOptions:
-    """How long to measure a plan: as many steps as fit ``budget_s``, between the limits, after ``warm_up`` steps."""
+    """Length of the measurement of a plan: after ``warm_up`` steps, as many steps as fit into ``budget_s`` seconds,
+    between ``least_steps`` and ``most_steps``."""
 
     budget_s: float = 5.0
     least_steps: int = 2
@@ -43,8 +44,8 @@ class EmulationOptions:
 
 
 def borrowed(traced: TracedModel) -> TracedModel:
-    """Copy of a model that shares its weights, so that it can be split without changing the first. Neither may be
-    trained."""
+    """Copy of a model that shares its weights, so that the copy can be split without changing the original. Neither may
+    be trained."""
     memo: dict[int, Any] = {}
     for component in traced.components:
         for p in component.parameters():
@@ -58,7 +59,7 @@ def emulated_worker(
     plan: Plan, traced: TracedModel, device: EmulatedDevice, strategies: Strategies, rank: int, votes: Votes,
     timeout_s: float,
 ) -> Worker:  # fmt: skip
-    """The part of ``plan`` that ``rank`` runs, on an emulated device. Collective."""
+    """The part of ``plan`` that ``rank`` runs, on an emulated device (collective)."""
     host = torch.device("cpu")
     emulation = Emulation(device, strategies, plan)
     model = materialize(
@@ -77,13 +78,13 @@ def _rank(
     options: EmulationOptions,
 ) -> list[list[float]]:  # fmt: skip
     votes = Votes(options.timeout_s)
-    found = []
+    times = []
     for number, plan in enumerate(plans):
-        found.append(_steps(plan, traced, device, strategies, rank, votes, options))
+        times.append(_steps(plan, traced, device, strategies, rank, votes, options))
         gc.collect()
         if rank == 0:
-            tell((number, found[-1]))
-    return found
+            tell((number, times[-1]))
+    return times
 
 
 def _steps(
@@ -125,8 +126,8 @@ def measure_emulated(
     *,
     on_plan: Callable[[int, list[float]], None] | None = None,
 ) -> list[Stat]:
-    """Step times of the slowest rank under each of ``plans`` (of one model), on devices like ``device`` with the real
-    links between the ranks. ``on_plan`` is called after each plan.
+    """Step times of the slowest rank under each of ``plans`` (of one model), on devices like ``device`` and with the
+    real links between the ranks. ``on_plan`` is called after each plan.
 
     Raises:
         WorkersFailedError: a rank died.
@@ -137,18 +138,16 @@ def measure_emulated(
             on_plan(*message)
 
     ranks = max(p.num_ranks for p in plans)
-    found = run_ranks(
+    results = run_ranks(
         ranks, _rank, list(plans), traced, device, strategies, options, threads=1, timeout_s=options.timeout_s,
         limit_s=options.limit_s, on_message=hear,
     )  # fmt: skip
-    return [Stat.of(times) for times in found[0]]
+    return [Stat.of(times) for times in results[0]]
 
 
 class EmulatedExecutor(TrainingExecutor):
-    """Executor with emulated devices: epochs take their time, and nothing is validated or saved.
-
-    ``emulation``: that of the model built last.
-    """
+    """Executor with emulated devices. Epochs take their time, and nothing is validated or saved. ``emulation`` returns
+    that of the model that was built last."""
 
     def __init__(self, *args: Any, emulation: Callable[[], Emulation], **settings: Any) -> None:
         self._emulation = emulation

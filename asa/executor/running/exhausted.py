@@ -1,6 +1,6 @@
 """Errors for lack of memory: what was predicted, what is available, and what to do.
 
-A rank that runs out of memory in the middle of a step cannot ask the others, which wait for its gradients: it reports
+A rank that runs out of memory in the middle of a step cannot ask the others, which wait for its gradients. It reports
 what it knows and ends, and :mod:`asa.executor.running.recovery` continues without it. Before that, ranks can compare
 their memory between steps.
 """
@@ -24,14 +24,14 @@ from asa.ir.shortage import Shortage, asked, is_exhaustion
 from asa.ir.units import GIB, binary
 
 NOTE = "memory.json"
-"""Name of a file in the run's folder: the shortage that ended the run, for a restart."""
+"""Name of a file in the run's folder. It contains the shortage that ended the run, for a restart."""
 NEARLY = 0.97
-"""Fraction of memory in use from which on a run is planned again before it fails."""
+"""Fraction of memory in use above which a run is planned again before it fails."""
 
 
 @dataclass
 class Watch:
-    """Memory of one rank, observed from before its model is built. ``votes``: whether ranks compare their memory
+    """Memory of one rank, observed from before its model is built. ``votes`` says whether ranks compare their memory
     between steps."""
 
     rank: int
@@ -40,7 +40,7 @@ class Watch:
     before: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        # What a process on the host has before it holds any of the model is no part of the prediction.
+        # Memory that a process has before it holds any of the model is not part of the prediction.
         self.before = held(self.device)
 
     def full(self) -> float:
@@ -48,18 +48,18 @@ class Watch:
         return fullness(self.device) if self.votes else 0.0
 
     def shortage(self, plan: Plan, step: int, error: BaseException | None = None) -> Shortage:
-        """Description of the shortage: after ``error``, or (None) of memory that is nearly full."""
+        """Description of the shortage that raised ``error``; with None, of memory that is nearly full."""
         wanted = 0 if error is None else asked(error)
-        found = tightest(self.device, wanted)
-        base = 0 if found is None else self.before.get(found.kind, 0)
+        room = tightest(self.device, wanted)
+        base = 0 if room is None else self.before.get(room.kind, 0)
         return Shortage(
             plan=plan,
             rank=self.rank,
             step=step,
             cause="tight" if error is None else "exhausted",
-            used_bytes=None if found is None else max(0, found.used - base),
+            used_bytes=None if room is None else max(0, room.used - base),
             asked_bytes=wanted,
-            room_bytes=None if found is None else max(0, found.limit - base),
+            room_bytes=None if room is None else max(0, room.limit - base),
         )
 
 
@@ -69,7 +69,7 @@ class NearlyExhausted(Exception):
 
 @contextmanager
 def explained(watch: Watch, where: Callable[[], tuple[Plan, int]], note: Path | None = None) -> Iterator[None]:
-    """Context that turns running out of memory into one line with a remedy. ``where``: returns the current plan and
+    """Context that turns running out of memory into one line with a remedy. ``where`` returns the current plan and
     step.
 
     Raises:
@@ -81,12 +81,12 @@ def explained(watch: Watch, where: Callable[[], tuple[Plan, int]], note: Path | 
         if not is_exhaustion(error):
             raise
         plan, step = where()
-        found = watch.shortage(plan, step, error)
-        traceback.clear_frames(error.__traceback__)  # lets go of what the step held: a report takes memory, too
+        shortage = watch.shortage(plan, step, error)
+        traceback.clear_frames(error.__traceback__)  # frees what the step held, because the report takes memory, too
         if note is not None:
             with contextlib.suppress(OSError):
-                codec.save(found, note)
-        raise ExhaustedError(_line(found, watch.device), rank=watch.rank, shortage=found) from error
+                codec.save(shortage, note)
+        raise ExhaustedError(_line(shortage, watch.device), rank=watch.rank, shortage=shortage) from error
 
 
 def _line(found: Shortage, device: torch.device) -> str:

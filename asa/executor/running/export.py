@@ -33,14 +33,17 @@ class Exported:
 
 
 def export_weights(run: Path, output: Path, *, step: int | None = None) -> Exported:
-    """Write the weights of the newest complete checkpoint of ``run``, or of the one after ``step``, to ``output``.
+    """Write the weights of a complete checkpoint of ``run`` to ``output``: of the newest one, or of the one after
+    ``step``.
 
     Raises:
-        NoCheckpointError: there is none. InvalidInputError: it does not fit the model. UnavailableError: cannot write.
+        NoCheckpointError: there is none.
+        InvalidInputError: it does not fit the model.
+        UnavailableError: the file cannot be written.
     """
-    found = _found(run / CHECKPOINTS, step)
-    manifest = found.manifest
-    state = plain_state(plain_model(manifest.plan), checkpoint.read(found.path, checkpoint.MODEL))
+    source = _found(run / CHECKPOINTS, step)
+    manifest = source.manifest
+    state = plain_state(plain_model(manifest.plan), checkpoint.read(source.path, checkpoint.MODEL))
     said = {
         "format": "pt",
         "model": manifest.model_spec,
@@ -53,7 +56,7 @@ def export_weights(run: Path, output: Path, *, step: int | None = None) -> Expor
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         save_file(state, temporary, metadata=said)
-        os.chmod(temporary, 0o644)  # safetensors makes files for their owner alone
+        os.chmod(temporary, 0o644)  # safetensors creates files that only their owner can read
         os.replace(temporary, output)
     except (OSError, SafetensorError) as error:
         with suppress(OSError):
@@ -62,11 +65,11 @@ def export_weights(run: Path, output: Path, *, step: int | None = None) -> Expor
     return Exported(
         model_spec=manifest.model_spec,
         step=manifest.step,
-        checkpoint=str(found.path),
+        checkpoint=str(source.path),
         plan_fingerprint=manifest.plan_fingerprint,
         tensors=len(state),
         bytes=output.stat().st_size,
-        notes=found.notes,
+        notes=source.notes,
     )
 
 
@@ -86,7 +89,7 @@ def plain_model(plan: Plan) -> nn.Module:
 
 
 def plain_state(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``stored`` under all names of ``model.state_dict()``: a shared tensor is stored under one of its names only.
+    """``stored`` with all names of ``model.state_dict()``. A shared tensor is stored under only one of its names.
 
     Raises:
         InvalidInputError: a tensor is missing, or has another shape.
@@ -105,6 +108,6 @@ def plain_state(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, Tensor
         if source is None or stored[source].shape != wanted.shape:
             lacks = "lacks it" if source is None else f"holds {list(stored[source].shape)}"
             raise InvalidInputError(f"the checkpoint is of another model: {name} is {list(wanted.shape)}, it {lacks}")
-        # Files hold no aliases: each name gets bytes of its own.
+        # Files have no aliases: each name gets bytes of its own.
         state[name] = stored[source].contiguous() if source == name else stored[source].clone()
     return state

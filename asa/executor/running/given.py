@@ -1,4 +1,4 @@
-"""Settings last given to a run, stored beside its plan and in every checkpoint; the log is for people."""
+"""The newest settings of a run, stored beside its plan and in every checkpoint. The log is for people."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def keep(settings: TrainSettings, out: Path) -> None:
 
 
 def recalled(out: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Settings last given to the run in ``out``, by the names of :class:`TrainSettings`, and notes on damaged files.
+    """(settings, notes): the newest settings of the run in ``out``, by the names of :class:`TrainSettings`, and notes
+    on damaged files.
 
-    From ``settings.json``; otherwise from the newest checkpoint; for an older run without either, from its log and
-    checkpoints. Unknown settings are missing.
+    They come from ``settings.json``; otherwise from the newest checkpoint; for an older run without either, from its
+    log and checkpoints. Unknown settings are missing.
     """
     notes: list[str] = []
     kept = out / SETTINGS

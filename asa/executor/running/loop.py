@@ -51,16 +51,20 @@ from asa.sharding.waits import waits
 from asa.zoo.data import GlobalOrder, ImageSet
 
 Build = Callable[[Plan, tuple[int, ...]], ParallelModel]
-"""Function that builds a plan's part of the model on this process, with the run's initial weights, given the plan and
-the processes that run its ranks. Collective."""
+"""Function that builds a plan's part of the model on this process, with the run's initial weights. Its arguments are
+the plan and the processes that run its ranks. Collective."""
 
 
 class TrainingExecutor(PlannedExecutor):
     """Trains under one plan at a time. Every rank has one, and every method is collective.
 
-    ``folder`` receives the checkpoints; ``run`` is the name of this process's run in them. ``announce`` receives
-    events; all ranks but the first pass a function that does nothing. ``watch``: of this rank's memory.
-    ``between_losses_s``: see :class:`asa.executor.training.saving.SaveClock`; ``keeping``: where snapshots are written.
+    Attributes:
+        folder: folder of the checkpoints.
+        run: name of this run in them.
+        announce: receives events; all ranks but the first pass a function that does nothing.
+        watch: observes this rank's memory.
+        between_losses_s: see :class:`asa.executor.training.saving.SaveClock`.
+        keeping: writes snapshots.
     """
 
     def __init__(
@@ -149,14 +153,15 @@ class TrainingExecutor(PlannedExecutor):
 
     @property
     def left_out(self) -> int:
-        """Samples in the last batch of each epoch that are not used, because they are too few for all ranks."""
+        """Number of samples in the last batch of each epoch that are not used, because they are too few for all
+        ranks."""
         short = self._order.samples_per_epoch % self.plan.global_batch
         return short if short and not self._worker.trainable(short) else 0
 
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps in a whole epoch."""
-        if self._steps is not None:  # asked for in every step
+        if self._steps is not None:  # needed in every step
             return self._steps
         steps = self._order.steps(0) - (1 if self.left_out else 0)
         if steps == 0:
@@ -191,7 +196,7 @@ class TrainingExecutor(PlannedExecutor):
         )
         rate = 0.0
         for indices in self._batches(epoch):
-            worker = self._worker  # another one after a change of plan
+            worker = self._worker  # a new one after a change of plan
             rate = self._set_rate(epoch, len(indices))
             if self._more(epoch, len(indices)):
                 worker.expect(partial(self._order.at, self._position + len(indices)))
@@ -224,7 +229,7 @@ class TrainingExecutor(PlannedExecutor):
         )
 
     def _more(self, epoch: int, after: int = 0) -> bool:
-        """Whether steps are left in ``epoch`` after ``after`` more samples; an epoch need not use all of its
+        """Whether steps are left in ``epoch`` after ``after`` more samples. An epoch need not use all of its
         samples."""
         done = self._position + after - epoch * self._order.samples_per_epoch
         return -(-done // self.plan.global_batch) < self.steps_per_epoch
@@ -235,8 +240,8 @@ class TrainingExecutor(PlannedExecutor):
             yield self._order.at(self._position)
 
     def _set_rate(self, epoch: int, rows: int) -> float:
-        """Set the learning rate by samples, not steps, so that it is unaffected by a change of the global batch;
-        returns it."""
+        """Set and return the learning rate. It follows samples, not steps, so that a change of the global batch does
+        not affect it."""
         in_epoch = min(self._order.samples_per_epoch, self.steps_per_epoch * self.plan.global_batch)
         done = epoch * in_epoch + self._position - epoch * self._order.samples_per_epoch
         total = in_epoch * self._settings.epochs
@@ -247,7 +252,7 @@ class TrainingExecutor(PlannedExecutor):
         return self._peaks[0] * share
 
     def _keep(self, keeping: Keeping) -> None:
-        """Write a snapshot for a restart after a lost rank. The first one, on all ranks, measures how long it takes."""
+        """Write a snapshot for a restart after a lost rank. The first one, on all ranks, shows how long it takes."""
         worker, first, began = self._worker, keeping.step == 0, time.monotonic()
         parts = parts_of(worker.model, worker.optimizer)
         if first and any(r[0] for r in self._votes.gather([float(scarce(parts, self.model.device))])):
@@ -272,7 +277,9 @@ class TrainingExecutor(PlannedExecutor):
         if interval.full > NEARLY and self._more(epoch):
             self._save()
             raise NearlyExhausted
-        if self._saving.trained(interval.seconds) and self._more(epoch):  # one figure on all ranks: all save, or none
+        if self._saving.trained(interval.seconds) and self._more(
+            epoch
+        ):  # the number is equal on all ranks, so all save or none does
             self._save()
         pace.every_s = min(VOTE_EVERY_S, self._saving.interval_s)
         return interval
@@ -300,13 +307,13 @@ class TrainingExecutor(PlannedExecutor):
         )
 
     def _validate(self) -> tuple[float, float]:
-        """Mean loss and accuracy over the test images; running statistics are averaged over ranks first."""
+        """(loss, accuracy): means over the test images. Running statistics are averaged over ranks first."""
         patience = Patience(self._votes, lambda: self._stop.asked, self._save)
         tally = self._worker.validate(self._test, self.plan.global_batch, patience.exhausted)
         if tally is None:
             self._preempt()
-        found = self._votes.gather(tally.take())
-        loss, hits, rows = (math.fsum(rank[i] for rank in found) for i in range(3))
+        rows_of_ranks = self._votes.gather(tally.take())
+        loss, hits, rows = (math.fsum(rank[i] for rank in rows_of_ranks) for i in range(3))
         if rows != len(self._test):
             raise WorkersFailedError(f"{rows:.0f} of {len(self._test)} test images were counted")
         if not math.isfinite(loss):
@@ -325,23 +332,24 @@ class TrainingExecutor(PlannedExecutor):
         }
 
     def _peak_memory(self) -> tuple[int, ...] | None:
-        """Peak of active memory per rank in bytes: from the allocator on CUDA, from one observed step on a CPU."""
+        """Peak of active memory per rank in bytes: from the allocator on CUDA, from one observed step on a CPU; None if
+        unknown."""
         if self.model.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.model.device)
         elif self._observer.peak_bytes is not None:
             peak = self._observer.peak_bytes
         else:
             return None
-        found = self._votes.gather([float(peak)])
-        return tuple(int(found[process][0]) for process in self.processes)
+        peaks = self._votes.gather([float(peak)])
+        return tuple(int(peaks[process][0]) for process in self.processes)
 
     def _energy(self, meter: Meter) -> float | None:
         """Joules used by the plan's devices since ``meter`` was made; None if one of them does not count energy."""
         if self.model.device.type != "cuda":
             return None
         joules = meter.joules()
-        found = self._votes.gather([math.nan if joules is None else joules])
-        total = math.fsum(found[process][0] for process in self.processes)
+        joules_of_ranks = self._votes.gather([math.nan if joules is None else joules])
+        total = math.fsum(joules_of_ranks[process][0] for process in self.processes)
         return None if math.isnan(total) else total
 
     def _preempt(self) -> NoReturn:
@@ -376,24 +384,24 @@ class TrainingExecutor(PlannedExecutor):
         """
         self._keeper.restore(self._worker, path, manifest)
         self._position, self._step = manifest.position, manifest.step
-        if not self._more(self.next_epoch):  # the batch, or the limit of steps, is another now
+        if not self._more(self.next_epoch):  # the batch, or the limit of steps, has changed
             self._position = (self.next_epoch + 1) * self._order.samples_per_epoch
         self._saved = (manifest.step, path)
 
     def recall(self, kept: Snapshot) -> None:
-        """Continue from the snapshots that the previous ranks have left (collective)."""
+        """Continue from the snapshots of the previous ranks (collective)."""
         worker = self._worker
         move(kept.parts, wanted_by(worker.model), worker.model, worker.optimizer, self._votes)
         worker.scale = LossScale(worker.precision, kept.loss_scale)
         self._position, self._step = kept.position, kept.step
 
     def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
-        """Continue under ``plan`` with the same weights, optimizer state and sample order. All processes move, or none
-        does.
+        """Continue under ``plan`` with the same weights, optimizer state and sample order. Either all processes change
+        to it, or none does.
 
         Raises:
             UsageError: the plan is for another model or batch, or for more ranks than there are processes.
-            WorkersFailedError: a rank could not move; the current plan stays, and training can go on.
+            WorkersFailedError: a rank could not change; the current plan stays, and training can continue.
         """
         runs = self._continues(plan, processes)
         old_worker, scale = self._worker, self._worker.scale

@@ -1,10 +1,11 @@
 """Training by workers that do not wait for one another: each takes samples when it is ready for them.
 
-The loop, the worker, its checkpoints and votes are those of :mod:`asa.executor.running.loop`. The difference: samples
-are handed out on request, figures are combined only at the end of an epoch, and the run goes on without a lost worker
-(:mod:`asa.executor.consistency.star`). A process that takes its place enters the running epoch. Every sample is handed
-out once. Samples of a lost worker are not trained on, and neither are those whose gradient was rejected as too old: a
-sample counts at most once, and the log says how many did not.
+The loop, the worker, its checkpoints and votes are those of :mod:`asa.executor.running.loop`, with three differences.
+Samples are handed out on request. Figures are combined only at the end of an epoch. The run continues without a lost
+worker (:mod:`asa.executor.consistency.star`), and a process that takes its place enters the running epoch.
+
+Every sample is handed out once. Samples of a lost worker are not trained on, and neither are those whose gradient was
+rejected as too old. So a sample counts at most once, and the log says how many did not count.
 """
 
 from __future__ import annotations
@@ -68,17 +69,17 @@ class LooseExecutor(TrainingExecutor):
         seconds = time.perf_counter() - began
         loss, hits, rows = tally.take()
         stopping = self._stop.asked
-        found = votes.gather([loss, hits, rows, float(stopping), float(steps), seconds])
+        rows_of_ranks = votes.gather([loss, hits, rows, float(stopping), float(steps), seconds])
         position = int(votes.tell(votes.coordinator.position if votes.coordinator is not None else None))
-        loss, hits, rows = (math.fsum(rank[i] for rank in found) for i in range(3))
+        loss, hits, rows = (math.fsum(rank[i] for rank in rows_of_ranks) for i in range(3))
         if not math.isfinite(loss):
             raise WorkersFailedError(
                 f"the loss is no longer finite in epoch {epoch}; lower the learning rate, or let workers wait more"
             )
-        self._say_what_was_counted(epoch, [int(rank[4]) for rank in found], position - start)
+        self._say_what_was_counted(epoch, [int(rank[4]) for rank in rows_of_ranks], position - start)
         self._position = position
         self._step += -(-(position - start) // self.plan.global_batch)
-        if any(rank[3] > 0 for rank in found) and position < end:
+        if any(rank[3] > 0 for rank in rows_of_ranks) and position < end:
             self._preempt()
         self._position = (epoch + 1) * self._order.samples_per_epoch
         validated = self._validate()
@@ -89,11 +90,13 @@ class LooseExecutor(TrainingExecutor):
             validation_loss=validated[0],
             validation_accuracy=validated[1],
             learning_rate=self._rate_at(max(start, end - self.plan.global_batch), self.plan.global_batch),
-            measurements=self._measured(max(rank[5] for rank in found), (position - start) / self.plan.global_batch),
+            measurements=self._measured(
+                max(rank[5] for rank in rows_of_ranks), (position - start) / self.plan.global_batch
+            ),
         )
 
     def _take(self, epoch: int, start: int, end: int, tally: LossCounter) -> int:
-        """Train on samples until none are left; return the number of steps."""
+        """Train on samples until none are left. Returns the number of steps."""
         if self.model.idle:
             return 0
         steps, told = 0, time.monotonic()
@@ -131,7 +134,7 @@ class LooseExecutor(TrainingExecutor):
         return self._worker.conduct.rows(batch)
 
     def _placed(self, samples: Tensor) -> Tensor | None:
-        """A global batch in which this worker's rows are ``samples``; None if they are too few for a step.
+        """A global batch in which this worker's rows are ``samples``. None if they are too few for a step.
 
         A worker reads only its own rows of a batch, so the other rows are zeros.
         """
@@ -142,13 +145,13 @@ class LooseExecutor(TrainingExecutor):
                 batch -= 1
         if not batch or not self._rows(batch):
             return None
-        found = torch.zeros(batch, dtype=torch.int64)
+        indices = torch.zeros(batch, dtype=torch.int64)
         at = 0
         for part in self._worker.parts(batch):
             size = part.stop - part.start
-            found[part] = samples[at : at + size]
+            indices[part] = samples[at : at + size]
             at += size
-        return found
+        return indices
 
     def _say_what_was_counted(self, epoch: int, steps: list[int], handed_out: int) -> None:
         """Announce an event with the steps of every worker and the counters of the servers."""
@@ -174,18 +177,18 @@ class LooseExecutor(TrainingExecutor):
 
     def _say_who_was_lost(self) -> None:
         """Announce, on rank 0, which ranks were lost and which have come back since the last call."""
-        found = self._votes.coordinator
-        if found is None:
+        coordinator = self._votes.coordinator
+        if coordinator is None:
             return
-        for rank, how in found.lost_since():
-            message = f"rank {rank} {how}; the others go on without it"
+        for rank, how in coordinator.lost_since():
+            message = f"rank {rank} {how}; the others continue without it"
             self._announce({"event": "lost", "rank": rank, "message": message})
-        for rank in found.returned_since():
+        for rank in coordinator.returned_since():
             assert self._worker.conduct is not None
             self._announce({"event": "returned", "rank": rank, "message": self._worker.conduct.returned(rank)})
 
     def _validate(self) -> tuple[float, float]:
-        """Mean loss and accuracy over the test images, divided among the remaining workers."""
+        """(loss, accuracy): means over the test images, which are divided among the remaining workers."""
         votes = self._votes
         workers = [r for r in votes.live if r in self.processes]
         figures = (0.0, 0.0, 0.0)
@@ -193,8 +196,8 @@ class LooseExecutor(TrainingExecutor):
             a, b = bounds(len(self._test), len(workers), workers.index(votes.rank))
             if a < b:
                 figures = self._worker.validate_alone(_part(self._test, a, b), self.plan.global_batch).take()
-        found = votes.gather(figures)
-        loss, hits, rows = (math.fsum(rank[i] for rank in found) for i in range(3))
+        rows_of_ranks = votes.gather(figures)
+        loss, hits, rows = (math.fsum(rank[i] for rank in rows_of_ranks) for i in range(3))
         if not rows or not math.isfinite(loss):
             raise WorkersFailedError(
                 f"the validation loss is not finite after step {self._step}; lower the learning rate, or train in fp32"
@@ -209,7 +212,7 @@ class LooseExecutor(TrainingExecutor):
         return None
 
     def _measured(self, seconds: float, batches: float) -> Measurements:
-        """Measurements of an epoch, in steps of one global batch, whichever workers did them."""
+        """Measurements of an epoch, per step of one global batch, whichever workers trained on it."""
         step = seconds / max(batches, 1e-9)
         return Measurements(
             plan_fingerprint=fingerprint(self.plan),

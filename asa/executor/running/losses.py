@@ -1,8 +1,8 @@
 """Recovery from a lost rank: the run restarts from its newest checkpoint, and continues without the rank if it fails
 again.
 
-Samples are counted from the checkpoint on, and the global batch stays: every sample of an epoch is used exactly once,
-whatever the number of ranks.
+Samples are counted from the checkpoint on, and the global batch stays. So every sample of an epoch is used exactly
+once, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -37,12 +37,17 @@ MOST_STARTS = 20
 
 @dataclass
 class Losses:
-    """Record of lost ranks, and what to do about the next one. Without ``regroup``, any loss ends the run.
+    """Record of lost ranks, which determines what is done about the next loss. Without ``regroup``, any loss ends the
+    run.
 
-    After a first loss, all ranks are restarted. If the same rank is lost again in the same step, it will not come back,
-    and the run continues under a plan without it; but a rank that raises an error twice would do so under any plan, and
-    ends the run. If losses differ in rank or step, all ranks are restarted up to :data:`MOST_STARTS` times before
-    anything new is saved. The more often ranks are lost, the more often the run saves.
+    - After a first loss, all ranks are restarted.
+    - If the same rank is lost again in the same step, it will not come back, and the run continues under a plan without
+      it.
+    - A rank that raises an error twice would do so under any plan, so it ends the run.
+    - If losses differ in rank or step, all ranks are restarted up to :data:`MOST_STARTS` times before anything new is
+      saved.
+
+    The more often ranks are lost, the more often the run saves.
     """
 
     regroup: Regroup | None
@@ -94,7 +99,7 @@ class Losses:
 
 
 def _files(job: Job, plan: Plan) -> tuple[int, ...]:
-    """Files for the ranks' snapshots; none if workers run independently, on emulated devices or CUDA, or under a
+    """Files for the ranks' snapshots. None if workers run independently, on emulated devices or on CUDA, or under a
     launcher."""
     apart = plan.consistency is not None or job.emulated is not None or job.device_type != "cpu" or launched()
     return () if apart else snapshots.files(plan.num_processes)
@@ -108,7 +113,7 @@ def forgotten(job: Job) -> Job:
 
 
 def regrouped(old: Plan, new: Plan, why: str, rank: int | None = None) -> Event:
-    """Event for a change to a plan for the ranks that are available. ``rank``: the one that was lost."""
+    """Event for a change to a plan for the ranks that are available. ``rank`` is the one that was lost."""
     return {
         "event": "replan",
         "kind": "lost",

@@ -1,4 +1,4 @@
-"""One rank's part of a training run, whoever started it."""
+"""One rank's part of a training run, for ranks started here or by a launcher."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from asa.zoo.models import build
 from asa.zoo.preload import ModelPreload
 
 Adapt = Callable[[Executor, range, Announce], Iterator[EpochRecord]]
-"""The loop over epochs (``asa.scheduler.loop.adapt`` with its arguments bound): runs on every rank, saves after each
-epoch, and announces changes of plan. Must be picklable if ranks are spawned."""
+"""The loop over epochs: ``asa.scheduler.loop.adapt`` with some of its arguments given. It runs on every rank, saves
+after each epoch, and announces changes of plan. It must be picklable if ranks are spawned."""
 
 _RESIDENT_BYTES = 1 << 30
 """Image sets up to this size are kept on the GPU."""
@@ -49,11 +49,16 @@ _RESIDENT_BYTES = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A training job, equal on every rank. ``emulated``: the device to emulate, if any. ``alike``: all ranks make
-    bitwise equal initial weights from the same seed. ``watchful``: whether to stop (:attr:`Ending.tight`) before memory
-    runs out, so that the run can be planned anew. ``model``: built already, for the first plan. ``between_losses_s``:
-    mean time between losses of ranks; None if there was none. ``snapshots``: open files by rank, from which restarted
-    ranks continue after a loss; none before the first one."""
+    """A training job, equal on every rank.
+
+    Attributes:
+        emulated: the device to emulate, if any.
+        alike: whether all ranks make bitwise equal initial weights from the same seed.
+        watchful: whether to stop (:attr:`Ending.tight`) before memory runs out, so that the run can be planned anew.
+        model: the model for the first plan, if it is built already.
+        between_losses_s: mean time in seconds between losses of ranks; None if there was none.
+        snapshots: open files by rank, from which restarted ranks continue after a loss; none before the first loss.
+    """
 
     plan: Plan
     settings: TrainSettings
@@ -70,10 +75,11 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a rank ended without failure. ``preempted``: path of the saved state; None after a complete run. ``tight``:
-    memory of this rank, if all ranks stopped because one was about to run out.
+    """How a rank ended without failure. It is a result and not an exception, because the first rank to raise one would
+    make the launcher kill the others.
 
-    It is a result, not an exception: the first rank to raise one would have the others killed.
+    ``preempted`` is the message with the path of the saved state; None after a complete run. ``tight`` describes the
+    memory of this rank, if all ranks stopped because one was about to run out.
     """
 
     preempted: str | None = None
@@ -82,8 +88,12 @@ class Ending:
     @property
     def pressure(self) -> float:
         """Fraction of this rank's memory in use, if it is known; otherwise 0."""
-        found = self.tight
-        return found.used_bytes / max(1, found.room_bytes) if found and found.used_bytes and found.room_bytes else 0.0
+        shortage = self.tight
+        return (
+            shortage.used_bytes / max(1, shortage.room_bytes)
+            if shortage and shortage.used_bytes and shortage.room_bytes
+            else 0.0
+        )
 
 
 def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: Announce) -> Ending:
@@ -116,7 +126,7 @@ def _work(
         shape = plan.sample_shape
         model = None if job.model is None else job.model.take()
         if model is None:
-            known = job.model is not None or bool(sizes)  # planned for such inputs, or built before
+            known = job.model is not None or bool(sizes)  # the plan is for such inputs, or the model was built before
             model = build(
                 plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=settings.seed, tried=known
             )
@@ -142,7 +152,7 @@ def _work(
         )
         del model
         alive.beat()
-        give_back_freed_memory()  # the whole model was here to be traced and cut up
+        give_back_freed_memory()  # the whole model was in memory for tracing
         return parts
 
     def resident(images: ImageSet) -> ImageSet:

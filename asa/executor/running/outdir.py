@@ -1,4 +1,4 @@
-"""Directory of a run: writable, and owned by one run at a time; checked before anything starts."""
+"""Directory of a run, checked before anything starts. It must be writable, and belongs to one run at a time."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from asa.reading import open_regular
 LOCK = "lock"
 CHECKPOINTS = "checkpoints"
 AGENT = "agent"
-"""Name of a file with the launcher's agent that last started the run's rank 0."""
+"""Name of a file that identifies the launcher's agent that last started the run's rank 0."""
 
 
 @contextlib.contextmanager
 def owned(folder: Path, *, resume: bool) -> Iterator[Path]:
-    """Context that makes ``folder`` if it does not exist, and holds its lock. Removes what a killed run has left.
+    """Context that creates ``folder`` if it does not exist, and holds its lock. Removes the leftovers of a killed run.
 
-    The lock is the operating system's: it ends with the process that holds it, however that ends, and with the ranks it
-    forked.
+    The lock is the operating system's. It ends with the process that holds it, however that ends, and with the ranks
+    that it forked.
 
     Raises:
-        UnavailableError: the folder cannot be made or written.
+        UnavailableError: the folder cannot be created or written.
         UsageError: another run is using it, or (without ``resume``) it contains a run already.
     """
     try:
@@ -43,9 +43,11 @@ def owned(folder: Path, *, resume: bool) -> Iterator[Path]:
     with stream:
         _lock(stream, folder)
         checkpoint.sweep(folder / CHECKPOINTS)
-        found = sorted(p.name for p in (folder / CHECKPOINTS).glob("step_*"))
-        if found and not resume:
-            raise UsageError(f"{folder} holds a run, up to {found[-1]}; --resume continues it, or choose another --out")
+        saved = sorted(p.name for p in (folder / CHECKPOINTS).glob("step_*"))
+        if saved and not resume:
+            raise UsageError(
+                f"{folder} contains a run, up to {saved[-1]}; --resume continues it, or choose another --out"
+            )
         try:
             yield folder
         finally:
@@ -58,7 +60,7 @@ def _lock(stream: IO[bytes], folder: Path) -> None:
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.stat(folder / LOCK).st_ino != os.fstat(stream.fileno()).st_ino:
-            raise FileNotFoundError  # its last owner has just removed it: somebody else may hold the new one
+            raise FileNotFoundError  # its last owner has just removed it, and another process may hold the new one
     except (BlockingIOError, FileNotFoundError):
         stream.seek(0)
         owner = stream.read(20).decode(errors="replace").strip() or "unknown"

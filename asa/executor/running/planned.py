@@ -52,8 +52,8 @@ class PlannedExecutor(Executor):
         return self._worker.model
 
     def close(self) -> None:
-        """Close connections and the plan's process groups (collective). Groups that may have lost a member are left as
-        they are."""
+        """Close connections and the plan's process groups (collective). Groups that may have lost a member are not
+        closed."""
         if isinstance(self._votes, StarVotes):
             self._votes.gather([0.0])
         if self._worker.conduct is not None:
@@ -64,13 +64,13 @@ class PlannedExecutor(Executor):
             self.model.close()
 
     def agree(self, target: Placement | None) -> Placement | None:
-        """Rank 0's target (or None) on every rank."""
+        """Rank 0's ``target`` (or None), on every rank."""
         faults.reached("replan.agree")
         text = self._votes.tell(None if target is None else codec.dumps(target))
         return None if text is None else codec.loads(Placement, text, source="the plan from rank 0")
 
     def _continues(self, plan: Plan, processes: tuple[int, ...] | None = None) -> tuple[int, ...]:
-        """The processes that can run ``plan`` from here: those given, or the first ones.
+        """The processes that can run ``plan`` from here: ``processes``, or the first ones.
 
         Raises:
             UsageError: the plan is for another model or batch, or for more ranks than there are processes.
@@ -90,6 +90,6 @@ class PlannedExecutor(Executor):
         return runs
 
     def probe(self) -> Probe:
-        """Current speed of all processes, including idle ones: seconds of the same small computation on all of them at
-        once, and of a collective among them (collective)."""
+        """Current speed of all processes, including idle ones (collective): seconds of a small computation that all do
+        at once, and of a collective among them."""
         return probe(self._votes, self.model.device)

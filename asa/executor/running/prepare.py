@@ -1,4 +1,5 @@
-"""Checks and preparation before a run starts: devices, directory, data, checkpoint. The run's owner does this once."""
+"""Checks and preparation before a run starts: devices, directory, data, checkpoint. Only the process that owns the run
+does this."""
 
 from __future__ import annotations
 
@@ -65,20 +66,20 @@ def prepare(
     resume = settings.resume or _restarted(Path(settings.out))
     out = stack.enter_context(owned(Path(settings.out), resume=resume))
     log = RunLog(out, track=settings.trackers, work=work, listener=on_event)
-    (out / RESULT).unlink(missing_ok=True)  # how an earlier run here ended says nothing of this one
+    (out / RESULT).unlink(missing_ok=True)  # the result of an earlier run here is not this run's
     try:
-        found = checkpoint.find(out / CHECKPOINTS) if resume else None
+        newest = checkpoint.find(out / CHECKPOINTS) if resume else None
         train, test = open_images(plan, settings)
         if settings.optimizer is not None:
             try_out(settings.optimizer)
         Aims.of(settings, plan.num_classes).try_out(settings, train.labels, plan.num_classes)
-        if found is not None:
-            _check_resumable(found.manifest, plan, settings, len(train))
-            epoch = found.manifest.position // len(train)
+        if newest is not None:
+            _check_resumable(newest.manifest, plan, settings, len(train))
+            epoch = newest.manifest.position // len(train)
             log.recall(epoch)
-            log.checkpoint = str(found.path)
+            log.checkpoint = str(newest.path)
             done = f"; all {epoch} epochs are done" if epoch >= settings.epochs else ""
-            notes += [*found.notes, f"continuing after step {found.manifest.step} ({found.path.name}){done}"]
+            notes += [*newest.notes, f"continuing after step {newest.manifest.step} ({newest.path.name}){done}"]
         write_plan(plan, out)
         given.keep(settings, out)
         log(
@@ -91,7 +92,7 @@ def prepare(
                 "global_batch": plan.global_batch,
                 "settings": codec.to_data(settings),
                 "data": [train.source, test.source],
-                "resumed_step": None if found is None else found.manifest.step,
+                "resumed_step": None if newest is None else newest.manifest.step,
                 "torchrun": torchrun_line(plan.num_processes, command),
                 "out": str(out),
             }
@@ -101,7 +102,7 @@ def prepare(
     except AsaError as error:
         log.finish(exit_code=error.exit_code, message=str(error))
         raise
-    left = None if found is None else (found.path, found.manifest)
+    left = None if newest is None else (newest.path, newest.manifest)
     return log, Material(train=train, test=test, run=secrets.token_hex(4), resume=left)
 
 
@@ -116,12 +117,13 @@ def open_images(plan: Plan, settings: TrainSettings) -> tuple[ImageSet, ImageSet
     """Training and test images in the model's input shape.
 
     Raises:
-        UsageError: the data has more classes than the model. InvalidInputError: files cannot be used.
+        UsageError: the data has more classes than the model.
+        InvalidInputError: files cannot be used.
     """
     root = None if settings.data_root is None else Path(settings.data_root)
     shape = plan.sample_shape
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # ranks with several threads could not be forked from a process that has used several
+    torch.set_num_threads(1)  # ranks with several threads cannot be forked from a process that has used several
     try:
         train = open_split(settings.data, split="train", root=root, input_shape=shape, download=settings.download)
         test = open_split(settings.data, split="test", root=root, input_shape=shape, download=settings.download)
@@ -134,7 +136,7 @@ def open_images(plan: Plan, settings: TrainSettings) -> tuple[ImageSet, ImageSet
         )
     if train.num_classes > plan.num_classes:
         raise UsageError(
-            f"{settings.data} has {train.num_classes} classes, the planned model tells {plan.num_classes} apart; "
+            f"{settings.data} has {train.num_classes} classes, the planned model has {plan.num_classes}; "
             f"profile it with --classes {train.num_classes}, or train on other --data"
         )
     return train, test
@@ -161,7 +163,7 @@ def _check_devices(plan: Plan, device_type: str) -> list[str]:
 
 
 def _late(plan: Plan, settings: TrainSettings) -> list[str]:
-    """A note on the default learning rate, if every gradient is one update old."""
+    """A note on the default learning rate if every gradient is one update old."""
     pipelined = plan.consistency is not None and plan.consistency.waiting == "pipelined" and len(plan.stages) > 1
     if not pipelined or (settings.optimizer or plan.optimizer) != "sgd" or settings.lr is not None:
         return []
@@ -177,7 +179,8 @@ def _check_resumable(manifest: Manifest, plan: Plan, settings: TrainSettings, nu
     """Check that a checkpoint can be continued under this plan and these settings.
 
     Raises:
-        InvalidInputError: it is of another model. UsageError: it has other data, another seed or another optimizer.
+        InvalidInputError: it is of another model.
+        UsageError: it has other data, another seed or another optimizer.
     """
     if manifest.model_fingerprint != plan.model_fingerprint:
         raise InvalidInputError(

@@ -1,9 +1,9 @@
 """Recovery from a shortage of memory: all ranks stop, another plan is made, and the run continues from a checkpoint.
 
 A rank that fails in a step leaves the others inside collectives, from which there is no safe way back: half of a step
-may be done, and a communicator that lost a member is useless. So the launcher ends all of them, which takes no longer
-than a collective, and starts them again under the new plan (docs/decisions/0015-out-of-memory.md). Samples are counted
-from the checkpoint on: none is lost, none is used twice.
+may be done, and a communicator that has lost a member cannot be used. So the launcher ends all ranks, which takes no
+longer than a collective, and starts them again under the new plan (docs/decisions/0015-out-of-memory.md). Samples are
+counted from the checkpoint on, so none is lost and none is used twice.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from asa.ir.units import binary
 from asa.launch import cuda_devices, launched
 
 Relieve = Callable[[Shortage, int, int], Plan]
-"""Function that makes another plan after a shortage, from the shortage, the attempt (from 1) and the largest number of
-ranks."""
+"""Function that makes another plan after a shortage. Its arguments are the shortage, the number of the attempt (from 1)
+and the largest number of ranks."""
 T = TypeVar("T")
 Start = Callable[[Job, Material], Ending]
 
@@ -54,10 +54,12 @@ MOST_ATTEMPTS = 3
 def outlast(
     job: Job, material: Material, log: RunLog, relieve: Relieve | None, regroup: Regroup | None, start: Start
 ) -> Ending:  # fmt: skip
-    """Run ``start``, again after each shortage of memory and each loss of a rank that can be recovered from.
+    """Run ``start``, and run it again after each shortage of memory and each loss of a rank from which recovery is
+    possible.
 
     Raises:
-        InfeasibleError: no plan fits the available memory. AsaError: what ``start`` raised.
+        InfeasibleError: no plan fits the available memory.
+        AsaError: what ``start`` raised.
     """
     job = replace(job, watchful=relieve is not None)
     attempt, losses = 0, Losses(regroup)
@@ -66,27 +68,27 @@ def outlast(
         failure: WorkersFailedError | None = None
         try:
             ending = start(job, material)
-            found = ending.tight
-            if found is None:
+            shortage = ending.tight
+            if shortage is None:
                 forgotten(job)
                 return ending
         except WorkersFailedError as error:
-            found, failure = _shortage(error, job, log, kernel_kills() > kills), error
-            if found is None:
+            shortage, failure = _shortage(error, job, log, kernel_kills() > kills), error
+            if shortage is None:
                 job = losses.answered(job, _in_force(job, log), error, log)
                 material = _newest(material, log, Path(job.settings.out), newest(job.snapshots, fingerprint(job.plan)))
                 continue
         attempt = 1 + (0 if len(log.epochs) > epochs else attempt)
-        if found is None or relieve is None or attempt > MOST_ATTEMPTS:
+        if shortage is None or relieve is None or attempt > MOST_ATTEMPTS:
             assert failure is not None
             raise failure
-        job = _answer(forgotten(job), found, failure, attempt, log, relieve)
+        job = _answer(forgotten(job), shortage, failure, attempt, log, relieve)
         material = _newest(material, log, Path(job.settings.out))
 
 
 def _shortage(error: WorkersFailedError, job: Job, log: RunLog, kernel: bool) -> Shortage | None:
-    """The shortage of memory behind ``error``; None if it has another cause. ``kernel``: the kernel has just killed a
-    process for lack of memory."""
+    """The shortage of memory behind ``error``; None if it has another cause. ``kernel`` says that the kernel has just
+    killed a process for lack of memory."""
     if isinstance(error, ExhaustedError):
         return error.shortage if isinstance(error.shortage, Shortage) else None
     if error.signal != signal.SIGKILL or not kernel or error.rank is None:
@@ -110,11 +112,12 @@ def _in_force(job: Job, log: RunLog) -> Plan:
 def _answer(
     job: Job, found: Shortage, failure: WorkersFailedError | None, attempt: int, log: RunLog, relieve: Relieve
 ) -> Job:
-    """The job under another plan. If ranks had only come close to their limit and no other plan is better, the same job
-    without further comparisons of memory.
+    """The job under another plan. If memory was only nearly full and no other plan is better, the same job, whose ranks
+    do not compare their memory any more.
 
     Raises:
-        InfeasibleError: no plan fits any more. WorkersFailedError: ``failure``, if no plan could be made.
+        InfeasibleError: no plan fits any more.
+        WorkersFailedError: ``failure``, if no plan could be made.
     """
     try:
         plan = relieve(found, attempt, most_ranks(job))
@@ -139,7 +142,7 @@ def most_ranks(job: Job) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Pending:
-    """The plan under which a restarted run continues; ``event``: the change of plan, if it is due to a shortage or
+    """The plan under which a restarted run continues. ``event`` is the change of plan, if it is due to a shortage or a
     loss."""
 
     plan: Plan
@@ -147,9 +150,10 @@ class Pending:
 
 
 def pending(job: Job, relieve: Relieve | None) -> Pending | None:
-    """The plan for a resumed run, or one that torchrun has restarted by the same command; None otherwise.
+    """The plan for a resumed run, or for one that torchrun has restarted by the same command; None otherwise.
 
-    Under torchrun no process outlives the ranks: the one that ran out of memory has left a note in the run's folder.
+    Under torchrun no process outlives the ranks. The rank that ran out of memory has written a note to the run's
+    folder.
 
     Raises:
         InfeasibleError: no plan fits the available memory.
@@ -161,21 +165,21 @@ def pending(job: Job, relieve: Relieve | None) -> Pending | None:
     own = _kept(Plan, out / "plan.json")
     mine = own is not None and own.model_fingerprint == job.plan.model_fingerprint
     plan = own if attempt and mine and own is not None else job.plan
-    found = None if relieve is None else _kept(Shortage, out / NOTE)
-    of_this = found is not None and (plan in (found.plan, own))
-    if relieve is None or found is None or not of_this:
+    shortage = None if relieve is None else _kept(Shortage, out / NOTE)
+    of_this = shortage is not None and (plan in (shortage.plan, own))
+    if relieve is None or shortage is None or not of_this:
         return None if plan is job.plan else Pending(plan=plan)
     gpus = int(os.environ["WORLD_SIZE"]) if attempt else most_ranks(job)
     try:
-        answer = relieve(found, max(1, attempt), gpus)
+        answer = relieve(shortage, max(1, attempt), gpus)
     except InfeasibleError as error:
-        raise InfeasibleError(f"{told(found)}; no other plan fits: {error}") from None
-    return Pending(plan=answer, event=change(found, answer, max(1, attempt)))
+        raise InfeasibleError(f"{told(shortage)}; no other plan fits: {error}") from None
+    return Pending(plan=answer, event=change(shortage, answer, max(1, attempt)))
 
 
 def resized(left: Pending | None, job: Job, ranks: int, regroup: Regroup | None) -> Pending | None:
-    """``left``, or, if the run continues with another number of ``ranks`` than its plan has, a plan for that number:
-    the one given with the job, if it fits."""
+    """``left``, unless the run continues with a number of ``ranks`` that differs from its plan's. Then a plan for that
+    number: the one given with the job, if it fits."""
     old = job.plan if left is None else left.plan
     again = job.settings.resume or os.environ.get(RESTARTS, "0") != "0"
     short_of_memory = left is not None and left.event is not None and old.num_processes < ranks
@@ -183,7 +187,7 @@ def resized(left: Pending | None, job: Job, ranks: int, regroup: Regroup | None)
         return left
     try:
         new = job.plan if job.plan.num_processes == ranks else regroup(job.plan, ranks)
-    except InvalidInputError:  # what it was made from is gone: whoever compares the numbers says what to do
+    except InvalidInputError:  # the plan's files are gone; the later check of the number of ranks says what to do
         return left
     return Pending(plan=new, event=regrouped(old, new, f"{ranks} ranks are here now"))
 
@@ -236,15 +240,15 @@ def change(found: Shortage, plan: Plan, attempt: int) -> Event:
 
 
 def _newest(material: Material, log: RunLog, out: Path, kept: int = 0) -> Material:
-    """``material`` with the newest complete checkpoint, or none to start anew. ``kept``: step of the ranks' snapshots,
-    which are used if they are newer."""
+    """``material`` with the newest complete checkpoint, or none to start anew. ``kept`` is the step of the ranks'
+    snapshots, which are used if they are newer."""
     folder = out / CHECKPOINTS
     checkpoint.sweep(folder)
     resume = None
     if any(folder.glob("step_*")):
-        found = checkpoint.find(folder)
-        resume = (found.path, found.manifest)
-        for note in found.notes:
+        latest = checkpoint.find(folder)
+        resume = (latest.path, latest.manifest)
+        for note in latest.notes:
             log({"event": "note", "message": note})
     step, epoch = (0, 0) if resume is None else (resume[1].step, resume[1].position // len(material.train))
     log.recall(epoch)

@@ -1,4 +1,4 @@
-"""A training run from start to end: starts the ranks or is one, writes the log, and reports the outcome."""
+"""A training run from start to end: starts the ranks or is one of them, writes the log, and reports the outcome."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ def train(
     model: ModelPreload | None = None,
     work: Work | None = None,
 ) -> Event:
-    """Train under ``plan``, on ranks started here, or as one of those a launcher started.
+    """Train under ``plan``, on ranks started here, or as one of the ranks that a launcher started.
 
-    Under ``settings.out``: ``log.jsonl``, ``result.json``, ``plan.json``, ``checkpoints/``. Nothing is printed:
-    ``on_event`` gets the events listed in :mod:`asa.executor.training.logs` (under a launcher, on rank 0).
+    Under ``settings.out`` it writes ``log.jsonl``, ``result.json``, ``plan.json`` and ``checkpoints/``. Nothing is
+    printed: ``on_event`` gets the events listed in :mod:`asa.executor.training.logs` (under a launcher, on rank 0).
 
     Args:
         relieve: makes another plan if a rank runs out of memory, or is about to; without it, that ends the run.
         regroup: makes a plan for fewer ranks if one is lost for good; without it, the first loss ends the run.
         command: the arguments of ``python -m asa`` that would do the same, for the equivalent torchrun line.
-        emulated: a device to emulate on the cores of this machine: nothing is trained, and nothing saved.
+        emulated: a device to emulate on the cores of this machine. Nothing is trained, and nothing saved.
         work: FLOPs of a sample and of the device, for MFU in the log.
         model: the plan's model, built with the settings' seed; it is consumed. If None, ranks build their own.
 
     Returns:
-        The document of ``result.json`` (under a launcher, on rank 0; elsewhere only its ``exit_code``).
+        The document of ``result.json`` (under a launcher, on rank 0; on other ranks only its ``exit_code``).
 
     Raises:
         UsageError, InvalidInputError, UnavailableError, NoCheckpointError: before training, on every rank.
@@ -78,7 +78,7 @@ def train(
     faults.arm()
     device_type = plan.device_type if settings.device == "auto" else settings.device
     device_type = device_type if emulated is None else "cpu"
-    # Processors of several kinds may round differently, and a factory from outside need not heed the seed.
+    # Different kinds of processors may round differently, and a user's factory need not use the seed.
     alike = not launched() and ":" not in plan.model_spec
     job = Job(
         plan=plan, settings=settings, strategies=strategies, adapt=adapt, device_type=device_type, emulated=emulated,
@@ -95,7 +95,7 @@ def train(
 
 
 def _threads(job: Job) -> int | None:
-    """Threads per rank: 1 on a CPU unless set otherwise, which is how components were profiled."""
+    """Threads per rank. On a CPU it is 1 unless set otherwise, because components were profiled with one thread."""
     return 1 if job.settings.threads is None and job.device_type == "cpu" else job.settings.threads
 
 
@@ -119,7 +119,7 @@ def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regrou
 
     def given_away() -> None:
         if job.model is not None:
-            job.model.take()  # the ranks have theirs
+            job.model.take()  # the ranks have their copies
 
     def start(job: Job, material: Material) -> Ending:
         files = _files_of_servers(job)
@@ -161,7 +161,7 @@ def _rank(rank: int, job: Job, material: Material, files: dict[int, int]) -> End
 
 
 def _votes(plan: Plan, timeout_s: float, **returns: Any) -> Votes:
-    """Votes of the run's ranks: :class:`StarVotes` if the plan tolerates lost ranks; ``returns``: its options."""
+    """Votes of the run's ranks; :class:`StarVotes`, with the options ``returns``, if the plan tolerates lost ranks."""
     return StarVotes(timeout_s, **returns) if _loose(plan) else Votes(timeout_s)
 
 
@@ -175,8 +175,8 @@ def _servers(plan: Plan) -> tuple[int, ...]:
 
 
 def _files_of_servers(job: Job) -> dict[int, int]:
-    """An open file for the snapshots of each rank that serves, if it can be started again beside the others: rank 0
-    cannot, which everyone asks for samples."""
+    """An open file for the snapshots of each rank that serves and can be started again while the others continue. Rank
+    0 cannot, because all ranks ask it for samples."""
     ranks = [r for r in _servers(job.plan) if r]
     if not ranks or not _loose(job.plan) or job.device_type != "cpu" or not ranks_can_fork():
         return {}
@@ -184,8 +184,8 @@ def _files_of_servers(job: Job) -> dict[int, int]:
 
 
 def _returns(plan: Plan, files: Collection[int], rank: int) -> bool:
-    """Whether ``rank`` is started again while the others go on. Under hogwild the memory of all weights has no name by
-    which a new process could find it."""
+    """Whether ``rank`` is started again while the others continue. It is not under hogwild, where the memory of all
+    weights has no name by which a new process could find it."""
     d = plan.consistency
     return (
         _loose(plan)
@@ -197,7 +197,7 @@ def _returns(plan: Plan, files: Collection[int], rank: int) -> bool:
 
 
 def _spare(plan: Plan) -> Callable[[int], bool] | None:
-    """Predicate for ranks that may be lost: workers that no rank waits for, and that serve none. None if there are
+    """Predicate for ranks that may be lost: workers for which no rank waits and that serve no other. None if there are
     none."""
     if not _loose(plan):
         return None
@@ -206,15 +206,15 @@ def _spare(plan: Plan) -> Callable[[int], bool] | None:
 
 
 def _as_member(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regroup | None) -> Event:
-    """Be a rank that a launcher started. Rank 0 owns the run, and its errors are raised on all ranks."""
+    """Run as a rank that a launcher started. Rank 0 owns the run, and its errors are raised on all ranks."""
     settings = job.settings
     with join(backend=_backend(job), timeout_s=settings.timeout_s) as place:
         if (threads := _threads(job)) is not None:
             torch.set_num_threads(threads)
         _bind(job, place.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE") or 0))
         votes = _votes(job.plan, settings.timeout_s)
-        # An elastic launcher counts the restarts of each node for itself, and none where a node has come or left: then
-        # the agent that has begun the run is the one that goes on with it.
+        # An elastic launcher counts the restarts of each node separately, and counts none if a node has joined or left.
+        # Then the agent that began the run is the one that continues it.
         mine = max(int(os.environ.get(RESTARTS, "0")), int(begun_by(Path(settings.out)) == (agent() or "")))
         restarts = max(int(rank[0]) for rank in votes.gather([float(mine)]))
         os.environ[RESTARTS] = str(restarts)
@@ -223,7 +223,7 @@ def _as_member(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regro
         plan = job.plan if text is None else codec.loads(Plan, text, source="the plan from rank 0")
         job = replace(job, plan=plan)
         wrong = None
-        # Under a plan that was made here for what is there, ranks that do not pay idle.
+        # A plan made here for the available ranks may leave some of them idle, if fewer are faster.
         if votes.num_ranks < plan.num_processes or (votes.num_ranks > plan.num_processes and text is None):
             wrong = UsageError(
                 f"the plan is for {plan.num_processes} ranks, the launcher started {votes.num_ranks}; "
@@ -249,7 +249,7 @@ def _note(log: RunLog, left: Pending, job: Job) -> None:
 
 
 def _shared(job: Job, votes: Votes, mine: Material | None) -> Material:
-    """Rank 0's choice of checkpoint, on every rank; the others read the same files themselves."""
+    """Rank 0's choice of checkpoint, on every rank. The other ranks read the same files themselves."""
     choice = None
     if mine is not None:
         choice = [mine.run, None if mine.resume is None else str(mine.resume[0])]
@@ -291,7 +291,7 @@ def _concluded(log: RunLog, body: Callable[[], Ending]) -> Event:
 
 
 def _ended(body: Callable[[], Ending]) -> int:
-    """Run ``body`` and return exit code 0; an error of a collective after a lost rank becomes one line.
+    """Run ``body`` and return exit code 0. An error of a collective after a lost rank becomes one line.
 
     Raises:
         PreemptedError: the ranks were asked to stop.

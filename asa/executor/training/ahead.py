@@ -1,4 +1,4 @@
-"""Prefetching of images that do not fit the device: a thread gathers the next batch while the device computes."""
+"""Prefetching of images that do not fit on the device: a thread gathers the next batch while the device computes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ Gathered = tuple[Tensor, Tensor]
 
 
 class Ahead:
-    """Prefetches batches of ``images`` in host memory.
-
-    ``pin``: into page-locked memory, from which a copy to the device is asynchronous.
-    """
+    """Prefetches batches of ``images`` in host memory. With ``pin`` they are in page-locked memory, from which a copy
+    to the device is asynchronous."""
 
     def __init__(self, images: ImageSet, *, pin: bool) -> None:
         self._images, self._pin = images, pin
@@ -36,7 +34,8 @@ class Ahead:
         self._coming.append((indices, self._pool.submit(self._gather, indices)))
 
     def take(self, indices: Tensor) -> Gathered | None:
-        """The samples ``indices``, waiting until they are gathered; None if :meth:`expect` was not called for them."""
+        """The samples ``indices``, after waiting until they are gathered. None if :meth:`expect` was not called for
+        them."""
         for i, (expected, batch) in enumerate(self._coming):
             if torch.equal(expected, indices):
                 del self._coming[i]

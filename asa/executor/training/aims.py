@@ -1,7 +1,8 @@
 """Loss, metric and learning rate schedule of a run: by name, or from the user's own function.
 
-``package.module:factory`` is called, with ``num_classes`` if it takes that, and returns the function itself; so
-``torch.nn:MultiMarginLoss`` is a loss. A loss must be a mean over samples: only then do shards and microbatches add up.
+``package.module:factory`` is called, with ``num_classes`` if it takes that, and returns the function itself. So
+``torch.nn:MultiMarginLoss`` is a loss. A loss must be a mean over samples, because only then do shards and microbatches
+add up.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _one_hot(logits: Tensor, labels: Tensor) -> Tensor:
 def _top5(output: Any, labels: Tensor) -> Tensor:
     logits = logits_of(output)
     if logits.dim() != 2:
-        raise UsageError("top5 ranks one answer a sample, and this model gives more; take --metric accuracy")
+        raise UsageError("top5 needs one prediction per sample, and this model gives more; use --metric accuracy")
     return (logits.topk(min(5, logits.shape[1])).indices == labels[:, None]).any(1).float()
 
 
@@ -43,7 +44,7 @@ LOSSES: Mapping[str, Criterion | None] = {
     "mse": lambda logits, labels: F.mse_loss(logits.softmax(1), _one_hot(logits, labels)),
     "bce": lambda logits, labels: F.binary_cross_entropy_with_logits(logits, _one_hot(logits, labels)),
 }
-"""Losses by name, on logits [N, K, ...] and labels int64 [N, ...]. None: the built-in one."""
+"""Losses by name, on logits [N, K, ...] and labels int64 [N, ...]. None stands for the built-in loss."""
 METRICS: Mapping[str, Score] = {"accuracy": hits_of, "top5": _top5}
 SCHEDULES: Mapping[str, Callable[[float], float]] = {
     "cosine": cosine,
@@ -51,7 +52,8 @@ SCHEDULES: Mapping[str, Callable[[float], float]] = {
     "constant": lambda _: 1.0,
     "step": lambda done: 0.1 ** min(2, int(3 * done)),
 }
-"""Schedules by name: from the fraction of the run after warm-up, 0 to 1, to the fraction of the peak rate."""
+"""Schedules by name. A schedule maps the fraction of the run after warm-up, 0 to 1, to the fraction of the peak
+rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +66,11 @@ class Aims:
 
     @classmethod
     def of(cls, settings: TrainSettings, num_classes: int, device: torch.device | None = None) -> Aims:
-        """The loss, metric and schedule of ``settings``; modules among them are moved to ``device``.
+        """The loss, metric and schedule of ``settings``. Modules among them are moved to ``device``.
 
         Raises:
-            UsageError: an unknown name. InvalidInputError: a module that cannot be imported, a factory that fails.
+            UsageError: an unknown name.
+            InvalidInputError: a module that cannot be imported, or a factory that fails.
         """
         made = partial(_made, num_classes=num_classes, device=device)
         return cls(
@@ -81,8 +84,7 @@ class Aims:
 
         Raises:
             InvalidInputError: one fails, the loss is not a mean over samples, the metric is not one number per sample,
-                or the
-                schedule returns no number.
+                or the schedule returns no number.
         """
         labels = labels[:_PROBED].flatten() if labels.dim() == 2 else labels[:_PROBED]
         maps = (len(labels), num_classes, *labels.shape[1:])
@@ -100,8 +102,8 @@ class Aims:
             whole, mean = loss(slice(None)), sum(parts) / len(parts)
             if not abs(whole - mean) <= 1e-4 * max(1e-3, abs(mean)):
                 raise InvalidInputError(
-                    f"loss {spec!r} is no mean over samples: {whole:.6g} for {len(parts)} of them, {mean:.6g} for each "
-                    "by itself on average, so microbatches and ranks would not add up; asa.Job takes any loss"
+                    f"loss {spec!r} is not a mean over samples: {whole:.6g} for {len(parts)} of them, {mean:.6g} for "
+                    "each by itself on average, so microbatches and ranks would not add up; asa.Job takes any loss"
                 )
         if self.score is not hits_of and self.score is not _top5:
             figures = _tried("metric", settings.metric, self.score, logits, labels)
@@ -122,10 +124,10 @@ def _made(
         return known[spec]
     with at_home():
         function = factory(spec, what)
-        found = _tried(what, spec, function, **accepted(function, {"num_classes": num_classes}))
-    if not callable(found):
-        raise InvalidInputError(f"{what} {spec!r}: the factory returned a {type(found).__name__}, not a function")
-    return found.to(device) if isinstance(found, nn.Module) and device is not None else found
+        result = _tried(what, spec, function, **accepted(function, {"num_classes": num_classes}))
+    if not callable(result):
+        raise InvalidInputError(f"{what} {spec!r}: the factory returned a {type(result).__name__}, not a function")
+    return result.to(device) if isinstance(result, nn.Module) and device is not None else result
 
 
 def _tried(what: str, spec: str, function: Callable[..., Any], *given: Any, **named: Any) -> Any:

@@ -1,12 +1,12 @@
 """Checkpoints that are complete or absent, and that any plan can read.
 
-A checkpoint is a directory ``step_N`` of safetensors files and a ``manifest.json`` with the SHA-256 of each; the
-manifest contains a fingerprint of itself. It is written under a temporary name, flushed to the disk, and made visible
-by one rename; after that ``latest`` names it, for people and scripts, if that file can be written. A reader trusts only
-content: it takes the newest directory in which every file matches. Nothing is pickled.
+A checkpoint is a directory ``step_N`` of safetensors files and a ``manifest.json`` with the SHA-256 of each. The
+manifest contains a fingerprint of itself. The directory is written under a temporary name, flushed to the disk, and
+made visible by one rename. After that ``latest`` names it, for people and scripts, if that file can be written. A
+reader trusts only content: it takes the newest directory in which every file matches. Nothing is pickled.
 
-Tensors are full and named as in the plain model; ``optimizer.safetensors`` holds ``<parameter>/<state>``. The position
-in the data is counted in global samples, so that it means the same on any number of ranks.
+Tensors are full and have the names of the plain model; ``optimizer.safetensors`` contains ``<parameter>/<state>``. The
+position in the data is counted in global samples, so that it means the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LATEST = "latest"
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 DISCIPLINE = "consistency.safetensors"
-"""File with further state of a consistency discipline; other plans ignore it."""
+"""Name of the file with further state of a consistency discipline. Other plans ignore it."""
 
 _NAME = re.compile(r"step_(\d+)")
 
@@ -54,12 +54,17 @@ class StoredFile:
 
 @noun
 class Manifest:
-    """Description of a checkpoint. ``position``: global samples consumed since the start of the run (full epochs
-    included).
+    """Description of a checkpoint.
 
-    ``step``: optimizer steps since then. All randomness of a run is a function of ``seed``, epoch, step and sample, so
-    the seed is the whole state of the generators. ``loss_scale`` is that of fp16, 1 otherwise. ``settings`` are those
-    of ``asa train``, ``moments`` is the number of tensors in the optimizer's state; older files have neither.
+    All randomness of a run is a function of ``seed``, epoch, step and sample, so the seed is the whole state of the
+    generators.
+
+    Attributes:
+        position: number of global samples used since the start of the run, full epochs included.
+        step: optimizer steps since the start of the run.
+        loss_scale: loss scale of fp16; 1 otherwise.
+        settings: settings of ``asa train``; None in older files.
+        moments: number of tensors in the optimizer's state; None in older files.
     """
 
     run: str
@@ -95,7 +100,8 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A checkpoint of which every byte was checked. ``notes``: newer checkpoints that were skipped, and why."""
+    """A checkpoint of which every byte was checked. ``notes`` are newer checkpoints that were skipped, with the
+    reason."""
 
     path: Path
     manifest: Manifest
@@ -161,14 +167,14 @@ def find(folder: Path) -> Found:
     """The newest complete checkpoint in ``folder``.
 
     Raises:
-        NoCheckpointError: there is none; says what is wrong with the newest.
+        NoCheckpointError: there is none; says what is wrong with the newest one.
     """
     notes: list[str] = []
     for path in _steps(folder):
         try:
             manifest = check(path)
         except InvalidInputError as error:
-            notes.append(f"passed over checkpoint {path.name}: {error}")
+            notes.append(f"skipped checkpoint {path.name}: {error}")
         else:
             return Found(path=path, manifest=manifest, notes=tuple(notes))
     if notes:
@@ -243,7 +249,7 @@ def _tensors_in(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise InvalidInputError(f"{path.name} holds no tensors that can be read: {error}") from None
+        raise InvalidInputError(f"{path.name} contains no readable tensors: {error}") from None
 
 
 def sweep(folder: Path) -> None:
@@ -257,7 +263,7 @@ def sweep(folder: Path) -> None:
                 os.rename(path, final)  # the writer was killed between the two renames
         else:
             shutil.rmtree(path, ignore_errors=True)
-    with contextlib.suppress(OSError):  # a leftover does no harm: no loader takes it for a checkpoint
+    with contextlib.suppress(OSError):  # a leftover is harmless: no reader takes it for a checkpoint
         (folder / f".{LATEST}.tmp").unlink(missing_ok=True)
 
 
@@ -275,7 +281,7 @@ def _steps(folder: Path) -> list[Path]:
 
 
 def _remove(path: Path) -> None:
-    """Rename ``path`` before deleting it: a half-deleted checkpoint must not look like a half-written one."""
+    """Rename ``path`` before deleting it, because a half-deleted checkpoint must not look like a half-written one."""
     aside = path.with_name(f"{path.name}.old-removed")
     with contextlib.suppress(OSError):
         os.rename(path, aside)

@@ -38,14 +38,14 @@ class Checkpointer:
     """Function that returns further files of a checkpoint, by name."""
 
     def save(self, worker: Worker, *, step: int, position: int) -> Path:
-        """Write a checkpoint and return its path. The plan's rank 0 writes; all ranks vote on the outcome.
+        """Write a checkpoint. Returns its path. The plan's rank 0 writes, and all ranks vote on the outcome.
 
         Raises:
             UnavailableError: it cannot be written; raised on every rank. Earlier checkpoints are intact.
         """
         faults.reached("checkpoint.begin")
         worker.settle()
-        # One rank writes before training continues, so the others need no copies, and its own may alias the model.
+        # One rank writes before training continues. The others need no copies, and its tensors may alias the model's.
         writer = worker.model.all_processes[0]
         writes = self.votes.rank == writer
         tensors = {
@@ -130,13 +130,13 @@ class Checkpointer:
         worker.scale = LossScale(worker.precision, manifest.loss_scale)
 
     def move(self, old: Worker, build: Callable[[], Worker]) -> Worker:
-        """Build a worker under another plan, and copy the state of ``old`` into it; ``old`` itself is not changed.
+        """Build a worker under another plan, and copy the state of ``old`` into it. ``old`` itself is not changed.
 
-        ``build`` makes the new worker, beginning with its process groups; an optimizer that it takes from ``old`` may
+        ``build`` makes the new worker, beginning with its process groups. An optimizer that it takes from ``old`` may
         lose its state there.
 
         Raises:
-            WorkersFailedError: a process could not build it, or data was corrupted on the way. Then no process has
+            WorkersFailedError: a process could not build it, or data was corrupted in transfer. Then no process has
                 moved.
         """
         old.model.average_buffers()

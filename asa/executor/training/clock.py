@@ -1,4 +1,4 @@
-"""Step times by the clock of whatever computes: the host's clock, or events on the device."""
+"""Step times by the host's clock on a CPU, and by events on a CUDA device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from asa.sharding.waits import Held, held_by, waits
 
 
 class StepTimes(NamedTuple):
-    """Seconds of one step on this rank: waiting for data (``data``), then computing and communicating (``work``), and
-    the parts of ``work`` that :class:`asa.sharding.waits.Held` records."""
+    """Seconds of one step on this rank: waiting for data (``data``), then computing and communicating (``work``). The
+    others are the parts of ``work`` that :class:`asa.sharding.waits.Held` records."""
 
     data: float
     work: float
@@ -24,7 +24,7 @@ class StepTimes(NamedTuple):
 class StepClock:
     """Measures seconds per step: waiting for data, then computing and communicating. Timing never synchronizes a step.
 
-    On CUDA it records events in the stream; they are read in :meth:`collect`, the only method that synchronizes.
+    On CUDA it records events in the stream. They are read in :meth:`collect`, the only method that synchronizes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class StepClock:
         return event
 
     def mark(self) -> None:
-        """Call this three times a step: at its start, when its data has arrived, and at its end."""
+        """Record a time. Call this three times per step: at its start, when its data has arrived, and at its end."""
         self._marks.append(self._now())
         if len(self._marks) == 1:
             waits.take()  # discard waiting between steps
@@ -53,12 +53,12 @@ class StepClock:
         """Times of all steps since the last call."""
         if self._cuda and self._steps:
             torch.cuda.synchronize()
-        found = [
+        times = [
             StepTimes(_between(s, r), _between(r, e), *(held if isinstance(held, Held) else held_by(held)))
             for s, r, e, held in self._steps
         ]
         self._steps = []
-        return found
+        return times
 
 
 def _between(first: object, second: object) -> float:

@@ -19,18 +19,21 @@ from asa.ir.profile import Stat
 from asa.sharding.waits import waits
 
 WARM_UP_STEPS = 3
-"""Steps after a plan took effect that are not measured: allocation, autotuning, DDP's rebuilding of its buckets."""
+"""Number of steps after a change of plan that are not measured. They allocate memory, tune kernels, and let DDP rebuild
+its buckets."""
 
 _HEAD = 9
-"""Number of values of a process before those of its transfers and the times of its steps."""
+"""Number of values of a process before those of its transfers and of the times of its steps."""
 _PER_STEP = len(StepTimes._fields)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """Figures of all ranks since the previous interval; equal on every rank. ``full``: fraction of memory in use on the
-    rank with least memory left, if ranks observe it. ``measured``: measurements so far; None if no step counts for
-    them."""
+    """Figures of all ranks since the previous interval, equal on every rank.
+
+    ``full`` is the fraction of memory in use on the rank with least memory left, if ranks observe it. ``measured`` are
+    the measurements so far; None if no step counts for them.
+    """
 
     steps: int
     loss: float
@@ -43,16 +46,22 @@ class Interval:
 
 
 def who_is_late(measured: Measurements | None) -> dict[str, float | int | None]:
-    """Fields of an event: the rank with the longest computation, and the largest share of a step that others wait for
-    it; None if ranks were not observed."""
-    found = None if measured is None else measured.slowest
-    return {"slowest_rank": None if found is None else found[0], "waiting_share": None if found is None else found[1]}
+    """Fields of an event: the rank with the longest computation, and the largest fraction of a step for which others
+    wait for it. They are None if ranks were not observed."""
+    slowest = None if measured is None else measured.slowest
+    return {
+        "slowest_rank": None if slowest is None else slowest[0],
+        "waiting_share": None if slowest is None else slowest[1],
+    }
 
 
 @dataclass
 class EpochTimer:
-    """Record of one epoch. ``warm``: steps since the current plan took effect; ``processes`` run its ranks.
-    ``every_s``: the longest time between two exchanges, about, in seconds of training."""
+    """Record of one epoch.
+
+    ``warm`` is the number of steps since the current plan took effect; ``processes`` run its ranks. ``every_s`` is
+    about the longest time between two exchanges, in seconds of training.
+    """
 
     plan: Plan
     processes: tuple[int, ...]
@@ -73,16 +82,17 @@ class EpochTimer:
         self._ranks = RankTimes(self.processes)
 
     def under(self, plan: Plan, processes: tuple[int, ...], clock: StepClock) -> None:
-        """Switch to another plan: step times are measured anew from here on, while losses go on adding up."""
+        """Switch to another plan. Step times are measured anew from here on, while losses continue to add up."""
         self._before = self.measurements(None)
         self.plan, self.processes, self.clock, self.warm, self.interval = plan, processes, clock, 0, 1
         self._times, self._cold = [], []
         self._ranks = RankTimes(processes)
 
     def stepped(self, *, full: bool, disturbed: bool = False) -> bool:
-        """Record one more step; return whether it is time to :meth:`exchange`.
+        """Record one more step. Returns whether it is time to :meth:`exchange`.
 
-        ``full``: the step had the plan's whole batch. ``disturbed``: it was slowed down by being observed.
+        ``full`` says that the step had the plan's whole batch. ``disturbed`` says that it was slowed down by being
+        observed.
         """
         self.warm += 1
         self._measured.append(full and not disturbed and self.warm > WARM_UP_STEPS)
@@ -94,27 +104,27 @@ class EpochTimer:
         return bool(self._measured)
 
     def exchange(self, tally: LossCounter, *, step: int, stop: bool, full: float = 0.0) -> Interval:
-        """Combine the figures of all ranks since the last exchange. Collective.
+        """Combine the figures of all ranks since the last exchange (collective).
 
         Raises:
             WorkersFailedError: ranks are at different steps or under different plans, or the loss is not finite.
         """
         times = self.clock.collect()
         loss, hits, rows = tally.take()
-        # 48 bits of the plan's fingerprint: what a float64 holds exactly.
+        # 48 bits of the plan's fingerprint, which a float64 represents exactly.
         plan = float(int(fingerprint(self.plan)[:12], 16))
         head = [loss, hits, rows, float(stop), float(step), plan, full, self._stolen.share(), own_core(self.votes.rank)]
         flat = [figure for each in times for figure in each]
-        found = self.votes.gather(
+        figures = self.votes.gather(
             [*head, *packed(waits.transfers()), *flat, *([0.0] * (_PER_STEP * self.log_every - len(flat)))]
         )
-        self._check(found, step)
+        self._check(figures, step)
         first = _HEAD + TRANSFER_FIGURES
         window, pairs = RankTimes(self.processes), []
         measured, self._measured = self._measured, []
         for i, counts in enumerate(measured):
             at = first + _PER_STEP * i
-            every = [StepTimes(*rank[at : at + _PER_STEP]) for rank in found]
+            every = [StepTimes(*rank[at : at + _PER_STEP]) for rank in figures]
             # A synchronous step takes as long as its slowest rank.
             pairs.append((max(t.data for t in every), max(t.work for t in every)))
             (self._times if counts else self._cold).append(pairs[-1])
@@ -122,11 +132,11 @@ class EpochTimer:
                 record.step(every, counts=counts)
         for record in (window, self._ranks):
             record.interval(
-                [rank[_HEAD:first] for rank in found], [rank[7] for rank in found], [rank[8] for rank in found]
+                [rank[_HEAD:first] for rank in figures], [rank[7] for rank in figures], [rank[8] for rank in figures]
             )  # fmt: skip
         steps = len(measured)
         data, work = ([pair[i] for pair in pairs] for i in range(2))
-        loss, hits, rows = (math.fsum(rank[i] for rank in found) for i in range(3))
+        loss, hits, rows = (math.fsum(rank[i] for rank in figures) for i in range(3))
         if not math.isfinite(loss):
             raise WorkersFailedError(
                 f"the loss is no longer finite at step {step}; lower the learning rate, or train in fp32"
@@ -139,8 +149,8 @@ class EpochTimer:
             accuracy=hits / max(1.0, rows),
             seconds=math.fsum(data) + math.fsum(work),
             data_wait_s=math.fsum(data),
-            stopping=any(rank[3] > 0 for rank in found),
-            full=max(rank[6] for rank in found),
+            stopping=any(rank[3] > 0 for rank in figures),
+            full=max(rank[6] for rank in figures),
             measured=self._measurements(counted, window) if (counted := list(compress(pairs, measured))) else None,
         )
 
@@ -160,11 +170,8 @@ class EpochTimer:
         return self._sums[0] / max(1.0, self._sums[2])
 
     def measurements(self, peak_memory_bytes: tuple[int, ...] | None) -> Measurements:
-        """Measurements of the steps under the current plan: whole batches after warm-up, or the last other step if
-        there are none.
-
-        If no step was taken under it yet, those under the plan before.
-        """
+        """Measurements of the steps under the current plan: of whole batches after warm-up; of the last other step if
+        there are none; of the steps under the plan before if no step was taken under this one."""
         if not self._times and not self._cold and self._before is not None:
             return self._before
         return self._measurements(self._times or self._cold[-1:], self._ranks, peak_memory_bytes)

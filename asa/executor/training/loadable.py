@@ -1,4 +1,4 @@
-"""Checks that stored tensors belong to a model, made before anything is copied, since a copy would broadcast."""
+"""Checks that stored tensors belong to a model. They run before anything is copied, because a copy would broadcast."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SHAPED = frozenset(
 
 
 def check_weights(model: ParallelModel, state: Mapping[str, Tensor]) -> None:
-    """Check that ``state`` has every parameter and buffer of this rank, in its shape and type, and no tensor that is in
-    no stage of ``model``.
+    """Check that ``state`` has every parameter and buffer of this rank, with its shape and type, and no tensor that is
+    in no stage of ``model``.
 
     Raises:
         ValueError: names the first tensor that is missing, foreign or different.
@@ -35,11 +35,11 @@ def check_weights(model: ParallelModel, state: Mapping[str, Tensor]) -> None:
 
 
 def check_optimizer_state(model: ParallelModel, state: Mapping[str, Tensor], count: int | None) -> None:
-    """Check that ``state`` (keyed ``name/key``) fits ``model``'s parameters and has ``count`` entries (None: any
-    number).
+    """Check that ``state`` (with keys ``name/key``) fits the parameters of ``model`` and has ``count`` entries (None:
+    any number).
 
     Raises:
-        ValueError: names the first entry that is foreign or different, or the number of entries.
+        ValueError: names the first entry that is foreign or different, or gives the number of entries.
     """
     mine = {item.name: item for item in held(model) if isinstance(item.tensor, nn.Parameter)}
     _check_names(model, mine, {full_key.rpartition("/")[0]: value for full_key, value in state.items()})
@@ -59,7 +59,7 @@ def check_optimizer_state(model: ParallelModel, state: Mapping[str, Tensor], cou
 def _check_names(model: ParallelModel, mine: Mapping[str, Held], names: Mapping[str, Tensor]) -> None:
     foreign = next((name for name in names if name not in mine and name not in model.elsewhere), None)
     if foreign is not None:
-        raise ValueError(f"{foreign!r} is no tensor of the model")
+        raise ValueError(f"{foreign!r} is not a tensor of the model")
 
 
 def _full_shape(item: Held) -> tuple[int, ...]:

@@ -128,9 +128,7 @@ class RunLog:
 
     def recall(self, before: int) -> None:
         """Load the epochs before ``before``, and all memory shortages, from the log of the run that is continued.
-
-        Lines that its end has cut off are skipped.
-        """
+        Incomplete lines at its end are skipped."""
         known: dict[int, Event] = {}
         shortages: list[Event] = []
         for event in _events(self._folder):
@@ -145,17 +143,17 @@ class RunLog:
         self.shortages = shortages
 
     def _draw(self, event: Event) -> None:
-        found = trackers.figures(event)
-        if not found:
+        curves = trackers.figures(event)
+        if not curves:
             return
-        if not self._trackers:  # not earlier: they start threads, and ranks are forked before the first event
+        if not self._trackers:  # not earlier, because they start threads, and ranks are forked before the first event
             name = self._folder.name
             self._trackers = [trackers.opened(kind, self._folder, name, self._facts) for kind in self._track]
         for tracker in self._trackers:
-            tracker.log(found, event["step"])
+            tracker.log(curves, event["step"])
 
     def finish(self, *, exit_code: int, message: str = "", rank: int | None = None) -> Event:
-        """Write ``result.json`` (unless that is what fails), announce the end, and return the document."""
+        """Write ``result.json`` (unless that is what failed), announce the end, and return the document."""
         status = {0: "done", 75: "pre-empted"}.get(exit_code, "failed")
         document = {
             "schema_version": SCHEMA_VERSION,
@@ -186,14 +184,14 @@ class RunLog:
 
 
 def last_settings(folder: Path) -> Event:
-    """Settings (as data, :class:`asa.executor.training.settings.TrainSettings`) of the newest run whose log is in
-    ``folder``; empty if there is none."""
-    found: Event = {}
+    """Settings of the newest run whose log is in ``folder``, as data
+    (:class:`asa.executor.training.settings.TrainSettings`). Empty if there is none."""
+    settings: Event = {}
     for event in _events(folder):
         with contextlib.suppress(KeyError, TypeError, ValueError):
             if event["event"] == "start":
-                found = dict(event["settings"])
-    return found
+                settings = dict(event["settings"])
+    return settings
 
 
 def _events(folder: Path) -> Iterator[Event]:

@@ -1,7 +1,7 @@
-"""Migration of state between plans: weights, buffers and optimizer state; only the missing parts of tensors are sent.
+"""Migration of state between plans: weights, buffers and optimizer state. Only the missing parts of tensors are sent.
 
 Ranks tell each other which region of every tensor they hold and which they will hold (:mod:`asa.ir.region`), and all
-compute the same list of transfers. A rank copies what it already has; the rest is sent in buckets with a checksum, in
+compute the same list of transfers. A rank copies what it already has. The rest is sent in buckets with a checksum, in
 rounds in which each process sends and receives at most one bucket. The old state is never written to.
 """
 
@@ -28,16 +28,16 @@ from asa.ir.units import MIB
 from asa.sharding.parts import as_held, local
 
 BUCKET_BYTES = 8 * MIB
-"""Largest number of bytes that one process sends another at a time, except for a single longer row. A move needs memory
-for two sent and two received buckets, beside the old and the new state."""
+"""Largest number of bytes that one process sends another at a time, unless a single row is longer. A migration needs
+memory for two sent and two received buckets, in addition to the old and the new state."""
 _CHECK_BYTES = 8
 _ALIGNED = 16
 
 
 @dataclass(frozen=True)
 class Part:
-    """The part of one named tensor that this process holds. ``shape``: of the full tensor; ``follows``: whether this
-    optimizer state is sharded like its parameter."""
+    """The part of one named tensor that this process holds. ``shape`` is that of the full tensor. ``follows`` says
+    whether this optimizer state is sharded like its parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Moved:
-    """Traffic of one migration on this process: bytes sent, received and copied locally; number of buckets."""
+    """Traffic of one migration on this process: bytes sent, received and copied locally, and the number of buckets."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -85,36 +85,36 @@ def region_of(item: Held) -> tuple[tuple[int, ...], Region]:
 
 
 def _runs(indices: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Ascending ``indices`` as half-open intervals (start, stop)."""
-    found: list[tuple[int, int]] = []
+    """Ascending ``indices`` as half-open ranges (start, stop)."""
+    runs: list[tuple[int, int]] = []
     for i in indices:
-        if found and found[-1][1] == i:
-            found[-1] = (found[-1][0], i + 1)
+        if runs and runs[-1][1] == i:
+            runs[-1] = (runs[-1][0], i + 1)
         else:
-            found.append((i, i + 1))
-    return tuple(found)
+            runs.append((i, i + 1))
+    return tuple(runs)
 
 
 @torch.no_grad()
 def parts_of(model: ParallelModel, optimizer: torch.optim.Optimizer) -> list[Part]:
     """Weights, buffers and existing optimizer state (``name/key``) as this process holds them; not copied."""
-    found = []
+    parts = []
     for item in held(model):
         shape, region = region_of(item)
-        found.append(Part(item.name, shape, region, local(item.tensor.detach())))
+        parts.append(Part(item.name, shape, region, local(item.tensor.detach())))
         known = updated_in(optimizer, item.tensor)
         for key, value in (stored(*entry) for entry in optimizer.state.get(known, {}).items()):
             follows = value.shape in (known.shape, item.tensor.shape)
             value = local(value.detach())
             whole = shape if follows else tuple(value.shape)
             of_it = region if follows else everything(value.shape)
-            found.append(Part(f"{item.name}/{key}", whole, of_it, value, follows))
-    return found
+            parts.append(Part(f"{item.name}/{key}", whole, of_it, value, follows))
+    return parts
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The part of one parameter or buffer that this process will hold; ``updates``: whether it also updates it."""
+    """The part of one parameter or buffer that this process will hold. ``updates`` says whether it also updates it."""
 
     name: str
     shape: tuple[int, ...]
@@ -134,10 +134,10 @@ def move(
     votes: Votes,
 ) -> Moved:  # fmt: skip
     """Fill ``model`` (whose parts are ``after``) and the state of ``optimizer`` with what all processes of the run held
-    ``before``. Collective.
+    ``before`` (collective).
 
     Raises:
-        AsaError: no process has a needed part, or data was corrupted on the way; raised on every process.
+        AsaError: no process has a needed part, or data was corrupted in transfer; raised on every process.
     """
     told = votes.exchange(
         [
@@ -203,13 +203,13 @@ def _planned(told: Sequence[Any]) -> tuple[list[_Tensor], list[_Transfer]]:
                     one.wanted[process] = _region(region) if one.follows else everything(one.shape)
     tensors = list(holds.values())
     sent = dict.fromkeys(range(len(told)), 0)
-    found = []
+    moves = []
     for index, one in enumerate(tensors):
         width = one.dtype.itemsize
         for source, target, box in transfers(one.held, one.wanted, sent, width):
             for piece in _split(box, BUCKET_BYTES // width) if source != target else (box,):
-                found.append(_Transfer(source, target, index, piece, size(piece) * width))
-    return tensors, found
+                moves.append(_Transfer(source, target, index, piece, size(piece) * width))
+    return tensors, moves
 
 
 def _region(told: Any) -> Region:
@@ -233,7 +233,7 @@ def _room(one: _Tensor, region: Region, items: dict[str, Held], optimizer: torch
         return local(items[one.name].tensor.detach())
     name, key = one.name.rsplit("/", 1)
     known = updated_in(optimizer, items[name].tensor)
-    # Fused kernels read AdamW's step on the device; loops on the host.
+    # Fused kernels read AdamW's step on the device; loops read it on the host.
     there = [g["params"] for g in optimizer.param_groups if g.get("fused") or g.get("capturable")]
     counted_there = any(p is known for parameters in there for p in parameters)
     away = restored(key, torch.zeros((), dtype=one.dtype))[0] != key or not (one.shape or counted_there)
@@ -241,7 +241,7 @@ def _room(one: _Tensor, region: Region, items: dict[str, Held], optimizer: torch
 
 
 def _install(made: dict[str, Part], items: dict[str, Held], optimizer: torch.optim.Optimizer) -> None:
-    """Replace the optimizer's state, in the form in which its parameters are held."""
+    """Replace the optimizer's state by ``made``, in the form in which its parameters are held."""
     optimizer.state.clear()
     for part in made.values():
         if part.name in items:
@@ -257,7 +257,7 @@ def _install(made: dict[str, Part], items: dict[str, Held], optimizer: torch.opt
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """Messages of one round: what is sent (kept until it has left), and where which bucket arrives."""
+    """Messages of one round: what is sent (kept until it is delivered), and where each bucket arrives."""
 
     going: dist.Work | None
     coming: dist.Work | None
@@ -278,9 +278,8 @@ class _Mover:
         """Perform all transfers in ``plan``: local copies first, then bucket by bucket.
 
         Raises:
-            WorkersFailedError: a bucket's checksum differs from the sender's; raised after all were received, so that
-                no
-                process waits for this one.
+            WorkersFailedError: a bucket's checksum differs from the sender's. It is raised after all were received, so
+                that no process waits for this one.
         """
         me = self._votes.rank
         copied = sent = received = buckets = 0
@@ -292,7 +291,7 @@ class _Mover:
         for turn in _rounds(plan):
             out = next((b for b in turn if b[0].source == me), None)
             into = next((b for b in turn if b[0].target == me), None)
-            # What is packed and unpacked here goes on beside the messages of the round before, and of this one.
+            # Packing and unpacking overlap with the messages of the previous round, and of this one.
             message = None if out is None else (self._packed(out), out[0].target)
             room = None if into is None else torch.empty(_length(into) + _CHECK_BYTES, dtype=torch.uint8)
             works = self._votes.started(message, None if room is None or into is None else (room, into[0].source))
@@ -303,7 +302,7 @@ class _Mover:
             buckets += (out is not None) + (into is not None)
         self._finish(under_way)
         if self._broken:
-            raise WorkersFailedError("weights changed on the way to the new plan; the old one stays")
+            raise WorkersFailedError("weights were corrupted on their way to the new plan; the old plan stays")
         return Moved(sent, received, copied, buckets)
 
     def _finish(self, under_way: _UnderWay | None) -> None:
@@ -361,12 +360,13 @@ def _length(bucket: Sequence[_Transfer]) -> int:
 
 def _checked(flat: Tensor) -> Tensor:
     """CRC-32 of a message without the bytes reserved for its checksum, uint8."""
-    found = zlib.crc32(flat[:-_CHECK_BYTES].numpy().data)
-    return torch.frombuffer(bytearray(found.to_bytes(_CHECK_BYTES, "little")), dtype=torch.uint8)
+    checksum = zlib.crc32(flat[:-_CHECK_BYTES].numpy().data)
+    return torch.frombuffer(bytearray(checksum.to_bytes(_CHECK_BYTES, "little")), dtype=torch.uint8)
 
 
 def _rounds(plan: Sequence[_Transfer]) -> Iterator[list[list[_Transfer]]]:
-    """Buckets by round: in each round, a process sends and receives at most one. Pairs with most left come first."""
+    """Buckets by round. In each round, a process sends and receives at most one. Pairs with most buckets left come
+    first."""
     waiting: dict[tuple[int, int], list[list[_Transfer]]] = {}
     for one in plan:
         if one.source == one.target:

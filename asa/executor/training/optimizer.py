@@ -30,19 +30,21 @@ def build_optimizer(
     weight_decay: float | None = None,
     offloaded: Collection[nn.Parameter] = (),
 ) -> torch.optim.Optimizer:
-    """Make an optimizer over ``parameters``: SGD with momentum, AdamW, another class of ``torch.optim`` by its
-    lower-case name, or what ``package.module:factory`` returns for them. None selects the optimizer's usual value.
+    """Make an optimizer over ``parameters``. ``name`` is ``sgd`` (with momentum), ``adamw``, the lower-case name of
+    another class of ``torch.optim``, or ``package.module:factory``, which is called. None selects the optimizer's usual
+    value.
 
-    It has one group for all parameters, and one for those that are ``offloaded``, whose update is on the host. A rank
-    may have no parameters: its optimizer then steps over an empty tensor.
+    The optimizer has one group for all parameters on the device, and one for those that are ``offloaded``, whose update
+    is on the host. A rank may have no parameters; its optimizer then steps over an empty tensor.
 
     Raises:
-        UsageError: there is no such optimizer. InvalidInputError: the factory fails, or returns no torch optimizer.
+        UsageError: there is no such optimizer.
+        InvalidInputError: the factory fails, or returns no torch optimizer.
     """
     trained = [p for p in parameters if p.requires_grad]
     away = [p for p in trained if p in offloaded]
     here = [p for p in trained if p not in offloaded] or [nn.Parameter(torch.empty(0))]
-    # One fused kernel does it all and allocates nothing; torch has none for complex numbers.
+    # One fused kernel updates everything and allocates nothing; torch has none for complex numbers.
     fused = {"fused": all(p.is_floating_point() for p in trained)} if name in LEARNING_RATE else {}
     groups: list[dict[str, Any]] = [{"params": here, **fused}]
     copies = HostCopies(away)
@@ -69,12 +71,12 @@ def _made(name: str, groups: list[dict[str, Any]], *, momentum: float, **given: 
     with at_home():
         make = factory(name, "optimizer")
         try:
-            found = make([p for group in groups for p in group["params"]], **accepted(make, asked))
+            result = make([p for group in groups for p in group["params"]], **accepted(make, asked))
         except (Exception, SystemExit) as error:
             raise InvalidInputError(f"optimizer {name!r} failed with {first_line(error)}") from None
-    if not isinstance(found, torch.optim.Optimizer):
-        raise InvalidInputError(f"optimizer {name!r}: the factory returned a {type(found).__name__}, no optimizer")
-    return found
+    if not isinstance(result, torch.optim.Optimizer):
+        raise InvalidInputError(f"optimizer {name!r}: the factory returned a {type(result).__name__}, no optimizer")
+    return result
 
 
 def updates_parts(optimizer: torch.optim.Optimizer) -> bool:
@@ -92,8 +94,8 @@ def cut_parameters(model: ParallelModel) -> Iterator[str]:
 
 
 def doubt_about_parts(optimizer: torch.optim.Optimizer, name: str, remedy: str) -> str:
-    """Warning text for an ``optimizer`` that updates a shard of parameter ``name``; ``remedy`` says how to keep it
-    whole.
+    """Warning for an ``optimizer`` that updates a shard of parameter ``name``. ``remedy`` says how to keep the
+    parameter whole.
 
     Raises:
         UsageError: an optimizer of torch.optim that is known to use all elements of a parameter together.
@@ -101,15 +103,16 @@ def doubt_about_parts(optimizer: torch.optim.Optimizer, name: str, remedy: str) 
     kind = type(optimizer)
     why = f"the plan cuts parameters ({name}), of which a rank updates a part"
     if kind.__module__.startswith("torch.optim"):
-        raise UsageError(f"{kind.__name__} looks at all elements of a parameter, and {why}; {remedy}")
-    return f"{why}: right if {kind.__name__} updates element by element; else {remedy}"
+        raise UsageError(f"{kind.__name__} uses all elements of a parameter together, and {why}; {remedy}")
+    return f"{why}: correct only if {kind.__name__} updates element by element; otherwise {remedy}"
 
 
 def try_out(name: str) -> None:
     """Check that the optimizer ``name`` can be made and takes a step.
 
     Raises:
-        UsageError: the name has a wrong form. InvalidInputError: the optimizer fails.
+        UsageError: the name has a wrong form.
+        InvalidInputError: the optimizer fails.
     """
     p = nn.Parameter(torch.zeros(2, 2))
     made = build_optimizer(name, [p])
@@ -128,10 +131,10 @@ def cosine(done: float) -> float:
 def learning_rate(
     progress: float, peak: float, *, warmup: float, step: float, falling: Callable[[float], float] = cosine
 ) -> float:
-    """Learning rate of the step that begins after the fraction ``progress`` of the run (0 to 1).
+    """Learning rate of the step that begins after the fraction ``progress`` of the run, 0 to 1.
 
     It rises linearly to ``peak`` over the fraction ``warmup``, and then follows ``falling`` over the rest of the run.
-    ``step`` is the progress of one step: the rate rises by the end of a step, so that no step has a rate of 0.
+    ``step`` is the progress of one step. The rate is that at the end of the step, so that no step has a rate of 0.
 
     >>> [learning_rate(p / 10, 1.0, warmup=0.2, step=0.1) for p in (0, 1, 2, 6)]
     [0.5, 1.0, 1.0, 0.5]

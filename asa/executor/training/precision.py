@@ -25,7 +25,8 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 class LossScale:
     """Dynamic loss scale of fp16 (Micikevicius et al. 2018); always 1 in other precisions.
 
-    Ranks have different gradients, so in each step all ranks agree whether any overflowed: all update, or none.
+    Ranks have different gradients. So in each step all ranks agree whether any gradient overflowed: either all ranks
+    update, or none does.
     """
 
     GROW_AFTER = 2000
@@ -36,12 +37,12 @@ class LossScale:
         self._good = 0
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """``loss`` times the scale: the value to run backward from."""
+        """``loss`` times the scale, the value from which backward starts."""
         return loss * self.value if self.active else loss
 
     @torch.no_grad()
     def unscale(self, parameters: Sequence[nn.Parameter], votes: Votes) -> bool:
-        """Divide gradients by the scale; return whether to update with them. Collective in fp16."""
+        """Divide gradients by the scale. Returns whether to update with them. Collective in fp16."""
         if not self.active:
             return True
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -51,7 +52,7 @@ class LossScale:
         good = not finite or bool(torch.stack(finite).all())
         mark = waits.begin()
         agreed = votes.everyone(good)
-        if not (gradients and gradients[0].is_cuda):  # the device waits for nobody here
+        if not (gradients and gradients[0].is_cuda):  # on CUDA the host does not wait here
             waits.end(mark)
         if agreed:
             self._good += 1

@@ -1,4 +1,4 @@
-"""A fixed computation and a fixed message whose times show how fast every process is at the moment."""
+"""A fixed computation and a fixed message, whose times show how fast every process currently is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asa.sharding.waits import level_of
 
 _SIZE = {"cpu": 256, "cuda": 4096}
 _TIMES = {"cpu": 48, "cuda": 8}
-"""Number of matrix products: tens of milliseconds, so that other programs on the core get their turns within."""
+"""Number of matrix products. They take tens of milliseconds, so that other programs on the core run in between."""
 _MESSAGE_BYTES = MIB
 _MESSAGES = 5
 
@@ -27,11 +27,11 @@ def probe(votes: Votes, device: torch.device) -> Probe:
     votes.gather([0.0])
     mine = _computing(device)
     messages = _messages(device) if votes.num_ranks > 1 else []
-    found = votes.gather([mine, *messages])
+    rows_of_ranks = votes.gather([mine, *messages])
     links: tuple[Transfer, ...] = ()
     if messages:
-        # All wait for the last to come, who waits for nobody: the shortest time of a message is that of its way.
-        seconds = median(min(rank[1 + i] for rank in found) for i in range(_MESSAGES))
+        # All wait for the last rank to arrive, which waits for none: the shortest time is that of the transfer itself.
+        seconds = median(min(rank[1 + i] for rank in rows_of_ranks) for i in range(_MESSAGES))
         level = level_of(range(votes.num_ranks))
         links = (
             Transfer(
@@ -39,7 +39,7 @@ def probe(votes: Votes, device: torch.device) -> Probe:
                 seconds=seconds, n=_MESSAGES,
             ),
         )  # fmt: skip
-    return Probe(compute_s=tuple(rank[0] for rank in found), links=links)
+    return Probe(compute_s=tuple(rank[0] for rank in rows_of_ranks), links=links)
 
 
 def _computing(device: torch.device) -> float:
@@ -57,16 +57,16 @@ def _computing(device: torch.device) -> float:
 
 
 def _messages(device: torch.device) -> list[float]:
-    """Seconds of each of several all-reduces over all processes, after one for warm-up; they take the path of
-    gradients."""
+    """Seconds of each of several all-reduces over all processes, after one for warm-up. They are sent in the same way
+    as gradients."""
     x = torch.zeros(_MESSAGE_BYTES // 4, device=device)
-    found = []
+    seconds = []
     for _ in range(1 + _MESSAGES):
         began = time.perf_counter()
         direct.all_reduce(x, group=dist.group.WORLD)
         _done(device)
-        found.append(time.perf_counter() - began)
-    return found[1:]
+        seconds.append(time.perf_counter() - began)
+    return seconds[1:]
 
 
 def _done(device: torch.device) -> None:

@@ -27,7 +27,8 @@ _MOST_STEPS = 1024
 
 
 def packed(found: Sequence[tuple[Kind, float, int]]) -> list[float]:
-    """The first kinds of transfers, with seconds and count, as a list of numbers of fixed length for a gather."""
+    """The first kinds of transfers, with seconds and count, as a list of numbers. Its length is fixed, as a gather
+    requires."""
     flat: list[float] = []
     for kind, seconds, n in found[:_KINDS]:
         flat += [COLLECTIVE_OPS.index(kind.op), kind.level, kind.group_size, kind.num_bytes, seconds, n]
@@ -35,17 +36,17 @@ def packed(found: Sequence[tuple[Kind, float, int]]) -> list[float]:
 
 
 def _unpacked(figures: Sequence[float]) -> list[tuple[Kind, float, int]]:
-    found = []
+    transfers = []
     for i in range(0, TRANSFER_FIGURES, _PER_KIND):
         op, level, size, num_bytes, seconds, n = figures[i : i + _PER_KIND]
         if n:
-            found.append((Kind(COLLECTIVE_OPS[int(op)], int(level), int(size), int(num_bytes)), seconds, int(n)))
-    return found
+            transfers.append((Kind(COLLECTIVE_OPS[int(op)], int(level), int(size), int(num_bytes)), seconds, int(n)))
+    return transfers
 
 
 @dataclass
 class RankTimes:
-    """Times of every process of a run, step by step, under one plan; ``processes``: those that run its ranks."""
+    """Times of every process of a run, step by step, under one plan. ``processes`` are those that run its ranks."""
 
     processes: tuple[int, ...]
     _steps: deque[list[StepTimes]] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
@@ -55,7 +56,7 @@ class RankTimes:
     _cores: Sequence[float] = ()
 
     def step(self, times: list[StepTimes], *, counts: bool = True) -> None:
-        """Add one step's times, by process. A step that does not count is used only as long as there is none that
+        """Add one step's times, by process. A step that does not count is used only while there is no step that
         does."""
         if counts:
             self._steps.append(times)
@@ -69,8 +70,8 @@ class RankTimes:
     def interval(
         self, transfers: Sequence[Sequence[float]], stolen: list[float], cores: Sequence[float] = ()
     ) -> None:  # fmt: skip
-        """Add what every process has :func:`packed` since the last call, the share of time in which other programs had
-        its core (negative if unknown), and its :func:`own_core`."""
+        """Add the values of every process since the last call: its :func:`packed` transfers; the fraction of time in
+        which other programs had its core (negative if unknown); and its :func:`own_core`."""
         self._stolen.append(stolen)
         self._cores = cores
         seen: dict[Kind, list[tuple[float, int]]] = {}
@@ -78,7 +79,7 @@ class RankTimes:
             for kind, seconds, n in _unpacked(figures):
                 seen.setdefault(kind, []).append((seconds, n))
         for kind, every in seen.items():
-            # Where a rank cannot tell a transfer from waiting for a later rank, the last to come has waited for nobody.
+            # A rank may be unable to tell a transfer from waiting for a later rank; the last to arrive waited for none.
             self._transfers.setdefault(kind, []).append((min(s for s, _ in every), max(n for _, n in every)))
 
     def timings(self) -> tuple[RankTiming, ...]:
@@ -87,16 +88,16 @@ class RankTimes:
         if not steps:
             return ()
         waiting = [self._waiting(step) for step in steps]
-        found = []
+        medians = []
         for process in range(len(steps[0])):
             core = int(self._cores[process]) if self._cores and self._cores[process] >= 0 else None
             if process not in self.processes:
-                found.append(RankTiming(own_s=0.0, waiting_s=0.0, data_wait_s=0.0, core=core))
+                medians.append(RankTiming(own_s=0.0, waiting_s=0.0, data_wait_s=0.0, core=core))
                 continue
             mine = [step[process] for step in steps]
             own = [max(0.0, t.work - t.blocked) for t in mine]
             known = [interval[process] for interval in self._stolen if interval[process] >= 0]
-            found.append(
+            medians.append(
                 RankTiming(
                     own_s=median(own),
                     mean_own_s=fmean(own),
@@ -106,7 +107,7 @@ class RankTimes:
                     core=core,
                 )
             )
-        return tuple(found)
+        return tuple(medians)
 
     def _waiting(self, step: list[StepTimes]) -> list[float]:
         """Seconds for which each process waited for a later one, in one step."""
@@ -116,28 +117,28 @@ class RankTimes:
     def communication_s(self) -> float | None:
         """Median of the seconds that communication adds to a step. None for one rank alone, or without steps.
 
-        Per step: the blocked time of the rank with the longest computation, less its waiting for others.
+        In each step it is the blocked time of the rank with the longest computation, less its waiting for others.
         """
         if len(self.processes) < 2 or not self._known:
             return None
-        found = []
+        seconds = []
         for step in self._known:
             last = max(self.processes, key=lambda p: step[p].work - step[p].blocked)
-            found.append(max(0.0, step[last].blocked - self._waiting(step)[last]))
-        return median(found)
+            seconds.append(max(0.0, step[last].blocked - self._waiting(step)[last]))
+        return median(seconds)
 
     def transfers(self) -> tuple[Transfer, ...]:
         """Median time of every kind of transfer, weighted by how often it occurred."""
-        found = []
+        medians = []
         for kind, every in sorted(self._transfers.items()):
             n = sum(count for _, count in every)
-            found.append(
+            medians.append(
                 Transfer(
                     op=kind.op, level=kind.level, group_size=kind.group_size, num_bytes=float(kind.num_bytes),
                     seconds=_middle(every, n), n=n,
                 )
             )  # fmt: skip
-        return tuple(found)
+        return tuple(medians)
 
 
 def _middle(every: Sequence[tuple[float, int]], n: int) -> float:
@@ -151,8 +152,8 @@ _MOST_CORES = 1 << 16
 
 
 def own_core(rank: int) -> int:
-    """The only core that this thread of process ``rank`` may use, numbered over all hosts; -1 if it may use several, or
-    the system does not tell."""
+    """The only core that this thread of process ``rank`` may use, numbered over all hosts. It is -1 if the thread may
+    use several, or if the system does not report it."""
     if not hasattr(os, "sched_getaffinity"):
         return -1
     cores = os.sched_getaffinity(0)
@@ -161,8 +162,8 @@ def own_core(rank: int) -> int:
 
 
 class Stolen:
-    """Share of time in which this thread was ready to run while other threads had its core, from the kernel's
-    scheduler."""
+    """Fraction of time in which this thread was ready to run while other threads had its core, as reported by the
+    kernel's scheduler."""
 
     def __init__(self) -> None:
         try:

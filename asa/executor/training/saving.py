@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 @dataclass
 class SaveClock:
-    """Decides when to save. ``every_s``: longest time between two checkpoints, in seconds of training (None: no limit);
-    ``between_losses_s``: mean time between losses of a rank (None: there was none). All figures are equal on all ranks.
+    """Decides when to save. All values are equal on all ranks.
 
-    With losses every M seconds and checkpoints that take C seconds, the optimal interval is sqrt(2 C M) (Young, 1974).
+    ``every_s`` is the longest time between two checkpoints, in seconds of training (None: no limit).
+    ``between_losses_s`` is the mean time in seconds between losses of a rank (None: there was none). With losses every
+    M seconds and checkpoints that take C seconds, the optimal interval is sqrt(2 C M) (Young, 1974).
     """
 
     every_s: float | None = None
@@ -25,12 +26,12 @@ class SaveClock:
         limit = math.inf if self.every_s is None else self.every_s
         if self.between_losses_s is None:
             return limit
-        if self._took_s is None:  # the first one tells how long they take
+        if self._took_s is None:  # the first checkpoint shows how long they take
             return min(limit, self.between_losses_s / 10)
         return min(limit, math.sqrt(2 * self._took_s * self.between_losses_s))
 
     def trained(self, seconds: float) -> bool:
-        """Count ``seconds`` more of training; return whether a checkpoint is due."""
+        """Add ``seconds`` of training. Returns whether a checkpoint is due."""
         self._since_s += seconds
         return self._since_s >= self.interval_s
 

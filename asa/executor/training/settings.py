@@ -18,16 +18,20 @@ WEIGHT_DECAY: dict[OptimizerName, float] = {"sgd": 5e-4, "adamw": 0.05}
 class TrainSettings:
     """Settings of one run. ``None`` means the optimizer's usual value, or what the plan says.
 
-    ``out`` is the run's directory; ``data`` names a data set (:mod:`asa.zoo.specs`), or is ``loader`` if batches are
-    the user's own. ``warmup`` is the fraction of the run over which the learning rate rises (None: see
-    :meth:`warm_up`). ``optimizer``: a name of :mod:`asa.ir.optimizers`, or ``package.module:factory``.
-    ``steps_per_epoch`` ends epochs early. ``log_every`` is the largest number of steps between two lines of the log;
-    ranks also agree there whether to stop. ``timeout_s``: how long a rank waits for the others in any collective.
-    ``replan`` allows a change of plan between epochs. ``keep``: checkpoints kept. ``save_every_s``: seconds of training
-    after which a checkpoint is written also inside an epoch; None: never. ``trace_steps``: steps recorded for a
-    timeline, once the run is warm. ``observe``: whether every rank records its computation and its waiting for others
-    (:mod:`asa.sharding.waits`). ``tensorboard`` and ``track`` say which trackers get the run's curves
-    (:mod:`asa.executor.training.trackers`).
+    Attributes:
+        out: the run's directory.
+        data: name of a data set (:mod:`asa.zoo.specs`), or ``loader`` if batches are the user's own.
+        warmup: fraction of the run over which the learning rate rises (None: see :meth:`warm_up`).
+        optimizer: a name of :mod:`asa.ir.optimizers`, or ``package.module:factory``.
+        steps_per_epoch: number of steps after which an epoch ends early.
+        log_every: largest number of steps between two lines of the log. Ranks also agree there whether to stop.
+        timeout_s: seconds for which a rank waits for the others in any collective.
+        replan: whether the plan may change between epochs.
+        keep: number of checkpoints that are kept.
+        save_every_s: seconds of training after which a checkpoint is also written inside an epoch; None: never.
+        trace_steps: number of steps recorded for a timeline, once the run is warm.
+        observe: whether every rank records its computation and its waiting for others (:mod:`asa.sharding.waits`).
+        tensorboard, track: trackers that get the run's curves (:mod:`asa.executor.training.trackers`).
     """
 
     out: str

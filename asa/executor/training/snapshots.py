@@ -1,9 +1,9 @@
-"""In-memory snapshots of a run's state that survive its ranks: the launcher keeps them, and restarted ranks resume
-there.
+"""In-memory snapshots of a run's state that survive its ranks: the launcher keeps them, and restarted ranks continue
+from them.
 
-Every rank has an anonymous file (``memfd_create``) with room for two snapshots of what it holds; it writes one while
-the other stays complete. The process that started the ranks also has the files open, so nothing is lost with a rank
-that is killed, and nothing is left behind. Restarted ranks use the newest step of which all have a complete snapshot.
+Every rank has an anonymous file (``memfd_create``) with room for two snapshots of what it holds. It writes one while
+the other stays complete. The process that started the ranks also has the files open, so nothing is lost if a rank is
+killed, and nothing is left behind. Restarted ranks use the newest step of which all have a complete snapshot.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from asa.ir.region import Region
 
 _HEAD = mmap.PAGESIZE
 _WORDS = 64
-"""Bytes of a slot's header: its step (0: being written), offset, length, and number of the plan."""
+"""Bytes of a slot's header: step (0: being written), offset, length, and number of the plan."""
 _COST = 0.02
-"""Largest share of the time that snapshots may take."""
+"""Largest fraction of the time that snapshots may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """State of one rank after ``step``; ``plan``: fingerprint of the current plan."""
+    """State of one rank after ``step``. ``plan`` is the fingerprint of the current plan."""
 
     step: int
     position: int
@@ -88,8 +88,8 @@ def scarce(parts: Sequence[Part], device: torch.device) -> bool:
 
 @dataclass
 class RowSnapshots:
-    """Snapshots of tensors by name in ``file``, for whichever process takes the place of this one; ``plan``: its
-    fingerprint."""
+    """Snapshots of tensors by name in ``file``, for a process that takes the place of this one. ``plan`` is the
+    fingerprint of its plan."""
 
     file: int
     plan: str
@@ -102,7 +102,7 @@ class RowSnapshots:
         return self._keeping is None or self._keeping.due(step)
 
     def write(self, step: int, rows: dict[str, Tensor], step_s: float) -> None:
-        """Keep ``rows`` as the state after ``step`` (from 1), if a step takes ``step_s`` seconds."""
+        """Store ``rows`` as the state after ``step`` (counted from 1). A step takes ``step_s`` seconds."""
         if self._keeping is None:
             self._keeping = Keeping(self.file)
         began = time.monotonic()
@@ -123,8 +123,8 @@ def _region(told: Sequence[Sequence[Sequence[int]]]) -> Region:
 
 @dataclass
 class Keeping:
-    """A rank's own snapshot ``file`` and how often it writes to it, so that snapshots cost at most the share
-    :data:`_COST`."""
+    """A rank's own snapshot ``file``, and how often it writes to it. Snapshots take at most the fraction :data:`_COST`
+    of the time."""
 
     file: int
     every: int = 1
@@ -134,12 +134,12 @@ class Keeping:
     _map: mmap.mmap | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if size := os.fstat(self.file).st_size:  # what ranks before this one have left stays until there is newer
+        if size := os.fstat(self.file).st_size:  # snapshots of earlier ranks stay until there is a newer one
             self._room, self._map = (size - _HEAD) // 2, mmap.mmap(self.file, size)
             self._slot = min((s, slot) for slot, (s, *_) in enumerate(_slots(self.file)))[1]
 
     def due(self, step: int) -> bool:
-        """Whether a snapshot is due after ``step``; the same on all ranks."""
+        """Whether a snapshot is due after ``step``; equal on all ranks."""
         return step - self.step >= self.every
 
     def paced(self, took_s: float, step_s: float) -> None:
@@ -160,7 +160,7 @@ class Keeping:
         text = json.dumps(head | {"data": data}).encode()
         room = -(-(data + size) // _HEAD) * _HEAD
         if self._map is None or room > self._room:
-            os.ftruncate(self.file, 0)  # what was kept before is of another plan
+            os.ftruncate(self.file, 0)  # earlier snapshots belong to another plan
             os.ftruncate(self.file, _HEAD + 2 * room)
             self._room, self._map = room, mmap.mmap(self.file, _HEAD + 2 * room)
         memory, at = self._map, _HEAD + self._slot * self._room

@@ -13,21 +13,22 @@ from asa.executor.model.votes import Votes
 from asa.launch.signals import take_sigterm
 
 _IMPATIENT_S = 1.0
-"""Signals closer together count as one: ending a process group signals each member, and its parent passes it on."""
+"""Seconds within which several signals count as one. When a process group is ended, each member gets a signal, and its
+parent passes on another."""
 
 
 VOTE_EVERY_S = 1.0
-"""Approximate time until a request to stop is noticed."""
+"""Approximate time in seconds until a request to stop is noticed."""
 
 PATIENCE_S = 10.0
-"""How long validation may continue after a request to stop; schedulers usually kill after 30 s."""
+"""Seconds for which validation may continue after a request to stop. Schedulers usually kill after 30 s."""
 
 
 class Patience:
-    """Handles a stop during validation: when ``asked`` to stop, the ranks save at once, continue, and give up if
-    validation takes too long.
+    """Handles a request to stop during validation. When ``asked`` to stop, the ranks save at once, continue, and give
+    up if validation takes too long.
 
-    ``save`` is collective, and so is :meth:`exhausted`, which is called once a batch.
+    ``save`` is collective, and so is :meth:`exhausted`, which is called once per batch.
     """
 
     def __init__(self, votes: Votes, asked: Callable[[], bool], save: Callable[[], object]) -> None:
@@ -36,19 +37,19 @@ class Patience:
         self._saved: float | None = None
 
     def exhausted(self) -> bool:
-        """Whether to give up the validation; the same on all ranks."""
+        """Whether to give up the validation; equal on all ranks."""
         self._batches += 1
         if self._batches < self._until_vote:
             return False
         now = time.monotonic()
         waited = 0.0 if self._saved is None else now - self._saved
-        found = self._votes.gather([float(self._asked()), (now - self._since) / self._batches, waited])
+        votes = self._votes.gather([float(self._asked()), (now - self._since) / self._batches, waited])
         self._batches, self._since = 0, now
-        self._until_vote = max(1, int(VOTE_EVERY_S / max(1e-6, *(rank[1] for rank in found))))
-        if self._saved is None and any(rank[0] for rank in found):
+        self._until_vote = max(1, int(VOTE_EVERY_S / max(1e-6, *(rank[1] for rank in votes))))
+        if self._saved is None and any(rank[0] for rank in votes):
             self._save()
             self._saved = time.monotonic()
-        return any(rank[2] > PATIENCE_S for rank in found)
+        return any(rank[2] > PATIENCE_S for rank in votes)
 
 
 class StopRequest:
@@ -68,12 +69,12 @@ class StopRequest:
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
         """Context in which SIGTERM is recorded. Outside the main thread Python allows no handlers, and signals are not
-        seen."""
+        noticed."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
         before = signal.signal(signal.SIGTERM, self._note)
-        take_sigterm()  # one that came while this rank was starting counts
+        take_sigterm()  # a signal that came while this rank was starting counts
         try:
             yield self
         finally:

@@ -1,7 +1,8 @@
-"""Trackers that receive the curves of a run beside its log: TensorBoard, Weights & Biases, MLflow, all stored locally.
+"""Trackers that receive the curves of a run in addition to its log: TensorBoard, Weights & Biases, MLflow. All store
+them locally.
 
-A tracker gets figures at a step and is closed once, with how the run ended. None of them sends anything anywhere unless
-its own settings in the environment say so (``WANDB_MODE``, ``MLFLOW_TRACKING_URI``).
+A tracker gets figures at a step. It is closed once, and told whether the run succeeded. None of them sends anything
+anywhere unless its own settings in the environment say so (``WANDB_MODE``, ``MLFLOW_TRACKING_URI``).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Tracker(Protocol):
         """Record figures, by the name of their curve, after ``step`` optimizer steps."""
 
     def close(self, *, done: bool) -> None:
-        """End the run; ``done``: it succeeded."""
+        """End the run. ``done`` says whether it succeeded."""
 
 
 def figures(event: Mapping[str, Any]) -> dict[str, float]:
@@ -69,7 +70,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Writes a run under ``FOLDER/wandb``, offline (``wandb sync`` sends it) unless ``WANDB_MODE`` says otherwise."""
+    """Writes a run under ``FOLDER/wandb``. It is offline (``wandb sync`` sends it), unless ``WANDB_MODE`` says
+    otherwise."""
 
     def __init__(self, folder: Path, name: str, facts: Mapping[str, Any]) -> None:
         wandb = _wandb()
@@ -118,7 +120,7 @@ def check(names: tuple[str, ...]) -> None:
 
 
 def opened(name: str, folder: Path, run: str, facts: Mapping[str, Any]) -> Tracker:
-    """Open the tracker ``name`` for ``run``, whose folder is ``folder``; ``facts`` are stored beside its curves."""
+    """Open the tracker ``name`` for ``run``, whose folder is ``folder``. ``facts`` are stored with its curves."""
     return _KINDS[name](folder, run, facts)
 
 

@@ -35,7 +35,7 @@ class LossCounter:
     def add(
         self, loss: Tensor, output: object, labels: Tensor, score: Callable[[Any, Tensor], Tensor] = hits_of
     ) -> None:
-        """Add a batch. ``loss``: the mean over ``labels``; ``score``: gives each sample's score, which is summed as
+        """Add a batch. ``loss`` is the mean over ``labels``; ``score`` gives each sample's score, whose sum counts as
         hits."""
         rows = labels.shape[0]
         self._noted.append((loss.detach(), score(output, labels).sum(), rows))
@@ -47,7 +47,7 @@ class LossCounter:
         self.rows += rows
 
     def take(self) -> tuple[float, float, float]:
-        """Sum of losses, hits and rows since the last call. Waits for the device."""
+        """(loss, hits, rows): sums since the last call. Waits for the device."""
         noted, self._noted = self._noted, []
         loss = hits = 0.0
         if noted:
@@ -69,8 +69,8 @@ def _rows_read(indices: Tensor, parts: Sequence[MicrobatchRows]) -> Tensor:
 
 @dataclass(kw_only=True)
 class Worker:
-    """A rank's model, optimizer and clock under the current plan. ``dtype``: of inputs. ``conduct``: implements the
-    plan's consistency discipline, if workers do not take every step together."""
+    """A rank's model, optimizer and clock under the current plan. ``dtype`` is that of inputs. ``conduct`` implements
+    the plan's consistency discipline, if workers do not take every step together."""
 
     model: ParallelModel
     optimizer: torch.optim.Optimizer
@@ -88,19 +88,19 @@ class Worker:
     _held: list[nn.Parameter] = field(default_factory=list)
 
     def trainable(self, rows: int) -> bool:
-        """Whether a last, short batch of ``rows`` samples is large enough to train on: every rank needs two rows at
-        once (BatchNorm cannot train on a single value), or as many as a full batch gives it."""
+        """Whether a last, short batch of ``rows`` samples is large enough to train on. Every rank needs at least two
+        rows at once (BatchNorm cannot train on a single value), or as many as a full batch gives it."""
         plan, rows = self.model.plan, rows // self.model.whole_plan.groups
         return plan.fewest(rows) >= min(2, plan.fewest(plan.global_batch)) > 0
 
     def train(self, images: ImageSet, indices: Tensor, *, epoch: int, step: int, tally: LossCounter) -> bool:
-        """Train one step on the samples ``indices`` (int64 [rows], global, the same on all ranks); return whether it
+        """Train one step on the samples ``indices`` (int64 [rows], global, equal on all ranks). Returns whether it
         updated.
 
         Gradients are those of the mean loss over all rows, independent of shards and microbatches.
         """
-        # Masks that no module of ours draws come from torch's own generators: a function of the step, too.
-        # (torch.manual_seed itself would note down the Python stack for every device that is not there.)
+        # Masks that asa's modules do not draw come from torch's own generators: seed those by the step, too.
+        # (torch.manual_seed itself would record the Python stack for every device that is not there.)
         torch.default_generator.manual_seed(self.seed * 1_000_003 + step)
         model = self.model
         if model.device.type == "cuda":
@@ -127,7 +127,7 @@ class Worker:
                 tally.add(loss, output, wanted, self.score)
             return self.scale.scaled(loss)
 
-        if not self._held:  # walking over all modules takes as long as a small kernel, and finds the same every time
+        if not self._held:  # a walk over all modules takes as long as a small kernel, and its result does not change
             self._held = model.parameters()
         for p in self._held:
             p.grad = None
@@ -164,7 +164,7 @@ class Worker:
         return [part.read for part in microbatch_rows(self.model, batch)]
 
     def validate_alone(self, images: ImageSet, batch: int) -> LossCounter:
-        """Loss and hits over every image, computed on this rank alone; workers must have settled."""
+        """Loss and hits over every image, computed on this rank alone. Workers must have settled."""
         tally = LossCounter(self.model.device)
         self.model.eval()
         with torch.no_grad():
@@ -183,14 +183,15 @@ class Worker:
         return {} if self.conduct is None else self.conduct.state()
 
     def expect(self, following: Callable[[], Tensor]) -> None:
-        """Start to prefetch the next step's samples for this rank; ``following`` returns their indices."""
+        """Start to prefetch the next step's samples for this rank. ``following`` returns their indices."""
         own = self.conduct is not None and self.conduct.draws_own
         if self.ahead is not None and self.model.reads and not own:
             indices = following() if self.conduct is None else self.conduct.share(following())
             self.ahead.expect(_rows_read(indices, microbatch_rows(self.model, len(indices))))
 
     def _fetch(self, images: ImageSet, indices: Tensor, epoch: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """This rank's inputs and labels of every microbatch, keyed by its first row in the batch."""
+        """(inputs, labels): this rank's inputs and labels of every microbatch, by the microbatch's first row in the
+        batch."""
         model, parts = self.model, microbatch_rows(self.model, len(indices))
         inputs: dict[int, Tensor] = {}
         wanted: Tensor | None = None
@@ -218,18 +219,20 @@ class Worker:
     def validate(
         self, images: ImageSet, batch: int, given_up: Callable[[], bool] = lambda: False
     ) -> LossCounter | None:
-        """Loss and hits over every image, each counted once over all ranks; each group of ranks takes a share of the
+        """Loss and hits over every image, each counted once over all ranks. Each group of ranks takes a share of the
         images.
 
-        All batches have one size: the last is padded with images that are not counted. ``given_up`` is called after
-        every batch on all ranks, and must return the same on all; if it returns True, the result is None.
+        All batches have one size; the last one is padded with images that are not counted. ``given_up`` is called after
+        every batch on all ranks, and must return the same on all. If it returns True, the result is None.
         """
         model, total = self.model, len(images)
         mine = slice(0, total) if model.grouped is None else model.grouped.rows(total)
         tally = LossCounter(model.device)
         self.settle()
         model.eval()
-        most = -(-total // model.whole_plan.groups)  # no group has more: all ranks meet as often
+        most = -(
+            -total // model.whole_plan.groups
+        )  # the largest share of a group: all ranks need the same number of batches
         for start in range(mine.start, mine.start + most, batch):
             faults.reached("validation")
             rows = torch.arange(start, start + batch).clamp_(max=mine.stop - 1)

@@ -1,1 +1,1 @@
-"""The problem inside a stage, as numbers, and the solvers for it."""
+"""The problem inside a stage, as numbers, and its solvers."""

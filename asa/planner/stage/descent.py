@@ -1,8 +1,8 @@
-"""A local search around a choice that fits, which goes on as long as the stage gets faster.
+"""Local search around a choice that fits, as long as the stage gets faster.
 
-Prices of memory (:mod:`asa.planner.stage.dual`) find choices that leave some of it empty: at one price every component
-gives way that may, also one that need not. The room that is left is used where it gains most, and what is in the way of
-a greater gain gives way instead.
+Prices of memory (:mod:`asa.planner.stage.dual`) find choices that leave some memory unused: at one price, every
+component that may give up memory for time does so, even if it need not. Here the unused memory goes to the change that
+gains most. If a larger gain does not fit, another component gives up memory for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from asa.planner.stage import dual
 from asa.planner.stage.dual import ACT, COST, EACT, ESTATE, ETRANS, GRAD, INF, LATE, PROMPT, STATE, TRANS, WINDOW, WORK
 
 _TRIED = 3
-"""Changes of a component that do not fit by themselves: for so many, the fastest ones, room is looked for."""
+"""Number of a component's changes that do not fit, the fastest ones, for which memory is freed elsewhere."""
 
 
 class Descent:
@@ -27,7 +27,7 @@ class Descent:
         self._see(picked)
 
     def _see(self, picked: list[int]) -> None:
-        """Take a choice, with its peak and overlap at each component."""
+        """Replace the choice, with its peak and overlap at each component."""
         self.picked, seen = picked, self.x.seen(picked)
         self._rows, self._layout, self._between = seen.rows, seen.layout, seen.between
         self._hidden, self._peaks, self._total, self.value = seen.hidden, seen.peaks, seen.total, seen.value
@@ -38,7 +38,7 @@ class Descent:
             self._see(self._with(*found))
 
     def by_two(self) -> None:
-        """Apply changes of two components as well: a fast one that does not fit, and the one that makes room for it."""
+        """Also apply changes of two components: a fast one that does not fit, and one that frees memory for it."""
         self.by_one()
         while (found := self._pair()) is not None:
             self._see(found)
@@ -48,7 +48,7 @@ class Descent:
         return [*self.picked[:i], row, *self.picked[i + 1 :]]
 
     def _best(self) -> tuple[int, int] | None:
-        """The component and its row that gain most; None where no change gains."""
+        """(component, row) of the change that gains most; None if no change gains."""
         least, found = self.value - ROUNDING * abs(self.value), None
         for i in range(self.x.n):
             values, fits = self._others(i)
@@ -59,7 +59,7 @@ class Descent:
         return found
 
     def _pair(self) -> list[int] | None:
-        """A choice with two changes that gain together; None where there is none."""
+        """A choice with two changes that gain together; None if there is none."""
         least = self.value - ROUNDING * abs(self.value)
         for i in range(self.x.n):
             values, fits = self._others(i)
@@ -74,8 +74,8 @@ class Descent:
         return None
 
     def _best_below(self, least: float, but: int) -> tuple[int, int] | None:
-        """The change of a component other than ``but`` after which everything fits in less than ``least`` ms; None
-        where there is none."""
+        """(component, row) of the change, in a component other than ``but``, after which everything fits in less than
+        ``least`` ms; None if there is none."""
         for j in range(self.x.n):
             if j != but:
                 values, fits = self._others(j)
@@ -86,7 +86,7 @@ class Descent:
         return None
 
     def _others(self, i: int) -> tuple[Any, Any]:
-        """For each row of component i in place of its own: ms of a step, and whether that fits."""
+        """(ms, fits) for each row of component i in place of its own: ms of a step, and whether it fits."""
         x, n = self.x, self.x.n
         layout, k = x.layout[i], np.arange(n)
         new = x.rows[i] - self._rows[i]

@@ -1,15 +1,15 @@
-"""The problem inside a stage as arrays, and lower bounds from prices of memory and overlap.
+"""The problem inside a stage as arrays, and lower bounds in ms from prices of memory and overlap.
 
-Two things tie the components of a stage together beyond their neighbours: the memory limit, once for every component k
-whose backward may be the peak, and the overlap, which is the least of one sum per component k. With a price ``memory[k]
->= 0`` (ms per GiB) on the first and weights ``pivot[k] >= 0`` that sum to 1 on the second,
+Two things tie the components of a stage together beyond their neighbours. One is the memory limit, once for every
+component k whose backward may be the peak. The other is the overlap, which is the least of one sum per component k.
+With a price ``memory[k] >= 0`` (ms per GiB) on the first and weights ``pivot[k] >= 0`` that sum to 1 on the second,
 
     value  >=  sum work + sum edge - saving * sum_k pivot[k] (sp * windows in front of k + sc * released behind k)
                + sum_k memory[k] (peak in component k - capacity)
 
-for every choice that fits (Lagrangian relaxation). The right side is a shortest path through layouts, so its least
-value is a bound on every choice; what lies behind a component can be bounded by it, too. Any prices give a bound. Good
-ones are found by subgradient steps, and on the way choices come up that fit.
+for every choice that fits (Lagrangian relaxation). The right side is a shortest path through layouts. Its least value
+bounds every choice, and also what follows a component. Any prices give a bound. Subgradient steps find good ones, and
+meet choices that fit on the way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from asa.planner.stage.rows import JOINT, Joints
 
 INF = float("inf")
 _SIDES = 64
-"""Components from which the overlap is looked at alone, to begin with."""
+"""Number of components from which on the overlap is first bounded without the memory limit."""
 WORK, WINDOW, PROMPT, LATE, STATE, ACT, GRAD, TRANS = range(8)
 _FIELDS = ("work", "window", "prompt", "late", "state", "activations", "gradients", "transient")
 COST, ESTATE, EACT, ETRANS = range(4)
@@ -61,7 +61,7 @@ class Arrays:
             self.layout.append(layout)
             self.index.append(order)
         for i in range(n):
-            if self.release[i] == i:  # what leaves with its own component leaves at once
+            if self.release[i] == i:  # a bucket that leaves with its own component leaves at once
                 row = self.rows[i].copy()
                 row[:, PROMPT] += row[:, LATE]
                 row[:, LATE] = 0.0
@@ -89,10 +89,10 @@ class Arrays:
         dearest = sum(float(r[:, WORK].max()) for r in self.rows)
         finite = np.where(np.isfinite(self.edges[:, COST]), self.edges[:, COST], 0.0)
         self.dearest = dearest + float(finite.max(axis=(1, 2)).sum()) if n > 1 else dearest
-        """No choice takes longer: a bound beyond says that none fits."""
+        """Upper bound on every choice, in ms. A larger lower bound proves that none fits."""
 
     def _pad(self) -> None:
-        """Store all rows in one array, component x layout x configuration; absent ones are infinitely dear."""
+        """Store all rows in one array, component x layout x configuration. Absent ones have infinite costs."""
         n, count = self.n, self.count
         most = max(int(np.diff(np.r_[b, len(x)]).max()) for b, x in zip(self.begins, self.layout, strict=True))
         self.padded = np.zeros((8, n, count, most))
@@ -105,7 +105,7 @@ class Arrays:
             self.slot[i, self.layout[i], place] = np.arange(len(self.layout[i]))
 
     def choice(self, picked: list[int]) -> Choice:
-        """The choice of the problem that these rows stand for."""
+        """The choice of the problem for the rows ``picked``."""
         return tuple(int(self.index[i][k]) for i, k in enumerate(picked))
 
     def seen(self, picked: list[int]) -> Seen:
@@ -128,9 +128,9 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Seen:
-    """One choice: rows, layouts and boundaries by component (the last boundary, behind the end, is zero); ms that would
-    be ``hidden`` if the communication stream stayed busy from each component on; GiB at the peak of each; ms of all
-    work, and of the step."""
+    """One choice: its rows, layouts and boundaries by component (the last boundary, after the end, is zero). ``hidden``
+    are the ms that would be hidden if the communication stream stayed busy from each component on; ``peaks`` GiB at the
+    peak of each; ``total`` ms of all work, and ``value`` those of the step."""
 
     rows: Any
     layout: list[int]
@@ -143,7 +143,7 @@ class Seen:
 
 @dataclass
 class StageWeights:
-    """The weight of one ms or GiB of each field of a component, under a batch of prices; ``offset`` is added to the
+    """The weight of one ms or GiB of each field of a component, under a batch of prices. ``offset`` is added to the
     sum."""
 
     pivot: Any
@@ -161,7 +161,7 @@ class StageWeights:
 
 
 def weigh(x: Arrays, pivot: Any, memory: Any) -> StageWeights:
-    """The weights that prices give; ``pivot`` and ``memory`` are batch x component."""
+    """The weights that follow from prices; ``pivot`` and ``memory`` are batch x component."""
     before = np.cumsum(pivot, axis=1) - pivot
     behind = pivot.sum(axis=1, keepdims=True) - before - pivot
     upto = np.cumsum(memory, axis=1)
@@ -217,8 +217,8 @@ class PricedStage:
 
 
 class Search:
-    """The search for good prices. ``bound``: the best value of :class:`PricedStage`; ``value`` and ``picked``: the best
-    choice that fits among those that came up; ``loose``: the value of the best one that came up, whether or not it
+    """Search for good prices. ``bound`` is the best value of :class:`PricedStage`. ``value`` and ``picked`` are the
+    best choice that fits among those it met. ``loose`` is the value of the best choice it met, whether or not it
     fits."""
 
     def __init__(self, x: Arrays) -> None:
@@ -233,7 +233,7 @@ class Search:
         self.best = (single[at], np.zeros(n))
 
     def run(self, steps: int, *, cutoff: float = INF, gap: float = 0.0) -> None:
-        """Take ``steps`` subgradient steps, or fewer, until the bound has reached the cutoff or the best choice."""
+        """Take at most ``steps`` subgradient steps, until the bound has reached the cutoff or the best choice."""
         x, n = self.x, self.x.n
         tight = x.capacity < INF
         pivot, memory = (a.copy() for a in self.best)
@@ -280,7 +280,7 @@ class Search:
             memory = np.maximum(0.0, memory + far * drift[n:] * unit)
 
     def _shortest(self, pivot: Any, memory: Any) -> tuple[float, list[int]]:
-        """The least value under these prices and a choice that has it."""
+        """The least value under these prices, and a choice that has it."""
         x, n = self.x, self.x.n
         w = weigh(x, pivot[None], memory[None])
         p = x.padded
@@ -314,7 +314,7 @@ class Search:
 
 
 def _on_simplex(v: Any) -> Any:
-    """The nearest point whose entries are no less than 0 and sum to 1."""
+    """The nearest point to ``v`` whose entries are at least 0 and sum to 1."""
     u = np.sort(v)[::-1]
     over = (np.cumsum(u) - 1) / np.arange(1, len(v) + 1)
     k = int(np.flatnonzero(u > over)[-1])

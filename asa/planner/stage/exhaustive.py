@@ -10,13 +10,13 @@ from asa.planner import clock
 from asa.planner.stage.problem import Choice, Problem, Solution
 
 LIMIT = 5_000_000
-"""Choices beyond which brute force is refused (minutes)."""
+"""Number of choices above which brute force is refused, because it would take minutes."""
 _LOOK = 256
-"""Choices between two looks at the clock."""
+"""Number of choices between two readings of the clock."""
 
 
 def value(problem: Problem, choice: Choice) -> float:
-    """Milliseconds of a step under ``choice``; infinite where two neighbours' layouts cannot meet."""
+    """Milliseconds of a step under ``choice``; infinite if two neighbours' layouts cannot be combined."""
     picked = [problem.configs[i][c] for i, c in enumerate(choice)]
     total = sum(c.work for c in picked)
     for edges, a, b in zip(problem.edges, picked, picked[1:], strict=False):
@@ -54,8 +54,8 @@ def peak(problem: Problem, choice: Choice) -> float:
 
 
 def solve(problem: Problem, ends: float = float("inf")) -> Solution:
-    """The best choice, by trying all of them; what was found by the time ``ends`` (:mod:`asa.planner.clock`), without
-    proof.
+    """The best choice, by trying all of them; the best one so far, without proof, if the clock reaches ``ends``
+    (:mod:`asa.planner.clock`).
 
     Raises:
         UsageError: more than :data:`LIMIT` choices.

@@ -1,8 +1,8 @@
-"""A lower bound on a single stage before it is formulated: every component at its best, whatever its neighbours do.
+"""Lower bound on a single stage before it is formulated: every component at its best, whatever its neighbours do.
 
-Where memory may bind it has a price, and each component minimises time plus the price of what it holds; the price that
-gives the highest bound is looked for. Without boundaries between components this is the optimum of the linear
-relaxation of a multiple-choice knapsack: what each GiB over the limit costs at least, in recomputation, gathers and
+If memory may bind, it has a price, and each component minimises time plus the price of the memory that it holds. The
+price with the highest bound is searched for. Without boundaries between components this is the optimum of the linear
+relaxation of a multiple-choice knapsack: the least cost of each GiB above the limit, in recomputation, gathers and
 smaller shards.
 """
 
@@ -26,15 +26,15 @@ from asa.planner.stage.problem import MS
 INF = float("inf")
 _PRICES, _FINER = 24, 8
 _LOWEST, _HIGHEST = 1e-3, 1e2
-"""Prices of memory that are tried, in units of a step's time over the capacity; once more about the best of them."""
+"""Range of prices of memory, in units of a step's time over the capacity; then finer around the best price."""
 _PIVOTS = 4
-"""Components in whose backward memory is looked at, spread over the chain."""
+"""Number of components, spread over the chain, in whose backward memory is bounded."""
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Bounds on a single stage: ms of a step, ms of what is paid once per step, and GiB that any choice holds.
-    ``crowded``: some choices hold more than there is. ``ways``: how many ways of all components were priced for it."""
+    """Bounds on a single stage: ms of a step, ms of work that is paid once per step, and GiB that any choice holds.
+    ``crowded``: some choices hold more than there is. ``ways``: number of ways of all components priced for it."""
 
     whole: float
     once: float
@@ -100,9 +100,9 @@ def _sides(x: PricedWays, num_microbatches: int, overlap: Overlap) -> tuple[Any,
 
 
 def _held(x: PricedWays, each: Any) -> tuple[float, list[tuple[Any, float]]]:
-    """GiB below which no choice peaks: every component at its least in each respect, whether or not at once. And, for
-    some components in whose backward the peak may be, what each way of each component holds then, with the transient of
-    the one at work."""
+    """GiB below which no choice peaks, with every component at its least in each respect, whether or not at once; and,
+    for some components in whose backward the peak may be, what each way of each component holds then, with the
+    transient memory of that component."""
     n, count = len(each), np.diff(np.r_[each, len(x.state)])
     component = np.repeat(np.arange(n), count)
     columns = [v / GIB for v in (x.least_state, x.activations, x.gradients, x.least_transient)]
@@ -117,8 +117,8 @@ def _held(x: PricedWays, each: Any) -> tuple[float, list[tuple[Any, float]]]:
 
 
 def _dearer(time: Any, held: Any, each: Any, capacity: float) -> float:
-    """The best bound over prices of a GiB: the least sum of ``time`` and of the price of what is ``held`` over the
-    capacity, in ms."""
+    """The best bound in ms over prices of a GiB: the least sum of ``time`` and of the price of memory ``held`` above
+    the capacity."""
     unit = max(1e-9, abs(float(np.minimum.reduceat(time, each).sum()))) / max(1e-9, capacity)
     price = unit * np.geomspace(_LOWEST, _HIGHEST, _PRICES)
     for _ in range(2):

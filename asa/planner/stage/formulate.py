@@ -1,4 +1,4 @@
-"""The numeric problem of a space: all components on stages of one width with one number of microbatches."""
+"""The numeric problem of a space: all components on stages of one width, with one number of microbatches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asa.planner.stage.rows import COLUMNS, JOINT, Joints, Row, Sides
 
 
 class Formulation:
-    """A :class:`Chain`, and the candidates that choices in it stand for."""
+    """A :class:`Chain`, and the ways for which the choices in it stand."""
 
     def __init__(self, chain: Chain, ways: tuple[tuple[Way, ...], ...]) -> None:
         self.chain = chain
@@ -36,11 +36,11 @@ class Formulation:
         return self._problem
 
     def picked(self, start: int, choice: Choice) -> tuple[Way, ...]:
-        """The ways that a choice for components from ``start`` on stands for."""
+        """The ways for which a choice for components from ``start`` on stands."""
         return tuple(self.ways[i][c] for i, c in enumerate(choice, start))
 
     def candidate(self, choice: Choice, origin: str = "asa") -> Candidate:
-        """The candidate of a single stage that a choice stands for."""
+        """The candidate of a single stage for which a choice stands."""
         return Candidate(
             origin=origin,
             widths=(self.chain.width,),
@@ -50,12 +50,12 @@ class Formulation:
 
 
 _NEVER_GIB = 1e6
-"""State that no device holds, small enough for sums with it to keep nine digits of what else there is."""
+"""GiB of state that no device has, but small enough that sums with it keep nine digits of the other terms."""
 
 
 @dataclass(frozen=True)
 class _Besides:
-    """A restriction that also lets plain replicas of ``components`` through."""
+    """A restriction that also allows plain replicas of ``components``."""
 
     allowed: Allowed
     components: frozenset[int]
@@ -78,17 +78,17 @@ def formulate(
     counted: bool = False,
     wrapped: bool = False,
 ) -> Formulation | None:
-    """The formulation, or None where some component cannot run at all in a stage of that width.
+    """The formulation; None if some component cannot run at all in a stage of that width.
 
-    In a pipeline other stages may run a component that ``allowed`` excludes here: it is then present with more state
-    than any device holds (but not with ``every``).
+    In a pipeline, other stages may run a component that ``allowed`` excludes here. It is then present with more state
+    than any device holds (but not with ``every``). If memory cannot bind, ways that only save memory are left out, but
+    not with ``every``: a checkpoint makes backward longer by one forward, and hides no more synchronisation.
 
-    ``busy``: ranks of the whole pipeline that such stages are part of; None for a single stage. ``first``: the stage's
-    first rank, where devices are unequal. Where memory cannot bind, ways that only save memory are left out, but not
-    with ``every``: a checkpoint takes as much longer in backward as a forward takes, and hides no more synchronisation.
-    ``crowded``: memory is likely to bind. ``counted``: each component holds what it would if all around it ran alike,
-    which is about what a plan holds, or more; otherwise the least that it holds, for bounds. ``wrapped``: what a way
-    holds may depend on neighbours that run alike, so only such a way may replace it.
+    ``busy`` is the number of ranks of the whole pipeline; None for a single stage. ``first`` is the stage's first rank,
+    for unequal devices. ``crowded`` says that memory is likely to bind. With ``counted``, each component holds what it
+    would hold if all around it ran alike, which is about what a plan holds, or more; otherwise the least that it holds,
+    for bounds. With ``wrapped``, the memory of a way may depend on neighbours that run alike, so only such a way may
+    replace it.
     """
     space, overlap = prices.space, prices.space.cluster.overlap
     pricer = prices.pricer(width, num_microbatches, busy, first)
@@ -146,7 +146,7 @@ def formulate(
 
 
 def _layouts(menu: Menu, which: Any, count: int) -> list[tuple[int, ...]]:
-    """For each component the layouts that it may have, in the order of its ways."""
+    """Layouts that each component may have, in the order of its ways."""
     found: list[dict[int, None]] = [{} for _ in range(count)]
     for i, k in zip(menu.component[which].tolist(), menu.layout[which].tolist(), strict=True):
         found[i][k] = None
@@ -179,7 +179,7 @@ class _Options:
         return found
 
     def most(self, column: str) -> Any:
-        """The largest value of each component in a column of memory, whatever runs beside it."""
+        """The largest value of each component in a column of memory, whatever its neighbours run."""
         return self._largest(self.counted[:, COLUMNS.index(column) - COLUMNS.index("state")])
 
     def over(self) -> float:
@@ -193,11 +193,11 @@ class _Options:
 
     def undominated(self, hidden: float, *, piped: bool, roomy: bool, wrapped: bool = False) -> Any:
         """Indices of options that no other option of the same component and layout can replace in every plan without
-        loss; where memory is ``roomy``, in time alone.
+        loss; with ``roomy`` memory, without loss of time.
 
-        ``hidden`` is what a ms of synchronisation saves at most: an option with more of it may gain that much.
-        ``piped``: a microbatch's time may be hidden behind other stages and work once per step not, so both count.
-        ``wrapped`` as for :func:`formulate`.
+        ``hidden`` is the most that a ms of synchronisation saves; an option with more synchronisation may gain that
+        much. ``piped`` says that a microbatch's time may be hidden behind other stages while work once per step is not,
+        so both count. ``wrapped`` is that of :func:`formulate`.
         """
 
         def column(name: str) -> Any:
@@ -221,7 +221,7 @@ class _Options:
         return np.sort(efficient(np.stack(seen, axis=1), group))
 
     def rows(self, kept: Any, numbers: dict[Layout, int]) -> tuple[Row, ...]:
-        """The options ``kept``, a row for each component."""
+        """The options ``kept``, one :class:`Row` for each component."""
         number = np.array([numbers.get(x, -1) for x in self._menu.layouts])
         found = []
         for some in np.split(kept, np.flatnonzero(np.diff(self.component[kept])) + 1):
@@ -244,7 +244,7 @@ def _most(options: _Options, joints: Iterable[Joints | Sides], in_flight: int) -
 def _edges(
     pricer: Pricer, layouts: tuple[Layout, ...], found: list[tuple[int, ...]], numbers: dict[Layout, int]
 ) -> tuple[Joints, ...]:  # fmt: skip
-    """Boundaries between all of the ``layouts`` that neighbours have. Equal ones, as between repeated blocks, are one
+    """Boundaries between all of the ``layouts`` that neighbours have. Equal ones, between repeated blocks, are one
     object."""
     keys = [(found[i - 1], found[i], pricer.edges.alike(i)) for i in range(1, len(found))]
     known: dict[tuple[object, ...], Joints] = {}

@@ -5,9 +5,9 @@ Variables, for component i, configuration c, layouts a and b:
     x[i,c]   in {0,1}   component i runs in configuration c
     y[i,a,b] in [0,1]   component i has layout a and component i+1 layout b   (integral where x is)
     tau      >= 0       ms during which backward and gradient synchronisation run side by side
-    B[k]                sum of windows of the components in front of k
-    G[k]                synchronisation released behind k
-    S                   all state (GiB);  A[k] activations up to k;  D[k] gradients from k on
+    B[k]                sum of windows of the components before k (ms)
+    G[k]                synchronisation released behind k (ms)
+    S                   all state;  A[k] activations up to k;  D[k] gradients from k on (GiB)
 
     minimise  sum_i,c work[i,c] x[i,c]  +  sum_i,a,b edge[i,a,b] y[i,a,b]  -  saving tau          (_objective)
     sum_c x[i,c] = 1                                                    for every i               (_choose)
@@ -20,11 +20,11 @@ Variables, for component i, configuration c, layouts a and b:
 The flow *equalities* are the tight linearisation: without overlap and memory the relaxation is a shortest path and
 integral. B, G, S, A, D are running sums, which keeps the rows short.
 
-What the solver says is not believed: HiGHS through PuLP reports "Optimal" after a time-out, so HiGHS itself is asked
-how it ended, the choice is read off x, and its value recomputed by the caller.
+The result is checked: HiGHS through PuLP reports "Optimal" after a time-out, so HiGHS itself is asked how it ended,
+the choice is read from x, and the caller computes its value again.
 
-PuLP 3 and PuLP 4 are both spoken to. They differ in how a sum is made of terms (:func:`_sum`) and in how a solve says
-that it ended (:func:`_ending`).
+PuLP 3 and PuLP 4 both work. They differ in how terms become a sum (:func:`_sum`) and in how a solve reports its end
+(:func:`_ending`).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from asa.planner.stage.problem import Choice, Problem, Solution
 from asa.planner.stage.runs import RunCharge
 
 Ending = Literal["optimal", "feasible", "infeasible", "nothing"]
-"""How a solve ended: a choice that is proved or not, a proof that there is none, or neither."""
+"""How a solve ended: with a proved choice, with a choice, with a proof that there is none, or with neither."""
 
 _NAME, _GAP = "ilp (HiGHS)", 0.0
 _HAS_SOLUTION = 2
-"""What HiGHS calls a solution that is feasible."""
+"""HiGHS's number for a solution that is feasible."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class _Model:
         ]  # fmt: skip
 
     def passed(self, i: int, attribute: str) -> list[tuple[Any, float]]:
-        """Terms of the value of ``attribute`` that the edge in front of component i contributes."""
+        """Terms of the value of ``attribute`` that the edge before component i contributes."""
         if i == 0:
             return []
         edges = self.problem.edges[i - 1]
@@ -81,9 +81,9 @@ def solve(
 ) -> Solution:
     """The best choice, solved by HiGHS.
 
-    ``forbidden`` choices are cut off, to enumerate the best plans one after the other. ``charges``: what some runs of
-    components hold beyond the sum. Choices that are not faster than ``cutoff`` ms do not count: where there is no
-    other, ``choice`` is None and ``cutoff`` a proved bound.
+    ``forbidden`` choices are excluded, to enumerate the best plans one after the other. ``charges`` are what some runs
+    of components hold beyond the sum. Choices that are not faster than ``cutoff`` ms do not count: if there is no
+    other, ``choice`` is None and ``cutoff`` is a proved bound.
 
     Raises:
         UnavailableError: PuLP or HiGHS is not installed.
@@ -146,7 +146,7 @@ def _overlap(model: _Model, pulp: Any) -> Any:
 
 
 def _runs(model: _Model, pulp: Any, charges: Sequence[RunCharge]) -> list[tuple[Any, RunCharge]]:
-    """Each run with what is 1 where it is chosen: all of its members, and nothing like them beside it."""
+    """Each run with an expression that is 1 if it is chosen: all of its members, and no way like theirs next to it."""
     found, n = [], len(model.problem)
     for r, charge in enumerate(charges):
         z, stop = model.lp.add_variable(f"z_{r}", lowBound=0, upBound=1), charge.start + len(charge.members)
@@ -183,7 +183,7 @@ def _objective(model: _Model, pulp: Any, tau: Any) -> Any:
 
 
 def _sum(pulp: Any, terms: list[tuple[Any, float]]) -> Any:
-    """The sum of coefficient times variable. A term at a time, an expression of n of them takes n^2."""
+    """The sum of coefficient times variable. Adding a term at a time would take n^2 operations for n terms."""
     made = getattr(pulp.LpAffineExpression, "from_list", pulp.LpAffineExpression)  # PuLP 4, PuLP 3
     return made(terms)
 
@@ -209,16 +209,16 @@ def _ending(lp: Any, outcome: Any, pulp: Any) -> Ending:
         infeasible, optimal = lp.sol_status == pulp.LpSolutionInfeasible, lp.sol_status == pulp.LpSolutionOptimal
     asked = getattr(getattr(lp, "solverModel", None), "getModelStatus", None)
     if asked is not None:
-        # What HiGHS calls "unbounded or infeasible" is the latter: every variable is bounded below.
+        # What HiGHS calls "unbounded or infeasible" is infeasible here: every variable is bounded below.
         told = str(asked())
         infeasible, optimal = told.endswith("Infeasible"), told.endswith("kOptimal")
-        if told.endswith("kInterrupt"):  # which PuLP takes for a solution
+        if told.endswith("kInterrupt"):  # which PuLP reports as a solution
             found = lp.solverModel.getInfo().primal_solution_status == _HAS_SOLUTION
     return "infeasible" if infeasible else "nothing" if not found else "optimal" if optimal else "feasible"
 
 
 def _dual_bound(lp: Any) -> float:
-    """The bound a solver had proved when it was stopped; nothing where it does not tell."""
+    """The bound that a solver had proved when it was stopped; minus infinity if it does not report one."""
     info = getattr(getattr(lp, "solverModel", None), "getInfo", None)
     bound = float(info().mip_dual_bound) if info is not None else -float("inf")
     return bound if abs(bound) < 1e20 else -float("inf")
@@ -235,9 +235,8 @@ def _pulp() -> Any:
 
 
 def _silent(pulp: Any, seconds: float) -> Any:
-    """PuLP's HiGHS, stopped after so many seconds of work (its own limit counts those on the wall), whose greeting goes
-    nowhere: highspy 1.16 prints it when a solver is made, before any option can forbid it, into what a command prints.
-    """
+    """PuLP's HiGHS, stopped after ``seconds`` of work (its own limit counts wall time), without its greeting. highspy
+    1.16 prints that when a solver is made, before any option can forbid it, into the output of a command."""
 
     class Silent(pulp.HiGHS):  # type: ignore[misc]
         def createAndConfigureSolver(self, lp: Any) -> None:
@@ -249,7 +248,7 @@ def _silent(pulp: Any, seconds: float) -> Any:
 
 
 def _limited(highs: Any, seconds: float) -> None:
-    """Have ``highs`` stop once the clock of the search has gone on by ``seconds``, where it can be asked to."""
+    """Make ``highs`` stop after ``seconds`` on the clock of the search, if it can be interrupted."""
     import highspy
 
     ends = clock.now() + seconds
@@ -264,10 +263,10 @@ def _limited(highs: Any, seconds: float) -> None:
 
 @contextmanager
 def _muted(descriptor: int) -> Iterator[None]:
-    """Inside, what C code writes to ``descriptor`` goes nowhere."""
+    """Context in which output of C code to ``descriptor`` is discarded."""
     try:
         kept, nowhere = os.dup(descriptor), os.open(os.devnull, os.O_WRONLY)
-    except OSError:  # closed, so nothing is heard anyway
+    except OSError:  # closed, so there is no output anyway
         yield
         return
     try:

@@ -1,28 +1,28 @@
-"""The label program for one stage: exact, front to back, with prices that show early what cannot be completed.
+"""The label program for one stage: exact, front to back, with prices that show early which labels cannot be completed.
 
-A label is a partial choice for components 0..i, reduced to what the rest can see: the layout of component i and
+A label is a partial choice for components 0..i, reduced to what the others can see: the layout of component i and
 
 * ``p``: its time, if all its backward windows overlapped with synchronisation still to come,
-* ``c``: its time, if the communication stream turns out busy to the end from a component of the bucket now open,
+* ``c``: its time, if the communication stream stays busy to the end from a component of the bucket now open,
 * ``v``: the same, from a component in front of that bucket,
 * ``u``: the peak so far, in a step that ended here;  ``w``: state and activations held so far.
 
-Adding a component with time d (its work and the edge in front), own release a = saving*sc*prompt, late release
-l = saving*sc*late:
+Times are in ms, memory in GiB. Adding a component with time d (its work and the edge before it), own release a =
+saving*sc*prompt, late release l = saving*sc*late:
 
     v <- v + d - a - l,   c <- c + d - a,   p <- p + d     (a release behind a busy stretch's start is hidden)
     a bucket begins here:  v <- max(v, c), c <- p;   else  c <- max(c, p)
     p <- p - saving*sp*window
     u <- max(u + state + gradients, w + state + activations + gradients + transient),   w <- w + state + activations
 
-All five are monotone, so a label that is no better in any of them than another with the same layout is dropped, and
-the value at the end, ``max(v, c)`` with ``u <= capacity``, is exact.
+All five are monotone, so a label that is no better in any of them than another with the same layout is dropped. The
+value at the end, ``max(v, c)`` with ``u <= capacity``, is exact.
 
-A label also carries, for each of a few sets of prices of memory and overlap (:mod:`asa.planner.stage.dual`), what its
-components have cost under them: with the least cost of what is behind, that is a bound on every completion. A pass
-looks for choices below a limit. Where labels get too many, those with the highest bounds are dropped, and the least of
-these bounds is as far as the pass proves anything. Limits rise from just above the bound of the relaxation, so that the
-first passes are short.
+For each of a few sets of prices of memory and overlap (:mod:`asa.planner.stage.dual`), a label also carries the cost of
+its components. With the least cost of all that follows, that is a bound on every completion. A pass searches for
+choices below a limit. If there are too many labels, those with the highest bounds are dropped, and the pass proves no
+more than the least of these bounds. Limits rise from just above the bound of the relaxation, so that the first passes
+are short.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from asa.planner.stage.pareto import OutOfTimeError, efficient, lowest
 from asa.planner.stage.problem import Problem, Solution
 
 _FEW, _MANY, _MOST = 250, 2_000, 20_000
-"""Labels kept behind a component: in the first pass, which looks for a choice, then in passes that prove."""
+"""Number of labels kept behind a component: in the first pass, which searches; then in passes that prove."""
 _STEPS, _ROUNDS, _GAINED = 60, 4, 1e-3
-"""Subgradient steps before the first pass; how often they begin again with long ones, while that gains so much."""
+"""Subgradient steps before the first pass; how often they begin again; relative gain below which they do not."""
 _SMALL, _FAR = 100, 1.03
-"""Components up to which choices are looked for beside one; and over the bound, from where on two changes at a time."""
+"""Components up to which a choice is improved locally; value over bound from which on by two changes at a time."""
 V, C, P, U, W, MOVING = range(6)
 
 
@@ -70,7 +70,7 @@ class _Pass:
     def __init__(self, x: dual.Arrays, found: dual.Search) -> None:
         self.x = x
         self.seen = U if x.capacity == INF else MOVING
-        """Columns of a label that count behind a component; over an edge, one more."""
+        """Columns of a label that count behind a component; over an edge there is one more."""
         n = x.n
         pivots, memories = [found.best[0]], [found.best[1]]
         for k in sorted({0, n // 2, n - 1}):  # the overlap from one side alone
@@ -84,7 +84,7 @@ class _Pass:
         self.held = self._least_memory(ACT)
 
     def _least_memory(self, beside: int) -> Any:
-        """For each component and layout, the least state behind it plus the least of what is ``beside`` it, in GiB."""
+        """GiB for each component and layout: the least state behind it plus the least of what is ``beside`` it."""
         x, n = self.x, self.x.n
         found = np.zeros((n, x.count))
         for i in range(n - 1, 0, -1):
@@ -97,8 +97,8 @@ class _Pass:
         return found
 
     def run(self, limit: float, most: int, ends: float) -> tuple[float, list[int], float]:
-        """The value of the best choice below ``limit`` that came up, the choice, and a value below which there is no
-        other.
+        """(value, choice, proved): the value of the best choice below ``limit`` that was met, the choice, and a value
+        below which there is no other.
 
         Raises:
             OutOfTimeError: time is up.
@@ -170,7 +170,7 @@ class _Pass:
         r, own = x.rows[i][chosen], front.own[index]
         d, prompt, late = r[:, WORK], x.saving * x.sc * r[:, PROMPT], x.saving * x.sc * r[:, LATE]
         v, c, pp = own[:, V] + d - prompt - late, own[:, C] + d - prompt, own[:, P] + d
-        if i + 1 == x.n or x.release[i + 1] >= i:  # no bucket reaches across this component
+        if i + 1 == x.n or x.release[i + 1] >= i:  # no bucket extends over this component
             v, c = np.maximum(v, c), pp.copy()
         else:
             c = np.maximum(c, pp)
@@ -189,15 +189,15 @@ class _Pass:
 
 
 def _efficient(own: Any, layout: Any, ends: float) -> Any:
-    """Indices of undominated labels. A clock that has not begun (minus infinity) has not for any label of a layout."""
+    """Indices of undominated labels. A time of minus infinity is so for all labels of a layout, and counts as 0."""
     return efficient(np.where(np.isfinite(own), own, 0.0), layout, ends)
 
 
 class Solver:
     """A solver of one problem that can be continued.
 
-    ``bound`` holds for every choice that fits; ``value`` and ``picked`` are the best choice so far. ``done``: this
-    solver can do no more.
+    ``bound`` holds for every choice that fits; ``value`` and ``picked`` are the best choice so far. ``done`` says that
+    this solver can prove no more.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -211,11 +211,11 @@ class Solver:
 
     @property
     def binds(self) -> bool:
-        """Whether the fastest choice is known not to fit: a choice that does not fit has a value below the bound."""
+        """Whether the fastest choice is known not to fit: one that does not fit has a value below the bound."""
         return self.prices.loose < self.bound * (1 - ROUNDING)
 
     def price(self, cutoff: float = INF, gap: float = 0.0) -> None:
-        """Look for good prices of memory and of overlap; with a thousand components, only for a short time."""
+        """Search for good prices of memory and of overlap; with a thousand components, only for a short time."""
         steps = max(_STEPS // 6, min(_STEPS, 100 * _STEPS // self.x.n))
         for _ in range(_ROUNDS):
             before = self.prices.bound
@@ -229,7 +229,7 @@ class Solver:
             self._descend()
 
     def _descend(self) -> None:
-        """Improve the choice that was found; by two changes at a time where it is far from the bound."""
+        """Improve the choice that was met; by two changes at a time if it is far from the bound."""
         found = Descent(self.x, self.picked)
         found.by_one()
         if found.value > self.bound * _FAR:
@@ -270,7 +270,7 @@ class Solver:
         self.done = self.done or self.bound == INF
 
     def answer(self, cutoff: float = INF) -> Solution:
-        """The solution known so far; choices from ``cutoff`` on do not count."""
+        """The solution known so far. Choices of ``cutoff`` ms or more do not count."""
         if not self.picked or self.value >= cutoff:
             return Solution(choice=None, value=INF, bound=min(self.bound, cutoff), solver="dp")
         choice = self.x.choice(self.picked)

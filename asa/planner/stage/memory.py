@@ -1,9 +1,9 @@
 """The least peak of memory of a stage, and bounds on the peak of any choice.
 
 A label is a partial choice for components 0..i, reduced to the layout of component i, the peak ``u`` of a step that
-ended here and the state and activations ``w`` held so far. Both are monotone, so a label that is no better in either
-than another with the same layout is dropped, and the least ``u`` at the end is exact. :mod:`asa.cost.memory.peak`
-states the law.
+ended here, and the state and activations ``w`` held so far, in GiB. Both are monotone, so a label that is no better in
+either than another with the same layout is dropped, and the least ``u`` at the end is exact.
+:mod:`asa.cost.memory.peak` states the law.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _arrivals(problem: Problem, i: int, front: dict[int, list[_Label]]) -> dict[
 
 
 def _undominated(labels: list[Any], size: int) -> list[Any]:
-    """The labels that no other one beats or equals in each of their first ``size`` entries."""
+    """Labels, out of ``labels``, that no other one equals or beats in each of the first ``size`` entries."""
     labels.sort(key=itemgetter(*range(size)))
     kept: list[Any] = []
     for a in labels:
@@ -70,14 +70,14 @@ def _undominated(labels: list[Any], size: int) -> list[Any]:
 
 
 def memory_floor(problem: Problem) -> float:
-    """GiB below which no choice peaks: every component at its least in each respect, whether or not at once."""
+    """GiB below which no choice peaks, with every component at its least in each respect, whether or not at once."""
     names = ("state", "activations", "gradients", "transient")
     least = (np.array([min(getattr(c, name) for c in row) for row in problem.configs]) for name in names)
     return float(peaks(*least).max())
 
 
 def memory_ceiling(problem: Problem) -> float:
-    """GiB above which no choice peaks: every component and edge at its largest in each respect, all at once."""
+    """GiB above which no choice peaks, with every component and edge at its largest in each respect, all at once."""
     found = sum(max(c.state for c in row) + max(c.activations for c in row) for row in problem.configs)
     found += sum(max(c.gradients for c in row) for row in problem.configs)
     between = [list(edges.values()) for edges in problem.edges if edges]

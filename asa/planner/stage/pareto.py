@@ -10,23 +10,23 @@ import numpy as np
 from asa.planner import clock
 
 _LARGE, _MOST_PAIRS = 200, 300_000
-"""Rows of a group that is looked at by itself, and pairs of rows from which on all groups are."""
+"""Rows from which on a group is processed by itself; pairs of rows from which on all groups are."""
 _BLOCK, _FIRST = 256, 64
-"""Rows of a large group looked at together, and against how many of those in front first."""
+"""Rows of a large group processed together; number of rows before them with which they are compared first."""
 _IN_FRONT = np.triu(np.ones((_BLOCK, _BLOCK), dtype=bool), 1)
 
 
 class OutOfTimeError(Exception):
-    """Time was up before anything could be said."""
+    """Time was up before there was any result."""
 
 
 def efficient(values: Any, group: Any, ends: float = float("inf")) -> Any:
-    """Indices of rows that no other row of the same group beats or equals in everything.
+    """Indices of rows that no other row of the same group equals or beats in every column.
 
     Raises:
-        OutOfTimeError: the clock has passed ``ends``, and there are many.
+        OutOfTimeError: the clock has passed ``ends``, and there are many rows.
     """
-    # What beats a row has a smaller sum, and of equals the first one stays.
+    # A row that beats another has a smaller sum; of equal rows the first one stays.
     order = np.lexsort((values.sum(axis=1), group))
     values, group = values[order], group[order]
     kept = np.ones(len(values), dtype=bool)
@@ -43,12 +43,12 @@ def efficient(values: Any, group: Any, ends: float = float("inf")) -> Any:
 
 
 def begins(*keys: Any) -> Any:
-    """Indices at which another group begins, in rows that are sorted by these keys."""
+    """Indices at which a new group begins, in rows that are sorted by these keys."""
     return np.flatnonzero(np.r_[True, np.any([np.diff(key) != 0 for key in keys], axis=0)])
 
 
 def lowest(bounds: Any, most: int) -> tuple[Any, float]:
-    """Indices of the ``most`` lowest bounds (in order, where these are all), and the least bound of the rest."""
+    """Indices of the ``most`` lowest bounds (in order, if these are all), and the least bound of the rest."""
     if len(bounds) <= most:
         return np.arange(len(bounds)), float("inf")
     order = np.argpartition(bounds, most)
@@ -56,7 +56,7 @@ def lowest(bounds: Any, most: int) -> tuple[Any, float]:
 
 
 def _beaten(values: Any, sizes: Any) -> Any:
-    """Indices of rows that a row in front of them beats, in groups of these ``sizes``."""
+    """Indices of rows that an earlier row of their group beats; ``sizes`` are those of the groups."""
     begin = np.repeat(np.cumsum(sizes) - sizes, sizes)
     row = np.arange(len(begin))
     before = row - begin
@@ -69,8 +69,8 @@ def _beaten(values: Any, sizes: Any) -> Any:
 
 
 def _swept(x: Any, ends: float) -> Any:
-    """A mask of the undominated rows of one large group, in order of their sums: only a kept row in front can beat
-    one."""
+    """A mask of the undominated rows of one large group, in order of their sums: only an earlier undominated row can
+    beat one."""
     kept = np.zeros(len(x), dtype=bool)
     columns, count = np.empty((x.shape[1], len(x))), 0
     for begin in range(0, len(x), _BLOCK):

@@ -1,16 +1,16 @@
-"""The numeric problem inside a stage: numbers only, no bandwidth, no strategy, no torch.
+"""The numeric problem inside a stage: numbers only, without bandwidths, strategies or torch.
 
-A component takes exactly one *configuration*. Neighbours see only each other's *layout* (data and tensor degree);
-which data strategy keeps the state, and later checkpointing and offload, are private to a component. So an edge costs
-one number per pair of layouts: 10 x 10 at width 8, and not 26 x 26. Milliseconds and GiB, so that the tolerances of
-solvers mean something.
+A component has exactly one *configuration*. Neighbours see only each other's *layout* (data and tensor degree); which
+data strategy keeps the state, checkpointing and offload are private to a component. So an edge needs one cost per pair
+of layouts: 10 x 10 at width 8, and not 26 x 26. Times are in ms and memory in GiB, so that the tolerances of solvers
+mean something.
 
     minimise   sum work + sum edge - saving * tau
     tau    <=  sp * sum_{l<k} window_l  +  sc * sum_{l: released after k} sync_l           for every k
     memory     sum state + sum_{l<=k} activations_l + sum_{l>=k} gradients_l + transient_k <= capacity   for every k
 
-``work`` contains all of a component's own time, its gradient synchronisation too; tau is the time during which
-backward and gradient synchronisation run side by side (:mod:`asa.cost.step` derives it).
+``work`` contains all of a component's own time, also its gradient synchronisation. tau is the time in ms during which
+backward and gradient synchronisation overlap (:mod:`asa.cost.step` derives it).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MS = 1e3
 class Config:
     """One way to run one component. Times are in ms, memory in GiB.
 
-    ``forward`` and ``backward`` are of one microbatch, including the communication that computation waits for. ``once``
-    is paid once per step, beside the gradient synchronisation ``prompt + late``, which is released with the component
-    and later. ``work`` is all of a step: ``m (forward + backward) + once + prompt + late``. ``window`` is the backward
-    compute of the last microbatch, behind which others' synchronisation can hide; ``bucket`` is the part of ``once``
-    that is in it. ``activations`` are of one microbatch. ``added``: the part of the state that is gradients which
-    microbatches add up.
+    ``forward`` and ``backward`` are of one microbatch, including communication for which computation waits. ``once`` is
+    paid once per step, in addition to the gradient synchronisation ``prompt + late``, which is released with the
+    component and later. ``work`` is all of a step: ``m (forward + backward) + once + prompt + late``. ``window`` is the
+    backward compute of the last microbatch, behind which the synchronisation of others can hide; ``bucket`` is the part
+    of ``once`` in it. ``activations`` are of one microbatch. ``added`` is the part of the state that is gradients of
+    several microbatches.
 
-    Memory is the least that the component holds, whatever runs beside it (:mod:`asa.cost.memory.together`).
+    Memory is the least that the component holds, whatever its neighbours run (:mod:`asa.cost.memory.together`).
     """
 
     layout: int
@@ -62,7 +62,7 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edge:
-    """The cost of passing from one layout to another (ms) and what that holds (GiB). ``cost`` is all of a step, ``m
+    """The cost in ms of changing from one layout to another, and the GiB that it holds. ``cost`` is all of a step, ``m
     (forward + backward) + once``; ``state`` is held all the time."""
 
     cost: float
@@ -78,10 +78,10 @@ class Edge:
 class StageNumbers:
     """Components on stages of ``width`` ranks. ``edges[i][a, b]`` joins layout a of component i to layout b of i + 1.
 
-    ``release[i]`` is the component after whose backward the late part of component i's synchronisation leaves: its
-    own, the one in front, or that of the one in front (one bucket is open at a time). ``saving`` is what a ms of
-    overlap saves, ``sp`` and ``sc`` how much the two streams slow each other down. ``capacity`` is in GiB. ``over``: by
-    how many GiB a rank may hold more than the sum over components says.
+    ``release[i]`` is the component after whose backward the late part of component i's synchronisation is released: its
+    own, the one before it, or that of the one before it (one bucket is open at a time). ``saving`` is the number of ms
+    that a ms of overlap saves; ``sp`` and ``sc`` are how much the two streams slow each other down. ``capacity`` is in
+    GiB. ``over`` is the number of GiB that a rank may hold beyond the sum over components.
     """
 
     width: int
@@ -100,7 +100,7 @@ class StageNumbers:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem(StageNumbers):
-    """One stage with all its components, whose ends are part of its first and last one."""
+    """One stage with all its components. Its ends are part of its first and its last component."""
 
     def __post_init__(self) -> None:
         n = len(self.names)
@@ -125,7 +125,7 @@ Choice = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """A solver's answer. ``choice`` is None where nothing fits; ``bound`` is in ms, proved by that solver."""
+    """A solver's answer: ``choice`` (None if nothing fits), its ``value`` and the proved ``bound``, both in ms."""
 
     choice: Choice | None
     value: float
@@ -142,11 +142,11 @@ class Solution:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain(StageNumbers):
-    """All components, of which stages over any interval can be cut.
+    """All components, from which stages over any interval can be cut.
 
     ``inlets[i]`` is, for each layout, the cost of beginning a stage with component i (for the first: of reading the
-    data), ``outlets[i]`` that of ending one behind it (for the last: of the loss). Transfers between stages are not in
-    them.
+    data). ``outlets[i]`` is that of ending one after it (for the last: of the loss). Transfers between stages are not
+    included.
     """
 
     inlets: tuple[Mapping[int, Edge], ...]
@@ -160,7 +160,7 @@ class Chain(StageNumbers):
         return self._cut(start, [list(row) for row in self.configs[start:stop]], in_flight)
 
     def chosen(self, start: int, choice: Choice, in_flight: int = 1) -> Problem:
-        """A stage from component ``start`` on in which each component has the one configuration that is chosen."""
+        """A stage from component ``start`` on, in which each component has only the configuration of ``choice``."""
         return self._cut(start, [[self.configs[start + k][c]] for k, c in enumerate(choice)], in_flight)
 
     def _cut(self, start: int, picked: list[list[Config]], in_flight: int) -> Problem:
@@ -188,11 +188,11 @@ class Chain(StageNumbers):
 
 
 def all_ahead(num_microbatches: int, in_flight: int) -> bool:
-    """Whether all microbatches have gone forward in a stage when the first one comes back.
+    """Whether all microbatches have run forward in a stage before the first one runs backward.
 
-    The stage's gradients are then made while it comes back, as those of a single microbatch are, and what boundaries
-    keep from one microbatch to the next is not there yet. What is held when the first is through, without its
-    activations, is hardly ever more, and never less than this assumes.
+    The stage's gradients are then allocated during its backward, like those of a single microbatch, and what boundaries
+    keep from one microbatch to the next is not there yet. Memory after the first backward, without its activations, is
+    hardly ever more, and never less than this assumes.
 
     >>> all_ahead(4, 4), all_ahead(4, 3), all_ahead(1, 1)
     (True, False, False)
@@ -201,8 +201,8 @@ def all_ahead(num_microbatches: int, in_flight: int) -> bool:
 
 
 def _held(config: Config, in_flight: int, *, ahead: bool) -> Config:
-    """The configuration with the activations of all microbatches in flight but the one at work counted as state. Where
-    all are ``ahead``, gradients that they add up are not there before."""
+    """The configuration, with the activations of all microbatches in flight but the current one counted as state. If
+    all are ``ahead``, gradients that they add up do not exist before."""
     if in_flight == 1:
         return config
     more = (in_flight - 1) * config.activations

@@ -1,4 +1,4 @@
-"""Configurations of one component and boundaries between two, stored as arrays; objects are made when asked for."""
+"""Configurations of one component and boundaries between two, stored as arrays. Objects are made on request."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ JOINT = ("cost", "forward", "backward", "once", "state", "activations", "transie
 
 
 class Row(Sequence[Config]):
-    """The configurations of one component. ``values``: configuration x column; ``layout`` and ``work``: an entry for
-    each configuration; ``ways``: the ways that they stand for."""
+    """The configurations of one component. ``values`` is configuration x column. ``layout`` and ``work`` have an entry
+    for each configuration; ``ways`` are the ways for which they stand."""
 
     def __init__(self, values: Any, work: Any, layout: Any, ways: Sequence[Way]) -> None:
         self.values, self.work, self.layout, self.ways = values, work, layout, ways
@@ -52,7 +52,7 @@ class Row(Sequence[Config]):
 
 
 class Sides(Mapping[int, Edge]):
-    """Costs of beginning, or of ending, a stage in each of ``layouts`` (by number); ``figures``: column x layout."""
+    """Costs of beginning, or of ending, a stage in each of ``layouts`` (by number). ``figures`` is column x layout."""
 
     def __init__(self, layouts: Sequence[int], figures: Any) -> None:
         self.layouts, self.figures = layouts, figures
@@ -70,8 +70,8 @@ class Sides(Mapping[int, Edge]):
 
 
 class Joints(Mapping[tuple[int, int], Edge]):
-    """Boundaries from each of ``sources`` to each of ``targets`` (layouts by number): ``source`` and ``target``, an
-    entry a boundary; ``figures``: column x boundary."""
+    """Boundaries from each of ``sources`` to each of ``targets`` (layouts by number). ``source`` and ``target`` have an
+    entry for each boundary; ``figures`` is column x boundary."""
 
     def __init__(self, sources: Sequence[int], targets: Sequence[int], figures: Any) -> None:
         self.source = np.repeat(np.array(sources, dtype=np.int64), len(targets))

@@ -1,8 +1,8 @@
 """Bytes that a run of neighbours, wrapped as one unit, holds beyond the sum over its components.
 
-Solvers add up the least that each component holds, whatever runs beside it. Which neighbours are wrapped together
-decides what is held beyond that (:mod:`asa.cost.memory.together`). Where a choice does not fit for that reason, the ILP
-is told of its runs: any choice with such a run, from the same component to the same component, holds as much more.
+Solvers add up the least that each component holds, whatever its neighbours run. Which neighbours are wrapped together
+determines what is held beyond that (:mod:`asa.cost.memory.together`). If a choice does not fit for that reason, the ILP
+gets charges for its runs: every choice with such a run, over the same components, holds that much more.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from asa.planner.stage.problem import Choice
 
 @dataclass(frozen=True)
 class RunCharge:
-    """GiB that a stage holds beyond the sum in the backward of each component (``more``). It applies where component
-    ``start + i`` has one of the configurations ``members[i]`` and no neighbour of these has one of ``front`` or
-    ``behind``."""
+    """GiB that a stage holds beyond the sum in the backward of each component (``more``). It applies if component
+    ``start + i`` has one of the configurations ``members[i]``, and the components before and after have none of
+    ``front`` and ``behind``."""
 
     start: int
     members: tuple[frozenset[int], ...]
@@ -32,18 +32,18 @@ class RunCharge:
 
 
 class Runs:
-    """Charges for the runs of a single stage's formulation, each made once."""
+    """Charges for the runs of a single stage's formulation. Each is computed once."""
 
     def __init__(self, prices: Prices, formulation: Formulation) -> None:
         self._formulation, self._chain = formulation, formulation.chain
         self._pricer = prices.pricer(self._chain.width, self._chain.num_microbatches)
         self._n = len(self._chain.names)
-        self._even = not prices.space.cluster.unequal  # of unequal ranks, every one is looked at by itself
+        self._even = not prices.space.cluster.unequal  # unequal ranks are priced one by one
         self._families = set[tuple[object, ...]]()
 
     def of(self, choice: Choice) -> list[RunCharge]:
-        """A charge for each run of the choice that holds more than the sum. Where that is state, there is one for each
-        run of other components that keep it alike, too."""
+        """A charge for each run of the choice that holds more than the sum. If that is state, also one for each run of
+        other components with the same kind of state."""
         ways = self._formulation.picked(0, choice)
         if not self._even or ways[0].layout.weights:
             return []
@@ -72,8 +72,8 @@ class Runs:
         )
 
     def _like(self, i: int, way: Way, *, fully: bool) -> frozenset[int]:
-        """Configurations of component ``i`` that are wrapped with one that runs ``way``; ``fully``: that are also split
-        alike."""
+        """Configurations of component ``i`` that are wrapped with one that runs ``way``; with ``fully``, only those
+        that are also split alike."""
         if not 0 <= i < self._n:
             return frozenset()
         return frozenset(
@@ -114,7 +114,7 @@ class Runs:
         return found
 
     def _extra(self, i: int, way: Way) -> float | None:
-        """GiB of state of component ``i`` by itself beyond what it has at least; None where it is not run that way."""
+        """GiB of state of component ``i`` by itself beyond its least; None if it has no such way."""
         rows = self._formulation.ways[i]
         which = self._like(i, way, fully=True)
         if not which:
@@ -125,7 +125,7 @@ class Runs:
 
 
 def charged(charge: RunCharge, choice: Sequence[int]) -> bool:
-    """Whether a choice has such a run."""
+    """Whether a choice has the run of ``charge``."""
     a, b = charge.start, charge.start + len(charge.members)
     if any(choice[a + i] not in row for i, row in enumerate(charge.members)):
         return False

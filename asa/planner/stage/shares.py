@@ -1,9 +1,9 @@
-"""A lower bound on a single stage of unequal devices, however its batch is divided among them.
+"""Lower bound on a single stage of unequal devices, however its batch is divided among them.
 
-Weights of ranks are whole numbers, and there are too many to search them one by one. This bound holds for all of them:
-in every component the devices of each speed have some number of samples, all of them together the batch, and the one
-that takes longest decides. The least of that over all divisions is found component by component, as if each had its
-own. Synchronisation that cannot be hidden, the update, and what even shards send between layouts are added.
+Weights of ranks are whole numbers, and there are too many to search them one by one. This bound holds for all of them.
+In every component the devices of each speed have some number of samples, which add up to the batch, and the slowest
+device determines the time. The least of that over all divisions is computed component by component, as if each had its
+own division. Synchronisation that cannot be hidden, the update, and traffic of even shards between layouts are added.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from asa.planner.stage.problem import MS
 
 INF = float("inf")
 _POINTS = 192
-"""Numbers of samples that are looked at, at most; between two of them the smaller one counts."""
+"""Largest number of sample counts that are tried; between two of them the smaller one counts."""
 _HALVINGS = 40
 
 
 def free_bound(prices: Prices, allowed: Allowed) -> float:
-    """Ms that no plan of one stage with devices of several speeds can beat, whatever its weights; infinite where no
-    stage has such devices, or batches are divided evenly."""
+    """Lower bound in ms on every plan of one stage with devices of several speeds, whatever its weights. Infinite if no
+    stage has such devices, or if batches are divided evenly."""
     space = prices.space
     if not space.cluster.unequal or not space.request.uneven:
         return INF
@@ -54,7 +54,7 @@ def _bounds(prices: Prices, width: int, allowed: Allowed) -> Iterator[float]:
         if space.by_tokens:
             yield float(each.min(axis=0).sum())
             continue
-        # Between layouts more is sent where shards are uneven: the largest has more than an even one.
+        # Uneven shards send more between layouts, because the largest has more than an even one.
         front = each[:, 0]
         for i in range(1, len(late[0])):
             size, ends = pricer.edges.form(i)
@@ -65,12 +65,12 @@ def _bounds(prices: Prices, width: int, allowed: Allowed) -> Iterator[float]:
 
 
 def _longest(prices: Prices, tensor: int, samples: int, shards: Counter[float]) -> Any:
-    """For each component the least seconds of the shard that takes longest, in forward and backward of ``samples``."""
+    """The least seconds, for each component, of the slowest shard in forward and backward of ``samples`` samples."""
     grid = np.unique(np.geomspace(1, max(1, samples), _POINTS).astype(np.int64))
     taken = np.stack([prices.alone_on(int(n), tensor) for n in grid])
-    taken = np.minimum.accumulate(taken[::-1])[::-1]  # of no more samples than these, or of any more of them
+    taken = np.minimum.accumulate(taken[::-1])[::-1]  # of these samples, or of any larger number
     beyond = np.r_[grid[1:] - 1, samples]
-    low, high = taken[0] / min(shards), taken[-1] / min(shards)  # each shard has a sample at least
+    low, high = taken[0] / min(shards), taken[-1] / min(shards)  # each shard has at least one sample
     can = np.isfinite(high)
     low, high = np.where(can, low, 0.0), np.where(can, high, 0.0)
     for _ in range(_HALVINGS):
@@ -85,7 +85,7 @@ def _longest(prices: Prices, tensor: int, samples: int, shards: Counter[float]) 
 
 
 def _late(prices: Prices, width: int, allowed: Allowed, some: Sequence[Layout]) -> Any:
-    """By layout, for each component the least seconds per step that no backward hides."""
+    """The least seconds per step that no backward hides, for each component, by layout."""
     overlap, pricer = prices.space.cluster.overlap, prices.pricer(width, 1)
     menu = prices.menu(pricer, allowed)
     which = np.flatnonzero(menu.enough([max(1, prices.space.samples(x, 1)) for x in menu.layouts], 0 * prices.fewest))

@@ -1,10 +1,10 @@
-"""Plans of a single stage: each width and number of microbatches has a bound that rises in steps.
+"""Plans of a single stage: each width and number of microbatches has a lower bound that rises in steps.
 
-First compute alone bounds it, then every component independently, memory included (:mod:`asa.planner.stage.floor`),
-then prices of memory and overlap (:mod:`asa.planner.stage.dual`), which also give a first plan. Unless these show that
-memory binds, the label program looks for the optimum *without* the limit; where that does not fit, for the one with it,
-for as long as it takes. Microbatches double only while memory binds, that is while the fastest plan without a limit
-does not fit.
+The first bound is compute alone. The second counts every component independently, memory included
+(:mod:`asa.planner.stage.floor`). The third comes from prices of memory and overlap (:mod:`asa.planner.stage.dual`),
+which also give a first plan. Unless these show that memory binds, the label program searches for the optimum *without*
+the limit; if that does not fit, for the optimum with it, for as long as it takes. Microbatches are doubled only while
+memory binds, which means that the fastest plan without a limit does not fit.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from asa.planner.stage.problem import Choice, Solution
 from asa.planner.stage.runs import RunCharge, Runs
 
 _FIRST_S = 0.15
-"""For the label program under a memory limit, at first; four times as long each time it comes back."""
+"""Seconds for the label program under a memory limit at first; four times as long each time it continues."""
 _LONG, _FORMULATED = 10_000, 1.0
-"""Ways of all components from which formulating takes long: pricing them one by one, times so much."""
+"""Ways of all components from which on formulating takes long: this multiple of the time for pricing them."""
 _MORE = 5_000
-"""Ways that are priced of more than one microbatch for a first plan: a dozen milliseconds for each thousand."""
+"""Largest number of ways priced with several microbatches for a first plan; a thousand take a dozen ms."""
 _REFUSED = 60
-"""Times that the ILP looks beyond choices that do not fit, although what their components have at least does."""
+"""Number of searches by the ILP beyond choices that do not fit, although their components' least memory does."""
 _BEYOND_S = 2.0
-"""For the ILP to look beyond them, each time: it takes as long for a dozen or two of components, usually."""
+"""Seconds of each such search; it usually takes that long for a dozen or two of components."""
 _NOTHING = Solution(choice=None, value=float("inf"), bound=float("inf"), solver="dp")
 
 
@@ -38,9 +38,9 @@ class Single:
     """All plans of one stage of that width with that many microbatches, for the queue of
     :mod:`asa.planner.pipeline.joint`.
 
-    ``bound`` holds for all of them; ``solution`` is the best one so far. ``stuck``: nothing more can be proved.
-    ``by_ilp``: the ILP has proved it. ``origin``: the stage that the solution is a choice of. ``refused``: choices of
-    :attr:`stage` that do not fit, although the sum of the least that their components hold does.
+    ``bound`` holds for all of them; ``solution`` is the best one so far, a choice of the stage ``origin``. ``stuck``
+    says that nothing more can be proved, ``by_ilp`` that the ILP has proved it. ``refused`` are choices of
+    :attr:`stage` that do not fit, although the least memory of their components does.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Single:
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """By what batches are divided among ranks."""
+        """Weights by which batches are divided among ranks."""
         return self._stages.weights(self.width)
 
     @property
@@ -80,7 +80,7 @@ class Single:
 
     @property
     def ways(self) -> int:
-        """How many ways of all components together are priced for :attr:`least`."""
+        """Number of ways of all components together that are priced for :attr:`least`."""
         return self._stages.floor(self.width, self.num_microbatches).ways
 
     @property
@@ -90,12 +90,12 @@ class Single:
 
     @property
     def least(self) -> float:
-        """Ms that no plan takes less than, memory included; infinite where none fits."""
+        """Lower bound in ms on all plans, memory included; infinite if none fits."""
         known = self._stages.floor(self.width, self.num_microbatches)
         return known.whole if self._stages.possible(self.width, known) else float("inf")
 
     def begin(self, best: float) -> None:
-        """Take a plan below ``best`` that the search for prices finds, if this part is known to be in the space."""
+        """Take a plan below ``best`` that the search for prices meets, if this part is known to be in the space."""
         m = self.num_microbatches
         if self._solver == "exhaustive" or (m > 1 and self._stages.enough(self.width, m, best, 0.0) is not False):
             return
@@ -127,8 +127,8 @@ class Single:
         self.bound = max(self.bound, bound)
 
     def _several(self, best: float, until: float) -> None:
-        """Decide whether several microbatches are in the space at all: not where one is enough. Else bound them by
-        their prices."""
+        """Decide whether several microbatches are in the space, which they are not if one is enough. Otherwise bound
+        them by their prices."""
         if self._stages.floor(self.width, 1).crowded:
             self._raise(self._stages.floor(self.width, self.num_microbatches).whole)
             if self.bound >= best:
@@ -154,7 +154,7 @@ class Single:
             self._take(stage.solver.answer(min(best, self.value)))
 
     def _settle(self, best: float, ends: float) -> None:
-        """Find out whether this part is in the space, and what would be fastest without the memory limit."""
+        """Determine whether this part is in the space, and what would be fastest without the memory limit."""
         stage, until = self.stage, min(ends, clock.now() + _FIRST_S * 4 ** min(8, max(0, self.level - 4)))
         assert stage is not None
         enough = self._stages.enough(self.width, self.num_microbatches, best, until)
@@ -168,8 +168,8 @@ class Single:
         self._raise(stage.free.bound)
 
     def _solve(self, best: float, ends: float) -> None:
-        """Solve with the memory limit as far as possible, by labels and by the ILP in turn: where one takes long, the
-        other often does not. The best plan so far limits what is looked for."""
+        """Solve with the memory limit as far as possible, by labels and by the ILP in turn, because where one takes
+        long, the other often does not. The best plan so far limits the search."""
         assert self.stage is not None
         if self._solver == "exhaustive":
             self._take(exhaustive.solve(self.stage.asked, ends))
@@ -205,8 +205,8 @@ class Single:
         return exhaustive.value(self.stage.asked, self.refused[0])
 
     def _otherwise(self, cutoff: float, slice_s: float, ends: float) -> None:
-        """Go on where the best choice does not fit: look for a plan with counted memory, then use the ILP with charges
-        for the runs of refused choices."""
+        """Continue if the best choice does not fit: search for a plan with counted memory, then use the ILP with
+        charges for the runs of refused choices."""
         self._tried += 1
         safe = self._stages.counted(self.width, self.num_microbatches)
         beyond = self._solver == "ilp" and self._looked_beyond < _REFUSED
@@ -222,7 +222,7 @@ class Single:
             self.stuck = True
 
     def _beyond(self, cutoff: float, until: float) -> None:
-        """Find the fastest choice apart from those that were refused and those that hold as much for the same
+        """Search for the fastest choice, except for those that were refused and those that hold as much for the same
         reason."""
         stage = self._stages.wrapped(self.width, self.num_microbatches)
         self._runs = self._runs or self._stages.runs(stage)
@@ -253,7 +253,7 @@ class Single:
         self._charges.update(dict.fromkeys(self._runs.of(choice)))
 
     def _by_ilp(self, slice_s: float) -> None:
-        """Let the ILP solve, where labels get too many. Its bound counts; its choice is priced again."""
+        """Solve by the ILP, for problems with too many labels. Its bound counts; its choice is priced again."""
         assert self.stage is not None
         problem = self.stage.asked
         found = ilp.solve(problem, time_limit_s=slice_s)
@@ -269,7 +269,7 @@ class Single:
             self.solution = replace(self.solution, bound=self.value, solver=f"{found.solver} and dp")
 
     def _take(self, found: Solution, stage: FormulatedStage | None = None) -> None:
-        """Take a solution: a choice of ``stage``, of :attr:`stage` where None."""
+        """Take a solution, which is a choice of ``stage``, or of :attr:`stage` if that is None."""
         stage = stage or self.stage
         self._raise(found.bound)
         if found.value < self.value and found.choice is not None and stage is not None:
@@ -281,7 +281,7 @@ class Single:
                     self._count()
 
     def _count(self) -> None:
-        """Take a plan with counted memory, found by prices, in place of one that does not fit."""
+        """Take a plan with counted memory, from the search for prices, in place of one that does not fit."""
         safe = self._stages.counted(self.width, self.num_microbatches)
         if safe.solver is not None:
             safe.look(float("inf"))
@@ -297,14 +297,14 @@ def singles(stages: StageLookup, solver: SolverName) -> list[Single]:
 
 
 def crowded(some: Sequence[Single]) -> bool:
-    """Whether memory may bind in the widest: likely also in pipelines."""
+    """Whether memory may bind in the widest stage; then it is also likely to in pipelines."""
     return bool(some) and max(some, key=lambda x: x.width).crowded
 
 
 def first_plan(alone: Sequence[Single], known: Candidate | None, best: float) -> float:
-    """Ms of a first plan, which is kept; infinite where none below ``best`` ms was found. Stages of the width of
-    ``known``, the best whole strategy, are looked at, in no more microbatches; and where memory binds, those of all
-    ranks. The prices that a search looks for anyway often come close to the best plan of a kind."""
+    """Ms of a first plan, which is kept; infinite if none below ``best`` ms was met. Stages of the width of ``known``,
+    the best whole strategy, are tried with at most as many microbatches; if memory binds, also stages of all ranks.
+    Prices that a search computes anyway often come close to the best plan of a kind."""
     kinds: list[tuple[int, tuple[int, ...], float]] = [(max((x.width for x in alone), default=0), (), float("inf"))]
     if known is not None:
         kinds.append((known.ranks, known.ways[0].layout.weights, known.num_microbatches))

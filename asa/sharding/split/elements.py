@@ -38,35 +38,36 @@ _RANDOM = """
 
 
 def elementwise(call: Call) -> Any:
-    """The function applied to this rank's parts."""
+    """Result of the function on this rank's parts."""
     parts = parts_in((*call.args, *call.options.values()))
     lead = max(parts, key=Tensor.dim)
     if call.name == "where" and len(call.args) < 3 and not {"other", "y"} & call.options.keys():
         refuse("where", lead.parted)
     if call.in_place and not isinstance(call.args[0], TensorPart):
         raise UsageError(
-            f"{call.name} would put what ranks hold in parts into a tensor that is no such: make that by "
-            "torch.zeros_like(p) or p.detach().clone()"
+            f"{call.name} would write a tensor that ranks hold in parts into a tensor that is not split: make the "
+            "other tensor by torch.zeros_like(p) or p.detach().clone()"
         )
     args = [matched(a, lead) for a in call.args]
-    found = call.func(*args, **{key: matched(v, lead) for key, v in call.options.items()})
-    return call.args[0] if call.in_place else wrapped(found, lead)
+    result = call.func(*args, **{key: matched(v, lead) for key, v in call.options.items()})
+    return call.args[0] if call.in_place else wrapped(result, lead)
 
 
 def drawn(call: Call) -> Any:
-    """This rank's part of random numbers drawn for the whole tensor; with equal seeds, those that one device draws."""
+    """This rank's part of random numbers drawn for the whole tensor. With equal seeds they are those that one device
+    draws."""
     part, *more = call.args
     full = torch.empty(part.shape, dtype=part.dtype, device=part.device)
-    found = part.parted.cut(call.func(full, *more, **call.options))
+    part_drawn = part.parted.cut(call.func(full, *more, **call.options))
     if not call.in_place:
-        return TensorPart(found, part.parted)
+        return TensorPart(part_drawn, part.parted)
     with torch.set_grad_enabled(torch.is_grad_enabled() and getattr(call.func, "__module__", "") != "torch.nn.init"):
-        part.held.copy_(found)
+        part.held.copy_(part_drawn)
     return part
 
 
 def made_new(call: Call) -> Any:
-    """A new tensor of the same kind that does not depend on the values."""
+    """A new tensor of the same type and device whose content does not depend on the values of this one."""
     return call.func(call.args[0].held, *call.args[1:], **call.options)
 
 

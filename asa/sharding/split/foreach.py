@@ -1,4 +1,4 @@
-"""Functions over lists of tensors, as optimizers and clipping call them, some of which are parts."""
+"""Functions over lists of tensors, some of which are parts, as optimizers and gradient clipping call them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asa.sharding.split.totals import norms
 
 
 def elementwise_each(call: Call) -> Any:
-    """``func`` applied to this rank's part of every tensor."""
+    """Results of the function on this rank's part of every tensor."""
     first, *rest = call.args
 
     def beside(values: Any) -> Any:
@@ -21,29 +21,31 @@ def elementwise_each(call: Call) -> Any:
             return refuse(call.name, values.parted) if isinstance(values, TensorPart) else values
         for value, leader in zip(values, first, strict=True):
             if isinstance(value, TensorPart) and not isinstance(leader, TensorPart):
-                raise UsageError(f"{call.name} brings together tensors of which one is held in parts, the other is not")
+                raise UsageError(
+                    f"{call.name} combines a tensor that ranks hold in parts with one that they hold whole"
+                )
         pairs = zip(values, first, strict=True)
         return [matched(v, leader) if isinstance(leader, TensorPart) else v for v, leader in pairs]
 
     more = {key: beside(v) for key, v in call.options.items()}
-    found = call.func([held_of(t) for t in first], *map(beside, rest), **more)
+    results = call.func([held_of(t) for t in first], *map(beside, rest), **more)
     if call.in_place:
         return first
     return tuple(
-        wrapped(f, leader) if isinstance(leader, TensorPart) else f for f, leader in zip(found, first, strict=True)
+        wrapped(f, leader) if isinstance(leader, TensorPart) else f for f, leader in zip(results, first, strict=True)
     )
 
 
 def norm_each(call: Call) -> Any:
-    """The norm of every tensor, with one message for all that the same ranks hold."""
+    """Norms of all tensors, with one message for all tensors that the same ranks hold."""
     tensors, order, dtype = _norm_arguments(*call.args, **call.options)
-    found = dict(enumerate(tensors))
-    whole = [i for i, t in found.items() if not isinstance(t, TensorPart)]
+    values = dict(enumerate(tensors))
+    whole = [i for i, t in values.items() if not isinstance(t, TensorPart)]
     if whole:
-        found |= zip(whole, torch._foreach_norm([tensors[i] for i in whole], order, dtype=dtype), strict=True)
-    parts = {i: t for i, t in found.items() if isinstance(t, TensorPart)}
-    found |= zip(parts, norms(list(parts.values()), order, dtype), strict=True)
-    return tuple(found[i] for i in range(len(tensors)))
+        values |= zip(whole, torch._foreach_norm([tensors[i] for i in whole], order, dtype=dtype), strict=True)
+    parts = {i: t for i, t in values.items() if isinstance(t, TensorPart)}
+    values |= zip(parts, norms(list(parts.values()), order, dtype), strict=True)
+    return tuple(values[i] for i in range(len(tensors)))
 
 
 def _norm_arguments(tensors: Any, ord: float = 2, dtype: torch.dtype | None = None) -> tuple[Any, float, Any]:
@@ -51,7 +53,7 @@ def _norm_arguments(tensors: Any, ord: float = 2, dtype: torch.dtype | None = No
 
 
 def unscaled(call: Call) -> Any:
-    """Divide gradients by a loss scale, and record whether any of this rank's are not finite."""
+    """Divide gradients by a loss scale, and record whether any of this rank's gradients are not finite."""
     return call.func([held_of(t) for t in call.args[0]], *call.args[1:], **call.options)
 
 

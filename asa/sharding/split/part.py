@@ -1,4 +1,5 @@
-"""A tensor of which each rank of an axis holds a part. Functions are answered for the whole tensor, or refused."""
+"""A tensor of which each rank of an axis holds a part. A function of it is computed for the whole tensor, or
+refused."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class Call:
 
 
 HANDLERS: dict[str, Callable[[Call], Any]] = {}
-"""Handlers by the function's name. Functions without one are refused."""
+"""Handlers by the name of the torch function. Functions without a handler are refused."""
 
 
 def handles(names: Iterable[str], handler: Callable[[Call], Any]) -> None:
@@ -58,16 +59,16 @@ def refuse(name: str, split: Split) -> NoReturn:
     raise UsageError(
         _WHY.get(name)
         or f"{name} needs a whole tensor, and each of {split.axis.size} ranks holds a part of this one: sums, means, "
-        "norms and what is done element by element are to be had; else take model.state_dict(), or plan with "
+        "norms and elementwise functions are available; otherwise use model.state_dict(), or plan with "
         "strategies=('ddp',)"
     )
 
 
 class TensorPart(Tensor):
-    """Looks like the whole tensor; ``held`` is this rank's part of it, with its own memory and gradient.
+    """A tensor that looks like the whole tensor; ``held`` is this rank's part of it, with its own memory and gradient.
 
-    Values are only computed by :data:`HANDLERS`, from ``held`` and, if that is not enough, from other ranks' parts:
-    such calls are collective.
+    Only :data:`HANDLERS` compute values: from ``held`` and, if that is not enough, from other ranks' parts. Such calls
+    are collective.
     """
 
     held: Tensor
@@ -78,11 +79,11 @@ class TensorPart(Tensor):
     def __new__(cls, held: Tensor, split: Split) -> TensorPart:
         shape = list(held.shape)
         shape[split.dim] = split.length
-        found: TensorPart = Tensor._make_wrapper_subclass(cls, shape, dtype=held.dtype, device=held.device)  # type: ignore[attr-defined]
-        found.held, found.parted, found._gradient = held, split, None
+        part: TensorPart = Tensor._make_wrapper_subclass(cls, shape, dtype=held.dtype, device=held.device)  # type: ignore[attr-defined]
+        part.held, part.parted, part._gradient = held, split, None
         if isinstance(held, nn.Parameter):
-            found._is_param = True  # type: ignore[attr-defined]  # so isinstance says nn.Parameter
-        return found
+            part._is_param = True  # type: ignore[attr-defined]  # so isinstance says nn.Parameter
+        return part
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,7 +112,7 @@ class TensorPart(Tensor):
 
     @property
     def grad(self) -> TensorPart | None:  # type: ignore[override]
-        """Gradient of ``held``, in the same form; the same object as long as it is the same gradient."""
+        """Gradient of ``held``, as a :class:`TensorPart`; the same object as long as the gradient is the same."""
         gradient, known = self.held.grad, self._gradient
         if gradient is None:
             self._gradient = None
@@ -164,12 +165,12 @@ class TensorPart(Tensor):
         return self.held.data_ptr()
 
     def full_tensor(self) -> TensorPart:
-        """This part with its DTensor, if any, gathered. A loss with sharded tensors calls this."""
+        """This part with its DTensor, if it is one, gathered. A loss with sharded tensors calls this."""
         held = whole(self.held)
         return self if held is self.held else TensorPart(held, self.parted)
 
     def register_hook(self, hook: Any) -> NoReturn:  # type: ignore[override]
-        """Refuse: autograd has at best a part of the gradient."""
+        """Refuse, because autograd has at best a part of the gradient."""
         raise UsageError(
             "a hook on a parameter that ranks hold in parts would see a part of its gradient; change p.grad after "
             "loss.backward() instead, or plan with strategies=('ddp',)"
@@ -183,11 +184,11 @@ class TensorPart(Tensor):
         refuse("a loop over its rows", self.parted)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorPart:
-        found = TensorPart(self.held.detach().clone().requires_grad_(self.requires_grad), self.parted)
+        part = TensorPart(self.held.detach().clone().requires_grad_(self.requires_grad), self.parted)
         if getattr(self, "_is_param", False):
-            found._is_param = True  # type: ignore[attr-defined]
-        memo[id(self)] = found
-        return found
+            part._is_param = True  # type: ignore[attr-defined]
+        memo[id(self)] = part
+        return part
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse("a copy or pickle", self.parted)
@@ -209,28 +210,28 @@ def held_of(tensor: Tensor) -> Tensor:
 
 
 def parts_in(values: Sequence[Any]) -> list[TensorPart]:
-    """All parts among ``values`` and in lists among them."""
-    found = [v for v in values if isinstance(v, TensorPart)]
+    """All parts among ``values``, and in lists and tuples among them."""
+    parts = [v for v in values if isinstance(v, TensorPart)]
     for v in values:
         if isinstance(v, list | tuple):
-            found += parts_in(v)
-    return found
+            parts += parts_in(v)
+    return parts
 
 
 def matched(value: Any, to: TensorPart) -> Any:
-    """This rank's part of ``value``, where it combines with ``to``; dimensions are matched from the last.
+    """This rank's part of ``value``, to be combined with ``to``; dimensions are matched from the last.
 
-    Collective for a whole tensor combined with a differentiated part, if it is differentiated or a single number: all
-    ranks must pass the same, and its gradient is the sum over all their parts.
+    The call is collective if a whole tensor is combined with a differentiated part and is itself differentiated, or is
+    a single number. All ranks must then pass the same, and its gradient is the sum over all their parts.
 
     Raises:
-        UsageError: it is split in another way, or has another length.
+        UsageError: ``value`` is split in another way, or has another length.
     """
     split = to.parted
-    right = to.dim() - split.dim  # the dimension that is cut, counted from the last
+    right = to.dim() - split.dim  # the sharded dimension, counted from the last
     if isinstance(value, TensorPart):
         if value.dim() - value.parted.dim != right or not value.parted.alike(split):
-            raise UsageError("two tensors that ranks hold in parts of another kind cannot be brought together")
+            raise UsageError("two tensors that ranks hold in different parts cannot be combined")
         return value.held
     if not isinstance(value, Tensor):
         return value

@@ -1,5 +1,4 @@
-"""Views of a split tensor in another shape: permuted or joined dimensions, and split ones except the sharded
-dimension."""
+"""Views of a split tensor in another shape: dimensions permuted or joined, and split unless they are sharded."""
 
 from __future__ import annotations
 
@@ -15,10 +14,11 @@ from asa.sharding.split.wire import Split
 
 
 def reshaped(split: Split, shape: Sequence[int], wanted: Sequence[int], name: str) -> tuple[Split, list[int]]:
-    """The split of a tensor of ``shape`` after reshaping it to ``wanted``, and the shape of this rank's part then.
+    """(split, shape): the split of a tensor of ``shape`` after reshaping it to ``wanted``, and the shape of this rank's
+    part then.
 
-    The sharded dimension may be joined with its neighbours: with those after it units grow, with those before it there
-    are more blocks.
+    The sharded dimension may be joined with its neighbours. Joining it with those after it makes units larger; joining
+    it with those before it makes more blocks.
     """
     mine, shard = split.shard.index(split.axis.index).numel(), split.shard
     for dim, length in enumerate(wanted):
@@ -29,8 +29,8 @@ def reshaped(split: Split, shape: Sequence[int], wanted: Sequence[int], name: st
             for b in range(split.dim + 1, len(shape) + 1):
                 if math.prod(shape[a:b]) == length and math.prod(wanted[dim + 1 :]) == math.prod(shape[b:]):
                     more, behind = math.prod(shape[a : split.dim]), math.prod(shape[split.dim + 1 : b])
-                    found = replace(shard, dim=dim, blocks=shard.blocks * more, unit=shard.unit * behind)
-                    return replace(split, shard=found), [*wanted[:dim], more * mine * behind, *wanted[dim + 1 :]]
+                    joined = replace(shard, dim=dim, blocks=shard.blocks * more, unit=shard.unit * behind)
+                    return replace(split, shard=joined), [*wanted[:dim], more * mine * behind, *wanted[dim + 1 :]]
     return refuse(name, split)
 
 

@@ -1,7 +1,7 @@
-"""Sums, means, norms and extremes of a split tensor: the value for the whole tensor, and its gradient.
+"""Sums, means, norms and extremes of a split tensor: their values for the whole tensor, and their gradients.
 
-Every rank of the axis has the same value in its loss, and differentiates it by its own part. Only first derivatives are
-possible: gradients cannot be differentiated again.
+Every rank of the axis has the same value in its loss, and differentiates it with respect to its own part. Only first
+derivatives are possible: gradients cannot be differentiated again.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def _dims(part: TensorPart, dim: Any) -> tuple[int, ...]:
 
 
 def _along(call: Call, dims: tuple[int, ...], keepdim: bool) -> Any:
-    """A reduction along dimensions that are not sharded."""
+    """Result of a reduction along dimensions that are not sharded."""
     part = call.args[0]
-    found = call.func(part.held, *call.args[1:], **call.options)
+    result = call.func(part.held, *call.args[1:], **call.options)
     dim = part.parted.dim if keepdim else part.parted.dim - sum(n < part.parted.dim for n in set(dims))
-    wrap = [TensorPart(f, part.parted.at(dim)) for f in (found if isinstance(found, tuple) else (found,))]
-    return type(found)(wrap) if isinstance(found, tuple) else wrap[0]
+    wrap = [TensorPart(f, part.parted.at(dim)) for f in (result if isinstance(result, tuple) else (result,))]
+    return type(result)(wrap) if isinstance(result, tuple) else wrap[0]
 
 
 def _named(args: Sequence[Any], options: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def total(call: Call) -> Any:
 
 
 def extreme(call: Call) -> Any:
-    """``max``, ``min``, ``amax`` and ``amin``; the gradient is divided equally among all equal extremes."""
+    """``max``, ``min``, ``amax`` and ``amin``. The gradient is divided equally among all equal extremes."""
     if (isinstance(call.args[-1], Tensor) and len(call.args) > 1) or "other" in call.options:
         return elementwise(call)
     (part, *more), options, name = call.args, call.options, call.name
@@ -85,15 +85,15 @@ def _shared(held: Tensor, mine: Tensor, value: Tensor, dims: tuple[int, ...], sp
 
 
 def truth(call: Call) -> Any:
-    """Truth of elements: ``all`` and ``any``."""
+    """Reductions of booleans: ``all`` and ``any``."""
     (part, *more), options, name = call.args, call.options, call.name
     given = _named(more, options, "dim", "keepdim")
     dims = _dims(part, given.get("dim"))
     if part.parted.dim not in dims:
         return _along(call, dims, given.get("keepdim", False))
     against = part.held.ne(0) if name == "any" else part.held.eq(0)
-    found = summed(whole(against.sum(dims, given.get("keepdim", False))), part.parted) > 0
-    return found if name == "any" else ~found
+    some_true = summed(whole(against.sum(dims, given.get("keepdim", False))), part.parted) > 0
+    return some_true if name == "any" else ~some_true
 
 
 def norm(call: Call) -> Any:
@@ -128,7 +128,8 @@ def _power(mine: Tensor, order: float) -> Tensor:
 
 
 def _joined(mine: Tensor, powers: Tensor, order: float, split: Split) -> Tensor:
-    """The norm of the whole from the sum of its parts' powers; d whole / d part = (part / whole) ** (order - 1)."""
+    """Norm of the whole tensor from the sum of the powers of its parts' norms; d whole / d part = (part / whole) **
+    (order - 1)."""
     full = powers if order == 0 else powers.pow(1 / order)
     value = full.to(mine.dtype)
     if not (mine.requires_grad and torch.is_grad_enabled()):
@@ -139,19 +140,20 @@ def _joined(mine: Tensor, powers: Tensor, order: float, split: Split) -> Tensor:
 
 
 def norms(parts: Sequence[TensorPart], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The norm of each tensor, in one message for all that the same ranks hold (if none is differentiated)."""
+    """The norm of each tensor, with one message for all tensors that the same ranks hold (if none is
+    differentiated)."""
     if order == math.inf or (torch.is_grad_enabled() and any(p.requires_grad for p in parts)):
         return [_norm(p, order, tuple(range(p.dim())), False, dtype) for p in parts]
     mine = [whole(torch.linalg.vector_norm(p.held, order, dtype=dtype)) for p in parts]
-    found: dict[int, Tensor] = {}
+    values: dict[int, Tensor] = {}
     for first in range(len(parts)):
-        if first in found:
+        if first in values:
             continue
         split = parts[first].parted
         alike = [i for i, p in enumerate(parts) if p.parted.axis.group is split.axis.group]
         powers = summed(torch.stack([_power(mine[i], order) for i in alike]), split)
-        found |= {i: _joined(mine[i], power, order, split) for i, power in zip(alike, powers.unbind(), strict=True)}
-    return [found[i] for i in range(len(parts))]
+        values |= {i: _joined(mine[i], power, order, split) for i, power in zip(alike, powers.unbind(), strict=True)}
+    return [values[i] for i in range(len(parts))]
 
 
 def spread(call: Call) -> Any:
@@ -163,8 +165,8 @@ def spread(call: Call) -> Any:
     if given or not isinstance(unbiased, bool):
         refuse(f"{name} along dimensions", part.parted)
     mean: Any = part.mean()
-    found: Any = (part - mean).square().sum() / (part.numel() - (int(unbiased) if less is None else less))
-    return found.sqrt() if name == "std" else found
+    variance: Any = (part - mean).square().sum() / (part.numel() - (int(unbiased) if less is None else less))
+    return variance.sqrt() if name == "std" else variance
 
 
 def product(call: Call) -> Any:

@@ -1,7 +1,8 @@
-"""Description of a tensor's split over ranks, and the messages about it, forward and backward.
+"""Description of a tensor's split over ranks, and its collectives, forward and backward.
 
-A value of the whole tensor is the same on all ranks, and so must be its gradient: every rank then differentiates it by
-its own part. An argument that each rank combines with its part gets the sum of the gradients over all parts.
+A value of the whole tensor is the same on all ranks, and so must be its gradient: every rank then differentiates it
+with respect to its own part. An argument that each rank combines with its part gets the sum of the gradients over all
+parts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Split:
-    """Split of a tensor over ``axis``, whose collectives run on ``device``."""
+    """Split of a tensor over ``axis``. Its collectives run on ``device``."""
 
     axis: Axis
     shard: ParameterShard
@@ -94,14 +95,14 @@ class _Known(torch.autograd.Function):
         least, most = largest(torch.stack([-gradient, gradient]), ctx.parted)
         if bool(((most + least) > 1e-3 * most.abs()).any()):
             raise UsageError(
-                "a norm (or sum) of parameters that ranks hold in parts counts more on one rank than on another: add "
-                "it to the loss, of which every rank has its own, and do not multiply the two"
+                "a norm (or sum) of parameters that ranks hold in parts has different gradients on different ranks: "
+                "add it to the loss, and do not multiply it by the loss, which differs between ranks"
             )
         return gradient, None, None
 
 
 def known(contribution: Tensor, value: Tensor, split: Split) -> Tensor:
-    """``value`` of the whole tensor, which this rank differentiates by its ``contribution``. Its backward is
+    """``value`` of the whole tensor, which this rank differentiates through its ``contribution``. Its backward is
     collective, and raises a UsageError if ranks have different gradients of it."""
     if not (contribution.requires_grad and torch.is_grad_enabled()):
         return value

@@ -1,4 +1,4 @@
-"""Data sets: official files or the embedded default, the global order of samples, and fetching samples for a rank."""
+"""Data sets: official files or the embedded default, the global order of samples, and reading samples for a rank."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from asa.errors import InvalidInputError
 from asa.reading import open_regular
 
 MAX_UNPACKED_BYTES = 512 * 1024**2
-"""Twice the size of the larger official archive; a larger file contains something else."""
+"""Largest number of unpacked bytes: twice the size of the larger official archive. A larger file contains something
+else."""
 
 
 class Readable(Protocol):
@@ -23,7 +24,7 @@ class Readable(Protocol):
 
 
 class _Bounded:
-    """Reads a stream, and raises once more than ``limit`` bytes would come out of it."""
+    """Reads a stream, and raises if more than ``limit`` bytes come out of it."""
 
     def __init__(self, stream: Readable, limit: int, path: Path) -> None:
         self._stream, self._left, self._limit, self._path = stream, limit, limit, path
@@ -32,22 +33,24 @@ class _Bounded:
         block = self._stream.read(size)
         self._left -= len(block)
         if self._left < 0:
-            raise InvalidInputError(f"{self._path} unpacks to more than {self._limit} bytes; it is no data set archive")
+            raise InvalidInputError(
+                f"{self._path} unpacks to more than {self._limit} bytes; it is not a data set archive"
+            )
         return block
 
 
 def _suspicious(member: tarfile.TarInfo) -> str:
-    """Why an entry is not allowed in a data set's archive; empty if it is."""
+    """Why an entry is not allowed in a data set's archive; empty if it is allowed."""
     path = PurePosixPath(member.name)
     if path.is_absolute() or ".." in path.parts:
         return "leads outside the archive"
     if not (member.isdir() or member.isfile()) or member.issparse():
-        return "is no plain file"
+        return "is not a plain file"
     return ""
 
 
 def _members(tar: tarfile.TarFile, path: Path, wanted: set[str]) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     for member in tar:
         why = _suspicious(member)
         if why:
@@ -55,29 +58,28 @@ def _members(tar: tarfile.TarFile, path: Path, wanted: set[str]) -> dict[str, by
         name = str(PurePosixPath(member.name))
         if name not in wanted or member.isdir():
             continue
-        if name in found:
+        if name in contents:
             raise InvalidInputError(f"{path} is refused: it holds {name!r} twice")
         stream = tar.extractfile(member)
-        found[name] = stream.read() if stream is not None else b""
-        if len(found[name]) != member.size:
-            raise InvalidInputError(f"{path} is truncated: {name} has {len(found[name])} of {member.size} bytes")
-    return found
+        contents[name] = stream.read() if stream is not None else b""
+        if len(contents[name]) != member.size:
+            raise InvalidInputError(f"{path} is truncated: {name} has {len(contents[name])} of {member.size} bytes")
+    return contents
 
 
 def read_members(path: Path, wanted: set[str], *, limit: int = MAX_UNPACKED_BYTES) -> dict[str, bytes]:
-    """Contents of the ``wanted`` members of the archive at ``path``, by name.
-
-    The archive is read to its end, so that its checksum is verified.
+    """Contents of the ``wanted`` members of the archive at ``path``, by name. The archive is read to its end, so that
+    its checksum is verified.
 
     Raises:
-        InvalidInputError: truncated, damaged, larger than ``limit`` unpacked, without a wanted member, or with an entry
-            that leads outside, is a link or a device.
+        InvalidInputError: it is truncated, damaged, larger than ``limit`` bytes when unpacked, without a wanted member,
+            or with an entry that leads outside, is a link or a device.
     """
     try:
         with open_regular(path) as packed, gzip.GzipFile(fileobj=packed) as unpacked:
             bounded = _Bounded(unpacked, limit, path)
             with tarfile.open(fileobj=bounded, mode="r|") as tar:  # type: ignore[call-overload]
-                found = _members(tar, path, wanted)
+                contents = _members(tar, path, wanted)
             while bounded.read(1 << 20):
                 pass
     except (EOFError, tarfile.TarError, zlib.error, gzip.BadGzipFile) as error:
@@ -85,7 +87,7 @@ def read_members(path: Path, wanted: set[str], *, limit: int = MAX_UNPACKED_BYTE
         raise InvalidInputError(f"{path} ({size} bytes) is truncated or damaged: {str(error).lower()}") from None
     except OSError as error:
         raise InvalidInputError(f"cannot read {path}: {error.strerror or error}") from None
-    missing = sorted(wanted - found.keys())
+    missing = sorted(wanted - contents.keys())
     if missing:
         raise InvalidInputError(f"{path} lacks {missing[0]}")
-    return found
+    return contents

@@ -20,8 +20,8 @@ MARGIN = 8
 def augment(pixels: Tensor, indices: Tensor, *, seed: int, epoch: int, flips: bool) -> Tensor:
     """Shift each image by its own random offset, with black borders, and mirror it at random (with ``flips``).
 
-    ``pixels`` [B, C, H, W] and ``indices`` int64 [B] (global) on one device. Offset and mirroring depend only on (seed,
-    epoch, global index): any rank that fetches a sample, with any others, gets the same image.
+    ``pixels`` [B, C, H, W] and ``indices`` int64 [B] (global) are on one device. Offset and mirroring depend only on
+    (seed, epoch, global index), so any rank that reads a sample, with any others, gets the same image.
     """
     count, channels, height, width = pixels.shape
     random = words(key(seed, epoch, _AUGMENT), indices)
@@ -50,11 +50,12 @@ def fetch(
     dtype: torch.dtype = torch.float32,
     gathered: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Samples of ``images`` by global index: x ``dtype`` [B, *images.shape] normalized, y int64 [B], on ``device``.
+    """(x, y): samples of ``images`` by global index. x is ``dtype`` [B, *images.shape], normalized; y is int64 [B];
+    both are on ``device``.
 
-    B may be 0: a rank without rows. Images are augmented with ``train`` (see :func:`augment`); tokens, int64 [B, T],
-    are unchanged, with labels of that shape. A set resident on ``device`` never leaves it; otherwise its bytes are
-    gathered on their own device and everything else happens on ``device``. ``gathered``: those bytes and labels, if
+    B may be 0, for a rank without rows. Images are augmented with ``train`` (see :func:`augment`). Tokens, int64 [B,
+    T], are unchanged, with labels of that shape. A set that is on ``device`` never leaves it; otherwise its bytes are
+    gathered on their own device, and everything else happens on ``device``. ``gathered`` are those bytes and labels, if
     they were gathered before.
     """
     if gathered is None:
@@ -72,9 +73,11 @@ def fetch(
         if labels.dim() == 3 and labels.shape[1:] == pixels.shape[2:]:  # one class per pixel: move it along
             labels = moved(labels[:, None])[:, 0]
         pixels = moved(pixels)
-    # Half precision holds neither 1/255 nor the mean well: normalise first, round once.
+    # Half precision rounds 1/255 and the mean too much: normalize first, and round once.
     x = convert(pixels.to(exact).div_(255), images.shape)
     mean, std = (torch.tensor(v, dtype=exact, device=x.device)[:, None, None] for v in (images.mean, images.std))
-    shifted = x.sub_(mean) if x.is_contiguous() else x - mean  # a grey image may be seen as three
+    shifted = (
+        x.sub_(mean) if x.is_contiguous() else x - mean
+    )  # a grey image may be an expanded view with three channels
     del x
     return shifted.div_(std).to(dtype), labels

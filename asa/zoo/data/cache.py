@@ -1,4 +1,4 @@
-"""Cache of the embedded default between runs: written once in the official format, checked at every use."""
+"""Cache of the embedded default between runs. It is written once in the official format, and checked at every use."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _files(what: Official) -> dict[str, bytes]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write atomically: another process sees either the old file or the new one."""
+    """Write atomically, so that another process sees either the old file or the new one."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as stream:
@@ -75,17 +75,17 @@ def _fill(directory: Path, what: Official, files: Callable[[], dict[str, bytes]]
     contents = files()
     for name, data in contents.items():
         _write(home / name, data)
-    # Last: sums without files are never seen. Two processes at once write the same bytes, which harms neither.
+    # Written last, so that checksums never exist without files. Two processes at once write the same bytes.
     sums = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in contents.items())
     _write(home / _SUMS, sums.encode())
 
 
 @contextlib.contextmanager
 def stand_in(what: Official) -> Iterator[Path]:
-    """Context with a directory laid out like ``what``'s official files, containing the embedded default.
+    """Context with a directory that is laid out like the official files of ``what`` and contains the embedded default.
 
-    It is in the user's cache, and made there at first use; if that cannot be written, it is a temporary directory that
-    is removed when the context ends.
+    It is in the user's cache, and created there at first use. If that cannot be written, it is a temporary directory,
+    which is removed when the context ends.
     """
     directory = folder() / f"stand-in-{VERSION}"
     try:

@@ -1,7 +1,7 @@
 """CIFAR's binary format: records of one or two label bytes and 3072 pixels (red, green, blue planes, row by row).
 
-Format: the "binary version" section of the data sets' page, https://www.cs.toronto.edu/~kriz/cifar.html The python
-version is a pickle, which can execute code when read: it is detected and refused, never opened.
+Format: the "binary version" section of the data sets' page, https://www.cs.toronto.edu/~kriz/cifar.html. The python
+version is a pickle, which can execute code when it is read. It is detected and refused, never opened.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from asa.zoo.data.official import Official, Split
 PIXELS = 3 * 32 * 32
 
 _SMALL = 5
-"""Divisor: up to a fifth of the official images count as a small set made on purpose; more, but not all, as a truncated
-file."""
+"""Divisor. A file with up to a fifth of the official images counts as a small set made on purpose. One with more, but
+not all, counts as truncated."""
 
 
 def encode(images: Tensor, labels: Tensor, coarse: Tensor | None = None) -> bytes:
-    """Encode uint8 ``images`` [N, 3, 32, 32] and ``labels`` [N] as records, for CIFAR-100 with ``coarse`` labels before
-    them."""
+    """Encode uint8 ``images`` [N, 3, 32, 32] and ``labels`` [N] as records. For CIFAR-100, ``coarse`` labels come
+    before them."""
     columns = [labels.to(torch.uint8)[:, None], images.reshape(len(images), PIXELS)]
     if coarse is not None:
         columns.insert(0, coarse.to(torch.uint8)[:, None])
@@ -33,12 +33,11 @@ def encode(images: Tensor, labels: Tensor, coarse: Tensor | None = None) -> byte
 
 
 def decode(data: bytes, what: Official, *, source: str, official_count: int) -> tuple[Tensor, Tensor]:
-    """Decode the content of one file to images uint8 [N, 3, 32, 32] and labels int64 [N].
+    """Images uint8 [N, 3, 32, 32] and labels int64 [N] from the content of one file.
 
     Raises:
         InvalidInputError: not a whole number of records, a number that only a truncated file has, or a label out of
-            range;
-            names ``source`` and the bytes.
+            range; names ``source`` and the bytes.
     """
     record = what.label_bytes + PIXELS
     count, rest = divmod(len(data), record)
@@ -58,7 +57,7 @@ def decode(data: bytes, what: Official, *, source: str, official_count: int) -> 
         wrong = int((rows[:, column] >= limit).int().argmax())
         if rows[wrong, column] >= limit:
             raise InvalidInputError(
-                f"{source} is no {what.title} file: record {wrong} has label {int(rows[wrong, column])}, "
+                f"{source} is not a file of {what.title}: record {wrong} has label {int(rows[wrong, column])}, "
                 f"labels go up to {limit - 1}",
                 where=f"byte {wrong * record + column}",
             )
@@ -93,15 +92,15 @@ def _contents(root: Path, what: Official, split: Split) -> tuple[dict[str, bytes
 
 
 def read(root: Path, what: Official, split: Split) -> tuple[Tensor, Tensor, str] | None:
-    """Images, labels and the location they were read from; None if ``root`` contains nothing of the data set.
+    """Images, labels and the location from which they were read. None if ``root`` contains nothing of the data set.
 
-    ``root`` holds the official folder, or its files, or the official .tar.gz.
+    ``root`` contains the official folder, or its files, or the official .tar.gz.
 
     Raises:
         InvalidInputError: files exist but cannot be used (see :func:`decode`), or only the pickled version exists.
     """
-    found = _contents(root, what, split)
-    if found is None:
+    files = _contents(root, what, split)
+    if files is None:
         pickled = _pickled(root, what)
         if pickled:
             raise InvalidInputError(
@@ -109,7 +108,7 @@ def read(root: Path, what: Official, split: Split) -> tuple[Tensor, Tensor, str]
                 f"put the binary version there: {what.origins[0].urls[0]}"
             )
         return None
-    contents, place = found
+    contents, place = files
     parts = [
         decode(contents[name], what, source=f"{place}: {name}", official_count=count)
         for name, count in what.files[split]

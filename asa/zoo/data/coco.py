@@ -1,5 +1,5 @@
-"""Reader of images and masks in COCO's format: https://cocodataset.org/#format-data (object detection: polygons and
-RLE)."""
+"""Reader of images and masks in COCO's format (object detection: polygons and run-length codes),
+https://cocodataset.org/#format-data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _TESTS = ("val", "test")
 
 def folder(place: str, shape: Shape | None) -> Any:
     """Read ``DIR/annotations/*.json`` with images in ``DIR/train*`` and ``DIR/val*`` (by the file's name), or one
-    ``DIR/*.json`` with the images beside it. Class 0 is the background, the others follow the categories' ids.
+    ``DIR/*.json`` with the images next to it. Class 0 is the background; the others are in the order of the categories'
+    ids.
 
     Raises:
         InvalidInputError: there are no such files, or they have another form.
@@ -76,7 +77,7 @@ def _split(
 
 
 def _found(root: Path, file: Path, name: str, spec: str) -> Path:
-    """Path of an image: beside its annotations, or in a folder with their name (``instances_val2017``: val2017)."""
+    """Path of an image: next to its annotations, or in a folder with their name (``instances_val2017``: val2017)."""
     for home in (root / file.stem.rpartition("_")[2], root / "images", root, file.parent):
         if (home / name).is_file():
             return home / name
@@ -84,7 +85,7 @@ def _found(root: Path, file: Path, name: str, spec: str) -> Path:
 
 
 def _mask(drawn: Any, size: tuple[int, int], to: tuple[int, int], told: str) -> Tensor:
-    """Mask of polygons or of a run-length code, bool [H, W] of the size ``to``.
+    """Mask from polygons or a run-length code, bool [H, W], resized to ``to``.
 
     Raises:
         InvalidInputError: it is neither.
@@ -113,7 +114,8 @@ def _mask(drawn: Any, size: tuple[int, int], to: tuple[int, int], told: str) -> 
 
 
 def _counts(text: str) -> list[int]:
-    """Runs of a compressed code: base 32 in printable characters, from the fourth on as differences (pycocotools)."""
+    """Runs of a compressed code: numbers in base 32 as printable characters, from the fourth on as differences
+    (pycocotools)."""
     runs: list[int] = []
     at = 0
     while at < len(text):

@@ -1,4 +1,4 @@
-"""Download of official files from their own addresses, only on request, with checked checksums."""
+"""Download of official files from their own addresses, only on request and with verified checksums."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _copy(source: Any, target: IO[bytes], origin: Origin) -> None:
     if got != origin.size or digest.hexdigest() != origin.sha256:
         more = "more than " if got > origin.size else ""
         state = "the wrong checksum" if got == origin.size else f"{more}{min(got, origin.size)} of {origin.size} bytes"
-        raise InvalidInputError(f"the download of {origin.file} came with {state}; it was thrown away")
+        raise InvalidInputError(f"the download of {origin.file} has {state}; it was discarded")
 
 
 def _get(origin: Origin, directory: Path, opener: Opener, timeout_s: float) -> None:
@@ -54,14 +54,14 @@ def _get(origin: Origin, directory: Path, opener: Opener, timeout_s: float) -> N
         finally:
             Path(name).unlink(missing_ok=True)
     raise UnavailableError(
-        f"cannot download {origin.file}: {'; '.join(failures)}; put it into {directory} by hand, or go on without it"
+        f"cannot download {origin.file}: {'; '.join(failures)}; put it into {directory} yourself, or do without it"
     )
 
 
 def download(what: Official, directory: Path, *, opener: Opener | None = None, timeout_s: float = 30.0) -> None:
-    """Download the official files of ``what`` into ``directory``; existing files with the right checksum are kept.
+    """Download the official files of ``what`` into ``directory``. Existing files with the right checksum are kept.
 
-    ``timeout_s`` limits every wait for the network, not the whole transfer.
+    ``timeout_s`` limits every wait for the network in seconds, not the whole transfer.
 
     Raises:
         UnavailableError: no address returned the right bytes, or the directory cannot be written.

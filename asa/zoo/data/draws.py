@@ -1,4 +1,4 @@
-"""Random words as a pure function of a key and an index: the same on any rank, device and version.
+"""Random words as a pure function of a key and an index, equal on all ranks, devices and versions.
 
 SplitMix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) in int64 arithmetic,
 which wraps modulo 2^64 on both CPU and CUDA.
@@ -25,7 +25,7 @@ def _shift(words: Tensor, bits: int) -> Tensor:
 
 
 def key(*parts: int) -> int:
-    """Combine several integers, in order, to one 64-bit key."""
+    """A 64-bit key made from several integers, in order."""
     state = 0
     for part in parts:
         state = (state ^ (part & _MASK)) + _GAMMA & _MASK
@@ -44,13 +44,13 @@ def words(of_key: int, index: Tensor) -> Tensor:
 
 
 def integers(random: Tensor, low: int, high: int, *, field: int) -> Tensor:
-    """Integers ``low <= n < high`` from one of the four 16-bit fields of each word; the bias is below (high - low) /
+    """Integers ``low <= n < high`` from one of the four 16-bit fields of each word. The bias is below (high - low) /
     65536."""
     return low + ((random >> (16 * field)) & 0xFFFF) * (high - low) // 65536
 
 
 def noise_bytes(of_key: int, start: int, count: int) -> Tensor:
-    """``count`` random bytes (uint8) from position ``start`` of the key's stream; both must be multiples of 8."""
+    """``count`` random bytes (uint8) from position ``start`` of the key's stream. Both must be multiples of 8."""
     return words(of_key, torch.arange(start // 8, (start + count) // 8)).view(torch.uint8)
 
 

@@ -1,7 +1,8 @@
-"""MNIST's idx format: two zero bytes, 8 for unsigned bytes, the number of dimensions, each dimension as a big-endian
-32-bit number, then the values, the last dimension fastest. Plain or gzipped.
+"""MNIST's idx format, plain or gzipped.
 
-Format: "The IDX file format" on the data set's page, http://yann.lecun.com/exdb/mnist/
+A file has two zero bytes, 8 for unsigned bytes, the number of dimensions, each dimension as a big-endian 32-bit number,
+then the values, with the last dimension fastest. Format: "The IDX file format" on the data set's page,
+http://yann.lecun.com/exdb/mnist/
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def encode(values: Tensor) -> bytes:
 
 
 def decode(data: bytes, *, dimensions: int, source: str) -> Tensor:
-    """Decode the content of an idx file to a uint8 tensor.
+    """A uint8 tensor from the content of an idx file.
 
     Raises:
         InvalidInputError: not an idx file with that many dimensions, or with another length than its header says.
@@ -40,7 +41,7 @@ def decode(data: bytes, *, dimensions: int, source: str) -> Tensor:
         raise InvalidInputError(f"{source} is truncated: {len(data)} bytes, its header alone has {start}")
     if data[:4] != bytes((0, 0, 8, dimensions)):
         raise InvalidInputError(
-            f"{source} is no idx file of bytes in {dimensions} dimensions: it begins with {data[:4].hex(' ')}"
+            f"{source} is not an idx file of bytes in {dimensions} dimensions: it begins with {data[:4].hex(' ')}"
         )
     shape = struct.unpack(f">{dimensions}I", data[4:start])
     expected = start + prod(shape)
@@ -65,19 +66,19 @@ def _load(path: Path) -> bytes:
     except OSError as error:
         raise InvalidInputError(f"cannot read {path}: {error.strerror or error}") from None
     if len(data) > _LIMIT:
-        raise InvalidInputError(f"{path} holds more than {_LIMIT} bytes; it is no MNIST file")
+        raise InvalidInputError(f"{path} holds more than {_LIMIT} bytes; it is not an MNIST file")
     return data
 
 
 def _find(root: Path, name: str) -> Path | None:
-    # The official names, those of older mirrors, and the folders other libraries keep them in.
+    # The official names, those of older mirrors, and the folders in which other libraries store them.
     spellings = [n + end for n in (name, name.replace("-idx", ".idx")) for end in ("", ".gz")]
     folders = [root, root / "mnist", root / "MNIST" / "raw", root / "MNIST"]
     return next((f / n for f in folders for n in spellings if (f / n).is_file()), None)
 
 
 def read(root: Path, what: Official, split: Split) -> tuple[Tensor, Tensor, str] | None:
-    """Images uint8 [N, 1, 28, 28], labels int64 [N] and their location; None if ``root`` contains nothing of the set.
+    """Images uint8 [N, 1, 28, 28], labels int64 [N] and their location. None if ``root`` contains nothing of the set.
 
     Raises:
         InvalidInputError: files exist but cannot be used; names the file and the bytes.
@@ -100,7 +101,7 @@ def read(root: Path, what: Official, split: Split) -> tuple[Tensor, Tensor, str]
     wrong = int((labels >= what.num_classes).int().argmax())
     if labels[wrong] >= what.num_classes:
         raise InvalidInputError(
-            f"{label_path} is no {what.title} file: label {wrong} is {int(labels[wrong])}, labels go up to "
+            f"{label_path} is not a file of {what.title}: label {wrong} is {int(labels[wrong])}, labels go up to "
             f"{what.num_classes - 1}",
             where=f"byte {8 + wrong}",
         )

@@ -16,7 +16,7 @@ LUMA = (0.299, 0.587, 0.114)
 """Weights of red, green and blue in grey: ITU-R BT.601."""
 
 EAGER_BYTES = 256 * 1024**2
-"""Size up to which a whole set is converted once; a larger one keeps its shape and is converted batch by batch."""
+"""Size up to which a whole set is converted at once. A larger one keeps its shape and is converted batch by batch."""
 
 _CHUNK = 1024
 
@@ -25,11 +25,15 @@ _CHUNK = 1024
 class ImageSet:
     """Images and labels of one split.
 
-    ``images`` uint8 [N, C, H, W], or floating if samples are not images: those are used unchanged, neither augmented
-    nor scaled to 0..1; ``labels`` int64 [N], below ``num_classes``. ``shape`` is the (C, H, W) that
-    :func:`asa.zoo.data.fetch` returns; ``images`` has it too unless the converted set would be too large. ``mean``,
-    ``std``: per channel of ``shape``, for pixels scaled to 0..1. ``flips``: whether a mirrored image still has its
-    class. ``source``: one sentence on what was read.
+    Attributes:
+        images: uint8 [N, C, H, W]; floating if samples are not images, which are used unchanged, neither augmented nor
+            scaled to 0..1.
+        labels: int64 [N], below ``num_classes``.
+        shape: the (C, H, W) that :func:`asa.zoo.data.fetch` returns. ``images`` has it too, unless the converted set
+            would be too large.
+        mean, std: per channel of ``shape``, for pixels scaled to 0..1.
+        flips: whether a mirrored image still has its class.
+        source: one sentence on what was read.
     """
 
     images: Tensor
@@ -61,8 +65,8 @@ def _channels(pixels: Tensor, channels: int) -> Tensor:
 
 
 def convert(pixels: Tensor, shape: Shape) -> Tensor:
-    """Convert floating pixels [N, C, H, W] to [N, *shape]: grey is repeated, colours are weighted; bilinear,
-    antialiased."""
+    """Floating pixels [N, C, H, W] as [N, *shape]. Grey is repeated, colours are weighted to grey; resizing is bilinear
+    and antialiased."""
     pixels = _channels(pixels, shape[0])
     if tuple(pixels.shape[2:]) == shape[1:]:
         return pixels
@@ -80,7 +84,7 @@ def _converted(images: Tensor, shape: Shape) -> Tensor:
 
 
 def reshaped(images: ImageSet, shape: Shape | None) -> ImageSet:
-    """The set for models with input ``shape`` (C, H, W); a sentence in ``source`` says what was done.
+    """The set for models with input ``shape`` (C, H, W). A sentence in ``source`` says what was done.
 
     Raises:
         UsageError: no rule converts the images' channels to those of ``shape``.
@@ -103,8 +107,8 @@ def reshaped(images: ImageSet, shape: Shape | None) -> ImageSet:
         steps.append(f"grey repeated over {asked} channels")
         mean, std = mean * asked, std * asked
     elif channels > asked:
-        steps.append("colours weighed to grey")
-        # Channels of photographs move together, so spreads add up like the values do.
+        steps.append("colours weighted to grey")
+        # Channels of photographs are correlated, so standard deviations add up like the values.
         mean, std = ((sum(w * v for w, v in zip(LUMA, values, strict=True)),) for values in (mean, std))
     if images.shape[1:] != shape[1:]:
         steps.append(f"resized from {images.shape[1]}x{images.shape[2]} to {shape[1]}x{shape[2]}")

@@ -1,8 +1,8 @@
-"""A synthetic language that can be learned, bitwise the same on every machine: tokens, and the next token for each.
+"""A synthetic language that can be learned, bitwise equal on every machine: tokens, and the next token for each.
 
-Every token has four possible successors. In seven of eight cases the token three places before decides which one it is;
-otherwise it is any of the four. A model that uses only the last token is right in less than half of the cases, one that
-attends to the other, too, in about nine of ten.
+Every token has four possible successors. In seven of eight cases the token three places before determines which one it
+is; otherwise it is any of the four. A model that uses only the last token is right in less than half of the cases. One
+that also attends to the other is right in about nine of ten.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from asa.zoo.data.images import ImageSet
 from asa.zoo.data.official import Split
 
 VERSION = 1
-"""Version, increased whenever the language changes: results of different versions are not comparable."""
+"""Version, increased whenever the language changes, because results of different versions are not comparable."""
 VOCABULARY = 64
 _SEED = 2503_23186
 _CHOICES = 4
@@ -57,13 +57,13 @@ def _sequences(first: int, count: int, length: int) -> Tensor:
 
 
 def language(split: Split, length: int) -> TokenSet:
-    """One split of the language, in sequences of ``length`` tokens; long sequences are fewer."""
+    """One split of the language, in sequences of ``length`` tokens. There are fewer of them if they are long."""
     counts = {s: max(_LEAST_SAMPLES, min(n, _MOST_TOKENS // length)) for s, n in _SAMPLES.items()}
     first = 0 if split == "train" else counts["train"]
-    found = _sequences(first, counts[split], length + 1)
+    sequences = _sequences(first, counts[split], length + 1)
     return TokenSet(
-        images=found[:, :-1].contiguous(),
-        labels=found[:, 1:].contiguous(),
+        images=sequences[:, :-1].contiguous(),
+        labels=sequences[:, 1:].contiguous(),
         num_classes=VOCABULARY,
         name="synthetic",
         source=(

@@ -10,8 +10,8 @@ Split = Literal["train", "test"]
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """A file to download. ``size`` in bytes; ``urls`` in the order in which they are tried; ``source``: of the
-    checksum."""
+    """A file to download. ``size`` is in bytes; ``urls`` are in the order in which they are tried; ``source`` is that
+    of the checksum."""
 
     file: str
     urls: tuple[str, ...]
@@ -24,10 +24,12 @@ class Origin:
 class Official:
     """One official data set.
 
-    ``files``: for each split its files, each with the official number of images. ``label_bytes``: number of bytes
-    before an image in CIFAR's records, of which the last is the class; 0 if labels have their own file. ``mean`` and
-    ``std``: of the official training images per channel, scaled to 0..1. ``flips``: whether a mirrored image still has
-    its class.
+    Attributes:
+        files: for each split its files, each with the official number of images.
+        label_bytes: number of bytes before an image in CIFAR's records, of which the last is the class; 0 if labels
+            have their own file.
+        mean, std: those of the official training images per channel, scaled to 0..1.
+        flips: whether a mirrored image still has its class.
     """
 
     name: str
@@ -57,7 +59,7 @@ def _cifar(file: str, size: int, sha256: str, catalog: str) -> tuple[Origin, ...
 
 
 def _mnist(file: str, size: int, sha256: str) -> Origin:
-    # The address its authors gave (yann.lecun.com) no longer serves the files; these mirrors hold the same bytes.
+    # The authors' address (yann.lecun.com) no longer serves the files; these mirrors have the same bytes.
     mirrors = ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/")
     urls = tuple(m + file for m in mirrors)
     return Origin(file=file, urls=urls, size=size, sha256=sha256, source=_CATALOG + "mnist.txt")

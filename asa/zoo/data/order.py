@@ -1,4 +1,4 @@
-"""The samples of each step: one order for the whole job, whatever the strategy and the number of ranks."""
+"""The samples of each step: one order for the whole job, independent of the strategy and the number of ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def _shuffled(seed: int, epoch: int, num_samples: int) -> Tensor:
 class GlobalOrder:
     """The order of global sample indices, epoch by epoch.
 
-    An epoch is a permutation of 0..num_samples-1 that depends only on (seed, epoch) (without ``shuffle``: ascending),
-    cut into batches of ``global_batch``; a shorter last batch is left out with ``drop_last``. A *position* counts
-    global samples since the start of the job, so that it keeps its meaning when the number of ranks changes.
+    An epoch is a permutation of 0..num_samples-1 that depends only on (seed, epoch); without ``shuffle`` it is
+    ascending. It is cut into batches of ``global_batch``; a shorter last batch is left out with ``drop_last``. A
+    *position* counts global samples since the start of the job, so it keeps its meaning when the number of ranks
+    changes.
     """
 
     def __init__(
@@ -48,30 +49,31 @@ class GlobalOrder:
         self.samples_per_epoch = num_samples - num_samples % global_batch if drop_last else num_samples
 
     def steps(self, epoch: int) -> int:
-        """Number of batches in ``epoch`` (the same for every epoch)."""
+        """Number of batches in ``epoch``, which is equal for all epochs."""
         del epoch
         return -(-self.samples_per_epoch // self.global_batch)
 
     def position(self, epoch: int, step: int) -> int:
-        """Global samples consumed before ``step`` of ``epoch``; ``step`` may be ``steps(epoch)``, the epoch's end."""
+        """Number of global samples used before ``step`` of ``epoch``; ``step`` may be ``steps(epoch)``, the epoch's
+        end."""
         if epoch < 0 or not 0 <= step <= self.steps(epoch):
             raise ValueError(f"epoch {epoch} step {step} is not among steps 0..{self.steps(epoch)}")
         return epoch * self.samples_per_epoch + min(step * self.global_batch, self.samples_per_epoch)
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Epoch, and number of samples consumed in it, at a position."""
+        """(epoch, samples): the epoch at a position, and the number of samples used in it."""
         if position < 0:
             raise ValueError(f"position {position} is before the first sample")
         return divmod(position, self.samples_per_epoch)
 
     def at(self, position: int) -> Tensor:
-        """The next batch from any position, also inside a batch (after a change of ``global_batch``); it ends with its
-        epoch. int64 [<= global_batch]."""
+        """The next batch from any position, also inside a batch (after a change of ``global_batch``): int64 [<=
+        global_batch]. It ends with its epoch."""
         epoch, start = self.locate(position)
         stop = min(start + self.global_batch, self.samples_per_epoch)
         if not self.shuffle:
             return torch.arange(start, stop)
-        # A copy: the cached permutation is nobody else's to write to.
+        # A copy, because callers must not write to the cached permutation.
         return _shuffled(self.seed, epoch, self.num_samples)[start:stop].clone()
 
     def batch(self, epoch: int, step: int) -> Tensor:

@@ -1,7 +1,8 @@
-"""The user's own data as an :class:`ImageSet`: read completely, once; a fixed fifth is for testing unless given.
+"""The user's own data as an :class:`ImageSet`. It is read completely, once; a fixed fifth is for testing, unless a test
+part is given.
 
-Images stay bytes and are converted to the model's shape. Anything else is numbers: columns of a table are scaled to
-mean 0 and standard deviation 1 of the training part, floating samples of a dataset are used unchanged.
+Images stay bytes and are converted to the model's shape. Everything else is numbers: columns of a table are scaled to
+mean 0 and standard deviation 1 of the training part; floating samples of a dataset are used unchanged.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def open_own(spec: str, split: Split, shape: Shape | None) -> ImageSet:
     """One split of ``spec`` for a model with input ``shape`` [C, H, W].
 
     Raises:
-        UsageError: samples have another shape than the model takes. InvalidInputError: files, or a function of the
-            user's own, cannot be used. UnavailableError: the package that reads them is not installed.
+        UsageError: samples have another shape than the model takes.
+        InvalidInputError: files, or a function of the user's own, cannot be used.
+        UnavailableError: the package that reads them is not installed.
     """
     train, test, classes, told = _both(spec, shape)
     inputs, labels = train if split == "train" else test
@@ -69,7 +71,7 @@ def _both(spec: str, shape: Shape | None) -> tuple[Samples, Samples, int, str]:
         raise InvalidInputError(f"--data {spec}: {len(train[1])} samples to train on and {len(test[1])} to test on")
     for x, _ in (train, test):
         if x.is_complex() or (x.is_floating_point() and not torch.isfinite(x).all()):
-            raise InvalidInputError(f"--data {spec}: a sample has values that are no finite real numbers")
+            raise InvalidInputError(f"--data {spec}: a sample has values that are not finite real numbers")
     if made.scaled:
         mean, std = train[0].mean(dim=0), train[0].std(dim=0, unbiased=False).clamp_min(1e-6)
         train, test = (((x - mean) / std, y) for x, y in (train, test))
@@ -81,7 +83,7 @@ def _both(spec: str, shape: Shape | None) -> tuple[Samples, Samples, int, str]:
 
 
 def _divided(samples: Samples) -> tuple[Samples, Samples]:
-    """Training samples and a fifth for testing, always the same."""
+    """(training, test): the samples divided, a fifth for testing, always in the same way."""
     x, y = samples
     order = permutation(key(len(y), _SALT), len(y))
     cut = len(y) // _TEST_SHARE
@@ -89,7 +91,7 @@ def _divided(samples: Samples) -> tuple[Samples, Samples]:
 
 
 def _shaped(x: Tensor, shape: Shape | None, spec: str) -> Tensor:
-    """Samples [N, ...] as [N, C, H, W]: images are converted, numbers arranged; tokens [N, T] are unchanged."""
+    """Samples [N, ...] as [N, C, H, W]. Images are converted, numbers are arranged, and tokens [N, T] are unchanged."""
     if shape is not None and of_tokens(shape):
         if x.dtype != torch.int64 or tuple(x.shape[1:]) != tuple(shape):
             have = f"{x.shape[1]} tokens" if x.dtype == torch.int64 and x.dim() == 2 else "images or numbers"
@@ -139,26 +141,27 @@ def _statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 def from_factory(spec: str, shape: Shape | None) -> Any:
     """Result of ``package.module:factory``, called with ``input_shape`` if it takes it: a dataset of pairs (input,
-    class), map-style or iterable, a ``DataLoader`` (with any collation), or two of them, the second for testing.
+    class), map-style or iterable; a ``DataLoader`` (with any collation); or two of them, the second for testing.
 
     Raises:
-        UsageError: the spec leads to no function. InvalidInputError: it fails, or returns something else.
+        UsageError: the spec does not name a function.
+        InvalidInputError: it fails, or returns something else.
     """
     from asa.zoo.data.readers import Parts
     from asa.zoo.foreign import accepted, at_home, factory, first_line
 
-    pair, found = False, []
+    pair, parts = False, []
     with at_home():
         function = factory(spec, "data")
         try:
             made = function(**accepted(function, {"input_shape": shape}))
             pair = isinstance(made, tuple) and len(made) == 2 and not isinstance(made[0], Tensor)
-            found = [_read(part, spec) for part in (made if pair else (made,))]
+            parts = [_read(part, spec) for part in (made if pair else (made,))]
         except (InvalidInputError, UsageError, UnavailableError):
             raise
         except (Exception, SystemExit) as error:
             raise InvalidInputError(f"data {spec!r} failed with {first_line(error)}") from None
-    return Parts(train=found[0], test=found[1] if pair else None, told=f"Data of {spec}")
+    return Parts(train=parts[0], test=parts[1] if pair else None, told=f"Data of {spec}")
 
 
 def _read(dataset: Any, spec: str) -> Samples:

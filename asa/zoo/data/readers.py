@@ -18,7 +18,7 @@ from asa.zoo.inputs import Shape
 
 _IMAGES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 _LABELS = ("label", "labels", "class", "target", "fine_label", "y")
-"""Names of columns with the class, of which the first existing one is used; else the last column."""
+"""Names of columns with the class. The first existing one is used; if there is none, the last column."""
 _TEXT_SHAPE = (1, 32, 64)
 """Shape of a text if no model requires one: 32 words of 64 features."""
 _PICTURES = ("image", "img", "picture")
@@ -28,9 +28,9 @@ _TESTS = ("test", "val", "valid", "validation")
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Data that was read: inputs [N, ...] and classes [N]; ``test`` is None if the data contains no test part.
+    """Data that was read: inputs [N, ...] and classes [N]. ``test`` is None if the data contains no test part.
 
-    ``scaled``: numbers of a table, to be scaled to mean 0 and standard deviation 1.
+    ``scaled`` marks numbers of a table, to be scaled to mean 0 and standard deviation 1.
     """
 
     train: tuple[Tensor, Tensor]
@@ -40,7 +40,8 @@ class Parts:
 
 
 def folder(place: str, shape: Shape | None) -> Parts:
-    """Read images by class: ``DIR/CLASS/*.png``, or ``DIR/train/CLASS/*.png`` beside ``DIR/test`` (or ``val``).
+    """Read images by class: ``DIR/CLASS/*.png``, or ``DIR/train/CLASS/*.png`` with ``DIR/test`` (or ``val``) next to
+    it.
 
     Raises:
         InvalidInputError: no classes, a class without images, or a file that is not an image.
@@ -62,13 +63,13 @@ def folder(place: str, shape: Shape | None) -> Parts:
 def _of_folder(home: Path, classes: Sequence[str], shape: Shape | None) -> tuple[Tensor, Tensor]:
     paths, labels = [], []
     for number, name in enumerate(classes):
-        found = (
+        files_found = (
             sorted(p for p in (home / name).rglob("*") if p.suffix.lower() in _IMAGES) if (home / name).is_dir() else []
         )
-        if not found and home.name not in _TESTS:
+        if not files_found and home.name not in _TESTS:
             raise InvalidInputError(f"{home / name} has no images ({', '.join(sorted(_IMAGES))})")
-        paths += found
-        labels += [number] * len(found)
+        paths += files_found
+        labels += [number] * len(files_found)
     return pictures(paths, shape, [str(p) for p in paths]), torch.tensor(labels)
 
 
@@ -77,7 +78,8 @@ def pictures(sources: Sequence[Any], shape: Shape | None, names: Sequence[str]) 
     first image.
 
     Raises:
-        InvalidInputError: one is not an image. UnavailableError: they do not fit in memory.
+        InvalidInputError: one is not an image.
+        UnavailableError: they do not fit in memory.
     """
     import psutil
     from PIL import Image, UnidentifiedImageError
@@ -89,9 +91,9 @@ def pictures(sources: Sequence[Any], shape: Shape | None, names: Sequence[str]) 
             image = source if hasattr(source, "getbands") else Image.open(source)
             tensor = pil_to_tensor(image.convert("L" if shape and shape[0] == 1 else "RGB"))
         except UnidentifiedImageError:
-            raise InvalidInputError(f"{name} is no image that can be read: its format is unknown") from None
+            raise InvalidInputError(f"{name} is not a readable image: its format is unknown") from None
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise InvalidInputError(f"{name} is no image that can be read: {error}") from None
+            raise InvalidInputError(f"{name} is not a readable image: {error}") from None
         shape = shape or (tensor.shape[0], tensor.shape[1], tensor.shape[2])
         if made is None:
             need, free = len(sources) * shape[0] * shape[1] * shape[2], psutil.virtual_memory().available
@@ -105,8 +107,8 @@ def pictures(sources: Sequence[Any], shape: Shape | None, names: Sequence[str]) 
 
 
 def csv_table(place: str, shape: Shape | None) -> Parts:
-    """Read a table with a header: numbers, or a column ``text`` (``sentence``, ``review``), and a column of classes
-    ``label`` (``class``, ``target``), else the last one.
+    """Read a table with a header. Its inputs are numbers, or a column ``text`` (``sentence``, ``review``). The classes
+    are in a column ``label`` (``class``, ``target``), otherwise in the last one.
 
     Raises:
         InvalidInputError: no such file, rows of different lengths, or text among the numbers.
@@ -134,7 +136,8 @@ def parquet(place: str, shape: Shape | None) -> Parts:
     """Read a Parquet file with pyarrow: like :func:`csv_table`, or with a column of images (bytes, as on the hub).
 
     Raises:
-        UnavailableError: pyarrow is missing. InvalidInputError: no such table, or one that cannot be used.
+        UnavailableError: pyarrow is missing.
+        InvalidInputError: no such table, or one that cannot be used.
     """
     return _columnar("parquet", place, shape)
 
@@ -169,10 +172,11 @@ def _columnar(kind: str, place: str, shape: Shape | None) -> Parts:
 
 
 def hub(name: str, shape: Shape | None) -> Parts:
-    """Read a data set of the Hugging Face hub, its parts ``train`` and ``test`` (or ``validation``).
+    """Read a data set of the Hugging Face hub: its parts ``train`` and ``test`` (or ``validation``).
 
     Raises:
-        UnavailableError: ``datasets`` is missing, or cannot get this one. InvalidInputError: no such columns.
+        UnavailableError: ``datasets`` is missing, or cannot load this one.
+        InvalidInputError: no such columns.
     """
     try:
         import datasets
@@ -187,14 +191,17 @@ def hub(name: str, shape: Shape | None) -> Parts:
         raise InvalidInputError(f"--data hf:{name} has {', '.join(parts)}, no part called train")
     test = next((t for t in _TESTS if t in parts), None)
     _check_columns(parts["train"].column_names, f"hf:{name}")
-    found = [_table({c: parts[p][c] for c in parts[p].column_names}, shape, f"hf:{name}") for p in ("train", test) if p]
+    tables = [
+        _table({c: parts[p][c] for c in parts[p].column_names}, shape, f"hf:{name}") for p in ("train", test) if p
+    ]
     return Parts(
-        train=found[0].train, test=found[1].train if test else None, told=found[0].told, scaled=found[0].scaled
+        train=tables[0].train, test=tables[1].train if test else None, told=tables[0].told, scaled=tables[0].scaled
     )
 
 
 def _table(columns: dict[str, Sequence[Any]], shape: Shape | None, spec: str) -> Parts:
-    """Inputs and classes from columns: a column of images or of text if there is one, else all columns of numbers."""
+    """Inputs and classes from columns: a column of images or of text if there is one, otherwise all columns of
+    numbers."""
     names = list(columns)
     label = next((n for n in _LABELS if n in names), names[-1])
     labels = _classes(columns[label], spec, label)
@@ -217,7 +224,7 @@ def _table(columns: dict[str, Sequence[Any]], shape: Shape | None, spec: str) ->
 
 
 def _check_columns(names: Sequence[str], spec: str) -> None:
-    """Check that there are inputs beside classes, and no two columns of one name.
+    """Check that there are inputs besides classes, and no two columns with the same name.
 
     Raises:
         InvalidInputError: there are not.
@@ -232,7 +239,7 @@ def _check_columns(names: Sequence[str], spec: str) -> None:
 
 
 def _opened(value: Any) -> Any:
-    """A cell with an image: its bytes, those in a mapping with its path, or the Pillow image itself."""
+    """The image in a cell: its bytes, those in a mapping with its path, or the Pillow image itself."""
     if isinstance(value, dict):
         value = value.get("bytes") or value.get("path")
     return io.BytesIO(value) if isinstance(value, bytes) else value
@@ -255,7 +262,7 @@ def _numbers(values: Iterable[Any], spec: str, name: str) -> Tensor:
 
 
 def _classes(values: Sequence[Any], spec: str, name: str) -> Tensor:
-    """Classes as int64: whole numbers from 0 unchanged, anything else numbered in sorted order."""
+    """Classes as int64. Whole numbers from 0 are unchanged; anything else is numbered in sorted order."""
     texts = [str(v).strip() for v in values]
     if "" in texts or "None" in texts:
         raise InvalidInputError(f"--data {spec}: a row without a class in column {name!r}")

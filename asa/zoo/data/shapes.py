@@ -19,7 +19,8 @@ _OBJECTS = 3
 
 
 def scenes(split: Split, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Images uint8 [N, C, H, W] and the class of every pixel, int64 [N, H, W]; large images are fewer."""
+    """Images uint8 [N, C, H, W] and the class of every pixel, int64 [N, H, W]. There are fewer of them if they are
+    large."""
     channels, height, width = shape
     most = _MOST_PIXELS // (channels * height * width)
     counts = {s: max(_LEAST_SAMPLES, min(n, most)) for s, n in _SAMPLES.items()}

@@ -1,4 +1,5 @@
-"""Opens a data set by name: official files if there are any, the embedded default if none were named."""
+"""Opens a data set by name: the official files if there are any, otherwise the embedded default if no folder was
+given."""
 
 from __future__ import annotations
 
@@ -32,10 +33,10 @@ def _read(root: Path, what: Official, split: Split) -> tuple[Tensor, Tensor, str
 
 
 def _from_files(root: Path, what: Official, split: Split) -> ImageSet | None:
-    found = _read(root, what, split)
-    if found is None:
+    contents = _read(root, what, split)
+    if contents is None:
         return None
-    images, labels, place = found
+    images, labels, place = contents
     official = sum(count for _, count in what.files[split][: 1 if what.label_bytes == 0 else None])
     note = "" if len(labels) == official else f" (the official set has {official})"
     return ImageSet(
@@ -57,13 +58,13 @@ _stand_ins: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {}
 
 def _stand_in(what: Official, split: Split, name: str) -> ImageSet:
     with cache.stand_in(what) as root:
-        found = _read(root, what, split)
-        if what.name not in _stand_ins:  # the same bytes on every day
-            train = found if split == "train" else _read(root, what, "train")
+        contents = _read(root, what, split)
+        if what.name not in _stand_ins:  # the bytes never change
+            train = contents if split == "train" else _read(root, what, "train")
             assert train is not None
             _stand_ins[what.name] = _statistics(train[0])
-    assert found is not None
-    images, labels, _ = found
+    assert contents is not None
+    images, labels, _ = contents
     mean, std = _stand_ins[what.name]
     origin = "asked for by name" if name == "synthetic" else "no --data-root was given"
     return ImageSet(
@@ -125,17 +126,17 @@ def _sentiment(split: Split, shape: Shape | None) -> ImageSet:
 
 
 def _official(what: Official, split: Split, root: Path | None, fetch_it: bool, opener: Opener | None) -> ImageSet:
-    # Downloads without a --data-root land here, and are found again without asking.
+    # Downloads without a --data-root are stored here, and used again without a request.
     home = cache.folder() / "official" / what.name if root is None else root
     if root is not None and not root.is_dir() and not fetch_it:
         state = "is not a directory" if root.exists() else "does not exist"
         raise InvalidInputError(f"--data-root {root} {state}")
-    found = _from_files(home, what, split)
-    if found is None and fetch_it:
+    files = _from_files(home, what, split)
+    if files is None and fetch_it:
         download(what, home, opener=opener)
-        found = _from_files(home, what, split)
-    if found is not None:
-        return found
+        files = _from_files(home, what, split)
+    if files is not None:
+        return files
     if root is None:
         return _stand_in(what, split, what.name)
     wanted = f"{what.folder}/{what.files[split][0][0]} or {what.archive}"
@@ -157,14 +158,14 @@ def open_split(
 ) -> ImageSet:
     """One split of a data set, in memory.
 
-    ``cifar100``, ``cifar10``, ``mnist``: from the official files in ``root`` (the folder of the binary version, its
-    files, or the .tar.gz; idx files, gzipped or not). Without ``root``, the embedded default of the same format is
-    used. ``synthetic``: that default by its own name. ``digits``: real handwritten digits of 8x8; ``shapes``: scenes
-    with a class for every pixel; ``sentiment``: text; these need no root. The user's own data has the forms of
-    :mod:`asa.zoo.specs`.
+    ``cifar100``, ``cifar10`` and ``mnist`` are read from the official files in ``root`` (the folder of the binary
+    version, its files, or the .tar.gz; idx files, gzipped or not). Without ``root``, the embedded default of the same
+    format is used; ``synthetic`` is that default by its own name. ``digits`` are real handwritten digits of 8x8;
+    ``shapes`` are scenes with a class for every pixel; ``sentiment`` is text; these need no root. Names of the user's
+    own data have the forms of :mod:`asa.zoo.specs`.
 
     Args:
-        input_shape: (C, H, W) of the model; other images are converted, and ``source`` says so. For a model that takes
+        input_shape: (C, H, W) of the model. Other images are converted, and ``source`` says so. For a model that takes
             (T,) tokens, the synthetic language replaces synthetic images.
         download: download missing official files from their own addresses; the only case that uses a network.
         opener: replaces ``urllib.request.urlopen``.

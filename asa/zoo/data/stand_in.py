@@ -1,8 +1,8 @@
-"""The embedded default: synthetic images that can be learned, bitwise the same on every machine.
+"""The embedded default: synthetic images that can be learned, bitwise equal on every machine.
 
-A class is a smooth colour pattern, half its own and half its group's (groups of five classes, as in CIFAR-100). An
-image shows its class's pattern shifted, mixed with the pattern of another class, with varying contrast and brightness,
-with one block covered and with noise. All arithmetic is on integers, so that rounding is the same on all machines.
+A class is a smooth colour pattern, half its own and half that of its group (groups of five classes, as in CIFAR-100).
+An image shows the pattern of its class shifted, mixed with the pattern of another class, with varying contrast and
+brightness, with one block covered, and with noise. All arithmetic is on integers, so rounding is equal on all machines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from asa.zoo.data.draws import integers, key, noise_bytes, permutation, words
 
 VERSION = 1
-"""Version, increased whenever the images change: results of different versions are not comparable."""
+"""Version, increased whenever the images change, because results of different versions are not comparable."""
 
 _SEED = 2503_23186
 _GRID = 6
@@ -28,8 +28,8 @@ _GROUP = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Number and shape of images; pixels are ``channels`` x ``side`` x ``side``. ``mirrored``: half of them are
-    mirrored."""
+    """Number and shape of images. Pixels are ``channels`` x ``side`` x ``side``. With ``mirrored``, half of the images
+    are mirrored."""
 
     num_classes: int
     channels: int
@@ -59,7 +59,8 @@ def _smooth(grid: Tensor, side: int) -> Tensor:
 
 
 def _patterns(recipe: Recipe) -> Tensor:
-    """Patterns of all classes, int64 [classes, channels, S, S] around 0; S allows shifting them inside the frame."""
+    """Patterns of all classes, int64 [classes, channels, S, S] around 0. S is large enough to shift them inside the
+    frame."""
 
     def grids(purpose: int, count: int) -> Tensor:
         cells = recipe.channels * _GRID * _GRID
@@ -84,7 +85,7 @@ def _framed(patterns: Tensor, which: Tensor, place: Tensor, side: int, *, mirror
 
 
 def _images(recipe: Recipe, patterns: Tensor, labels: Tensor, first: int) -> Tensor:
-    """Images from number ``first`` of the whole set (train, then test), uint8 [N, channels, side, side]."""
+    """Images from number ``first`` of the whole set on (train, then test), uint8 [N, channels, side, side]."""
     index = torch.arange(first, first + len(labels))
     a, b, c, d = (words(key(_SEED, recipe.num_classes, 10 + i), index) for i in range(4))
     side = recipe.side
@@ -112,7 +113,7 @@ def _images(recipe: Recipe, patterns: Tensor, labels: Tensor, first: int) -> Ten
 
 
 def generate(recipe: Recipe) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Images (uint8 [N, C, side, side]) and labels (int64 [N]) for training and testing; all classes are equally
+    """(train, test), each images (uint8 [N, C, side, side]) and labels (int64 [N]). All classes are equally
     frequent."""
     patterns = _patterns(recipe)
     splits = []

@@ -1,7 +1,7 @@
 """Text as model input: bytes for models of tokens, a row of hashed features per word for models of images.
 
-Neither needs a vocabulary that would have to be stored with the model. Bytes: 0 is padding, 1 to 255 are UTF-8. Feature
-hashing: Weinberger et al. 2009.
+Neither needs a vocabulary that would have to be stored with the model. In bytes, 0 is padding, and 1 to 255 are UTF-8.
+Feature hashing is that of Weinberger et al. 2009.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _SAMPLES = {"train": 2000, "test": 400}
 
 
 def encoded(texts: Sequence[str], shape: Shape) -> Tensor:
-    """Texts cut or padded to ``shape``: (T,) gives int64 bytes [N, T], (C, H, W) float features [N, C, H, W] of the
-    last H words, the last word in the last row."""
+    """Texts cut or padded to ``shape``. (T,) gives int64 bytes [N, T]. (C, H, W) gives float features [N, C, H, W] of
+    the last H words, with the last word in the last row."""
     if of_tokens(shape):
-        found = torch.zeros(len(texts), shape[0], dtype=torch.int64)
+        tokens = torch.zeros(len(texts), shape[0], dtype=torch.int64)
         for i, text in enumerate(texts):
             data = text.encode("utf-8", "replace")[: shape[0]]
-            found[i, : len(data)] = torch.tensor(list(data), dtype=torch.int64)
-        return found
+            tokens[i, : len(data)] = torch.tensor(list(data), dtype=torch.int64)
+        return tokens
     channels, height, width = shape
     rows: dict[str, Tensor] = {"": torch.zeros(channels * width)}
     features = torch.zeros(len(texts), height, channels * width)
@@ -61,7 +61,7 @@ def _features(word: str, count: int) -> Tensor:
 def reviews(split: Split) -> tuple[list[str], Tensor]:
     """Synthetic reviews, and whether each is favourable: int64 [N] of 0 and 1.
 
-    Two things are praised or not, perhaps with a "not" before one of them; the last statement decides.
+    Two things are praised or not, perhaps with a "not" before one of them. The last statement determines the class.
     """
     first = 0 if split == "train" else _SAMPLES["train"]
     rows = torch.arange(first, first + _SAMPLES[split])
@@ -83,5 +83,5 @@ def reviews(split: Split) -> tuple[list[str], Tensor]:
             for g, no, n, a, b in zip(good, negated, noun, adjective, before, strict=True)
         ]
 
-    found = [(f"{one}, but {other}.", last) for (one, _), (other, last) in zip(opinion(0), opinion(2), strict=True)]
-    return [text for text, _ in found], torch.tensor([int(favourable) for _, favourable in found])
+    pairs = [(f"{one}, but {other}.", last) for (one, _), (other, last) in zip(opinion(0), opinion(2), strict=True)]
+    return [text for text, _ in pairs], torch.tensor([int(favourable) for _, favourable in pairs])

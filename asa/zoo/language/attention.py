@@ -11,11 +11,12 @@ _BASE = 500_000.0
 
 
 class CausalAttention(nn.Module):
-    """Causal attention: queries, keys and values [N, T, heads x width of a head] to an output in the queries' shape.
+    """Causal attention from queries, keys and values [N, T, heads x width of a head] to an output in the shape of the
+    queries.
 
-    The number of heads is derived from the inputs, so that the same module can compute a share of the heads:
-    ``kv_heads`` groups of them are independent. ``rotary``: queries and keys are rotated by position (Su et al. 2021),
-    for up to ``tokens`` positions.
+    The number of heads follows from the inputs, so that one module can also compute a share of the heads; ``kv_heads``
+    groups of them are independent. With ``rotary``, queries and keys are rotated by position (Su et al. 2021), for up
+    to ``tokens`` positions.
     """
 
     cosines: Tensor

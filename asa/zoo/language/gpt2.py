@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019): learned positions, LayerNorm before each part, output weights tied to the embedding.
 
-Without dropout, as it is trained today; query, key and value are three layers rather than one, which is the same
+There is no dropout, as in today's training. Query, key and value are three layers rather than one, which is the same
 computation with the same number of parameters.
 """
 
@@ -62,7 +62,8 @@ class GPT2(nn.Module):
     """Model from tokens [N, T] to logits [N, T, vocabulary]."""
 
     def __init__(self, shape: GPT2Shape, *, vocabulary: int, tokens: int) -> None:
-        """``tokens``: length of the longest sequence; there are at least 1,024 positions, as in published models."""
+        """``tokens`` is the length of the longest sequence. There are at least 1,024 positions, as in published
+        models."""
         super().__init__()
         self.embedding = Embedding(vocabulary, shape.width, max(tokens, shape.tokens))
         self.blocks = nn.ModuleList(Block(shape, tokens) for _ in range(shape.layers))

@@ -49,7 +49,7 @@ class Llama(nn.Module):
     """Model from tokens [N, T] to logits [N, T, vocabulary]."""
 
     def __init__(self, shape: LlamaShape, *, vocabulary: int, tokens: int) -> None:
-        """``tokens``: length of the longest sequence."""
+        """``tokens`` is the length of the longest sequence."""
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, shape.width)
         nn.init.normal_(self.embedding.weight, std=_STD)
