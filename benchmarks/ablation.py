@@ -72,7 +72,7 @@ MECHANISMS: dict[str, list[Patch]] = {
     "nothing": [],
     "first plans of pipelines": [(search, "first_plans", _nothing)],
     "bounds from compute alone": [(search, "floors", _no_bounds), (joint, "floors", _no_bounds)],
-    "whole strategies of fewer devices": [(search, "by_width", lambda *_: [])],
+    "whole strategies of fewer devices": [(search, "on_fewer", _nothing)],
     "first plans of one stage": [(search, "first_plan", _never)],
     "rough tables": [(case.Case, "_roughly", _nothing)],
     "descent beside a choice": [(labels.Solver, "_descend", _nothing)],

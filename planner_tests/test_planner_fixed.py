@@ -145,6 +145,39 @@ def test_a_path_that_counts_too_much_would_be_noticed(monkeypatch):
         several()
 
 
+class Turns:
+    """In place of column generation: a plan of so many ms in each step."""
+
+    def __init__(self, values: list[float]) -> None:
+        self.left, self.value, self.bound, self.choices = values, INF, 5.0, INF
+
+    @property
+    def done(self) -> bool:
+        return not self.left
+
+    def step(self, _limit: float, _ends: float) -> None:
+        self.choices = self.left.pop(0)
+        self.value = min(self.value, self.choices)
+
+
+@pytest.mark.parametrize(
+    ("values", "told", "left"),
+    [
+        ([10.5, 9.0, 9.5, 8.0], [9.0], 1),  # near the best plan, better, no better: the rest has to wait
+        ([12.0, 9.0], [], 1),  # far from it
+        ([9.0, 8.0], [9.0, 8.0], 0),
+        ([10.5, 10.2], [], 0),
+    ],
+)
+def test_a_plan_near_the_best_one_is_improved_at_once(values, told, left, monkeypatch):
+    case = Case(StageCache(pipelines(0)), 1, "1f1b", schedules()["1f1b"], [2], lambda *_: True, OpenList)
+    said, cuts, turns, some = [], ((2, 0, 2), (2, 2, 4)), Turns(values), OpenList(case, {}, tight=False)
+    monkeypatch.setattr(case, "tell", lambda _starts, _widths, ms: (said.append(ms) or ms, True))
+    some._leaves[cuts], some._fixed[cuts], some._listed = (None, None, False), turns, 100.0
+    assert some._closer(5.0, cuts, 10.0, INF) == (5.0, min(told, default=INF))
+    assert (said, len(turns.left)) == (told, left)
+
+
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_the_longest_path_takes_what_the_clock_says_and_bounds_all_others(name):
     rng, schedule = np.random.default_rng(3), schedules()[name]

@@ -214,7 +214,8 @@ class _Ways:
         """A first plan of several stages and its step time in ms; None and infinity where it beats nothing."""
         share = self.budget.outlines if joint.searched(self.staged) else self.budget.outlines / 3
         until = clock.counted() + max(self.budget.outlines_s, share * (self.ends - self.best.started))
-        found = first_plans(self.prices, self.allowed, self.best.limit / MS, until, next(iter(self.baselines), None))
+        near = next((x.num_microbatches for x in self.baselines[:1] if x.num_microbatches > 1), None)
+        found = first_plans(self.prices, self.allowed, self.best.limit / MS, until, near)
         if found is not None:
             found = improved(self.prices, found, self.allowed, clock.counted() + self.budget.polish_s)
         value = float("inf") if found is None else self.prices.of(found).cost.total_s * MS

@@ -129,10 +129,6 @@ class Links:
             self._seconds[key] = self._read(level, "send_recv", 2, size * sharing * crowding)
         return self._seconds[key]
 
-    def latency(self, op: CollectiveOp, ranks: int, stride: int = 1) -> float:
-        """Seconds of the smallest message."""
-        return self.seconds(Collective(op=op, phase="forward", bytes=1.0, ranks=ranks, stride=stride))
-
     def assumed(self, ranks: int, stride: int = 1) -> bool:
         """Whether the times of this group come from tables that were not, or not completely, measured."""
         if ranks <= 1:

@@ -143,7 +143,7 @@ class _Around:
     def faster(self, x: Candidate, until: float) -> Candidate | None:
         """A neighbour of ``x`` that is faster; its time becomes the limit. None where there is none, or time is up."""
         less_s = self.limit_s / (1 + TIE) * (1 - 2 * TIE)
-        for other in chain(self._others(x), self._partly(x), self._fewer(x)):
+        for other in chain(self._coarse(x), self._partly(x), self._private(x), self._exchanged(x), self._fewer(x)):
             if clock.counted() > until:
                 return None
             taken_s = self.seconds(other, less_s)
@@ -216,10 +216,10 @@ class _Around:
         return pricer.handover(b.start, a.ways[-1].layout, b.ways[0].layout, b.first)
 
     def changes(self, x: Candidate) -> Iterator[Candidate]:
-        """All neighbours of ``x``, those with fewer ranks or microbatches first."""
-        return chain(self._fewer(x), self._others(x))
+        """All neighbours of ``x``, those with less to run first."""
+        return chain(self._fewer(x), self._coarse(x), self._private(x), self._exchanged(x))
 
-    def _others(self, x: Candidate) -> Iterator[Candidate]:
+    def _coarse(self, x: Candidate) -> Iterator[Candidate]:
         if len(x.widths) > 1:
             yield from self._otherwise(x)
             yield from self._cut_elsewhere(x)
@@ -227,8 +227,6 @@ class _Around:
                 if name != x.schedule and not schedule.refusal(len(x.widths), x.num_microbatches):
                     yield replace(x, schedule=name)  # type: ignore[arg-type]
         yield from self._cut_otherwise(x)
-        yield from self._private(x)
-        yield from self._exchanged(x)
 
     def _able(self, i: int, way: Way, m: int) -> bool:
         """Whether component ``i`` may run in this way with ``m`` microbatches."""
@@ -297,19 +295,19 @@ class _Around:
                     yield replace(x, widths=widths, ways=(*x.ways[:a], *ways, *x.ways[b:]))
 
     def _partly(self, x: Candidate) -> Iterator[Candidate]:
-        """Plans in which the first or the last components of a stage run in one style."""
-        m = x.num_microbatches
-        for a, b, w in zip(x.starts, (*x.starts[1:], self.n), x.widths, strict=True):
+        """Plans in which the first or the last components of a stage run in one style, plain styles first."""
+        m, stages = x.num_microbatches, zip(x.starts, (*x.starts[1:], self.n), x.widths, strict=True)
+        runs = [(stage, style) for stage in stages for style in self.sketch.styles(stage[2], m, lean=True)]
+        for (a, b, w), style in sorted(runs, key=lambda r: r[1].checkpoint or r[1].strategy != "replicate"):
             cut = x.ways[a].layout.weights
-            for style in self.sketch.styles(w, m, lean=True):
-                ways = [self.sketch.way(i, w, style) for i in range(a, b)]
-                ways = [replace(v, layout=replace(v.layout, weights=cut)) for v in ways] if cut else ways
-                able = [self._able(i, way, m) for i, way in enumerate(ways, a)]
-                for i in range(a + 1, b):
-                    if all(able[: i - a]):
-                        yield replace(x, ways=(*x.ways[:a], *ways[: i - a], *x.ways[i:]))
-                    if all(able[i - a :]):
-                        yield replace(x, ways=(*x.ways[:i], *ways[i - a :], *x.ways[b:]))
+            ways = [self.sketch.way(i, w, style) for i in range(a, b)]
+            ways = [replace(v, layout=replace(v.layout, weights=cut)) for v in ways] if cut else ways
+            able = [self._able(i, way, m) for i, way in enumerate(ways, a)]
+            for i in range(a + 1, b):
+                if all(able[: i - a]):
+                    yield replace(x, ways=(*x.ways[:a], *ways[: i - a], *x.ways[i:]))
+                if all(able[i - a :]):
+                    yield replace(x, ways=(*x.ways[:i], *ways[i - a :], *x.ways[b:]))
 
     def _cut_elsewhere(self, x: Candidate) -> Iterator[Candidate]:
         """Plans with one cut moved to any place between its neighbours, or with several cuts in a row moved by one

@@ -50,29 +50,21 @@ class Case:
         bound: float = 0.0,
     ) -> None:  # fmt: skip
         self.shop, self.m, self.name, self.schedule, self.stages = shop, m, name, schedule, tuple(stages)
-        self.most = max(stages)
+        self.most, each = max(stages), range(1, max(stages) + 1)
         self.found, self._listed = found, listed
         self.bound, self.level = bound, 0
-        self.in_flight = {
-            r: min(schedule.in_flight(p - r, p, m) for p in stages if p >= r) for r in range(1, self.most + 1)
-        }  # fmt: skip
-        self._leads = {r: self._lead(r) for r in range(1, self.most + 1)}
+        self.in_flight = {r: min(schedule.in_flight(p - r, p, m) for p in stages if p >= r) for r in each}
+        self._leads = {r: lead(schedule, [(p - r, p) for p in self.stages if p >= r], m) for r in each}
+        """By stages to the last, how many microbatches are in flight where the schedule waits for each to come back."""
         self.widths = tuple(w for w in shop.offsets if w < shop.gpus)
         self.keys = Keys(self.widths)
-        self.tables: dict[tuple[int, int], Table | None] = {
-            (w, r): _NOTHING for w in shop.alone(m) for r in range(1, self.most + 1)
-        }
+        self.tables: dict[tuple[int, int], Table | None] = {(w, r): _NOTHING for w in shop.alone(m) for r in each}
         self.links: StageLinks | None = None
         every = np.arange(shop.n + 1)[None, :] > np.arange(shop.n)[:, None]
-        self._near = {(w, r): every for w in self.widths for r in range(1, self.most + 1)}
+        self._near = {(w, r): every for w in self.widths for r in each}
         self.stuck = False
         self._tight = self._rough = False
         self._open: Listed | None = None
-
-    def _lead(self, r: int) -> int | None:
-        """How many microbatches are in flight with r stages to the last, where the schedule waits for each to come
-        back."""
-        return lead(self.schedule, [(p - r, p) for p in self.stages if p >= r], self.m)
 
     def framed(self) -> Frame:
         """Bounds from the current tables."""

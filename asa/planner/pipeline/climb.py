@@ -167,15 +167,13 @@ class Climber:
 
 
 def first_plans(
-    prices: Prices, allowed: Allowed, best_s: float, ends: float, known: Candidate | None = None
+    prices: Prices, allowed: Allowed, best_s: float, ends: float, near: int | None = None
 ) -> Candidate | None:
     """The best plan of several stages that is found until ``ends``, with numbers of microbatches that leave room below
     ``best_s``.
 
-    ``known``: the best whole strategy. It is climbed from if it has several stages, and with as many microbatches
-    others are looked for first; with about as many as there are stages where it has one, and with one.
+    ``near``: microbatches to begin with; about as many as stages where None, and one.
     """
-    near = known.num_microbatches if known is not None and known.num_microbatches > 1 else None
     sketch = Sketch(prices, allowed, ends)
     if sketch.most < 2:
         return None
@@ -185,10 +183,6 @@ def first_plans(
     if near is None and 1 in counts:  # a single one, which whole strategies do best with, comes second at the latest
         likely = list(dict.fromkeys((likely[0], 1, *likely)))
     found: dict[PipelineOutline, float] = {}
-    if known is not None and known.schedule in prices.space.schedules and not prices.space.cluster.unequal:
-        better = climber.climbed(_outline(known), clock.counted() + (ends - clock.counted()) / 2)
-        found = {x: s for x, s in ((better, climber.seconds(better)),) if s < best_s}
-        best_s = min(best_s, *found.values(), INF)
     for m in likely:
         if clock.counted() > ends:
             break
@@ -205,16 +199,6 @@ def first_plans(
     m = candidate.num_microbatches
     possible = all(w in set(prices.space.ways(i, w.layout.width, m, allowed)) for i, w in enumerate(candidate.ways))
     return candidate if possible and prices.fits(candidate) else None
-
-
-def _outline(x: Candidate) -> PipelineOutline:
-    """An outline of ``x`` in which every stage runs alike, as its component does that is split and sharded most."""
-    styles = []
-    for a, b in zip(x.starts, (*x.starts[1:], len(x.ways)), strict=True):
-        way = max(x.ways[a:b], key=lambda w: (w.layout.tensor, w.data.strategy))
-        again = any(w.checkpoint for w in x.ways[a:b])
-        styles.append(StageStyle(way.layout.data, way.layout.tensor, way.data.strategy, again))
-    return PipelineOutline(x.starts, x.widths, tuple(styles), x.num_microbatches, x.schedule)
 
 
 def _worth(prices: Prices, num_microbatches: int, best_s: float) -> bool:

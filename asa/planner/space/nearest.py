@@ -32,12 +32,8 @@ def nearest(space: Space, candidate: Candidate, allowed: Allowed) -> Candidate |
 
 def start(prices: Prices, known: Iterable[Candidate | None], allowed: Allowed) -> Candidate | None:
     """The fastest of the first few of ``known`` that fit after being changed to what is allowed; None if none does."""
-
-    def fits(candidate: Candidate) -> bool:
-        return prices.fits(candidate)
-
     changed = (nearest(prices.space, k, allowed) for k in known if k is not None)
-    some = islice((x for x in changed if x is not None and fits(x)), _FEW)
+    some = islice((x for x in changed if x is not None and prices.fits(x)), _FEW)
     return min(some, key=lambda x: prices.of(x).cost.total_s, default=None)
 
 
