@@ -171,3 +171,30 @@ def _penalised(y: torch.Tensor, x: torch.Tensor) -> None:
 def test_gradients_are_those_without_a_checkpoint(use: Any) -> None:
     for once, twice in zip(_twice(False, use), _twice(True, use), strict=True):
         assert torch.equal(once, twice)
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh())
+
+
+def test_a_shared_weight_in_bf16_gets_the_gradient_of_both_components() -> None:
+    found = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        model, context = _Tied(), SampleContext(samples=torch.arange(4), total=4)
+        x = torch.randn(4, 8)
+        first, second = trace(model, x, name="tied").components
+        if recomputed:
+            recompute(first, context)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = second(first(x)[0])[0]
+        value.float().square().sum().backward()
+        assert model.first.weight.grad is not None
+        found.append(model.first.weight.grad)
+    torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
