@@ -100,3 +100,37 @@ def loses_a_device(folder: Path) -> None:
         regroup=lambda plan, ranks: on_gpu(small_plan(ranks=ranks)),
     )
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+@scenario
+def recomputes_what_draws_on_a_gpu(folder: Path) -> None:
+    import torch
+    from torch import nn
+
+    from asa.sharding.recompute import recompute
+    from asa.sharding.samples import SampleContext
+    from asa.tracing import trace
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x)
+            return self.last(hidden * torch.rand_like(hidden))
+
+    gradients = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model, x = Noisy().to("cuda"), torch.randn(8, 4, device="cuda")
+        traced = trace(model, x, name="noisy")
+        for component in traced.components if again else ():
+            recompute(component, SampleContext(samples=torch.arange(8, device="cuda"), total=8))
+        torch.manual_seed(1)
+        value = x
+        for component in traced.components:
+            value = component(value)[0]
+        value.square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))
