@@ -18,12 +18,6 @@ class Effort:
 
     wider: float = 4.0
     """Factor by which the limit of listed plans moves on from the bound each time (0049)."""
-    stride: float = 0.3
-    """Least share of the distance from the bound to the best plan that one such move takes (0049)."""
-    leap: float = 0.28
-    """Share of the bound; a distance up to this is taken in one move (0049)."""
-    leap_tight: float = 0.06
-    """This share where memory binds: each move costs more there (0018)."""
     turns: int = 8
     """Number of weightings of a pipeline's critical paths that are tried for the same cuts and widths (0050)."""
     labels: int = 3_000

@@ -41,12 +41,11 @@ _SEEN = 12
 
 
 class OpenList:
-    """The cuts and widths of a case. No plan takes less than ``bound`` ms; ``stuck``: it rises no further. Where memory
-    binds (``tight``), the limit rises in smaller steps."""
+    """The cuts and widths of a case. No plan takes less than ``bound`` ms; ``stuck``: it rises no further."""
 
-    def __init__(self, case: Case, *, tight: bool) -> None:
-        self._case, self._tight, self._effort = case, tight, case.shop.effort
-        self._share, self._short = _SHARE, False
+    def __init__(self, case: Case) -> None:
+        self._case, self._effort = case, case.shop.effort
+        self._share = _SHARE
         self._queue: list[tuple[float, Cuts]] = []
         self._leaves: dict[Cuts, tuple[Leaves, Any]] = {}
         self._fixed = dict[Cuts, ColumnGeneration]()
@@ -151,7 +150,7 @@ class OpenList:
 
     def _list(self, best: float) -> None:
         """List all cuts and widths of plans below a limit that is a little higher than the last time."""
-        share, frame, case = self._next(best), self._frame, self._case
+        share, frame, case = self._share, self._frame, self._case
         limit = self._limit = min(best, self.bound * (1 + share) if share < _ALL else INF)
         low = frame.value(case.stages)
         if low >= limit:
@@ -162,20 +161,11 @@ class OpenList:
             leaves, told = plans(frame, options, case.stages, case.schedule, limit, FEW)
             if told < limit and told <= self.bound * (1 + _SHARE):  # too few of them to get on
                 leaves, told = plans(frame, options, case.stages, case.schedule, limit)
-                self._short = True
             self._open(leaves, min(told, limit))
         self._share = share * self._effort.wider
         if not self._queue:
             self.stuck = self._floor < best if self._listed >= min(best, _FOREVER) else self._listed <= self.bound
         self._note(best)
-
-    def _next(self, best: float) -> float:
-        """The share of the bound by which the limit lies above it; far from the best plan it grows faster."""
-        if self.bound <= 0 or best >= _FOREVER or self._short:
-            return self._share
-        left = best / self.bound - 1
-        leap = self._effort.leap_tight if self._tight else self._effort.leap
-        return max(self._share, left if left <= leap else left * self._effort.stride)
 
     def _open(self, leaves: Sequence[Leaves], limit: float) -> None:
         """Take the cuts and widths below ``limit`` among leaves."""

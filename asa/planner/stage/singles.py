@@ -19,7 +19,6 @@ from asa.planner.space.request import SolverName
 from asa.planner.stage import exhaustive, ilp
 from asa.planner.stage.lookup import FormulatedStage, StageLookup
 from asa.planner.stage.problem import Choice, Solution
-from asa.planner.stage.runs import RunCharge, Runs
 
 _FIRST_S = 0.15
 """Seconds for the label program under a memory limit at first; four times as long each time it continues."""
@@ -27,10 +26,6 @@ _LONG, _FORMULATED = 10_000, 1.0
 """Ways of all components from which on formulating takes long: this multiple of the time for pricing them."""
 _MORE = 5_000
 """Largest number of ways priced with several microbatches for a first plan; a thousand take a dozen ms."""
-_REFUSED = 60
-"""Number of searches by the ILP beyond choices that do not fit, although their components' least memory does."""
-_BEYOND_S = 2.0
-"""Seconds of each such search; it usually takes that long for a dozen or two of components."""
 _NOTHING = Solution(choice=None, value=float("inf"), bound=float("inf"), solver="dp")
 
 
@@ -54,9 +49,6 @@ class Single:
         self._turns, self._labelled, self.by_ilp = 0, False, False
         self.origin: FormulatedStage | None = None
         self.refused: list[Choice] = []
-        self._forbidden, self._charges = list[Choice](), dict[RunCharge, None]()
-        self._tried = self._looked_beyond = 0
-        self._runs: Runs | None = None
 
     @property
     def weights(self) -> tuple[int, ...]:
@@ -184,8 +176,7 @@ class Single:
         assert self.stage.solver is not None
         cutoff, solver = min(best, self.value), self.stage.solver
         self._turns += 1
-        if self.refused and (self._turns % 2 or self._solver == "ilp" or self.bound >= self._relaxed):
-            self._otherwise(cutoff, slice_s, ends)
+        if self.refused and self._counted(cutoff, slice_s):
             return
         ilp_too = self._solver == "ilp"
         first = 2 if self.stage.handy else 3
@@ -198,59 +189,20 @@ class Single:
         self._take(solver.answer(cutoff))
         self.stuck = solver.done and not ilp_too and self.bound < min(best, self.value) * (1 - ROUNDING)
 
-    @property
-    def _relaxed(self) -> float:
-        """Ms of the first choice that does not fit."""
+    def _counted(self, cutoff: float, slice_s: float) -> bool:
+        """Search for a plan with counted memory, where the best choice does not fit; returns whether that was all for
+        this turn. It proves nothing, so the bound rises in every other turn, up to the best choice."""
         assert self.stage is not None
-        return exhaustive.value(self.stage.asked, self.refused[0])
-
-    def _otherwise(self, cutoff: float, slice_s: float, ends: float) -> None:
-        """Continue if the best choice does not fit: search for a plan with counted memory, then use the ILP with
-        charges for the runs of refused choices."""
-        self._tried += 1
         safe = self._stages.counted(self.width, self.num_microbatches)
-        beyond = self._solver == "ilp" and self._looked_beyond < _REFUSED
-        beyond = beyond and ends - clock.now() > self._stages.budget.ilp_s
-        if safe.solver is not None and not safe.solver.done and (self._tried % 2 == 0 or not beyond):
+        more = safe.solver is not None and not safe.solver.done
+        proved = self.bound >= exhaustive.value(self.stage.asked, self.refused[0]) * (1 - ROUNDING)
+        if more and safe.solver is not None and (self._turns % 2 or proved):
             safe.look(cutoff)
             safe.solver.run(cutoff, clock.now() + slice_s)
             self._take(replace(safe.solver.answer(cutoff), bound=0.0), safe)
-        elif beyond:
-            self._looked_beyond += 1
-            self._beyond(cutoff, min(ends, clock.now() + max(slice_s, self._looked_beyond * _BEYOND_S)))
-        else:
-            self.stuck = True
-
-    def _beyond(self, cutoff: float, until: float) -> None:
-        """Search for the fastest choice, except for those that were refused and those that hold as much for the same
-        reason."""
-        stage = self._stages.wrapped(self.width, self.num_microbatches)
-        self._runs = self._runs or self._stages.runs(stage)
-        if not self._forbidden:
-            assert self.stage is not None
-            rows = [{w: c for c, w in enumerate(row)} for row in stage.formulation.ways]
-            for before in self.refused:
-                ways = self.stage.formulation.picked(0, before)
-                self._exclude(tuple(row[w] for row, w in zip(rows, ways, strict=True)))
-        found = ilp.solve(
-            stage.problem, time_limit_s=max(0.05, until - clock.now()), forbidden=tuple(self._forbidden),
-            charges=tuple(self._charges),
-        )  # fmt: skip
-        choice = found.choice
-        if choice is not None and stage.fitting(choice):
-            value = exhaustive.value(stage.problem, choice)
-            if value < self.value:
-                self.solution, self.origin = replace(found, value=value, bound=min(found.bound, value)), stage
-        elif choice is not None:
-            self._exclude(choice)
-        low = self.bound
-        self._proved(found)
-        self.stuck = choice is None and self.bound <= low and self.bound < min(cutoff, self.value) * (1 - ROUNDING)
-
-    def _exclude(self, choice: Choice) -> None:
-        assert self._runs is not None
-        self._forbidden.append(choice)
-        self._charges.update(dict.fromkeys(self._runs.of(choice)))
+            return True
+        self.stuck = proved
+        return proved
 
     def _by_ilp(self, slice_s: float) -> None:
         """Solve by the ILP, for problems with too many labels. Its bound counts; its choice is priced again."""
@@ -277,18 +229,6 @@ class Single:
                 self.solution, self.origin = replace(found, bound=min(found.bound, found.value)), stage
             elif stage is self.stage and found.choice not in self.refused:
                 self.refused.append(found.choice)
-                if len(self.refused) == 1 and self._solver != "exhaustive":
-                    self._count()
-
-    def _count(self) -> None:
-        """Take a plan with counted memory, from the search for prices, in place of one that does not fit."""
-        safe = self._stages.counted(self.width, self.num_microbatches)
-        if safe.solver is not None:
-            safe.look(float("inf"))
-            self._take(replace(safe.solver.answer(self.value), bound=0.0), safe)
-        if self.value <= self.bound:
-            self.bound = self.value
-            self.solution = replace(self.solution, bound=self.value)
 
 
 def singles(stages: StageLookup, solver: SolverName) -> list[Single]:
