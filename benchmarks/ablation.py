@@ -36,8 +36,9 @@ from asa.ir import codec  # noqa: E402
 from asa.ir.profile import Profile  # noqa: E402
 from asa.ir.units import GIB  # noqa: E402
 from asa.planner import Request, plan, search  # noqa: E402
-from asa.planner.pipeline import case, explored, joint, open_list  # noqa: E402
-from asa.planner.stage import labels, singles  # noqa: E402
+from asa.planner.answer import canonical  # noqa: E402
+from asa.planner.pipeline import case, climb, joint, open_list, whole  # noqa: E402
+from asa.planner.stage import descent, labels, singles  # noqa: E402
 from asa.strategies import offered  # noqa: E402
 
 RECORD = ROOT / "benchmarks" / "records" / "ablation.json"
@@ -63,9 +64,10 @@ def _as_far_as_weights_say(self: Any, fixed: Any, _best: float, _ends: float) ->
     return float("inf"), float("inf")
 
 
-def _counted_only(self: Any, _cutoff: float, _until: float) -> None:
-    """In place of :meth:`Single._beyond`: nothing more is proved of choices that do not fit."""
+def _proved_only(self: Any, _cutoff: float, _slice_s: float) -> bool:
+    """In place of :meth:`Single._counted`: nothing more is found where the best choice does not fit."""
     self.stuck = True
+    return True
 
 
 MECHANISMS: dict[str, list[Patch]] = {
@@ -78,10 +80,12 @@ MECHANISMS: dict[str, list[Patch]] = {
     "descent beside a choice": [(labels.Solver, "_descend", _nothing)],
     "the ILP's turns": [(singles.Single, "_by_ilp", _nothing)],
     "all ways to run the stages of fixed cuts": [(open_list.OpenList, "_in_full", _as_far_as_weights_say)],
-    "more labels for stages that stayed rough": [(explored.Explored, "refine", lambda *_: False)],
-    "longer strides far from the best plan": [(open_list.OpenList, "_next", lambda self, _best: self._share)],
-    "a plan by counted memory in place of one that does not fit": [(singles.Single, "_count", _nothing)],
-    "the ILP beyond choices that do not fit": [(singles.Single, "_beyond", _counted_only)],
+    "climbing from first plans": [(climb.Climber, "climbed", lambda _self, outline, _ends: outline)],
+    "the best uniform split": [(whole, "practice", _nothing)],
+    "two changes at once in a descent": [(descent.Descent, "by_two", descent.Descent.by_one)],
+    "weights against a plan near the best one at once": [(open_list, "_NEAR", 1.0)],
+    "parts of a stage in another style": [(canonical._Around, "_partly", lambda *_: iter(()))],
+    "a plan by counted memory where the best one does not fit": [(singles.Single, "_counted", _proved_only)],
     "local search after the search": [
         (search, "improved", lambda _prices, found, *_: found),
         (search, "canonical", lambda _prices, found, *_: found),
