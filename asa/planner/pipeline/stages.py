@@ -74,7 +74,7 @@ class Points:
 
 
 @dataclass
-class _Labels:
+class _StageLabels:
     """Labels behind one component."""
 
     own: Any
@@ -83,8 +83,8 @@ class _Labels:
     parent: Any
     config: Any
 
-    def taken(self, index: Any) -> _Labels:
-        return _Labels(*(x[index] for x in self.__dict__.values()))
+    def taken(self, index: Any) -> _StageLabels:
+        return _StageLabels(*(x[index] for x in self.__dict__.values()))
 
 
 class Completions:
@@ -172,7 +172,7 @@ class Explorer:
         """
         limits = self.bounds.limits(room)
         history: list[tuple[Any, Any]] = []
-        front: _Labels | None = None
+        front: _StageLabels | None = None
         for i in range(start, stop):
             if clock.now() > ends:
                 raise OutOfTimeError
@@ -232,7 +232,7 @@ class Explorer:
             seen.append(labels[:, FWD, None])
         return seen
 
-    def _begin(self, i: int) -> _Labels | None:
+    def _begin(self, i: int) -> _StageLabels | None:
         """Labels in each layout in which component i can begin a stage, before its configuration."""
         x, more = self.numbers, self.in_flight - 1
         inlet = x.inlets[i]
@@ -247,11 +247,11 @@ class Explorer:
         labels[:, HELD] = held + inlet[at.EACT]
         labels[:, MOVING] = labels[:, HELD] + inlet[at.ETRANS]
         none = np.zeros(len(layouts), dtype=np.int64)
-        return _Labels(labels, x.degree[layouts], layouts, none, none)
+        return _StageLabels(labels, x.degree[layouts], layouts, none, none)
 
     def _over(
-        self, front: _Labels, i: int, stage: tuple[int, int], room: Any, ends: float
-    ) -> _Labels | None:  # fmt: skip
+        self, front: _StageLabels, i: int, stage: tuple[int, int], room: Any, ends: float
+    ) -> _StageLabels | None:  # fmt: skip
         """Labels that arrive in each layout of component i, before its configuration."""
         x, more = self.numbers, self.in_flight - 1
         edges = x.edges[i - 1][:, front.layout, :]
@@ -272,12 +272,12 @@ class Explorer:
         labels[:, PEAK] = np.maximum(labels[:, PEAK], labels[:, LAST]) + held
         labels[:, HELD] += held + e[at.EACT]
         labels[:, MOVING] = labels[:, HELD] + e[at.ETRANS]
-        arrived = _Labels(labels, front.entry[source], layout, source, np.zeros(len(source), dtype=np.int64))
+        arrived = _StageLabels(labels, front.entry[source], layout, source, np.zeros(len(source), dtype=np.int64))
         if len(source) > 40:
             arrived = arrived.taken(self._best(labels, arrived.entry * x.count + layout, stage, ends, arriving=True))
         return arrived
 
-    def _through(self, front: _Labels, i: int, start: int, room: Any) -> _Labels | None:
+    def _through(self, front: _StageLabels, i: int, start: int, room: Any) -> _StageLabels | None:
         """Labels with every configuration of component i."""
         x, more = self.numbers, self.in_flight - 1
         picked, config, rows = [], [], []
@@ -320,9 +320,11 @@ class Explorer:
         labels[:, HELD] += grown
         layout = front.layout[index]
         good = (self.bounds.values(labels, i) <= room[:, layout].T).all(axis=1)
-        return _Labels(labels[good], front.entry[index][good], layout[good], front.parent[index][good], chosen[good])
+        return _StageLabels(
+            labels[good], front.entry[index][good], layout[good], front.parent[index][good], chosen[good]
+        )
 
-    def _ended(self, front: _Labels, i: int, caps: Room, history: list[tuple[Any, Any]]) -> Points | None:
+    def _ended(self, front: _StageLabels, i: int, caps: Room, history: list[tuple[Any, Any]]) -> Points | None:
         """The points of the stage that stops behind component i; None where there are none."""
         x, more = self.numbers, self.in_flight - 1
         e = x.outlets[i][:, front.layout]
