@@ -85,7 +85,8 @@ MECHANISMS: dict[str, list[Patch]] = {
     "two changes at once in a descent": [(descent.Descent, "by_two", descent.Descent.by_one)],
     "weights against a plan near the best one at once": [(open_list, "_NEAR", 1.0)],
     "parts of a stage in another style": [(canonical._Around, "_partly", lambda *_: iter(()))],
-    "a plan by counted memory where the best one does not fit": [(singles.Single, "_counted", _proved_only)],
+    "a plan by counted memory in place of one that does not fit": [(singles.Single, "_count", _nothing)],
+    "a search with counted memory where the best plan does not fit": [(singles.Single, "_counted", _proved_only)],
     "local search after the search": [
         (search, "improved", lambda _prices, found, *_: found),
         (search, "canonical", lambda _prices, found, *_: found),

@@ -229,6 +229,18 @@ class Single:
                 self.solution, self.origin = replace(found, bound=min(found.bound, found.value)), stage
             elif stage is self.stage and found.choice not in self.refused:
                 self.refused.append(found.choice)
+                if len(self.refused) == 1 and self._solver != "exhaustive":
+                    self._count()
+
+    def _count(self) -> None:
+        """Take a plan with counted memory, from the search for prices, in place of one that does not fit."""
+        safe = self._stages.counted(self.width, self.num_microbatches)
+        if safe.solver is not None:
+            safe.look(float("inf"))
+            self._take(replace(safe.solver.answer(self.value), bound=0.0), safe)
+        if self.value <= self.bound:
+            self.bound = self.value
+            self.solution = replace(self.solution, bound=self.value)
 
 
 def singles(stages: StageLookup, solver: SolverName) -> list[Single]:
