@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,15 @@ class Menu:
         self._gathers: Gathers | None = None
         if any(ahead):
             self._gathers = _among(_stacked([x or none for x in ahead]), like)
+
+    @cached_property
+    def wrapping(self) -> Any:
+        """A number for each way: neighbouring components with equal numbers can be wrapped as one unit. -1 for ways
+        whose memory does not depend on their neighbours."""
+        known: dict[object, int] = {}
+        keys = [(w.layout, w.data, w.tensor, w.offload) for w in self.ways]
+        found = np.array([known.setdefault(key, len(known)) for key in keys], dtype=np.int64)
+        return np.where(self._joint, found, -1)
 
     def _others(self, index: int, way: Way) -> float:
         """The argument ``others`` of :meth:`asa.interfaces.strategy.DataStrategy.least`: parameter bytes of all other

@@ -76,6 +76,7 @@ def formulate(
     every: bool = False,
     crowded: bool = False,
     counted: bool = False,
+    wrapped: bool = False,
 ) -> Formulation | None:
     """The formulation; None if some component cannot run at all in a stage of that width.
 
@@ -86,7 +87,8 @@ def formulate(
     ``busy`` is the number of ranks of the whole pipeline; None for a single stage. ``first`` is the stage's first rank,
     for unequal devices. ``crowded`` says that memory is likely to bind. With ``counted``, each component holds what it
     would hold if all around it ran alike, which is about what a plan holds, or more; otherwise the least that it holds,
-    for bounds.
+    for bounds. With ``wrapped``, the memory of a way may depend on neighbours that run alike, so only such a way may
+    replace it.
     """
     space, overlap = prices.space, prices.space.cluster.overlap
     pricer = prices.pricer(width, num_microbatches, busy, first)
@@ -121,7 +123,7 @@ def formulate(
         options = some
     elif not crowded and (plain != offered).any():
         options = _Options(menu, pricer, np.flatnonzero(offered), forced, counted=counted)
-    rows = options.rows(options.undominated(hidden, piped=busy is not None, roomy=roomy), numbers)
+    rows = options.rows(options.undominated(hidden, piped=busy is not None, roomy=roomy, wrapped=wrapped), numbers)
     for i in kept_out:
         rows[i].values[:, COLUMNS.index("state")] += _NEVER_GIB
     chain = Chain(
@@ -189,19 +191,22 @@ class _Options:
     def _largest(self, values: Any) -> Any:
         return np.maximum.reduceat(values, begins(self.component))
 
-    def undominated(self, hidden: float, *, piped: bool, roomy: bool) -> Any:
+    def undominated(self, hidden: float, *, piped: bool, roomy: bool, wrapped: bool = False) -> Any:
         """Indices of options that no other option of the same component and layout can replace in every plan without
         loss; with ``roomy`` memory, without loss of time.
 
         ``hidden`` is the most that a ms of synchronisation saves; an option with more synchronisation may gain that
         much. ``piped`` says that a microbatch's time may be hidden behind other stages while work once per step is not,
-        so both count.
+        so both count. ``wrapped`` is that of :func:`formulate`.
         """
 
         def column(name: str) -> Any:
             return self.values[:, COLUMNS.index(name)]
 
         group = self.component * len(self._menu.layouts) + self.layout
+        if wrapped:
+            wrapping = self._menu.wrapping[self.which]
+            group = group * (wrapping.max() + 2) + wrapping + 1
         gain = [0.0]
         if hidden:  # no synchronisation may gain, either part of it, or both
             prompt, late = hidden * column("prompt"), hidden * column("late")

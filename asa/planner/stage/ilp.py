@@ -14,7 +14,8 @@ Variables, for component i, configuration c, layouts a and b:
     sum_b y[i,a,b] = sum_{c in layout a} x[i,c]                         for every i, a            (_flow)
     sum_a y[i,a,b] = sum_{c in layout b} x[i+1,c]                       for every i, b            (_flow)
     tau <= sp B[k] + sc G[k]                                            for every k               (_overlap)
-    S + A[k] + D[k] + transient[k] <= capacity                          for every k               (_memory)
+    S + A[k] + D[k] + transient[k] + sum_r more[r,k] z[r] <= capacity   for every k               (_memory)
+    z[r] >= 1 where run r is chosen from its first component to its last, and no further          (_runs)
 
 The flow *equalities* are the tight linearisation: without overlap and memory the relaxation is a shortest path and
 integral. B, G, S, A, D are running sums, which keeps the rows short.
@@ -30,7 +31,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -38,6 +39,7 @@ from typing import Any, Literal
 from asa.errors import UnavailableError
 from asa.planner import clock
 from asa.planner.stage.problem import Choice, Problem, Solution
+from asa.planner.stage.runs import RunCharge
 
 Ending = Literal["optimal", "feasible", "infeasible", "nothing"]
 """How a solve ended: with a proved choice, with a choice, with a proof that there is none, or with neither."""
@@ -74,12 +76,14 @@ def solve(
     *,
     time_limit_s: float = 60.0,
     forbidden: tuple[Choice, ...] = (),
+    charges: Sequence[RunCharge] = (),
     cutoff: float = float("inf"),
 ) -> Solution:
     """The best choice, solved by HiGHS.
 
-    ``forbidden`` choices are excluded, to enumerate the best plans one after the other. Choices that are not faster
-    than ``cutoff`` ms do not count: if there is no other, ``choice`` is None and ``cutoff`` is a proved bound.
+    ``forbidden`` choices are excluded, to enumerate the best plans one after the other. ``charges`` are what some runs
+    of components hold beyond the sum. Choices that are not faster than ``cutoff`` ms do not count: if there is no
+    other, ``choice`` is None and ``cutoff`` is a proved bound.
 
     Raises:
         UnavailableError: PuLP or HiGHS is not installed.
@@ -90,7 +94,7 @@ def solve(
     _flow(model, pulp)
     tau = _overlap(model, pulp)
     if problem.capacity < float("inf"):
-        _memory(model, pulp)
+        _memory(model, pulp, _runs(model, pulp, charges))
     for choice in forbidden:
         model.lp += pulp.lpSum(model.x[i][c] for i, c in enumerate(choice)) <= len(choice) - 1
     goal = _objective(model, pulp, tau)
@@ -141,7 +145,20 @@ def _overlap(model: _Model, pulp: Any) -> Any:
     return tau
 
 
-def _memory(model: _Model, pulp: Any) -> None:
+def _runs(model: _Model, pulp: Any, charges: Sequence[RunCharge]) -> list[tuple[Any, RunCharge]]:
+    """Each run with an expression that is 1 if it is chosen: all of its members, and no way like theirs next to it."""
+    found, n = [], len(model.problem)
+    for r, charge in enumerate(charges):
+        z, stop = model.lp.add_variable(f"z_{r}", lowBound=0, upBound=1), charge.start + len(charge.members)
+        inside = [(model.x[charge.start + i][c], 1.0) for i, row in enumerate(charge.members) for c in sorted(row)]
+        beside = [(model.x[charge.start - 1][c], -1.0) for c in sorted(charge.front)] if charge.start else []
+        beside += [(model.x[stop][c], -1.0) for c in sorted(charge.behind)] if stop < n else []
+        model.lp += z >= _sum(pulp, [*inside, *beside]) - (len(charge.members) - 1)
+        found.append((z, charge))
+    return found
+
+
+def _memory(model: _Model, pulp: Any, runs: Sequence[tuple[Any, RunCharge]]) -> None:
     problem, n = model.problem, len(model.problem)
     state = model.lp.add_variable("S", lowBound=0)
     standing = [t for i in range(n) for t in (*model.picked(i, "state"), *model.passed(i, "state"))]
@@ -154,7 +171,8 @@ def _memory(model: _Model, pulp: Any) -> None:
         grads = [*([(made[k + 1], 1.0)] if k + 1 < n else []), *model.picked(k, "gradients")]
         model.lp += made[k] == _sum(pulp, grads)
         moving = _sum(pulp, [*model.picked(k, "transient"), *model.passed(k, "transient")])
-        model.lp += state + kept[k] + made[k] + moving <= problem.capacity
+        more = _sum(pulp, [(z, charge.more[k]) for z, charge in runs if charge.more[k]])
+        model.lp += state + kept[k] + made[k] + moving + more <= problem.capacity
 
 
 def _objective(model: _Model, pulp: Any, tau: Any) -> Any:

@@ -13,6 +13,7 @@ from asa.planner.stage import exhaustive, labels, memory
 from asa.planner.stage.floor import Floor, floor
 from asa.planner.stage.formulate import Formulation, formulate
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
+from asa.planner.stage.runs import Runs
 
 _OPEN = Solution(choice=None, value=float("inf"), bound=0.0, solver="dp")
 
@@ -105,7 +106,7 @@ class StageLookup:
         self._prices, self._allowed, self.budget = prices, allowed, budget
         self._among = widths(prices.space.request.gpus) if among is None else among
         self._known: dict[tuple[int, int], FormulatedStage | None] = {}
-        self._counted: dict[tuple[int, int], FormulatedStage] = {}
+        self._variants: dict[tuple[object, ...], FormulatedStage] = {}
         self._floors: dict[tuple[int, int], Floor] = {}
         self.took: dict[tuple[int, int], float] = {}
         """CPU seconds that it took to price all components of one, one by one."""
@@ -157,12 +158,23 @@ class StageLookup:
 
     def counted(self, width: int, num_microbatches: int) -> FormulatedStage:
         """The stage with the memory of each component as if all around it ran alike: what fits there usually does."""
-        key = (width, num_microbatches)
-        if key not in self._counted:
+        return self._variant(width, num_microbatches, counted=True)
+
+    def wrapped(self, width: int, num_microbatches: int) -> FormulatedStage:
+        """The stage with all ways that may hold less where neighbours run alike."""
+        return self._variant(width, num_microbatches, wrapped=True)
+
+    def _variant(self, width: int, num_microbatches: int, **how: bool) -> FormulatedStage:
+        key = (width, num_microbatches, *how)
+        if key not in self._variants:
             crowded = self.floor(width, num_microbatches).crowded
-            formulation = formulate(self._prices, *key, self._allowed, crowded=crowded, counted=True)
-            self._counted[key] = self._formulated(formulation)
-        return self._counted[key]
+            formulation = formulate(self._prices, width, num_microbatches, self._allowed, crowded=crowded, **how)
+            self._variants[key] = self._formulated(formulation)
+        return self._variants[key]
+
+    def runs(self, stage: FormulatedStage) -> Runs:
+        """What runs of the stage's choices hold beyond the sum over components."""
+        return Runs(self._prices, stage.formulation)
 
     def _formulated(self, formulation: Formulation | None) -> FormulatedStage:
         if formulation is None:

@@ -19,6 +19,7 @@ from asa.planner.space.request import SolverName
 from asa.planner.stage import exhaustive, ilp
 from asa.planner.stage.lookup import FormulatedStage, StageLookup
 from asa.planner.stage.problem import Choice, Solution
+from asa.planner.stage.runs import RunCharge, Runs
 
 _FIRST_S = 0.15
 """Seconds for the label program under a memory limit at first; four times as long each time it continues."""
@@ -26,6 +27,10 @@ _LONG, _FORMULATED = 10_000, 1.0
 """Ways of all components from which on formulating takes long: this multiple of the time for pricing them."""
 _MORE = 5_000
 """Largest number of ways priced with several microbatches for a first plan; a thousand take a dozen ms."""
+_REFUSED = 60
+"""Number of searches by the ILP beyond choices that do not fit, although their components' least memory does."""
+_BEYOND_S = 2.0
+"""Seconds of each such search; it usually takes that long for a dozen or two of components."""
 _NOTHING = Solution(choice=None, value=float("inf"), bound=float("inf"), solver="dp")
 
 
@@ -49,6 +54,9 @@ class Single:
         self._turns, self._labelled, self.by_ilp = 0, False, False
         self.origin: FormulatedStage | None = None
         self.refused: list[Choice] = []
+        self._forbidden, self._charges = list[Choice](), dict[RunCharge, None]()
+        self._tried = self._looked_beyond = 0
+        self._runs: Runs | None = None
 
     @property
     def weights(self) -> tuple[int, ...]:
@@ -176,7 +184,8 @@ class Single:
         assert self.stage.solver is not None
         cutoff, solver = min(best, self.value), self.stage.solver
         self._turns += 1
-        if self.refused and self._counted(cutoff, slice_s):
+        if self.refused and (self._turns % 2 or self._solver == "ilp" or self.bound >= self._relaxed):
+            self._otherwise(cutoff, slice_s, ends)
             return
         ilp_too = self._solver == "ilp"
         first = 2 if self.stage.handy else 3
@@ -189,20 +198,59 @@ class Single:
         self._take(solver.answer(cutoff))
         self.stuck = solver.done and not ilp_too and self.bound < min(best, self.value) * (1 - ROUNDING)
 
-    def _counted(self, cutoff: float, slice_s: float) -> bool:
-        """Search for a plan with counted memory, where the best choice does not fit; returns whether that was all for
-        this turn. It proves nothing, so the bound rises in every other turn, up to the best choice."""
+    @property
+    def _relaxed(self) -> float:
+        """Ms of the first choice that does not fit."""
         assert self.stage is not None
+        return exhaustive.value(self.stage.asked, self.refused[0])
+
+    def _otherwise(self, cutoff: float, slice_s: float, ends: float) -> None:
+        """Continue if the best choice does not fit: search for a plan with counted memory, then use the ILP with
+        charges for the runs of refused choices."""
+        self._tried += 1
         safe = self._stages.counted(self.width, self.num_microbatches)
-        more = safe.solver is not None and not safe.solver.done
-        proved = self.bound >= exhaustive.value(self.stage.asked, self.refused[0]) * (1 - ROUNDING)
-        if more and safe.solver is not None and (self._turns % 2 or proved):
+        beyond = self._solver == "ilp" and self._looked_beyond < _REFUSED
+        beyond = beyond and ends - clock.now() > self._stages.budget.ilp_s
+        if safe.solver is not None and not safe.solver.done and (self._tried % 2 == 0 or not beyond):
             safe.look(cutoff)
             safe.solver.run(cutoff, clock.now() + slice_s)
             self._take(replace(safe.solver.answer(cutoff), bound=0.0), safe)
-            return True
-        self.stuck = proved
-        return proved
+        elif beyond:
+            self._looked_beyond += 1
+            self._beyond(cutoff, min(ends, clock.now() + max(slice_s, self._looked_beyond * _BEYOND_S)))
+        else:
+            self.stuck = True
+
+    def _beyond(self, cutoff: float, until: float) -> None:
+        """Search for the fastest choice, except for those that were refused and those that hold as much for the same
+        reason."""
+        stage = self._stages.wrapped(self.width, self.num_microbatches)
+        self._runs = self._runs or self._stages.runs(stage)
+        if not self._forbidden:
+            assert self.stage is not None
+            rows = [{w: c for c, w in enumerate(row)} for row in stage.formulation.ways]
+            for before in self.refused:
+                ways = self.stage.formulation.picked(0, before)
+                self._exclude(tuple(row[w] for row, w in zip(rows, ways, strict=True)))
+        found = ilp.solve(
+            stage.problem, time_limit_s=max(0.05, until - clock.now()), forbidden=tuple(self._forbidden),
+            charges=tuple(self._charges),
+        )  # fmt: skip
+        choice = found.choice
+        if choice is not None and stage.fitting(choice):
+            value = exhaustive.value(stage.problem, choice)
+            if value < self.value:
+                self.solution, self.origin = replace(found, value=value, bound=min(found.bound, value)), stage
+        elif choice is not None:
+            self._exclude(choice)
+        low = self.bound
+        self._proved(found)
+        self.stuck = choice is None and self.bound <= low and self.bound < min(cutoff, self.value) * (1 - ROUNDING)
+
+    def _exclude(self, choice: Choice) -> None:
+        assert self._runs is not None
+        self._forbidden.append(choice)
+        self._charges.update(dict.fromkeys(self._runs.of(choice)))
 
     def _by_ilp(self, slice_s: float) -> None:
         """Solve by the ILP, for problems with too many labels. Its bound counts; its choice is priced again."""

@@ -1,0 +1,132 @@
+"""Bytes that a run of neighbours, wrapped as one unit, holds beyond the sum over its components.
+
+Solvers add up the least that each component holds, whatever its neighbours run. Which neighbours are wrapped together
+determines what is held beyond that (:mod:`asa.cost.memory.together`). If a choice does not fit for that reason, the ILP
+gets charges for its runs: every choice with such a run, over the same components, holds that much more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asa.cost.memory.together import made, wrapped
+from asa.cost.way import Way
+from asa.ir.units import GIB
+from asa.planner.space.candidate import Prices
+from asa.planner.stage.formulate import Formulation
+from asa.planner.stage.problem import Choice
+
+
+@dataclass(frozen=True)
+class RunCharge:
+    """GiB that a stage holds beyond the sum in the backward of each component (``more``). It applies if component
+    ``start + i`` has one of the configurations ``members[i]``, and the components before and after have none of
+    ``front`` and ``behind``."""
+
+    start: int
+    members: tuple[frozenset[int], ...]
+    front: frozenset[int]
+    behind: frozenset[int]
+    more: tuple[float, ...]
+
+
+class Runs:
+    """Charges for the runs of a single stage's formulation. Each is computed once."""
+
+    def __init__(self, prices: Prices, formulation: Formulation) -> None:
+        self._formulation, self._chain = formulation, formulation.chain
+        self._pricer = prices.pricer(self._chain.width, self._chain.num_microbatches)
+        self._n = len(self._chain.names)
+        self._even = not prices.space.cluster.unequal  # unequal ranks are priced one by one
+        self._families = set[tuple[object, ...]]()
+
+    def of(self, choice: Choice) -> list[RunCharge]:
+        """A charge for each run of the choice that holds more than the sum. If that is state, also one for each run of
+        other components with the same kind of state."""
+        ways = self._formulation.picked(0, choice)
+        if not self._even or ways[0].layout.weights:
+            return []
+        found, alike = list[RunCharge](), list(wrapped(ways))
+        for run in alike:
+            some, first = ways[run.start : run.stop], ways[run.start]
+            if not self._pricer.joint(first) or len({(w.tensor, w.offload) for w in some}) > 1:
+                continue
+            more = self._more(run, choice, some)
+            if max(more) <= 0:
+                continue
+            found.append(self._charge(run, first, more))
+            family = (first.layout, first.data, first.tensor, first.offload)
+            if min(more) > 0 and family not in self._families:
+                self._families.add(family)
+                found += self._family(first, but=run)
+        return found
+
+    def _charge(self, run: range, way: Way, more: Sequence[float]) -> RunCharge:
+        return RunCharge(
+            run.start,
+            tuple(self._like(i, way, fully=True) for i in run),
+            self._like(run.start - 1, way, fully=False),
+            self._like(run.stop, way, fully=False),
+            tuple(max(0.0, x) for x in more),
+        )
+
+    def _like(self, i: int, way: Way, *, fully: bool) -> frozenset[int]:
+        """Configurations of component ``i`` that are wrapped with one that runs ``way``; with ``fully``, only those
+        that are also split alike."""
+        if not 0 <= i < self._n:
+            return frozenset()
+        return frozenset(
+            c for c, w in enumerate(self._formulation.ways[i])
+            if (w.layout, w.data) == (way.layout, way.data)
+            and (not fully or (w.tensor, w.offload) == (way.tensor, way.offload))
+        )  # fmt: skip
+
+    def _more(self, run: range, choice: Choice, some: Sequence[Way]) -> list[float]:
+        """GiB beyond the sum in the backward of each component, for a run of the choice."""
+        chain, rows = self._chain, self._formulation.ways
+        whole = len(run) == self._n
+        found = made(self._pricer, run, some, whole=whole)
+        state = sum(p.state / GIB - chain.configs[i][choice[i]].state for i, p in zip(run, found.parts, strict=True))
+        state -= found.repeated / GIB
+        more = [state + (found.remaining / GIB if k < run.start else 0.0) for k in range(self._n)]
+        for k in run:
+            each = []
+            for c in self._like(k, some[0], fully=True):
+                other = [*some[: k - run.start], rows[k][c], *some[k - run.start + 1 :]]
+                part = made(self._pricer, run, other, whole=whole).parts[k - run.start]
+                each.append(part.transient / GIB - chain.configs[k][c].transient)
+            more[k] += max(0.0, min(each))
+        return more
+
+    def _family(self, way: Way, but: range) -> list[RunCharge]:
+        """Charges for the state of all runs that keep it like ``way``."""
+        found = list[RunCharge]()
+        extra = [self._extra(i, way) for i in range(self._n)]
+        for a in range(self._n):
+            for b in range(a + 1, self._n + 1):
+                if extra[b - 1] is None:
+                    break
+                if range(a, b) != but:
+                    state = sum(x for x in extra[a:b] if x) - self._pricer.states.repeated(range(a, b), way) / GIB
+                    if state > 0:
+                        found.append(self._charge(range(a, b), way, [state] * self._n))
+        return found
+
+    def _extra(self, i: int, way: Way) -> float | None:
+        """GiB of state of component ``i`` by itself beyond its least; None if it has no such way."""
+        rows = self._formulation.ways[i]
+        which = self._like(i, way, fully=True)
+        if not which:
+            return None
+        return min(
+            self._pricer.component(i, rows[c]).footprint.state / GIB - self._chain.configs[i][c].state for c in which
+        )
+
+
+def charged(charge: RunCharge, choice: Sequence[int]) -> bool:
+    """Whether a choice has the run of ``charge``."""
+    a, b = charge.start, charge.start + len(charge.members)
+    if any(choice[a + i] not in row for i, row in enumerate(charge.members)):
+        return False
+    return not (a and choice[a - 1] in charge.front) and not (b < len(choice) and choice[b] in charge.behind)
