@@ -33,8 +33,7 @@ class Options:
     """Ways to run stages that begin with one component, r stages to the last: arrays with an entry for each way.
 
     ``times``: forward, backward, what lengthens the last backward, once per step (that length included); ``least``:
-    steady, whole and single as in :class:`asa.planner.pipeline.lattice.Table`; ``point`` is the way's point, or
-    negative for a bound on all ways.
+    steady, whole and single as in :class:`asa.planner.pipeline.lattice.Table`. Bounds on all ways count as one way.
     """
 
     width: Any
@@ -43,7 +42,6 @@ class Options:
     exit: Any
     times: Any
     least: Any
-    point: Any
 
 
 def sums_of(times: Any, m: int) -> Any:
