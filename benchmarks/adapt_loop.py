@@ -49,7 +49,9 @@ from asa.simulator.world import Noise, World
 from asa.strategies import offered
 
 ROOT = Path(__file__).resolve().parent.parent
-EPOCHS, STEPS, BEGINS, ENDS, WINDOW = 12, 390, 3, 9, 50
+EPOCHS, STEPS, BEGINS, ENDS = 12, 390, 3, 9
+WINDOW = 20
+"""Steps between two observations, as where a step is short."""
 MOVE_S = 2.0
 SOLVE_S = 1.0
 

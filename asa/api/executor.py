@@ -310,7 +310,9 @@ class UserExecutor(PlannedExecutor):
                     self._preempt()
                 if look is not None and interval.measured is not None:
                     look(interval.measured, self._step)
-                if self._worker is not worker:
+                if self._worker is worker:
+                    pace.resume()
+                else:
                     self.model.train()
                     pace.under(self.plan, self.processes, self._worker.clock)
                     if self._data.batches.indexed:  # prefetched rows belong to the previous plan

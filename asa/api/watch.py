@@ -82,8 +82,10 @@ class Watch:
 
     def _timer_of(self, votes: Votes, plan: Plan, before: EpochTimer | None = None) -> EpochTimer:
         """A timer for one observation, which is not used afterwards."""
-        warm, interval = (0, 1) if before is None else (before.warm, before.interval)
-        return EpochTimer(plan, self._placement.processes, votes, self._clock, _LOOK_EVERY, warm, interval)
+        timer = EpochTimer(plan, self._placement.processes, votes, self._clock, _LOOK_EVERY, 0)
+        if before is not None:
+            timer.follow(before)
+        return timer
 
     def loaded(self, seconds: float) -> None:
         """Record ``seconds`` of waiting for the loader."""
@@ -104,10 +106,11 @@ class Watch:
             return
         timer = self._timer
         interval = timer.exchange(self._tally, step=self._steps, stop=False)
-        self._timer = self._timer_of(self._place.votes, timer.plan, timer)
         if self._place.rank == 0 and interval.measured is not None:
             for line in self._lines(interval.measured, interval.steps):
                 say(self._place, line)
+        timer.resume()
+        self._timer = self._timer_of(self._place.votes, timer.plan, timer)
 
     def _lines(self, measured: Measurements, steps: int) -> Sequence[str]:
         """Lines about a window of ``steps`` steps."""

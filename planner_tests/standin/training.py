@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,15 @@ def trains_sharded(folder: Path) -> None:
     for strategy in ("zero1", "zero2", "zero3"):
         (folder / strategy).mkdir()
         same_losses(folder / strategy, with_state(small_plan(ranks=2), strategy))
+
+
+@scenario
+def trains_with_parameter_servers(folder: Path) -> None:
+    """On a rank that is not the first, too, whose state is on a GPU: it keeps no snapshots to be started again from."""
+    from asa.ir.consistency import parse
+
+    result = trained(folder, on_gpu(replace(small_plan(ranks=2), consistency=parse("ps_async:servers=2"))))
+    assert all(math.isfinite(epoch["train_loss"]) for epoch in result["epochs"])
 
 
 @scenario

@@ -213,6 +213,8 @@ class TrainingExecutor(PlannedExecutor):
                     if self._worker is not worker:
                         self.model.train()
                         pace.under(self.plan, self.processes, self._worker.clock)
+                        continue
+                pace.resume()
         self._observer.finish()
         if pace.pending:
             self._exchange(epoch, pace, tally, rate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -22,7 +23,11 @@ WARM_UP_STEPS = 3
 """Number of steps after a change of plan that are not measured. They allocate memory, tune kernels, and let DDP rebuild
 its buckets."""
 
-_HEAD = 9
+_LOOK_STEPS = 20
+"""Largest number of steps between two exchanges whose cost is negligible. A slow rank is found after about as many."""
+_LOOK_SHARE = 0.002
+"""Largest fraction of training that exchanges may take before they are made less often."""
+_HEAD = 10
 """Number of values of a process before those of its transfers and of the times of its steps."""
 _PER_STEP = len(StepTimes._fields)
 
@@ -71,6 +76,8 @@ class EpochTimer:
     warm: int
     interval: int = 1
     every_s: float = VOTE_EVERY_S
+    _asked_at: float = 0.0
+    _cost_s: tuple[float, float] = (0.0, 0.0)
     _measured: list[bool] = field(default_factory=list)
     _times: list[tuple[float, float]] = field(default_factory=list)
     _cold: list[tuple[float, float]] = field(default_factory=list)
@@ -88,6 +95,10 @@ class EpochTimer:
         self._times, self._cold = [], []
         self._ranks = RankTimes(processes)
 
+    def follow(self, before: EpochTimer) -> None:
+        """Continue after the last exchange of ``before``, without its figures."""
+        self.warm, self.interval, self._cost_s = before.warm, before.interval, before._cost_s
+
     def stepped(self, *, full: bool, disturbed: bool = False) -> bool:
         """Record one more step. Returns whether it is time to :meth:`exchange`.
 
@@ -97,6 +108,10 @@ class EpochTimer:
         self.warm += 1
         self._measured.append(full and not disturbed and self.warm > WARM_UP_STEPS)
         return len(self._measured) >= self.interval
+
+    def resume(self) -> None:
+        """Record that training goes on after an exchange and what was decided from it, whose cost this ends."""
+        self._cost_s = self._cost_s[1], time.perf_counter() - self._asked_at
 
     @property
     def pending(self) -> bool:
@@ -109,11 +124,15 @@ class EpochTimer:
         Raises:
             WorkersFailedError: ranks are at different steps or under different plans, or the loss is not finite.
         """
+        self._asked_at = time.perf_counter()
         times = self.clock.collect()
         loss, hits, rows = tally.take()
         # 48 bits of the plan's fingerprint, which a float64 represents exactly.
         plan = float(int(fingerprint(self.plan)[:12], 16))
-        head = [loss, hits, rows, float(stop), float(step), plan, full, self._stolen.share(), own_core(self.votes.rank)]
+        head = [
+            loss, hits, rows, float(stop), float(step), plan, full, self._stolen.share(), own_core(self.votes.rank),
+            max(self._cost_s),
+        ]  # fmt: skip
         flat = [figure for each in times for figure in each]
         figures = self.votes.gather(
             [*head, *packed(waits.transfers()), *flat, *([0.0] * (_PER_STEP * self.log_every - len(flat)))]
@@ -142,7 +161,9 @@ class EpochTimer:
                 f"the loss is no longer finite at step {step}; lower the learning rate, or train in fp32"
             )
         self._sums = (self._sums[0] + loss, self._sums[1] + hits, self._sums[2] + rows)
-        self.interval = max(1, min(self.log_every, int(self.every_s / max(*work, 1e-6))))
+        # The last rank to arrive does not wait for others, so the smallest cost is that of the exchange itself.
+        cost_s = min(figures[rank][9] for rank in self.votes.live)
+        self.interval = self._steps_until_exchange(max(*work, 1e-6), cost_s)
         return Interval(
             steps=steps,
             loss=loss / max(1.0, rows),
@@ -153,6 +174,11 @@ class EpochTimer:
             full=max(rank[6] for rank in figures),
             measured=self._measurements(counted, window) if (counted := list(compress(pairs, measured))) else None,
         )
+
+    def _steps_until_exchange(self, step_s: float, cost_s: float) -> int:
+        """Number of steps of ``step_s`` seconds until the next exchange, if one costs ``cost_s`` seconds."""
+        few = max(_LOOK_STEPS, math.ceil(cost_s / (_LOOK_SHARE * step_s)))
+        return max(1, min(self.log_every, int(self.every_s / step_s), few))
 
     def _check(self, found: list[list[float]], step: int) -> None:
         for rank in self.votes.live:
