@@ -210,6 +210,49 @@ def test_a_runner_of_ones_own_takes_its_strategies_and_a_refusal_leaves_the_othe
     assert heard["mine"].step_time_s is not None
 
 
+def test_training_that_the_budget_is_too_short_for_is_left_and_not_refused(tmp_path, monkeypatch):
+    block = study_grid.Block(
+        model="tiny", data="digits", gpus=2, global_batch=8, seed=0, strategies=("asa+replan",), epochs=(10,),
+        mode="measured",
+    )  # fmt: skip
+    words = args("--study", "grid", "--models", "tiny", "--input", "3x8x8")
+    site = study_runners.Site(
+        block=block, args=words, console=None, device="cpu", profile=nouns.profile(), cluster=nouns.cluster(2),
+        folder=tmp_path, budget_s=1e-9,
+    )  # fmt: skip
+    monkeypatch.setattr(study_runners.Site, "images", lambda site: (range(1437), range(360)))
+    found = study_runners.trained(site, block.strategies)
+    rows: dict = {}
+    monkeypatch.setattr(verb, "_shape", lambda block, args: (3, 8, 8))
+    verb._keep(rows, block, block.strategies, words, "Test CPU", found, "")
+    (only,) = rows.values()
+    assert only.state == "open"
+    assert "of --budget are left" in only.why
+    text = "\n".join(report.folded(study(only)))
+    assert "left (1): asa+replan" in text
+    assert "refused" not in text
+    # Figures of a run that ended early stay where there is no time for another one.
+    rows = {only.cell: replace(only, state="measured", result=row().result)}
+    verb._keep(rows, block, block.strategies, words, "Test CPU", None, "the budget is used up")
+    assert [r.state for r in rows.values()] == ["measured"]
+
+
+def test_predictions_take_no_share_of_the_time_for_measuring():
+    blocks = study_grid.define(args("--study", "pipeline"), most=4, cluster_gpus=None).blocks
+    work = [(b, b.strategies) for b in blocks]
+    assert [b.mode for b in blocks] == ["measured"] * 3 + ["predicted"] * 2
+    assert verb._share(300.0, work) == pytest.approx((300 - 2 * 5) / 3)
+
+
+def test_accuracy_at_chance_is_shown_as_a_loss():
+    at = row()
+    point = replace(at.result.accuracy[-1], validation_accuracy=0.15, validation_loss=2.31)
+    guessed = replace(at, result=replace(at.result, accuracy=(point,)), num_classes=10)
+    known = study_figures.of(study(guessed))[0].learnt
+    assert known.startswith("loss 2.31")
+    assert study_figures.of(study(replace(guessed, num_classes=100)))[0].learnt.startswith("15")
+
+
 def test_on_one_device_data_parallelism_is_the_single_device(tmp_path):
     block = study_grid.Block(
         model="tiny", data="digits", gpus=1, global_batch=8, seed=0, strategies=("single", "fsdp"), epochs=(1,),
