@@ -289,6 +289,26 @@ def test_figures_of_a_study_are_drawn_from_its_rows():
     assert times == [[10.0, 30.0], [20.0, 45.0], [30.0, 52.0]]
 
 
+def test_axes_of_a_study_show_plain_numbers_and_accuracy_from_zero():
+    rows = study_figures.of(study(row("ddp"), row("tensor"), row("asa", gpus=4)))
+    drawn = {c.name: c.draw(c.rows) for c in study_page.charts(rows)}
+    throughput, accuracy, scatter = (drawn[n].axes[0] for n in ("throughput", "accuracy", "predicted_measured"))
+    assert throughput.get_ylim()[0] == 0
+    assert accuracy.get_ylim()[0] == 0
+    for narrow in ((0.21, 0.33), (6300.0, 8100.0)):
+        scatter.set_ylim(*narrow)
+        shown = [t for t in scatter.yaxis.get_majorticklocs() if narrow[0] <= t <= narrow[1]]
+        texts = [scatter.yaxis.get_major_formatter()(t, 0) for t in shown]
+        assert texts == [f"{t:g}" for t in shown] != []
+
+
+def test_no_strategy_is_called_fastest_on_more_ranks_than_cores():
+    few, many = row("ddp"), replace(row("tensor", gpus=4), oversubscribed=True)
+    slow = replace(few.result, samples_per_s=1.0)
+    made = study(replace(few, result=slow), many)
+    assert "ddp on 2 ranks" in study_page.first_sentence(made, study_figures.of(made))
+
+
 def test_a_tiny_study_is_foreseen_run_resumed_and_tabled(place, monkeypatch):
     monkeypatch.setattr(page, "draw", lambda chart, folder: ([], f"<svg {chart.name} />"))
     foreseen = json.loads(asa(*GRID, "--dry-run", "--json", cwd=place).stdout)

@@ -261,8 +261,8 @@ def _keep(
             kept = None if result is None or state == "refused" else _until(result, cell.epochs)
             rows[cell] = StudyRow(
                 cell=cell, state=state, result=kept, why=said, data_source=source, created=c.now(),
-                samples_per_epoch=samples or SAMPLES.get(block.data), num_classes=classes, asa_version=asa.__version__,
-                notes=notes if state == "measured" else (),
+                samples_per_epoch=samples or SAMPLES.get(block.data), num_classes=classes, oversubscribed=crowded,
+                asa_version=asa.__version__, notes=notes if state == "measured" else (),
             )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ class StudyRow:
     reader.
 
     ``samples_per_epoch`` converts steps to epochs. ``num_classes`` is that of the data, if known.
-    ``data_source`` says which samples were read.
+    ``data_source`` says which samples were read. ``oversubscribed``: more ranks than cores, so times compare nothing.
     """
 
     cell: StudyCell
@@ -51,6 +51,7 @@ class StudyRow:
     why: str = ""
     samples_per_epoch: int | None = None
     num_classes: int | None = None
+    oversubscribed: bool = False
     data_source: str = ""
     created: str = ""
     asa_version: str = ""

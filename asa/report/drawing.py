@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 Row = tuple[str | float | int | None, ...]
 """A row of the data of a figure."""
@@ -72,8 +73,7 @@ def predicted_measured(rows: Sequence[Row]) -> Figure:
                 measured, predicted, marker=MARKERS[i % len(MARKERS)], color=colour(str(row[1])), linestyle="none",
                 label=str(row[1]),
             )  # fmt: skip
-        axes.set_xscale("log")
-        axes.set_yscale("log")
+        _plain_log(axes, "x", "y")
         axes.set_xlim(*ends)
         axes.set_xlabel("measured, seconds per step")
         axes.set_ylabel("predicted, seconds per step")
@@ -161,8 +161,12 @@ def over_ranks(rows: Sequence[Row]) -> Figure:
                 linestyle="-" if measured else "--", label=str(strategy) if measured else f"{strategy} on {devices}",
             )  # fmt: skip
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
         axes.set_xticks(counts, [str(n) for n in counts])
+        rates = [v for row in found if (v := _number(row[4]))]
+        if rates and max(rates) > _WIDE * min(rates):
+            _plain_log(axes, "y")
+        else:
+            axes.set_ylim(bottom=0)
         axes.set_xlabel("ranks")
         axes.set_ylabel("samples per second")
         axes.legend(frameon=False, fontsize=7)
@@ -171,12 +175,12 @@ def over_ranks(rows: Sequence[Row]) -> Figure:
 
 def accuracy_over_time(rows: Sequence[Row]) -> Figure:
     """Figure over seconds of training; rows as for :func:`accuracy`."""
-    return _over(rows, 3, "seconds of training", 6, 100.0, "validation accuracy, %")
+    return _over(rows, 3, "seconds of training", 6, _PERCENT, "validation accuracy, %")
 
 
 def accuracy(rows: Sequence[Row]) -> Figure:
     """Figure of rows: model, strategy, epoch, seconds, train loss, validation loss, validation accuracy."""
-    return _over(rows, 2, "epochs", 6, 100.0, "validation accuracy, %")
+    return _over(rows, 2, "epochs", 6, _PERCENT, "validation accuracy, %")
 
 
 def loss(rows: Sequence[Row]) -> Figure:
@@ -200,8 +204,25 @@ def _over(rows: Sequence[Row], across: int, what: str, column: int, scale: float
             )
         axes.set_xlabel(what)
         axes.set_ylabel(label)
+        if scale == _PERCENT:
+            axes.set_ylim(0, max(10.0, 1.05 * axes.dataLim.y1))  # a flat curve looks flat
         axes.legend(frameon=False)
     return figure
+
+
+_PERCENT = 100.0
+_WIDE = 20.0
+"""Ratio of the largest value to the smallest above which an axis is logarithmic."""
+
+
+def _plain_log(axes: Any, *which: str) -> None:
+    """Make axes logarithmic, with plain numbers close enough that even a narrow range has one."""
+    for name in which:
+        getattr(axes, f"set_{name}scale")("log")
+        axis = getattr(axes, f"{name}axis")
+        axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def assignment(rows: Sequence[Row]) -> Figure:
