@@ -302,6 +302,14 @@ def test_axes_of_a_study_show_plain_numbers_and_accuracy_from_zero():
         assert texts == [f"{t:g}" for t in shown] != []
 
 
+def test_a_strategy_on_several_numbers_of_ranks_has_one_mark_in_the_scatter():
+    rows = study_figures.of(study(row("ddp"), row("ddp", gpus=4), row("tensor")))
+    axes = next(c.draw(c.rows) for c in study_page.charts(rows) if c.name == "predicted_measured").axes[0]
+    assert [t.get_text() for t in axes.get_legend().get_texts()] == ["ddp", "tensor"]
+    marks = {(line.get_label(), line.get_marker()) for line in axes.lines if line.get_marker() not in ("None", "")}
+    assert len(marks) == 2
+
+
 def test_no_strategy_is_called_fastest_on_more_ranks_than_cores():
     few, many = row("ddp"), replace(row("tensor", gpus=4), oversubscribed=True)
     slow = replace(few.result, samples_per_s=1.0)

@@ -63,21 +63,22 @@ def predicted_measured(rows: Sequence[Row]) -> Figure:
         ends = [0.8 * min(times), 1.25 * max(times)] if times else [0.1, 1.0]
         axes.fill_between(ends, [0.9 * x for x in ends], [1.1 * x for x in ends], color="#DDDDDD", linewidth=0)
         axes.plot(ends, ends, color="#999999", linewidth=1)
-        for i, row in enumerate(found):
+        strategies = list(dict.fromkeys(str(row[1]) for row in found))
+        for row in found:
             measured, predicted, low, high = (_number(row[k]) for k in (2, 3, 4, 5))
             if measured is None or predicted is None:
                 continue
             if low is not None and high is not None:
                 axes.plot([measured, measured], [low, high], color=colour(str(row[1])), linewidth=1, alpha=0.7)
-            axes.plot(
-                measured, predicted, marker=MARKERS[i % len(MARKERS)], color=colour(str(row[1])), linestyle="none",
-                label=str(row[1]),
-            )  # fmt: skip
+            mark = MARKERS[strategies.index(str(row[1])) % len(MARKERS)]
+            axes.plot(measured, predicted, marker=mark, color=colour(str(row[1])), linestyle="none", label=str(row[1]))
         _plain_log(axes, "x", "y")
         axes.set_xlim(*ends)
         axes.set_xlabel("measured, seconds per step")
         axes.set_ylabel("predicted, seconds per step")
-        axes.legend(frameon=False, fontsize=7)
+        handles, labels = axes.get_legend_handles_labels()
+        once = dict(zip(labels, handles, strict=True))  # a strategy on several numbers of ranks
+        axes.legend(once.values(), once.keys(), frameon=False, fontsize=7)
     return figure
 
 
