@@ -210,6 +210,49 @@ def test_a_runner_of_ones_own_takes_its_strategies_and_a_refusal_leaves_the_othe
     assert heard["mine"].step_time_s is not None
 
 
+def test_training_that_the_budget_is_too_short_for_is_left_and_not_refused(tmp_path, monkeypatch):
+    block = study_grid.Block(
+        model="tiny", data="digits", gpus=2, global_batch=8, seed=0, strategies=("asa+replan",), epochs=(10,),
+        mode="measured",
+    )  # fmt: skip
+    words = args("--study", "grid", "--models", "tiny", "--input", "3x8x8")
+    site = study_runners.Site(
+        block=block, args=words, console=None, device="cpu", profile=nouns.profile(), cluster=nouns.cluster(2),
+        folder=tmp_path, budget_s=1e-9,
+    )  # fmt: skip
+    monkeypatch.setattr(study_runners.Site, "images", lambda site: (range(1437), range(360)))
+    found = study_runners.trained(site, block.strategies)
+    rows: dict = {}
+    monkeypatch.setattr(verb, "_shape", lambda block, args: (3, 8, 8))
+    verb._keep(rows, block, block.strategies, words, "Test CPU", found, "")
+    (only,) = rows.values()
+    assert only.state == "open"
+    assert "of --budget are left" in only.why
+    text = "\n".join(report.folded(study(only)))
+    assert "left (1): asa+replan" in text
+    assert "refused" not in text
+    # Figures of a run that ended early stay where there is no time for another one.
+    rows = {only.cell: replace(only, state="measured", result=row().result)}
+    verb._keep(rows, block, block.strategies, words, "Test CPU", None, "the budget is used up")
+    assert [r.state for r in rows.values()] == ["measured"]
+
+
+def test_predictions_take_no_share_of_the_time_for_measuring():
+    blocks = study_grid.define(args("--study", "pipeline"), most=4, cluster_gpus=None).blocks
+    work = [(b, b.strategies) for b in blocks]
+    assert [b.mode for b in blocks] == ["measured"] * 3 + ["predicted"] * 2
+    assert verb._share(300.0, work) == pytest.approx((300 - 2 * 5) / 3)
+
+
+def test_accuracy_at_chance_is_shown_as_a_loss():
+    at = row()
+    point = replace(at.result.accuracy[-1], validation_accuracy=0.15, validation_loss=2.31)
+    guessed = replace(at, result=replace(at.result, accuracy=(point,)), num_classes=10)
+    known = study_figures.of(study(guessed))[0].learnt
+    assert known.startswith("loss 2.31")
+    assert study_figures.of(study(replace(guessed, num_classes=100)))[0].learnt.startswith("15")
+
+
 def test_on_one_device_data_parallelism_is_the_single_device(tmp_path):
     block = study_grid.Block(
         model="tiny", data="digits", gpus=1, global_batch=8, seed=0, strategies=("single", "fsdp"), epochs=(1,),
@@ -244,6 +287,34 @@ def test_figures_of_a_study_are_drawn_from_its_rows():
     assert marks == [[[2.0, 64 / 0.71]], [[2.0, 64 / 0.62]], [[4.0, 128.0]]]
     times = drawn["accuracy_time"].axes[0].lines[0].get_xydata().tolist()
     assert times == [[10.0, 30.0], [20.0, 45.0], [30.0, 52.0]]
+
+
+def test_axes_of_a_study_show_plain_numbers_and_accuracy_from_zero():
+    rows = study_figures.of(study(row("ddp"), row("tensor"), row("asa", gpus=4)))
+    drawn = {c.name: c.draw(c.rows) for c in study_page.charts(rows)}
+    throughput, accuracy, scatter = (drawn[n].axes[0] for n in ("throughput", "accuracy", "predicted_measured"))
+    assert throughput.get_ylim()[0] == 0
+    assert accuracy.get_ylim()[0] == 0
+    for narrow in ((0.21, 0.33), (6300.0, 8100.0)):
+        scatter.set_ylim(*narrow)
+        shown = [t for t in scatter.yaxis.get_majorticklocs() if narrow[0] <= t <= narrow[1]]
+        texts = [scatter.yaxis.get_major_formatter()(t, 0) for t in shown]
+        assert texts == [f"{t:g}" for t in shown] != []
+
+
+def test_a_strategy_on_several_numbers_of_ranks_has_one_mark_in_the_scatter():
+    rows = study_figures.of(study(row("ddp"), row("ddp", gpus=4), row("tensor")))
+    axes = next(c.draw(c.rows) for c in study_page.charts(rows) if c.name == "predicted_measured").axes[0]
+    assert [t.get_text() for t in axes.get_legend().get_texts()] == ["ddp", "tensor"]
+    marks = {(line.get_label(), line.get_marker()) for line in axes.lines if line.get_marker() not in ("None", "")}
+    assert len(marks) == 2
+
+
+def test_no_strategy_is_called_fastest_on_more_ranks_than_cores():
+    few, many = row("ddp"), replace(row("tensor", gpus=4), oversubscribed=True)
+    slow = replace(few.result, samples_per_s=1.0)
+    made = study(replace(few, result=slow), many)
+    assert "ddp on 2 ranks" in study_page.first_sentence(made, study_figures.of(made))
 
 
 def test_a_tiny_study_is_foreseen_run_resumed_and_tabled(place, monkeypatch):

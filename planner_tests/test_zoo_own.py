@@ -86,7 +86,9 @@ def test_a_table_is_scaled_by_what_is_trained_on(tmp_path):
         ("a,label\n1,0\nx,1\n", "column 'a' has 'x' in row 2, not a number"),
         ("a,label\n1,0\n2\n", "line 3 has 1 columns, not 2"),
         ("a,label\n1,0\nnan,1\n", "has nan in row 2"),
-        ("a,label\n1,0\n2,\n", "a row without a class"),
+        ("a,label\n1,0\n2,\n", "row 2 has no class in column 'label'"),
+        ("a,label\n1,0\n2,1\n3,nan\n", "row 3 has no class in column 'label'"),
+        ("a,label\n1,x\n2,NULL\n3,y\n", "row 2 has no class in column 'label'"),
         ("a,label\n", "has 1 rows"),
         ("a\n1\n", "has one column, 'a'"),
         ("a;label\n1;0\n2;1\n", "commas separate columns"),
@@ -335,3 +337,12 @@ def test_what_is_not_there_is_said_before_torch_is_asked(tmp_path, monkeypatch, 
     assert "is none of folder:DIR" in refused(capsys, 2, "train", "--data", "foo/bar:x")
     monkeypatch.setattr(specs.importlib.util, "find_spec", lambda _: None)
     assert "pip install 'datasets'" in refused(capsys, 5, "train", "--data", "hf:mnist")
+
+
+def test_a_label_that_is_not_a_number_in_parquet_is_no_class(tmp_path, monkeypatch):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.chdir(tmp_path)
+    parquet.write_table(arrow.table({"a": [1.0, 2.0, 3.0], "label": [0.0, float("nan"), 1.0]}), "n.parquet")
+    with pytest.raises(InvalidInputError, match="row 2 has no class in column 'label'"):
+        opened("parquet:n.parquet", shape=(1, 1, 1))

@@ -22,7 +22,7 @@ from asa.ir.bench import BenchResult
 from asa.ir.study import State, Study, StudyCell, StudyRow
 
 if TYPE_CHECKING:
-    from asa.cli.study_runners import Site
+    from asa.cli.study_runners import Found, Site
     from asa.ir.profile import Profile
 
 FILE = "study.json"
@@ -58,12 +58,12 @@ def run(args: Arguments, console: Console) -> None:
         if not left:
             continue
         remaining = args.budget - (time.monotonic() - began)
-        blocks_left = sum(1 for _, strategies in work[number:] if strategies)
+        share = _share(remaining, work[number:])
         if remaining <= 0:
             _keep(rows, block, left, args, name, None, "the budget is used up; the same command goes on")
             continue
         console.say(f"asa: {block.title}: {', '.join(left)} ({number + 1} of {len(work)})")
-        _block(block.with_strategies(left), args, console, device, name, rows, folder, remaining / blocks_left)
+        _block(block.with_strategies(left), args, console, device, name, rows, folder, share)
         _write(study, args, rows, folder)
     made = _write(study, args, rows, folder)
     from asa.report import study as report
@@ -72,6 +72,14 @@ def run(args: Arguments, console: Console) -> None:
     paths = study_files.write(made, folder)
     console.result(codec.document(made), lambda: report.render(made))
     console.say(f"asa: wrote {folder / FILE}, {', '.join(p.name for p in paths)}")
+
+
+def _share(remaining_s: float, work: Sequence[tuple[Block, Sequence[str]]]) -> float:
+    """Seconds for the first block of the open ``work``: predictions get what they need, and measured blocks share the
+    rest."""
+    foreseen = sum(_PLAN_S * len(left) for block, left in work if block.mode == "predicted")
+    measured = sum(1 for block, left in work if left and block.mode == "measured")
+    return max(_LEAST_S, remaining_s - foreseen) / max(1, measured)
 
 
 def _here(args: Arguments) -> tuple[bench_setup.DeviceType, int, str]:
@@ -168,9 +176,10 @@ def _block(
         train, _ = site.images()
         bench_setup.check_data(mine, train, site.profile.graph.num_classes, block.global_batch)
 
-        def done(found: dict[str, BenchResult]) -> None:
+        def done(found: Found) -> None:
             said = tuple(site.notes)
-            _keep(rows, block, tuple(found), args, name, found, "", train.source, len(train), notes=said)
+            _keep(rows, block, tuple(found), args, name, found, "", train.source, len(train), train.num_classes,
+                  notes=said)  # fmt: skip
 
         study_runners.run(site, done)
     except AsaError as error:
@@ -220,10 +229,11 @@ def _keep(
     strategies: Sequence[str],
     args: Arguments,
     name: str,
-    found: dict[str, BenchResult] | None,
+    found: Found | None,
     why: str,
     source: str = "",
     samples: int | None = None,
+    classes: int | None = None,
     *,
     refused: bool = False,
     notes: tuple[str, ...] = (),
@@ -235,20 +245,24 @@ def _keep(
     if crowded:
         notes = (*notes, f"{block.gpus} ranks on {usable_cores()} cores: times are no finding")
     for strategy in strategies:
-        result = None if found is None else found[strategy]
+        given = why if found is None else found[strategy]
+        result, left = (None, given) if isinstance(given, str) else (given, why)
         for cell in _cells(block, strategy, args, name, _shape(block, args)):
             state: State = "refused" if refused else "open"
-            said = why
+            said = left
             if result is not None:
                 ran = result.step_time_s is not None
                 foreseen = block.mode == "predicted" and result.predicted_step_time_s is not None
                 state = "measured" if ran else "predicted" if foreseen else "refused"
                 said = "" if state != "refused" else result.why_not
+            before = rows.get(cell)
+            if state == "open" and before is not None and before.result is not None:
+                continue  # a run that the budget ended is better than none
             kept = None if result is None or state == "refused" else _until(result, cell.epochs)
             rows[cell] = StudyRow(
                 cell=cell, state=state, result=kept, why=said, data_source=source, created=c.now(),
-                samples_per_epoch=samples or SAMPLES.get(block.data), asa_version=asa.__version__,
-                notes=notes if state == "measured" else (),
+                samples_per_epoch=samples or SAMPLES.get(block.data), num_classes=classes, oversubscribed=crowded,
+                asa_version=asa.__version__, notes=notes if state == "measured" else (),
             )  # fmt: skip
 
 
@@ -324,7 +338,8 @@ def _about(
     runs = 1 if block.gpus == 1 else len(left)  # on one rank every strategy is the single device
     turns = runs + 1 + 3 / max(block.epochs)
     training = turns * max(block.epochs) * (samples // block.global_batch) * step
-    return training + _START_S, f"{max(block.epochs)} epochs of steps of {step:.3g} s"
+    passes = "1 epoch" if max(block.epochs) == 1 else f"{max(block.epochs)} epochs"
+    return training + _START_S, f"{passes} of steps of {step:.3g} s"
 
 
 def alone(profile: Profile, batch: int) -> float:

@@ -56,11 +56,13 @@ class Site:
         return bench_setup.images(self.block.data, self.args.data_root, self.shape)
 
 
-Runner = Callable[[Site, Sequence[str]], dict[str, BenchResult]]
-"""Function that runs some strategies of a block and returns a result for each, with ``why_not`` if it cannot run."""
+Found = dict[str, "BenchResult | str"]
+"""Results by strategy: with ``why_not`` if it cannot run, and only a sentence if there was too little time for it."""
+Runner = Callable[[Site, Sequence[str]], Found]
+"""Function that runs some strategies of a block."""
 
 
-def side_by_side(site: Site, strategies: Sequence[str]) -> dict[str, BenchResult]:
+def side_by_side(site: Site, strategies: Sequence[str]) -> Found:
     """Run strategies in turns on the same ranks, samples and seed, for all the epochs of the block."""
     block = site.block
     contest = c.ModelBench(model=block.model, profile=site.profile, cluster=site.cluster)
@@ -69,12 +71,12 @@ def side_by_side(site: Site, strategies: Sequence[str]) -> dict[str, BenchResult
         try:
             contest.plans[strategy] = plan_of(site, strategy)
         except (UsageError, InfeasibleError) as error:
-            refused[strategy] = str(error)
+            refused[strategy] = str(error).partition("; one of ")[0]  # the same on any number of ranks
             continue
         codec.save(contest.plans[strategy], site.folder / "plans" / f"{places.slug(strategy)}.json")
     if contest.plans:
         c.measure(contest, site.args, site.console, site.device, site.budget_s, site.images, max(block.epochs))
-    found = {r.strategy: r for r in c.results(site.args, contest)}
+    found: Found = {r.strategy: r for r in c.results(site.args, contest)}
     site.notes.extend(verdicts(site, contest))
     return found | {s: refusal(block, s, why) for s, why in refused.items()}
 
@@ -91,20 +93,21 @@ def verdicts(site: Site, contest: c.ModelBench) -> list[str]:
     return [f"{site.block.title}: {text}" for text in (*said, *([busy] if busy else []))]
 
 
-def trained(site: Site, strategies: Sequence[str]) -> dict[str, BenchResult]:
+def trained(site: Site, strategies: Sequence[str]) -> Found:
     """Run a complete training for each strategy: ``asa`` with replanning, and disciplines whose workers do not wait for
     one another and so cannot take turns with others."""
     return {strategy: _trained(site, strategy) for strategy in strategies}
 
 
-def _trained(site: Site, strategy: str) -> BenchResult:
+def _trained(site: Site, strategy: str) -> BenchResult | str:
     try:
         plan = plan_of(site, strategy.removesuffix("+replan"))
         steps = max(site.block.epochs) * -(-len(site.images()[0]) // site.block.global_batch)
         about = steps * plan.prediction.step_time_s
         if about > site.budget_s:
-            return refusal(
-                site.block, strategy, f"about {about:.0f} s of training are more than what is left of --budget"
+            return (
+                f"its training takes about {about:.0f} s and {site.budget_s:.0f} s of --budget are left for it; "
+                "give the same command with more"
             )
         return _run(site, strategy, plan)
     except AsaError as error:
@@ -172,9 +175,10 @@ RUNNERS: dict[str, Runner] = {REPLANNED: trained, **dict.fromkeys(DISCIPLINES, t
 """Runners by name of the strategy; every other strategy takes turns with the rest of its block."""
 
 
-def run(site: Site, done: Callable[[dict[str, BenchResult]], None]) -> None:
+def run(site: Site, done: Callable[[Found], None]) -> None:
     """Run all strategies of a block, and call ``done`` with the results of each group as soon as they exist; strategies
     that cannot run are passed with the reason."""
+    found: Found
     groups: dict[Runner, list[str]] = {}
     for strategy in site.block.strategies:
         groups.setdefault(RUNNERS.get(strategy, side_by_side), []).append(strategy)
@@ -187,7 +191,7 @@ def run(site: Site, done: Callable[[dict[str, BenchResult]], None]) -> None:
         done(found)
 
 
-def predict(block: Block, args: Arguments, console: Console) -> tuple[dict[str, BenchResult], tuple[int, ...]]:
+def predict(block: Block, args: Arguments, console: Console) -> tuple[Found, tuple[int, ...]]:
     """Predicted results of every strategy of a block on the devices of its cluster, and the shape of a sample.
 
     Raises:
@@ -201,7 +205,7 @@ def predict(block: Block, args: Arguments, console: Console) -> tuple[dict[str, 
     profile, _ = _profile_for(block, args, console, cluster)
     site = Site(block=block, args=args, console=console, device=cluster.device.type, profile=profile, cluster=cluster,
                 folder=Path(), budget_s=0.0)  # fmt: skip
-    found: dict[str, BenchResult] = {}
+    found: Found = {}
     for strategy in block.strategies:
         try:
             found[strategy] = foreseen(site, strategy)

@@ -41,7 +41,8 @@ class StudyRow:
     """A cell and its result. ``why`` is the reason of a ``refused`` or ``open`` cell; ``notes`` are remarks for the
     reader.
 
-    ``samples_per_epoch`` converts steps to epochs. ``data_source`` says which samples were read.
+    ``samples_per_epoch`` converts steps to epochs. ``num_classes`` is that of the data, if known.
+    ``data_source`` says which samples were read. ``oversubscribed``: more ranks than cores, so times compare nothing.
     """
 
     cell: StudyCell
@@ -49,6 +50,8 @@ class StudyRow:
     result: BenchResult | None
     why: str = ""
     samples_per_epoch: int | None = None
+    num_classes: int | None = None
+    oversubscribed: bool = False
     data_source: str = ""
     created: str = ""
     asa_version: str = ""

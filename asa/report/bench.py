@@ -84,9 +84,14 @@ def told_apart(r: BenchResult, single: BenchResult | None) -> bool:
     return step - r.communication_s >= _LEAST_SHARE * alone / r.ranks
 
 
+def near_chance(last: AccuracyPoint, num_classes: int) -> bool:
+    """Whether guessing does about as well, so that only the loss shows learning."""
+    return last.validation_accuracy <= _CHANCE / num_classes
+
+
 def learnt_by(last: AccuracyPoint, num_classes: int) -> str:
     """Accuracy, or the loss if accuracy is near chance, with the number of epochs."""
-    if last.validation_accuracy <= _CHANCE / num_classes:
+    if near_chance(last, num_classes):
         return f"loss {last.validation_loss:.3f} after {last.epoch:.2g} epochs"
     return f"{percent(last.validation_accuracy)} after {last.epoch:.2g} epochs"
 

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 Row = tuple[str | float | int | None, ...]
 """A row of the data of a figure."""
@@ -62,22 +63,22 @@ def predicted_measured(rows: Sequence[Row]) -> Figure:
         ends = [0.8 * min(times), 1.25 * max(times)] if times else [0.1, 1.0]
         axes.fill_between(ends, [0.9 * x for x in ends], [1.1 * x for x in ends], color="#DDDDDD", linewidth=0)
         axes.plot(ends, ends, color="#999999", linewidth=1)
-        for i, row in enumerate(found):
+        strategies = list(dict.fromkeys(str(row[1]) for row in found))
+        for row in found:
             measured, predicted, low, high = (_number(row[k]) for k in (2, 3, 4, 5))
             if measured is None or predicted is None:
                 continue
             if low is not None and high is not None:
                 axes.plot([measured, measured], [low, high], color=colour(str(row[1])), linewidth=1, alpha=0.7)
-            axes.plot(
-                measured, predicted, marker=MARKERS[i % len(MARKERS)], color=colour(str(row[1])), linestyle="none",
-                label=str(row[1]),
-            )  # fmt: skip
-        axes.set_xscale("log")
-        axes.set_yscale("log")
+            mark = MARKERS[strategies.index(str(row[1])) % len(MARKERS)]
+            axes.plot(measured, predicted, marker=mark, color=colour(str(row[1])), linestyle="none", label=str(row[1]))
+        _plain_log(axes, "x", "y")
         axes.set_xlim(*ends)
         axes.set_xlabel("measured, seconds per step")
         axes.set_ylabel("predicted, seconds per step")
-        axes.legend(frameon=False, fontsize=7)
+        handles, labels = axes.get_legend_handles_labels()
+        once = dict(zip(labels, handles, strict=True))  # a strategy on several numbers of ranks
+        axes.legend(once.values(), once.keys(), frameon=False, fontsize=7)
     return figure
 
 
@@ -161,8 +162,12 @@ def over_ranks(rows: Sequence[Row]) -> Figure:
                 linestyle="-" if measured else "--", label=str(strategy) if measured else f"{strategy} on {devices}",
             )  # fmt: skip
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
         axes.set_xticks(counts, [str(n) for n in counts])
+        rates = [v for row in found if (v := _number(row[4]))]
+        if rates and max(rates) > _WIDE * min(rates):
+            _plain_log(axes, "y")
+        else:
+            axes.set_ylim(bottom=0)
         axes.set_xlabel("ranks")
         axes.set_ylabel("samples per second")
         axes.legend(frameon=False, fontsize=7)
@@ -171,12 +176,12 @@ def over_ranks(rows: Sequence[Row]) -> Figure:
 
 def accuracy_over_time(rows: Sequence[Row]) -> Figure:
     """Figure over seconds of training; rows as for :func:`accuracy`."""
-    return _over(rows, 3, "seconds of training", 6, 100.0, "validation accuracy, %")
+    return _over(rows, 3, "seconds of training", 6, _PERCENT, "validation accuracy, %")
 
 
 def accuracy(rows: Sequence[Row]) -> Figure:
     """Figure of rows: model, strategy, epoch, seconds, train loss, validation loss, validation accuracy."""
-    return _over(rows, 2, "epochs", 6, 100.0, "validation accuracy, %")
+    return _over(rows, 2, "epochs", 6, _PERCENT, "validation accuracy, %")
 
 
 def loss(rows: Sequence[Row]) -> Figure:
@@ -200,8 +205,25 @@ def _over(rows: Sequence[Row], across: int, what: str, column: int, scale: float
             )
         axes.set_xlabel(what)
         axes.set_ylabel(label)
+        if scale == _PERCENT:
+            axes.set_ylim(0, max(10.0, 1.05 * axes.dataLim.y1))  # a flat curve looks flat
         axes.legend(frameon=False)
     return figure
+
+
+_PERCENT = 100.0
+_WIDE = 20.0
+"""Ratio of the largest value to the smallest above which an axis is logarithmic."""
+
+
+def _plain_log(axes: Any, *which: str) -> None:
+    """Make axes logarithmic, with plain numbers close enough that even a narrow range has one."""
+    for name in which:
+        getattr(axes, f"set_{name}scale")("log")
+        axis = getattr(axes, f"{name}axis")
+        axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def assignment(rows: Sequence[Row]) -> Figure:

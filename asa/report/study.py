@@ -107,19 +107,18 @@ def folded(study: Study) -> list[str]:
         found.append(
             f"{len(short)} cells were ended by the budget before their epochs; the same command runs them anew"
         )
-    left = [row for row in study.rows if row.state == "open"]
-    if left:
-        found.append(f"{len(left)} cells are left: {left[0].why}")
+    for why, cells in _reasons(study, "open").items():
+        found.append(f"left ({len(cells)}): {_few(cells)}: {why}")
     notes = dict.fromkeys(n for row in study.rows for n in row.notes)
     sources = dict.fromkeys(row.data_source for row in study.rows if row.data_source)
     return found + [f"note: {n}" for n in notes] + [f"data: {s}" for s in sources]
 
 
-def _reasons(study: Study) -> dict[str, list[str]]:
-    """Reasons of refusals, each with its cells; a reason's number is its position."""
+def _reasons(study: Study, state: str = "refused") -> dict[str, list[str]]:
+    """Reasons of cells in ``state``, each with its cells; a reason's number is its position."""
     said: dict[str, list[str]] = {}
     for row in study.rows:
-        if row.state == "refused":
+        if row.state == state:
             said.setdefault(row.why, []).append(f"{row.cell.strategy} of {row.cell.model} on {row.cell.gpus}")
     return said
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from asa.ir.bench import AccuracyPoint, BenchResult
 from asa.ir.study import Published, Study, StudyCell, StudyRow
-from asa.report.bench import communication_share, throughput
+from asa.report.bench import communication_share, near_chance, throughput
 from asa.report.units import NOTHING, percent, seconds
 
 _TEN_EPOCHS = 10
@@ -47,11 +47,12 @@ class Figures:
 
     @property
     def learnt(self) -> str:
-        """Accuracy, or the loss if there are no classes, with the number of epochs."""
+        """Accuracy, or the loss if accuracy is near chance or there are no classes, with the number of epochs."""
         if self.last is None:
             return NOTHING
-        if self.last.validation_accuracy <= 0:
-            return f"loss {self.last.validation_loss:.3f} ({self.last.epoch:.3g} ep)"
+        classes = self.row.num_classes
+        if self.last.validation_accuracy <= 0 or (classes and near_chance(self.last, classes)):
+            return f"loss {self.last.validation_loss:.4g} ({self.last.epoch:.3g} ep)"
         return f"{percent(self.last.validation_accuracy)} ({self.last.epoch:.3g} ep)"
 
     @property

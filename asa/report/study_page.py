@@ -42,16 +42,16 @@ def _longest(rows: list[Figures]) -> list[Figures]:
 
 
 def first_sentence(study: Study, rows: list[Figures]) -> str:
-    """Number of cells, and the fastest strategy of each measured model."""
+    """Number of cells, and the fastest strategy of each measured model, among cells with a core for every rank."""
     states = [row.state for row in study.rows]
     counted = ", ".join(f"{states.count(s)} {s}" for s in ("measured", "predicted", "refused", "open") if s in states)
     fastest = []
     for model in dict.fromkeys(f.row.cell.model for f in rows):
-        timed = [f for f in rows if f.row.cell.model == model and f.row.state == "measured" and f.samples_per_s]
+        timed = [f for f in rows if f.row.cell.model == model and f.row.state == "measured" and f.samples_per_s
+                 and not f.row.oversubscribed]  # fmt: skip
         if timed:
             best = max(timed, key=lambda f: f.samples_per_s or 0.0)
-            ranks = "1 rank" if best.row.cell.gpus == 1 else f"{best.row.cell.gpus} ranks"
-            fastest.append(f"{best.row.cell.strategy} on {ranks} for {model}")
+            fastest.append(f"{best.row.cell.strategy} on {_ranks(best)} for {model}")
     most = f" Most samples a second: {', '.join(fastest)}." if fastest else ""
     return f"{len(states)} cells: {counted}.{most}"
 
@@ -98,6 +98,10 @@ def _panel(f: Figures) -> str:
     return f"{c.model}, {c.data}, batch {c.global_batch}" + (f", seed {c.seed}" if c.seed else "")
 
 
+def _ranks(f: Figures) -> str:
+    return "1 rank" if f.row.cell.gpus == 1 else f"{f.row.cell.gpus} ranks"
+
+
 def _throughput(rows: list[Figures]) -> Chart:
     found: list[Row] = [
         (_panel(f), f.row.cell.strategy, f.row.cell.gpus, f.row.state, f.samples_per_s, f.row.cell.devices)
@@ -113,7 +117,7 @@ def _throughput(rows: list[Figures]) -> Chart:
 
 def _points(rows: list[Figures]) -> tuple[Row, ...]:
     return tuple(
-        (f"{_panel(f)}, {f.row.cell.gpus} ranks", f.row.cell.strategy, a.epoch, a.seconds, a.train_loss,
+        (f"{_panel(f)}, {_ranks(f)}", f.row.cell.strategy, a.epoch, a.seconds, a.train_loss,
          a.validation_loss, a.validation_accuracy)
         for f in rows if f.row.result is not None for a in f.row.result.accuracy
     )  # fmt: skip
@@ -146,7 +150,7 @@ def _loss(rows: list[Figures]) -> Chart:
 
 def _memory(rows: list[Figures]) -> Chart:
     found: list[Row] = [
-        (f"{_panel(f)}, {f.row.cell.gpus} ranks", f.row.cell.strategy, r.ranks, r.peak_memory_bytes,
+        (f"{_panel(f)}, {_ranks(f)}", f.row.cell.strategy, r.ranks, r.peak_memory_bytes,
          r.predicted_memory_bytes, r.state_memory_bytes)
         for f in rows if (r := f.row.result) is not None and f.row.state == "measured"
     ]  # fmt: skip

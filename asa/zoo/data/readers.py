@@ -261,11 +261,16 @@ def _numbers(values: Iterable[Any], spec: str, name: str) -> Tensor:
     return torch.tensor(made, dtype=torch.float32)
 
 
+_MISSING = ("", "none", "nan", "null")
+"""What tables write where a value is missing."""
+
+
 def _classes(values: Sequence[Any], spec: str, name: str) -> Tensor:
     """Classes as int64. Whole numbers from 0 are unchanged; anything else is numbered in sorted order."""
     texts = [str(v).strip() for v in values]
-    if "" in texts or "None" in texts:
-        raise InvalidInputError(f"--data {spec}: a row without a class in column {name!r}")
+    missing = next((i for i, t in enumerate(texts, 1) if t.lower() in _MISSING), None)
+    if missing is not None:
+        raise InvalidInputError(f"--data {spec}: row {missing} has no class in column {name!r}")
     if all(t.isdecimal() for t in texts):
         return torch.tensor([int(t) for t in texts])
     distinct = {t: i for i, t in enumerate(sorted(set(texts)))}
