@@ -64,6 +64,16 @@ def per_batch(found: dict[str, Any]) -> float:
     return statistics.median(found["epoch_s"]) * BATCH / SAMPLES
 
 
+def over_seeds(row: dict[str, Any]) -> dict[str, Any]:
+    """Mean and spread (standard deviation, None for one seed) over seeds of what a row lists for each."""
+    per_seed = [statistics.median(seconds) * BATCH / SAMPLES for seconds in row["epoch_s"]]
+    found: dict[str, Any] = {}
+    for name, values in (("batch_s", per_seed), ("accuracy", row["accuracy"])):
+        spread = statistics.stdev(values) if len(values) > 1 else None
+        found[name] = {"mean": statistics.fmean(values), "spread": spread}
+    return found
+
+
 def foretold(discipline: Discipline | None, rests: tuple[float, ...], beside_s: float, sent_s: float) -> float:
     """Seconds per global batch by the clock: ``beside_s`` of a step are neither rest nor message, ``sent_s`` a push
     and a pull."""
@@ -104,6 +114,7 @@ def study(ranks: int, rest: float, epochs: int, seeds: int, only: tuple[str, ...
     naive = rows[0]["measured_s"]
     for row in rows:
         row["gain_over_ddp"] = naive / row["measured_s"]
+        row["over_seeds"] = over_seeds(row)
     return {
         "ranks": ranks, "rests_s": slow, "beside_s": beside_s, "sent_s": sent_s, "alike": [plain, served],
         "uneven_batches_by_the_clock_s": _uneven(slow, beside_s), "rows": rows,

@@ -62,8 +62,15 @@ def slowly(monkeypatch):
 
 @pytest.mark.parametrize(
     "text",
-    ["ps_bounded", "downpour:period=2", "diloco:period=2:quorum=2", "local_sgd:quorum=1", "fedavg:period=2:quorum=2"],
-)
+    [
+        "ps_bounded",
+        "downpour:period=2",
+        "diloco:period=2:quorum=2",
+        "local_sgd:quorum=1",
+        "fedavg:period=2:quorum=2",
+        "hogwild",
+    ],
+)  # fmt: skip
 def test_a_killed_worker_comes_back_and_gets_a_share_again(tmp_path, text):
     ranks = 3
     events = run_and_kill(text, ranks, 2, tmp_path)

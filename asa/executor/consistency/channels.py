@@ -11,15 +11,18 @@ may be a process that has taken the place of a lost one.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -41,6 +44,11 @@ Handle = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 _LEAVE_S = 1.0
 """Seconds that clients may take to report that they leave; one that hangs never does."""
+_END_S = 60.0
+"""Seconds for which the process of a host outlasts its program while clients are connected."""
+
+_open: WeakSet[Exchange] = WeakSet()
+"""Exchanges of this process that were not closed."""
 
 HEAD = 32
 """Length of a header; its last two entries describe the body."""
@@ -99,11 +107,13 @@ class Exchange:
         self._returning, self._patience_s = frozenset(returning), patience_s
         self._to: dict[int, Channel] = {}
         self._threads: list[threading.Thread] = []
+        self._lines: list[_Line] = []
         self._handle: Handle | None = None
         self._closed = False
         self._name = f"exchange/{next(_COUNT)}"
         store = store_of_ranks() if len({*hosts, *clients}) > 1 else None
         self._store = None if store is None else PrefixStore(self._name, store.clone())
+        _open.add(self)
 
     def note(self, value: Any) -> None:
         """Store a JSON value for ranks that join late."""
@@ -197,6 +207,7 @@ class Exchange:
                 if line is not None:
                     line.end()
                 line = _Line(client, channel, handle, lost)
+                self._lines.append(line)
                 line.start()
 
     def _called(self, store: Store, client: int, last: str, line: _Line | None) -> str | None:
@@ -221,6 +232,21 @@ class Exchange:
         for thread in self._threads:
             thread.join(timeout=max(0.0, until - time.monotonic()))
         self._to, self._threads = {}, []
+        _open.discard(self)
+
+    def end(self) -> None:
+        """Close at the end of the process, and wait until all clients have gone, at most :data:`_END_S` seconds. A
+        thread that still waits for a message while the interpreter ends aborts the process, and gloo cannot stop it."""
+        self.close()
+        until = time.monotonic() + (0.0 if hasattr(sys, "last_value") else _END_S)  # after an exception others wait
+        for line in self._lines:
+            line.join(timeout=max(0.0, until - time.monotonic()))
+
+
+@atexit.register
+def _end_all() -> None:
+    for exchange in list(_open):
+        exchange.end()
 
 
 class _Line(threading.Thread):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import weakref
 from pathlib import Path
 
 import torch
@@ -46,33 +47,47 @@ class SharedWeights(Conduct):
                     place.copy_(p)
                 p.data = place
                 at += size
-        votes.gather([0.0])
+        self._meet()
         self._reach = [lowered(group, discipline, len(model.processes)) for group in optimizer.param_groups]
 
+    def _meet(self) -> None:
+        """Wait for all workers, unless this process takes the place of a lost one, for which nobody waits."""
+        if not self._votes.late:
+            self._votes.gather([0.0])
+
     def _mapped(self) -> torch.Tensor:
-        """Shared memory for all weights, mapped by every worker. Its file is removed once all have mapped it
-        (collective)."""
+        """Shared memory for all weights, mapped by every worker (collective, except for a process that comes late).
+
+        Its file has no name once all have mapped it. On Linux, a process that comes late finds it as an open file of
+        rank 0.
+        """
+        if self._votes.late:
+            return self._map(self._votes.noted())
         name, error = "", ""
         if self._votes.rank == 0:
             try:
                 handle, name = tempfile.mkstemp(prefix="asa-hogwild-", dir=_MEMORY if _MEMORY.is_dir() else None)
                 os.truncate(handle, self._flat.total * self._flat.parameters[0].element_size())
-                os.close(handle)
+                self._votes.note(f"/proc/{os.getpid()}/fd/{handle}")
+                weakref.finalize(self, os.close, handle)
             except OSError as caught:
                 error = f"no shared memory for {self._flat.total} weights: {caught.strerror}"
         name, error = self._votes.tell([name, error])
         if error:
             raise UnavailableError(error)
-        flat = torch.from_file(name, shared=True, size=self._flat.total, dtype=self._flat.dtype)
+        flat = self._map(name)
         self._votes.gather([0.0])
         if self._votes.rank == 0:
             with contextlib.suppress(OSError):
                 Path(name).unlink()
         return flat
 
+    def _map(self, name: str) -> torch.Tensor:
+        return torch.from_file(name, shared=True, size=self._flat.total, dtype=self._flat.dtype)
+
     def begin(self) -> None:
         """Wait for all workers. The weights are already shared."""
-        self._votes.gather([0.0])
+        self._meet()
 
     def step(self, batch: int) -> None:
         """Update the shared weights, with a learning rate in proportion to this worker's samples."""

@@ -279,6 +279,16 @@ class StarVotes(Votes):
                 epoch, position, step = (int(x) for x in answer[1:4])
                 return Entry(epoch=epoch, position=position, step=step, statistics=statistics)
 
+    def note(self, value: Any) -> None:
+        """Store a JSON value for ranks that come late."""
+        if self._exchange is not None:
+            self._exchange.note(value)
+
+    def noted(self) -> Any:
+        """The value that :meth:`note` has stored."""
+        assert self._exchange is not None
+        return self._exchange.noted()
+
     def ticket(self, epoch: int, samples: int, *, stop: bool) -> tuple[int, int]:
         """(start, number) of the next samples for this rank. The number is 0 at the end of the epoch."""
         if self._exchange is None:

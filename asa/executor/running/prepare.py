@@ -163,15 +163,19 @@ def _check_devices(plan: Plan, device_type: str) -> list[str]:
 
 
 def _late(plan: Plan, settings: TrainSettings) -> list[str]:
-    """A note on the default learning rate if every gradient is one update old."""
+    """A note on the learning rate if every gradient is one update old: how much less of it momentum bears then."""
     pipelined = plan.consistency is not None and plan.consistency.waiting == "pipelined" and len(plan.stages) > 1
-    if not pipelined or (settings.optimizer or plan.optimizer) != "sgd" or settings.lr is not None:
+    if not pipelined or (settings.optimizer or plan.optimizer) != "sgd":
         return []
-    share, rate = bearable_one_late(settings.momentum), settings.peak_learning_rate("sgd")
+    share = bearable_one_late(settings.momentum)
+    known = f"SGD with momentum {settings.momentum:g} bears 1/{1 / share:.0f} of the learning rate it bears in step"
+    if settings.lr is not None:
+        end = f"--lr {settings.lr:g} is stable if {settings.lr / share:.2g} is in step"
+        return [f"{plan.consistency}: gradients are one update old, and {known}; {end}"]
+    rate = settings.peak_learning_rate("sgd")
     return [
-        f"{plan.consistency}: gradients are one update old, and SGD with momentum {settings.momentum:g} bears 1/"
-        f"{1 / share:.0f} of the learning rate it bears in step; it is {rate:g}: where the loss stays high, take "
-        f"--lr {rate * share:.2g}"
+        f"{plan.consistency}: gradients are one update old, and {known}; it is {rate:g}: where the loss stays high, "
+        f"take --lr {rate * share:.2g}"
     ]
 
 

@@ -184,16 +184,12 @@ def _files_of_servers(job: Job) -> dict[int, int]:
 
 
 def _returns(plan: Plan, files: Collection[int], rank: int) -> bool:
-    """Whether ``rank`` is started again while the others continue. It is not under hogwild, where the memory of all
-    weights has no name by which a new process could find it."""
+    """Whether ``rank`` is started again while the others continue. Under hogwild it needs Linux, to find the memory of
+    the weights in the files of rank 0."""
     d = plan.consistency
-    return (
-        _loose(plan)
-        and rank > 0
-        and (rank not in _servers(plan) or rank in files)
-        and d is not None
-        and d.name != "hogwild"
-    )
+    if d is None or not _loose(plan) or rank == 0 or (rank in _servers(plan) and rank not in files):
+        return False
+    return d.name != "hogwild" or Path("/proc/self/fd").is_dir()
 
 
 def _spare(plan: Plan) -> Callable[[int], bool] | None:
