@@ -92,7 +92,7 @@ class ColumnGeneration:
             self._price()
 
     def _price(self) -> None:
-        """Bound all stages under the current weights by Lagrangian prices of memory, from the last stage to the first."""
+        """Bound all stages under the current weights by Lagrangian prices of memory, the last stage first."""
         behind, stages, weights = np.zeros(self._pieces[-1].numbers.degrees), list[PricingProblem](), self._weights
         for s in range(len(self.cuts) - 1, -1, -1):
             forward, backward, last, after = weights[4 * s : 4 * s + 4].tolist()

@@ -112,7 +112,7 @@ class OpenList:
         return max(low, fixed.bound), value
 
     def _in_full(self, fixed: ColumnGeneration, best: float, ends: float) -> tuple[float, float]:
-        """Enumerate the choices of these stages that may be part of a better plan; returns the same as :meth:`_closer`."""
+        """Enumerate the choices of these stages that may be in a better plan; returns the same as :meth:`_closer`."""
         limit, keys, value = min(best, self._limit), keys_of(fixed.cuts), INF
         try:
             points = [self._explored(key, limit, ends) for key in keys]
@@ -180,7 +180,7 @@ class OpenList:
         heapq.heapify(self._queue)
 
     def _seen(self, leaf: Leaves, rows: Any) -> list[Any]:
-        """Lower bounds on the times of plans, in the order of :func:`asa.planner.pipeline.column_generation.longest`."""
+        """Bounds on the times of plans, in the order of :func:`asa.planner.pipeline.column_generation.longest`."""
         found, links = [], self._case.links
         assert links is not None
         for i in rows.tolist():
