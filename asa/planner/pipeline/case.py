@@ -41,7 +41,7 @@ class Listed(Protocol):
 class Case:
     """Plans with any of the numbers of stages in ``stages``; ``bound`` (ms) holds for all of them. ``found(ms,
     skeleton, choices)`` is called with each plan and returns whether it is the new incumbent. ``listed`` makes the list
-    of cuts and widths."""
+    of cuts."""
 
     value = INF
 
@@ -56,8 +56,7 @@ class Case:
         self.bound, self.level = bound, 0
         self.in_flight = {r: min(schedule.in_flight(p - r, p, m) for p in stages if p >= r) for r in each}
         self._leads = {r: lead(schedule, [(p - r, p) for p in self.stages if p >= r], m) for r in each}
-        """By the number of stages to the last: microbatches in the warm-up; None where the schedule does not wait for
-        returns."""
+        """Warm-up microbatches by number of stages to the last; None where the schedule waits for no return."""
         self.widths = tuple(w for w in shop.offsets if w < shop.gpus)
         self.keys = Keys(self.widths)
         self.tables: dict[tuple[int, int], Table | None] = {(w, r): _NOTHING for w in shop.alone(m) for r in each}
@@ -125,8 +124,8 @@ class Case:
         self.stages = tuple(p for p in self.stages if p <= self.most)
 
     def _roughly(self, best: float, ends: float) -> None:
-        """Bound by stages without transfers between them, for any degrees at their ends; by compute alone where no time
-        is left to price stages."""
+        """Bound by stages without transfers between them, for any degrees at their ends; by compute alone where time is
+        up."""
         self._rough = True
         keys = Keys(self.widths, lambda _w: (1,))
         alive = {w: [r for r in range(1, self.most + 1) if self.tables.get((w, r)) is not None] for w in self.widths}

@@ -40,8 +40,8 @@ class Climber:
         self.neighbours = Neighbours(sketch)
 
     def seconds(self, x: PipelineOutline, below: float = INF) -> float:
-        """Seconds of a step; infinite where the plan is invalid, exceeds memory, or has a lower bound of ``below`` or
-        more."""
+        """Seconds of a step; infinite where the plan is invalid or does not fit, or where its bound is not below
+        ``below``."""
         if x not in self._values:
             found = self._seconds(x, below)
             if found == INF and below < INF:
@@ -79,8 +79,7 @@ class Climber:
         return more + (m / _STEADY - 2) * (more - some)
 
     def _alike(self, offset: int, w: int) -> int | None:
-        """First rank from which ``w`` ranks have devices like those from ``offset`` on; None where these differ among
-        themselves."""
+        """First rank from which ``w`` ranks have devices like those from ``offset`` on; None where these differ."""
         cluster = self.space.cluster
         if not cluster.unequal:
             return 0
@@ -119,8 +118,7 @@ class Climber:
         return times, uniform.ways[a].layout, uniform.ways[b - 1].layout
 
     def _kept(self, again: Uniform, plain: Uniform, start: int, stop: int, flight: int, room: float) -> list[int]:
-        """Components that need no recomputation, by time gained per byte of activations, as many as ``room`` bytes
-        allow."""
+        """Components that need no recomputation, by time gained per byte, as many as ``room`` bytes allow."""
         own = slice(start, stop)
         more = np.maximum(1.0, flight * (plain.priced.activations[own] - again.priced.activations[own]))
         gain = (again.priced.backward[own] - plain.priced.backward[own]) / more
@@ -172,10 +170,8 @@ class Climber:
 def first_plans(
     prices: Prices, allowed: Allowed, best_s: float, ends: float, near: int | None = None
 ) -> Candidate | None:
-    """The best pipeline plan that is found until ``ends``, or None. Only numbers of microbatches whose compute time
-    allows a step below ``best_s`` seconds are tried.
-
-    ``near``: the number of microbatches to begin with; where None, about the number of stages, and then one.
+    """The best pipeline plan found until ``ends``, or None. Numbers of microbatches whose compute takes ``best_s``
+    seconds or more are skipped. ``near``: the one to begin with; where None, about the number of stages, and then one.
     """
     sketch = Sketch(prices, allowed, ends)
     if sketch.most < 2:

@@ -71,7 +71,6 @@ class ColumnGeneration:
 
         Raises:
             OutOfTimeError: time is up.
-
         """
         if not self._stages:
             self._price()
@@ -104,8 +103,8 @@ class ColumnGeneration:
         self.bound = max(self.bound, float(begun.min()))
 
     def _best(self, limit: float, ends: float) -> tuple[list[Choice] | None, bool]:
-        """The best choices below ``limit`` under the current weights (None where there are none), and whether labels
-        that matter were dropped."""
+        """The best choices below ``limit`` under the current weights, or None, and whether labels that matter were
+        dropped."""
         front, proved = np.zeros(self._pieces[0].numbers.degrees), limit
         found, turns = list[PricedChoice](), list[Any]()
         for s, stage in enumerate(self._stages):
@@ -131,8 +130,7 @@ class ColumnGeneration:
         return choices[::-1], proved < value
 
     def _met(self, choices: Sequence[Choice]) -> float:
-        """Add a plan as a column, and take the weights with the best bound against all columns; returns that bound in
-        ms."""
+        """Add a plan as a column, and take the weights with the best bound (returned, in ms) on all columns."""
         column = self._times(choices)
         value, path = longest(column, self.case.schedule, len(self.cuts), self.case.m)
         if value < self.value:

@@ -43,7 +43,6 @@ def weights(cluster: Cluster, width: int, batch: int) -> tuple[tuple[int, ...], 
     >>> from asa.cost.machine import presets
     >>> weights(presets.load("a100-nvlink-8"), 8, 64)
     ()
-
     """
     speeds = [cluster.speed(r) for r in range(width)]
     order = list(dict.fromkeys(speeds))
@@ -135,8 +134,7 @@ class KindSpace(StagedSpace):
     def transfers(
         self, cuts: Sequence[int], num_microbatches: int, source: Layout, target: Layout, offset: int
     ) -> list[tuple[float, float]]:
-        """Milliseconds of transfers, as by :meth:`StagedSpace.transfers`; the widths of layouts may be counts of their
-        stages."""
+        """Milliseconds of transfers, as by :meth:`StagedSpace.transfers`; layouts may have widths counted by kind."""
         ends = [(self.width(x.width), x.data) for x in (source, target)]
         if any(width % data for width, data in ends):
             return [(NEVER_MS, NEVER_MS)] * len(cuts)
@@ -152,7 +150,6 @@ def numbering(longest: dict[int, int]) -> dict[int, int]:
 
     >>> numbering({0: 4, 1: 4}), numbering({0: 1, 1: 3})
     ({0: 1, 1: 5}, {1: 1, 0: 4})
-
     """
     found: dict[int, int] = {}
     taken: set[int] = set()

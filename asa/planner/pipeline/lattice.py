@@ -107,14 +107,13 @@ class Numbers:
 
     @cached_property
     def kinds(self) -> list[int]:
-        """A number for each component; components with equal configurations, such as repeated blocks, have the same
-        number."""
+        """A number for each component; equal ones, such as repeated blocks, have the same number."""
         return _numbered((row.tobytes(), at.tobytes()) for row, at in zip(self.rows, self.layout, strict=True))
 
     @cached_property
     def distinct(self) -> tuple[Any, Any, Any]:
-        """Configurations of the distinct components, the index at which each of these begins, and for each component
-        the number of the one that it equals."""
+        """Configurations of the distinct components, the index at which each of these begins, and the number of each
+        component."""
         some = [self.rows[self.kinds.index(k)] for k in range(len(set(self.kinds)))]
         groups = np.cumsum([0, *(len(r) for r in some[:-1])])
         return np.concatenate(some), groups, np.array(self.kinds)
@@ -194,8 +193,7 @@ class ChainWeights:
 
     @cached_property
     def activations(self) -> Any:
-        """Weight of a GiB of a microbatch's activations, row x component; the backward of the components in front frees
-        them."""
+        """Weight of a GiB of a microbatch's activations, row x component; its own backward frees them."""
         behind = self.moments.sum(axis=1, keepdims=True) - np.cumsum(self.moments, axis=1) + self.moments
         return self.memory[:, None] * (self.flight[:, None] - self.moments.sum(axis=1, keepdims=True) + behind)
 
@@ -211,7 +209,7 @@ class ChainWeights:
 
     @cached_property
     def ending(self) -> Any:
-        """Additional weight of a GiB that is held only in the backward of the stage's last component: one for each row."""
+        """Additional weight of a GiB that is held only in the backward of a stage's last component, for each row."""
         return self.memory * (1 - self.moments.sum(axis=1))
 
 
@@ -287,7 +285,7 @@ class PricedChain:
         return found
 
     def completions(self) -> Any:
-        """Least cost behind component i in its layout up to the end of a stage that stops at b: i x batch x b x layout."""
+        """Least cost behind component i in its layout, for stages that stop at b: i x batch x b x layout."""
         x, n = self.numbers, self.numbers.n
         found = np.full((n, self.batch, n + 1, x.count), INF)
         for i in range(n - 1, -1, -1):

@@ -57,7 +57,7 @@ class Neighbours:
                     yield replace(x, styles=(*x.styles[:s], style, *x.styles[s + 1 :]))
 
     def _resized(self, x: PipelineOutline, s: int, w: int) -> PipelineOutline | None:
-        """The outline with another width of stage ``s``, in the style most like its own; None where no stage has this
+        """The outline with width ``w`` for stage ``s``, in the style most like its own; None for an impossible
         width."""
         if w not in self.widths:
             return None

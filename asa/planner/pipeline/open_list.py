@@ -33,8 +33,8 @@ _SHARE = 0.003
 _ALL = 10.0
 """Share from which on all plans are listed."""
 _NEAR = 1.1
-"""Plans faster than this share of the incumbent are followed by the next iteration at once; it often finds a better
-plan (0126)."""
+"""Plans within this factor of the incumbent trigger another iteration at once, which often finds a better one
+(0126)."""
 _AT_ONCE = 8
 """Combinations of cuts and widths examined in one step."""
 _SEEN = 12
@@ -65,7 +65,6 @@ class OpenList:
 
         Raises:
             OutOfTimeError: time is up.
-
         """
         if not self._queue or self._queue[0][0] >= min(best, self._listed):
             self._list(best)
@@ -89,8 +88,8 @@ class OpenList:
         self.bound = max(self.bound, INF if low >= min(best, _FOREVER) else low)
 
     def _closer(self, low: float, cuts: Cuts, best: float, ends: float) -> tuple[float, float]:
-        """Advance one combination of cuts and widths; returns a bound on it in ms, and the ms of a new incumbent or
-        infinity."""
+        """Advance one combination of cuts and widths; returns a bound on it, and a new incumbent's time or infinity, in
+        ms."""
         leaf, rows = self._leaves[cuts]
         if cuts not in self._fixed:
             self._fixed[cuts] = ColumnGeneration(self._case, cuts, low, self._seen(leaf, rows[:_SEEN]))
@@ -218,8 +217,7 @@ def bounded(frame: Frame, limit: float) -> dict[tuple[int, int], Options]:
 
 
 def alike(leaves: Sequence[Leaves], options: dict[tuple[int, int], Options]) -> list[tuple[float, Leaves, Any]]:
-    """Leaves grouped by cuts and widths: the lowest value of a group in ms, its leaves, and its rows in order of
-    values."""
+    """Leaves grouped by cuts and widths: a group's lowest value in ms, its leaves, and its rows in order of values."""
     found = []
     for x in leaves:
         widths = np.zeros_like(x.starts)

@@ -60,7 +60,7 @@ class Pipelines(Protocol):
         """Whether a stage of that width may begin at that rank."""
 
     def hop(self, offset: int) -> int:
-        """A number for the links in front of a stage that begins at rank ``offset``; equal where transfers take equal
+        """A number for the links in front of a stage that begins at rank ``offset``; equal numbers for equal transfer
         times."""
 
     def crossing(self, cut: int) -> float:

@@ -150,7 +150,7 @@ def _timed(prices: Prices, d: int, t: int, p: int, m: int, cuts: Sequence[int]) 
 
 
 def _plans(sketch: Sketch, x: _Split, below: float) -> Iterator[tuple[float, Candidate]]:
-    """Seconds and plan of a split for each data strategy that fits; those of ``below`` seconds or more may be left out."""
+    """Seconds and plan of a split for each data strategy that fits; those not below ``below`` may be left out."""
     space, n, w = sketch.space, sketch.n, x.d * x.t
     for kind in (k for k in _KINDS if k in space.strategies.data and (x.d > 1 or k == "replicate")):
         plain = StageStyle(x.d, x.t, kind, False)

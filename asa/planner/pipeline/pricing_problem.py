@@ -40,8 +40,7 @@ V, C, P, U, W, MOVING = range(6)
 
 @dataclass
 class _Front:
-    """Labels behind one component. ``own``: clocks (ms) and memory (GiB), label x 6; ``priced``: cost of memory, label
-    x price set."""
+    """Labels behind one component: ``own``, label x clocks (ms) and memory (GiB); ``priced``, label x price set."""
 
     own: Any
     priced: Any
@@ -203,7 +202,6 @@ class PricingProblem:
 
         Raises:
             OutOfTimeError: time is up.
-
         """
         piece, n, degrees = self.piece, self.piece.n, self.piece.numbers.degrees
         history: list[tuple[Any, Any]] = []
