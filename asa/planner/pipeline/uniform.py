@@ -44,7 +44,7 @@ class Uniform:
         return found
 
     def mixed(self, other: Uniform, which: Sequence[int]) -> Uniform:
-        """The same with the components ``which`` in another style of the same layout."""
+        """A copy in which the components ``which`` run in another style of the same layout."""
         mask = np.zeros(len(self.ways), dtype=bool)
         mask[list(which)] = True
         priced = PricedWays(
