@@ -40,8 +40,8 @@ each iteration. A stage of weight zero could take any time, and the columns woul
 
 class ColumnGeneration:
     """The plans of a case with these cuts and widths. ``bound``: lower bound in ms; ``value`` and ``choices``: the best
-    plan generated. ``done``: further weights are not expected to raise the bound. ``seen``: times of plans, or bounds
-    on them, in the order of :func:`longest`; the first weights are the best ones against these."""
+    plan generated. ``done``: no further iteration is worth its time. ``seen``: times of plans, or bounds on them, in
+    the order of :func:`longest`; the first weights are the best ones against these."""
 
     def __init__(self, case: Case, cuts: Cuts, bound: float, seen: Sequence[Any]) -> None:
         self.case, self.cuts, self.bound = case, cuts, bound

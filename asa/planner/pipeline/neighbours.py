@@ -10,7 +10,7 @@ from asa.planner.pipeline.sketch import PipelineOutline, Sketch, StageStyle
 from asa.planner.space.space import MOST_IN_A_PIPELINE, widths
 
 _LONG = 40
-"""Stages beyond which only cuts are moved, by one component."""
+"""Stages beyond which widths and the number of stages stay, and a cut moves by one component only."""
 
 
 class Neighbours:

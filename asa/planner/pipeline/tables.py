@@ -119,7 +119,7 @@ def relaxed(numbers: Numbers) -> Table:
 
 
 def limited(numbers: Numbers, table: Table, in_flight: Sequence[int]) -> list[Table]:
-    """Tables with the memory limit, by microbatches in flight. Stages that cannot fit are infinite."""
+    """Tables with the memory limit, one for each number in ``in_flight``; infinite where a stage cannot fit."""
     x, found = numbers, list[Table]()
     rows = [_backward_too(priced_memory(x, f)) for f in in_flight]
     if not rows:

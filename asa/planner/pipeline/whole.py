@@ -27,7 +27,7 @@ _SPLITS = 20
 _PRACTICE = 0.25
 """Share of the time limit for the search of the best uniform split, and for pricing the others."""
 _PAST = 1.1
-"""Share of the best time beyond which more microbatches only make a pipeline slower."""
+"""Multiple of the best time beyond which more microbatches only make a pipeline slower."""
 
 
 @noun
