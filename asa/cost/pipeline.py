@@ -113,9 +113,9 @@ def _played(times: Any, transfers: Any, schedule: Schedule, num_microbatches: in
 
 @lru_cache(maxsize=16384)
 def shape(schedule: Schedule, stages: int, num_microbatches: int) -> tuple[tuple[int, int, bool], ...]:
-    """For each stage (lead, trail, strict): forwards before its first backward, backwards after its last forward, and
-    whether forwards and backwards alternate in between. If they do, the forward of microbatch k follows the backward of
-    microbatch k - lead."""
+    """For each stage (lead, trail, strict): forwards before its first backward (warm-up), backwards after its last
+    forward (cool-down), and whether forwards and backwards alternate in between. If they do, the forward of microbatch
+    k follows the backward of microbatch k - lead."""
     return tuple(_shape(schedule.order(s, stages, num_microbatches)) for s in range(stages))
 
 
@@ -128,8 +128,8 @@ def _shape(order: Sequence[Action]) -> tuple[int, int, bool]:
 
 
 def lead(schedule: Schedule, places: Iterable[tuple[int, int]], num_microbatches: int) -> int | None:
-    """The lead of stages at these places (stage, number of stages), where it is the same in all of them, and forwards
-    and backwards alternate after it; else None."""
+    """The lead (:func:`shape`) of stages at these positions (stage, number of stages); None where leads differ, or
+    where forwards and backwards do not alternate after the warm-up."""
     orders = {id(x): x for x in (schedule.order(s, p, num_microbatches) for s, p in places)}
     found = {_shape(x) for x in orders.values()}
     first, _, strict = next(iter(found))
@@ -144,8 +144,8 @@ def lower_bound(
 ) -> float:
     """A lower bound on :func:`makespan`: the longest of a few paths through the step.
 
-    A path through stage i has five parts: the first microbatch arrives; the stage fills up, or waits for the first
-    gradient; it alternates between forwards and backwards; it drains, or waits for the last gradient; this gradient
+    A path through stage i has five parts: the first microbatch arrives; the stage warms up, or waits for the first
+    gradient; it alternates between forwards and backwards; it cools down, or waits for the last gradient; this gradient
     travels to a stage in front, whose once-per-step work follows. In a stage with ``lead`` microbatches in flight, a
     microbatch enters after the round trip of the one ``lead`` before it. A link carries every microbatch both ways.
     """

@@ -108,8 +108,8 @@ class Pricer:
         )  # fmt: skip
 
     def _ahead(self, layout: Layout) -> Any:
-        """Seconds by which the host is at least ahead of its device after the forward and the backward of each
-        component, for any way to run it: shape (component, pass)."""
+        """Least seconds by which the host is ahead of its device after the forward and the backward of each component,
+        over all configurations of it: shape (component, pass)."""
         components, samples = self.graph.components, self.local(layout)
         if layout.weights or self.shards.speeds:
             longest = [self.longest(c, layout) for c in components]

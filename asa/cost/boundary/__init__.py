@@ -1,1 +1,1 @@
-"""What lies between components of different layouts."""
+"""Costs of boundaries between components of different layouts."""

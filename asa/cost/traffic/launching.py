@@ -11,9 +11,9 @@ still computes kernels that were launched earlier. Per component and pass the de
     L   seconds of the host to launch the component's communication
 
 So a large component hides all of L, and a component whose compute is launch-bound pays all of it. Launches at the
-component's boundaries hide behind the rest of max(0, t - f) that its own communication leaves at least, in any way to
-run it. So nothing is hidden twice, and t plus the waiting never falls as t grows: a slower device never gives a faster
-step. Time that a neighbour could hide is not counted.
+component's boundaries hide behind the least rest of max(0, t - f) that its own communication leaves under any strategy.
+So nothing is hidden twice, and t plus the waiting never falls as t grows: a slower device never gives a faster step.
+Time that a neighbour could hide is not counted.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 If tensor and data parallelism of a component use the same links, gradients or gathered weights are sent while the
 component computes *and* during its own collectives. During a collective each gets half of the link, so nothing is
-saved. The messages are under way for the share m / (w + b) of the pass, so of their m seconds
+saved. The messages run during the share m / (w + b) of the pass, so of their m seconds
 
     b * min(1, m / (w + b))
 

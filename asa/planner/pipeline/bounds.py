@@ -1,19 +1,19 @@
-"""Bounds on every plan of several stages with one number of microbatches and one schedule.
+"""Lower bounds on all pipeline plans with one number of microbatches and one schedule.
 
-They are arrays over the component with which a stage begins, its first rank, and how many stages there are from it to
-the last. A step of a pipeline is a longest path (:mod:`asa.cost.pipeline`). With T the time of a microbatch forward and
-back through a stage, C that there and back over a link, and D the time once per step, these paths need only T, C and D
-of each stage:
+They are arrays over the first component of a stage, its first rank, and the number of stages from it to the last one. A
+step of a pipeline is a longest path (:mod:`asa.cost.pipeline`). Let T be the time of a microbatch forward and backward
+in a stage, C the time of its activations and gradients over a link, and D the once-per-step time of a stage. Three
+kinds of path need only T, C and D:
 
-* through all microbatches of one stage, reached by the first one and left by the last one;
-* once through all stages, with all microbatches over one link;
-* the round trip of a microbatch from some stage on, as often as the schedule waits for it there;
+* all microbatches through one stage, which the first microbatch has to reach and the last one has to leave;
+* one microbatch through all stages, and all microbatches over one link;
+* the round trip of a microbatch from a stage to the last one, as often as the schedule waits for it in that stage.
 
-and each ends in the once-per-step work of a stage on its way back. Towards the last stage, ``back`` is the least time
-from a microbatch's arrival at a stage to the last gradient leaving it, ``done`` that to the end of all stages from
-there on, and ``trip`` that of a single microbatch. Towards the first stage, ``late`` is the least time from the first
-microbatch's start to the end of the stages in front, without what happens further on. Each is a least value by itself,
-so together they give a bound.
+Each path ends with the once-per-step work of a stage that it passes backward. Three arrays look towards the last stage:
+``back`` is the least time from a microbatch's arrival at a stage to the last gradient that leaves it, ``done`` the
+least time to the end of all stages from there on, and ``trip`` the least round trip of one microbatch. ``late`` looks
+towards the first stage: the least time from the start of the step to the end of the stages in front, without the time
+in later stages. Each array is a minimum of its own, so their sums are lower bounds.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from asa.planner.pipeline.lattice import INF, Table, divisors
 from asa.planner.stage.pareto import begins
 
 NEVER = -1e30
-"""Earlier than anything; finite, so that it can be added to what is infinite."""
+"""Minus infinity in effect; finite, so that it can be added to infinity."""
 
 Tables = Callable[[int, int], Table | None]
-"""Gives a lower bound table for stages of a width, by how many stages there are from it to the last."""
+"""Lower bound table for stages of a width (first argument), by the number of stages to the last one (second)."""
 
 
 class Keys:
-    """Widths and data degrees that stages may have at their ends, numbered."""
+    """Numbered pairs of width and data degree that a stage may have at its ends."""
 
     def __init__(self, widths: Sequence[int], degrees: Callable[[int], tuple[int, ...]] = divisors) -> None:
         self.widths = tuple(sorted(widths))
@@ -51,8 +51,8 @@ class Keys:
 
 
 class StageLinks:
-    """Transfers between stages, forward and back: arrays cut x key in front x key behind for each kind of hop.
-    ``offsets``: the ranks at which a stage of each width may begin."""
+    """Transfer times in ms between stages, forward and backward: arrays cut x key in front x key behind for each link
+    level. ``offsets``: the ranks at which a stage of each width may begin."""
 
     def __init__(self, gpus: int, hops: Sequence[int], ahead: Any, back: Any, m: int, offsets: dict[int, Any]) -> None:
         self.gpus = gpus
@@ -65,9 +65,9 @@ class StageLinks:
 
 @dataclass
 class Stages:
-    """Stages of one width and place that may be in a plan: starts and stops in order of starts, values by entry and
-    exit degree as in :class:`Table`, the ranks on which they may begin, and ``groups``: the index at which each start
-    begins."""
+    """Stages of one width and one position from the last that may be in a plan, in order of their starts. Values by
+    entry and exit degree as in :class:`Table`; ``offsets``: ranks on which they may begin; ``groups``: the index at
+    which each start begins."""
 
     start: Any
     stop: Any
@@ -83,9 +83,9 @@ class Stages:
 
 
 class Frame:
-    """The arrays of this module. ``lead(r)``: how many microbatches go forward first in a stage with r stages to the
-    last; None where the schedule does not wait for one to come back before it lets the next in. ``near(w, r)``: which
-    stages (start x stop) may be in a plan at all."""
+    """The arrays of this module. ``lead(r)``: microbatches in the warm-up of the stage with r stages to the last
+    (itself included); None where the schedule does not wait for one to return before the next starts. ``near(w, r)``:
+    mask start x stop of the stages that may be in a plan at all."""
 
     def __init__(
         self, n: int, m: int, keys: Keys, links: StageLinks, tables: Tables, stages: int,
@@ -145,7 +145,7 @@ class Frame:
                     for into, values in ((self.back, m * x.steady), (self.done, x.whole), (self.trip, x.steady)):
                         into[where] = values.min(axis=-1)[:, None]
                     continue
-                # stage x offset x entry x exit
+                # stage x offset x entry key x exit key
                 steady, whole, single, forward = (v[:, None] for v in (x.steady, x.whole, x.single, x.forward))
                 behind = (r - 1, x.stop[:, None], x.offsets[None, :] + w, k)
                 trip = self.behind_trip[behind][:, :, None, :]
@@ -160,7 +160,7 @@ class Frame:
                     turns = (loops + 1) * trip
                     if loops:
                         turns = turns + (loops + steps) * steady
-                    elif steps:  # filling up, one forward after the other
+                    elif steps:  # warm-up: forwards in a row
                         turns = turns + steps * forward
                     found_back = np.maximum(found_back, turns + steady)
                     found_done = np.maximum(found_done, turns + single)
@@ -170,7 +170,7 @@ class Frame:
                     into[where] = np.minimum.reduceat(values.min(axis=-1), x.groups, axis=0)
 
     def _over_links(self, r: int) -> None:
-        """Fill in what lies behind a cut, the link included, by the key in front of it."""
+        """Fill in the arrays behind a cut, its link included, by the key in front of the cut."""
         links = self.links
         cuts, used = _used(self.trip[r])
         for hop in sorted(set(links.hops[used].tolist())):
@@ -227,11 +227,11 @@ class Frame:
                     into[there] = np.minimum.reduceat(values.min(axis=2)[order], groups, axis=0)
 
     def value(self, stages: Iterable[int]) -> float:
-        """A bound in ms on every plan with one of these numbers of stages."""
+        """Lower bound in ms on every plan with one of these numbers of stages."""
         return min((float(self.done[p, 0, 0].min(initial=INF)) for p in stages), default=INF)
 
     def through(self, w: int, r: int) -> Any:
-        """A bound in ms on every plan with such a stage in it, r stages to the last: start x stop."""
+        """Lower bound in ms on every plan that contains such a stage, r stages to the last; array start x stop."""
         if (w, r) in self._through:
             return self._through[w, r]
         found = self._through[w, r] = np.full((self.n, self.n + 1), INF)
@@ -251,7 +251,7 @@ class Frame:
         return found
 
     def room(self, w: int, r: int, cut: float) -> Any:
-        """The most ms that stages may take in a plan that takes ``cut`` ms: figure
+        """Most ms that stages may take in a plan of ``cut`` ms: array figure
         (:class:`asa.planner.pipeline.stages.Room`) x start x stop."""
         found = np.zeros((3, self.n, self.n + 1))
         x = self.parts.get((w, r))
@@ -270,6 +270,6 @@ class Frame:
 
 
 def _used(values: Any) -> tuple[Any, Any]:
-    """The cuts and the offsets at which an array cut x offset x key has anything finite."""
+    """Cuts and offsets at which an array cut x offset x key has a finite value."""
     some = np.isfinite(values).any(axis=-1)
     return np.flatnonzero(some.any(axis=1)), np.flatnonzero(some.any(axis=0))

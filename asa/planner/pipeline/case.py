@@ -1,7 +1,8 @@
-"""Plans with one number of microbatches and one schedule: a bound on all of them that rises in steps.
+"""Plans with one number of microbatches and one schedule, and a lower bound on all of them that rises in steps.
 
-Prices without the memory limit bound them first, then prices of memory, where that may bind. After that come the cuts
-and widths of plans, those with the lowest bounds first (:mod:`asa.planner.pipeline.open_list`).
+The first bounds are dual bounds of stages (Lagrangian prices) without the memory limit, then with it where it may bind.
+Then single combinations of cuts and widths are examined, those with the lowest bounds first
+(:mod:`asa.planner.pipeline.open_list`).
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from asa.planner.stage.pareto import OutOfTimeError
 from asa.planner.stage.problem import Choice
 
 _PLACE_S = 7e-8
-"""Seconds of a frame for each stage at each place."""
+"""CPU seconds of a frame for each stage (start x stop) at each offset."""
 _NOTHING = Table(steady=None, forward=None, whole=None, single=None)
 
 
 class Listed(Protocol):
-    """The cuts and widths of a case (:mod:`asa.planner.pipeline.open_list`)."""
+    """Best-first list of the cuts and widths of a case (:mod:`asa.planner.pipeline.open_list`)."""
 
     bound: float
     stuck: bool
@@ -38,9 +39,9 @@ class Listed(Protocol):
 
 
 class Case:
-    """Plans of ``stages`` stages (any of these numbers), all else open. ``bound`` holds for all of them. ``found(ms,
-    skeleton, choices)`` is called with plans and says whether it takes them. ``listed`` makes the list of cuts and
-    widths."""
+    """Plans with any of the numbers of stages in ``stages``; ``bound`` (ms) holds for all of them. ``found(ms,
+    skeleton, choices)`` is called with each plan and returns whether it is the new incumbent. ``listed`` makes the list
+    of cuts."""
 
     value = INF
 
@@ -55,7 +56,7 @@ class Case:
         self.bound, self.level = bound, 0
         self.in_flight = {r: min(schedule.in_flight(p - r, p, m) for p in stages if p >= r) for r in each}
         self._leads = {r: lead(schedule, [(p - r, p) for p in self.stages if p >= r], m) for r in each}
-        """By stages to the last, how many microbatches are in flight where the schedule waits for each to come back."""
+        """Warm-up microbatches by number of stages to the last; None where the schedule waits for no return."""
         self.widths = tuple(w for w in shop.offsets if w < shop.gpus)
         self.keys = Keys(self.widths)
         self.tables: dict[tuple[int, int], Table | None] = {(w, r): _NOTHING for w in shop.alone(m) for r in each}
@@ -67,7 +68,7 @@ class Case:
         self._open: Listed | None = None
 
     def framed(self) -> Frame:
-        """Bounds from the current tables."""
+        """Lower bounds from the current tables."""
         assert self.links is not None
         return self._frame(self.keys, self.links, lambda w, r: self.tables.get((w, r)))
 
@@ -78,12 +79,12 @@ class Case:
         return Frame(self.shop.n, self.m, keys, links, tables, self.most, self._leads.__getitem__, near)
 
     def _framing_s(self) -> float:
-        """About how many seconds a frame takes, and to look what may be in a plan at all."""
+        """Estimated CPU seconds of a frame, including the test of which stages may be in a plan at all."""
         places = sum(len(self.shop.offsets[w]) for w in self.widths)
         return _PLACE_S * self.most * self.shop.n**2 * places
 
     def step(self, best: float, ends: float) -> None:
-        """Raise the bound. Plans from ``best`` ms on do not count."""
+        """Raise the bound. Plans of ``best`` ms or more do not count."""
         if self.level < 2:
             ends -= self._framing_s()
             if clock.now() > ends:
@@ -101,7 +102,7 @@ class Case:
         self.level += 1
 
     def _alive(self, frame: Frame, best: float) -> None:
-        """Take the bound of ``frame``, and drop the widths that are in no plan below ``best``."""
+        """Raise the bound to that of ``frame``, and drop the widths that are in no plan below ``best``."""
         self.bound = max(self.bound, frame.value(self.stages))
         if self.bound >= best:
             return
@@ -123,8 +124,8 @@ class Case:
         self.stages = tuple(p for p in self.stages if p <= self.most)
 
     def _roughly(self, best: float, ends: float) -> None:
-        """Bound by prices of stages without what lies between them, whatever the degrees at their ends; by compute
-        alone where there is no time for prices."""
+        """Bound by stages without transfers between them, for any degrees at their ends; by compute alone where time is
+        up."""
         self._rough = True
         keys = Keys(self.widths, lambda _w: (1,))
         alive = {w: [r for r in range(1, self.most + 1) if self.tables.get((w, r)) is not None] for w in self.widths}
@@ -139,8 +140,8 @@ class Case:
         self._alive(self._frame(keys, self.shop.links(self.m, keys, free=True), tables), best)
 
     def _by_prices(self, best: float, ends: float, *, limit: bool) -> None:
-        """Bound by prices without the memory limit, or, with ``limit``, with it. Where it may bind, first roughly, and
-        then with it at once."""
+        """Bound without the memory limit, or, with ``limit``, with it. Where memory may bind, a rough bound comes
+        first, and then the one with the limit."""
         if not limit:
             if not self.shop.crowded and sum(len(divisors(w)) for w in self.widths) > MANY:
                 self._roughly(best, ends)
@@ -161,7 +162,7 @@ class Case:
             self._alive(self.framed(), best)
 
     def _priced(self, ends: float) -> None:
-        """Compute tables of prices, with the memory limit where it may bind."""
+        """Compute the tables of bounds, with the memory limit where it may bind."""
         for w in self.widths:
             if clock.now() > ends:
                 raise OutOfTimeError
@@ -173,7 +174,7 @@ class Case:
     def tell(
         self, starts: tuple[int, ...], widths: tuple[int, ...], choices: tuple[Choice, ...]
     ) -> tuple[float, bool]:  # fmt: skip
-        """Hand a plan on; returns its time in ms, and whether it was taken."""
+        """Offer a plan as incumbent; returns its time in ms and whether it was accepted."""
         skeleton = Skeleton(starts=starts, widths=widths, num_microbatches=self.m, schedule=self.name)
         value = value_of(self.shop.pipelines, skeleton, choices)
         return value, self.found(value, skeleton, choices)

@@ -1,6 +1,7 @@
-"""First plans of several stages, improved one change at a time.
+"""Local search from the first pipeline plans: one change at a time, as long as it helps.
 
-Changes are those of :mod:`asa.planner.pipeline.neighbours`. Stages are priced once; a plan is then a clock away.
+The changes are those of :mod:`asa.planner.pipeline.neighbours`. Each stage is priced once, so that a further plan costs
+one evaluation of the pipeline's clock (:mod:`asa.cost.pipeline`).
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, widths
 
 _BEST = 2
-"""Plans of each number of microbatches that are climbed from."""
+"""Starting plans of the local search for each number of microbatches."""
 _STEADY = 16
-"""Microbatches after which a pipeline is taken to be in its steady state; what is answered is timed in full."""
+"""Microbatches after which a pipeline is taken to be in its steady state. The plan that is returned is timed in full.
+"""
 
 
 class Climber:
-    """Prices outlines of one space, stage by stage."""
+    """Prices plan outlines of one space, stage by stage."""
 
     def __init__(self, sketch: Sketch) -> None:
         self.sketch, self.prices, self.space = sketch, sketch.prices, sketch.space
@@ -38,7 +40,8 @@ class Climber:
         self.neighbours = Neighbours(sketch)
 
     def seconds(self, x: PipelineOutline, below: float = INF) -> float:
-        """Seconds of a step; infinite where the plan does not fit, is no plan, or cannot take less than ``below``."""
+        """Seconds of a step; infinite where the plan is invalid or does not fit, or where its bound is not below
+        ``below``."""
         if x not in self._values:
             found = self._seconds(x, below)
             if found == INF and below < INF:
@@ -71,13 +74,12 @@ class Climber:
         clock.count("action", p * min(m, 3 * _STEADY))
         if m <= 2 * _STEADY:
             return makespan(times, moves, schedule, m)
-        # In the steady state every further microbatch takes as long.
+        # In the steady state every further microbatch takes the same time.
         some, more = (makespan(times, moves, schedule, k * _STEADY) for k in (1, 2))
         return more + (m / _STEADY - 2) * (more - some)
 
     def _alike(self, offset: int, w: int) -> int | None:
-        """Where stages of ``w`` ranks have devices like those from ``offset`` on first; None where these differ among
-        themselves."""
+        """First rank from which ``w`` ranks have devices like those from ``offset`` on; None where these differ."""
         cluster = self.space.cluster
         if not cluster.unequal:
             return 0
@@ -116,8 +118,7 @@ class Climber:
         return times, uniform.ways[a].layout, uniform.ways[b - 1].layout
 
     def _kept(self, again: Uniform, plain: Uniform, start: int, stop: int, flight: int, room: float) -> list[int]:
-        """Components that need not be computed again: those that gain most time for their memory, as many as there is
-        ``room`` for."""
+        """Components that need no recomputation, by time gained per byte, as many as ``room`` bytes allow."""
         own = slice(start, stop)
         more = np.maximum(1.0, flight * (plain.priced.activations[own] - again.priced.activations[own]))
         gain = (again.priced.backward[own] - plain.priced.backward[own]) / more
@@ -130,7 +131,7 @@ class Climber:
         return kept
 
     def candidate(self, x: PipelineOutline) -> Candidate:
-        """The plan that a priced outline stands for."""
+        """The full plan of an outline that was priced."""
         p, schedule = len(x.starts), self.space.strategies.schedules[x.schedule]
         ways: list[Way] = []
         offset = 0
@@ -152,7 +153,7 @@ class Climber:
         return self._sent[key]
 
     def climbed(self, x: PipelineOutline, ends: float) -> PipelineOutline:
-        """Changed as long as that helps."""
+        """A local optimum: neighbours of ``x`` are taken as long as one is faster."""
         value, moved = self.seconds(x), True
         while moved:
             moved = False
@@ -169,10 +170,8 @@ class Climber:
 def first_plans(
     prices: Prices, allowed: Allowed, best_s: float, ends: float, near: int | None = None
 ) -> Candidate | None:
-    """The best plan of several stages that is found until ``ends``, with numbers of microbatches that leave room below
-    ``best_s``.
-
-    ``near``: microbatches to begin with; about as many as stages where None, and one.
+    """The best pipeline plan found until ``ends``, or None. Numbers of microbatches whose compute takes ``best_s``
+    seconds or more are skipped. ``near``: the one to begin with; where None, about the number of stages, and then one.
     """
     sketch = Sketch(prices, allowed, ends)
     if sketch.most < 2:
@@ -180,7 +179,7 @@ def first_plans(
     climber = Climber(sketch)
     counts = [m for m in prices.space.microbatches() if m <= MOST_IN_A_PIPELINE]
     likely = sorted(counts, key=lambda m: abs(np.log2(m / (near or sketch.most))))
-    if near is None and 1 in counts:  # a single one, which whole strategies do best with, comes second at the latest
+    if near is None and 1 in counts:  # one microbatch, best for whole-model strategies, comes second at the latest
         likely = list(dict.fromkeys((likely[0], 1, *likely)))
     found: dict[PipelineOutline, float] = {}
     for m in likely:
@@ -202,7 +201,7 @@ def first_plans(
 
 
 def _worth(prices: Prices, num_microbatches: int, best_s: float) -> bool:
-    """Whether compute alone leaves room below the best plan."""
+    """Whether compute time alone is below ``best_s`` seconds."""
     gpus = prices.space.request.gpus
     rows = [
         w * np.array(prices.compute(w, num_microbatches, gpus)) for w in widths(gpus) if w < gpus

@@ -1,11 +1,12 @@
-"""Plans whose cuts and widths are fixed: a lower bound on all of them, and good plans among them.
+"""Column generation for plans with fixed cuts and widths: a lower bound on all of them, and good plans among them.
 
 A step is the longest of many paths through the clock (:mod:`asa.cost.pipeline`), so no plan takes less than any
-weighted mean of paths. Under such weights stages depend on each other only through the data degrees at their ends. Each
-stage then has its own least value with the memory limit (:mod:`asa.planner.pipeline.pricing_problem`), and their sum is
-a bound on all plans with these cuts and widths. The best weights are the optimal mixed strategy of a zero-sum game
-between paths (rows) and the choices that came up so far (columns). The best choice under these weights comes up next
-(Dantzig and Wolfe, Operations Research 8, 1960).
+weighted mean of paths. For fixed weights, stages depend on each other only through the data degrees at their ends. Each
+stage then is a pricing problem with its own minimum under the memory limit
+(:mod:`asa.planner.pipeline.pricing_problem`), and the sum of these minima is a lower bound on all plans with these cuts
+and widths. The best weights are the optimal mixed strategy of a zero-sum game between paths (rows) and the choices
+generated so far (columns). The best choice under these weights is the next column (Dantzig and Wolfe, Operations
+Research 8, 1960).
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from asa.planner.pipeline.stage_slice import StageSlice
 from asa.planner.stage.problem import Choice
 
 Cuts = tuple[tuple[int, int, int], ...]
-"""Width, first component and component behind the last one, for each stage."""
+"""For each stage its width, its first component, and the component behind its last one."""
 
 _LABELS, _UTMOST = 300, 4800
 _PATHS = 40
-"""Labels kept behind a component, at first and at most; paths added in one turn at most."""
+"""Most labels behind a component, at first and in the end; most paths that are added in one iteration."""
 _CLOSE = 1e-3
-"""Share of a bound: a smaller gain is not worth another turn."""
+"""Share of a bound: a smaller gain is not worth another iteration."""
 _FIRST, _NEAR = 0.2, 0.3
-"""Share in the weights of what every stage takes at first, and of those that said most so far then: what is best at
-weights that leave a stage out may take any time there."""
+"""Share in the weights of paths through every single stage at first, and of the weights with the best bound so far in
+each iteration. A stage of weight zero could take any time, and the columns would be useless."""
 
 
 class ColumnGeneration:
-    """The plans of a case with these cuts and widths. None takes less than ``bound`` ms; ``value`` and ``choices`` are
-    the best that came up. ``done``: other weights give no better bound. ``seen``: times of plans, or bounds on them, in
-    the order of :func:`longest`, against which the first weights are chosen."""
+    """The plans of a case with these cuts and widths. ``bound``: lower bound in ms; ``value`` and ``choices``: the best
+    plan generated. ``done``: no further iteration is worth its time. ``seen``: times of plans, or bounds on them, in
+    the order of :func:`longest`; the first weights are the best ones against these."""
 
     def __init__(self, case: Case, cuts: Cuts, bound: float, seen: Sequence[Any]) -> None:
         self.case, self.cuts, self.bound = case, cuts, bound
@@ -65,8 +66,8 @@ class ColumnGeneration:
             self.bound = INF
 
     def step(self, limit: float, ends: float) -> None:
-        """Raise the bound: first by prices of memory, then by the best choice under the current weights, with new
-        weights each time. Plans from ``limit`` ms on do not count.
+        """Raise the bound: at first by dual bounds of the stages, then by the best choice under the current weights,
+        with new weights in each iteration. Plans of ``limit`` ms or more do not count.
 
         Raises:
             OutOfTimeError: time is up.
@@ -90,7 +91,7 @@ class ColumnGeneration:
             self._price()
 
     def _price(self) -> None:
-        """Bound all stages under the current weights by prices of memory, from the last stage on."""
+        """Bound all stages under the current weights by Lagrangian prices of memory, the last stage first."""
         behind, stages, weights = np.zeros(self._pieces[-1].numbers.degrees), list[PricingProblem](), self._weights
         for s in range(len(self.cuts) - 1, -1, -1):
             forward, backward, last, after = weights[4 * s : 4 * s + 4].tolist()
@@ -102,8 +103,8 @@ class ColumnGeneration:
         self.bound = max(self.bound, float(begun.min()))
 
     def _best(self, limit: float, ends: float) -> tuple[list[Choice] | None, bool]:
-        """The best choices below ``limit`` under the current weights (None where there are none), and whether some
-        labels were dropped."""
+        """The best choices below ``limit`` under the current weights, or None, and whether labels that matter were
+        dropped."""
         front, proved = np.zeros(self._pieces[0].numbers.degrees), limit
         found, turns = list[PricedChoice](), list[Any]()
         for s, stage in enumerate(self._stages):
@@ -129,7 +130,7 @@ class ColumnGeneration:
         return choices[::-1], proved < value
 
     def _met(self, choices: Sequence[Choice]) -> float:
-        """Add a plan, and take the weights with the best bound against all plans so far; returns that bound."""
+        """Add a plan as a column, and take the weights with the best bound (returned, in ms) on all columns."""
         column = self._times(choices)
         value, path = longest(column, self.case.schedule, len(self.cuts), self.case.m)
         if value < self.value:
@@ -141,7 +142,7 @@ class ColumnGeneration:
         return reach
 
     def _begun(self, seen: Any) -> Any:
-        """The first weights: the best against ``seen``, with a share of the paths through each stage."""
+        """The first weights: the best ones against ``seen``, mixed with the paths through each single stage."""
         p, through = len(self.cuts), []
         for s in range(p):
             slow = seen.mean(axis=0)
@@ -150,7 +151,7 @@ class ColumnGeneration:
         return (1 - _FIRST) * self._against(seen, [])[0] + _FIRST * np.mean(through, axis=0)
 
     def _against(self, columns: Any, paths: list[Any]) -> tuple[Any, float]:
-        """The best weights against such plans, and their bound in ms; ``paths`` are added where needed."""
+        """The best weights against these columns and their bound in ms; ``paths`` are added where needed."""
         p, m = len(self.cuts), self.case.m
         if not paths:
             paths += [longest(c, self.case.schedule, p, m)[1] for c in columns]
@@ -163,13 +164,13 @@ class ColumnGeneration:
         return weights @ np.array(paths), reach
 
     def _over(self, s: int) -> Any:
-        """Ms from stage s - 1 to stage s under the current weights, by the degrees on either side."""
+        """Weighted ms of the transfers between stages s - 1 and s, by the data degrees on either side."""
         i = 4 * len(self.cuts) + 2 * (s - 1)
         ahead, back = self._moves[s - 1]
         return self._weights[i] * ahead + self._weights[i + 1] * back
 
     def _times(self, choices: Sequence[Choice]) -> Any:
-        """The times of a plan, in the order of :func:`longest`."""
+        """The times of a plan in ms, in the order of :func:`longest`."""
         pipelines, m, found, degrees = self.case.shop.pipelines, self.case.m, list[float](), []
         for (w, a, _), choice in zip(self.cuts, choices, strict=True):
             chain = pipelines.chain(w, m)
@@ -186,9 +187,10 @@ class ColumnGeneration:
 
 
 def longest(times: Any, schedule: Schedule, stages: int, num_microbatches: int) -> tuple[float, Any]:
-    """The time of a step, as :func:`asa.cost.pipeline.makespan`, and how often each time is on a longest path.
+    """The time of a step, as by :func:`asa.cost.pipeline.makespan`, and how often each entry of ``times`` is on the
+    critical path.
 
-    ``times``: of each stage forward, backward, last_backward_extra and after; then of each link forward and back.
+    ``times``: forward, backward, last_backward_extra and after of each stage; then forward and backward of each link.
     """
     p, m, size = stages, num_microbatches, len(times)
     value = times.tolist()
@@ -226,8 +228,8 @@ def _later(a: tuple[float, Any], b: tuple[float, Any]) -> tuple[float, Any]:
 
 
 def game(values: Any) -> tuple[Any, Any, float]:
-    """Optimal mixed strategies of a positive matrix, for rows (largest in their least column) and columns (least in
-    their largest row), and the value of the game, by the simplex method (von Neumann)."""
+    """Optimal mixed strategies of a positive matrix game and its value: weights of rows (maximise the least column) and
+    of columns (minimise the largest row), by the simplex method (von Neumann)."""
     scale = float(values.max())
     rows, columns = values.shape
     table = np.zeros((rows + 1, columns + rows + 1))
@@ -238,7 +240,7 @@ def game(values: Any) -> tuple[Any, Any, float]:
         below = np.flatnonzero(table[rows, :-1] < -1e-11)
         if not len(below):
             break
-        # The steepest first, and the first one (Bland) where that may go round in circles.
+        # Steepest column first; after many pivots the first one (Bland's rule), which cannot cycle.
         j = int(below[table[rows, below].argmin()] if turn < 10 * (rows + columns) else below[0])
         rising = table[:rows, j] > 1e-11
         ratio = np.where(rising, table[:rows, -1] / np.where(rising, table[:rows, j], 1.0), INF)

@@ -1,10 +1,10 @@
-"""Lower bounds on plans of several stages from computation alone, and the host's work for messages on asynchronous
-devices. They are quick for any number of ranks.
+"""Lower bounds on pipeline plans from computation alone, plus the host's work for messages on asynchronous devices.
+They are quick for any number of ranks.
 
-For one number of microbatches: every rank always busy; one microbatch through all components; and the slowest stage,
-which has all microbatches to do, at the cuts and widths that make it fastest. Then both at once: before a stage begins
-the first microbatch has to reach it, and afterwards the last gradient has to go back, so a step takes at least what all
-microbatches take in a stage plus what one takes in all stages in front.
+Three bounds for one number of microbatches: all ranks always busy; one microbatch through all components; and the
+slowest stage, which computes all microbatches, at the cuts and widths that make it fastest. A fourth combines them: the
+first microbatch has to reach a stage and the last gradient has to leave it, so a step takes at least the time of all
+microbatches in a stage plus the time of one microbatch in all stages in front.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ _NEVER = 1e18
 _LEAST_S = 0.1
 _STEPS = 12
 PACED = 7
-"""Halvings of what is left between a bound and the best plan."""
+"""Bisections of the interval between a bound and the best plan."""
 _NEAR = 0.5
-"""Share of the best plan: a bound further below it is not raised here, where closer bounds follow anyway."""
+"""Share of the best plan: a bound below it is not raised here, where closer bounds follow anyway."""
 _MOST_RANKS, _NODE = 128, 8
-"""Beyond so many ranks they are counted in nodes of eight, and narrower stages as none at all."""
+"""Beyond so many ranks, ranks are counted in nodes of eight, and narrower stages count as no rank."""
 _ONCE = 0.45
-"""Share of the time that is left to price what stages pay once per step."""
+"""Share of the remaining time that may be used to price once-per-step work."""
 _MOST_ENTRIES = 4e8
-"""Most entries of all tables of one halving (seconds of work); beyond, none is made."""
+"""Most table entries of one bisection (seconds of work); with more, no bisection is made."""
 
 
 def floors(
     pipelines: Pipelines, best: float = INF, ends: float = INF, *, halvings: int = PACED,
     counts: Sequence[int] | None = None,
 ) -> dict[int, float]:  # fmt: skip
-    """A bound in ms on every plan of several stages, for each number of microbatches (of ``counts``, all where None);
-    ``best`` where it is no less.
+    """Lower bound in ms on every pipeline plan, by number of microbatches (those in ``counts``, or all where None);
+    ``best`` where the bound is not below it.
 
-    ``halvings``: how often what is left between a bound and ``best`` is halved, where the bound does not reach ``best``
-    at once; 1 for none, where closer bounds follow. The time ``ends`` (a tenth of a second from now at least) limits
-    only these halvings, which take longest: without the others nothing is proved.
+    ``halvings``: how often the interval between the bound and ``best`` is bisected; 1 means none, for use where closer
+    bounds follow. The time ``ends`` (at least 0.1 s from now) limits only these bisections, which take most of the
+    time; the other bounds are always computed.
     """
     ends = max(ends, clock.now() + _LEAST_S)
     found, left = begun(pipelines, best, counts, halvings=halvings)
@@ -57,7 +57,7 @@ def floors(
 def begun(
     pipelines: Pipelines, best: float, counts: Sequence[int] | None = None, *, halvings: int = PACED
 ) -> tuple[dict[int, float], list[Paced]]:
-    """Bounds as those of :func:`floors` before anything is halved, and what can raise some of them."""
+    """The bounds of :func:`floors` before any bisection, and the items that can raise some of them."""
     found = dict.fromkeys(pipelines.microbatches() if counts is None else counts, 0.0)
     left, gpus = list[Paced](), pipelines.gpus
     unit = 1 if gpus <= _MOST_RANKS else _NODE
@@ -81,8 +81,8 @@ def begun(
 
 
 class Paced:
-    """Plans with ``m`` microbatches, by the slowest stage and what is in front of it: an item for the queue of
-    :mod:`asa.planner.pipeline.joint`. ``own``: ms by width and component; ranks count in ``unit``s."""
+    """Plans with ``m`` microbatches, bounded by the slowest stage and the stages in front of it: an item for the queue
+    of :mod:`asa.planner.pipeline.joint`. ``own``: ms by width and component; ranks are counted in units of ``unit``."""
 
     value = INF
 
@@ -97,20 +97,20 @@ class Paced:
         self._least = self._with()
 
     def step(self, best: float, ends: float) -> None:
-        """Ask whether any plan takes less than ``best`` ms, without what hosts take at the ends of stages, and then
-        with that, and with what is paid once per step; and halve what is left between the bound and the best plan,
-        again and again."""
+        """Raise the bound by one test. The first three ask whether any plan takes less than ``best`` ms: by compute
+        alone, with the host's work at the ends of stages, and with once-per-step work. Further ones bisect the interval
+        between the bound and the best plan."""
         self.level += 1
         if self.level == 2:
             for k, w in enumerate(self._widths.tolist()):
                 found = self._pipelines.ends(w, self.m) if clock.now() < ends else None
                 if found is None:
-                    break  # the others begin and end in no time
+                    break  # the ends of the other widths count as zero
                 self._joints[:, k] = found
             self._least = self._with()
         if self.level == 3:
             until = min(ends, clock.now() + _ONCE * (ends - clock.now()))
-            for k in np.argsort(-self._widths).tolist():  # where most has to be synchronised first
+            for k in np.argsort(-self._widths).tolist():  # widest first: they synchronise most
                 found = self._pipelines.whole(int(self._widths[k]), self.m) if clock.now() < until else None
                 if found is None:
                     break
@@ -124,7 +124,7 @@ class Paced:
         self.stuck = self.level > self._halvings
 
     def _with(self) -> dict[int, tuple[Any, Any, Any, Any]]:
-        """By slots of a stage what :func:`_reachable` takes."""
+        """The argument ``least`` of :func:`_reachable`, by the slots of a stage."""
         before = np.zeros((*self._whole.shape[:-1], 1))
         whole, found = np.concatenate([before, np.cumsum(self._whole, axis=-1)], axis=-1), {}
         for k in sorted(set(self._taken.tolist())):
@@ -134,22 +134,22 @@ class Paced:
 
 
 def _reachable(least: dict[int, tuple[Any, Any, Any, Any]], slots: int, m: int, most: float) -> bool:
-    """Whether stages fit of which each, counted so, takes no more than ``most`` ms. ``least``: for widths that count as
-    so many slots, running sums of ms over components, ms of beginning and of ending with each, and running sums of what
-    :meth:`asa.planner.pipeline.pipelines.Pipelines.whole` gives.
+    """Whether stages exist of which each, counted so, takes at most ``most`` ms. ``least``: for widths of so many
+    slots, prefix sums of ms over components, ms of beginning and of ending with each component, and prefix sums of
+    :meth:`asa.planner.pipeline.pipelines.Pipelines.whole`.
 
-    A stage ends no earlier than after all its microbatches and what it pays once per step; nor before one microbatch
-    has been through it and all stages behind it, and that is paid.
+    A stage ends after all its microbatches and its once-per-step work. It also ends after one microbatch has passed it
+    and all stages behind it, plus its once-per-step work.
     """
     n = next(iter(least.values()))[0].shape[1] - 1
     front, last = np.full((2, n + 1, slots + 1), INF)
-    """By cut and slots used in front of it, the least ms of a microbatch's way there and back, and the least that a
-    stage there takes with the way from it to the cut and back."""
+    """By cut and slots used in front of it: the least round trip in ms of a microbatch, and the least ms of a stage
+    there with the round trip between it and the cut."""
     front[0] = last[0] = 0.0
     for stop in range(1, n + 1):
         for k, (sums, begin, end, whole) in least.items():
             inside = sums[:, stop, None] - sums[:, :stop]
-            first = int(np.searchsorted(-inside.min(axis=0), -most / m))  # further in front a stage alone is too slow
+            first = int(np.searchsorted(-inside.min(axis=0), -most / m))  # a stage that starts earlier is too slow
             if first == stop or k > slots:
                 continue
             every, one = (whole[..., stop, None] - whole[..., :stop]).max(axis=1)
@@ -166,7 +166,7 @@ def _reachable(least: dict[int, tuple[Any, Any, Any, Any]], slots: int, m: int, 
 
 
 def _slowest(own: Any, widths: Any, gpus: int, low: float, high: float) -> float:
-    """A bound on the slowest stage between ``low`` and ``high`` ms; ``own``: ms by width and component."""
+    """Lower bound in ms on the slowest stage, between ``low`` and ``high``; ``own``: ms by width and component."""
     sums = np.concatenate([np.zeros((len(widths), 1)), np.cumsum(own, axis=1)], axis=1)
     if high < INF and not _possible(sums, widths, gpus, high):
         return high
@@ -181,7 +181,7 @@ def _slowest(own: Any, widths: Any, gpus: int, low: float, high: float) -> float
 
 
 def _possible(sums: Any, widths: Any, gpus: int, most: float) -> bool:
-    """Whether stages of at most ``most`` ms need no more than the ranks there are."""
+    """Whether stages of at most ``most`` ms need no more than ``gpus`` ranks."""
     n = sums.shape[1] - 1
     reach = np.array([np.searchsorted(row, row[:-1] + most * (1 + 1e-12), side="right") - 1 for row in sums])
     fewest = np.full(n + 1, 1 << 40)

@@ -1,8 +1,8 @@
-"""The joint search over stages, cuts, widths, microbatches, schedules and configurations.
+"""The joint search over stages, cuts, widths, microbatches, schedules and layouts.
 
-Every (microbatches, schedule) is a case with a bound that rises in steps (:mod:`asa.planner.pipeline.case`). The one
-with the lowest bound is always taken a step further, until that bound has reached the best plan: nothing faster is
-left.
+Every pair of a number of microbatches and a schedule is a case with a lower bound that rises in steps
+(:mod:`asa.planner.pipeline.case`). The search always advances the case with the lowest bound. It ends when this bound
+reaches the incumbent: no faster plan exists then.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from asa.planner.stage import exhaustive
 from asa.planner.stage.problem import Choice
 
 MOST_COMPONENTS, MOST_RANKS = 100, 128
-"""Beyond these, plans of several stages are bounded by compute, but not searched in full."""
+"""With more, pipeline plans are bounded by compute, but not searched in full."""
 SLACK_GIB = 1e-9
-"""By how much a plan may overstep the memory limit (rounding)."""
+"""Amount by which a plan may exceed the memory limit (rounding)."""
 
 
 class Item(Protocol):
-    """A part of the space, with a bound on all plans in it that rises in steps: a case, or single stages.
+    """A part of the space with a lower bound in ms on all its plans that rises in steps: a case, or plans of one stage.
 
-    ``value``: ms of its own best plan, for parts that keep it. ``stuck``: the bound rises no further.
+    ``value``: ms of its own best plan, for parts that store it. ``stuck``: the bound rises no further.
     """
 
     bound: float
@@ -44,11 +44,12 @@ class Item(Protocol):
     def value(self) -> float: ...
 
     def step(self, best: float, ends: float) -> None:
-        """Raise the bound. Plans from ``best`` ms on do not count, and time is up at ``ends``."""
+        """Raise the bound until the time ``ends`` at most. Plans of ``best`` ms or more do not count."""
 
 
 class Incumbent:
-    """The best plan so far, and the curve. ``limit``: ms of the best plan of all; ``value``: of the best pipeline."""
+    """The best plan so far, and the curve of best plan and bound over time. ``limit``: ms of the best plan of all
+    kinds; ``value``: ms of the best pipeline plan."""
 
     def __init__(self, pipelines: Pipelines | None, incumbent_ms: float, started: float | None = None) -> None:
         self.pipelines = pipelines
@@ -60,13 +61,13 @@ class Incumbent:
         self.bound = 0.0
 
     def other(self, value: float) -> None:
-        """Note a plan of ``value`` ms that is kept elsewhere."""
+        """Note a plan of ``value`` ms that another part of the search stores."""
         if value < self.limit:
             self.limit, self.value, self.skeleton, self.choices = value, float("inf"), None, ()
             self.note(self.bound)
 
     def found(self, value: float, skeleton: Skeleton, choices: tuple[Choice, ...]) -> bool:
-        """Take a plan if it is better and fits; returns whether it was taken."""
+        """Make a plan the incumbent if it is faster and fits; returns whether it did."""
         if value >= self.limit or not self._fits(skeleton, choices):
             return False
         self.limit = self.value = value
@@ -75,7 +76,7 @@ class Incumbent:
         return True
 
     def note(self, bound: float) -> None:
-        """Add a point to the curve."""
+        """Raise the bound, and add a point to the curve."""
         self.bound = max(self.bound, min(bound, self.limit))
         point = (clock.now() - self.started, self.limit, self.bound)
         if not self.curve or point[1:] != self.curve[-1][1:]:
@@ -98,7 +99,7 @@ class Incumbent:
 
 
 def searched(pipelines: Pipelines) -> bool:
-    """Whether plans of several stages are searched for in full, and not only bounded."""
+    """Whether pipeline plans are searched in full, not only bounded."""
     return len(pipelines.names) <= MOST_COMPONENTS and pipelines.gpus <= MOST_RANKS
 
 
@@ -115,12 +116,12 @@ def search(
     crowded: bool = False,
     effort: Effort = USUAL.effort,
 ) -> Pipelined:
-    """The fastest plan of two or more stages, if it beats ``incumbent_ms``, and a proof of how good it is.
+    """The fastest pipeline plan below ``incumbent_ms``, if any, with a lower bound.
 
-    ``others`` are searched along with it; they keep what they find, and the proof holds for them, too. The search ends
-    when the bound has reached the best plan, or after ``patience_s`` the share ``1 - gap`` of it, or when time is up.
-    ``started``: when the clock of the curve did. ``floor``: the numbers of microbatches to search, with a bound on each
-    (:mod:`asa.planner.pipeline.floors`); all where None. ``crowded``: memory is likely to bind.
+    ``others`` are searched along with it. They store their own plans; the bound covers them, too. The search ends when
+    the bound reaches the best plan, after ``patience_s`` when it reaches the share ``1 - gap`` of it, or when time is
+    up. ``started``: the time at which the curve begins. ``floor``: the numbers of microbatches to search, with a bound
+    on each (:mod:`asa.planner.pipeline.floors`); all where None. ``crowded``: memory is likely to bind.
     """
     best = Incumbent(pipelines, incumbent_ms, started)
     ends = clock.now() + time_limit_s
@@ -145,7 +146,7 @@ def search(
 
 
 def joined(a: Pipelined, b: Pipelined) -> Pipelined:
-    """One result from searches of two parts of a space."""
+    """The result of two searches over two parts of a space."""
     better = min(a, b, key=lambda x: x.value)
     curve, now = [], [(INF, 0.0), (INF, 0.0)]
     for at, value, bound, k in sorted((t, v, low, k) for k, x in enumerate((a, b)) for t, v, low in x.curve):
@@ -160,10 +161,10 @@ def joined(a: Pipelined, b: Pipelined) -> Pipelined:
 def best_first(
     items: Sequence[Item], best: Incumbent, ends: float, *, gap: float = 0.0, patience: float, closed: float = INF
 ) -> dict[str, int]:
-    """Take the item with the lowest bound a step further, again and again, until that bound has reached the best plan.
+    """Advance the item with the lowest bound until that bound reaches the best plan.
 
-    From the time ``patience`` on, the share ``1 - gap`` of it is enough. ``best.bound`` is what is proved of all items.
-    ``closed``: a bound on what is not searched. Returns how many items and steps there were.
+    From the time ``patience`` on, the share ``1 - gap`` of it suffices. ``best.bound`` becomes the bound on all items.
+    ``closed``: a bound on the plans that no item covers. Returns the numbers of items and of steps.
     """
     queue = [(item.bound, k, item) for k, item in enumerate(items)]
     heapq.heapify(queue)
@@ -179,7 +180,7 @@ def best_first(
         steps += 1
         best.other(item.value)
         if item.stuck:
-            lowest = min(lowest, item.bound)  # as far as it goes; the others may still hold better plans
+            lowest = min(lowest, item.bound)  # this bound is final; other items may still hold better plans
         else:
             heapq.heappush(queue, (item.bound, number, item))
     proved = min([best.limit, lowest, *(b for b, _, _ in queue)])
@@ -190,7 +191,7 @@ def best_first(
 
 
 def _alike(schedule: Schedule, most: int, m: int) -> list[list[int]]:
-    """Numbers of stages that can be searched together: memory and order depend only on the stages behind."""
+    """Numbers of stages that can be searched together: microbatches in flight depend only on the stages behind."""
     allowed = [p for p in range(2, most + 1) if not schedule.refusal(p, m)]
     if not allowed:
         return []
@@ -202,7 +203,7 @@ def _alike(schedule: Schedule, most: int, m: int) -> list[list[int]]:
 
 
 def _distinct(schedules: dict[str, Schedule], most: int, m: int) -> dict[str, Schedule]:
-    """Schedules that differ: with a single microbatch most have the same order."""
+    """Schedules that differ; with a single microbatch most have the same order."""
     if m > 1:
         return schedules
     found: dict[tuple[object, ...], str] = {}

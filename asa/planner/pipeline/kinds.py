@@ -1,9 +1,9 @@
-"""Unequal devices: which ranks are of one kind, by which weights a stage may divide its batch, and stages of one kind.
+"""Unequal devices: the kind of each rank, the weights by which a stage may divide its batch, and stages of one kind.
 
-The search over pipelines knows of a stage how many devices it has, and of a place how many are in front of it. Where
-devices are of several kinds it is given other numbers: a device of kind k counts ``u_k``, chosen so that the number of
-a stage also says of which kind its devices are. Places are sums of what is in front, as before; which stage may stand
-where follows from :meth:`KindSpace.placed`. Nothing else changes, so proofs hold.
+The pipeline search counts a stage's devices and the devices in front of it. Where devices are of several kinds, a
+device of kind k counts as ``u_k`` instead of 1, chosen so that the count of a stage also tells the kind of its devices.
+Offsets are sums of the counts in front. :meth:`KindSpace.placed` tells which stage may begin at which offset. Nothing
+else changes, so the proofs hold.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Allowed, widths
 
 _STEPS = 24
-"""Weights that are tried of a stage with devices of two speeds, beside equal ones and those in proportion to speed."""
+"""Most weights tried for a stage with devices of two speeds, besides equal ones and those in proportion to speed."""
 _FINEST = 2**16
-"""Samples that weights tell apart at most."""
+"""Most samples of a batch that weights distinguish."""
 
 
 def kinds(cluster: Cluster, ranks: int) -> tuple[int, ...]:
-    """The kind of each rank, numbered in order of appearance: devices of one speed and memory."""
+    """Kind of each rank, numbered by first appearance. Devices of one kind have the same speed and memory."""
     memories = cluster.memories()
     found = [(cluster.speed(r), memories[r]) for r in range(ranks)]
     order = list(dict.fromkeys(found))
@@ -34,11 +34,11 @@ def kinds(cluster: Cluster, ranks: int) -> tuple[int, ...]:
 
 
 def weights(cluster: Cluster, width: int, batch: int) -> tuple[tuple[int, ...], ...]:
-    """Weights by which a stage of the first ``width`` ranks may divide a batch, apart from evenly.
+    """Uneven weights by which a stage of the first ``width`` ranks may divide a batch.
 
-    With two speeds: every whole number of samples for a rank of one kind (in steps, where there are many), the rest
-    spread over the others, so that the weights do not depend on the speeds. In steps, or with more than two speeds,
-    also weights in proportion to speed.
+    With two speeds: every whole number of samples for a rank of the one kind (at intervals, where there are many), the
+    rest spread over the other ranks. These weights do not depend on the speeds. At intervals, or with more than two
+    speeds, also weights in proportion to speed.
 
     >>> from asa.cost.machine import presets
     >>> weights(presets.load("a100-nvlink-8"), 8, 64)
@@ -67,8 +67,8 @@ def _distinct(found: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
 
 
 def views(prices: Prices) -> list[tuple[Prices, tuple[int, ...]]]:
-    """Prices with one choice of batch weights for each of the widths that have devices of several speeds: first without
-    weights for all widths, then every choice with the widths that it concerns."""
+    """Prices with one choice of batch weights for each width that has devices of several speeds: first equal shares for
+    all widths, then every choice with the widths that it concerns."""
     space = prices.space
     found = [(prices, widths(space.request.gpus))]
     if not space.cluster.unequal or not space.request.uneven:
@@ -82,7 +82,7 @@ def views(prices: Prices) -> list[tuple[Prices, tuple[int, ...]]]:
 
 
 class KindSpace(StagedSpace):
-    """Stages whose devices are all of one kind, numbered as the module says."""
+    """Stages whose devices are all of one kind, counted as the module describes."""
 
     def __init__(self, prices: Prices, allowed: Allowed) -> None:
         super().__init__(prices, allowed)
@@ -97,19 +97,19 @@ class KindSpace(StagedSpace):
         self.gpus = self._starts[-1]
 
     def first(self, offset: int) -> int:
-        """The rank at a place."""
+        """The first rank at an offset."""
         return min(bisect_right(self._starts, offset) - 1, self._busy)
 
     def width(self, number: int) -> int:
-        """The devices of a stage."""
+        """Number of devices of a stage, from its count."""
         return self._stages.get(number, (0, number))[1]
 
     def widths(self) -> tuple[int, ...]:
-        """Numbers of all stages, rising; at least one device is left for another stage."""
+        """Counts of all possible stages, ascending; at least one device is left for another stage."""
         return tuple(sorted(n for n in self._stages if n < self.gpus))
 
     def placed(self, offset: int, width: int) -> bool:
-        """Whether a stage may begin there: on devices of its kind, inside a node or in whole ones."""
+        """Whether a stage may begin there: on devices of its kind, inside a node or on whole nodes."""
         kind, count = self._stages[width]
         first = self.first(offset)
         if self._starts[first] != offset or set(self._kinds[first : first + count]) != {kind}:
@@ -117,25 +117,24 @@ class KindSpace(StagedSpace):
         return first + count <= self._busy and self._prices.space.placed(first, count)
 
     def hop(self, offset: int) -> int:
-        """The level of the links in front of the rank at that place."""
+        """Level of the link in front of the rank at that offset."""
         return super().hop(self.first(offset))
 
     def ends(self, width: int, num_microbatches: int) -> None:
-        """None: with unequal devices no bound is known quickly."""
+        """None: with unequal devices no quick bound is known."""
 
     def whole(self, width: int, num_microbatches: int) -> None:
-        """None, as of :meth:`ends`."""
+        """None, as for :meth:`ends`."""
 
     def example(self, width: int) -> int:
-        """The first rank of a stage's kind that is followed by as many of that kind as the stage has."""
+        """First rank from which as many devices of the stage's kind follow as the stage has."""
         kind, count = self._stages[width]
         return next(r for r in range(self._busy) if self._kinds[r : r + count] == (kind,) * count)
 
     def transfers(
         self, cuts: Sequence[int], num_microbatches: int, source: Layout, target: Layout, offset: int
     ) -> list[tuple[float, float]]:
-        """Milliseconds of transfers, as :meth:`StagedSpace.transfers`; layouts may come with the numbers of their
-        stages."""
+        """Milliseconds of transfers, as by :meth:`StagedSpace.transfers`; layouts may have widths counted by kind."""
         ends = [(self.width(x.width), x.data) for x in (source, target)]
         if any(width % data for width, data in ends):
             return [(NEVER_MS, NEVER_MS)] * len(cuts)
@@ -144,10 +143,10 @@ class KindSpace(StagedSpace):
 
 
 def numbering(longest: dict[int, int]) -> dict[int, int]:
-    """The number that a device of each kind counts, such that up to ``longest[k]`` of kind k in a row differ from all
-    others.
+    """The count of a device of each kind, such that sums of up to ``longest[k]`` devices of kind k differ between
+    kinds.
 
-    The kind with most in a row counts 1, so that its numbers are numbers of devices.
+    The kind with the longest run counts 1, so that its counts are numbers of devices.
 
     >>> numbering({0: 4, 1: 4}), numbering({0: 1, 1: 3})
     ({0: 1, 1: 5}, {1: 1, 0: 4})
@@ -162,5 +161,5 @@ def numbering(longest: dict[int, int]) -> dict[int, int]:
 
 
 def pipelines(prices: Prices, allowed: Allowed) -> StagedSpace:
-    """The space of pipelines on the cluster's devices."""
+    """The space of pipeline plans on the cluster's devices."""
     return KindSpace(prices, allowed) if prices.space.cluster.unequal else StagedSpace(prices, allowed)

@@ -1,6 +1,6 @@
-"""A chain as arrays, and lower bounds on all its intervals in one pass over the components.
+"""A chain of components as arrays, and lower bounds on all its intervals in one pass over the components.
 
-A *key* is the width and data degree of a stage at one of its ends: all that a neighbour sees of it.
+A *key* is the width and data degree of a stage at one of its ends. A neighbouring stage depends on nothing else of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EF, EB, EONCE, ESTATE, EACT, ETRANS = range(6)
 
 
 def divisors(width: int) -> tuple[int, ...]:
-    """Data degrees in a stage of that width."""
+    """Data degrees that a stage of that width may have."""
     return tuple(d for d in range(1, width + 1) if width % d == 0)
 
 
@@ -47,7 +47,7 @@ class Numbers:
             row.values.copy() if isinstance(row, Row) else np.array([_CONFIG(c) for c in row]) for row in chain.configs
         ]
         for i, row in enumerate(self.rows):
-            if chain.release[i] == i:  # what leaves with its own component leaves at once
+            if chain.release[i] == i:  # a bucket that closes with its own component is sent at once
                 row[:, PROMPT] += row[:, LATE]
                 row[:, LATE] = 0.0
         self.layout = [
@@ -57,7 +57,8 @@ class Numbers:
         order = np.lexsort((layouts, component))
         component, self.flat_layout = component[order], layouts[order]
         self.flat = (np.concatenate(self.rows)[order], component, begins(component, self.flat_layout))
-        """All rows in order of component and layout, the component of each, and where another layout begins."""
+        """All rows in order of component and layout, the component of each, and the index at which each layout begins.
+        """
         self.edges = np.full((max(0, self.n - 1), len(EDGE), count, count), INF)
         known: dict[int, Any] = {}
         for i, edges in enumerate(chain.edges):
@@ -84,7 +85,7 @@ class Numbers:
         self.release = chain.release
 
     def flying(self, in_flight: int) -> Numbers:
-        """The arrays of stages with ``in_flight`` microbatches in flight; they differ where these are all
+        """The arrays for ``in_flight`` microbatches in flight. They differ where all microbatches are in flight
         (:func:`asa.planner.stage.problem.all_ahead`)."""
         return self._ahead if all_ahead(self.m, in_flight) else self
 
@@ -106,19 +107,19 @@ class Numbers:
 
     @cached_property
     def kinds(self) -> list[int]:
-        """A number for each component, equal for components with equal configurations, such as repeated blocks."""
+        """A number for each component; equal ones, such as repeated blocks, have the same number."""
         return _numbered((row.tobytes(), at.tobytes()) for row, at in zip(self.rows, self.layout, strict=True))
 
     @cached_property
     def distinct(self) -> tuple[Any, Any, Any]:
-        """The configurations of components that differ, where the next of these components begins, and which of them
-        each component equals."""
+        """Configurations of the distinct components, the index at which each of these begins, and the number of each
+        component."""
         some = [self.rows[self.kinds.index(k)] for k in range(len(set(self.kinds)))]
         groups = np.cumsum([0, *(len(r) for r in some[:-1])])
         return np.concatenate(some), groups, np.array(self.kinds)
 
     def twin(self, start: int, stop: int) -> tuple[int, int]:
-        """The first stage that equals this one, component by component and in between."""
+        """The first stage that has equal components and equal edges between them."""
         return self._twins[start, stop]
 
     @cached_property
@@ -130,22 +131,22 @@ class Numbers:
         inside: dict[tuple[int, ...], int] = {}
         found: dict[tuple[int, int], tuple[int, int]] = {}
         for a in range(self.n):
-            at = inside.setdefault((inlets[a], self.kinds[a], a == 0), len(inside))  # a first stage counts less
+            at = inside.setdefault((inlets[a], self.kinds[a], a == 0), len(inside))  # the first stage differs
             for b in range(a + 1, self.n + 1):
                 if b > a + 1:
-                    across = b - 2 > a and self.release[b - 1] < b - 2  # a bucket reaches across the one before
+                    across = b - 2 > a and self.release[b - 1] < b - 2  # a bucket spans component b - 2
                     at = inside.setdefault((at, edges[b - 2], self.kinds[b - 1], across), len(inside))
                 found[a, b] = whole.setdefault((at, outlets[b - 1]), (a, b))
         return found
 
     def roomy(self, in_flight: int) -> bool:
-        """Whether memory cannot bind, whatever is chosen."""
+        """Whether every choice fits in memory."""
         state, held, moving = self._most
         return state + in_flight * held + moving + self.chain.over <= self.capacity
 
     @cached_property
     def _most(self) -> tuple[float, float, float]:
-        """GiB that no choice exceeds of what is held all the time, of a microbatch's activations, and of transients."""
+        """Upper bounds in GiB over all choices: permanent memory, activations of one microbatch, transient memory."""
 
         def most(*arrays: Any) -> list[float]:
             return [float(np.where(np.isfinite(a), a, 0.0).max(initial=0.0)) for a in arrays]
@@ -159,22 +160,23 @@ class Numbers:
 
 
 def _numbered(values: Iterable[object]) -> list[int]:
-    """A number for each value; equal values have the same."""
+    """A number for each value; equal values have the same number."""
     known: dict[object, int] = {}
     return [known.setdefault(x, len(known)) for x in values]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChainWeights:
-    """A batch of objectives, one for each row: the weights of ``steady``, a ms of a microbatch forward and back;
-    ``ahead``, a ms of it forward alone; ``once``, a ms of once-per-step work; and ``memory``, a GiB held with the
-    activations of ``flight`` microbatches. Memory counts in the backward of each component by its share in ``moments``
-    (row x component), and in that of a stage's last one by what these lack of 1. (In the backward of a component of
-    another stage, what counts is at most what is held here throughout, or in the backward of the nearest component.)
+    """A batch of objectives, one for each row: weights of ``steady`` (ms of a microbatch forward and backward),
+    ``ahead`` (ms of its forward alone), ``once`` (ms of once-per-step work) and ``memory`` (GiB held with the
+    activations of ``flight`` microbatches). Memory counts in the backward of each component by its share in ``moments``
+    (row x component); what these lack of 1 counts in the backward of the stage's last component. (In the backward of a
+    component of another stage, the memory that counts is a lower bound: what this stage holds throughout, or holds in
+    the backward of its nearest component.)
 
-    The overlap of synchronisation and backward is bounded, for every component k of a stage, by the windows in front of
-    k and the synchronisation behind it. ``hidden`` is 0 for components in front of k, 1 for those behind it (row x
-    component), and between these for a mean of such bounds; ``pivot`` is k, or -1.
+    The overlap of synchronisation with backward is bounded, for every component k of a stage, by the windows in front
+    of k and the synchronisation behind it. ``hidden`` (row x component) is 0 for components in front of k, 1 for those
+    behind it, and between 0 and 1 for a mean of such bounds; ``pivot`` is k, or -1.
     """
 
     steady: Any
@@ -191,42 +193,41 @@ class ChainWeights:
 
     @cached_property
     def activations(self) -> Any:
-        """The weight of a GiB of a microbatch's activations, row x component; they are freed in the backward of the
-        components in front."""
+        """Weight of a GiB of a microbatch's activations, row x component; its own backward frees them."""
         behind = self.moments.sum(axis=1, keepdims=True) - np.cumsum(self.moments, axis=1) + self.moments
         return self.memory[:, None] * (self.flight[:, None] - self.moments.sum(axis=1, keepdims=True) + behind)
 
     @cached_property
     def gradients(self) -> Any:
-        """The weight of a GiB of gradients, which come with the component's backward: row x component."""
+        """Weight of a GiB of gradients, which exist from the component's backward on: row x component."""
         return self.memory[:, None] * np.cumsum(self.moments, axis=1)
 
     @cached_property
     def transient(self) -> Any:
-        """The weight of a GiB that is held only in the component's backward: row x component."""
+        """Weight of a GiB that is held only in the component's own backward: row x component."""
         return self.memory[:, None] * self.moments
 
     @cached_property
     def ending(self) -> Any:
-        """The additional weight of a GiB that is held only in the backward of the stage's last component."""
+        """Additional weight of a GiB that is held only in the backward of a stage's last component, for each row."""
         return self.memory * (1 - self.moments.sum(axis=1))
 
 
 def _weighed(weights: ChainWeights, f: Any, b: Any, once: Any) -> Any:
-    """The weighted sum of forward, backward and once: batch first, then the shape of the arguments."""
+    """Weighted sum of forward, backward and once-per-step ms: batch first, then the shape of the arguments."""
     shape = (-1, *([1] * f.ndim))
     total = weights.steady.reshape(shape) * (f + b) + weights.ahead.reshape(shape) * f
     return total + weights.once.reshape(shape) * once
 
 
 class PricedChain:
-    """A chain under a batch of weights: the least cost of each component and layout, of edges and of ends."""
+    """A chain under a batch of weights: the least cost of each component and layout, of edges and of the two ends."""
 
     def __init__(self, numbers: Numbers, weights: ChainWeights) -> None:
         x, n = numbers, numbers.n
         batch = len(weights)
         self.numbers, self.batch = x, batch
-        # Component x batch x layout: inside a stage, at its begin, its end, and alone in it.
+        # component x batch x layout: inside a stage, first in it, last in it, alone in it
         self.inner, self.first, self.last, self.alone = (np.full((n, batch, x.count), INF) for _ in range(4))
         row, component, groups = x.flat
         sync, once_ = row[:, PROMPT] + row[:, LATE], row[:, ONCE]
@@ -238,7 +239,7 @@ class PricedChain:
             if weights.moments.any():
                 inside = inside + weights.gradients[:, component] * row[:, GRAD]
                 inside = inside + weights.transient[:, component] * row[:, TRANS]
-            # In its backward, the last component holds more.
+            # in its backward, the last component holds more
             ending = inside + weights.ending[:, None] * (row[:, GRAD] + row[:, TRANS])
         hidden = weights.hidden[:, component]
         once = weights.once[:, None] * x.saving * (weights.pivot[:, None] != component)
@@ -284,8 +285,7 @@ class PricedChain:
         return found
 
     def completions(self) -> Any:
-        """Least cost of what lies behind component i in its layout, to the end of a stage that stops at b: i x batch x
-        b x layout."""
+        """Least cost behind component i in its layout, for stages that stop at b: i x batch x b x layout."""
         x, n = self.numbers, self.numbers.n
         found = np.full((n, self.batch, n + 1, x.count), INF)
         for i in range(n - 1, -1, -1):
@@ -299,10 +299,10 @@ class PricedChain:
 
 @dataclass
 class Table:
-    """Least ms of stages of one width: arrays start x stop x entry degree x exit degree.
+    """Lower bounds in ms on stages of one width: arrays start x stop x entry degree x exit degree.
 
-    ``steady``: forward and backward of a microbatch; ``forward`` and ``backward``: each alone; ``whole``: all of a
-    step; ``single``: one microbatch and what is paid once per step.
+    ``steady``: forward and backward of a microbatch; ``forward`` and ``backward``: each alone; ``whole``: a whole step;
+    ``single``: one microbatch and the once-per-step work.
     """
 
     steady: Any

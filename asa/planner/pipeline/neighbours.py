@@ -1,5 +1,5 @@
-"""Plans beside one: a cut moved, a rank handed to another stage or left idle, a stage in another style, two joined
-or one halved, twice or half the microbatches, another schedule."""
+"""Neighbourhood of the local search: one cut moved, one rank moved to another stage or left idle, one stage in another
+style, two stages joined or one halved, twice or half the microbatches, another schedule."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from asa.planner.pipeline.sketch import PipelineOutline, Sketch, StageStyle
 from asa.planner.space.space import MOST_IN_A_PIPELINE, widths
 
 _LONG = 40
-"""Stages beyond which only cuts beside each other are moved."""
+"""Stages beyond which widths and the number of stages stay, and a cut moves by one component only."""
 
 
 class Neighbours:
-    """Outlines that differ from one in one thing, whether they fit or not."""
+    """Outlines that differ from a given one in one change, whether they fit or not."""
 
     def __init__(self, sketch: Sketch) -> None:
         self.sketch, self.space, self.n = sketch, sketch.space, sketch.n
@@ -22,7 +22,7 @@ class Neighbours:
         self._styles: dict[tuple[int, int], list[StageStyle]] = {}
 
     def of(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
-        """Neighbours of ``x``, the likeliest to help first."""
+        """Neighbours of ``x``, the most promising first."""
         p = len(x.starts)
         yield from self._cut_elsewhere(x, 1)
         for name in self.space.schedules:
@@ -57,7 +57,8 @@ class Neighbours:
                     yield replace(x, styles=(*x.styles[:s], style, *x.styles[s + 1 :]))
 
     def _resized(self, x: PipelineOutline, s: int, w: int) -> PipelineOutline | None:
-        """With another width of one stage, in the style most like its own."""
+        """The outline with width ``w`` for stage ``s``, in the style most like its own; None for an impossible
+        width."""
         if w not in self.widths:
             return None
         old = x.styles[s]
@@ -71,7 +72,7 @@ class Neighbours:
         )
 
     def _other_widths(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
-        """A rank (or a node) from one stage to another, or to one that had none."""
+        """Outlines with one rank (or one node) moved from one stage to another, or from or to the idle ranks."""
         for s, w in enumerate(x.widths):
             for up in (v for v in (w + 1, w + 8) if v in self.widths):
                 grown = self._resized(x, s, up)

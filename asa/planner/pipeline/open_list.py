@@ -1,10 +1,10 @@
-"""The cuts and widths of a case's plans, those with the lowest bound first.
+"""Best-first search over the cuts and widths of a case's plans.
 
-Bounds on stages are put together to all plans below a limit (:mod:`asa.planner.pipeline.skeletons`), which rises step
-by step. These have only a few different cuts and widths. Each is examined by itself: by prices of memory at weights of
-the clock, then by labels (:mod:`asa.planner.pipeline.column_generation`), and where weights give no better bound, by
-all ways to run its stages (:mod:`asa.planner.pipeline.stages`). One step at a time, always where the bound is lowest:
-plans come up early, and what cannot be better than these is not examined further.
+Bounds on stages are combined to all plans below a limit (:mod:`asa.planner.pipeline.skeletons`), and the limit rises
+step by step. These plans have only a few different combinations of cuts and widths. Each combination is examined by
+column generation (:mod:`asa.planner.pipeline.column_generation`). Where that does not raise its bound any more, all
+efficient choices of its stages are enumerated (:mod:`asa.planner.pipeline.stages`). The search always takes the
+combination with the lowest bound: good plans come up early, and combinations with bounds above them are not examined.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from asa.planner.pipeline.skeletons import FEW, Leaves, Options, plans, sums_of
 from asa.planner.pipeline.stages import Points, Room, TooManyError
 
 Key = tuple[int, int, int, int]
-"""A stage: width, place (1 is the last), start, stop."""
+"""A stage: width, position from the last (1), start, stop."""
 _FOREVER = 1e15
 """Ms that no plan takes: a limit where none is known."""
 _SHARE = 0.003
-"""Share of the bound by which plans are listed beyond it at first."""
+"""Share of the bound by which the first limit is above it."""
 _ALL = 10.0
 """Share from which on all plans are listed."""
 _NEAR = 1.1
-"""Share of the best time below which weights are chosen against a plan at once: they often give a better one (0126)."""
+"""Plans within this factor of the incumbent trigger another iteration at once, which often finds a better one
+(0126)."""
 _AT_ONCE = 8
-"""Looked at in one step."""
+"""Combinations of cuts and widths examined in one step."""
 _SEEN = 12
-"""Plans of the same cuts and widths that weights are first chosen against."""
+"""Most plans of the same cuts and widths against which the first weights are chosen."""
 
 
 class OpenList:
-    """The cuts and widths of a case. No plan takes less than ``bound`` ms; ``stuck``: it rises no further."""
+    """The cuts and widths of a case. No plan takes less than ``bound`` ms; ``stuck``: the bound rises no further."""
 
     def __init__(self, case: Case) -> None:
         self._case, self._effort = case, case.shop.effort
@@ -60,7 +61,7 @@ class OpenList:
         return frame
 
     def step(self, best: float, ends: float) -> None:
-        """Raise the bound. Plans from ``best`` ms on do not count.
+        """Raise the bound. Plans of ``best`` ms or more do not count.
 
         Raises:
             OutOfTimeError: time is up.
@@ -87,8 +88,8 @@ class OpenList:
         self.bound = max(self.bound, INF if low >= min(best, _FOREVER) else low)
 
     def _closer(self, low: float, cuts: Cuts, best: float, ends: float) -> tuple[float, float]:
-        """Examine one set of cuts and widths a step further; returns a bound on it, and the ms of a plan where a better
-        one came up."""
+        """Advance one combination of cuts and widths; returns a bound on it, and a new incumbent's time or infinity, in
+        ms."""
         leaf, rows = self._leaves[cuts]
         if cuts not in self._fixed:
             self._fixed[cuts] = ColumnGeneration(self._case, cuts, low, self._seen(leaf, rows[:_SEEN]))
@@ -110,8 +111,7 @@ class OpenList:
         return max(low, fixed.bound), value
 
     def _in_full(self, fixed: ColumnGeneration, best: float, ends: float) -> tuple[float, float]:
-        """Explore all ways to run the stages of these cuts and widths that may be part of a better plan; returns as
-        :meth:`_closer`."""
+        """Enumerate the choices of these stages that may be in a better plan; returns the same as :meth:`_closer`."""
         limit, keys, value = min(best, self._limit), keys_of(fixed.cuts), INF
         try:
             points = [self._explored(key, limit, ends) for key in keys]
@@ -128,14 +128,14 @@ class OpenList:
                 choices = tuple(x.choice(way) for x, way in picked if x is not None)
                 found, taken = self._case.tell(tuple(a for _, a, _ in fixed.cuts), widths_of(fixed.cuts), choices)
                 value = found if taken else value
-        if value == INF and bound <= fixed.bound:  # the best one does not fit, but others may
+        if value == INF and bound <= fixed.bound:  # the best one does not fit; others may
             self._floor = min(self._floor, fixed.bound)
             return INF, value
         fixed.bound = max(fixed.bound, bound)
         return fixed.bound, value
 
     def _explored(self, key: Key, limit: float, ends: float) -> Points | None:
-        """The ways to run a stage in plans below ``limit`` ms; None where there are none."""
+        """The efficient choices of a stage in plans below ``limit`` ms; None where there are none."""
         (w, r, a, b), case = key, self._case
         if not self._frame.through(w, r)[a, b] < limit:
             return None
@@ -149,7 +149,7 @@ class OpenList:
         return Options(size * key[0], size * key[3], x.entry + first, x.exit + first, x.times, sums)
 
     def _list(self, best: float) -> None:
-        """List all cuts and widths of plans below a limit that is a little higher than the last time."""
+        """List all cuts and widths of plans below a limit that is higher than the last one."""
         share, frame, case = self._share, self._frame, self._case
         limit = self._limit = min(best, self.bound * (1 + share) if share < _ALL else INF)
         low = frame.value(case.stages)
@@ -159,7 +159,7 @@ class OpenList:
             self.bound = max(self.bound, low)
             options = self._options = bounded(frame, limit)
             leaves, told = plans(frame, options, case.stages, case.schedule, limit, FEW)
-            if told < limit and told <= self.bound * (1 + _SHARE):  # too few of them to get on
+            if told < limit and told <= self.bound * (1 + _SHARE):  # too few to go on
                 leaves, told = plans(frame, options, case.stages, case.schedule, limit)
             self._open(leaves, min(told, limit))
         self._share = share * self._effort.wider
@@ -168,7 +168,7 @@ class OpenList:
         self._note(best)
 
     def _open(self, leaves: Sequence[Leaves], limit: float) -> None:
-        """Take the cuts and widths below ``limit`` among leaves."""
+        """Queue the cuts and widths below ``limit`` among the leaves."""
         self._queue, self._leaves, self._listed = [], {}, limit
         for low, leaf, rows in alike(leaves, self._options):
             cuts = tuple((w, a, b) for (w, _, a, b), _, _ in ways(leaf, int(rows[0]), self._options))
@@ -179,7 +179,7 @@ class OpenList:
         heapq.heapify(self._queue)
 
     def _seen(self, leaf: Leaves, rows: Any) -> list[Any]:
-        """Bounds on the times of plans, as :func:`asa.planner.pipeline.column_generation.longest` takes them."""
+        """Bounds on the times of plans, in the order of :func:`asa.planner.pipeline.column_generation.longest`."""
         found, links = [], self._case.links
         assert links is not None
         for i in rows.tolist():
@@ -198,7 +198,7 @@ class OpenList:
 
 
 def bounded(frame: Frame, limit: float) -> dict[tuple[int, int], Options]:
-    """Bounds on what stages may do in plans below ``limit`` ms, by place (1 is the last) and start."""
+    """Lower bounds on stages in plans below ``limit`` ms, by position from the last (1) and start."""
     parts: dict[tuple[int, int], list[Any]] = {}
     for (w, r), x in frame.parts.items():
         near, first = frame.through(w, r)[x.start, x.stop] < limit, frame.keys.of[w].start
@@ -217,7 +217,7 @@ def bounded(frame: Frame, limit: float) -> dict[tuple[int, int], Options]:
 
 
 def alike(leaves: Sequence[Leaves], options: dict[tuple[int, int], Options]) -> list[tuple[float, Leaves, Any]]:
-    """Leaves with the same cuts and widths: their lowest bound, and their rows in order of bounds."""
+    """Leaves grouped by cuts and widths: a group's lowest value in ms, its leaves, and its rows in order of values."""
     found = []
     for x in leaves:
         widths = np.zeros_like(x.starts)
@@ -235,7 +235,7 @@ def alike(leaves: Sequence[Leaves], options: dict[tuple[int, int], Options]) -> 
 
 
 def ways(leaf: Leaves, i: int, options: dict[tuple[int, int], Options]) -> list[tuple[Key, Options, int]]:
-    """The stages of one of the leaves, and which of the options there it takes."""
+    """The stages of row ``i`` of a leaf, each with its options and the index of the one it takes."""
     p, found = leaf.starts.shape[1], []
     for s, (start, k) in enumerate(zip(leaf.starts[i].tolist(), leaf.options[i].tolist(), strict=True)):
         x = options[p - s, start]
@@ -244,10 +244,10 @@ def ways(leaf: Leaves, i: int, options: dict[tuple[int, int], Options]) -> list[
 
 
 def keys_of(cuts: Cuts) -> list[Key]:
-    """The stages between cuts."""
+    """The stages of these cuts."""
     return [(w, len(cuts) - s, a, b) for s, (w, a, b) in enumerate(cuts)]
 
 
 def widths_of(cuts: Cuts) -> tuple[int, ...]:
-    """The widths of the stages between cuts."""
+    """The widths of the stages of these cuts."""
     return tuple(w for w, _, _ in cuts)

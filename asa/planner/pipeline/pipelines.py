@@ -1,7 +1,7 @@
-"""The question and the answer of the joint search: numbers in ms and GiB, without cluster arithmetic.
+"""Input and output of the joint search: numbers in ms and GiB, without arithmetic of clusters.
 
-A plan of several stages cuts the chain of components into intervals. Stage s runs its components on ``widths[s]``
-ranks, taken in order from rank 0 on; it begins at rank ``sum(widths[:s])``. All stages work on the same number of
+A pipeline plan cuts the chain of components into intervals. Stage s runs its components on ``widths[s]`` ranks, which
+are assigned in order from rank 0; it begins at rank ``sum(widths[:s])``. All stages compute the same number of
 microbatches, in the order of one schedule.
 """
 
@@ -20,7 +20,7 @@ from asa.planner.stage.problem import Chain, Choice, Problem
 
 
 class Pipelines(Protocol):
-    """The numbers behind all plans of several stages. Prices do not depend on how many ranks a plan leaves unused."""
+    """The data behind all pipeline plans. Prices do not depend on the number of ranks that a plan leaves unused."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -28,7 +28,7 @@ class Pipelines(Protocol):
 
     @property
     def gpus(self) -> int:
-        """The number of ranks; a plan may use fewer."""
+        """Number of ranks; a plan may use fewer."""
 
     @property
     def schedules(self) -> dict[str, Schedule]:
@@ -41,38 +41,38 @@ class Pipelines(Protocol):
         """Numbers of microbatches in the space."""
 
     def compute(self, width: int, num_microbatches: int) -> Sequence[float] | None:
-        """For each component the least ms of forward and backward of one microbatch, without communication; infinite
-        where it cannot run, None where nothing can. It must be quick."""
+        """Least ms of forward and backward of one microbatch for each component, without communication; infinite where
+        it cannot run; None where no component can. It must be quick."""
 
     def ends(self, width: int, num_microbatches: int) -> tuple[Sequence[float], Sequence[float]] | None:
-        """For each component the least ms of one microbatch, there and back, for a stage to begin with it, and to end
-        with it; None where nothing is known. It must be quick."""
+        """Least ms of one microbatch, forward and backward, for a stage that begins with each component, and for one
+        that ends with it; None where no bound is known. It must be quick."""
 
     def whole(self, width: int, num_microbatches: int) -> Any | None:
-        """For each component the least ms of a step, and of one in which it has a single one of these microbatches,
-        with what is paid once per step: shape (all or one, row, component). Of a stage the row with the greater sum
-        counts. None where nothing is known."""
+        """Lower bounds in ms for each component, array (2, row, component): of a whole step, and of a step with one of
+        its microbatches; both with once-per-step work. A stage takes at least the greatest sum over the rows. None
+        where no bound is known."""
 
     def chain(self, width: int, num_microbatches: int) -> Chain | None:
-        """The numbers of stages of that width; None where some component cannot run. The caller asks once."""
+        """The chain of stages of that width; None where some component cannot run. It is asked for once."""
 
     def placed(self, offset: int, width: int) -> bool:
         """Whether a stage of that width may begin at that rank."""
 
     def hop(self, offset: int) -> int:
-        """A number for the links that a handover takes to a stage which begins at rank ``offset``; equal for the same
-        transfers."""
+        """A number for the links in front of a stage that begins at rank ``offset``; equal numbers for equal transfer
+        times."""
 
     def crossing(self, cut: int) -> float:
-        """A number for the cut in front of component ``cut``, such as bytes per sample; equal for the same transfers.
-        Negative: no stage may begin there."""
+        """A number for the cut in front of component ``cut``, such as bytes per sample; equal where transfers take
+        equal times. Negative: no stage may begin there."""
 
     def transfers(
         self, cuts: Sequence[int], num_microbatches: int, source: Layout, target: Layout, offset: int
     ) -> list[tuple[float, float]]:
-        """Ms of one microbatch in front of each of ``cuts`` to a stage that begins at rank ``offset``, and back.
+        """Ms of one microbatch over each of ``cuts`` to a stage that begins at rank ``offset``, forward and backward.
 
-        Of the layouts only widths and data degrees count.
+        Only the widths and data degrees of the layouts count.
         """
 
     def fits(self, skeleton: Skeleton, choices: Sequence[Choice]) -> bool:
@@ -81,7 +81,7 @@ class Pipelines(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Skeleton:
-    """A plan of several stages without the choices inside them: stage s begins with component ``starts[s]``."""
+    """A pipeline plan without the choices inside its stages: stage s begins with component ``starts[s]``."""
 
     starts: tuple[int, ...]
     widths: tuple[int, ...]
@@ -93,17 +93,17 @@ class Skeleton:
         return (0, *accumulate(self.widths[:-1]))
 
     def stops(self, components: int) -> tuple[int, ...]:
-        """One past the last component of every stage."""
+        """For every stage the component behind its last one."""
         return (*self.starts[1:], components)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelined:
-    """What the search found and proved, in ms.
+    """Result of the search, in ms.
 
-    ``choices[s]`` indexes into ``chain(widths[s], m).configs[start:stop]``. Without a ``skeleton`` nothing is faster
-    than the incumbent (or nothing fits). No plan of several stages takes less than ``bound``; where that is the
-    incumbent, none is better. ``curve``: (seconds, best, bound) as they improved, the incumbent included.
+    ``choices[s]`` indexes into ``chain(widths[s], m).configs[start:stop]``. ``skeleton`` is None where no plan that
+    fits is faster than the given incumbent. ``bound``: lower bound on all pipeline plans, at most the incumbent.
+    ``curve``: (seconds, best, bound) over time, the given incumbent included.
     """
 
     skeleton: Skeleton | None
@@ -115,7 +115,7 @@ class Pipelined:
 
 
 def stage_times(problem: Problem, choice: Choice) -> StageTimes:
-    """The times of one stage under ``choice`` for the clock of a pipeline, in ms (formulas: :mod:`asa.cost.step`)."""
+    """Times in ms of one stage under ``choice`` for the clock of a pipeline (formulas: :mod:`asa.cost.step`)."""
     m = problem.num_microbatches
     picked = [problem.configs[i][c] for i, c in enumerate(choice)]
     joints = [problem.edges[i][a.layout, b.layout] for i, (a, b) in enumerate(pairwise(picked))]
@@ -136,7 +136,7 @@ def stage_times(problem: Problem, choice: Choice) -> StageTimes:
 
 
 def value_of(pipelines: Pipelines, skeleton: Skeleton, choices: Sequence[Choice]) -> float:
-    """Ms of a step of that plan, by the clock of a pipeline."""
+    """Ms of a step of that plan, by the clock of a pipeline; infinite where some component cannot run."""
     m, schedule = skeleton.num_microbatches, pipelines.schedules[skeleton.schedule]
     times, ends = [], []
     for width, start, choice in zip(skeleton.widths, skeleton.starts, choices, strict=True):

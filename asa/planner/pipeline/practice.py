@@ -1,9 +1,9 @@
-"""Standard practice: what an engineer would configure by hand, and no plan may be slower than.
+"""Standard practice: the plan that an engineer would configure by hand. No chosen plan may be slower.
 
-One split of all devices over data, tensor and pipeline parallelism, one way to keep state, one number of microbatches;
-stages balanced by compute; and as many components recomputed in each stage as memory asks for, those first that cost
-least time for the activations they forget. All splits that could be faster than the best one so far are priced, the
-likeliest first.
+It has one split of all devices over data, tensor and pipeline parallelism, one data strategy and one number of
+microbatches. Its stages are balanced by compute. Each stage recomputes as few components as memory requires; those that
+cost the least time for the activations they free come first. All splits that could be faster than the best one so far
+are priced, in order of their compute time.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, Space, widths
 
 _KINDS: tuple[DataStrategyName, ...] = ("replicate", "zero1", "zero2", "zero3")
 _MOST_SPLIT = 8
-"""Tensor degrees beyond it are for nodes that have so many devices."""
+"""Largest tensor degree, except on nodes of more devices."""
 _EACH = 8
-"""Devices up to which every width is tried; beyond, powers of two and what lies inside a node."""
+"""Devices up to which every width is tried; beyond, powers of two and widths inside a node."""
 FINE = 1000
-"""The weight of the fastest rank, where weights are in proportion to speed."""
+"""Weight of the fastest rank, where weights are in proportion to speed."""
 _ASKED = 3
 """Plans that are priced in full, the fastest first, until one fits."""
 
 
 @dataclass(frozen=True)
 class _Split:
-    """So many data and tensor ranks in each of ``p`` stages."""
+    """Data degree ``d`` and tensor degree ``t`` in each of ``p`` stages."""
 
     d: int
     t: int
@@ -46,13 +46,12 @@ class _Split:
     num_microbatches: int
     starts: tuple[int, ...]
     least_s: float
-    """Seconds that compute takes at least."""
+    """Lower bound by compute alone."""
 
 
 def practice(prices: Prices, allowed: Allowed, until: float = INF, first: float = 0.0) -> Candidate | None:
-    """The fastest such plan on all devices that fits and is ``allowed``, of those that are priced by the time
-    ``until``, or so many seconds later, ``first``, where no other one fits; None where there is none. Unequal devices
-    are one stage."""
+    """The fastest such plan on all devices that fits and is ``allowed``, or None. Splits are priced until the time
+    ``until``, or for ``first`` more seconds as long as none fits. Unequal devices form one stage."""
     gpus = prices.space.request.gpus
     if prices.space.cluster.unequal:
         return _fastest(_alone(prices, allowed, (gpus,)), INF, until, first)
@@ -61,8 +60,8 @@ def practice(prices: Prices, allowed: Allowed, until: float = INF, first: float 
 
 
 def on_fewer(prices: Prices, allowed: Allowed, below: float, until: float) -> Candidate | None:
-    """The fastest such plan of one stage on fewer devices, if it takes less than ``below`` seconds: a search, which
-    begins with what compute bounds lowest, comes to narrow stages late."""
+    """The fastest such plan of one stage on fewer devices, if it takes less than ``below`` seconds. The search proper
+    comes to narrow stages late, since it begins with the lowest bounds by compute."""
     found = _fastest(_alone(prices, allowed, _widths(prices.space)), below, until)
     return found if found is not None and prices.of(found).cost.total_s < below else None
 
@@ -90,7 +89,7 @@ def _fastest(
 
 
 def _widths(space: Space) -> list[int]:
-    """Widths worth a look: the devices in front that are as fast as the first one, a node, all, powers of two, few."""
+    """Candidate widths: the first ranks of equal speed, a node, powers of two, and small widths; less than all."""
     gpus, cluster = space.request.gpus, space.cluster
     alike = next((r for r in range(gpus) if cluster.speed(r) != cluster.speed(0)), gpus)
     powers = (2**k for k in range(gpus.bit_length() - 1, 0, -1))
@@ -99,7 +98,7 @@ def _widths(space: Space) -> list[int]:
 
 
 def _alone(prices: Prices, allowed: Allowed, some: Sequence[int]) -> Iterator[tuple[Sketch, _Split]]:
-    """Splits of one stage of each of these widths, its batch in equal parts and in proportion to speed."""
+    """Splits of one stage of each of these widths, with the batch in equal parts and in proportion to speed."""
     space = prices.space
     for w in some:
         speeds = space.cluster.speeds(range(w))
@@ -140,7 +139,7 @@ def _timed(prices: Prices, d: int, t: int, p: int, m: int, cuts: Sequence[int]) 
     taken = np.array(prices.compute_of(d, t, m, p))
     before = np.concatenate([[0.0], np.cumsum(taken)])
     starts = [0]
-    for s in range(1, p):  # the cut nearest to an even share of what is left
+    for s in range(1, p):  # the cut nearest to an equal share of the rest
         left = [c for c in cuts if c > starts[-1]]
         left = left[: len(left) - (p - s - 1)]
         wanted = before[starts[-1]] + (before[-1] - before[starts[-1]]) / (p - s + 1)
@@ -151,8 +150,7 @@ def _timed(prices: Prices, d: int, t: int, p: int, m: int, cuts: Sequence[int]) 
 
 
 def _plans(sketch: Sketch, x: _Split, below: float) -> Iterator[tuple[float, Candidate]]:
-    """Seconds and plans of a split, one for each way to keep state that leaves room enough; not all of those that take
-    ``below`` seconds or more."""
+    """Seconds and plan of a split for each data strategy that fits; those not below ``below`` may be left out."""
     space, n, w = sketch.space, sketch.n, x.d * x.t
     for kind in (k for k in _KINDS if k in space.strategies.data and (x.d > 1 or k == "replicate")):
         plain = StageStyle(x.d, x.t, kind, False)
@@ -176,7 +174,7 @@ def _plans(sketch: Sketch, x: _Split, below: float) -> Iterator[tuple[float, Can
 
 
 def _overfull(sketch: Sketch, x: _Split, style: StageStyle) -> bool:
-    """Whether some stage surely holds too much even if all of it is computed again, which is quick to see."""
+    """Whether some stage exceeds memory even with all components recomputed, by a quick lower bound."""
     space, m, n = sketch.space, x.num_microbatches, sketch.n
     pricer, ways = sketch.prices.pricer(x.d * x.t, m, sketch.gpus), [sketch.way(i, x.d * x.t, style) for i in range(n)]
     clock.count("way", n / 2)
@@ -196,8 +194,8 @@ def _overfull(sketch: Sketch, x: _Split, style: StageStyle) -> bool:
 
 
 def _filled(sketch: Sketch, x: _Split, style: StageStyle, below: float) -> tuple[float, list[Uniform]] | None:
-    """Seconds of a step, and how each stage runs, with as few components recomputed as fit; None where none do, or
-    where it surely takes ``below`` seconds or more."""
+    """Seconds of a step, and the configuration of each stage, with as few components recomputed as fit; None where none
+    fits, or where the lower bound is ``below`` seconds or more."""
     space, m, times, chosen = sketch.space, x.num_microbatches, [], list[Uniform]()
     plain = sketch.uniform(x.d * x.t, m, style)
     room = space.capacity(sketch.gpus)
@@ -228,7 +226,7 @@ def _filled(sketch: Sketch, x: _Split, style: StageStyle, below: float) -> tuple
 def _recomputed(
     sketch: Sketch, plain: Uniform, style: StageStyle, ends: tuple[int, int], flight: int, room: float
 ) -> tuple[StageTimes, Uniform] | None:
-    """The times of a stage with as few components recomputed as fit, and how it runs; None where none do."""
+    """Times and configuration of a stage with as few components recomputed as fit; None where none fits."""
     (start, stop), own = ends, slice(*ends)
     if not sketch.space.strategies.checkpoint:
         return None
@@ -240,7 +238,7 @@ def _recomputed(
     able = np.array([w.checkpoint for w in again.ways[own]], dtype=bool) & (spared > 0)
     order: Any = np.argsort(np.where(able, longer / np.maximum(1.0, spared), INF), kind="stable")[: int(able.sum())]
     low, high, count, fitting = 1, len(order), len(order), None
-    while low <= high:  # the more, the less is held: first all, which says whether any number fits
+    while low <= high:  # bisection; all recomputed comes first: if that does not fit, nothing does
         mixed = plain.mixed(again, [start + int(i) for i in order[:count]])
         times, held = mixed.stage(start, stop, flight)
         if held <= room:

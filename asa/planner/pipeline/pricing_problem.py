@@ -1,14 +1,15 @@
-"""One stage under weights of its times: a lower bound with the memory limit, and the best choice.
+"""The pricing problem of column generation: one stage under weights of its times. It gives a lower bound with the
+memory limit, and the best choice.
 
-A path through the clock of a pipeline contains a stage's forward and backward a number of times, what lengthens its
-last backward, and what is paid once per step; a weighted mean of paths contains fractions of them. Under such weights a
-stage is a :class:`asa.planner.stage.problem.Problem` with two ends: what is in front has a cost for each data degree
-that the stage may begin with, and what is behind has a least cost for each that it may end with.
+A path through the clock of a pipeline contains a stage's forward and backward a number of times, the extension of its
+last backward, and its once-per-step work; a weighted mean of paths contains fractions of them. Under such weights a
+stage is a :class:`asa.planner.stage.problem.Problem` with costs at its two ends: the stages in front have a cost for
+each data degree at its start, and those behind have a least cost for each data degree at its end. Lagrangian prices of
+memory in the backward of some components (:mod:`asa.planner.stage.dual`) bound every completion of a partial choice.
 
-Memory has prices in the backward of some components (:mod:`asa.planner.stage.dual`), which bound every completion of a
-partial choice. A ms of overlap of synchronisation and backward saves ``saving``. In a stage that the path goes on from,
-overlap makes backward longer instead, and ``saving`` is negative: bounds are then combined with min instead of max,
-component by component.
+A ms of overlap of synchronisation with backward saves ``saving`` ms. Where the path continues in another stage, overlap
+only lengthens backward, and ``saving`` is negative. Bounds are then combined with min instead of max, component by
+component.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from asa.planner.stage.pareto import OutOfTimeError, begins, efficient, lowest
 
 _CLOSE = 1 + 1e-12
 _COARSE, _WIDE = 10, (2e-3, 30.0)
-"""Prices of memory that are tried first, between these, in units of a stage's time over the capacity."""
+"""Number and range of the first prices of memory, in units of a stage's time over the capacity."""
 _FINER = (-0.7, -0.35, -0.15, 0.15, 0.35, 0.7)
-"""Steps about the best of them, in parts of the ratio between neighbours; and once more in parts of that."""
+"""Exponents for finer prices around the best one, of the ratio of neighbouring prices; used twice, with less ratio."""
 _BESIDE = (0.5, 1.6)
-"""Other prices, in parts of the best one, that labels are judged by, too."""
+"""Multiples of the best price that bound labels, too."""
 _NEVER = 1e30
-"""Value of a clock that has not begun: finite, so that it can be added to what is infinite."""
+"""Value of a clock that has not begun; finite, so that it can be added to infinity."""
 V, C, P, U, W, MOVING = range(6)
 
 
 @dataclass
 class _Front:
-    """Labels behind one component: ``own`` has clocks and memory, ``priced`` the cost of memory at each price."""
+    """Labels behind one component: ``own``, label x clocks (ms) and memory (GiB); ``priced``, label x price set."""
 
     own: Any
     priced: Any
@@ -54,9 +55,8 @@ class _Front:
 
 @dataclass(frozen=True)
 class PricedChoice:
-    """The outcome of one pass, for each data degree at the end (by number): the least value, infinite where there is
-    none below the limit, and the choice that has it. ``proved``: no choice that was dropped is in a plan that takes
-    less."""
+    """Result of one pass, by number of the data degree at the end: the least value (infinite where none is below the
+    limit) and its choice. ``proved``: no plan with a dropped label takes less."""
 
     values: Any
     choices: Sequence[tuple[int, ...] | None]
@@ -65,9 +65,9 @@ class PricedChoice:
 
 
 class PricingProblem:
-    """A stage under weights of forward, of backward, of what lengthens the last backward of a path that goes on, and of
-    what is paid once per step where the path ends. ``behind``: the least cost of what follows, for each data degree at
-    the end."""
+    """A stage under weights of its forward, of its backward, of the extension of its last backward (where the path
+    continues), and of its once-per-step work (where the path ends). ``behind``: least cost of the later stages, for
+    each data degree at the end."""
 
     def __init__(self, piece: StageSlice, weights: Sequence[float], behind: Any) -> None:
         forward, backward, longer, once = weights
@@ -84,7 +84,7 @@ class PricingProblem:
         self.edges = np.where(piece.over, over, INF)
         s = self.saving
         prompt, late = s * x.sc * r[:, at.PROMPT], s * x.sc * r[:, at.LATE]
-        # In front of the component at which what runs side by side is counted, at it, behind it in the same bucket, and
+        # Cost in front of the component at which the overlap is counted, at it, behind it in the same bucket, and
         # behind that.
         sides = [work - s * x.sp * r[:, at.WINDOW], work, work - prompt, work - prompt - late]
         kept = self._undominated(np.stack(sides, axis=1) if s else work[:, None])
@@ -102,14 +102,14 @@ class PricingProblem:
         seen = [times]
         if piece.tight:
             held = r[:, at.STATE] + r[:, at.ACT]
-            # Behind it, from its own backward on, and in it.
+            # Memory behind the component, from its own backward on, and in its backward.
             seen += [held[:, None], (r[:, at.STATE] + r[:, at.GRAD])[:, None],
                      (held + r[:, at.GRAD] + r[:, at.TRANS])[:, None]]  # fmt: skip
         group = piece.component * piece.numbers.count + piece.layout
         return np.sort(efficient(np.concatenate(seen, axis=1), group))
 
     def _price(self) -> None:
-        """Find the price of memory with the best bound, and keep a few around it."""
+        """Find the price of memory with the best bound, and keep a few prices around it."""
         piece, n = self.piece, self.piece.n
         last = np.eye(n)[n - 1]
         self._with(np.zeros((1, n)))
@@ -136,7 +136,7 @@ class PricingProblem:
         self._with(np.array(kept))
 
     def _with(self, memory: Any) -> None:
-        """Take prices of memory: price set x component."""
+        """Set the prices of memory: price set x component."""
         piece, x, n = self.piece, self.piece.numbers, self.piece.n
         self.memory = memory
         upto = np.cumsum(memory, axis=1)
@@ -158,8 +158,8 @@ class PricingProblem:
         self.root = self.offset[:, None] + self._rooted()
 
     def _look_behind(self) -> None:
-        """Compute the least cost behind a component: component x way x price set x layout. With a saving, ways are the
-        pivots, and one behind all of them; without, they are the clocks V, C and P."""
+        """Compute the least cost behind each component: component x case x price set x layout. Where ``saving`` is not
+        negative, the cases are the pivots and one behind all pivots; otherwise they are the clocks V, C and P."""
         piece, n = self.piece, self.piece.n
         sets, count = len(self.memory), piece.numbers.count
         ways = len(self.pivots) + 1 if self.saving >= 0 else 3
@@ -174,7 +174,7 @@ class PricingProblem:
         self.behind = behind
 
     def _through(self, i: int, behind: Any) -> Any:
-        """The least cost of component i and what is behind it: way x price set x layout."""
+        """The least cost of component i and all behind it: case x price set x layout."""
         front, pivot, bucket, beyond = self.least[i]
         if self.saving >= 0:
             own = [front if i < k else pivot if i == k else beyond for k in self.pivots.tolist()]
@@ -191,14 +191,14 @@ class PricingProblem:
         return here[:-1].max(axis=0) if self.saving >= 0 else here[P]
 
     def begun(self) -> Any:
-        """A bound for each data degree at the start, by its number."""
+        """Lower bound for each data degree at the start, by its number."""
         found = np.full(self.piece.numbers.degrees, INF)
         np.minimum.at(found, self.piece.numbers.degree, self.root.max(axis=0))
         return found
 
     def best(self, entry: Any, limit: float, most: int, ends: float) -> PricedChoice:
-        """The best choices below ``limit``. ``entry``: the cost of all that is in front, by the data degree at the
-        start. The ``most`` labels with the lowest bounds are kept behind each component.
+        """The best choices below ``limit``. ``entry``: cost of all stages in front, by data degree at the start. At
+        most ``most`` labels, those with the lowest bounds, stay behind each component.
 
         Raises:
             OutOfTimeError: time is up.
@@ -254,13 +254,13 @@ class PricingProblem:
         return _Front(own, np.zeros((len(layout), len(self.memory))), x.degree[layout], layout, none, none)
 
     def _efficient(self, front: _Front, seen: Any, ends: float) -> Any:
-        """The undominated labels. A clock that has not begun yet has not for any label of a layout."""
+        """Indices of the undominated labels. All labels of a layout agree on which clocks have begun."""
         if not self.saving:
             seen = seen[:, P:]
         return efficient(np.where(np.abs(seen) < _NEVER / 2, seen, 0.0), front.layout, ends)
 
     def _over(self, front: _Front, i: int, limit: float, ends: float) -> _Front:
-        """Labels that arrive in each layout of component i, before its configuration."""
+        """Labels that arrive in each layout of component i, before its configuration is chosen."""
         e = self.piece.edges[i - 1]
         here = self._through(i, self.behind[i])
         cost = self.edges[i - 1][front.layout]  # label x layout
@@ -281,8 +281,8 @@ class PricingProblem:
         return found.taken(self._efficient(found, own if self.piece.tight else own[:, :U], ends))
 
     def _completed(self, clocks: Any, ways: Any, i: int) -> Any:
-        """Bounds on the value at the end, without memory: price set x labels. ``clocks``: labels x clock; ``ways``: the
-        least cost behind component i, way x price set x labels."""
+        """Lower bounds on the final value without the cost of memory: price set x label. ``clocks``: label x clock;
+        ``ways``: the least cost behind component i, case x price set x label."""
         if self.saving >= 0:
             found = np.maximum(clocks[..., V], clocks[..., C])[None] + ways[-1]
             for k, pivot in enumerate(self.pivots.tolist()):
@@ -293,7 +293,7 @@ class PricingProblem:
         return np.minimum(found, clocks[..., P][None] + ways[P])
 
     def _bounds(self, front: _Front, i: int) -> Any:
-        """Bounds on the value at the end, a number for each label."""
+        """Lower bounds on the final value, one for each label."""
         found = self._completed(front.own[:, :3], self.behind[i][:, :, front.layout], i)
         return (found + front.priced.T + self.offset[:, None]).max(axis=0)
 

@@ -1,7 +1,6 @@
-"""All plans below a limit, built stage by stage from the front, and then their times by the clock.
+"""All plans with lower bounds below a limit, built stage by stage from the front, and their times by the clock.
 
-The bound on what is behind a cut keeps the search from following partial plans in vain. The clock runs for many plans
-at once.
+Lower bounds on the stages behind a cut prune the partial plans. The clock evaluates many plans at once.
 """
 
 from __future__ import annotations
@@ -19,21 +18,22 @@ from asa.planner.pipeline.lattice import INF
 from asa.planner.stage.pareto import begins, lowest
 
 MOST_ROWS = 60_000
-"""Partial plans kept; the bound of the best one dropped limits what is proved."""
+"""Most partial plans; the bound of the best dropped one limits what is proved."""
 MOST_LEAVES = 400_000
-"""Most whole plans at a time."""
+"""Most complete plans at a time."""
 FEW = (8_000, 16_000)
-"""Most of both, where the question is only which stages are in any plan."""
+"""Both maxima where only the combinations of cuts and widths matter."""
 MOST_TURNS = 40_000_000
-"""Forwards and backwards that are timed, of all whole plans together."""
+"""Most forwards and backwards that are timed, over all complete plans."""
 
 
 @dataclass
 class Options:
-    """Ways to run stages that begin with one component, r stages to the last: arrays with an entry for each way.
+    """Choices for stages that begin with one component, r stages to the last: arrays with an entry for each choice.
 
-    ``times``: forward, backward, what lengthens the last backward, once per step (that length included); ``least``:
-    steady, whole and single as in :class:`asa.planner.pipeline.lattice.Table`. Bounds on all ways count as one way.
+    ``times``: forward, backward, extension of the last backward, and once-per-step work with that extension (4 x
+    choice, in ms); ``least``: steady, whole and single as in :class:`asa.planner.pipeline.lattice.Table`. A lower bound
+    on all choices counts as one choice.
     """
 
     width: Any
@@ -52,11 +52,11 @@ def sums_of(times: Any, m: int) -> Any:
 
 @dataclass
 class _Rows:
-    """Partial plans: the rest begins at ``cut`` on rank ``offset``. Bounds are those of :class:`Frame`.
+    """Partial plans: the remaining stages begin at ``cut`` on rank ``offset``. Bounds are those of :class:`Frame`.
 
-    ``trip``: of a microbatch through the whole partial plan and back; ``most_ahead`` and ``most_back``: of its slowest
-    stage or link, on either way. ``turns``: row x place from the last, the time in a step of the round trips that the
-    schedule waits for in the stage there, without what they take further on.
+    ``trip``: ms of a microbatch through the partial plan and back; ``most_ahead`` and ``most_back``: ms of its slowest
+    stage or link in each direction. ``turns``: row x position from the last, the ms in a step of the round trips for
+    which the schedule waits in that stage, without the time in later stages.
     """
 
     cut: Any
@@ -80,8 +80,8 @@ class _Rows:
 
 @dataclass
 class Leaves:
-    """Complete plans with equally many stages, in order of their bounds. ``starts`` and ``options``: plan x stage;
-    options are indices into the :class:`Options` of that start and place. ``values``: ms by the clock."""
+    """Complete plans of equally many stages, in order of their bounds. ``starts`` and ``options``: plan x stage;
+    options are indices into the :class:`Options` of that start and position. ``values``: ms by the clock."""
 
     starts: Any
     options: Any
@@ -105,9 +105,9 @@ def plans(
     frame: Frame, options: dict[tuple[int, int], Options], stages: Iterable[int], schedule: Schedule, limit: float,
     most: tuple[int, int] = (MOST_ROWS, MOST_LEAVES),
 ) -> tuple[list[Leaves], float]:  # fmt: skip
-    """All plans whose bound is below ``limit``, and that limit, lowered where there were too many.
+    """All plans whose bound is below ``limit``, and that limit, lowered where plans were dropped.
 
-    ``options[r, start]``: the ways to run a stage there; ``most``: how many partial and complete plans are kept.
+    ``options[r, start]``: choices of a stage there; ``most``: the largest numbers of partial and of complete plans.
     """
     levels: dict[int, _Rows] = {}
     wanted = set(stages)
@@ -127,8 +127,8 @@ def plans(
 
 
 def filled_up(trip: Any, ahead: Any, back: Any, m: int) -> Any:
-    """A bound where every stage goes forward with all microbatches before it goes back with one: a ``trip`` through all
-    stages and back, and m - 1 more microbatches in the stage or link that takes longest forward, and back."""
+    """Lower bound in ms where every stage computes all forwards before its first backward: a ``trip`` through all
+    stages and back, plus m - 1 microbatches in the slowest stage or link of each direction."""
     return trip + (m - 1) * (ahead + back)
 
 
@@ -213,7 +213,7 @@ def _grown(
 def _leaves(
     frame: Frame, options: dict[tuple[int, int], Options], levels: dict[int, _Rows], schedule: Schedule, limit: float
 ) -> list[Leaves]:
-    """The complete plans, traced back to the front and timed."""
+    """The complete plans, traced back to their first stages and timed."""
     last = levels[0]
     good = np.flatnonzero(last.bound < limit)
     if not len(good):
@@ -223,7 +223,7 @@ def _leaves(
     at, begun = last.parent[good], np.zeros(len(good), dtype=np.int64)
     for r in range(1, frame.stages + 1):
         level = levels[r]
-        # A row at this level is either where a plan begins, or was made from one more stage to come.
+        # A row at this level begins a plan, or extends a row of level r + 1.
         inside = at >= 0
         root = inside & (level.parent[np.where(inside, at, 0)] < 0)
         begun[root] = r

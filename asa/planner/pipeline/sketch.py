@@ -1,10 +1,10 @@
-"""First plans of several stages, before anything is proved: every stage runs all its components alike, but that where
-it computes activations again, some components need not.
+"""Outlines of the first pipeline plans: every stage runs all its components in one style, except that with
+recomputation some components need none.
 
-For each number of microbatches, and each slowest stage that is allowed, the cuts and widths that make a microbatch's
-way there and back shortest, by a dynamic program over stages from the last to the first. What looks best is priced in
-full and improved (:mod:`asa.planner.pipeline.climb`). Good plans early are what a best-first search lives on; what this
-one misses costs time, never the proof.
+For each number of microbatches and each of several limits on the slowest stage, a dynamic program over stages, from the
+last to the first, finds the cuts and widths with the least round trip of a microbatch. The most promising outlines are
+priced in full and improved (:mod:`asa.planner.pipeline.climb`). A best-first search needs good plans early; a plan that
+is missed here costs time, but does not weaken the proof.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from asa.planner.space.space import Allowed, widths
 
 INF = float("inf")
 _LEVELS = 8
-"""Slowest stages that are tried."""
+"""Limits on the slowest stage that are tried."""
 _MOST_CUTS = 48
-"""Cuts that are looked at: of more components, as many as cut the computation evenly."""
+"""Most cuts; of more components, those that divide the computation most evenly."""
 _MOST_STAGES = 32
 _FREE = 16
-"""Ranks up to which stages may have any widths; beyond, all stages have the same one."""
+"""Ranks up to which the stages of a plan may differ in width; beyond, all have the same width."""
 _PRICED = 6
-"""Plans per number of microbatches that are priced in full."""
+"""Outlines for each number of microbatches that are priced in full."""
 _SEVERAL = 64
 _AT_ONCE = 1000
-"""Components in some style that are priced together."""
+"""Most pairs of a component and a style that are priced at once."""
 
 
 @dataclass(frozen=True)
 class StageStyle:
-    """How all components of a stage run."""
+    """The configuration of all components of a stage."""
 
     data: int
     tensor: int
@@ -62,8 +62,8 @@ class PipelineOutline:
 
 @dataclass
 class _Stages:
-    """Stages of one width: the least steady seconds, what comes once per step, and the style, by stages to the last
-    (from 0), start and stop."""
+    """Stages of one width: least steady seconds, once-per-step seconds, and the style that has them; arrays number of
+    later stages x start x stop (indices of cuts)."""
 
     steady: Any
     once: Any
@@ -72,7 +72,7 @@ class _Stages:
 
 
 class Sketch:
-    """First plans of one space."""
+    """Outlines of one space."""
 
     def __init__(self, prices: Prices, allowed: Allowed, ends: float, gpus: int | None = None) -> None:
         self.prices, self.allowed, self.ends = prices, allowed, ends
@@ -80,10 +80,10 @@ class Sketch:
         self.space, self.gpus, self.graph = space, gpus or space.request.gpus, space.profile.graph
         self.n = len(self.graph)
         self.cuts = self._cuts()
-        """Components that a stage may begin with, and the number of components behind them."""
+        """First components of possible stages, and finally the number of components."""
         self.schedule = "1f1b" if "1f1b" in space.schedules else next(iter(space.schedules), "")
         self.tight = False
-        """Whether memory has been seen to bind: styles that save some are then looked at from the first."""
+        """Whether memory was found to bind: styles that save memory are then tried from the start."""
         self.most = min(self.gpus, len(self.cuts) - 1, _MOST_STAGES)
         self._uniforms: dict[tuple[int, int, StageStyle, int], Uniform] = {}
         self._menus: dict[tuple[object, ...], Menu] = {}
@@ -99,7 +99,7 @@ class Sketch:
         return [0, *inside, self.n]
 
     def plans(self, m: int) -> Iterator[PipelineOutline]:
-        """Likely plans with ``m`` microbatches, the likeliest first."""
+        """Promising plans with ``m`` microbatches, the most promising first."""
         sizes = [w for w in widths(self.gpus) if w < self.gpus]
         if self.gpus <= _FREE:
             yield from self._free(m, sizes)
@@ -130,7 +130,7 @@ class Sketch:
         if not np.isfinite(shortest) or shortest <= 0:
             shortest = longest / (2 * ranks)
         if longest <= 0:
-            return  # components that take no time: one stage is as fast as any
+            return  # components take no time: one stage is as fast as any number
         found: dict[Any, tuple[float, PipelineOutline]] = {}
         for level in np.geomspace(shortest * 1.001, max(longest, shortest * 1.01), _LEVELS):
             for value, candidate in self._below(m, float(level), stages, links, placed, unit, ranks):
@@ -144,7 +144,7 @@ class Sketch:
         self, m: int, level: float, stages: dict[int, _Stages], links: dict[int, Any], placed: dict[int, Any],
         unit: int, ranks: int,
     ) -> Iterator[tuple[float, PipelineOutline]]:  # fmt: skip
-        """The plan of each number of stages with the shortest way there and back and no stage slower than ``level``."""
+        """For each number of stages the plan with the least round trip and no stage slower than ``level`` seconds."""
         count = len(self.cuts)
         behind = np.full((count, ranks + 1), INF)
         behind[-1] = 0.0
@@ -187,14 +187,14 @@ class Sketch:
             slowest = max(slowest, float(s.steady[k, at, stop]), float(links[w][at]) / 2 if at else 0.0)
             longest = max(longest, float(s.once[k, at, stop]))
             at, offset = stop, offset + w // unit
-        # A microbatch's round trip holds up the steady state, where links take long.
+        # With slow links, the round trip of a microbatch limits the steady state.
         period = max(slowest, trip / (r + 1))
         return (m - 1) * period + trip + longest, PipelineOutline(
             tuple(starts), tuple(sizes), tuple(styles), m, self.schedule
         )
 
     def _links(self, w: int, m: int) -> Any:
-        """Seconds of a microbatch over each cut and back, to a stage of ``w`` ranks from one like it."""
+        """Seconds of a microbatch over each cut, forward and backward, between stages of ``w`` ranks."""
         layout = Layout(width=w, data=self._degree(w, m), tensor=1)
         pricer = self.prices.pricer(w, m, self.gpus)
         known: dict[float, float] = {}
@@ -212,7 +212,7 @@ class Sketch:
         return max((d for d in range(1, w + 1) if w % d == 0 and d <= samples), default=1)
 
     def styles(self, w: int, m: int, *, lean: bool) -> list[StageStyle]:
-        """Styles worth trying; ``lean``: those that save memory, too."""
+        """Candidate styles; with ``lean`` also those that save memory."""
         most = self._degree(w, m)
         found = []
         for d in (d for d in range(1, most + 1) if w % d == 0):
@@ -229,7 +229,7 @@ class Sketch:
         return found
 
     def way(self, i: int, w: int, x: StageStyle) -> Way:
-        """A component in that style, as far as it can be: what cannot be split is repeated."""
+        """Component ``i`` in that style; where it cannot be split, it is replicated over the tensor ranks."""
         i = self.prices.like[i]
         if (i, w, x) not in self._ways:
             self._ways[i, w, x] = self._way(i, w, x)
@@ -250,7 +250,7 @@ class Sketch:
         )
 
     def uniform(self, w: int, m: int, x: StageStyle, first: int = 0) -> Uniform:
-        """All components on stages of ``w`` ranks, from the rank ``first`` on, in that style."""
+        """All components in that style, on stages of ``w`` ranks from the rank ``first`` on."""
         if (w, m, x, first) not in self._uniforms:
             pricer = self.prices.pricer(w, m, self.gpus, first)
             some = self.styles(w, m, lean=x not in self.styles(w, m, lean=False))
@@ -329,7 +329,7 @@ class Sketch:
             before = (own, moving)
             held = own[4] + flights * own[5] + moving
             both = own[0]
-            if plain is not None:  # as many as there is room for are not computed again
+            if plain is not None:  # recompute only as many as memory requires
                 more = plain[0][4] + flights * plain[0][5] + plain[1] - held
                 share = np.clip((room - held) / np.maximum(more, 1.0), 0.0, 1.0)
                 share = np.floor(share * counts) / counts

@@ -1,4 +1,4 @@
-"""What the cases of a search share: chains as arrays, tables, explorers and transfers, each made once."""
+"""Cache that the cases of a search share: chains as arrays, tables of bounds, explorers and transfers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from asa.planner.pipeline.tables import limited, relaxed, rough
 from asa.planner.stage.pareto import OutOfTimeError
 
 MANY = 24
-"""Widths and degrees at the ends of stages, together, from which they are first looked at without degrees."""
+"""Total number of data degrees over all widths from which a first bound ignores the degrees at the ends of stages."""
 
 
 class StageCache:
-    """Chains as arrays, tables and transfers, shared between cases and made once. ``crowded``: memory is likely to
-    bind, so that bounds from compute alone are not worth their time."""
+    """Chains as arrays, tables of bounds and transfers, computed once for all cases. ``crowded``: memory is likely to
+    bind, so that bounds without memory are not worth their time."""
 
     def __init__(self, pipelines: Pipelines, *, crowded: bool = False, effort: Effort = USUAL.effort) -> None:
         self.pipelines, self.crowded, self.effort = pipelines, crowded, effort
@@ -50,7 +50,7 @@ class StageCache:
         self._pieces: dict[tuple[int, int, int, int, int], StageSlice] = {}
 
     def alone(self, m: int) -> dict[int, Table]:
-        """Tables from compute alone, for each width at which stages can run at all."""
+        """Tables by compute alone, for each width in which all components can run."""
         if m not in self._alone:
             tables = self._alone.setdefault(m, {})
             for w in (w for w in self.offsets if w < self.gpus):
@@ -62,8 +62,8 @@ class StageCache:
         return self._alone[m]
 
     def rough(self, w: int, m: int, in_flight: Iterable[int], ends: float, *, tight: bool) -> dict[int, Table | None]:
-        """Tables whatever the degrees at the ends, by microbatches in flight; from compute alone where time is up and
-        nothing better is known. ``tight``: with the memory limit, but without what lies between components."""
+        """Tables for any degrees at the ends, by microbatches in flight; by compute alone where time is up and no
+        better table exists. ``tight``: with the memory limit, but without transfers between components."""
         found: dict[int, Table | None] = {}
         for f in set(in_flight):
             if tight and (w, m, f) not in self._rough and ((w, m) in self._numbers or clock.now() < ends):
@@ -79,7 +79,7 @@ class StageCache:
         return found
 
     def tight(self, w: int, m: int, in_flight: int) -> bool:
-        """Whether memory may bind, of chains that are formulated."""
+        """Whether memory may bind; False for chains that are not formulated yet."""
         numbers = self._numbers.get((w, m))
         return numbers is not None and not numbers.flying(in_flight).roomy(in_flight)
 
@@ -112,19 +112,19 @@ class StageCache:
         return {f: self._limited[w, m, f] if f in tight else table for f in asked}
 
     def place(self, w: int, m: int, in_flight: int) -> tuple[int, int, int]:
-        """A key for exploring stages; equal wherever memory cannot bind."""
+        """Key of stages; where memory cannot bind, it is equal for all numbers of microbatches in flight."""
         numbers = self.numbers(w, m)
         assert numbers is not None
         return w, m, 0 if numbers.flying(in_flight).roomy(in_flight) else in_flight
 
     def twin(self, w: int, m: int, start: int, stop: int) -> tuple[int, int]:
-        """The first stage that equals this one and is explored in its place."""
+        """The first equal stage, which is explored in its stead."""
         numbers = self.numbers(w, m)
         assert numbers is not None
         return numbers.twin(start, stop)
 
     def explorer(self, place: tuple[int, int, int]) -> Explorer:
-        """The explorer of such stages."""
+        """The explorer of stages with this key."""
         w, m, in_flight = place
         numbers = self.numbers(w, m)
         assert numbers is not None
@@ -133,7 +133,7 @@ class StageCache:
         return self._explorers[place]
 
     def piece(self, place: tuple[int, int, int], start: int, stop: int) -> StageSlice:
-        """Such a stage by itself, as arrays."""
+        """The stage with this key as arrays."""
         key = (*place, *self.twin(place[0], place[1], start, stop))
         if key not in self._pieces:
             self._pieces[key] = StageSlice(self.explorer(place), *key[3:])
@@ -142,11 +142,11 @@ class StageCache:
     def explored(
         self, place: tuple[int, int, int], start: int, stop: int, room: Room, ends: float
     ) -> Points | None:  # fmt: skip
-        """The points of such a stage, as far as there is ``room`` at least; None where there are none.
+        """The points of a stage within ``room``, possibly with slower ones; None where there are none.
 
         Raises:
             OutOfTimeError: the clock has passed ``ends``.
-            TooManyError: there are too many.
+            TooManyError: the stage has too many labels.
         """
         key = (*place, *self.twin(place[0], place[1], start, stop))
         known, crowded = self._points.get(key), self._too_many.get(key)
@@ -194,7 +194,7 @@ class StageCache:
 
 
 def _summed(row: Any) -> Any:
-    """Sums of a row over all stages: start x stop, with one degree at either end."""
+    """Sums of a row over all stages: array start x stop x 1 x 1."""
     n, never = len(row), 1e17
     sums = np.concatenate([[0.0], np.cumsum(np.minimum(np.asarray(row, dtype=float), 10 * never))])
     found = np.where(np.arange(n + 1)[None, :] > np.arange(n)[:, None], sums[None, :] - sums[:n, None], INF)

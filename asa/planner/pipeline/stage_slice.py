@@ -1,4 +1,4 @@
-"""Components that may make a stage, by themselves, as arrays."""
+"""Arrays of one stage, cut from those of its chain."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from asa.planner.stage.pareto import begins
 
 
 class StageSlice:
-    """Components ``start`` to ``stop - 1`` of a chain as a stage with so many microbatches in flight: the arrays that
-    do not depend on weights."""
+    """Components ``start`` to ``stop - 1`` of a chain as one stage, with the explorer's number of microbatches in
+    flight: the arrays that do not depend on weights."""
 
     def __init__(self, explorer: Explorer, start: int, stop: int) -> None:
         x = self.numbers = explorer.numbers
@@ -42,12 +42,12 @@ class StageSlice:
         self.row = np.concatenate(row)
         self.row[:, at.STATE] += more * self.row[:, at.ACT]
         self.release = [max(r, start) - start for r in x.release[start:stop]]
-        own = np.array(self.release) == np.arange(self.n)  # what leaves with its own component leaves at once
+        own = np.array(self.release) == np.arange(self.n)  # a bucket that closes with its own component is sent at once
         leaving = self.row[:, at.LATE] * own[self.component]
         self.row[:, at.PROMPT] += leaving
         self.row[:, at.LATE] -= leaving
         self.across = [i + 1 < self.n and self.release[i + 1] < i for i in range(self.n)]
-        """Whether a bucket reaches across the component."""
+        """For each component, whether a bucket spans it."""
         e = x.edges[start : stop - 1]
         self.over = np.isfinite(e[:, at.EF])
         self.edges = np.where(self.over[:, None], e, 0.0)
@@ -56,7 +56,7 @@ class StageSlice:
         self.standing, self.held = (self._least(h, k) for h, k in zip(held, (None, at.EACT), strict=True))
 
     def _least(self, held: Any, beside: int | None) -> Any:
-        """For each component and layout, the least of ``held`` behind it."""
+        """Least sum of ``held`` (GiB) over all later components, for each component and layout."""
         first, x = begins(self.component, self.layout), self.numbers
         least = np.full((self.n, x.count), INF)
         least[self.component[first], self.layout[first]] = np.minimum.reduceat(held, first)

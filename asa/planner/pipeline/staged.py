@@ -1,4 +1,4 @@
-"""The space of pipelines as numbers for :mod:`asa.planner.pipeline.joint`, made when they are asked for."""
+"""The space of pipeline plans as numbers for :mod:`asa.planner.pipeline.joint`, computed on demand."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from asa.planner.stage.formulate import Formulation, formulate
 from asa.planner.stage.problem import MS, Chain, Choice
 
 NEVER_MS = 1e9
-"""A hand-over where no stage may begin: finite, so that bounds can be subtracted, and never worth it."""
+"""Ms of a transfer where no stage may begin: never optimal, but finite, so that bounds can be subtracted."""
 
 
 def ways_of(
     skeleton: Skeleton, choices: Sequence[Choice], formulated: Callable[[int, int], Formulation | None]
 ) -> tuple[Way, ...]:
-    """The way in which each component runs, in a pipeline whose stages chose from ``formulated(width,
-    microbatches)``."""
+    """Configuration of each component in a pipeline whose stages chose from ``formulated(width, microbatches)``."""
     ways: list[Way] = []
     for start, width, choice in zip(skeleton.starts, skeleton.widths, choices, strict=True):
         found = formulated(width, skeleton.num_microbatches)
@@ -34,10 +33,10 @@ def ways_of(
 
 
 class StagedSpace:
-    """Stages of every width and number of microbatches in one space. Prices assume that all devices are at work.
+    """Stages of every width and number of microbatches in one space. Prices assume that all devices are busy.
 
-    ``every``: with ways that only save memory also where it cannot bind, and with memory as ``counted`` by
-    :func:`asa.planner.stage.formulate.formulate`.
+    ``every``: configurations that only save memory are offered even where memory cannot bind, and memory is ``counted``
+    as by :func:`asa.planner.stage.formulate.formulate`.
     """
 
     def __init__(self, prices: Prices, allowed: Allowed, *, every: bool = False) -> None:
@@ -45,7 +44,7 @@ class StagedSpace:
         self._prices = prices
         self._allowed, self._every = allowed, every
         self.crowded = False
-        """Whether memory is likely to bind: what is asked for first, then."""
+        """Whether memory is likely to bind; it sets the order in which configurations are priced."""
         self._formulations: dict[tuple[int, int], Formulation | None] = {}
         self._computes: dict[tuple[int, int], list[float]] = {}
         self._several: dict[tuple[object, ...], list[tuple[float, float]]] = {}
@@ -55,27 +54,27 @@ class StagedSpace:
         self.schedules: dict[str, Schedule] = space.schedules
 
     def first(self, offset: int) -> int:
-        """The rank at a place; :mod:`asa.planner.pipeline.kinds` numbers places otherwise."""
+        """The rank at an offset; :mod:`asa.planner.pipeline.kinds` counts offsets differently."""
         return offset
 
     def width(self, number: int) -> int:
-        """The devices of a stage of that width; :mod:`asa.planner.pipeline.kinds` numbers them otherwise."""
+        """Number of devices of a stage; :mod:`asa.planner.pipeline.kinds` counts widths differently."""
         return number
 
     def example(self, width: int) -> int:
-        """The first rank of some stage of that width: all of them have equal devices."""
+        """First rank of an example stage of that width; all such stages have equal devices."""
         return 0
 
     def widths(self) -> tuple[int, ...]:
-        """Stage widths, rising; at least one device is left for another stage."""
+        """Stage widths, ascending; at least one device is left for another stage."""
         return tuple(sorted(w for w in widths(self.gpus) if w < self.gpus))
 
     def microbatches(self) -> tuple[int, ...]:
-        """Numbers of microbatches of the space, up to the most that a pipeline may have."""
+        """Numbers of microbatches in the space, up to the largest for pipelines."""
         return tuple(m for m in self._prices.space.microbatches() if m <= MOST_IN_A_PIPELINE)
 
     def compute(self, width: int, num_microbatches: int) -> list[float]:
-        """Least ms per component of forward and backward of one microbatch; infinite where it cannot run."""
+        """Least ms of forward and backward of one microbatch for each component; infinite where it cannot run."""
         key = (width, num_microbatches)
         if key not in self._computes:
             found = self._prices.compute(self.width(width), num_microbatches, self._busy, self.example(width))
@@ -83,7 +82,7 @@ class StagedSpace:
         return self._computes[key]
 
     def ends(self, width: int, num_microbatches: int) -> tuple[list[float], list[float]] | None:
-        """Milliseconds that hosts take at least to hand microbatches over, for devices that run asynchronously."""
+        """Least ms that hosts of asynchronous devices spend to receive and to send a microbatch, for each component."""
         pricer = self._prices.pricer(width, num_microbatches, self.gpus)
         layouts = self._prices.space.layouts(width, num_microbatches)
         if not pricer.states.async_device or not layouts:
@@ -95,7 +94,7 @@ class StagedSpace:
         return begin.tolist(), end.tolist()
 
     def whole(self, width: int, num_microbatches: int) -> Any | None:
-        """Bounds on stages with what is paid once per step (:func:`asa.planner.stage.floor.of_stages`)."""
+        """Bounds on stages with once-per-step work (:func:`asa.planner.stage.floor.of_stages`)."""
         return of_stages(self._prices, width, num_microbatches, self.gpus, self._allowed)
 
     def formulation(self, width: int, num_microbatches: int) -> Formulation | None:
@@ -112,20 +111,20 @@ class StagedSpace:
         return self._formulations[key]
 
     def chain(self, width: int, num_microbatches: int) -> Chain | None:
-        """The numbers of :meth:`formulation`."""
+        """The chain of :meth:`formulation`."""
         found = self.formulation(width, num_microbatches)
         return None if found is None else found.chain
 
     def placed(self, offset: int, width: int) -> bool:
-        """Whether a stage may begin at that rank: inside a node, or in whole nodes."""
+        """Whether a stage may begin at that rank: inside a node, or on whole nodes."""
         return self._prices.space.placed(offset, width)
 
     def hop(self, offset: int) -> int:
-        """The level of the links in front of that rank."""
+        """Level of the link in front of that rank."""
         return self._prices.space.cluster.hop(offset)
 
     def crossing(self, cut: int) -> float:
-        """Bytes of a sample in front of component ``cut``; -1 where no stage may begin."""
+        """Bytes per sample in front of component ``cut``; -1 where no stage may begin."""
         if not self._prices.space.profile.graph.cuttable(cut):
             return -1.0
         return float(self._prices.space.profile.graph.components[cut - 1].output_bytes_per_sample)
@@ -133,26 +132,25 @@ class StagedSpace:
     def transfers(
         self, cuts: Sequence[int], num_microbatches: int, source: Layout, target: Layout, offset: int
     ) -> list[tuple[float, float]]:
-        """Milliseconds to hand a microbatch over in front of each of ``cuts``, and back; the later stage begins at
-        ``offset``."""
+        """Ms of one microbatch over each of ``cuts``, forward and backward; the later stage begins at ``offset``."""
         some = tuple(c for c in cuts if self.crossing(c) >= 0)
         key = (some, num_microbatches, source.width, source.data, target.width, target.data, self.hop(offset))
         if key not in self._several:
             pricer = self._prices.pricer(source.width, num_microbatches, self._busy)
             sent = pricer.handovers(some, source, target, self.first(offset))
             found = [(on * MS, back * MS) for on, back in sent]
-            # The other way round the same happens in the other order.
+            # Between the same layouts in reverse, the two directions swap.
             self._several[*key[:2], *key[4:6], *key[2:4], key[6]] = [(back, on) for on, back in found]
             self._several[key] = found
         known = dict(zip(some, self._several[key], strict=True))
         return [known.get(c, (NEVER_MS, NEVER_MS)) for c in cuts]
 
     def fits(self, skeleton: Skeleton, choices: Sequence[Choice]) -> bool:
-        """Whether every rank of such a pipeline has memory enough."""
+        """Whether every rank of such a pipeline has enough memory."""
         return self._prices.fits(self.candidate(skeleton, choices))
 
     def candidate(self, skeleton: Skeleton, choices: Sequence[Choice]) -> Candidate:
-        """The candidate that choices in a pipeline stand for."""
+        """The candidate for these choices in a pipeline."""
         return Candidate(
             origin="asa",
             widths=tuple(self.width(w) for w in skeleton.widths),

@@ -1,9 +1,9 @@
-"""All ways to run a stage that could matter: labels over its components from front to back.
+"""Efficient choices of a stage, enumerated by labels over its components from front to back.
 
-A label is a partial choice, reduced to what the rest can see: forward and backward of a microbatch, the clocks of
-gradient synchronisation (derived in :mod:`asa.planner.stage.labels`; here without work per microbatch), the memory held
-and its peak. A label is dropped if another with the same entry degree and layout is at least as good in everything, or
-if its best completion exceeds what a stage may take there.
+A label is a partial choice, reduced to what affects the rest of the plan: forward and backward of a microbatch, the
+clocks of gradient synchronisation (derived in :mod:`asa.planner.stage.labels`; here without work per microbatch), the
+memory held, and its peak. A label is dropped if another with the same entry degree and layout dominates it, or if its
+best completion exceeds the limits on the stage.
 """
 
 from __future__ import annotations
@@ -25,33 +25,32 @@ _CLOSE = 1 + 1e-12
 _ANY = 1e15
 """Ms that no stage takes."""
 
-# Columns of a label; over an edge there is another one, the memory held with what is only held there.
+# Columns of a label. Over an edge there is one more: memory held including what only the edge holds.
 FWD, BWD, BKT, V, C, P, PEAK, LAST, HELD, SUM, MOVING = range(11)
 
 
 class TooManyError(Exception):
-    """A stage has more labels than are kept."""
+    """A stage has more labels than are allowed."""
 
 
 class Room(NamedTuple):
-    """The most ms that a stage may take: a microbatch forward and back; all of a step; one microbatch with what is paid
-    once per step."""
+    """Most ms of a stage: a microbatch forward and backward; a whole step; one microbatch with once-per-step work."""
 
     steady: float
     whole: float
     single: float = _ANY
 
     def holds(self, other: Room) -> bool:
-        """Whether it is at least as large as the other in everything."""
+        """Whether no limit is lower than the other's."""
         return all(a >= b for a, b in zip(self, other, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Points:
-    """Ways to run one stage of which none is better in everything: arrays with an entry for each way, in ms.
+    """Choices for one stage of which none dominates another: arrays with an entry for each choice, in ms.
 
-    ``times`` holds forward, backward, what lengthens the last backward, and all that is paid once per step (that length
-    included). ``entry`` and ``exit`` are data degrees by number. ``origin`` and ``history`` lead back to the choices.
+    ``times``: forward, backward, extension of the last backward, and once-per-step work with that extension (4 x
+    choice). ``entry`` and ``exit`` are data degrees by number. ``origin`` and ``history`` trace back the choices.
     """
 
     times: Any
@@ -64,7 +63,7 @@ class Points:
         return len(self.entry)
 
     def choice(self, index: int) -> Choice:
-        """The choice that a point stands for."""
+        """The choice of a point."""
         found: list[int] = []
         label = int(self.origin[index])
         for parents, configs in reversed(self.history):
@@ -88,7 +87,7 @@ class _StageLabels:
 
 
 class Completions:
-    """The least cost of what lies behind a component, under several objectives."""
+    """Least cost behind a component, under several objectives."""
 
     def __init__(self, numbers: Numbers, in_flight: int, tight: bool) -> None:
         n, m = numbers.n, numbers.m
@@ -101,29 +100,29 @@ class Completions:
         hidden, each = weights.hidden.T, np.broadcast_to(self.rows, (n, *self.rows.shape))
         parts = (each[..., 0], each[..., 2] * hidden, each[..., 2] * (1 - hidden), each[..., 3])
         self.weights = np.stack(parts, axis=1)
-        """Component x what :meth:`values` sees of a label x objective."""
+        """Component x figure of a label in :meth:`values` x objective."""
         priced = PricedChain(numbers, weights)
         self.behind = priced.completions()
         self.over = priced.edges + np.minimum(priced.inner, priced.last)[1:, :, None, :]
-        """Costs of passing to another layout and of the next component in it: component in front x objective x both."""
+        """Cost of an edge and of the component behind it: component in front x objective x layout x layout behind."""
         self.capacity = numbers.capacity if tight else 0.0
 
     def limits(self, room: Room) -> Any:
-        """The most that each objective may reach, where a stage may take as long as ``room`` says."""
-        whole = min(room.whole, room.single) if self.m == 1 else room.whole  # of one microbatch both are the same
+        """The largest value of each objective for a stage within ``room``."""
+        whole = min(room.whole, room.single) if self.m == 1 else room.whole  # with one microbatch both are the same
         once = np.where(self.single, room.single, whole)
         base = np.where(self.rows[:, 2] > 0, once, np.where(self.rows[:, 0] > 0, room.steady, 0.0))
         return base * (1 + ROUNDING) + self.rows[:, 3] * self.capacity * _CLOSE + 1e-9
 
     def values(self, labels: Any, i: int) -> Any:
-        """The objectives of labels behind component i so far: label x objective."""
+        """Objectives of the labels behind component i, without what follows: label x objective."""
         once = np.maximum(labels[:, V], labels[:, C])
         seen = np.stack([labels[:, FWD] + labels[:, BWD], once, labels[:, P], labels[:, HELD]], axis=1)
         return seen @ self.weights[i]
 
 
 class Explorer:
-    """An explorer of the stages of one chain with one number of microbatches in flight."""
+    """Enumerates the stages of one chain with one number of microbatches in flight."""
 
     def __init__(self, numbers: Numbers, in_flight: int) -> None:
         self.numbers, self.in_flight = numbers, in_flight
@@ -142,8 +141,7 @@ class Explorer:
             self.by_layout.append(known[key])
 
     def _undominated(self, i: int) -> list[tuple[int, Any, Any]]:
-        """For each layout of component i, the configurations that no other one equals or beats in all that they add to
-        a label (:meth:`_best`)."""
+        """Undominated configurations of component i for each layout, by all that they add to a label."""
         x, row = self.numbers, self.numbers.rows[i]
         both, sync = row[:, at.F] + row[:, at.B], row[:, at.PROMPT] + row[:, at.LATE]
         late, prompt, window = x.sc * sync, x.sc * row[:, at.PROMPT], x.sp * row[:, at.WINDOW]
@@ -163,8 +161,7 @@ class Explorer:
     def explore(
         self, start: int, stop: int, room: Room, most: int = USUAL.effort.labels, ends: float = INF
     ) -> Points | None:
-        """Points of the stage from ``start`` to ``stop`` that take no longer than ``room`` says; None where there are
-        none.
+        """Points of the stage from ``start`` to ``stop`` within ``room``; None where there are none.
 
         Raises:
             OutOfTimeError: the clock has passed ``ends``.
@@ -176,7 +173,7 @@ class Explorer:
         for i in range(start, stop):
             if clock.now() > ends:
                 raise OutOfTimeError
-            # Per objective and layout, what a label may have come to.
+            # The largest value that a label may have: objective x layout.
             left = limits[:, None] - self.bounds.behind[i][:, stop, :]
             left = np.where(np.isnan(left), -INF, left)
             stage = (start, stop)
@@ -196,8 +193,7 @@ class Explorer:
         self, labels: Any, group: Any, stage: tuple[int, int], ends: float, *, arriving: bool = False,
         ending: bool = False,
     ) -> Any:  # fmt: skip
-        """Indices of labels that no other one of their group equals or beats in everything. ``arriving``: over an edge;
-        ``ending``: where the stage stops."""
+        """Indices of each group's undominated labels. ``arriving``: behind an edge; ``ending``: at the stage's end."""
         columns = [np.where(np.isfinite(x), x, 0.0) for x in self._paths(labels, stage)]
         if self.tight:
             if arriving:
@@ -209,15 +205,15 @@ class Explorer:
         return efficient(np.concatenate(columns, axis=1), group, ends)
 
     def _paths(self, labels: Any, stage: tuple[int, int]) -> list[Any]:
-        """What the rest of a plan sees of a label's times: sums along the paths that go through the stage.
+        """The sums of a label's times that affect the rest of a plan, one for each kind of path through the stage.
 
-        A path through the clock of a pipeline that comes back through a stage has gone forward through it. So what
-        lengthens its last backward counts together with a microbatch forward and back, where there are stages in front,
-        and so does what is paid once per step. Forward and backward also count by themselves in the paths of several
-        microbatches; of a single one only forward does, where there are stages behind.
+        A path through the clock of a pipeline that returns through a stage has also gone forward through it. So the
+        extension of the last backward counts together with a microbatch's forward and backward, where there are stages
+        in front; so does the once-per-step work. Forward and backward also count alone, in paths of several
+        microbatches; with a single one only forward does, where there are stages behind.
 
-        What is paid once per step is the largest of the clocks, each plus something that is the same for all labels of
-        a group. What lengthens backward grows with what is hidden, so with the least of what these leave of the sum.
+        The once-per-step work is the largest of the clocks, each plus a value common to all labels of a group. The
+        extension of backward grows with the hidden time, which is what the largest clock leaves of the sum.
         """
         x, both, clocks = self.numbers, labels[:, FWD, None] + labels[:, BWD, None], labels[:, [V, C, P]]
         seen = [both + clocks]
@@ -233,7 +229,7 @@ class Explorer:
         return seen
 
     def _begin(self, i: int) -> _StageLabels | None:
-        """Labels in each layout in which component i can begin a stage, before its configuration."""
+        """Labels in each layout in which component i can begin a stage, before its configuration is chosen."""
         x, more = self.numbers, self.in_flight - 1
         inlet = x.inlets[i]
         layouts = np.flatnonzero(np.isfinite(inlet[at.EF]))
@@ -252,7 +248,7 @@ class Explorer:
     def _over(
         self, front: _StageLabels, i: int, stage: tuple[int, int], room: Any, ends: float
     ) -> _StageLabels | None:  # fmt: skip
-        """Labels that arrive in each layout of component i, before its configuration."""
+        """Labels that arrive in each layout of component i, before its configuration is chosen."""
         x, more = self.numbers, self.in_flight - 1
         edges = x.edges[i - 1][:, front.layout, :]
         possible = np.isfinite(edges[at.EF])
@@ -307,7 +303,7 @@ class Explorer:
         v = labels[:, V] + paid - prompt - x.saving * x.sc * row[:, at.LATE]
         c = labels[:, C] + paid - prompt
         p = labels[:, P] + paid
-        if i + 1 >= x.n or max(x.release[i + 1], start) >= i:  # no bucket reaches across this component
+        if i + 1 >= x.n or max(x.release[i + 1], start) >= i:  # no bucket spans this component
             v, c = np.maximum(v, c), p.copy()
         else:
             c = np.maximum(c, p)
@@ -325,7 +321,7 @@ class Explorer:
         )
 
     def _ended(self, front: _StageLabels, i: int, caps: Room, history: list[tuple[Any, Any]]) -> Points | None:
-        """The points of the stage that stops behind component i; None where there are none."""
+        """The points of the stage that ends with component i; None where there are none."""
         x, more = self.numbers, self.in_flight - 1
         e = x.outlets[i][:, front.layout]
         labels = front.own

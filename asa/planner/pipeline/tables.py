@@ -1,10 +1,10 @@
-"""Tables of lower bounds on the stages of a chain, from objectives: one pass over the components for all stages at
-once.
+"""Lower bounds on all stages of a chain, from weighted objectives, in one pass over the components.
 
-Where memory binds it has a price: no choice that fits takes less than the least sum of time and priced memory, minus
-the price of the capacity (Lagrangian relaxation). Good prices are what a saved GiB costs in time, for a microbatch with
-fewer activations or for a step with less state: the slopes of the lower hull of what all components take and hold, each
-at its best for a price (:func:`rates`). Where few ways differ, as in repeated blocks, no other prices matter.
+Where memory binds, it has a Lagrangian price: no choice that fits takes less than the least sum of time and priced
+memory, minus the price of the capacity. Good prices are marginal costs of memory: ms of time for each GiB saved, over a
+microbatch (fewer activations) or over a step (less state). They are the slopes of the lower hull of time over memory,
+where each component takes its best configuration at a price (:func:`rates`). Where configurations differ little, as in
+repeated blocks, no other prices matter.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from asa.planner.pipeline import lattice as at
 from asa.planner.pipeline.lattice import INF, ChainWeights, Numbers, PricedChain, Table
 
 Objective = tuple[float, float, float, float, float, float, float]
-"""Prices of steady time, of forward alone, of once-per-step time, of memory; microbatches in flight; ``hidden``; the
-component in whose backward memory is held (``OWN_LAST``: a stage's last one)."""
+"""Weights of steady time, of forward alone, of once-per-step time and of memory; microbatches in flight; ``hidden``;
+and the component in whose backward memory is counted (``OWN_LAST``: a stage's last one)."""
 OWN_LAST = -1.0
 
 _STEADY, _WHOLE = 5, 3
-"""Prices of memory: for a microbatch's time, and for a step's."""
+"""Most prices of memory, by the time of a microbatch and by that of a step."""
 _FINE = 28
 _PRICES = np.geomspace(1e-3, 1e2, _FINE)
-"""Prices that are looked at, in units of a chain's time over the capacity."""
+"""Prices that are examined, in units of a chain's time over the capacity."""
 _ENTRIES = 6_000_000
-"""About the most array entries in one pass: tables for several numbers of microbatches in flight at once."""
+"""Array entries of one pass (about), which covers several numbers of microbatches in flight."""
 
 
 def weights_of(rows: Sequence[Objective], n: int) -> ChainWeights:
-    """The weights of objectives; ``hidden`` beyond 1 is 2 + k for a pivot at component k."""
+    """Weights of these objectives; ``hidden`` beyond 1 is 2 + k for the pivot k."""
     a = np.array(rows, dtype=float)
     pivot = np.where(a[:, 5] > 1, a[:, 5] - 2, -1).astype(np.int64)
     behind = (np.arange(n)[None, :] >= pivot[:, None]).astype(float)
@@ -45,19 +45,19 @@ def weights_of(rows: Sequence[Objective], n: int) -> ChainWeights:
 
 
 def pivots(n: int, count: int) -> list[float]:
-    """Some components, spread over the chain, as values of ``hidden``."""
+    """Components at equal distances along the chain, as values of ``hidden``."""
     return sorted({2.0 + n * (k + 1) // (count + 1) for k in range(count)})
 
 
 def rows_of(n: int, m: int) -> list[Objective]:
-    """Objectives without memory: steady time, and all of a step from several sides."""
+    """Objectives without memory: steady time, and several lower bounds on a whole step."""
     once = [1.0, 0.5, 0.0, *pivots(n, 5)]
     return [(1.0, 0.0, 0.0, 0.0, 1.0, 1.0, OWN_LAST)] + [(float(m), 0.0, 1.0, 0.0, 1.0, h, OWN_LAST) for h in once]
 
 
 def rates(numbers: Numbers, in_flight: int, most: int, *, whole: bool) -> list[float]:
-    """What a saved GiB costs in ms of a microbatch, or of a step where ``whole``: at most ``most`` rates; neighbours
-    with little memory between them become one."""
+    """Ms of a microbatch (of a step where ``whole``) for each GiB saved: at most ``most`` rates. Where there are more,
+    neighbours with the least memory between them are merged."""
     x, (row, each, like) = numbers, numbers.distinct
     count = np.bincount(like)
     held = row[:, at.STATE] + in_flight * row[:, at.ACT]
@@ -81,9 +81,9 @@ def rates(numbers: Numbers, in_flight: int, most: int, *, whole: bool) -> list[f
 
 
 def priced_memory(numbers: Numbers, in_flight: int) -> list[Objective]:
-    """Objectives with prices of memory: first its amount alone, then for each price steady time, then all of a step.
-    Memory is that in the backward of a stage's last component; with one microbatch also that of the chain's last but
-    one, which decides where the last one is small."""
+    """Objectives with prices of memory: first memory alone, then for each price steady time, then a whole step. Memory
+    counts in the backward of a stage's last component; with one microbatch also in that of the chain's second to last
+    component, if it holds more."""
     n, m, flight = numbers.n, numbers.m, float(in_flight)
     steady, whole = rates(numbers, in_flight, _STEADY, whole=False), rates(numbers, in_flight, _WHOLE, whole=True)
     rows: list[Objective] = [(0.0, 0.0, 0.0, 1.0, flight, 1.0, OWN_LAST)]
@@ -94,13 +94,12 @@ def priced_memory(numbers: Numbers, in_flight: int) -> list[Objective]:
 
 
 def _backward_too(rows: list[Objective]) -> list[Objective]:
-    """The objectives, and those of backward alone at the prices of steady time."""
+    """The objectives, and backward alone at the prices of steady time."""
     return rows + [(1.0, -1.0, *r[2:]) for r in rows if r[0] == 1.0 and not r[2]]
 
 
 def _ends_small(x: Numbers) -> bool:
-    """Whether the backward of the last component but one holds more than that of the last one, in the mean over their
-    configurations."""
+    """Whether, on average over configurations, backward holds more in the second to last component than in the last."""
     held = [float((row[:, at.GRAD] + row[:, at.TRANS]).mean()) for row in x.rows[-2:]]
     return held[0] > held[-1]
 
@@ -120,8 +119,7 @@ def relaxed(numbers: Numbers) -> Table:
 
 
 def limited(numbers: Numbers, table: Table, in_flight: Sequence[int]) -> list[Table]:
-    """Tables with the memory limit, from prices of memory, for each of these numbers of microbatches in flight: stages
-    that cannot fit are infinite, and others take longer."""
+    """Tables with the memory limit, one for each number in ``in_flight``; infinite where a stage cannot fit."""
     x, found = numbers, list[Table]()
     rows = [_backward_too(priced_memory(x, f)) for f in in_flight]
     if not rows:
@@ -138,13 +136,13 @@ def limited(numbers: Numbers, table: Table, in_flight: Sequence[int]) -> list[Ta
 
 
 def rough(numbers: Numbers, in_flight: int) -> Table:
-    """The table with the memory limit where every component has neighbours in its own layout, whatever the degrees at
-    the ends: sums of least values, for all stages at once."""
+    """The table with the memory limit for any degrees at the ends, without costs of edges between components: sums of
+    each component's least values, for all stages at once."""
     x, n, m = numbers, numbers.n, numbers.m
     slow, fast = x.saving * x.sc, x.saving * x.sp
     prices = [0.0] if x.roomy(in_flight) else [0.0, *rates(x, in_flight, _STEADY, whole=False)]
     steps = [0.0] if x.roomy(in_flight) else [0.0, *rates(x, in_flight, _WHOLE, whole=True)]
-    # Of forward, backward, once, synchronisation, its window and memory.
+    # Weights of forward, backward, once, synchronisation, its window and memory.
     kinds = [(1.0, 0.0, 0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)]
     kinds += [(1.0, 1.0, 0.0, 0.0, 0.0, p) for p in prices]
     kinds += [(m, m, 1.0, 1 - slow, 0.0, p) for p in steps] + [(m, m, 1.0, 1.0, -fast, 0.0)]
@@ -194,7 +192,7 @@ def _dearer(x: Numbers, table: Table, rows: list[Objective], values: Any) -> Tab
 
 
 def _walled(full: Any, m: int, table: Table) -> Table:
-    """The table with infinite entries for stages that are ``full``, and others no lower than by their steady time."""
+    """The table with infinity for ``full`` stages, and ``whole`` and ``single`` raised to what steady time requires."""
     whole, single = np.maximum(table.whole, m * table.steady), np.maximum(table.single, table.steady)
     values = (table.steady, table.forward, whole, whole if m == 1 else single, table.backward)
     return Table(*(None if x is None else np.where(full, INF, x) for x in values))

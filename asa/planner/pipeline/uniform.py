@@ -1,8 +1,6 @@
-"""Stages that run all their components alike, as sums of arrays: what :func:`asa.cost.planned.price_stage` says of
-each; of memory about as much, or more where neighbours share.
-
-First plans are made of such stages, of thousands of them: a component is priced once for each style, and not for each
-stage that it is part of.
+"""Stages that run all their components alike, priced as sums of arrays. The times are those of
+:func:`asa.cost.planned.price_stage`. Memory is about the same, or more where neighbours share it. The first plans
+consist of such stages: a component is priced once for each style, not once for each stage that contains it.
 """
 
 from __future__ import annotations
@@ -26,7 +24,8 @@ from asa.planner.stage.problem import all_ahead
 
 @dataclass
 class Uniform:
-    """All components in one style: ``ways``, and what they cost (``priced``, an entry a component)."""
+    """All components in one style: their configurations (``ways``) and costs (``priced``, an entry for each
+    component)."""
 
     pricer: Pricer
     overlap: Overlap
@@ -35,17 +34,17 @@ class Uniform:
 
     @cached_property
     def _between(self) -> Any:
-        """What lies in front of each component inside a stage: column x component, as in :func:`_numbers`."""
+        """Costs of the boundary in front of each component inside a stage: rows of :func:`_numbers` x component."""
         found = np.zeros((6, len(self.ways)))
         for i in range(1, len(self.ways)):
             before, after = self.ways[i - 1].layout, self.ways[i].layout
             if before == after and after.data == after.width:
-                continue  # every rank has its own samples, whole, on either side
+                continue  # every rank has whole samples of its own on both sides
             found[:, i] = _numbers(self.pricer.edges.boundary(i, before, after))
         return found
 
     def mixed(self, other: Uniform, which: Sequence[int]) -> Uniform:
-        """With some components in another style of the same layout."""
+        """A copy in which the components ``which`` run in another style of the same layout."""
         mask = np.zeros(len(self.ways), dtype=bool)
         mask[list(which)] = True
         priced = PricedWays(
@@ -59,7 +58,7 @@ class Uniform:
         return found
 
     def stage(self, start: int, stop: int, in_flight: int) -> tuple[StageTimes, float]:
-        """Components ``start`` to ``stop - 1``: seconds as the clock sees them, and the peak of a rank in bytes."""
+        """Times in seconds and peak bytes of a rank, for a stage of the components ``start`` to ``stop - 1``."""
         clock.count("stage")
         x, own = self.priced, slice(start, stop)
         inlet = self.pricer.edges.inlet(start, self.ways[start].layout)
@@ -81,7 +80,7 @@ class Uniform:
         return times, self._peak(start, stop, entries[3:], outlet[3:], in_flight)
 
     def _peak(self, start: int, stop: int, entries: Any, outlet: Any, in_flight: int) -> float:
-        """What :mod:`asa.cost.memory.together` says of a stage, but for what neighbours share."""
+        """Peak bytes of a rank as by :mod:`asa.cost.memory.together`, except for what neighbours share."""
         x, own = self.priced, slice(start, stop)
         activations, transient = x.activations[own] + entries[1], x.transient[own] + entries[2]
         activations[-1] += outlet[1]

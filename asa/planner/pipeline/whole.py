@@ -1,4 +1,4 @@
-"""The whole strategies of a space, priced: each in as many microbatches as suit it."""
+"""The whole-model strategies of a space, priced with the best number of microbatches for each."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import TOLERANCE_GIB
 
 _MANY = 30
-"""Components from which on numbers of microbatches are compared by what all components cost together."""
+"""Components beyond which numbers of microbatches are compared by :class:`Quick`."""
 _SPLITS = 20
-"""Uniform splits from which on those are only named whose compute alone takes longer than another one."""
+"""Uniform splits beyond which a split is not priced where its compute alone takes longer than another split."""
 _PRACTICE = 0.25
-"""Most of the time for a search that the best uniform split is looked for, and that others are priced."""
+"""Share of the time limit for the search of the best uniform split, and for pricing the others."""
 _PAST = 1.1
-"""Over the best: from there on more microbatches only make a pipeline slower."""
+"""Multiple of the best time beyond which more microbatches only make a pipeline slower."""
 
 
 @noun
 class StrategyRow:
-    """A whole strategy, priced; without a candidate where it cannot be run."""
+    """A whole-model strategy with its price; the candidate is None where it cannot be run."""
 
     name: str
     candidate: Candidate | None
@@ -42,12 +42,12 @@ class StrategyRow:
 
     @property
     def seconds(self) -> float:
-        """Step time, infinite where there is none."""
+        """Step time in seconds; infinite where there is none."""
         return self.price.cost.total_s if self.price is not None else float("inf")
 
 
 def table(prices: Prices, wanted: Sequence[str] = ()) -> list[StrategyRow]:
-    """Every whole strategy, priced, and those of ``wanted`` that are no usual ones (``hybrid:d3t2`` of 8)."""
+    """Every whole-model strategy, priced, and the non-standard ones among ``wanted`` (such as ``hybrid:d3t2`` of 8)."""
     space = prices.space
     names = dict.fromkeys((*baselines.names(space.strategies, space.request.gpus), *wanted))
     members = set(baselines.members("hybrid", space.strategies, space.request.gpus))
@@ -75,7 +75,7 @@ def table(prices: Prices, wanted: Sequence[str] = ()) -> list[StrategyRow]:
 
 
 def _served(prices: Prices, ddp: StrategyRow | None) -> list[StrategyRow]:
-    """Parameter servers on the workers of data parallelism: for comparison, so without a candidate."""
+    """Parameter servers on the workers of data parallelism, for comparison only: without a candidate."""
     if ddp is None or ddp.candidate is None:
         return []
     workers = ddp.candidate
@@ -87,8 +87,8 @@ def _served(prices: Prices, ddp: StrategyRow | None) -> list[StrategyRow]:
 
 
 def row(name: str, prices: Prices) -> StrategyRow:
-    """One whole strategy: a single stage in as few microbatches as fit (one where none do), a pipeline in as many as
-    make it fastest."""
+    """One whole-model strategy: a single stage with the fewest microbatches that fit (one where none do), or a pipeline
+    with the number that makes it fastest."""
     if name == baselines.BEST_AGAIN:
         return _practised(prices)
     first: Candidate | None = None
@@ -121,7 +121,7 @@ def row(name: str, prices: Prices) -> StrategyRow:
 
 
 def _practised(prices: Prices) -> StrategyRow:
-    """The best uniform split of all devices, recomputed as far as memory asks for it."""
+    """The best uniform split of all devices, with as much recomputation as memory requires."""
     limit_s = prices.space.request.time_limit_s
     until = clock.counted() + _PRACTICE * limit_s
     found = practice(prices, prices.space.pinned, until, (1 - _PRACTICE) * limit_s)
@@ -143,22 +143,22 @@ def _limit(prices: Prices, candidate: Candidate) -> float:
 
 
 def _overfull(prices: Prices, candidate: Candidate) -> bool:
-    """Whether parameters and the optimizer's state are too much, however many microbatches there are: those of a single
-    stage, or of one component of a pipeline, which may be cut elsewhere then."""
+    """Whether parameters and optimizer state exceed memory for any number of microbatches: those of a single stage, or
+    of one component of a pipeline, whose cuts may move."""
     states = [c.footprint.state for c in prices.of(candidate).components]
     return (sum(states) if len(candidate.widths) == 1 else max(states)) > _limit(prices, candidate)
 
 
 class Quick:
-    """Seconds of a step and the highest peak in bytes of pipelines that run all components of a stage alike, on equal
-    devices: of thousands of components, whose ways are priced together for any number of microbatches."""
+    """Step seconds and highest peak bytes of pipelines that run all components of a stage alike, on equal devices. It
+    serves models of thousands of components: all are priced together for any number of microbatches."""
 
     def __init__(self, prices: Prices) -> None:
         self.prices = prices
         self._menus: dict[tuple[object, ...], Menu] = {}
 
     def of(self, candidate: Candidate) -> tuple[float, float]:
-        """Seconds and peak bytes, as :meth:`asa.planner.space.candidate.Prices.of` would say."""
+        """Step seconds and peak bytes, about as by :meth:`asa.planner.space.candidate.Prices.of`."""
         prices, m, width = self.prices, candidate.num_microbatches, candidate.widths[0]
         pricer = prices.pricer(width, m, prices.busy(candidate))
         if (width, candidate.ways) not in self._menus:

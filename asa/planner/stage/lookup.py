@@ -1,4 +1,4 @@
-"""Stages of one width and number of microbatches, formulated when first asked for, and what is known of each."""
+"""Stages by width and number of microbatches, formulated on demand, and the results known for each."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _OPEN = Solution(choice=None, value=float("inf"), bound=0.0, solver="dp")
 
 
 class FormulatedStage:
-    """A stage of one width and number of microbatches: its formulation, and what is known of it with the memory limit
-    and without. Without a formulation nothing fits. ``fitting``: says of a choice whether its full price fits; where
-    None, the formulation decides."""
+    """The formulation of a stage of one width and number of microbatches, and its results with and without the memory
+    limit. Where the formulation is None nothing fits. ``fitting``: whether a choice fits by its full price; where None,
+    the formulation decides."""
 
     def __init__(
         self, formulation: Formulation | None, fitting: Callable[[Choice], bool] | None = None,
@@ -51,7 +51,7 @@ class FormulatedStage:
 
     @property
     def solver(self) -> labels.Solver | None:
-        """The solver with the memory limit; None where nothing fits."""
+        """The label solver with the memory limit; None where nothing fits."""
         if self._solver is None and self._possible:
             self._solver = labels.Solver(self.problem)
         return self._solver
@@ -64,23 +64,23 @@ class FormulatedStage:
 
     @property
     def handy(self) -> bool:
-        """Whether the ILP is likely to prove the optimum soon."""
+        """Whether the ILP is likely to prove the optimum quickly."""
         return self.fits or sum(map(len, self.problem.configs)) <= self._handy
 
     @property
     def asked(self) -> Problem:
-        """The problem to solve, without the memory limit where the fastest plan fits anyway."""
+        """The problem to solve; without the memory limit where the fastest choice fits anyway."""
         return self.problem.without_memory_limit() if self.fits else self.problem
 
     def look(self, cutoff: float) -> None:
-        """Look for good prices; only the first call does anything."""
+        """Compute good Lagrangian prices, at the first call only."""
         if self.solver is not None and not self._looked:
             self._looked = True
             self.solver.price(cutoff)
 
     def settle(self, cutoff: float, ends: float) -> None:
-        """Find out whether the fastest choice fits, which is ``free`` then. It stays open where there is none below
-        ``cutoff``, or time is up."""
+        """Determine whether the fastest choice fits, and store it in ``free``. This stays open where no choice is below
+        ``cutoff``, or where time is up."""
         if self.settled or self.solver is None:
             return
         self.look(cutoff)
@@ -98,7 +98,7 @@ class FormulatedStage:
 
 
 class StageLookup:
-    """All widths and numbers of microbatches of a space, formulated when first asked for."""
+    """All widths and numbers of microbatches of a space, formulated on demand."""
 
     def __init__(
         self, prices: Prices, allowed: Allowed, among: tuple[int, ...] | None = None, budget: Budget = USUAL
@@ -109,14 +109,14 @@ class StageLookup:
         self._variants: dict[tuple[object, ...], FormulatedStage] = {}
         self._floors: dict[tuple[int, int], Floor] = {}
         self.took: dict[tuple[int, int], float] = {}
-        """CPU seconds that it took to price all components of one, one by one."""
+        """CPU seconds that :meth:`floor` took, by width and number of microbatches."""
 
     def weights(self, width: int) -> tuple[int, ...]:
-        """By what stages of that width divide batches."""
+        """Batch weights of a stage of that width; empty for equal shares."""
         return self._prices.space.weights.get(width, ())
 
     def bounds(self) -> Iterator[tuple[float, int, int]]:
-        """(ms of compute alone, width, microbatches) of each that could run."""
+        """Ms of compute alone, width and number of microbatches of each stage that can run."""
         self._prices.prepare(self._among)
         for w in (w for w in self._among if self._prices.space.capacity(w) > 0):
             for m in self._prices.space.microbatches():
@@ -126,11 +126,11 @@ class StageLookup:
 
     @property
     def asked_for(self) -> bool:
-        """Whether the request states the number of microbatches."""
+        """Whether the request fixes the number of microbatches."""
         return self._prices.space.request.microbatches is not None
 
     def floor(self, width: int, num_microbatches: int) -> Floor:
-        """Bounds on such a stage before it is formulated."""
+        """Lower bounds on a stage before it is formulated."""
         key = (width, num_microbatches)
         if key not in self._floors:
             began = clock.now()
@@ -139,10 +139,11 @@ class StageLookup:
         return self._floors[key]
 
     def apart(self, width: int, num_microbatches: int, alone_ms: float) -> float:
-        """A bound in ms that counts each component independently, with gradient synchronisation and memory. With
-        several microbatches it counts of these only what is paid once per step, which is as with one.
+        """Lower bound in ms from each component alone, with gradient synchronisation and memory. With several
+        microbatches, only once-per-step work is added to compute; it is the same as with one microbatch.
 
-        Synchronisation is hidden behind backward at most, which is a part of one microbatch's computation.
+        Synchronisation is hidden at most behind the backward of one microbatch, which the bound counts with its
+        compute.
         """
         m, one = num_microbatches, self.floor(width, 1)
         if m == 1:
@@ -157,11 +158,11 @@ class StageLookup:
         return self._known[key]
 
     def counted(self, width: int, num_microbatches: int) -> FormulatedStage:
-        """The stage with the memory of each component as if all around it ran alike: what fits there usually does."""
+        """The stage with the memory of each component as if its neighbours ran alike; what fits there usually fits."""
         return self._variant(width, num_microbatches, counted=True)
 
     def wrapped(self, width: int, num_microbatches: int) -> FormulatedStage:
-        """The stage with all ways that may hold less where neighbours run alike."""
+        """The stage with all configurations that may hold less memory where neighbours run alike."""
         return self._variant(width, num_microbatches, wrapped=True)
 
     def _variant(self, width: int, num_microbatches: int, **how: bool) -> FormulatedStage:
@@ -173,7 +174,7 @@ class StageLookup:
         return self._variants[key]
 
     def runs(self, stage: FormulatedStage) -> Runs:
-        """What runs of the stage's choices hold beyond the sum over components."""
+        """Memory of runs of equal choices beyond the sum over components."""
         return Runs(self._prices, stage.formulation)
 
     def _formulated(self, formulation: Formulation | None) -> FormulatedStage:
@@ -184,8 +185,8 @@ class StageLookup:
         )
 
     def enough(self, width: int, num_microbatches: int, cutoff: float, ends: float) -> bool | None:
-        """Whether fewer microbatches are enough, so that this number is not in the space: the fastest choice with fewer
-        fits. None where that is open."""
+        """Whether the fastest choice with fewer microbatches fits, which excludes this number; None where that is
+        open."""
         if num_microbatches == 1 or self.asked_for:
             return False
         fewer = self.get(width, num_microbatches // 2)
