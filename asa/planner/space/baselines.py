@@ -109,10 +109,7 @@ def check(asked: tuple[str, ...], strategies: Strategies, gpus: int) -> None:
             hybrid is not None and (hybrid.group(3) is None or "1f1b" in strategies.schedules)
         ):
             continue
-        if name in _LATER:
-            there = [n for n in _PIPELINES if n in known]
-            raise UsageError(f"strategy {name} is not built yet; pipelines run as {', '.join(there) or 'nothing here'}")
-        if hybrid is not None or name in (*_DATA, *_PIPELINES):
+        if hybrid is not None or name in (*_LATER, *_DATA, *_PIPELINES):
             raise UsageError(f"strategy {name} is not built yet; one of {', '.join(known)}")
         called = "; of the whole model it is called fsdp" if name == "zero3" else ""
         raise UsageError(f"no strategy {name!r}{called}; one of {', '.join(known)}")
