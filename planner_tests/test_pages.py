@@ -138,7 +138,8 @@ def test_a_plan_and_a_run_become_all_their_files(tmp_path: Path):
     names = {p.stem for p in (tmp_path / "plan" / "figures").iterdir()}
     assert names == {"network", "beside", "search", "trade"}
     assert {p.suffix for p in (tmp_path / "plan" / "figures").iterdir()} == {".svg", ".pdf", ".png", ".csv"}
-    page = run_page.write(story(EVENTS), EVENTS, tmp_path / "run", a_plan())
+    page = run_page.write(story(EVENTS), EVENTS, tmp_path / "run", a_plan(), "night 7")
+    assert "<h1>night 7</h1>" in page.read_text(), "a page is named after its run, not after the folder it is in"
     names = {p.stem for p in (tmp_path / "run" / "figures").iterdir()}
     assert names == {"timeline", "learning", "rank_memory", "network"}
     assert "http" not in re.sub(r"xmlns(:\w+)?=\"[^\"]+\"", "", page.read_text())

@@ -459,3 +459,14 @@ def test_bars_and_lines_tell_their_values_where_a_pointer_rests(tmp_path: Path):
     assert "a&lt;b: 0.5 seconds per step" in titles
     assert "0.21, 0" in titles, "the diamond of what was predicted"
     assert "<title>ddp: 0.25 seconds per step</title>" in paths[0].read_text()
+
+
+def test_every_colour_is_seen_on_white_and_belongs_to_one_strategy():
+    def lightness(shade: str) -> float:
+        parts = [int(shade[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    shades = {name: drawing.colour(name) for name in ("asa", *drawing.KNOWN)}
+    assert len(set(shades.values())) == len(shades)
+    assert {n: c for n, c in shades.items() if 1.05 / (lightness(c) + 0.05) < 2} == {}

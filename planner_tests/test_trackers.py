@@ -98,13 +98,18 @@ def test_a_run_that_failed_is_told_as_one(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("wandb"), reason="wandb is not installed")
-def test_the_real_weights_and_biases_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WANDB_MODE", raising=False)
+def test_the_real_weights_and_biases_writes_an_offline_run_and_nothing_on_the_screen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("WANDB_MODE", "WANDB_SILENT"):
+        monkeypatch.delenv(name, raising=False)
     run(tmp_path, "wandb")
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("mlflow"), reason="MLflow is not installed")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's own, under SQLAlchemy 2.1
 def test_the_real_mlflow_keeps_every_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.tracking import MlflowClient
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import ssl
 import sys
 from dataclasses import replace
+from email.message import Message
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from urllib.error import HTTPError, URLError
 
 import pytest
 import torch
@@ -14,8 +19,8 @@ from PIL import Image
 from refusals import refused
 
 from asa.errors import AsaError, InvalidInputError, UnavailableError, UsageError
-from asa.zoo import specs
-from asa.zoo.data import fetch, open_split, own
+from asa.zoo import hub, specs
+from asa.zoo.data import fetch, open_split, own, readers
 
 SHAPE = (3, 8, 8)
 
@@ -130,7 +135,9 @@ def test_a_table_of_text(tmp_path):
     assert torch.equal(x, tokens.images[:1])
     assert y.shape == (1,)
     table(Path("n.csv"))
-    with pytest.raises(UsageError, match="gives images or numbers, the model reads 6 tokens"):
+    with pytest.raises(
+        UsageError, match="gives 2 numbers, the model reads 6 tokens; plan it for such data: --input 1x1x2"
+    ):
         opened("csv:n.csv", shape=(6,))
 
 
@@ -239,9 +246,105 @@ def test_a_data_set_of_the_hub(monkeypatch):
     fake = ModuleType("datasets")
     fake.load_dataset = lambda name: {"train": Part(6), "validation": Part(2)} if name == "mine" else 1 / 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", fake)
+    asked: list[bool] = []
+    monkeypatch.setattr(readers, "reachable", lambda: asked.append(True) or True)
     assert (len(opened("hf:mine")), len(opened("hf:mine", "test"))) == (6, 2)
     with pytest.raises(UnavailableError, match="hf:other: division by zero"):
         opened("hf:other")
+    assert asked == [True, True]
+    monkeypatch.setattr(readers, "reachable", lambda: False)
+    with pytest.raises(
+        UnavailableError, match="hf:third: it is no folder, not stored on this machine, and the hub does"
+    ):
+        opened("hf:third")
+    Path("there").mkdir()
+    fake.load_dataset = lambda name: {"train": Part(6)}  # type: ignore[attr-defined]
+    monkeypatch.setattr(readers, "reachable", lambda: 1 / 0)
+    assert len(opened("hf:there")) == 5, "a folder needs no hub"
+
+
+@pytest.mark.parametrize(("failure", "answers"), [
+    (URLError(OSError("no route")), False), (TimeoutError(), False), (HTTPError("", 503, "", Message(), None), True),
+    (URLError(ssl.SSLError("who is it")), True), (None, True),
+])  # fmt: skip
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, failure, answers):
+    asked = []
+
+    def request(*_, **__):
+        asked.append(True)
+        if failure is not None:
+            raise failure
+        return contextlib.nullcontext()
+
+    constants = SimpleNamespace(HF_HUB_OFFLINE=False, ENDPOINT="https://hub.invalid")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(constants=constants))
+    monkeypatch.setattr(hub, "urlopen", request)
+    for name in ("HF_HUB_OFFLINE", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "")
+    assert [hub.reachable(), hub.reachable()] == [answers] * 2
+    assert constants.HF_HUB_OFFLINE is not answers, "the library is told"
+    assert os.environ["HF_HUB_OFFLINE"] == ("" if answers else "1"), "and so are the ranks"
+    assert len(asked) == (2 if answers else 1)
+
+
+TEXTS = [f"{('bad', 'good')[i % 2]} day {i}" for i in range(20)]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "arrow"])
+def test_what_a_table_has_and_what_a_model_takes_must_agree(kind):
+    def written(name: str, columns: dict[str, list]) -> str:
+        columns = columns | {"label": [i % 2 for i in range(20)]}
+        if kind == "csv":
+            rows = [",".join(columns), *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True))]
+            Path(name).write_text("\n".join(rows))
+        else:
+            pa = pytest.importorskip("pyarrow", reason="pyarrow reads columnar tables")
+            pq = pytest.importorskip("pyarrow.parquet")
+            table = pa.table(columns)
+            if kind == "parquet":
+                pq.write_table(table, name)
+            else:
+                with pa.ipc.new_file(name, table.schema) as writer:
+                    writer.write_table(table)
+        return f"{kind}:{name}"
+
+    numbers = {name: [float(i) for i in range(20)] for name in "abcd"}
+    for columns in ({"text": TEXTS}, {"text": TEXTS} | numbers, {"a": numbers["a"], "review": TEXTS}):
+        own._both.cache_clear()
+        with pytest.raises(UsageError, match=r"column '(text|review)' is text, the model takes 4 numbers; .*--input"):
+            opened(written("t", columns), shape=(1, 1, 4))
+    own._both.cache_clear()
+    found = opened(written("t", {"text": TEXTS} | numbers), shape=(1, 16, 64))
+    assert "not read: a, b, c, d" in found.source
+    named = written("n", {"a": numbers["a"], "content": numbers["b"], "image": numbers["c"], "text": numbers["d"]})
+    assert opened(named, shape=(1, 1, 4)).images.shape == (16, 1, 1, 4), "numbers are numbers whatever they are called"
+    with pytest.raises(
+        UsageError, match="gives 4 numbers, the model reads 16 tokens; plan it for such data: --input 1x1x4"
+    ):
+        opened(named, shape=(16,))
+    with pytest.raises(UsageError, match=r"gives 4 numbers, the model takes samples of 1x16x64; .*--input 1x1x4"):
+        opened(named, shape=(1, 16, 64))
+    with pytest.raises(InvalidInputError, match=r"column 'body' has 'bad day 0' in row 1, .* call it 'text'"):
+        opened(written("b", {"body": TEXTS}), shape=(1, 16, 64))
+    if kind != "csv":
+        with pytest.raises(InvalidInputError, match="column 'text' has None in row 1, not text"):
+            opened(written("m", {"text": [None, *TEXTS[1:]]}), shape=(1, 16, 64))
+
+
+def test_other_data_than_a_model_takes_are_refused_too(tmp_path, module):
+    with pytest.raises(UsageError, match="--data sentiment is text, the model takes 4 numbers"):
+        opened("sentiment", shape=(1, 1, 4))
+    pictures(tmp_path / "here", {"red": (250, 0, 0), "blue": (0, 0, 250)})
+    for shape, takes in (((1, 1, 4), "4 numbers"), ((16,), "text of 16 tokens")):
+        with pytest.raises(
+            UsageError, match=f"0.png is an image, the model takes {takes}; profile it with --input 3x8x8"
+        ):
+            opened("folder:here", shape=shape)
+    with pytest.raises(UsageError, match="gives images of 3x8x8, the model takes 4 numbers"):
+        opened(f"{module}:maps", shape=(1, 1, 4))
+    with pytest.raises(UsageError, match="gives 4 tokens, the model takes 4 numbers; give float32 for numbers"):
+        opened(f"{module}:tokens", shape=(1, 1, 4))
+    assert opened(f"{module}:tokens", shape=(4,)).images.dtype == torch.int64
 
 
 FACTORIES = """
@@ -281,6 +384,8 @@ def none_loaded():
     return DataLoader([], batch_size=4)
 def uneven_loaded():
     return DataLoader([(torch.zeros(n), 0) for n in range(2, 6)])
+def tokens():
+    return TensorDataset(torch.arange(80).view(20, 4), Y)
 def maps():
     return [(torch.zeros(3, 8, 8, dtype=torch.uint8), torch.ones(8, 8)) for _ in range(10)]
 """

@@ -80,7 +80,8 @@ def _tell(args: Arguments, console: Console) -> None:
 
         run = Path(args.plan)
         begun = codec.load(Plan, run / "plan.json") if (run / "plan.json").is_file() else None
-        console.say(f"asa: wrote {run_page.write(found, events(run / LOG), Path(args.report), begun)}")
+        made = run_page.write(found, events(run / LOG), Path(args.report), begun, run.resolve().name)
+        console.say(f"asa: wrote {made}")
 
 
 def events(path: Path) -> Iterator[dict[str, Any]]:

@@ -7,11 +7,13 @@ from html import escape
 
 
 def shown(summary: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """HTML with a paragraph and a table; all cells are escaped as text.
+    """HTML with a paragraph, and a table that scrolls in its own box where the page is narrow. All cells are escaped as
+    text.
 
-    >>> shown("1 < 2", ("a",), [("x",)])
-    '<p>1 &lt; 2</p><table><thead><tr><th scope="col">a</th></tr></thead><tbody><tr><td>x</td></tr></tbody></table>'
+    >>> shown("1 < 2", ("a",), [("x",)]).partition("<thead>")[0]
+    '<p>1 &lt; 2</p><div tabindex="0" style="overflow-x:auto"><table>'
     """
     head = "".join(f'<th scope="col">{escape(c)}</th>' for c in columns)
     body = "".join("<tr>" + "".join(f"<td>{escape(str(v))}</td>" for v in row) + "</tr>" for row in rows)
-    return f"<p>{escape(summary)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<p>{escape(summary)}</p><div tabindex="0" style="overflow-x:auto">{table}</div>'

@@ -14,11 +14,12 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 Row = tuple[str | float | int | None, ...]
 """A row of the data of a figure."""
 
-# Okabe and Ito's palette can be distinguished with any colour vision, and in print.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#999999", "#332288", "#117733", "#882255")
+# Okabe and Ito's palette can be distinguished with any colour vision, and in print. Its yellow is darker here, because
+# figures are white.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#8C6D00", "#999999", "#332288", "#117733", "#882255")
 ASA = "#D55E00"
 INK = "#333333"
-MORE = ("#8C6D00", "#44AA99", "#AA4499", "#661100", "#6699CC", "#88CCEE", "#999933", "#CC6677")
+MORE = ("#AA4499", "#44AA99", "#A39000", "#661100", "#6699CC", "#3E9BC4", "#999933", "#CC6677")
 KNOWN = (
     "ddp", "hybrid", "tensor", "fsdp", "zero1", "gpipe", "single", "zero2", "1f1b", "hsdp",
     "layers", "sequence", "interleaved", "asa+replan", "zero_bubble", "ps_sync", "ps_async", "ps_bounded",

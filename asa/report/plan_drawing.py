@@ -166,13 +166,15 @@ def step_times(rows: Sequence[Row]) -> Figure:
 def rank_memory(rows: Sequence[Row]) -> Figure:
     """Figure of rows: rank, bytes predicted, bytes measured (None: not measured)."""
     figure, axes = single(0.9 + 0.34 * max(3, len(rows)))
+    small = max((float(n or 0) for row in rows for n in row[1:3]), default=0.0) < 2**30
+    unit = 2**20 if small else 2**30
     for y, row in enumerate(rows):
         if row[2] is not None:
-            axes.barh(y, float(row[2]) / 2**30, color=PALETTE[0], height=0.6)
-        axes.plot(float(row[1] or 0) / 2**30, y, marker="D", markersize=6, markerfacecolor="white",
+            axes.barh(y, float(row[2]) / unit, color=PALETTE[0], height=0.6)
+        axes.plot(float(row[1] or 0) / unit, y, marker="D", markersize=6, markerfacecolor="white",
                   markeredgecolor=INK, linestyle="none")  # fmt: skip
     axes.set_yticks(range(len(rows)), [f"rank {row[0]}" for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(left=0)
-    axes.set_xlabel("GiB")
+    axes.set_xlabel("MiB" if small else "GiB")
     return figure

@@ -18,11 +18,14 @@ from asa.report.units import percent, seconds
 _CHANGES = ("switch", "rollback", "memory", "lost")
 
 
-def write(found: Story, events: Iterable[Mapping[str, Any]], folder: Path, plan: Plan | None = None) -> Path:
-    """Write ``report.html`` with ``figures/`` beside it to ``folder``; returns the page's path."""
+def write(
+    found: Story, events: Iterable[Mapping[str, Any]], folder: Path, plan: Plan | None = None, name: str = ""
+) -> Path:
+    """Write ``report.html`` with ``figures/`` beside it to ``folder``; returns the page's path. ``name`` is
+    that of the run (default: that of the folder)."""
     drawn = [(c, page.draw(c, folder / "figures")[1]) for c in charts(list(events), plan)]
     path = folder / "report.html"
-    codec.write(html(found, drawn, folder.name), path)
+    codec.write(html(found, drawn, name or folder.name), path)
     return path
 
 

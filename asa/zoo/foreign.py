@@ -9,12 +9,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from asa.errors import InvalidInputError, UnavailableError, UsageError, place_of
+from asa.zoo.hub import reachable
 from asa.zoo.inputs import Shape, of_tokens
 from asa.zoo.names import PACKAGES, check_installed
 
@@ -221,6 +223,8 @@ def _configuration(transformers: Any, spec: str, options: dict[str, Any]) -> Any
     try:
         if name in transformers.CONFIG_MAPPING:
             return transformers.AutoConfig.for_model(name, **options)
+        if not Path(name).is_dir():
+            reachable()
         return transformers.AutoConfig.from_pretrained(name, **options)
     except Exception as error:
         raise UnavailableError(f"model {spec!r}: its configuration is not available: {first_line(error)}") from None

@@ -16,6 +16,13 @@ def of_tokens(shape: Sequence[int]) -> bool:
     return len(shape) == 1
 
 
+def described(shape: Sequence[int]) -> str:
+    """What a model with this input reads, in words."""
+    if of_tokens(shape):
+        return f"text of {shape[0]} tokens"
+    return f"{shape[0] * shape[2]} numbers" if shape[1] == 1 else f"samples of {'x'.join(map(str, shape))}"
+
+
 def example(shape: Sequence[int], samples: int = 2, device: torch.device | str | None = None) -> Tensor:
     """A batch of ``samples`` samples of zeros; every model knows token 0."""
     kind = torch.int64 if of_tokens(shape) else torch.float32

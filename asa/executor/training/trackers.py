@@ -77,7 +77,10 @@ class WeightsAndBiases:
         wandb = _wandb()
         mode = os.environ.get("WANDB_MODE", "offline")
         project = os.environ.get("WANDB_PROJECT", "asa")
-        self._run = wandb.init(project=project, name=name, dir=str(folder), mode=mode, config=dict(facts))
+        quiet = {} if "WANDB_SILENT" in os.environ else {"silent": True}  # it repeats every curve on the screen
+        self._run = wandb.init(
+            project=project, name=name, dir=str(folder), mode=mode, config=dict(facts), settings=quiet
+        )
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)

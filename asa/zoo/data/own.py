@@ -21,7 +21,7 @@ from asa.zoo.data.draws import key, permutation
 from asa.zoo.data.images import ImageSet, convert
 from asa.zoo.data.language import TokenSet
 from asa.zoo.data.official import Split
-from asa.zoo.inputs import Shape, of_tokens
+from asa.zoo.inputs import Shape, described, of_tokens
 
 Samples = tuple[Tensor, Tensor]
 """Inputs [N, ...] and classes int64 [N, ...]."""
@@ -93,20 +93,40 @@ def _divided(samples: Samples) -> tuple[Samples, Samples]:
 def _shaped(x: Tensor, shape: Shape | None, spec: str) -> Tensor:
     """Samples [N, ...] as [N, C, H, W]. Images are converted, numbers are arranged, and tokens [N, T] are unchanged."""
     if shape is not None and of_tokens(shape):
-        if x.dtype != torch.int64 or tuple(x.shape[1:]) != tuple(shape):
-            have = f"{x.shape[1]} tokens" if x.dtype == torch.int64 and x.dim() == 2 else "images or numbers"
-            raise UsageError(f"--data {spec} gives {have}, the model reads {shape[0]} tokens; plan it for such data")
-        return x
+        if x.dtype == torch.int64 and tuple(x.shape[1:]) == tuple(shape):
+            return x
+        have, there = _found(x)
+        advice = f"plan it for such data: --input {there}"
+        raise UsageError(f"--data {spec} gives {have}, the model reads {shape[0]} tokens; {advice}")
+    if not x.is_floating_point() and x.dtype != torch.uint8 and (shape is not None or x.dim() != 2):
+        raise UsageError(
+            f"--data {spec} gives {_found(x)[0]}, the model takes {described(shape or x.shape[1:])}; give float32 for "
+            "numbers, uint8 for images, or plan a model that reads tokens"
+        )
+    if shape is not None and shape[1] == 1 and x.dtype == torch.uint8 and x.dim() == 4 and x.shape[2] > 1:
+        have, there = _found(x)
+        raise UsageError(
+            f"--data {spec} gives {have}, the model takes {described(shape)}; profile it with --input {there}"
+        )
     if x.dtype == torch.uint8 and x.dim() == 4 and (shape is None or tuple(x.shape[1:]) != tuple(shape)):
         return x if shape is None else _converted(x, shape, spec)
     wanted = shape or (1, 1, prod(x.shape[1:]))  # images of that very shape pass, too
     if prod(x.shape[1:]) != prod(wanted) or (x.dim() == 4 and tuple(x.shape[1:]) != tuple(wanted)):
-        have = "x".join(map(str, x.shape[1:])) if x.dim() == 4 else f"1x1x{prod(x.shape[1:])}"
+        have, there = _found(x)
         raise UsageError(
-            f"--data {spec} has samples of {have}, the model takes {'x'.join(map(str, wanted))}; profile it with "
-            f"--input {have}"
+            f"--data {spec} gives {have}, the model takes {described(wanted)}; profile it with --input {there}"
         )
     return x.reshape(len(x), *wanted)
+
+
+def _found(x: Tensor) -> tuple[str, str]:
+    """What samples [N, ...] are, in words, and the ``--input`` of a model for them."""
+    sizes = "x".join(map(str, x.shape[1:]))
+    if x.dim() == 4:
+        return f"images of {sizes}", sizes
+    if x.dim() == 2 and x.dtype == torch.int64:
+        return f"{sizes} tokens", sizes
+    return f"{prod(x.shape[1:])} numbers", f"1x1x{prod(x.shape[1:])}"
 
 
 def _sized(y: Tensor, shape: Shape | None) -> Tensor:

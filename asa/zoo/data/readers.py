@@ -14,7 +14,8 @@ from torch import Tensor
 
 from asa.errors import InvalidInputError, UnavailableError, UsageError, lacking
 from asa.zoo.data.images import convert
-from asa.zoo.inputs import Shape
+from asa.zoo.hub import reachable
+from asa.zoo.inputs import Shape, described, of_tokens
 
 _IMAGES = frozenset((".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"))
 _LABELS = ("label", "labels", "class", "target", "fine_label", "y")
@@ -78,6 +79,7 @@ def pictures(sources: Sequence[Any], shape: Shape | None, names: Sequence[str]) 
     first image.
 
     Raises:
+        UsageError: the model reads text, or one row of numbers.
         InvalidInputError: one is not an image.
         UnavailableError: they do not fit in memory.
     """
@@ -94,7 +96,11 @@ def pictures(sources: Sequence[Any], shape: Shape | None, names: Sequence[str]) 
             raise InvalidInputError(f"{name} is not a readable image: its format is unknown") from None
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise InvalidInputError(f"{name} is not a readable image: {error}") from None
-        shape = shape or (tensor.shape[0], tensor.shape[1], tensor.shape[2])
+        height, width = tensor.shape[1:]
+        if shape and (of_tokens(shape) or shape[1] == 1 < height):
+            advice = f"profile it with --input 3x{height}x{width}"
+            raise UsageError(f"{name} is an image, the model takes {described(shape)}; {advice}")
+        shape = shape or (tensor.shape[0], height, width)
         if made is None:
             need, free = len(sources) * shape[0] * shape[1] * shape[2], psutil.virtual_memory().available
             if need > free:
@@ -182,10 +188,15 @@ def hub(name: str, shape: Shape | None) -> Parts:
         import datasets
     except ModuleNotFoundError as error:
         raise UnavailableError(lacking(str(error.name), f"--data hf:{name}")) from None
+    here = Path(name).is_dir()
+    answers = here or reachable()
     try:
         parts = datasets.load_dataset(name)
     except Exception as error:
         told = str(error).splitlines()
+        if not answers:
+            told = ["it is no folder, not stored on this machine, and the hub does not answer; get it where it does, "
+                    "or give a file (parquet:FILE, csv:FILE) or a folder of such files (hf:DIR)"]  # fmt: skip
         raise UnavailableError(f"--data hf:{name}: {told[0] if told else type(error).__name__}") from None
     if "train" not in parts:
         raise InvalidInputError(f"--data hf:{name} has {', '.join(parts)}, no part called train")
@@ -201,22 +212,29 @@ def hub(name: str, shape: Shape | None) -> Parts:
 
 def _table(columns: dict[str, Sequence[Any]], shape: Shape | None, spec: str) -> Parts:
     """Inputs and classes from columns: a column of images or of text if there is one, otherwise all columns of
-    numbers."""
+    numbers. A column of numbers is one whatever its name."""
     names = list(columns)
     label = next((n for n in _LABELS if n in names), names[-1])
     labels = _classes(columns[label], spec, label)
-    picture = next((n for n in _PICTURES if n in names and n != label), None)
+    others = [n for n in names if n != label]
+    picture, written = (
+        next((n for n in known if n in others and not _numeric(columns[n])), None) for known in (_PICTURES, _TEXTS)
+    )
+    unread = [n for n in others if n != (picture or written)]
+    aside = f"; not read: {', '.join(unread)}" if unread and (picture or written) else ""
     if picture is not None:
         sources = [_opened(v) for v in columns[picture]]
         shown = [f"{spec}, row {i + 1}" for i in range(len(sources))]
-        return Parts(train=(pictures(sources, shape, shown), labels), test=None, told=f"Images of {spec}")
-    written = next((n for n in _TEXTS if n in names and n != label), None)
+        return Parts(train=(pictures(sources, shape, shown), labels), test=None, told=f"Images of {spec}{aside}")
     if written is not None:
         from asa.zoo.data.text import encoded
 
-        inputs = encoded([str(v) for v in columns[written]], shape or _TEXT_SHAPE)
-        return Parts(train=(inputs, labels), test=None, told=f"Text of {spec}, classes in {label!r}")
-    numbers = [_numbers(columns[n], spec, n) for n in names if n != label]
+        for row, value in enumerate(columns[written], 1):
+            if not isinstance(value, str):
+                raise InvalidInputError(f"--data {spec}: column {written!r} has {value!r:.40} in row {row}, not text")
+        inputs = encoded(columns[written], shape or _TEXT_SHAPE, f"--data {spec}: column {written!r}")
+        return Parts(train=(inputs, labels), test=None, told=f"Text of {spec}, classes in {label!r}{aside}")
+    numbers = [_numbers(columns[n], spec, n) for n in others]
     return Parts(
         train=(torch.stack(numbers, dim=1), labels), test=None, scaled=True,
         told=f"{len(numbers)} columns of {spec}, classes in {label!r}",
@@ -253,12 +271,19 @@ def _numbers(values: Iterable[Any], spec: str, name: str) -> Tensor:
         except (TypeError, ValueError):
             raise InvalidInputError(
                 f"--data {spec}: column {name!r} has {str(value)[:40]!r} in row {row}, not a number; leave the column "
-                "out, or make numbers of it"
+                f"out, make numbers of it, or call it {_TEXTS[0]!r} to have it read as text"
             ) from None
         if number - number != 0:
             raise InvalidInputError(f"--data {spec}: column {name!r} has {number} in row {row}")
         made.append(number)
     return torch.tensor(made, dtype=torch.float32)
+
+
+def _numeric(values: Iterable[Any]) -> bool:
+    try:
+        return all(not isinstance(v, bytes) and float(v) == float(v) for v in values)
+    except (TypeError, ValueError):
+        return False
 
 
 _MISSING = ("", "none", "nan", "null")

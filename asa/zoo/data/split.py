@@ -110,7 +110,7 @@ def _shapes(split: Split, shape: Shape) -> ImageSet:
 
 def _sentiment(split: Split, shape: Shape | None) -> ImageSet:
     texts, labels = text.reviews(split)
-    inputs = text.encoded(texts, shape or (1, 16, 64))
+    inputs = text.encoded(texts, shape or (1, 16, 64), "--data sentiment")
     source = (
         f"Made-up reviews, {split}: {len(texts)}, favourable or not; they can be learned, but say nothing of any text."
     )

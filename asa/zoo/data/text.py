@@ -13,9 +13,10 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from asa.errors import UsageError
 from asa.zoo.data.draws import integers, key, words
 from asa.zoo.data.official import Split
-from asa.zoo.inputs import Shape, of_tokens
+from asa.zoo.inputs import Shape, described, of_tokens
 
 _WORD = re.compile(r"\w+|[!?]")
 _NONZERO = 4
@@ -29,9 +30,18 @@ _SEED, _VERSION = 2503_23186, 1
 _SAMPLES = {"train": 2000, "test": 400}
 
 
-def encoded(texts: Sequence[str], shape: Shape) -> Tensor:
+def encoded(texts: Sequence[str], shape: Shape, named: str) -> Tensor:
     """Texts cut or padded to ``shape``. (T,) gives int64 bytes [N, T]. (C, H, W) gives float features [N, C, H, W] of
-    the last H words, with the last word in the last row."""
+    the last H words, with the last word in the last row. ``named`` says in errors what the texts are.
+
+    Raises:
+        UsageError: the model reads one row of numbers, so it would see only the last word.
+    """
+    if not of_tokens(shape) and shape[1] == 1:
+        raise UsageError(
+            f"{named} is text, the model takes {described(shape)}; profile a model of text with --input 1x32x64 (32 "
+            f"words of 64 features), or give it a table of {described(shape)}"
+        )
     if of_tokens(shape):
         tokens = torch.zeros(len(texts), shape[0], dtype=torch.int64)
         for i, text in enumerate(texts):
