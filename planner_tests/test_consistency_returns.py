@@ -156,6 +156,20 @@ def test_ranks_enter_while_samples_are_handed_out_and_not_at_the_end():
         ranks.enter(2)
 
 
+def test_all_samples_count_as_lost_that_a_lost_rank_has_not_trained_on():
+    ranks = Coordinator(2)
+    ranks.begin(0, 0, 200)
+    for ahead in (False, True, True):
+        ranks.ticket(1, 0, 30, False, ahead)
+    ranks.gone(1)
+    assert ranks.lost_samples == 60  # it had come back for a third ticket, so the first one is trained on
+    ranks.begin(0, 90, 200)
+    for ahead in (True, False):
+        ranks.ticket(0, 0, 30, False, ahead)
+    ranks.gone(0)
+    assert ranks.lost_samples == 90
+
+
 def test_a_rank_that_is_killed_again_and_again_is_left_out_in_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr("asa.launch.returns.MOST_STARTS", 1)
     monkeypatch.setenv(faults.VARIABLE, "kill@rank=1,point=data;hang:0.05@point=backward")

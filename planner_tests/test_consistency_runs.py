@@ -13,6 +13,7 @@ import training
 from asa.errors import UsageError
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint
+from asa.executor.training.ahead import Ahead
 from asa.ir.consistency import parse
 from asa.ir.plan import Plan
 from asa.launch import faults
@@ -96,3 +97,36 @@ def test_one_worker_alone_has_nobody_to_wait_for_and_writes_its_log(tmp_path):
     events = run(under("ps_async", 1), tmp_path, epochs=1)
     assert [c["live"] for c in of(events, "consistency")] == [[0]]
     assert (tmp_path / "log.jsonl").read_text().count('"live": [0]') == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_workers_that_do_not_wait_have_their_samples_gathered_ahead(tmp_path, monkeypatch, ranks):
+    taken: list[bool] = []
+    usual = Ahead.take
+
+    def take(self: Ahead, indices: Any) -> Any:
+        found = usual(self, indices)
+        taken.append(found is not None)
+        return found
+
+    def told(executor: Any, epochs: range, announce: Any) -> Any:
+        yield from adapt(executor, epochs, announce)
+        announce({"event": "taken", "taken": taken})
+
+    monkeypatch.setattr(Ahead, "take", take)
+    whole: list[dict[str, Any]] = []
+    for ahead in (False, True):
+        if ahead:
+            monkeypatch.setattr(Ahead, "of", staticmethod(lambda images, _device: Ahead(images, pin=False)))
+        events: list[dict[str, Any]] = []
+        settings = training.settings(tmp_path / str(ahead), steps_per_epoch=5, observe=False)
+        train(under("ps_async", ranks), settings, strategies=offered(), adapt=told, on_event=events.append)
+        (found,) = (e["taken"] for e in of(events, "taken"))
+        counted = of(events, "consistency")
+        assert [c["samples_handed_out"] for c in counted] == [300, 300]
+        assert counted[-1]["servers"][0]["samples_applied"] == 600
+        whole.append(of(events, "epoch")[-1])
+    if ranks == 1:  # an order that does not depend on time
+        assert found == [False, True, True, True, True] * 2, "all but the first of an epoch"
+        assert whole[0]["train_loss"] == whole[1]["train_loss"]
+    assert any(found)

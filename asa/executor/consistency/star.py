@@ -61,7 +61,7 @@ class Coordinator:
         self._round: dict[int, int] = dict.fromkeys(self.live, 0)
         self._said: dict[int, dict[int, bytes]] = {}
         self._heard_out: dict[int, set[int]] = {}
-        self._out: dict[int, int] = {}
+        self._out: dict[int, list[int]] = {}
         self._asked: dict[int, float] = {}
         self._longest: dict[int, float] = {}
         self._met: dict[int, float] = {}
@@ -148,8 +148,9 @@ class Coordinator:
             self._over = True
             self._changed.notify_all()
 
-    def ticket(self, rank: int, epoch: int, samples: int, stop: bool) -> tuple[int, int]:
-        """(start, number) of the next samples of ``rank``. The number is 0 at the end of the epoch or the run."""
+    def ticket(self, rank: int, epoch: int, samples: int, stop: bool, ahead: bool = False) -> tuple[int, int]:
+        """(start, number) of the next samples of ``rank``. The number is 0 at the end of the epoch or the run.
+        ``ahead``: it has not trained on those before yet."""
         with self._changed:
             while epoch != self._epoch and rank in self.live:
                 self._changed.wait(timeout=0.25)
@@ -163,7 +164,7 @@ class Coordinator:
             count = 0 if self._stopping or rank not in self.live else min(samples, self._end - start)
             self._next += count
             self._open = self._open and count > 0
-            self._out[rank] = count
+            self._out[rank] = [*(self._out.get(rank, [])[-1:] if ahead else []), count]
             return start, count
 
     def lost_since(self) -> list[tuple[int, str]]:
@@ -191,7 +192,7 @@ class Coordinator:
 
     def _lose(self, rank: int, how: str) -> None:
         self.live.discard(rank)
-        self.lost_samples += self._out.pop(rank, 0)
+        self.lost_samples += sum(self._out.pop(rank, []))
         self.lost.append((rank, how))
         self._changed.notify_all()
 
@@ -225,7 +226,7 @@ class StarVotes(Votes):
     def _answer(self, rank: int, asked: Tensor, body: Tensor | None) -> tuple[Tensor, Tensor | None]:
         assert self.coordinator is not None
         if asked[0] == _TICKET:
-            return head(*self.coordinator.ticket(rank, int(asked[1]), int(asked[2]), bool(asked[3]))), None
+            return head(*self.coordinator.ticket(rank, int(asked[1]), int(asked[2]), *map(bool, asked[3:5]))), None
         if asked[0] == _ENTER:
             try:
                 entry = self.coordinator.enter(rank)
@@ -289,12 +290,13 @@ class StarVotes(Votes):
         assert self._exchange is not None
         return self._exchange.noted()
 
-    def ticket(self, epoch: int, samples: int, *, stop: bool) -> tuple[int, int]:
-        """(start, number) of the next samples for this rank. The number is 0 at the end of the epoch."""
+    def ticket(self, epoch: int, samples: int, *, stop: bool, ahead: bool = False) -> tuple[int, int]:
+        """(start, number) of the next samples for this rank. The number is 0 at the end of the epoch. ``ahead``: those
+        before are still to be trained on."""
         if self._exchange is None:
             assert self.coordinator is not None
-            return self.coordinator.ticket(0, epoch, samples, stop)
-        ((answer, _),) = self._exchange.ask([(head(_TICKET, epoch, samples, stop), None)])
+            return self.coordinator.ticket(0, epoch, samples, stop, ahead)
+        ((answer, _),) = self._exchange.ask([(head(_TICKET, epoch, samples, stop, ahead), None)])
         return int(answer[0]), int(answer[1])
 
     def close(self) -> None:

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -100,14 +103,7 @@ class LooseExecutor(TrainingExecutor):
         if self.model.idle:
             return 0
         steps, told = 0, time.monotonic()
-        most = self._rows(self.plan.global_batch)
-        while True:
-            at, count = self._votes.ticket(epoch, most, stop=self._stop.asked)
-            if not count:
-                return steps
-            indices = self._placed(self._order.at(at)[:count])
-            if indices is None:  # too few are left for a step of this worker
-                continue
+        for at, count, indices in self._tickets(epoch, end):
             self._rate_at(at, count)
             self._worker.train(self._train, indices, epoch=epoch, step=self._step + steps, tally=tally)
             steps += 1
@@ -120,6 +116,34 @@ class LooseExecutor(TrainingExecutor):
                         "message": f"epoch {epoch}: {at - start + count} of {end - start} samples handed out",
                     }
                 )
+        return steps
+
+    def _tickets(self, epoch: int, end: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Position, number of samples and global batch of each step of this worker, until none are left.
+
+        If samples can be prefetched, the ticket of the next step is taken before a step. Not so if fewer samples than a
+        global batch are left, because a slow worker would then keep them from the others.
+        """
+        following = self._ticket(epoch)
+        while following is not None:
+            at, count, indices = following
+            early = self._worker.prefetches and at + count + self.plan.global_batch <= end
+            if early:
+                following = self._ticket(epoch, ahead=True)
+                if following is not None:
+                    self._worker.expect(partial(itemgetter(2), following))
+            yield at, count, indices
+            if not early:
+                following = self._ticket(epoch)
+
+    def _ticket(self, epoch: int, *, ahead: bool = False) -> tuple[int, int, Tensor] | None:
+        """The next ticket with which this worker can take a step; None if there is none."""
+        most = self._rows(self.plan.global_batch)
+        while True:
+            at, count = self._votes.ticket(epoch, most, stop=self._stop.asked, ahead=ahead)
+            indices = self._placed(self._order.at(at)[:count]) if count else None
+            if indices is not None or not count:  # else too few are left for a step of this worker
+                return None if indices is None else (at, count, indices)
 
     def _rate_at(self, position: int, rows: int) -> float:
         """Set and return the learning rate for the samples at ``position`` of the run."""

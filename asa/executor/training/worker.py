@@ -182,10 +182,15 @@ class Worker:
         """State of the consistency discipline beside weights and optimizer, by name; empty without a discipline."""
         return {} if self.conduct is None else self.conduct.state()
 
+    @property
+    def prefetches(self) -> bool:
+        """Whether :meth:`expect` prefetches anything on this rank."""
+        own = self.conduct is not None and self.conduct.draws_own
+        return self.ahead is not None and self.model.reads and not own
+
     def expect(self, following: Callable[[], Tensor]) -> None:
         """Start to prefetch the next step's samples for this rank. ``following`` returns their indices."""
-        own = self.conduct is not None and self.conduct.draws_own
-        if self.ahead is not None and self.model.reads and not own:
+        if self.ahead is not None and self.prefetches:
             indices = following() if self.conduct is None else self.conduct.share(following())
             self.ahead.expect(_rows_read(indices, microbatch_rows(self.model, len(indices))))
 
