@@ -18,8 +18,11 @@ from asa.ir.units import GIB
 from asa.planner import Request, plan
 from asa.planner.parallel import Forked, possible
 from asa.planner.pipeline import joint
+from asa.planner.pipeline.lattice import Numbers, divisors
+from asa.planner.pipeline.points import Room
 from asa.planner.pipeline.skeletons import filled_up
 from asa.planner.pipeline.staged import StagedSpace
+from asa.planner.pipeline.stages import Explorer
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
 from asa.planner.stage import exhaustive, labels
@@ -68,6 +71,44 @@ def test_a_solver_goes_on_where_it_stopped():
         assert found.value == pytest.approx(truth.value) or truth.choice is None
         assert solver.answer(cutoff=0.5 * truth.value).choice is None
         assert solver.bound <= truth.value * (1 + 1e-9)
+
+
+def shares(most: int) -> list[float]:
+    """Of true ways of running a stage, by how much the best point for each that is slower along no path through such a
+    stage is below it, in parts of its time."""
+    found = []
+    for seed in range(12):
+        pipelines = RandomPipelines(
+            seed, components=4, gpus=4, most=2, speed=0.05, memory=(50, 2.5, 1.5)[seed % 3], strategies=2, sp=1.2,
+            checkpoint=False,
+        )  # fmt: skip
+        chain = pipelines.chain(2, 2)
+        numbers = Numbers(chain)
+        points = Explorer(numbers, 2).explore(0, {4: Room(1e3, 1e4)}, most).get(4)
+        degrees = divisors(2)
+        for (forward, backward, longer, after), entry, leaving, _ in joint_oracle.stage(chain, 0, 4, 2):
+            assert points is not None
+            f, b, _, once = points.least
+            same = (points.entry == degrees.index(entry.data)) & (points.exit == degrees.index(leaving.data))
+            below = same & (f <= forward + 1e-9) & (b <= backward + 1e-9)
+            below &= f + b + once <= forward + backward + longer + after + 1e-9
+            assert below.any(), (seed, most)
+            whole = 2 * (forward + backward) + longer + after
+            found.append(1 - float((2 * (f + b) + once)[below].max()) / whole)
+    return found
+
+
+def test_rounded_and_merged_labels_stand_for_every_way_of_running_a_stage():
+    exact, rounded, merged = shares(10_000), shares(12), shares(2)
+    assert min(exact) == pytest.approx(0.0, abs=1e-9)
+    assert max(abs(a - b) for a, b in zip(exact, rounded, strict=True)) > 0, "the draw must round"
+    assert sum(rounded) <= sum(merged)
+
+
+def test_rounding_up_would_be_noticed(monkeypatch):
+    monkeypatch.setattr("asa.planner.pipeline.thinning._ROUNDED", -0.2)
+    with pytest.raises(AssertionError):
+        shares(12)
 
 
 @pytest.mark.parametrize(("cluster", "gib"), [("a100-nvlink-8", None), ("t4-8x1-25g-tcp", None), ("t4-8x1-25g-tcp", 3)])

@@ -171,9 +171,9 @@ class Turns:
 )
 def test_a_plan_near_the_best_one_is_improved_at_once(values, told, left, monkeypatch):
     case = Case(StageCache(pipelines(0)), 1, "1f1b", schedules()["1f1b"], [2], lambda *_: True, OpenList)
-    said, cuts, turns, some = [], ((2, 0, 2), (2, 2, 4)), Turns(values), OpenList(case)
+    said, cuts, turns, some = [], ((2, 0, 2), (2, 2, 4)), Turns(values), OpenList(case, {}, tight=False)
     monkeypatch.setattr(case, "tell", lambda _starts, _widths, ms: (said.append(ms) or ms, True))
-    some._leaves[cuts], some._fixed[cuts], some._listed = (None, None), turns, 100.0
+    some._leaves[cuts], some._fixed[cuts], some._listed = (None, None, False), turns, 100.0
     assert some._closer(5.0, cuts, 10.0, INF) == (5.0, min(told, default=INF))
     assert (said, len(turns.left)) == (told, left)
 

@@ -8,11 +8,14 @@ from functools import cache
 from typing import Any
 
 import joint_oracle
+import numpy as np
 import pytest
 from random_pipelines import RandomPipelines
 
 from asa.planner.pipeline.lattice import Numbers, divisors
-from asa.planner.pipeline.stages import Completions, Explorer, Room, TooManyError
+from asa.planner.pipeline.points import Room
+from asa.planner.pipeline.stages import Completions, Explorer
+from asa.planner.pipeline.thinning import BWD, FWD, SUM, C, P, Thinning, V
 from asa.planner.stage.problem import Chain
 
 
@@ -42,7 +45,7 @@ def ways_through(seed: int, m: int, a: int, b: int) -> list[tuple[tuple[float, f
     return joint_oracle.stage(drawn(seed, m), a, b, 1)
 
 
-def kept(*, m: int = 1, within: float = 1e3) -> list[tuple[int, int]]:
+def kept(most: int, *, m: int = 1, within: float = 1e3) -> list[tuple[int, int]]:
     """Of first, middle and last stages, how many points there are, and how many ways they stand for: of every way that
     takes no longer than ``within`` times the fastest one a point that is slower along none of the paths that lead
     through such a stage."""
@@ -54,9 +57,9 @@ def kept(*, m: int = 1, within: float = 1e3) -> list[tuple[int, int]]:
             if not ways:
                 continue
             whole = within * min(sum(times) for times, *_ in ways)
-            points = Explorer(Numbers(chain), 1).explore(a, b, Room(1e3, 1e4, whole), 10_000)
+            points = Explorer(Numbers(chain), 1).explore(a, {b: Room(1e3, 1e4, whole)}, most).get(b)
             assert points is not None, seed
-            f, back, longer, once = points.times
+            f, back, longer, once = points.least
             near = [way for way in ways if sum(way[0]) <= whole]
             for (forward, backward, extra, after), entry, leaving, _ in near:
                 good = (points.entry == degrees.index(entry.data)) & (points.exit == degrees.index(leaving.data))
@@ -74,31 +77,32 @@ def kept(*, m: int = 1, within: float = 1e3) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(("m", "share"), [(1, 0.1), (2, 0.3), (4, 0.3)])
 def test_a_way_that_is_left_out_is_slower_along_some_path(m, share):
-    found = kept(m=m)
-    assert len(found) > 80
-    assert sum(points for points, _ in found) < share * sum(ways for _, ways in found)
-
-
-def test_a_stage_with_more_labels_than_are_kept_is_not_explored():
-    explorer, room = Explorer(Numbers(drawn(1)), 1), Room(1e3, 1e4)
-    found = explorer.explore(0, 3, room, 10_000)
-    assert found is not None
-    assert len(found) > 2
-    with pytest.raises(TooManyError):
-        explorer.explore(0, 3, room, 1)
+    for most in (10_000, 12, 2):
+        found = kept(most, m=m)
+        assert len(found) > 80
+        assert sum(points for points, _ in found) < share * sum(ways for _, ways in found)
 
 
 def test_ways_that_take_too_long_along_their_shortest_path_are_left_out():
-    assert sum(ways for _, ways in kept(within=1.2)) < 0.5 * sum(ways for _, ways in kept())
+    assert sum(ways for _, ways in kept(10_000, within=1.2)) < 0.5 * sum(ways for _, ways in kept(10_000))
 
 
-@pytest.mark.parametrize("wrong", [lambda stage: (0, stage[1]), lambda stage: (stage[0], 4)])
-def test_a_path_that_is_not_looked_at_would_be_noticed(monkeypatch, wrong):
-    """As if every stage were the first one, or the last one."""
-    paths = Explorer._paths
-    monkeypatch.setattr(Explorer, "_paths", lambda self, labels, stage: paths(self, labels, wrong(stage)))
+@pytest.mark.parametrize("what", ["leading", "last", "rounded"])
+def test_a_path_that_is_not_looked_at_would_be_noticed(monkeypatch, what):
+    monkeypatch.setattr(Thinning, what, property(lambda _: True, lambda *_: None), raising=False)
     with pytest.raises(AssertionError):
-        kept()
+        kept(10_000)
+
+
+def test_labels_that_are_rounded_are_known_to_be_no_longer_than_they_say():
+    """What is hidden looks more than it is where clocks are rounded down: then it lengthens nothing."""
+    thin = Thinning(Numbers(drawn(3)), tight=False)
+    labels = np.zeros((2, 12))
+    labels[0, [FWD, BWD, V, C, P, SUM]] = 0.4, 0.7, 5.0, 5.0, 5.0, 5.0
+    labels[1, [FWD, BWD, V, C, P, SUM]] = 0.4, 0.6, 5.2, 5.2, 5.2, 15.0
+    assert thin.best(labels, np.zeros(2), arriving=False).tolist() == [0]
+    thin.rounded = True
+    assert sorted(thin.best(labels, np.zeros(2), arriving=False).tolist()) == [0, 1]
 
 
 def test_a_step_of_one_microbatch_has_the_less_of_two_limits():

@@ -16,12 +16,23 @@ ROUNDING = 1e-9
 class Effort:
     """Limits on the search of cuts, widths and stages: counts, and shares of a bound."""
 
+    listed: int = 200
+    """Most plans (cuts and widths) that are solved one by one; if there are more, their stages are searched in full
+    (decision 0050)."""
+    shared: int = 3
+    """Average number of listed plans per stage from which on stages are searched in full."""
     wider: float = 4.0
     """Factor by which the limit of listed plans moves on from the bound each time (0049)."""
+    stride: float = 0.3
+    """Least share of the distance from the bound to the best plan that one such move takes (0049)."""
+    leap: float = 0.28
+    """Share of the bound; a distance up to this is taken in one move (0049)."""
+    leap_tight: float = 0.06
+    """This share where memory binds: each move costs more there (0018)."""
     turns: int = 8
     """Number of weightings of a pipeline's critical paths that are tried for the same cuts and widths (0050)."""
-    labels: int = 3_000
-    """Most labels behind each component of a stage whose ways are explored in full; with more, its cuts stay open."""
+    labels: int = 100
+    """Labels that are kept after each component of a stage at first; beyond, similar ones are merged (0023)."""
     handy: int = 1_000
     """Most ways of all components together with which the ILP is likely to prove a stage within a second."""
 

@@ -251,8 +251,8 @@ class Frame:
         return found
 
     def room(self, w: int, r: int, cut: float) -> Any:
-        """Most ms that stages may take in a plan of ``cut`` ms: array figure
-        (:class:`asa.planner.pipeline.stages.Room`) x start x stop."""
+        """The most ms that stages may take in a plan that takes ``cut`` ms: figure
+        (:class:`asa.planner.pipeline.points.Room`) x start x stop."""
         found = np.zeros((3, self.n, self.n + 1))
         x = self.parts.get((w, r))
         if x is None:

@@ -181,6 +181,6 @@ class Case:
 
     def _by_plans(self, best: float, ends: float) -> None:
         if self._open is None:
-            self._open = self._listed(self)
+            self._open = self._listed(self, dict(self.tables), tight=self._tight)
         self._open.step(best, ends)
         self.bound, self.stuck = max(self.bound, self._open.bound), self._open.stuck

@@ -1,31 +1,28 @@
 """Best-first search over the cuts and widths of a case's plans.
 
-Bounds on stages are combined to all plans below a limit (:mod:`asa.planner.pipeline.skeletons`), and the limit rises
-step by step. These plans have only a few different combinations of cuts and widths. Each combination is examined by
-column generation (:mod:`asa.planner.pipeline.column_generation`). Where that does not raise its bound any more, all
-efficient choices of its stages are enumerated (:mod:`asa.planner.pipeline.stages`). The search always takes the
-combination with the lowest bound: good plans come up early, and combinations with bounds above them are not examined.
+Stages, as far as they are known, are put together to all plans below a limit (:mod:`asa.planner.pipeline.skeletons`),
+which rises step by step. These have only a few different cuts and widths. Each is examined by itself: by prices of
+memory at weights of the clock, then by labels (:mod:`asa.planner.pipeline.column_generation`), and where weights give
+no better bound, by all ways to run its stages. One step at a time, always where the bound is lowest: plans come up
+early, and what cannot be better than these is not examined further.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from asa.planner import clock
-from asa.planner.pipeline.bounds import Frame
 from asa.planner.pipeline.case import Case
 from asa.planner.pipeline.column_generation import ColumnGeneration, Cuts
+from asa.planner.pipeline.explored import Explored, Key, Tables
 from asa.planner.pipeline.lattice import INF
-from asa.planner.pipeline.skeletons import FEW, Leaves, Options, plans, sums_of
-from asa.planner.pipeline.stages import Points, Room, TooManyError
+from asa.planner.pipeline.skeletons import FEW, Leaves, Options, plans
+from asa.planner.stage.pareto import OutOfTimeError
 
-Key = tuple[int, int, int, int]
-"""A stage: width, position from the last (1), start, stop."""
 _FOREVER = 1e15
 """Ms that no plan takes: a limit where none is known."""
 _SHARE = 0.003
@@ -42,23 +39,20 @@ _SEEN = 12
 
 
 class OpenList:
-    """The cuts and widths of a case. No plan takes less than ``bound`` ms; ``stuck``: the bound rises no further."""
+    """The cuts and widths of a case; ``base`` bounds stages that are not explored. No plan takes less than ``bound``
+    ms; ``stuck``: it rises no further."""
 
-    def __init__(self, case: Case) -> None:
-        self._case, self._effort = case, case.shop.effort
-        self._share = _SHARE
+    def __init__(self, case: Case, base: Tables, *, tight: bool) -> None:
+        self._case, self._base, self._tight = case, base, tight
+        self._effort = case.shop.effort
+        self._known = Explored(case.shop, case.m, case.in_flight)
+        self._share, self._short = _SHARE, False
         self._queue: list[tuple[float, Cuts]] = []
-        self._leaves: dict[Cuts, tuple[Leaves, Any]] = {}
+        self._leaves: dict[Cuts, tuple[Leaves, Any, bool]] = {}
         self._fixed = dict[Cuts, ColumnGeneration]()
         self._settled = dict[Cuts, float]()
         self._listed, self._floor = 0.0, INF
         self.bound, self.stuck = case.bound, False
-
-    @cached_property
-    def _frame(self) -> Frame:
-        frame = self._case.framed()
-        frame.look_ahead(self._case.stages)
-        return frame
 
     def step(self, best: float, ends: float) -> None:
         """Raise the bound. Plans of ``best`` ms or more do not count.
@@ -67,7 +61,7 @@ class OpenList:
             OutOfTimeError: time is up.
         """
         if not self._queue or self._queue[0][0] >= min(best, self._listed):
-            self._list(best)
+            self._list(best, ends)
             return
         for _ in range(_AT_ONCE):
             if not self._queue or self._queue[0][0] >= min(best, self._listed) or clock.now() > ends:
@@ -88,9 +82,14 @@ class OpenList:
         self.bound = max(self.bound, INF if low >= min(best, _FOREVER) else low)
 
     def _closer(self, low: float, cuts: Cuts, best: float, ends: float) -> tuple[float, float]:
-        """Advance one combination of cuts and widths; returns a bound on it, and a new incumbent's time or infinity, in
-        ms."""
-        leaf, rows = self._leaves[cuts]
+        """Examine one set of cuts and widths a step further; returns a bound on it, and the ms of a plan where a better
+        one came up."""
+        leaf, rows, exact = self._leaves[cuts]
+        if exact:
+            value, taken = self._filled(leaf, int(rows[0]), self._options)
+            if not taken and value < best:  # it does not fit, but others of these cuts may
+                self._floor = min(self._floor, low)
+            return INF, value if taken else INF
         if cuts not in self._fixed:
             self._fixed[cuts] = ColumnGeneration(self._case, cuts, low, self._seen(leaf, rows[:_SEEN]))
         fixed = self._fixed[cuts]
@@ -103,7 +102,8 @@ class OpenList:
         fixed.step(best, ends)
         while fixed.value < min(before, _NEAR * best):
             if fixed.value < best:
-                found, taken = self._case.tell(tuple(a for _, a, _ in cuts), widths_of(cuts), fixed.choices)
+                starts, widths = tuple(a for _, a, _ in cuts), tuple(w for w, _, _ in cuts)
+                found, taken = self._case.tell(starts, widths, fixed.choices)
                 best, value = (found, found) if taken else (best, value)
             before = fixed.value
             if not fixed.done:
@@ -111,61 +111,79 @@ class OpenList:
         return max(low, fixed.bound), value
 
     def _in_full(self, fixed: ColumnGeneration, best: float, ends: float) -> tuple[float, float]:
-        """Enumerate the choices of these stages that may be in a better plan; returns the same as :meth:`_closer`."""
-        limit, keys, value = min(best, self._limit), keys_of(fixed.cuts), INF
-        try:
-            points = [self._explored(key, limit, ends) for key in keys]
-        except TooManyError:
-            self._floor = min(self._floor, fixed.bound)
-            return INF, value
-        options = {(key[1], key[2]): self._known(key, x) for key, x in zip(keys, points, strict=True) if x is not None}
-        leaves, bound = plans(self._frame, options, [len(keys)], self._case.schedule, limit)
+        """Explore all ways to run the stages of these cuts and widths that may be part of a better plan; returns as
+        :meth:`_closer`."""
+        limit, frame, schedule = min(best, self._limit), self._frame, self._case.schedule
+        keys = keys_of(fixed.cuts)
+        new = {key for key in keys if not self._known.known(key, limit)}
+        if not new:
+            new = {key for key in keys if not self._known.exact(key, limit) and self._known.refine(key)}
+        if new:
+            self._known.explore(frame, limit, ends, new)
+            if not all(self._known.known(key, limit) for key in keys if key in new):
+                raise OutOfTimeError
+        options = self._known.options(frame, limit, set(keys))
+        leaves, bound = plans(frame, options, [len(keys)], schedule, limit)
+        value = INF
         for leaf in leaves:
             k = int(leaf.values.argmin())
             bound = min(bound, float(leaf.values[k]))
             if leaf.values[k] < best:
-                picked = zip(points, leaf.options[k].tolist(), strict=True)
-                choices = tuple(x.choice(way) for x, way in picked if x is not None)
-                found, taken = self._case.tell(tuple(a for _, a, _ in fixed.cuts), widths_of(fixed.cuts), choices)
+                found, taken = self._filled(leaf, k, options)
                 value = found if taken else value
-        if value == INF and bound <= fixed.bound:  # the best one does not fit; others may
+        if not new and bound <= fixed.bound:
             self._floor = min(self._floor, fixed.bound)
             return INF, value
         fixed.bound = max(fixed.bound, bound)
         return fixed.bound, value
 
-    def _explored(self, key: Key, limit: float, ends: float) -> Points | None:
-        """The efficient choices of a stage in plans below ``limit`` ms; None where there are none."""
-        (w, r, a, b), case = key, self._case
-        if not self._frame.through(w, r)[a, b] < limit:
-            return None
-        room = Room(*self._frame.room(w, r, limit)[:, a, b].tolist())
-        return case.shop.explored(case.shop.place(w, case.m, case.in_flight[r]), a, b, room, ends)
-
-    def _known(self, key: Key, x: Points) -> Options:
-        """A stage's points as options."""
-        size, first = np.ones_like(x.entry), self._case.keys.of[key[0]].start
-        sums = sums_of(x.times, self._case.m)
-        return Options(size * key[0], size * key[3], x.entry + first, x.exit + first, x.times, sums)
-
-    def _list(self, best: float) -> None:
-        """List all cuts and widths of plans below a limit that is higher than the last one."""
-        share, frame, case = self._share, self._frame, self._case
-        limit = self._limit = min(best, self.bound * (1 + share) if share < _ALL else INF)
-        low = frame.value(case.stages)
-        if low >= limit:
-            self._queue, self._listed = [], limit
-        else:
+    def _list(self, best: float, ends: float) -> None:
+        """List all cuts and widths of plans below a limit that is a little higher than the last time. Where there are
+        many, the first few of them say how high that limit must be, and stages are explored in full."""
+        cap = _FOREVER
+        while True:
+            share = self._next(best)
+            limit = self._limit = min(best, cap, self.bound * (1 + share) if share < _ALL else INF)
+            self._case.tables = self._known.tightened(self._base, limit)
+            frame = self._frame = self._case.framed()
+            low = frame.value(self._case.stages)
+            if low >= limit:
+                self._queue, self._listed = [], limit
+                break
             self.bound = max(self.bound, low)
-            options = self._options = bounded(frame, limit)
-            leaves, told = plans(frame, options, case.stages, case.schedule, limit, FEW)
-            if told < limit and told <= self.bound * (1 + _SHARE):  # too few to go on
-                leaves, told = plans(frame, options, case.stages, case.schedule, limit)
+            frame.look_ahead(self._case.stages)
+            options = self._options = self._known.options(frame, limit)
+            leaves, told = plans(frame, options, self._case.stages, self._case.schedule, limit, FEW)
             self._open(leaves, min(told, limit))
+            vague, slots = self._vague(), sum(len(cuts) for _, cuts in self._queue)
+            few = len(vague) * self._effort.shared >= slots and len(self._queue) <= self._effort.listed
+            if few and (told >= limit or told > self.bound * (1 + _SHARE)):
+                break
+            if self._tight and self.bound * (1 + _SHARE) < told < limit:
+                cap = told
+                continue
+            if (told >= limit and not vague) or not self._known.explore(
+                frame, limit, ends, vague if told >= limit else None
+            ):
+                if told < limit:
+                    leaves, told = plans(frame, options, self._case.stages, self._case.schedule, limit)
+                    self._open(leaves, min(told, limit))
+                    self._short = True
+                break
+            if clock.now() > ends:
+                return
         self._share = share * self._effort.wider
         if not self._queue:
             self.stuck = self._floor < best if self._listed >= min(best, _FOREVER) else self._listed <= self.bound
         self._note(best)
+
+    def _next(self, best: float) -> float:
+        """The share of the bound by which the limit lies above it; far from the best plan it grows faster."""
+        if self.bound <= 0 or best >= _FOREVER or self._short:
+            return self._share
+        left = best / self.bound - 1
+        leap = self._effort.leap_tight if self._tight else self._effort.leap
+        return max(self._share, left if left <= leap else left * self._effort.stride)
 
     def _open(self, leaves: Sequence[Leaves], limit: float) -> None:
         """Queue the cuts and widths below ``limit`` among the leaves."""
@@ -175,19 +193,30 @@ class OpenList:
             bound = self._fixed[cuts].bound if cuts in self._fixed else self._settled.get(cuts, 0.0)
             if max(low, bound) < limit:
                 self._queue.append((max(low, bound), cuts))
-                self._leaves[cuts] = leaf, rows
+                self._leaves[cuts] = leaf, rows, self._exact(leaf, int(rows[0]))
         heapq.heapify(self._queue)
 
+    def _exact(self, leaf: Leaves, i: int) -> bool:
+        """Whether a leaf is made of true ways to run its stages."""
+        stages = ways(leaf, i, self._options)
+        return all(x.point[k] >= 0 and self._known.exact(key, self._limit) for key, x, k in stages)
+
+    def _vague(self) -> set[Key]:
+        return {key for _, cuts in self._queue for key in keys_of(cuts) if not self._known.known(key, self._limit)}
+
     def _seen(self, leaf: Leaves, rows: Any) -> list[Any]:
-        """Bounds on the times of plans, in the order of :func:`asa.planner.pipeline.column_generation.longest`."""
+        """Known times of plans, as :func:`asa.planner.pipeline.column_generation.longest` takes them."""
         found, links = [], self._case.links
         assert links is not None
         for i in rows.tolist():
             column, offset, before = list[float](), 0, 0
             moves = list[float]()
             for s, ((w, _, start, _), x, k) in enumerate(ways(leaf, i, self._options)):
-                forward, (steady, whole, _) = float(x.times[0, k]), x.least[:, k].tolist()
-                column += [forward, max(0.0, steady - forward), 0.0, max(0.0, whole - self._case.m * steady)]
+                forward, _, longer, once = x.times[:, k].tolist()
+                steady, whole, _ = x.least[:, k].tolist()
+                if x.point[k] < 0:
+                    once = max(0.0, whole - self._case.m * steady)
+                column += [forward, max(0.0, steady - forward), max(0.0, longer), max(0.0, once - max(0.0, longer))]
                 if s:
                     where = (links.hops[offset], start, before, int(x.entry[k]))
                     moves += [float(links.ahead[where]), float(links.back[where])]
@@ -196,24 +225,11 @@ class OpenList:
             found.append(np.array(column + moves))
         return found
 
-
-def bounded(frame: Frame, limit: float) -> dict[tuple[int, int], Options]:
-    """Lower bounds on stages in plans below ``limit`` ms, by position from the last (1) and start."""
-    parts: dict[tuple[int, int], list[Any]] = {}
-    for (w, r), x in frame.parts.items():
-        near, first = frame.through(w, r)[x.start, x.stop] < limit, frame.keys.of[w].start
-        for i in np.flatnonzero(near).tolist():
-            entry, leaving = np.nonzero(np.isfinite(x.steady[i]))
-            ways = np.stack([x.forward[i][entry, leaving], x.backward[i][entry, leaving]])
-            sums = np.stack([v[i][entry, leaving] for v in (x.steady, x.whole, x.single)])
-            size = np.ones_like(entry)
-            parts.setdefault((r, int(x.start[i])), []).append(
-                (size * w, size * int(x.stop[i]), entry + first, leaving + first, np.concatenate([ways, 0 * ways]),
-                 np.maximum(0.0, sums))
-            )  # fmt: skip
-    return {
-        where: Options(*(np.concatenate(x, axis=-1) for x in zip(*some, strict=True))) for where, some in parts.items()
-    }
+    def _filled(self, leaf: Leaves, i: int, options: dict[tuple[int, int], Options]) -> tuple[float, bool]:
+        """The ms of the plan that a leaf stands for, and whether it was taken."""
+        stages = ways(leaf, i, options)
+        choices = tuple(self._known.points(key).choice(int(x.point[k])) for key, x, k in stages)
+        return self._case.tell(tuple(key[2] for key, _, _ in stages), tuple(key[0] for key, _, _ in stages), choices)
 
 
 def alike(leaves: Sequence[Leaves], options: dict[tuple[int, int], Options]) -> list[tuple[float, Leaves, Any]]:
@@ -246,8 +262,3 @@ def ways(leaf: Leaves, i: int, options: dict[tuple[int, int], Options]) -> list[
 def keys_of(cuts: Cuts) -> list[Key]:
     """The stages of these cuts."""
     return [(w, len(cuts) - s, a, b) for s, (w, a, b) in enumerate(cuts)]
-
-
-def widths_of(cuts: Cuts) -> tuple[int, ...]:
-    """The widths of the stages of these cuts."""
-    return tuple(w for w, _, _ in cuts)

@@ -31,9 +31,9 @@ MOST_TURNS = 40_000_000
 class Options:
     """Choices for stages that begin with one component, r stages to the last: arrays with an entry for each choice.
 
-    ``times``: forward, backward, extension of the last backward, and once-per-step work with that extension (4 x
-    choice, in ms); ``least``: steady, whole and single as in :class:`asa.planner.pipeline.lattice.Table`. A lower bound
-    on all choices counts as one choice.
+    ``times``: forward, backward, what lengthens the last backward, once per step (that length included); ``least``:
+    steady, whole and single as in :class:`asa.planner.pipeline.lattice.Table`; ``point`` is the way's point, or
+    negative for a bound on all ways.
     """
 
     width: Any
@@ -42,6 +42,7 @@ class Options:
     exit: Any
     times: Any
     least: Any
+    point: Any
 
 
 def sums_of(times: Any, m: int) -> Any:

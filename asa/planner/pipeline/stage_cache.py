@@ -13,8 +13,9 @@ from asa.planner.budget import USUAL, Effort
 from asa.planner.pipeline.bounds import Keys, StageLinks
 from asa.planner.pipeline.lattice import INF, Numbers, Table
 from asa.planner.pipeline.pipelines import Pipelines
+from asa.planner.pipeline.points import Points, Room
 from asa.planner.pipeline.stage_slice import StageSlice
-from asa.planner.pipeline.stages import Explorer, Points, Room, TooManyError
+from asa.planner.pipeline.stages import UTMOST, Explorer
 from asa.planner.pipeline.tables import limited, relaxed, rough
 from asa.planner.stage.pareto import OutOfTimeError
 
@@ -41,8 +42,7 @@ class StageCache:
         self._numbers: dict[tuple[int, int], Numbers | None] = {}
         self._relaxed: dict[tuple[int, int], Table] = {}
         self._limited: dict[tuple[int, int, int], Table] = {}
-        self._points: dict[tuple[int, int, int, int, int], tuple[Room, Points | None]] = {}
-        self._too_many: dict[tuple[int, int, int, int, int], Room] = {}
+        self._points: dict[tuple[int, int, int, int, int], tuple[Room, int, Points | None]] = {}
         self._explorers: dict[tuple[int, int, int], Explorer] = {}
         self._rough: dict[tuple[int, int, int], Table | None] = {}
         self._alone: dict[int, dict[int, Table]] = {}
@@ -140,27 +140,27 @@ class StageCache:
         return self._pieces[key]
 
     def explored(
-        self, place: tuple[int, int, int], start: int, stop: int, room: Room, ends: float
-    ) -> Points | None:  # fmt: skip
-        """The points of a stage within ``room``, possibly with slower ones; None where there are none.
-
-        Raises:
-            OutOfTimeError: the clock has passed ``ends``.
-            TooManyError: the stage has too many labels.
-        """
-        key = (*place, *self.twin(place[0], place[1], start, stop))
-        known, crowded = self._points.get(key), self._too_many.get(key)
-        if known is not None and known[0].holds(room):
-            return known[1]
-        if crowded is not None and room.holds(crowded):
-            raise TooManyError
-        try:
-            points = self.explorer(place).explore(key[3], key[4], room, self.effort.labels, ends)
-        except TooManyError:
-            self._too_many[key] = room
-            raise
-        self._points[key] = (room, points)
-        return points
+        self, place: tuple[int, int, int], start: int, asked: dict[int, tuple[Room, int]], ends: float
+    ) -> dict[int, Points | None]:
+        """The points of stages from ``start`` to each stop in ``asked``, up to that many ms at least and with that many
+        labels."""
+        missing = {}
+        for stop, (room, most) in asked.items():
+            known = self._points.get((*place, start, stop))
+            if known is None or known[1] < most or not known[0].holds(room):
+                missing[stop] = (room.larger(1 + 1e-3), most)
+        ending = {self.n} if place[1] == 1 else set()  # of one microbatch, a last stage has fewer labels by itself
+        for some in (missing.keys() & ending, missing.keys() - ending):
+            if not some:
+                continue
+            most, explorer = max(missing[b][1] for b in some), self.explorer(place)
+            caps = {b: missing[b][0] for b in some}
+            found = explorer.explore(start, caps, most, ends=ends)
+            for stop, room in caps.items():
+                points = found.get(stop)
+                exact = points is None or points.exact
+                self._points[(*place, start, stop)] = (room, UTMOST if exact else most, points)
+        return {stop: self._points[(*place, start, stop)][2] for stop in asked}
 
     def links(self, m: int, keys: Keys, *, free: bool = False, ends: float = INF) -> StageLinks:
         """Transfers between stages of these keys; all zero where ``free``.

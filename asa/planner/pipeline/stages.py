@@ -1,15 +1,16 @@
-"""Efficient choices of a stage, enumerated by labels over its components from front to back.
+"""All ways to run a stage that could matter: labels over its components from front to back, for all stops at once.
 
-A label is a partial choice, reduced to what affects the rest of the plan: forward and backward of a microbatch, the
-clocks of gradient synchronisation (derived in :mod:`asa.planner.stage.labels`; here without work per microbatch), the
-memory held, and its peak. A label is dropped if another with the same entry degree and layout dominates it, or if its
-best completion exceeds the limits on the stage.
+A label is a partial choice, reduced to what the rest can see: forward and backward of a microbatch, the clocks of
+gradient synchronisation (derived in :mod:`asa.planner.stage.labels`; here without work per microbatch), the memory held
+and its peak. A label is dropped if another with the same entry degree and layout is at least as good in everything, or
+if its best completion exceeds what a stage may take there. Where there are too many labels
+(:mod:`asa.planner.pipeline.thinning`), the result is still a bound.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -17,73 +18,14 @@ from asa.planner import clock
 from asa.planner.budget import ROUNDING, USUAL
 from asa.planner.pipeline import lattice as at
 from asa.planner.pipeline.lattice import INF, Numbers, PricedChain
+from asa.planner.pipeline.points import Points, Room
 from asa.planner.pipeline.tables import OWN_LAST, Objective, priced_memory, rows_of, weights_of
+from asa.planner.pipeline.thinning import BKT, BWD, FWD, HELD, LAST, PEAK, SUM, C, LabelFront, P, Thinning, V
 from asa.planner.stage.pareto import OutOfTimeError, efficient
-from asa.planner.stage.problem import Choice
 
 _CLOSE = 1 + 1e-12
-_ANY = 1e15
-"""Ms that no stage takes."""
-
-# Columns of a label. Over an edge there is one more: memory held including what only the edge holds.
-FWD, BWD, BKT, V, C, P, PEAK, LAST, HELD, SUM, MOVING = range(11)
-
-
-class TooManyError(Exception):
-    """A stage has more labels than are allowed."""
-
-
-class Room(NamedTuple):
-    """Most ms of a stage: a microbatch forward and backward; a whole step; one microbatch with once-per-step work."""
-
-    steady: float
-    whole: float
-    single: float = _ANY
-
-    def holds(self, other: Room) -> bool:
-        """Whether no limit is lower than the other's."""
-        return all(a >= b for a, b in zip(self, other, strict=True))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Points:
-    """Choices for one stage of which none dominates another: arrays with an entry for each choice, in ms.
-
-    ``times``: forward, backward, extension of the last backward, and once-per-step work with that extension (4 x
-    choice). ``entry`` and ``exit`` are data degrees by number. ``origin`` and ``history`` trace back the choices.
-    """
-
-    times: Any
-    entry: Any
-    exit: Any
-    origin: Any
-    history: list[tuple[Any, Any]]
-
-    def __len__(self) -> int:
-        return len(self.entry)
-
-    def choice(self, index: int) -> Choice:
-        """The choice of a point."""
-        found: list[int] = []
-        label = int(self.origin[index])
-        for parents, configs in reversed(self.history):
-            found.append(int(configs[label]))
-            label = int(parents[label])
-        return tuple(reversed(found))
-
-
-@dataclass
-class _StageLabels:
-    """Labels behind one component."""
-
-    own: Any
-    entry: Any
-    layout: Any
-    parent: Any
-    config: Any
-
-    def taken(self, index: Any) -> _StageLabels:
-        return _StageLabels(*(x[index] for x in self.__dict__.values()))
+UTMOST = 12_000
+"""Most labels kept per component; beyond as many as asked for they are rounded, and similar ones merged."""
 
 
 class Completions:
@@ -129,9 +71,7 @@ class Explorer:
         self.tight = not numbers.roomy(in_flight)
         self.bounds = Completions(numbers, in_flight, self.tight)
         x = numbers
-        self.slowed = x.saving > 0 and x.sp > 1
-        ends = np.where(np.isfinite(x.outlets), x.outlets, 0.0)
-        self.outlets_hold = bool(ends[:, at.ESTATE :].any())
+        self.thin = Thinning(x, tight=self.tight)
         self.by_layout: list[list[tuple[int, Any, Any]]] = []
         known: dict[int, list[tuple[int, Any, Any]]] = {}
         for i in range(x.n):
@@ -141,14 +81,15 @@ class Explorer:
             self.by_layout.append(known[key])
 
     def _undominated(self, i: int) -> list[tuple[int, Any, Any]]:
-        """Undominated configurations of component i for each layout, by all that they add to a label."""
+        """For each layout of component i, the configurations that no other one equals or beats in all that they add to
+        a label (:meth:`asa.planner.pipeline.thinning.Thinning.best`)."""
         x, row = self.numbers, self.numbers.rows[i]
         both, sync = row[:, at.F] + row[:, at.B], row[:, at.PROMPT] + row[:, at.LATE]
         late, prompt, window = x.sc * sync, x.sc * row[:, at.PROMPT], x.sp * row[:, at.WINDOW]
         hidden = (0.0, late, prompt, window)
         seen = [row[:, at.F]] + ([row[:, at.B]] if x.m > 1 else [])
         seen += [both + row[:, at.ONCE] + sync - x.saving * h for h in hidden]
-        seen += [both + row[:, at.BUCKET] + (1 - 1 / x.sp) * h for h in (hidden if self.slowed else (0.0,))]
+        seen += [both + row[:, at.BUCKET] + (1 - 1 / x.sp) * h for h in (hidden if self.thin.slowed else (0.0,))]
         if self.tight:
             held = row[:, at.STATE] + self.in_flight * row[:, at.ACT]
             seen += [held, held - row[:, at.ACT] + row[:, at.GRAD], held + row[:, at.GRAD] + row[:, at.TRANS]]
@@ -159,77 +100,47 @@ class Explorer:
         ]
 
     def explore(
-        self, start: int, stop: int, room: Room, most: int = USUAL.effort.labels, ends: float = INF
-    ) -> Points | None:
-        """Points of the stage from ``start`` to ``stop`` within ``room``; None where there are none.
+        self, start: int, caps: Mapping[int, Room], most: int = USUAL.effort.labels, *, ends: float = INF
+    ) -> dict[int, Points]:
+        """Points of the stages from ``start`` to each stop in ``caps``, up to the ms stated there.
+
+        ``most`` labels are kept per component; others are merged with them.
 
         Raises:
             OutOfTimeError: the clock has passed ``ends``.
-            TooManyError: there are more than ``most`` labels behind some component.
         """
-        limits = self.bounds.limits(room)
+        self.thin.leading, self.thin.ends = start == 0, ends
+        stops = sorted(caps)
+        grain = self.thin.grain(start, caps)
+        limits = np.stack([self.bounds.limits(caps[b]) for b in stops], axis=1)
+        exact = True
         history: list[tuple[Any, Any]] = []
-        front: _StageLabels | None = None
-        for i in range(start, stop):
+        found: dict[int, Points] = {}
+        front: LabelFront | None = None
+        for i in range(start, stops[-1]):
             if clock.now() > ends:
                 raise OutOfTimeError
-            # The largest value that a label may have: objective x layout.
-            left = limits[:, None] - self.bounds.behind[i][:, stop, :]
-            left = np.where(np.isnan(left), -INF, left)
-            stage = (start, stop)
-            front = self._begin(i) if front is None else self._over(front, i, stage, left, ends)
-            front = None if front is None else self._through(front, i, start, left)
-            if front is None or not len(front.layout):
-                return None
-            group = front.entry * self.numbers.count + front.layout
-            front = front.taken(self._best(front.own, group, stage, ends, ending=i + 1 == stop))
-            if len(front.layout) > most:
-                raise TooManyError
+            self.thin.last, self.thin.rounded = min(b for b in stops if b > i) == self.numbers.n, not exact
+            later = [k for k, b in enumerate(stops) if b > i]
+            # Per objective and layout, what a label may have come to.
+            room = limits[:, later, None] - self.bounds.behind[i][:, [stops[k] for k in later], :]
+            room = np.where(np.isnan(room), -INF, room).max(axis=1)
+            front = self._begin(i) if front is None else self._over(front, i, room)
+            if front is not None:
+                front = self._through(front, i, start, room)
+            if front is None or not len(front.labels):
+                break
+            front, merged = self.thin.thinned(front, i + 1 in caps, most, grain)
+            exact = exact and not merged
             history.append((front.parent, front.config))
-        assert front is not None
-        return self._ended(front, stop - 1, room, history)
+            if i + 1 in caps:
+                points = self._ended(front, i, caps[i + 1], exact, history)
+                if points is not None:
+                    found[i + 1] = points
+        return found
 
-    def _best(
-        self, labels: Any, group: Any, stage: tuple[int, int], ends: float, *, arriving: bool = False,
-        ending: bool = False,
-    ) -> Any:  # fmt: skip
-        """Indices of each group's undominated labels. ``arriving``: behind an edge; ``ending``: at the stage's end."""
-        columns = [np.where(np.isfinite(x), x, 0.0) for x in self._paths(labels, stage)]
-        if self.tight:
-            if arriving:
-                columns.append(labels[:, [PEAK, HELD, MOVING]])
-            elif ending and self.outlets_hold:
-                columns.append(labels[:, [PEAK, LAST, HELD]])
-            else:
-                columns += [np.maximum(labels[:, PEAK, None], labels[:, LAST, None]), labels[:, HELD, None]]
-        return efficient(np.concatenate(columns, axis=1), group, ends)
-
-    def _paths(self, labels: Any, stage: tuple[int, int]) -> list[Any]:
-        """The sums of a label's times that affect the rest of a plan, one for each kind of path through the stage.
-
-        A path through the clock of a pipeline that returns through a stage has also gone forward through it. So the
-        extension of the last backward counts together with a microbatch's forward and backward, where there are stages
-        in front; so does the once-per-step work. Forward and backward also count alone, in paths of several
-        microbatches; with a single one only forward does, where there are stages behind.
-
-        The once-per-step work is the largest of the clocks, each plus a value common to all labels of a group. The
-        extension of backward grows with the hidden time, which is what the largest clock leaves of the sum.
-        """
-        x, both, clocks = self.numbers, labels[:, FWD, None] + labels[:, BWD, None], labels[:, [V, C, P]]
-        seen = [both + clocks]
-        if stage[0]:
-            longer = both + labels[:, BKT, None]
-            if self.slowed:
-                longer = longer + (labels[:, SUM, None] - clocks) * (1 - 1 / x.sp) / x.saving
-            seen.append(longer)
-        if x.m > 1:
-            seen.append(labels[:, [FWD, BWD]])
-        elif stage[1] < x.n:
-            seen.append(labels[:, FWD, None])
-        return seen
-
-    def _begin(self, i: int) -> _StageLabels | None:
-        """Labels in each layout in which component i can begin a stage, before its configuration is chosen."""
+    def _begin(self, i: int) -> LabelFront | None:
+        """Labels in each layout in which component i can begin a stage, before its configuration."""
         x, more = self.numbers, self.in_flight - 1
         inlet = x.inlets[i]
         layouts = np.flatnonzero(np.isfinite(inlet[at.EF]))
@@ -241,25 +152,23 @@ class Explorer:
         held = inlet[at.ESTATE] + more * inlet[at.EACT]
         labels[:, PEAK] = 0.0
         labels[:, HELD] = held + inlet[at.EACT]
-        labels[:, MOVING] = labels[:, HELD] + inlet[at.ETRANS]
+        labels[:, 10] = labels[:, HELD] + inlet[at.ETRANS]
         none = np.zeros(len(layouts), dtype=np.int64)
-        return _StageLabels(labels, x.degree[layouts], layouts, none, none)
+        return LabelFront(labels, x.degree[layouts], layouts, none, none)
 
-    def _over(
-        self, front: _StageLabels, i: int, stage: tuple[int, int], room: Any, ends: float
-    ) -> _StageLabels | None:  # fmt: skip
-        """Labels that arrive in each layout of component i, before its configuration is chosen."""
+    def _over(self, front: LabelFront, i: int, room: Any) -> LabelFront | None:
+        """Labels that arrive in each layout of component i, before its configuration."""
         x, more = self.numbers, self.in_flight - 1
         edges = x.edges[i - 1][:, front.layout, :]
         possible = np.isfinite(edges[at.EF])
-        base = self.bounds.values(front.own, i - 1).T[:, :, None]
+        base = self.bounds.values(front.labels, i - 1).T[:, :, None]
         possible &= (base + self.bounds.over[i - 1][:, front.layout] <= room[:, None, :]).all(axis=0)
         source, layout = np.nonzero(possible)
         if not len(source):
             return None
         e = edges[:, source, layout]
-        labels = front.own[source]
-        labels = np.concatenate([labels[:, :MOVING], np.zeros((len(source), 2))], axis=1)
+        labels = front.labels[source]
+        labels = np.concatenate([labels[:, :10], np.zeros((len(source), 2))], axis=1)
         labels[:, FWD] += e[at.EF]
         labels[:, BWD] += e[at.EB]
         for column in (V, C, P, SUM):
@@ -267,13 +176,14 @@ class Explorer:
         held = e[at.ESTATE] + more * e[at.EACT]
         labels[:, PEAK] = np.maximum(labels[:, PEAK], labels[:, LAST]) + held
         labels[:, HELD] += held + e[at.EACT]
-        labels[:, MOVING] = labels[:, HELD] + e[at.ETRANS]
-        arrived = _StageLabels(labels, front.entry[source], layout, source, np.zeros(len(source), dtype=np.int64))
+        labels[:, 10] = labels[:, HELD] + e[at.ETRANS]
+        arrived = LabelFront(labels, front.entry[source], layout, source, np.zeros(len(source), dtype=np.int64))
         if len(source) > 40:
-            arrived = arrived.taken(self._best(labels, arrived.entry * x.count + layout, stage, ends, arriving=True))
+            kept = self.thin.best(labels, arrived.entry * x.count + layout, arriving=True)
+            arrived = arrived.taken(kept)
         return arrived
 
-    def _through(self, front: _StageLabels, i: int, start: int, room: Any) -> _StageLabels | None:
+    def _through(self, front: LabelFront, i: int, start: int, room: Any) -> LabelFront | None:
         """Labels with every configuration of component i."""
         x, more = self.numbers, self.in_flight - 1
         picked, config, rows = [], [], []
@@ -288,12 +198,12 @@ class Explorer:
         index, chosen, row = np.concatenate(picked), np.concatenate(config), np.concatenate(rows)
         if self.tight:
             here = row[:, at.STATE] + more * row[:, at.ACT] + row[:, at.GRAD]
-            last = front.own[index, MOVING] + row[:, at.ACT] + row[:, at.TRANS]
-            fits = here + np.maximum(front.own[index, PEAK], last) <= x.capacity * _CLOSE
+            last = front.labels[index, 10] + row[:, at.ACT] + row[:, at.TRANS]
+            fits = here + np.maximum(front.labels[index, PEAK], last) <= x.capacity * _CLOSE
             index, chosen, row = index[fits], chosen[fits], row[fits]
-        labels = front.own[index]
-        moving = labels[:, MOVING]
-        labels = labels[:, :MOVING].copy()
+        labels = front.labels[index]
+        moving = labels[:, 10]
+        labels = labels[:, :10].copy()
         labels[:, FWD] += row[:, at.F]
         labels[:, BWD] += row[:, at.B]
         labels[:, BKT] += row[:, at.BUCKET]
@@ -316,15 +226,15 @@ class Explorer:
         labels[:, HELD] += grown
         layout = front.layout[index]
         good = (self.bounds.values(labels, i) <= room[:, layout].T).all(axis=1)
-        return _StageLabels(
-            labels[good], front.entry[index][good], layout[good], front.parent[index][good], chosen[good]
-        )
+        return LabelFront(labels[good], front.entry[index][good], layout[good], front.parent[index][good], chosen[good])
 
-    def _ended(self, front: _StageLabels, i: int, caps: Room, history: list[tuple[Any, Any]]) -> Points | None:
-        """The points of the stage that ends with component i; None where there are none."""
+    def _ended(
+        self, front: LabelFront, i: int, caps: Room, exact: bool, history: list[tuple[Any, Any]]
+    ) -> Points | None:
+        """The points of the stage that stops behind component i; None where there are none."""
         x, more = self.numbers, self.in_flight - 1
         e = x.outlets[i][:, front.layout]
-        labels = front.own
+        labels = front.labels
         forward, backward = labels[:, FWD] + e[at.EF], labels[:, BWD] + e[at.EB]
         once = np.maximum(labels[:, V], labels[:, C]) + e[at.EONCE]
         held = e[at.ESTATE] + more * e[at.EACT]
@@ -337,11 +247,21 @@ class Explorer:
         if not good.any():
             return None
         extra = labels[:, BKT].copy()
-        if self.slowed:
+        if self.thin.slowed:
             both = (labels[:, SUM] + e[at.EONCE] - once) / x.saving
             extra += np.maximum(0.0, both) * (1 - 1 / x.sp)
-        index, leaving, there = np.flatnonzero(good), x.degree[front.layout], forward + backward
-        seen = [forward, there + extra, there + once, *([backward] if x.m > 1 else [])]
-        kept = index[efficient(np.stack(seen, axis=1)[index], front.entry[index] * x.degrees + leaving[index])]
-        times = np.stack([forward, backward, extra, once])[:, kept]
-        return Points(times=times, entry=front.entry[kept], exit=leaving[kept], origin=kept, history=history)
+        least = np.stack([forward, backward, labels[:, BKT] if not exact else extra, once])
+        index = np.flatnonzero(good)
+        leaving = x.degree[front.layout]
+        seen = self.thin.along_paths(*least)[index]
+        kept = index[efficient(seen, front.entry[index] * x.degrees + leaving[index])]
+        return Points(
+            least=least[:, kept],
+            entry=front.entry[kept],
+            exit=leaving[kept],
+            exact=exact,
+            extra=extra[kept],
+            origin=kept,
+            stop=i + 1,
+            history=list(history),
+        )

@@ -1,0 +1,190 @@
+"""The stages that a case has explored, each up to plans of a number of ms, and what is known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asa.planner import clock
+from asa.planner.budget import ROUNDING
+from asa.planner.pipeline.bounds import Frame, Stages
+from asa.planner.pipeline.lattice import INF, Table
+from asa.planner.pipeline.points import Points, Room
+from asa.planner.pipeline.skeletons import Options, sums_of
+from asa.planner.pipeline.stage_cache import StageCache
+from asa.planner.pipeline.stages import UTMOST
+
+Key = tuple[int, int, int, int]
+"""A stage: width, place (1 is the last), start, stop."""
+FINER, FINER_ALONE = 4, 16
+"""Times as many labels, for stages whose labels turned out to be too rough; of a single microbatch, where they have
+fewer numbers."""
+
+Tables = Mapping[tuple[int, int], Table | None]
+"""Bounds on stages by width and place; None where none can be part of a plan."""
+
+
+@dataclass
+class _Known:
+    """A stage explored up to plans of ``limit`` ms."""
+
+    limit: float
+    points: Points | None
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A stage (start, stop) with ``place`` stages to the last, to be explored as far as there is ``room``, by way of an
+    equal one that stops at ``stop``."""
+
+    place: int
+    stage: tuple[int, int]
+    stop: int
+    room: Room
+    most: int
+
+
+class Explored:
+    """The explored stages of one number of microbatches. ``in_flight``: how many of these are, by place."""
+
+    def __init__(self, shop: StageCache, m: int, in_flight: Mapping[int, int]) -> None:
+        self._shop, self._m, self._in_flight = shop, m, in_flight
+        self._stages: dict[Key, _Known] = {}
+        self._detail: dict[Key, int] = {}
+
+    def points(self, key: Key) -> Points:
+        """The points of a stage that is part of a plan."""
+        points = self._stages[key].points
+        assert points is not None
+        return points
+
+    def known(self, key: Key, limit: float) -> bool:
+        """Whether a stage was explored as far as plans below ``limit`` ms need it."""
+        return self._upto(key, limit) is not None
+
+    def exact(self, key: Key, limit: float) -> bool:
+        """Whether a stage is known up to ``limit`` ms and its points are true ways to run it."""
+        known = self._upto(key, limit)
+        return known is not None and (known.points is None or known.points.exact)
+
+    def refine(self, key: Key) -> bool:
+        """Have a stage explored again with more labels; False where it already was with the most."""
+        most = self._detail.get(key, self._shop.effort.labels)
+        if most >= UTMOST:
+            return False
+        self._stages[key].limit = 0.0
+        self._detail[key] = min(UTMOST, most * (FINER if self._m > 1 else FINER_ALONE))
+        return True
+
+    def explore(self, frame: Frame, limit: float, ends: float, only: Collection[Key] | None) -> bool:
+        """Explore the stages (``only`` these, if not None) that a plan below ``limit`` ms could have; returns whether
+        there were any left."""
+        wanted: dict[tuple[int, int, int], dict[int, list[_Wanted]]] = {}
+        for w, r in frame.parts:
+            rooms: Any = None
+            for a, b in np.argwhere(frame.through(w, r) < limit).tolist():
+                key = (w, r, a, b)
+                if (only is not None and key not in only) or self._upto(key, limit) is not None:
+                    continue
+                rooms = frame.room(w, r, limit) if rooms is None else rooms
+                place = self._shop.place(w, self._m, self._in_flight[r])
+                start, stop = self._shop.twin(w, self._m, a, b)
+                room = Room(*rooms[:, a, b].tolist())
+                wanted.setdefault(place, {}).setdefault(start, []).append(
+                    _Wanted(r, (a, b), stop, room, self._detail.get(key, self._shop.effort.labels))
+                )
+        for place, starts in wanted.items():
+            for start, some in starts.items():
+                asked: dict[int, tuple[Room, int]] = {}
+                for x in some:
+                    room, most = asked.get(x.stop, (x.room, 0))
+                    asked[x.stop] = (room.joined(x.room), max(most, x.most))
+                found = self._shop.explored(place, start, asked, ends)
+                for x in some:
+                    points = found[x.stop]
+                    points = None if points is None else points.within(self._m, x.room)
+                    self._stages[place[0], x.place, *x.stage] = _Known(limit, points)
+                if clock.now() > ends:
+                    return True
+        return bool(wanted)
+
+    def _upto(self, key: Key, limit: float) -> _Known | None:
+        """What is known of a stage, if it was explored up to ``limit``."""
+        known = self._stages.get(key)
+        return known if known is not None and known.limit >= limit * (1 - ROUNDING) else None
+
+    def tightened(self, base: Tables, limit: float) -> dict[tuple[int, int], Table | None]:
+        """The tables ``base``, raised by what was explored up to ``limit`` ms."""
+        tables = dict(base)
+        copied: set[tuple[int, int]] = set()
+
+        def own(w: int, r: int) -> Iterable[Any]:
+            table = tables[w, r]
+            assert table is not None
+            if (w, r) not in copied:
+                copied.add((w, r))
+                table = tables[w, r] = Table(*(x.copy() for x in table.values()))
+            return table.values()
+
+        for (w, r, a, b), known in self._stages.items():
+            if known.limit < limit * (1 - ROUNDING):
+                continue
+            for x, values in zip(own(w, r), self._least(known.points), strict=True):
+                found = np.full_like(x[a, b], INF)
+                if known.points is not None:
+                    np.minimum.at(found, (known.points.entry, known.points.exit), values)
+                np.maximum(x[a, b], found, out=x[a, b])  # of merged labels, what was known before may say more
+        return tables
+
+    def _least(self, points: Points | None) -> Sequence[Any]:
+        """The least times of each point, in the order of :meth:`asa.planner.pipeline.lattice.Table.values`."""
+        if points is None:
+            return (None,) * 5
+        steady, whole, single = sums_of(points.least, self._m)
+        return steady, points.least[0], whole, single, points.least[1]
+
+    def options(
+        self, frame: Frame, limit: float, only: Collection[Key] | None = None
+    ) -> dict[tuple[int, int], Options]:
+        """What stages (``only`` these, if not None) may do in plans below ``limit`` ms, by place (1 is the last) and
+        start: the points of explored stages, and bounds on the others."""
+        parts: dict[tuple[int, int], list[Any]] = {}
+        for (w, r), part in frame.parts.items():
+            near, first = frame.through(w, r)[part.start, part.stop] < limit, frame.keys.of[w].start
+            for i in np.flatnonzero(near).tolist():
+                a, b = int(part.start[i]), int(part.stop[i])
+                if only is not None and (w, r, a, b) not in only:
+                    continue
+                known = self._upto((w, r, a, b), limit)
+                if known is not None and known.points is None:
+                    continue
+                points = None if known is None else known.points
+                some = self._some(part, i, points)
+                if points is None or not points.exact:
+                    some = self._bounded(part, i, some)
+                entry, leaving, times, sums, point = some
+                size = np.ones_like(point)
+                parts.setdefault((r, a), []).append(
+                    (size * w, size * b, entry + first, leaving + first, times, sums, point)
+                )
+        return {
+            where: Options(*(np.concatenate(x, axis=-1) for x in zip(*some, strict=True)))
+            for where, some in parts.items()
+        }
+
+    def _some(self, part: Stages, i: int, points: Points | None) -> tuple[Any, ...]:
+        """Entry, exit, times, sums and point of each known way, or of each bound."""
+        if points is not None:
+            return points.entry, points.exit, points.least, sums_of(points.least, self._m), np.arange(len(points))
+        entry, leaving = np.nonzero(np.isfinite(part.steady[i]))
+        ways = np.stack([part.forward[i][entry, leaving], part.backward[i][entry, leaving]])
+        return entry, leaving, np.concatenate([ways, 0 * ways]), np.zeros((3, len(entry))), np.full(len(entry), -1)
+
+    def _bounded(self, part: Stages, i: int, some: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The options ``some`` of a stage, raised to the bounds on it."""
+        entry, leaving, times, sums, point = some
+        bounds = [x[i][entry, leaving] for x in (part.steady, part.whole, part.single)]
+        return entry, leaving, times, np.maximum(sums, np.stack(bounds)), point
