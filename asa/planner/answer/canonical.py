@@ -288,7 +288,7 @@ class _Around:
         widths = (*x.widths[:s], w, *x.widths[s + 1 :])
         if not all(self.space.placed(o, v) for o, v in zip((0, *accumulate(widths[:-1])), widths, strict=True)):
             return
-        for style in self.sketch.styles(w, m, lean=True):
+        for style in self.sketch.styles(w, m, save_memory=True):
             if self.sketch.possible(w, m, style)[a:b].all():
                 ways = tuple(self.sketch.way(i, w, style) for i in range(a, b))
                 if all(self._able(i, way, m) for i, way in enumerate(ways, a)):
@@ -297,7 +297,7 @@ class _Around:
     def _partly(self, x: Candidate) -> Iterator[Candidate]:
         """Plans in which the first or the last components of a stage run in one style, plain styles first."""
         m, stages = x.num_microbatches, zip(x.starts, (*x.starts[1:], self.n), x.widths, strict=True)
-        runs = [(stage, style) for stage in stages for style in self.sketch.styles(stage[2], m, lean=True)]
+        runs = [(stage, style) for stage in stages for style in self.sketch.styles(stage[2], m, save_memory=True)]
         for (a, b, w), style in sorted(runs, key=lambda r: r[1].checkpoint or r[1].strategy != "replicate"):
             cut = x.ways[a].layout.weights
             ways = [self.sketch.way(i, w, style) for i in range(a, b)]

@@ -47,7 +47,7 @@ class Neighbours:
 
     def _offered(self, w: int, m: int) -> list[StageStyle]:
         if (w, m) not in self._styles:
-            self._styles[w, m] = self.sketch.styles(w, m, lean=True)
+            self._styles[w, m] = self.sketch.styles(w, m, save_memory=True)
         return self._styles[w, m]
 
     def _otherwise(self, x: PipelineOutline) -> Iterator[PipelineOutline]:

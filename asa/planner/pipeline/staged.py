@@ -43,7 +43,7 @@ class StagedSpace:
         space = prices.space
         self._prices = prices
         self._allowed, self._every = allowed, every
-        self.crowded = False
+        self.likely_tight = False
         """Whether memory is likely to bind; it sets the order in which configurations are priced."""
         self._formulations: dict[tuple[int, int], Formulation | None] = {}
         self._computes: dict[tuple[int, int], list[float]] = {}
@@ -103,7 +103,7 @@ class StagedSpace:
         if key not in self._formulations:
             made = formulate(
                 self._prices, self.width(width), num_microbatches, self._allowed, busy=self._busy,
-                first=self.example(width), every=self._every, crowded=self.crowded, counted=self._every,
+                first=self.example(width), every=self._every, likely_tight=self.likely_tight, counted=self._every,
             )  # fmt: skip
             if made is not None and made.chain.width != width:
                 made = Formulation(replace(made.chain, width=width), made.ways)
