@@ -67,7 +67,7 @@ def _bounds(prices: Prices, width: int, allowed: Allowed) -> Iterator[float]:
 def _longest(prices: Prices, tensor: int, samples: int, shards: Counter[float]) -> Any:
     """The least seconds, for each component, of the slowest shard in forward and backward of ``samples`` samples."""
     grid = np.unique(np.geomspace(1, max(1, samples), _POINTS).astype(np.int64))
-    taken = np.stack([prices.alone_on(int(n), tensor) for n in grid])
+    taken = np.stack([prices.compute_on(int(n), tensor) for n in grid])
     taken = np.minimum.accumulate(taken[::-1])[::-1]  # of these samples, or of any larger number
     beyond = np.r_[grid[1:] - 1, samples]
     low, high = taken[0] / min(shards), taken[-1] / min(shards)  # each shard has at least one sample
