@@ -26,9 +26,9 @@ def ways_of(
     """Configuration of each component in a pipeline whose stages chose from ``formulated(width, microbatches)``."""
     ways: list[Way] = []
     for start, width, choice in zip(skeleton.starts, skeleton.widths, choices, strict=True):
-        found = formulated(width, skeleton.num_microbatches)
-        assert found is not None
-        ways += found.picked(start, choice)
+        formulation = formulated(width, skeleton.num_microbatches)
+        assert formulation is not None
+        ways += formulation.picked(start, choice)
     return tuple(ways)
 
 
