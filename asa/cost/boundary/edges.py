@@ -40,7 +40,7 @@ class Edges:
         self.microbatch, self.num_microbatches = microbatch, num_microbatches
         self.launching = launching
         self.links: Links = states.links
-        self._known: dict[tuple[object, ...], BoundaryCost] = {}
+        self._prices: dict[tuple[object, ...], BoundaryCost] = {}
         self._errors: dict[Layout, float] = {}
         self._wrappers: dict[Layout, float] = {}
 
@@ -60,31 +60,31 @@ class Edges:
 
     def boundary(self, index: int, source: Layout, target: Layout) -> BoundaryCost:
         """The price of the boundary in front of component ``index`` (1 <= index < number of components)."""
-        return self._one(self.boundaries, index, (source,), (target,))
+        return self._single(self.boundaries, index, (source,), (target,))
 
     def inlet(self, index: int, layout: Layout) -> BoundaryCost:
         """The price of beginning a stage with component ``index``."""
-        return self._one(self.inlets, index, (layout,))
+        return self._single(self.inlets, index, (layout,))
 
     def outlet(self, index: int, layout: Layout) -> BoundaryCost:
         """The price of ending a stage with component ``index``."""
-        return self._one(self.outlets, index, (layout,))
+        return self._single(self.outlets, index, (layout,))
 
-    def _one(self, price: Callable[..., Any], index: int, *layouts: tuple[Layout, ...]) -> BoundaryCost:
+    def _single(self, price: Callable[..., Any], index: int, *layouts: tuple[Layout, ...]) -> BoundaryCost:
         """The price of one boundary, computed once for all boundaries with equal :meth:`alike`."""
         key = (price.__name__, index, layouts)
-        if key not in self._known:
+        if key not in self._prices:
             last = index + 1 == len(self.graph)
             like = (price.__name__, self.alike(index) if index else (), self._output(index), last, layouts)
-            if like not in self._known:
+            if like not in self._prices:
                 columns = price([index], *layouts)[0, :, 0].tolist()
                 forward, backward, wrapper, state, activations, transient, error = columns
-                self._known[like] = BoundaryCost(
+                self._prices[like] = BoundaryCost(
                     num_microbatches=self.num_microbatches, forward_s=forward, backward_s=backward, wrapper_s=wrapper,
                     link_error_s=error, footprint=Footprint(state=state, activations=activations, transient=transient),
                 )  # fmt: skip
-            self._known[key] = self._known[like]
-        return self._known[key]
+            self._prices[key] = self._prices[like]
+        return self._prices[key]
 
     def _output(self, index: int) -> tuple[float, Ends]:
         """Bytes per sample of the output of component ``index``, and the layout rule of that side."""

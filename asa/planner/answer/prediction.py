@@ -52,7 +52,7 @@ def predict(
         update_s=price.cost.update_s,
         bubble_s=price.cost.bubble_s,
         memory_bytes_per_rank=tuple(
-            math.ceil(stage.held(place) + _libraries(cluster))
+            math.ceil(stage.peak_of(place) + _libraries(cluster))
             for stage, width in zip(price.stages, widths, strict=True)
             for place in range(width)
         ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asa.cost.memory.together import made, wrapped
+from asa.cost.memory.together import wrapped, wrapped_memory
 from asa.cost.way import Way
 from asa.ir.units import GIB
 from asa.planner.space.candidate import Prices
@@ -86,7 +86,7 @@ class Runs:
         """GiB beyond the sum in the backward of each component, for a run of the choice."""
         chain, rows = self._chain, self._formulation.ways
         is_whole = len(run) == self._n
-        unit = made(self._pricer, run, ways, whole=is_whole)
+        unit = wrapped_memory(self._pricer, run, ways, whole=is_whole)
         state = sum(p.state / GIB - chain.configs[i][choice[i]].state for i, p in zip(run, unit.parts, strict=True))
         state -= unit.repeated / GIB
         more = [state + (unit.remaining / GIB if k < run.start else 0.0) for k in range(self._n)]
@@ -94,7 +94,7 @@ class Runs:
             excess = []
             for c in self._alike(k, ways[0], fully=True):
                 run_ways = [*ways[: k - run.start], rows[k][c], *ways[k - run.start + 1 :]]
-                part = made(self._pricer, run, run_ways, whole=is_whole).parts[k - run.start]
+                part = wrapped_memory(self._pricer, run, run_ways, whole=is_whole).parts[k - run.start]
                 excess.append(part.transient / GIB - chain.configs[k][c].transient)
             more[k] += max(0.0, min(excess))
         return more
