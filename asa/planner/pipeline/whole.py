@@ -112,12 +112,12 @@ def row(name: str, prices: Prices) -> StrategyRow:
                 break
     except baselines.Unavailable as reason:
         return StrategyRow(name=name, candidate=None, price=None, fits=False, why_not=str(reason))
-    found = first if best is None else best[1]
-    assert found is not None
-    price, free = prices.of(found), prices.capacity(found)
-    fits = prices.fits(found)
+    chosen = first if best is None else best[1]
+    assert chosen is not None
+    price, free = prices.of(chosen), prices.capacity(chosen)
+    fits = prices.fits(chosen)
     why = "" if fits else _too_much(price.peak.total, free)
-    return StrategyRow(name=name, candidate=found, price=price, fits=fits, why_not=why)
+    return StrategyRow(name=name, candidate=chosen, price=price, fits=fits, why_not=why)
 
 
 def _practised(prices: Prices) -> StrategyRow:
