@@ -116,7 +116,7 @@ def undrained(prices: Prices) -> Price:
 
 
 def _plan_under(plan: Plan, discipline: Discipline, gpus: int, cost: StepCost | None) -> Plan:
-    """``plain`` as a plan under ``discipline`` on ``gpus`` ranks. ``cost`` is its step; None for a single worker."""
+    """``plan`` as a plan under ``discipline`` on ``gpus`` ranks. ``cost`` is its step; None for a single worker."""
     name = discipline.name
     notes: tuple[str, ...] = (f"{name}: {WAITS_FOR[name]}", f"what changes: {CHANGES[name]}")
     prediction = plan.prediction
