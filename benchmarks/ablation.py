@@ -58,14 +58,14 @@ def _never(*_: Any, **__: Any) -> float:
     return float("inf")
 
 
-def _as_far_as_weights_say(self: Any, fixed: Any, _best: float, _ends: float) -> tuple[float, float]:
-    """In place of :meth:`OpenList._in_full`: cuts are left where column generation ends."""
-    self._floor = min(self._floor, fixed.bound)
+def _as_far_as_weights_say(self: Any, columns: Any, _best: float, _ends: float) -> tuple[float, float]:
+    """In place of :meth:`OpenList._explore_fully`: cuts are left where column generation ends."""
+    self._floor = min(self._floor, columns.bound)
     return float("inf"), float("inf")
 
 
 def _counted_only(self: Any, _cutoff: float, _until: float) -> None:
-    """In place of :meth:`Single._beyond`: nothing more is proved of choices that do not fit."""
+    """In place of :meth:`Single._solve_by_charges`: nothing more is proved of choices that do not fit."""
     self.stuck = True
 
 
@@ -78,16 +78,16 @@ MECHANISMS: dict[str, list[Patch]] = {
     "rough tables": [(case.Case, "_roughly", _nothing)],
     "descent beside a choice": [(labels.Solver, "_descend", _nothing)],
     "the ILP's turns": [(singles.Single, "_by_ilp", _nothing)],
-    "all ways to run the stages of fixed cuts": [(open_list.OpenList, "_in_full", _as_far_as_weights_say)],
+    "all ways to run the stages of fixed cuts": [(open_list.OpenList, "_explore_fully", _as_far_as_weights_say)],
     "more labels for stages that stayed rough": [(explored.Explored, "refine", lambda *_: False)],
     "longer strides far from the best plan": [(open_list.OpenList, "_next", lambda self, _best: self._share)],
-    "climbing from first plans": [(climb.Climber, "climbed", lambda _self, outline, _ends: outline)],
+    "climbing from first plans": [(climb.Climber, "climb", lambda _self, outline, _ends: outline)],
     "the best uniform split": [(whole, "practice", _nothing)],
     "two changes at once in a descent": [(descent.Descent, "by_two", descent.Descent.by_one)],
     "weights against a plan near the best one at once": [(open_list, "_NEAR", 1.0)],
     "parts of a stage in another style": [(canonical._Around, "_partly", lambda *_: iter(()))],
-    "a plan by counted memory in place of one that does not fit": [(singles.Single, "_count", _nothing)],
-    "the ILP beyond choices that do not fit": [(singles.Single, "_beyond", _counted_only)],
+    "a plan by counted memory in place of one that does not fit": [(singles.Single, "_accept_counted", _nothing)],
+    "the ILP beyond choices that do not fit": [(singles.Single, "_solve_by_charges", _counted_only)],
     "local search after the search": [
         (search, "improved", lambda _prices, found, *_: found),
         (search, "canonical", lambda _prices, found, *_: found),
@@ -130,7 +130,7 @@ def switched_off(name: str) -> Iterator[None]:
     with ExitStack() as stack:
         for where, attribute, other in (patch for part in name.split("+") for patch in MECHANISMS[part]):
             stack.enter_context(mock.patch.object(where, attribute, other))
-        stack.enter_context(mock.patch.object(search, "possible", return_value=False))
+        stack.enter_context(mock.patch.object(search, "can_fork", return_value=False))
         yield
 
 

@@ -96,7 +96,7 @@ class Annealing:
             stages.append(self._stages[key])
             for place in range(w if stages[-1].peaks or self.cluster.devices else 1):
                 free = self._free(firsts[s] + place, busy)
-                over = max(over, (stages[-1].held(place) - free - ROOM) / max(1.0, abs(free)))
+                over = max(over, (stages[-1].peak_of(place) - free - ROOM) / max(1.0, abs(free)))
         if schedule is None:
             return stages[0].cost.total_s, over
         moves = [

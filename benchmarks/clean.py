@@ -104,7 +104,7 @@ def replay(file: Path) -> dict[str, Any]:
         since = 0 if any((r.stolen_share or 0.0) >= STOLEN_SHARE for r in measured.per_rank) else since + 1
         clean += since > AFTER
         (found if since > AFTER else named).extend((step, f.line) for f in decider.found)
-        searches += bool(decider.said) and since > AFTER
+        searches += bool(decider.events) and since > AFTER
     return {"file": file.name, "said": head["said"], "windows": len(windows), "clean": clean, "steps": step,
             "false_alarms": found, "searches": searches, "named_under_load": named}  # fmt: skip
 

@@ -328,18 +328,18 @@ def test_processes_are_ordered_fastest_first_and_hosts_stay_whole() -> None:
 def test_a_factor_forgets_and_begins_anew_at_a_change_point() -> None:
     factor = Factor()
     for _ in range(50):
-        factor = factor.aged(20).seen(0.0, 0.02**2, 20)
+        factor = factor.aged(20).update(0.0, 0.02**2, 20)
     assert abs(factor.mean) < 1e-9
     assert factor.variance < 0.02**2
     drifted = factor
     for i in range(1, 41):
-        drifted = drifted.aged(20).seen(0.002 * i, 0.02**2, 20)
+        drifted = drifted.aged(20).update(0.002 * i, 0.02**2, 20)
     assert drifted.mean == pytest.approx(0.08, abs=0.02), "what changes slowly is followed"
-    jumped = factor.seen(math.log(2), 0.02**2, 20)
+    jumped = factor.update(math.log(2), 0.02**2, 20)
     assert jumped.mean == pytest.approx(math.log(2)), "what changes at once is believed at once"
-    few = factor.seen(math.log(2), 0.02**2, 4)
+    few = factor.update(math.log(2), 0.02**2, 4)
     assert few.mean == pytest.approx(0.0), "but not on four steps"
-    assert few.seen(math.log(2), 0.02**2, 4).seen(math.log(2), 0.02**2, 4).mean == pytest.approx(math.log(2))
+    assert few.update(math.log(2), 0.02**2, 4).update(math.log(2), 0.02**2, 4).mean == pytest.approx(math.log(2))
     assert Costs(2, 1).slowness() == Slowness(common=0.0, ranks=(0.0, 0.0), levels=(0.0,))
 
 

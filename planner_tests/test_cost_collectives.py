@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asa.cost.machine import presets
-from asa.cost.traffic.collectives import Links, carried, read, seconds
+from asa.cost.traffic.collectives import Links, carried, interpolate, seconds
 from asa.errors import InvalidInputError
 from asa.ir.cluster import Cluster, CollectiveTable, Contention, Device, Level, Overlap
 from asa.ir.traffic import COLLECTIVE_OPS, Collective
@@ -55,13 +55,13 @@ points_strategy = st.dictionaries(
 @given(points_strategy)
 def test_points_are_read_back_exactly(points):
     for size, time in points:
-        assert read(points, size) == pytest.approx(time, rel=1e-9)
+        assert interpolate(points, size) == pytest.approx(time, rel=1e-9)
 
 
 @settings(deadline=None)
 @given(points_strategy, st.floats(1, 2**33))
 def test_between_points_lies_between_their_times(points, size):
-    found = read(points, size)
+    found = interpolate(points, size)
     if size <= points[0][0]:
         assert found == points[0][1]
     elif size >= points[-1][0]:
@@ -73,7 +73,7 @@ def test_between_points_lies_between_their_times(points, size):
 
 def test_interpolation_is_straight_in_logarithms():
     points = ((1024.0, 1e-4), (1024.0 * 64, 64e-4))
-    assert read(points, 1024 * 8) == pytest.approx(8e-4)
+    assert interpolate(points, 1024 * 8) == pytest.approx(8e-4)
 
 
 def test_a_small_message_never_takes_longer_than_a_larger_one():

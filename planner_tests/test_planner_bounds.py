@@ -16,7 +16,7 @@ from asa.cost.machine import presets
 from asa.cost.pipeline import StageTimes, makespan
 from asa.ir.units import GIB
 from asa.planner import Request, plan
-from asa.planner.parallel import Forked, possible
+from asa.planner.parallel import Forked, can_fork
 from asa.planner.pipeline import joint
 from asa.planner.pipeline.lattice import Numbers, divisors
 from asa.planner.pipeline.points import Room
@@ -167,7 +167,7 @@ def test_a_second_core_changes_no_answer(monkeypatch):
     profile, links = known_models.profile(known_models.transformer(3), 500.0, 64), presets.load("t4-8x1-25g-tcp")
     request, found = Request(gpus=3, global_batch=32, time_limit_s=10.0, prefer_simple=False), []
     for beside in (False, True):
-        monkeypatch.setattr("asa.planner.search.possible", lambda beside=beside: beside)
+        monkeypatch.setattr("asa.planner.search.can_fork", lambda beside=beside: beside)
         found.append(plan(profile, links, offered(), request)[0])
     one, two = found
     assert len(one.stages) > 1
@@ -180,7 +180,7 @@ def test_a_second_core_changes_no_answer(monkeypatch):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize("apart", [False, True])
 def test_work_beside_comes_back(apart):
-    found = Forked(lambda: [x * x for x in range(100_000)], apart=apart)
+    found = Forked(lambda: [x * x for x in range(100_000)], fork=apart)
     assert found.result()[-1] == 99_999**2
     found.stop()
 
@@ -193,8 +193,8 @@ def test_a_copy_that_comes_to_grief_is_made_up_for():
             raise ValueError("only here")
         return 7
 
-    found = Forked(work, apart=True)
+    found = Forked(work, fork=True)
     began.append(1)
     assert found.result() == 7
-    Forked(lambda: list(range(10**7)), apart=True).stop()
-    assert possible() in (False, True)
+    Forked(lambda: list(range(10**7)), fork=True).stop()
+    assert can_fork() in (False, True)

@@ -73,12 +73,12 @@ def test_first_plans_do_not_depend_on_how_busy_the_machine_is(monkeypatch):
 def test_stages_on_slow_devices_are_priced_as_such():
     own = prices("vit_b_16", "4090-2-3090-2-pcie", 4, 16)
     climber = Climber(Sketch(own, anything, INF))
-    style = climber.sketch.styles(1, 1, lean=False)[0]
+    style = climber.sketch.styles(1, 1, save_memory=False)[0]
     outline = PipelineOutline((0, 4, 9), (1, 1, 1), (style,) * 3, 1, "1f1b")
     found = climber.candidate(outline) if climber.seconds(outline) < INF else None
     assert found is not None
     assert climber.seconds(outline) == pytest.approx(own.of(found).cost.total_s)
-    wide = climber.sketch.styles(2, 1, lean=False)[0]
+    wide = climber.sketch.styles(2, 1, save_memory=False)[0]
     across = PipelineOutline((0, 4, 9), (1, 2, 1), (style, wide, style), 1, "1f1b")  # one of a kind, one of the other
     assert climber.seconds(across) == INF
 

@@ -127,7 +127,7 @@ def test_labels_that_run_out_of_time_keep_what_they_know():
 def test_labels_and_the_ilp_take_turns(monkeypatch, solver, asked):
     problem = random_problems.draw(random.Random(5), components=5, configs=4, tight=True)
     single = Single(SimpleNamespace(budget=USUAL), 0.0, problem.width, 1, solver)
-    single.stage, single._settled = FormulatedStage(SimpleNamespace(problem=problem), handy=0), True
+    single.stage, single._decided = FormulatedStage(SimpleNamespace(problem=problem), ilp_ways=0), True
     said: list[str] = []
     monkeypatch.setattr(labels.Solver, "run", lambda *_args: said.append("labels"))
     monkeypatch.setattr(Single, "_by_ilp", lambda *_args: said.append("ilp"))

@@ -74,7 +74,7 @@ def test_what_a_search_proves_does_not_depend_on_where_it_begins(model):
     for begun in (False, True):
         alone, best = singles(StageLookup(prices, anything), "dp"), joint.Incumbent(None, INF)
         if begun:
-            best.other(first_plan(alone, whole(prices), INF))
+            best.note_other(first_plan(alone, whole(prices), INF))
             assert best.limit < INF
         joint.best_first(alone, best, INF, patience=INF)
         found.append((best.limit, best.bound))

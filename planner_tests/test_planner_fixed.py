@@ -58,7 +58,7 @@ def stages() -> list[tuple[float, float, float]]:
             ]
             assert set(degrees) == set(divisors(2))
             stage = PricingProblem(piece, (f, b, longer, once), behind)
-            priced = stage.begun() + entry
+            priced = stage.entry_bounds() + entry
             best = stage.best(entry, INF, 10_000, INF)
             ended = best.values + behind
             k = int(ended.argmin())
@@ -172,9 +172,9 @@ class Turns:
 def test_a_plan_near_the_best_one_is_improved_at_once(values, told, left, monkeypatch):
     case = Case(StageCache(pipelines(0)), 1, "1f1b", schedules()["1f1b"], [2], lambda *_: True, OpenList)
     said, cuts, turns, some = [], ((2, 0, 2), (2, 2, 4)), Turns(values), OpenList(case, {}, tight=False)
-    monkeypatch.setattr(case, "tell", lambda _starts, _widths, ms: (said.append(ms) or ms, True))
-    some._leaves[cuts], some._fixed[cuts], some._listed = (None, None, False), turns, 100.0
-    assert some._closer(5.0, cuts, 10.0, INF) == (5.0, min(told, default=INF))
+    monkeypatch.setattr(case, "propose", lambda _starts, _widths, ms: (said.append(ms) or ms, True))
+    some._leaves[cuts], some._columns_of[cuts], some._listed = (None, None, False), turns, 100.0
+    assert some._examine(5.0, cuts, 10.0, INF) == (5.0, min(told, default=INF))
     assert (said, len(turns.left)) == (told, left)
 
 

@@ -150,7 +150,7 @@ def test_stages_that_run_alike(name: str) -> None:
     prices, overlap, count = Prices(space), space.cluster.overlap, len(space.profile.graph)
     sketch = Sketch(prices, anything, clock.now() + 600)
     for width, m in ((2, 1), (4, 4), (1, 2)):
-        for style in sketch.styles(width, m, lean=True):
+        for style in sketch.styles(width, m, save_memory=True):
             alike, pricer = sketch.uniform(width, m, style), prices.pricer(width, m, space.request.gpus)
             for start, stop, in_flight in ((0, count, 1), (1, count, 2), (0, 2, 3)):
                 exact = price_stage(pricer, start, alike.ways[start:stop], overlap, in_flight)

@@ -21,7 +21,7 @@ from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.units import GIB, MIB
 from asa.planner import Request, decide, parse_pin, plan, verify
-from asa.planner.answer.leanest import lean
+from asa.planner.answer.leanest import low_peak_plans
 from asa.planner.pipeline.whole import table
 from asa.planner.search import Outcome
 from asa.planner.space.candidate import Prices
@@ -212,11 +212,11 @@ def test_microbatches_come_only_where_memory_asks_for_them():
     )
     roomy = plan(profile, cluster, PLAIN, Request(gpus=1, global_batch=8))[0]
     assert roomy.num_microbatches == 1
-    lean = plan(profile, cluster, PLAIN, Request(gpus=1, global_batch=8, memory_bytes=2 * GIB))[0]
-    assert lean.num_microbatches == 2
-    assert any("2 microbatches" in n for n in lean.notes)
-    assert max(lean.prediction.memory_bytes_per_rank) <= 2 * GIB
-    assert lean.prediction.step_time_s > roomy.prediction.step_time_s
+    low_peak_plans = plan(profile, cluster, PLAIN, Request(gpus=1, global_batch=8, memory_bytes=2 * GIB))[0]
+    assert low_peak_plans.num_microbatches == 2
+    assert any("2 microbatches" in n for n in low_peak_plans.notes)
+    assert max(low_peak_plans.prediction.memory_bytes_per_rank) <= 2 * GIB
+    assert low_peak_plans.prediction.step_time_s > roomy.prediction.step_time_s
 
 
 def test_batch_norm_gets_two_samples_and_a_rank_at_least_one():
@@ -365,6 +365,6 @@ def test_planning_never_imports_torch():
 def test_an_absurd_batch_is_no_reason_to_look_at_absurdly_long_pipelines():
     """A pipeline of millions of microbatches takes hours to price, and is in no space that is searched."""
     request = Request(gpus=2, global_batch=2**24, memory_bytes=MIB)
-    found = list(lean(Prices(Space(nouns.profile(), nouns.cluster(2), offered(), request))))
+    found = list(low_peak_plans(Prices(Space(nouns.profile(), nouns.cluster(2), offered(), request))))
     assert any(len(x.candidate.widths) > 1 for x in found)
     assert all(x.candidate.num_microbatches <= MOST_IN_A_PIPELINE for x in found if len(x.candidate.widths) > 1)

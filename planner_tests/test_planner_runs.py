@@ -71,7 +71,7 @@ def drawn(rng: random.Random, found: Formulation) -> Choice:
 @pytest.mark.parametrize("m", [1, 2])
 def test_what_runs_are_said_to_hold_is_never_more_than_is_printed(cluster, m):
     prices = Prices(space(cluster, microbatches=m))
-    found = formulate(prices, 8, m, anything, every=True, crowded=True, wrapped=True)
+    found = formulate(prices, 8, m, anything, every=True, likely_tight=True, wrapped=True)
     runs, rng, told = Runs(prices, found), random.Random(m), []
     exact = short = 0
     for _ in range(30):
@@ -96,7 +96,7 @@ def replicas(_index: int, way: Way) -> bool:
 
 def test_the_fastest_stage_that_fits_is_found_and_proved_beyond_those_that_do_not():
     whole, refused = space("h100-nvlink-8", microbatches=1, components=8), 0
-    found = formulate(Prices(whole), 8, 1, replicas, crowded=True, wrapped=True, every=True)
+    found = formulate(Prices(whole), 8, 1, replicas, likely_tight=True, wrapped=True, every=True)
     choices = list(product(*map(range, map(len, found.chain.configs))))
     values = {c: exhaustive.value(found.problem, c) for c in choices}
     printed = {c: Prices(whole).of(found.candidate(c)).peak.total for c in random.Random(0).sample(choices, 40)}

@@ -316,7 +316,10 @@ def test_where_labels_get_too_many_the_ilp_proves_a_single_stage(seed):
         if oracle.choice is not None and single.by_ilp:
             proved += 1
             assert exhaustive.peak(problem, single.solution.choice) <= problem.capacity
-            assert search._again(single, "ilp", float("inf"), near=False) == (single.solution, single.solution.solver)
+            assert search._solve_again(single, "ilp", float("inf"), is_close=False) == (
+                single.solution,
+                single.solution.solver,
+            )
     assert proved > 5
 
 
@@ -325,9 +328,9 @@ def test_a_proved_stage_of_too_many_ways_is_not_solved_once_more():
     single = Single(SimpleNamespace(budget=USUAL), 0.0, problem.width, 1, "ilp")
     single.stage = FormulatedStage(SimpleNamespace(problem=problem))
     single.solution = label_program.solve(problem)
-    assert search._again(single, "ilp", float("inf"), near=False)[1].endswith("checked by dp")
-    single.stage = FormulatedStage(SimpleNamespace(problem=problem), handy=3)
-    assert search._again(single, "ilp", float("inf"), near=False) == (single.solution, single.solution.solver)
+    assert search._solve_again(single, "ilp", float("inf"), is_close=False)[1].endswith("checked by dp")
+    single.stage = FormulatedStage(SimpleNamespace(problem=problem), ilp_ways=3)
+    assert search._solve_again(single, "ilp", float("inf"), is_close=False) == (single.solution, single.solution.solver)
 
 
 def test_brute_force_ends_in_time_and_proves_nothing_then(monkeypatch):

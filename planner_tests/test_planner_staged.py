@@ -194,16 +194,16 @@ def test_what_is_priced_once_for_all_microbatches_is_what_each_would_price(compr
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a copy of the process")
 def test_two_processes_hear_of_each_others_number():
     exchange = Exchange()
-    other = Forked(lambda: exchange.told(2.0), apart=True)
-    assert exchange.told(3.0, other) == 2.0
+    other = Forked(lambda: exchange.exchange(2.0), fork=True)
+    assert exchange.exchange(3.0, other) == 2.0
     assert other.result() == 3.0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a copy of the process")
 def test_nobody_waits_for_a_process_that_ended_without_a_word():
     exchange = Exchange()
-    other = Forked(lambda: 1.0, apart=True)
-    assert exchange.told(3.0, other) == float("inf")
+    other = Forked(lambda: 1.0, fork=True)
+    assert exchange.exchange(3.0, other) == float("inf")
     assert other.result() == 1.0
-    other = Forked(lambda: exchange.told(2.0), apart=False)
-    assert exchange.told(3.0, other) == float("inf"), "the work is done here when its result is asked for"
+    other = Forked(lambda: exchange.exchange(2.0), fork=False)
+    assert exchange.exchange(3.0, other) == float("inf"), "the work is done here when its result is asked for"

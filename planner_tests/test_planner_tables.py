@@ -135,7 +135,7 @@ def test_rates_of_repeated_blocks_are_those_of_a_block():
     row = x.rows[2]
     plain, again = (row[k, :2].sum() for k in (0, 1))
     kept, less = row[0, ACT], row[1, ACT]
-    found = rates(x, 2, 5, whole=False)
+    found = rates(x, 2, 5, per_step=False)
     assert any(r == pytest.approx((again - plain) / (2 * (kept - less)), rel=1e-3) for r in found)
 
 
@@ -160,7 +160,7 @@ def test_what_a_single_stage_takes_at_least(model):
         return Prices(Space(profile, cluster, offered(), Request(gpus=4, global_batch=64, memory_bytes=limit)))
 
     free = floor(prices(None), 4, 1, anything)
-    assert not free.crowded
+    assert not free.may_bind
     least = memory.least_memory(formulate(prices(None), 4, 1, anything, every=True).problem).value  # type: ignore[union-attr]
     reserved = prices(2 * GIB).space.capacity(4)
     for m in (1, 4):
@@ -169,7 +169,7 @@ def test_what_a_single_stage_takes_at_least(model):
         assert formulation is not None
         solver = Solver(formulation.problem)
         solver.price()
-        assert found.crowded
+        assert found.may_bind
         assert free.whole < found.whole <= solver.value * (1 + 1e-9)
         assert found.whole > 0.6 * solver.bound
         assert found.memory <= memory.least_memory(formulation.problem).value * (1 + 1e-9)

@@ -16,7 +16,7 @@ import numpy as np
 
 from asa.cost.memory.peak import margin
 from asa.cost.pricing import Pricer
-from asa.cost.states import Kept, States
+from asa.cost.states import StateCost, States
 from asa.cost.traffic.prefetch import Gathers
 from asa.cost.way import Figures, Upkeep, Way
 from asa.cost.work.compute import Times
@@ -65,47 +65,47 @@ class Menu:
         self._launch = np.array([times.launch(c) for c in graph.components])
         self.ways = [w for row in ways for w in row]
         self.component = np.repeat(np.arange(len(ways)), [len(row) for row in ways])
-        each, like = _keeping(ways)
-        self.layouts: tuple[Layout, ...] = tuple(dict.fromkeys(w.layout for _, w in each))
+        distinct, like = _keeping(ways)
+        self.layouts: tuple[Layout, ...] = tuple(dict.fromkeys(w.layout for _, w in distinct))
         number = {layout: k for k, layout in enumerate(self.layouts)}
-        self.layout = np.array([number[w.layout] for _, w in each], dtype=np.int64)[like]
+        self.layout = np.array([number[w.layout] for _, w in distinct], dtype=np.int64)[like]
         self.checkpoint = np.array([w.checkpoint for w in self.ways], dtype=bool)
         self.saving = self.checkpoint.copy()
         for at in np.flatnonzero(self.checkpoint).tolist():
             self.saving[at] = forgetting(int(self.component[at]), self.ways[at])
         self.offload = np.array([w.offload for w in self.ways], dtype=bool)
-        self._known: dict[tuple[Pricer, bytes], PricedWays] = {}
+        self._prices: dict[tuple[Pricer, bytes], PricedWays] = {}
         self._largest_of: dict[TensorDegree, tuple[int, float]] = {}
         self._cells: dict[tuple[int, int], Way] = {}
-        for i, way in each:
+        for i, way in distinct:
             self._cells.setdefault((i, number[way.layout]), way)
-        if each:
-            self._keep(each, like, optimizer)
+        if distinct:
+            self._price_states(distinct, like, optimizer)
 
-    def _keep(self, each: list[tuple[int, Way]], like: Any, optimizer: OptimizerName) -> None:
+    def _price_states(self, pairs: list[tuple[int, Way]], like: Any, optimizer: OptimizerName) -> None:
         """Compute the costs of keeping state, once for each distinct state; arguments as :func:`_keeping` returns."""
-        known, placed = dict[object, tuple[Kept, Gathers | None]](), self._states.placed
-        for key, i, w in (((placed[i], id(w)), i, w) for i, w in each):
-            known[key] = known.get(key) or (self._states.kept(i, w), self._states.ahead(i, w))
-        kept, ahead = zip(*(known[placed[i], id(w)] for i, w in each), strict=True)
-        distinct = {id(k): k for k in kept}
+        by_key, surroundings = dict[object, tuple[StateCost, Gathers | None]](), self._states.surroundings
+        for key, i, w in (((surroundings[i], id(w)), i, w) for i, w in pairs):
+            by_key[key] = by_key.get(key) or (self._states.kept(i, w), self._states.gathers(i, w))
+        states, ahead = zip(*(by_key[surroundings[i], id(w)] for i, w in pairs), strict=True)
+        distinct = {id(k): k for k in states}
         number = {key: at for at, key in enumerate(distinct)}
         self._costs: Upkeep = _stacked([k.costs for k in distinct.values()])
-        self._costs = _among(self._costs, np.array([number[id(k)] for k in kept], dtype=np.int64)[like])
-        self._kept = [kept[k] for k in like.tolist()]
-        update, apart, own, joint, repeated = [], [], [], [], []
-        bucketed = [k.held.buckets > 0 for k in kept]
-        for (i, way), k in zip(each, kept, strict=True):
+        self._costs = _among(self._costs, np.array([number[id(k)] for k in states], dtype=np.int64)[like])
+        self._upkeep = [states[k] for k in like.tolist()]
+        update, fixed, varies, joint, repeated = [], [], [], [], []
+        bucketed = [k.memory.buckets > 0 for k in states]
+        for (i, way), k in zip(pairs, states, strict=True):
             update.append(self._states.update(i, way.tensor))
-            own.append(type(k.page).transient is not DataStrategy.transient)
-            apart.append(0.0 if own[-1] else k.held.transient)
+            varies.append(type(k.page).transient is not DataStrategy.transient)
+            fixed.append(0.0 if varies[-1] else k.memory.transient)
             joint.append(way.data.degree > 1 and k.page.joint)
             least = 0.0
             if joint[-1]:
-                least = k.page.least(k.share, way.layout.data, optimizer, self._others(i, way))
-            repeated.append(k.held.optimizer - least if joint[-1] else 0.0)
-        self._update, self._apart, self._repeated = (np.array(x, dtype=float)[like] for x in (update, apart, repeated))
-        self._own, self._joint, self._bucketed = (np.array(x, dtype=bool)[like] for x in (own, joint, bucketed))
+                least = k.page.least(k.share, way.layout.data, optimizer, self._other_bytes(i, way))
+            repeated.append(k.memory.optimizer - least if joint[-1] else 0.0)
+        self._update, self._fixed, self._repeated = (np.array(x, dtype=float)[like] for x in (update, fixed, repeated))
+        self._varies, self._joint, self._bucketed = (np.array(x, dtype=bool)[like] for x in (varies, joint, bucketed))
         self._repeated = np.where(self.offload, 0.0, self._repeated)
         none = Gathers(0.0, 0.0, 0.0, 0.0)
         self._gathers: Gathers | None = None
@@ -116,18 +116,18 @@ class Menu:
     def wrapping(self) -> Any:
         """A number for each way: neighbouring components with equal numbers can be wrapped as one unit. -1 for ways
         whose memory does not depend on their neighbours."""
-        known: dict[object, int] = {}
+        number_of: dict[object, int] = {}
         keys = [(w.layout, w.data, w.tensor, w.offload) for w in self.ways]
-        found = np.array([known.setdefault(key, len(known)) for key in keys], dtype=np.int64)
-        return np.where(self._joint, found, -1)
+        numbers = np.array([number_of.setdefault(key, len(number_of)) for key in keys], dtype=np.int64)
+        return np.where(self._joint, numbers, -1)
 
-    def _others(self, index: int, way: Way) -> float:
+    def _other_bytes(self, index: int, way: Way) -> float:
         """The argument ``others`` of :meth:`asa.interfaces.strategy.DataStrategy.least`: parameter bytes of all other
         components, for the component with the largest parameter; infinite for the rest."""
         if way.tensor not in self._largest_of:
             self._largest_of[way.tensor] = self._states.largest(way.tensor)
-        largest, others = self._largest_of[way.tensor]
-        return others if index == largest else float("inf")
+        holder, others = self._largest_of[way.tensor]
+        return others if index == holder else float("inf")
 
     def enough(self, samples: Sequence[int], fewest: Any) -> Any:
         """Whether each way gives its component enough samples: an array of booleans. ``samples``: samples of a rank in
@@ -138,31 +138,31 @@ class Menu:
         """Prices of the ways ``which`` (indices) on the stages of ``pricer``. Arrays are shared between calls: do not
         change them."""
         key = (pricer, which.tobytes())
-        if key not in self._known:
-            self._known[key] = self._priced(pricer, which)
-        return self._known[key]
+        if key not in self._prices:
+            self._prices[key] = self._price(pricer, which)
+        return self._prices[key]
 
-    def _priced(self, pricer: Pricer, which: Any) -> PricedWays:
+    def _price(self, pricer: Pricer, which: Any) -> PricedWays:
         if not len(which):
             return PricedWays(*[np.zeros(0)] * len(fields(PricedWays)))
         i, k = self.component[which], self.layout[which]
-        cells, again = self._in_cells(pricer, which), self.checkpoint[which]
-        saved, transient = (np.where(again, cells[b][k, i], cells[a][k, i]) for a, b in ((8, 10), (9, 11)))
-        around, gathers = self._around(pricer, which, saved), self._gathers
+        cells, checkpoint = self._in_cells(pricer, which), self.checkpoint[which]
+        saved, transient = (np.where(checkpoint, cells[b][k, i], cells[a][k, i]) for a, b in ((8, 10), (9, 11)))
+        around, gathers = self._transient(pricer, which, saved), self._gathers
         x = Figures(
             kept=_among(self._costs, which), gathers=None if gathers is None else _among(gathers, which),
             forward=cells[0][k, i], backward=cells[1][k, i], ahead=0.0, behind=0.0, update=self._update[which],
             floor=self._launch[i], met=[c[k, i] for c in cells[2:4]], count=[c[k, i] for c in cells[4:8]], saved=saved,
-            transient=transient, around=around, checkpoint=again, offload=self.offload[which],
+            transient=transient, around=around, checkpoint=checkpoint, offload=self.offload[which],
             split=np.array([x.tensor > 1 for x in self.layouts])[k],
             alone=np.array([x.data == 1 for x in self.layouts])[k],
         )  # fmt: skip
         if x.gathers is not None:
             x.ahead, x.behind = self._neighbour_seconds(pricer, which, cells[:2], x.gathers)
         c = pricer.price(x)
-        held, own = c.footprint, transient * margin()
-        lone = own + (around if pricer.states.prefetching else self._around(pricer, which, saved, alone=True))
-        lone = np.minimum(lone, own + around) + pricer.fresh(x) - self._unmade(pricer, which)
+        footprint, lone = c.footprint, transient * margin()
+        least = lone + (around if pricer.states.prefetching else self._transient(pricer, which, saved, alone=True))
+        least = np.minimum(least, lone + around) + pricer.fresh(x) - self._unmade(pricer, which)
         return PricedWays(
             forward=c.forward_s + c.forward_communication_s,
             backward=c.backward_s + c.backward_communication_s,
@@ -171,36 +171,36 @@ class Menu:
             prompt=c.prompt_sync_s,
             late=c.late_sync_s,
             window=c.window_s,
-            state=held.state,
-            activations=held.activations,
-            gradients=held.gradients,
-            transient=held.transient,
-            least_state=held.state - self._repeated[which],
-            least_transient=np.maximum(lone, x.kept.updating),
+            state=footprint.state,
+            activations=footprint.activations,
+            gradients=footprint.gradients,
+            transient=footprint.transient,
+            least_state=footprint.state - self._repeated[which],
+            least_transient=np.maximum(least, x.kept.updating),
             added=(pricer.num_microbatches > 1) * x.kept.added,
         )
 
     def _unmade(self, pricer: Pricer, which: Any) -> Any:
         """For each way, the bytes of gradients that do not exist yet at the peak of the component's backward
         (:meth:`asa.cost.pricing.Pricer.as_made`)."""
-        found = np.zeros(len(which))
+        unmade = np.zeros(len(which))
         if pricer.num_microbatches > 1 or not pricer.times.unmade:
-            return found
-        known: dict[tuple[int, int], float] = {}
+            return unmade
+        by_cell: dict[tuple[int, int], float] = {}
         for at in np.flatnonzero(~self._bucketed[which]).tolist():
             key = (int(self.component[which[at]]), int(self.layout[which[at]]))
-            if key not in known:
-                known[key] = pricer.keeping.unmade(self._graph.components[key[0]], self.layouts[key[1]])
-            found[at] = known[key]
-        return found
+            if key not in by_cell:
+                by_cell[key] = pricer.keeping.unmade(self._graph.components[key[0]], self.layouts[key[1]])
+            unmade[at] = by_cell[key]
+        return unmade
 
     def _neighbour_seconds(self, pricer: Pricer, which: Any, passes: Any, gathers: Gathers) -> tuple[Any, Any]:
         """For each way, the compute seconds that can hide its gathers: the forward of the component in front, and the
         backward of the one behind. ``passes``: seconds of compute, shape (pass, layout, component)."""
         i, k, last = self.component[which], self.layout[which], len(self._graph) - 1
-        front, after = np.maximum(0, i - 1), np.minimum(last, i + 1)
+        front, back = np.maximum(0, i - 1), np.minimum(last, i + 1)
         ahead = passes[0][k, front]
-        behind = passes[1][k, after] + self.checkpoint[which] * passes[0][k, after]
+        behind = passes[1][k, back] + self.checkpoint[which] * passes[0][k, back]
         for at in np.flatnonzero(gathers.forward + gathers.once + gathers.backward).tolist():
             way = self.ways[int(which[at])]
             if self._by_one(pricer, way.layout):
@@ -212,56 +212,56 @@ class Menu:
         """Whether components must be priced one at a time: ranks differ in shard or speed, or tokens are split."""
         return bool(layout.weights or layout.sequence or pricer.shards.speeds)
 
-    def _around(self, pricer: Pricer, which: Any, saved: Any, *, alone: bool = False) -> Any:
+    def _transient(self, pricer: Pricer, which: Any, saved: Any, *, alone: bool = False) -> Any:
         """For each way, transient bytes as its strategy declares them, buffers of neighbours included. ``alone``: as if
         no neighbour of a joint strategy ran the same way."""
-        found = self._apart[which]
-        known: dict[tuple[object, ...], float] = {}  # alike whether or not its state is on the host
-        for at in np.flatnonzero(self._own[which]).tolist():
+        transient = self._fixed[which]
+        by_key: dict[tuple[object, ...], float] = {}  # alike whether or not its state is on the host
+        for at in np.flatnonzero(self._varies[which]).tolist():
             w = int(which[at])
-            key = (self.component[w], self.layout[w], id(self._kept[w].page), saved[at])
-            if key not in known:
+            key = (self.component[w], self.layout[w], id(self._upkeep[w].page), saved[at])
+            if key not in by_key:
                 way, i = self.ways[w], int(self.component[w])
                 alike = range(i, i + 1) if alone and self._joint[w] else None
-                beside = pricer.around.of(i, way.tensor, float(saved[at]), alike)
-                known[key] = self._kept[w].page.transient(self._kept[w].share, way.layout.data, beside)
-            found[at] = known[key]
-        return found
+                neighbours = pricer.around.of(i, way.tensor, float(saved[at]), alike)
+                by_key[key] = self._upkeep[w].page.transient(self._upkeep[w].share, way.layout.data, neighbours)
+            transient[at] = by_key[key]
+        return transient
 
     def _in_cells(self, pricer: Pricer, which: Any) -> Any:
         """Figures of each component in each layout that do not depend on the data strategy: shape (12, layout,
         component). Rows 0-7 are those of :meth:`asa.cost.pricing.Pricer.cell`; rows 8 and 9 are bytes saved and
         transient without a checkpoint, rows 10 and 11 with one."""
         n = len(self._graph)
-        found = np.zeros((12, len(self.layouts), n))
-        wanted = np.zeros((len(self.layouts), n), dtype=bool)
-        wanted[self.layout[which], self.component[which]] = True
+        figures = np.zeros((12, len(self.layouts), n))
+        used = np.zeros((len(self.layouts), n), dtype=bool)
+        used[self.layout[which], self.component[which]] = True
         outputs = np.array([c.output_bytes_per_sample for c in self._graph.components])
         for k, layout in enumerate(self.layouts):
-            if not wanted[k].any():
+            if not used[k].any():
                 continue
             by_one = self._by_one(pricer, layout)
             first: dict[int, int] = {}
-            for i in np.flatnonzero(wanted[k]).tolist() if by_one or layout.tensor > 1 else ():
-                like = first.setdefault(i if by_one else self._states.like[i], i)
-                found[:8, k, i] = pricer.cell(i, self._cells[i, k]) if like == i else found[:8, k, like]
+            for i in np.flatnonzero(used[k]).tolist() if by_one or layout.tensor > 1 else ():
+                twin = first.setdefault(i if by_one else self._states.like[i], i)
+                figures[:8, k, i] = pricer.cell(i, self._cells[i, k]) if twin == i else figures[:8, k, twin]
                 if by_one:
                     component = self._graph.components[i]
-                    for at, again in ((8, False), (10, True)):
-                        found[at : at + 2, k, i] = pricer.keeping.component(component, layout, checkpoint=again)
+                    for at, checkpoint in ((8, False), (10, True)):
+                        figures[at : at + 2, k, i] = pricer.keeping.component(component, layout, checkpoint=checkpoint)
             if not by_one:
                 samples = pricer.local(layout)
-                found[:2, k] = self._times.passes(samples, layout.tensor) * pricer.slowed(samples)
+                figures[:2, k] = self._times.passes(samples, layout.tensor) * pricer.slowed(samples)
                 saved, transient = self._times.sizes(samples, layout.tensor)
                 kept = np.minimum(saved, samples * outputs)
-                found[8:, k] = saved, transient, kept, transient + saved - kept
-        return found
+                figures[8:, k] = saved, transient, kept, transient + saved - kept
+        return figures
 
 
-def _stacked(each: Sequence[Any]) -> Any:
+def _stacked(objects: Sequence[Any]) -> Any:
     """One object of arrays for several objects of numbers, with an entry for each."""
-    columns = zip(*(vars(x).values() for x in each), strict=True)
-    return type(each[0])(*(np.array(column, dtype=float).T for column in columns))
+    columns = zip(*(vars(x).values() for x in objects), strict=True)
+    return type(objects[0])(*(np.array(column, dtype=float).T for column in columns))
 
 
 def _among(figures: Any, which: Any) -> Any:
@@ -272,13 +272,13 @@ def _among(figures: Any, which: Any) -> Any:
 def _keeping(ways: Sequence[Sequence[Way]]) -> tuple[list[tuple[int, Way]], Any]:
     """The distinct pairs (component, way) by how they keep state, and for each way the index of its pair. Consecutive
     ways that differ only by a checkpoint or an optimizer on the host share a pair."""
-    each: list[tuple[int, Way]] = []
+    pairs: list[tuple[int, Way]] = []
     like: list[int] = []
     for i, row in enumerate(ways):
         last: Way | None = None
         for way in row:
             if last is None or not (way.layout is last.layout and way.tensor is last.tensor and way.data is last.data):
-                each.append((i, way))
+                pairs.append((i, way))
                 last = way
-            like.append(len(each) - 1)
-    return each, np.array(like, dtype=np.int64)
+            like.append(len(pairs) - 1)
+    return pairs, np.array(like, dtype=np.int64)

@@ -43,22 +43,22 @@ def program(schedule: Schedule, stages: int, num_microbatches: int) -> tuple[tup
     """
     orders = [schedule.order(s, stages, num_microbatches) for s in range(stages)]
     done = [0] * stages
-    over: set[tuple[int, bool, int]] = set()
-    found: list[tuple[int, bool, int, bool]] = []
-    while len(found) < sum(len(o) for o in orders):
-        before = len(found)
+    finished: set[tuple[int, bool, int]] = set()
+    actions: list[tuple[int, bool, int, bool]] = []
+    while len(actions) < sum(len(o) for o in orders):
+        before = len(actions)
         for s, order in enumerate(orders):
             while done[s] < len(order):
                 ahead, k = order[done[s]].direction == "forward", order[done[s]].microbatch
                 needed = (s - 1, True, k) if ahead else (s + 1, False, k)
-                if 0 <= needed[0] < stages and needed not in over:
+                if 0 <= needed[0] < stages and needed not in finished:
                     break
                 done[s] += 1
-                over.add((s, ahead, k))
-                found.append((s, ahead, k, done[s] == len(order)))
-        if len(found) == before:
+                finished.add((s, ahead, k))
+                actions.append((s, ahead, k, done[s] == len(order)))
+        if len(actions) == before:
             raise ValueError(f"schedule {schedule.identifier} waits for itself")
-    return tuple(found)
+    return tuple(actions)
 
 
 def makespan(
@@ -70,8 +70,8 @@ def makespan(
     """The time of a step. ``transfers[i]`` are the times of one microbatch from stage i to stage i + 1, and of its
     gradient back."""
     times = [(s.forward, s.backward, s.last_backward_extra, s.after) for s in stages]
-    found: float = _played(times, transfers, schedule, num_microbatches, max)
-    return found
+    total: float = _played(times, transfers, schedule, num_microbatches, max)
+    return total
 
 
 def makespans(times: Any, transfers: Any, schedule: Schedule, num_microbatches: int) -> Any:
@@ -108,7 +108,7 @@ def _played(times: Any, transfers: Any, schedule: Schedule, num_microbatches: in
                 sent += transfers[s - 1][1]
                 back_free[s] = returned[s - 1, k] = sent
         now[s] = clock
-    return reduce(later, (clock + own[3] for clock, own in zip(now, times, strict=True)))
+    return reduce(later, (clock + stage[3] for clock, stage in zip(now, times, strict=True)))
 
 
 @lru_cache(maxsize=16384)
@@ -127,13 +127,13 @@ def _shape(order: Sequence[Action]) -> tuple[int, int, bool]:
     return lead, trail, pairs == [False, True] * (len(pairs) // 2)
 
 
-def lead(schedule: Schedule, places: Iterable[tuple[int, int]], num_microbatches: int) -> int | None:
+def lead(schedule: Schedule, positions: Iterable[tuple[int, int]], num_microbatches: int) -> int | None:
     """The lead (:func:`shape`) of stages at these positions (stage, number of stages); None where leads differ, or
     where forwards and backwards do not alternate after the warm-up."""
-    orders = {id(x): x for x in (schedule.order(s, p, num_microbatches) for s, p in places)}
-    found = {_shape(x) for x in orders.values()}
-    first, _, strict = next(iter(found))
-    return first if len(found) == 1 and strict else None
+    orders = {id(x): x for x in (schedule.order(s, p, num_microbatches) for s, p in positions)}
+    shapes = {_shape(x) for x in orders.values()}
+    first, _, strict = next(iter(shapes))
+    return first if len(shapes) == 1 and strict else None
 
 
 def lower_bound(

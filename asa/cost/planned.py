@@ -40,7 +40,7 @@ class StagePrice:
     boundaries: tuple[BoundaryCost, ...]
     peaks: tuple[Peak, ...] = ()
 
-    def held(self, place: int) -> float:
+    def peak_of(self, place: int) -> float:
         """Peak bytes of the stage's rank number ``place``."""
         return (self.peaks[place] if self.peaks else self.peak).total
 
@@ -77,20 +77,20 @@ class Price:
 
 def _rank_peaks(pricer: Pricer, start: int, ways: Sequence[Way], in_flight: int) -> tuple[Peak, ...]:
     """The peak of every rank of a stage with uneven shards."""
-    known: dict[tuple[int, ...], Peak] = {}
-    found = []
-    for place in range(pricer.width):
-        mine = tuple(pricer.shards.rows(w.layout)[w.layout.data_index(place)] for w in ways)
-        if mine not in known:
-            own = pricer.holder(place)
-            parts = [own.component(i, way).footprint for i, way in enumerate(ways, start)]
-            between = [own.edges.boundary(i, a.layout, b.layout) for i, (a, b) in enumerate(pairwise(ways), start + 1)]
-            inlets = (own.edges.inlet(start, ways[0].layout), *between)
-            outlet = own.edges.outlet(start + len(ways) - 1, ways[-1].layout)
-            held = peak(together.ended(parts, outlet.footprint), [b.footprint for b in inlets], in_flight)
-            known[mine] = replace(held, index=start + held.index)
-        found.append(known[mine])
-    return tuple(found)
+    by_rows: dict[tuple[int, ...], Peak] = {}
+    peaks = []
+    for rank in range(pricer.width):
+        rows = tuple(pricer.shards.rows(w.layout)[w.layout.data_index(rank)] for w in ways)
+        if rows not in by_rows:
+            view = pricer.holder(rank)
+            parts = [view.component(i, way).footprint for i, way in enumerate(ways, start)]
+            between = [view.edges.boundary(i, a.layout, b.layout) for i, (a, b) in enumerate(pairwise(ways), start + 1)]
+            inlets = (view.edges.inlet(start, ways[0].layout), *between)
+            outlet = view.edges.outlet(start + len(ways) - 1, ways[-1].layout)
+            highest = peak(together.ended(parts, outlet.footprint), [b.footprint for b in inlets], in_flight)
+            by_rows[rows] = replace(highest, index=start + highest.index)
+        peaks.append(by_rows[rows])
+    return tuple(peaks)
 
 
 def price_stage(pricer: Pricer, start: int, ways: Sequence[Way], overlap: Overlap, in_flight: int = 1) -> StagePrice:
@@ -102,12 +102,12 @@ def price_stage(pricer: Pricer, start: int, ways: Sequence[Way], overlap: Overla
     boundaries = (pricer.edges.inlet(start, ways[0].layout), *between, pricer.edges.outlet(stop - 1, ways[-1].layout))
     cost = step(components, boundaries, overlap)
     peaks = _rank_peaks(pricer, start, ways, in_flight) if ways[0].layout.weights else ()
-    held = together.held(pricer, start, ways, components, boundaries, in_flight)
+    stage_peak = together.stage_peak(pricer, start, ways, components, boundaries, in_flight)
     return StagePrice(
         start=start,
         cost=cost,
         times=_times(cost, components, boundaries, overlap),
-        peak=max(peaks, key=lambda p: p.total) if peaks else replace(held, index=start + held.index),
+        peak=max(peaks, key=lambda p: p.total) if peaks else replace(stage_peak, index=start + stage_peak.index),
         components=components,
         boundaries=boundaries,
         peaks=peaks,
@@ -186,20 +186,20 @@ def ways_of(plan: Plan, profile: Profile, strategies: Strategies) -> tuple[Way, 
     """
     names = tuple(c.name for c in profile.graph.components)
     if tuple(a.name for a in plan.components) != names:
-        theirs = [a.name for a in plan.components]
+        chosen = [a.name for a in plan.components]
         at = next(
-            (i for i, (a, b) in enumerate(zip(theirs, names, strict=False)) if a != b), min(len(theirs), len(names))
+            (i for i, (a, b) in enumerate(zip(chosen, names, strict=False)) if a != b), min(len(chosen), len(names))
         )
-        differs = f"; component {at} is {theirs[at]!r} and {names[at]!r}" if at < min(len(theirs), len(names)) else ""
+        differs = f"; component {at} is {chosen[at]!r} and {names[at]!r}" if at < min(len(chosen), len(names)) else ""
         raise InvalidInputError(
-            f"the plan is of {len(theirs)} components of {plan.model_spec}, the profile of {len(names)} of "
+            f"the plan is of {len(chosen)} components of {plan.model_spec}, the profile of {len(names)} of "
             f"{profile.model_spec}{differs}",
             where="$.components" + (f"[{at}].name" if differs else ""),
         )
     for name in ("input_shape", "num_classes"):
-        mine, theirs = getattr(plan, name), getattr(profile.graph, name)
-        if mine != theirs:
-            raise InvalidInputError(f"the plan has {name} {mine}, its profile {theirs}", where=f"$.{name}")
+        in_plan, in_profile = getattr(plan, name), getattr(profile.graph, name)
+        if in_plan != in_profile:
+            raise InvalidInputError(f"the plan has {name} {in_plan}, its profile {in_profile}", where=f"$.{name}")
     ways = []
     for i, (assignment, layout) in enumerate(zip(plan.components, plan.layouts(), strict=True)):
         way = Way(
@@ -229,17 +229,17 @@ def schedule_of(plan: Plan, strategies: Strategies) -> Schedule | None:
     """
     if len(plan.stages) == 1:
         return None
-    found = strategies.schedules.get(plan.schedule)
-    if found is None:
+    schedule = strategies.schedules.get(plan.schedule)
+    if schedule is None:
         offered = ", ".join(strategies.schedules) or "none"
         raise InvalidInputError(
             f"{len(plan.stages)} stages need a schedule, the plan says {plan.schedule}; offered: {offered}",
             where="$.schedule",
         )
-    refusal = found.refusal(len(plan.stages), plan.num_microbatches)
+    refusal = schedule.refusal(len(plan.stages), plan.num_microbatches)
     if refusal:
         raise InvalidInputError(f"the plan cannot be run: {refusal}", where="$.num_microbatches")
-    return found
+    return schedule
 
 
 def price_plan(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> Price:

@@ -88,9 +88,9 @@ class Pricer:
         at_once = working(width, busy, num_microbatches)
         self.slow = slowest_rank(profile, cluster, at_once)
         self.slow_memory = slowest_rank(profile, cluster, at_once, memory=True)
-        beside = [contention(cluster, ranks, memory=True) for ranks in (width, at_once, busy)]
-        self.slow_update = self.slow_memory * beside[0] / beside[1]
-        self.held_up_by_update = beside[2] / beside[0] - 1
+        contentions = [contention(cluster, ranks, memory=True) for ranks in (width, at_once, busy)]
+        self.slow_update = self.slow_memory * contentions[0] / contentions[1]
+        self.held_up_by_update = contentions[2] / contentions[0] - 1
         """Share by which the update of a stage slows down the backward of the stages in front, which runs meanwhile."""
         self._components: dict[tuple[int, Way], ComponentCost] = {}
         self._holders: dict[int, Pricer] = {}
@@ -104,21 +104,21 @@ class Pricer:
     def _edges(self) -> Edges:
         return Edges(
             self.graph, self.states, self.keeping, microbatch=self.microbatch, num_microbatches=self.num_microbatches,
-            launching=Launching(self._ahead) if self.states.async_device else None,
+            launching=Launching(self._host_lead) if self.states.async_device else None,
         )  # fmt: skip
 
-    def _ahead(self, layout: Layout) -> Any:
+    def _host_lead(self, layout: Layout) -> Any:
         """Least seconds by which the host is ahead of its device after the forward and the backward of each component,
         over all configurations of it: shape (component, pass)."""
         components, samples = self.graph.components, self.local(layout)
         if layout.weights or self.shards.speeds:
             longest = [self.longest(c, layout) for c in components]
-            taken = np.array([(work.forward_s * slow, work.backward_s * slow) for work, slow in longest])
+            pass_s = np.array([(work.forward_s * slow, work.backward_s * slow) for work, slow in longest])
         else:
             passes = self.times.passes(samples, layout.tensor, by_tokens=layout.sequence)
-            taken = passes.T * self.slowed(samples)
+            pass_s = passes.T * self.slowed(samples)
         floors = np.array([(x, 2 * x) for x in map(self.times.launch, components)])
-        return np.maximum(0.0, taken - floors - [self.states.most_launched(i, layout) for i in range(len(components))])
+        return np.maximum(0.0, pass_s - floors - [self.states.most_launched(i, layout) for i in range(len(components))])
 
     @property
     def releases(self) -> tuple[int, ...]:
@@ -129,14 +129,14 @@ class Pricer:
         """Samples of the largest shard of a microbatch."""
         return self.shards.largest(layout)
 
-    def holder(self, place: int) -> Pricer:
-        """A copy that prices the memory of the stage's rank number ``place``."""
-        if place not in self._holders:
-            found = self._holders[place] = copy(self)
-            found.shards = self.shards.at(place)
-            found.keeping = Keeping(self.graph, self.times, found.shards)
-            found._components, found.edges = {}, found._edges()
-        return self._holders[place]
+    def holder(self, rank: int) -> Pricer:
+        """A copy that prices the memory of the stage's rank number ``rank``."""
+        if rank not in self._holders:
+            pricer = self._holders[rank] = copy(self)
+            pricer.shards = self.shards.at(rank)
+            pricer.keeping = Keeping(self.graph, self.times, pricer.shards)
+            pricer._components, pricer.edges = {}, pricer._edges()
+        return self._holders[rank]
 
     def slowed(self, samples: int, speed: float = 1.0) -> float:
         """The factor from the profile's times of ``samples`` samples to those of a rank with relative ``speed``."""
@@ -144,12 +144,12 @@ class Pricer:
 
     def longest(self, component: Component, layout: Layout) -> tuple[Work, float]:
         """The component's work on its slowest rank, and the factor from the profile's times to those of this rank."""
-        found = self.shards.timed(layout)
-        if len(found) == 1:
-            samples, speed = found[0]
+        shards = self.shards.timed(layout)
+        if len(shards) == 1:
+            samples, speed = shards[0]
             return self._work(component, samples, layout), self.slowed(samples, speed)
         return max(
-            ((self._work(component, n, layout), self.slowed(n, speed)) for n, speed in found),
+            ((self._work(component, n, layout), self.slowed(n, speed)) for n, speed in shards),
             key=lambda x: (x[0].forward_s + x[0].backward_s) * x[1],
         )
 
@@ -166,7 +166,7 @@ class Pricer:
         """The input of :meth:`price` for component ``index``, run as ``way`` says. ``alike``: the range of components
         around it that run the same way; all components if None."""
         component, layout, kept = self.graph.components[index], way.layout, self.states.kept(index, way)
-        (forward, backward, *met, a, b, c, d), gathers = self.cell(index, way), self.states.ahead(index, way)
+        (forward, backward, *met, a, b, c, d), gathers = self.cell(index, way), self.states.gathers(index, way)
         ahead, behind = (0.0, 0.0) if gathers is None else self.neighbour_seconds(index, way, gathers)
         saved, transient = self.keeping.component(component, layout, checkpoint=way.checkpoint)
         around = self.around.of(index, way.tensor, saved, alike)
@@ -188,25 +188,25 @@ class Pricer:
 
     def price(self, x: Figures) -> ComponentCost:
         """The costs of components with these figures: numbers of one, or arrays with an entry for each way."""
-        least = np.minimum if isinstance(x.forward, np.ndarray) else min
+        lesser = np.minimum if isinstance(x.forward, np.ndarray) else min
         k, m, slowest, collective_s = x.kept, self.num_microbatches, self.shards.slowest, self.states.collective_s
         added = adding(x.update * self.slow_memory / slowest, self.optimizer, m)
         backward = x.backward + x.checkpoint * x.forward + added
         met_ahead, met_back = x.met[0], x.met[1] + x.checkpoint * x.met[0]
-        ahead, back = self._met(x, 0), self._met(x, 1) + x.checkpoint * x.met[0]
+        ahead, met_backward = self._met(x, 0), self._met(x, 1) + x.checkpoint * x.met[0]
         saved, host, sync = _NOTHING_HIDDEN, _NOTHING_AWAITED, k.prompt + k.late
         if x.gathers is not None:
             saved = hidden(
                 x.gathers, self.cluster.overlap, ahead=x.ahead, behind=x.behind, own=backward,
-                met=(k.shared * met_ahead, k.shared * met_back), scattered=k.scattered, microbatches=m, least=least,
+                met=(k.shared * met_ahead, k.shared * met_back), scattered=k.scattered, microbatches=m, least=lesser,
             )  # fmt: skip
         if self.states.async_device:
             launches = Launches(*k.launches).plus(
                 collective_s * x.count[0], collective_s * (x.count[1] + x.checkpoint * x.count[0])
             )
-            host = awaited(launches, forward=x.forward, backward=backward, floor=x.floor, most=_most(x))
-        held_up = alongside(sync, compute=backward, collectives=k.shared * met_back, least=least) + saved.queued
-        held_up = least(sync, held_up)
+            host = awaited(launches, forward=x.forward, backward=backward, floor=x.floor, greater=_most(x))
+        held_up = alongside(sync, compute=backward, collectives=k.shared * met_back, least=lesser) + saved.queued
+        held_up = lesser(sync, held_up)
         free = 1 - held_up / (sync + (sync <= 0))
         update = self._updated(x)
         bucket = k.copied * self.slow / slowest + k.handled[3] + host.gradient
@@ -215,7 +215,7 @@ class Pricer:
             forward_s=x.forward,
             backward_s=backward,
             forward_communication_s=ahead - saved.forward + host.forward,
-            backward_communication_s=back - saved.backward + host.backward,
+            backward_communication_s=met_backward - saved.backward + host.backward,
             bucket_s=bucket + (1 - x.offload) * update * self.held_up_by_update,
             prompt_sync_s=k.prompt * free,
             late_sync_s=k.late * free,
@@ -223,7 +223,7 @@ class Pricer:
             update_s=update,
             update_communication_s=k.update_moved - saved.once + host.update + held_up,
             error_s=m * x.error,
-            link_error_s=(m * (ahead + back) + k.update_moved + sync) * x.link_error,
+            link_error_s=(m * (ahead + met_backward) + k.update_moved + sync) * x.link_error,
             footprint=self.footprint(x),
             covered_s=saved.covered,
             prefetched_s=m * (saved.forward + saved.backward) + saved.once,
@@ -237,8 +237,8 @@ class Pricer:
         k, once, compute = x.kept, 2 + at, (x.forward, x.backward)[at]
         per_step = k.blocking * (k.count[once] + x.count[once]) / self.num_microbatches
         number = _most(x)(x.count[at] + k.moving * k.count[at] + per_step, 1.0 * x.split)
-        waited = compute * (waiting(self.cluster, self.width, compute / (number + (number == 0))) - 1)
-        return (number > 0) * (x.met[at] + k.moving * k.taken[at] + waited) + k.moving * k.handled[at]
+        wait_s = compute * (waiting(self.cluster, self.width, compute / (number + (number == 0))) - 1)
+        return (number > 0) * (x.met[at] + k.moving * k.taken[at] + wait_s) + k.moving * k.handled[at]
 
     def _updated(self, x: Figures) -> Any:
         """Seconds of the optimizer step, on the device or on its host."""
@@ -270,8 +270,8 @@ class Pricer:
     def pass_of(self, index: int, way: Way) -> tuple[float, float]:
         """Compute seconds of forward and of backward of component ``index``, for one microbatch."""
         work, slow = self.longest(self.graph.components[index], way.layout)
-        again = work.forward_s if way.checkpoint else 0.0
-        return work.forward_s * slow, (work.backward_s + again) * slow
+        recomputed = work.forward_s if way.checkpoint else 0.0
+        return work.forward_s * slow, (work.backward_s + recomputed) * slow
 
     def joint(self, way: Way) -> bool:
         """Whether the memory of a component run as ``way`` says depends on the ways of its neighbours."""
@@ -290,15 +290,15 @@ class Pricer:
         of its gathered weights."""
         if self.num_microbatches > 1 or not self.times.unmade:
             return footprint
-        held, component = self.states.kept(index, way).held, self.graph.components[index]
-        unmade = 0.0 if held.buckets else self.keeping.unmade(component, way.layout)
+        memory, component = self.states.kept(index, way).memory, self.graph.components[index]
+        unmade = 0.0 if memory.buckets else self.keeping.unmade(component, way.layout)
         if not unmade:
             return footprint
-        made = max(footprint.transient - unmade, held.updating)
+        peak = max(footprint.transient - unmade, memory.updating)
         if ending:
             _, passing = self.keeping.component(component, way.layout, checkpoint=way.checkpoint)
-            made = max(made, min(footprint.transient, passing * margin() + held.transient - held.gradients))
-        return replace(footprint, transient=made)
+            peak = max(peak, min(footprint.transient, passing * margin() + memory.transient - memory.gradients))
+        return replace(footprint, transient=peak)
 
     def cell(self, index: int, way: Way) -> tuple[float, ...]:
         """Eight figures of component ``index`` that do not depend on its data strategy: seconds of compute in forward
@@ -307,10 +307,10 @@ class Pricer:
         key = (index, way.layout, way.tensor)
         if key not in self._cells:
             inner = self.inner(index, way)
-            taken = (sum(self._links.seconds(c) for c in inner if c.phase == phase) for phase in PHASES[:2])
+            collective_s = (sum(self._links.seconds(c) for c in inner if c.phase == phase) for phase in PHASES[:2])
             counts = (launched(inner, phase) for phase in PHASES)
             work, slow = self.longest(self.graph.components[index], way.layout)
-            self._cells[key] = (work.forward_s * slow, work.backward_s * slow, *taken, *counts)
+            self._cells[key] = (work.forward_s * slow, work.backward_s * slow, *collective_s, *counts)
         return self._cells[key]
 
     def inner(self, index: int, way: Way) -> tuple[Collective, ...]:

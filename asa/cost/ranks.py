@@ -60,34 +60,34 @@ class Ranks:
 
         To exclude waiting, a rank is priced as if the other ranks of its stage took no time.
         """
-        found: dict[int, float] = {}
+        compute_s: dict[int, float] = {}
         for stage, start, ways in self._stages():
-            known: dict[tuple[float, int], float] = {}
+            by_kind: dict[tuple[float, int], float] = {}
             speeds = self._cluster.speeds(stage.ranks)
-            for place, rank in enumerate(stage.ranks):
-                speed = speeds[place] if speeds else 1.0
-                kind = (speed, stage.weights[place] if stage.weights else 1)
-                if kind not in known:
-                    others = [MOST_SPEED] * len(stage.ranks)
-                    others[place] = speed
-                    pricer = self._pricer(stage, tuple(others) if stage.weights or speeds else ())
-                    known[kind] = price_stage(pricer, start, ways, self._cluster.overlap).cost.compute_s
-                found[rank] = known[kind]
-        return tuple(found[r] for r in range(self._plan.num_ranks))
+            for position, rank in enumerate(stage.ranks):
+                speed = speeds[position] if speeds else 1.0
+                kind = (speed, stage.weights[position] if stage.weights else 1)
+                if kind not in by_kind:
+                    rank_speeds = [MOST_SPEED] * len(stage.ranks)
+                    rank_speeds[position] = speed
+                    pricer = self._pricer(stage, tuple(rank_speeds) if stage.weights or speeds else ())
+                    by_kind[kind] = price_stage(pricer, start, ways, self._cluster.overlap).cost.compute_s
+                compute_s[rank] = by_kind[kind]
+        return tuple(compute_s[r] for r in range(self._plan.num_ranks))
 
     def carried(self) -> tuple[Carried, ...]:
         """Every kind of collective inside stages (by operation, group and links), and one send between each two
         neighbouring stages."""
-        found: dict[tuple[CollectiveOp, int, int, int], Carried] = {}
+        largest: dict[tuple[CollectiveOp, int, int, int], Carried] = {}
         for stage, start, ways in self._stages():
             width = len(stage.ranks)
             pricer, links = self._pricer(stage, ()), Links(self._cluster, width, self._busy or width)
             for i, way in enumerate(ways, start):
-                for c in (*pricer.inner(i, way), *pricer.states.kept(i, way).moved):
+                for c in (*pricer.inner(i, way), *pricer.states.kept(i, way).traffic):
                     if c.ranks > 1 and c.bytes > 0:
                         key = (c.op, links.level(c.ranks, c.stride), c.ranks, c.stride)
-                        if key not in found or found[key].bytes < c.bytes:
-                            found[key] = Carried(
+                        if key not in largest or largest[key].bytes < c.bytes:
+                            largest[key] = Carried(
                                 op=c.op, level=key[1], ranks=c.ranks, stride=c.stride, bytes=c.bytes,
                                 seconds=links.seconds(c),
                             )  # fmt: skip
@@ -96,7 +96,7 @@ class Ranks:
                 offset = stage.ranks[0]
                 sent = Links(self._cluster).handover(size, offset, 1)
                 level = self._cluster.hop(offset)
-                found["send_recv", level, 2, offset] = Carried(
+                largest["send_recv", level, 2, offset] = Carried(
                     op="send_recv", level=level, ranks=2, stride=offset, bytes=size, seconds=sent
                 )  # fmt: skip
-        return tuple(found.values())
+        return tuple(largest.values())

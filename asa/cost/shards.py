@@ -20,7 +20,7 @@ class Shards:
     """Shards of ``num_microbatches`` in a step of ``global_batch``, on ``width`` ranks.
 
     ``speeds``: one per rank, relative to the profiled device; ``spare``: bytes that each rank's device has beyond the
-    smallest device. Both are empty if all are equal. ``place``: the rank whose memory is computed, None for all.
+    smallest device. Both are empty if all are equal. ``rank``: the rank whose memory is computed, None for all.
     """
 
     def __init__(
@@ -28,29 +28,29 @@ class Shards:
         spare: tuple[float, ...] = (),
     ) -> None:  # fmt: skip
         self.width, self.speeds, self.spare = width, speeds, spare
-        self.place: int | None = None
+        self.rank: int | None = None
         self.microbatch = largest_shard(global_batch, num_microbatches)
         self.sizes = {self.microbatch, global_batch // num_microbatches} - {0}
         self._rows: dict[Layout, tuple[int, ...]] = {}
         self._timed: dict[Layout, tuple[tuple[int, float], ...]] = {}
-        self._held: dict[Layout, tuple[tuple[int, float], ...]] = {}
+        self._peak_shards: dict[Layout, tuple[tuple[int, float], ...]] = {}
 
     @property
     def slowest(self) -> float:
         """The speed of the slowest rank."""
         return min(self.speeds, default=1.0)
 
-    def at(self, place: int) -> Shards:
-        """A copy that computes the memory of the stage's rank number ``place``."""
-        found = copy(self)
-        found.place, found._held = place, {}
-        return found
+    def at(self, rank: int) -> Shards:
+        """A copy that computes the memory of the stage's rank number ``rank``."""
+        shards = copy(self)
+        shards.rank, shards._peak_shards = rank, {}
+        return shards
 
     def rows(self, layout: Layout) -> tuple[int, ...]:
         """Samples of every shard, in the microbatch in which the shard is largest; at least 1."""
         if layout not in self._rows:
-            every = zip(*(layout.sizes(size) for size in self.sizes), strict=True)
-            self._rows[layout] = tuple(max(1, *sizes) for sizes in every)
+            sizes_of = zip(*(layout.sizes(size) for size in self.sizes), strict=True)
+            self._rows[layout] = tuple(max(1, *sizes) for sizes in sizes_of)
         return self._rows[layout]
 
     def largest(self, layout: Layout) -> int:
@@ -63,25 +63,25 @@ class Shards:
         if not layout.weights and not self.speeds:
             return ((self.largest(layout), 1.0),)
         if layout not in self._timed:
-            found: dict[float, int] = {}
+            largest: dict[float, int] = {}
             for i, samples in enumerate(self.rows(layout)):
                 speed = min(self.speeds[i * layout.inner : (i + 1) * layout.inner], default=1.0)
-                found[speed] = max(samples, found.get(speed, 1))
-            self._timed[layout] = tuple((samples, speed) for speed, samples in found.items())
+                largest[speed] = max(samples, largest.get(speed, 1))
+            self._timed[layout] = tuple((samples, speed) for speed, samples in largest.items())
         return self._timed[layout]
 
-    def held(self, layout: Layout) -> tuple[tuple[int, float], ...]:
+    def of_peak(self, layout: Layout) -> tuple[tuple[int, float], ...]:
         """Pairs (samples, spare bytes) of the shards that may determine the peak memory."""
         if not layout.weights:
             return ((self.largest(layout), 0.0),)
-        if layout not in self._held:
-            self._held[layout] = self._decisive(layout)
-        return self._held[layout]
+        if layout not in self._peak_shards:
+            self._peak_shards[layout] = self._decisive(layout)
+        return self._peak_shards[layout]
 
     def _decisive(self, layout: Layout) -> tuple[tuple[int, float], ...]:
         rows = self.rows(layout)
-        if self.place is not None:
-            return ((rows[layout.data_index(self.place)], 0.0),)
+        if self.rank is not None:
+            return ((rows[layout.data_index(self.rank)], 0.0),)
         if not self.spare:
             return ((max(rows), 0.0),)
         spare = [min(self.spare[i : i + layout.inner]) for i in range(0, self.width, layout.inner)]
@@ -106,8 +106,8 @@ class Keeping:
         With a checkpoint only the output is saved; backward repeats forward first, so the other saved bytes become
         transient. Sequence parallelism gathers tokens into buffers of its own, which are transient, too.
         """
-        found = []
-        for samples, spare in self.shards.held(layout):
+        pairs = []
+        for samples, spare in self.shards.of_peak(layout):
             work = self._times.work(component, samples, layout.tensor)
             saved, transient = work.saved_bytes, work.transient_bytes
             output = float(samples * component.output_bytes_per_sample)
@@ -123,8 +123,8 @@ class Keeping:
                 passing, staying = self._parts
                 saved -= spare * staying * component.saved_bytes_per_sample / margin()
                 transient -= spare * passing / margin()
-            found.append((saved, transient))
-        return max(s for s, _ in found), max(t for _, t in found)
+            pairs.append((saved, transient))
+        return max(s for s, _ in pairs), max(t for _, t in pairs)
 
     def unmade(self, component: Component, layout: Layout) -> float:
         """Bytes of the component's gradients that backward has not yet computed at its peak."""
@@ -132,17 +132,17 @@ class Keeping:
 
     def input(self, layout: Layout) -> float:
         """Bytes of the model's input."""
-        each = self._graph.input_bytes_per_sample
+        sample_bytes = self._graph.input_bytes_per_sample
         return max(
-            samples * each - (spare * self._parts[1] * each / margin() if spare else 0.0)
-            for samples, spare in self.shards.held(layout)
+            samples * sample_bytes - (spare * self._parts[1] * sample_bytes / margin() if spare else 0.0)
+            for samples, spare in self.shards.of_peak(layout)
         )
 
     def part(self, size: float, layout: Layout) -> float:
         """The most bytes that a rank holds of a tensor of ``size`` bytes for the whole microbatch."""
         if not layout.weights:
             return size / layout.data
-        return size * max(samples for samples, _ in self.shards.held(layout)) / self.shards.microbatch
+        return size * max(samples for samples, _ in self.shards.of_peak(layout)) / self.shards.microbatch
 
     @cached_property
     def _parts(self) -> tuple[float, float]:
@@ -151,29 +151,29 @@ class Keeping:
         components = self._graph.components
         works = [self._times.work(c, self.shards.microbatch, 1) for c in components]
         passing, saved = max(w.transient_bytes for w in works), sum(w.saved_bytes for w in works)
-        each = sum(c.saved_bytes_per_sample for c in components) + self._graph.input_bytes_per_sample
+        sample_bytes = sum(c.saved_bytes_per_sample for c in components) + self._graph.input_bytes_per_sample
         share = passing / max(1.0, passing + saved)
-        return share, (1 - share) / max(1.0, each)
+        return share, (1 - share) / max(1.0, sample_bytes)
 
 
 @lru_cache(maxsize=65536)
 def sending(source: Layout, target: Layout, rows: int) -> tuple[int, tuple[tuple[int, ...], ...]]:
     """The number of concurrent flows of a transfer of ``rows`` rows between stages, and the messages (in rows) of each
     rank that may be the busiest sender or receiver."""
-    busy: dict[int, list[int]] = {}
+    messages_of: dict[int, list[int]] = {}
     senders, receivers = set(), set()
-    for sender, place, low, high in messages(source, target, rows):
+    for sender, receiver, low, high in messages(source, target, rows):
         senders.add(sender)
-        receivers.add(place)
-        for rank in (sender, source.width + place):
-            busy.setdefault(rank, []).append(high - low)
-    return min(len(senders), len(receivers)), _busiest({tuple(sorted(found)) for found in busy.values()})
+        receivers.add(receiver)
+        for rank in (sender, source.width + receiver):
+            messages_of.setdefault(rank, []).append(high - low)
+    return min(len(senders), len(receivers)), _busiest({tuple(sorted(sizes)) for sizes in messages_of.values()})
 
 
 def _busiest(ranks: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """The ranks that no other rank dominates, that is, has at least as many messages, each at least as large."""
-    found: list[tuple[int, ...]] = []
-    for mine in sorted(ranks, key=lambda x: (len(x), x[::-1]), reverse=True):
-        if not any(all(a <= b for a, b in zip(mine[::-1], other[::-1], strict=False)) for other in found):
-            found.append(mine)
-    return tuple(found)
+    undominated: list[tuple[int, ...]] = []
+    for sizes in sorted(ranks, key=lambda x: (len(x), x[::-1]), reverse=True):
+        if not any(all(a <= b for a, b in zip(sizes[::-1], other[::-1], strict=False)) for other in undominated):
+            undominated.append(sizes)
+    return tuple(undominated)

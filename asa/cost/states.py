@@ -29,14 +29,14 @@ from asa.ir.transfer import whole
 
 
 @dataclass
-class Kept:
+class StateCost:
     """A component under a data strategy: the strategy (``page``), the ``share`` of a tensor rank, the memory of its
-    state (``held``), all traffic for it (``moved``), and the costs of these."""
+    state (``memory``), all traffic for it (``traffic``), and the costs of these."""
 
     page: DataStrategy
     share: Share
-    held: Memory
-    moved: tuple[Collective, ...]
+    memory: Memory
+    traffic: tuple[Collective, ...]
     costs: Upkeep
 
 
@@ -54,16 +54,16 @@ class States:
         self._compression: CompressionName = compression
         self.like = times.like
         kinds = [None, *((k, r.prompt) for k, r in zip(self.like, self.releases, strict=True)), None]
-        self.placed = list(zip(kinds, kinds[1:], kinds[2:], strict=False))
+        self.surroundings = list(zip(kinds, kinds[1:], kinds[2:], strict=False))
         """For each component, all of it and of its neighbours that the cost of its state depends on."""
         self._shares: dict[tuple[int, TensorDegree], Share] = {}
         self._updates: dict[tuple[int, TensorDegree], float] = {}
-        self._kept: dict[tuple[object, ...], Kept] = {}
-        self._ahead: dict[tuple[object, ...], Gathers | None] = {}
+        self._kept: dict[tuple[object, ...], StateCost] = {}
+        self._prefetched: dict[tuple[object, ...], Gathers | None] = {}
         self.async_device = cluster.device.type != "cpu"  # its host launches kernels ahead of it
         self.collective_s = constant("collective_launch_s") if self.async_device else 0.0
         self.timed = times.timed if self.async_device else self.like
-        self._most: dict[tuple[int, bool, int], tuple[float, float]] = {}
+        self._launch_bounds: dict[tuple[int, bool, int], tuple[float, float]] = {}
         self.prefetching = self.async_device and cluster.overlap.saving > 0
         self._crossings: dict[tuple[Ends, Layout, Layout], tuple[Boundary, tuple[Collective, ...]]] = {}
         self._between: dict[tuple[Ends, tuple[Layout, ...], tuple[Layout, ...]], Crossings] = {}
@@ -79,14 +79,14 @@ class States:
     def largest(self, tensor: TensorDegree) -> tuple[int, float]:
         """The index of the component with the largest parameter on a tensor rank, and the parameter bytes of all other
         components there."""
-        page, found = self._strategies.tensor[tensor.strategy], list[tuple[float, float]]()
+        page, sizes = self._strategies.tensor[tensor.strategy], list[tuple[float, float]]()
         for i, c in enumerate(self._graph.components):
-            whole = bool(page.refusal(c, tensor.degree))
-            share = None if whole else self.share(i, tensor)
+            is_whole = bool(page.refusal(c, tensor.degree))
+            share = None if is_whole else self.share(i, tensor)
             size = c.parameter_bytes if share is None else share.parameter_bytes
-            found.append((0.0 if share is None else share.largest_parameter_bytes, float(size)))
-        at = max(range(len(found)), key=lambda i: found[i][0])
-        return at, sum(size for _, size in found) - found[at][1]
+            sizes.append((0.0 if share is None else share.largest_parameter_bytes, float(size)))
+        at = max(range(len(sizes)), key=lambda i: sizes[i][0])
+        return at, sum(size for _, size in sizes) - sizes[at][1]
 
     def update(self, index: int, tensor: TensorDegree) -> float:
         """Seconds of an optimizer step on all parameters of component ``index`` on a tensor rank."""
@@ -97,29 +97,29 @@ class States:
             self._updates[key] = self._times.update(component, tensor.degree, self._optimizer, size, bandwidth)
         return self._updates[key]
 
-    def kept(self, index: int, way: Way) -> Kept:
+    def kept(self, index: int, way: Way) -> StateCost:
         """The state of component ``index``, run as ``way`` says, with its costs."""
         key = (self.like[index], self.releases[index].prompt, way.layout, way.tensor, way.data)
         if key not in self._kept:
             self._kept[key] = self._new(index, way)
         return self._kept[key]
 
-    def ahead(self, index: int, way: Way) -> Gathers | None:
+    def gathers(self, index: int, way: Way) -> Gathers | None:
         """Seconds of the prefetched gathers for component ``index``, and of those during its backward; None if its
         strategy or device does not prefetch."""
         if not (self.prefetching and self._strategies.data[way.data.strategy].prefetches and way.layout.data > 1):
             return None
-        key = (self.placed[index], way.layout, way.tensor, way.data)
-        if key not in self._ahead:
-            own, front, behind = (self._gathers(i, way) for i in (index, index - 1, index + 1))
-            found = Gathers(
-                forward=own["forward"] if front else 0.0,
-                backward=own["backward"] if behind else 0.0,
-                once=own["update"] if front else 0.0,
+        key = (self.surroundings[index], way.layout, way.tensor, way.data)
+        if key not in self._prefetched:
+            gathers, front, behind = (self._gathers(i, way) for i in (index, index - 1, index + 1))
+            seconds = Gathers(
+                forward=gathers["forward"] if front else 0.0,
+                backward=gathers["backward"] if behind else 0.0,
+                once=gathers["update"] if front else 0.0,
                 front=front["backward"] if front else 0.0,
             )
-            self._ahead[key] = found
-        return self._ahead[key]
+            self._prefetched[key] = seconds
+        return self._prefetched[key]
 
     def _gathers(self, index: int, way: Way) -> dict[str, float]:
         """Seconds of the gathers of component ``index`` by phase; empty if there is no such component, or if it cannot
@@ -129,9 +129,9 @@ class States:
         component = self._graph.components[index]
         if self._strategies.tensor[way.tensor.strategy].refusal(component, way.tensor.degree):
             return {}
-        moved = self.kept(index, way).moved
+        traffic = self.kept(index, way).traffic
         return {
-            p: sum(self.links.seconds(c) for c in moved if c.phase == p and c.op == "all_gather")
+            p: sum(self.links.seconds(c) for c in traffic if c.phase == p and c.op == "all_gather")
             for p in ("forward", "backward", "update")
         }
 
@@ -139,45 +139,45 @@ class States:
         """Bytes of optimizer state by which the sum over components ``indices``, priced one by one, exceeds what a rank
         holds if they all run as ``way`` says and are wrapped as one unit."""
         page = self._strategies.data[way.data.strategy].of(way.data)
-        summed = sum(self.kept(i, way).held.optimizer for i in indices)
+        summed = sum(self.kept(i, way).memory.optimizer for i in indices)
         shares = [self.share(i, way.tensor) for i in indices]
         return summed - page.together(shares, way.layout.data, self._optimizer)
 
-    def _new(self, index: int, way: Way) -> Kept:
+    def _new(self, index: int, way: Way) -> StateCost:
         share, layout = self.share(index, way.tensor), way.layout
         page = self._strategies.data[way.data.strategy].of(way.data)
-        moved = tuple(page.traffic(share, layout.data, layout.inner))
-        held = page.memory(share, layout.data, self._optimizer)
+        traffic = tuple(page.traffic(share, layout.data, layout.inner))
+        memory = page.memory(share, layout.data, self._optimizer)
         # On CPUs, stock sharding has no stream of its own: backward waits for reduce-scatters, and forward for weights
         # that are gathered once per step.
-        blocking = self._cluster.device.type == "cpu" and not held.buckets
+        blocking = self._cluster.device.type == "cpu" and not memory.buckets
         tensors = share.num_parameter_tensors
-        handled = tuple(self._handled(moved, phase, tensors) for phase in PHASES)
-        taken = [sum(self.links.seconds(c) for c in moved if c.phase == phase) for phase in PHASES[:3]]
-        update_moved = taken[2] + handled[2]
-        gradients = [c for c in moved if c.phase == "gradient"]
-        prompt, late, copied, scattered = self._sync(index, share, gradients, bucketed=held.buckets > 0)
+        handled = tuple(self._handled(traffic, phase, tensors) for phase in PHASES)
+        link_s = [sum(self.links.seconds(c) for c in traffic if c.phase == phase) for phase in PHASES[:3]]
+        update_moved = link_s[2] + handled[2]
+        gradients = [c for c in traffic if c.phase == "gradient"]
+        prompt, late, copied, scattered = self._sync(index, share, gradients, bucketed=memory.buckets > 0)
         if blocking:
             update_moved, prompt = update_moved + prompt, 0.0
         costs = Upkeep(
             update_moved=update_moved, prompt=prompt, late=late, copied=copied, blocking=blocking,
-            moving=blocking or any(c.phase in PHASES[:2] for c in moved), shared=self._shared(moved, layout),
-            scattered=scattered, handled=handled, count=tuple(launched(moved, phase) for phase in PHASES),
-            taken=tuple(taken[:2]), launches=self._launches(moved, tensors), state=held.state, gradients=held.gradients,
-            added=held.gradients if held.accumulated is None else held.accumulated, kept=held.kept,
-            optimizer=held.optimizer, parameters=held.parameters, updating=held.updating, size=share.parameter_bytes,
-            largest=share.largest_parameter_bytes, tensors=tensors,
+            moving=blocking or any(c.phase in PHASES[:2] for c in traffic), shared=self._shared(traffic, layout),
+            scattered=scattered, handled=handled, count=tuple(launched(traffic, phase) for phase in PHASES),
+            taken=tuple(link_s[:2]), launches=self._launches(traffic, tensors), state=memory.state, kept=memory.kept,
+            gradients=memory.gradients, optimizer=memory.optimizer, parameters=memory.parameters,
+            added=memory.gradients if memory.accumulated is None else memory.accumulated, updating=memory.updating,
+            size=share.parameter_bytes, largest=share.largest_parameter_bytes, tensors=tensors,
         )  # fmt: skip
-        return Kept(page, share, held, moved, costs)
+        return StateCost(page, share, memory, traffic, costs)
 
-    def _shared(self, moved: Sequence[Collective], layout: Layout) -> float:
+    def _shared(self, traffic: Sequence[Collective], layout: Layout) -> float:
         if layout.tensor == 1 or self._cluster.overlap.saving <= 0:
             return 0.0
-        own, taken = self.links.level(layout.tensor, 1), [0.0, 0.0]
-        for c in moved:
+        level, seconds = self.links.level(layout.tensor, 1), [0.0, 0.0]
+        for c in traffic:
             if c.ranks > 1:
-                taken[self.links.level(c.ranks, c.stride) == own] += self.links.seconds(c)
-        return taken[True] / (sum(taken) or 1.0)
+                seconds[self.links.level(c.ranks, c.stride) == level] += self.links.seconds(c)
+        return seconds[True] / (sum(seconds) or 1.0)
 
     def crossing(self, ends: Ends, source: Layout, target: Layout) -> tuple[Boundary, tuple[Collective, ...]]:
         """The boundary between two layouts, and its traffic per byte of the whole microbatch's tensor."""
@@ -233,18 +233,18 @@ class States:
         """Upper bounds on the host's seconds to launch communication of component ``index`` itself, in a forward and in
         a backward, over all ways with this layout."""
         key = (self.like[index], layout.data > 1, layout.tensor)
-        if key not in self._most:
+        if key not in self._launch_bounds:
             component = self._graph.components[index]
             units = MOST_UNITS * self._unit_s(component.num_parameter_tensors) if layout.data > 1 else 0.0
             pages = [p for p in self._strategies.tensor.values() if not p.refusal(component, layout.tensor)]
             inner = [p.traffic(component, layout.tensor, 1) for p in pages] if layout.tensor > 1 else []
-            ahead = max((launched(x, "forward") for x in inner), default=0)
-            again = max((launched(x, "forward") + launched(x, "backward") for x in inner), default=0)
-            self._most[key] = units + self.collective_s * ahead, units + self.collective_s * again
-        return self._most[key]
+            forward = max((launched(x, "forward") for x in inner), default=0)
+            both = max((launched(x, "forward") + launched(x, "backward") for x in inner), default=0)
+            self._launch_bounds[key] = units + self.collective_s * forward, units + self.collective_s * both
+        return self._launch_bounds[key]
 
     def _sync(
-        self, index: int, share: Share, moved: list[Collective], *, bucketed: bool
+        self, index: int, share: Share, collectives: list[Collective], *, bucketed: bool
     ) -> tuple[float, float, float, float]:
         """Seconds of gradient synchronisation (prompt, late, copied, scattered): messages sent when the component's
         backward ends, messages sent with a later bucket, copies, and the reduce-scatters in ``prompt``.
@@ -253,19 +253,19 @@ class States:
         full bucket. Anything else is sent component by component.
         """
         prompt = late = copied = scattered = 0.0
-        for c in moved:
-            left = remaining(self._compression, c, share.num_parameter_tensors, whole=bucketed)
+        for c in collectives:
+            share_sent = remaining(self._compression, c, share.num_parameter_tensors, whole=bucketed)
             if c.op != "all_reduce" or not bucketed:
-                seconds = self.links.taken(c.op, left * c.bytes, c.ranks, c.stride)
+                seconds = self.links.taken(c.op, share_sent * c.bytes, c.ranks, c.stride)
                 prompt += seconds
                 scattered += seconds * (c.op == "reduce_scatter")
                 continue
             message = bucket_bytes(self._graph, c.bytes, share.num_parameter_tensors)
-            seconds = self.links.taken(c.op, left * message, c.ranks, c.stride) * c.bytes / message
+            seconds = self.links.taken(c.op, share_sent * message, c.ranks, c.stride) * c.bytes / message
             prompt += seconds * self.releases[index].prompt
             late += seconds * (1 - self.releases[index].prompt)
             if self._cluster.device.memory_bandwidth > 0:
-                passes = constant("ddp_bucket_passes") + (constant("compression_passes") if left < 1 else 0.0)
+                passes = constant("ddp_bucket_passes") + (constant("compression_passes") if share_sent < 1 else 0.0)
                 copied += passes * c.bytes / self._cluster.device.memory_bandwidth
         return prompt, late, copied, scattered
 

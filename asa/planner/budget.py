@@ -33,7 +33,7 @@ class Effort:
     """Number of weightings of a pipeline's critical paths that are tried for the same cuts and widths (0050)."""
     labels: int = 100
     """Labels that are kept after each component of a stage at first; beyond, similar ones are merged (0023)."""
-    handy: int = 1_000
+    ilp_ways: int = 1_000
     """Most ways of all components together with which the ILP is likely to prove a stage within a second."""
 
 

@@ -62,9 +62,9 @@ def plan(
     """
     order = cluster.fastest_first()
     if order is not None:
-        found = plan(profile, cluster.ordered(order), strategies, request, known=known, budget=budget)
-        return [_on_devices(p, cluster, order) for p in found]
-    discipline = disciplines.asked(request)
+        plans = plan(profile, cluster.ordered(order), strategies, request, known=known, budget=budget)
+        return [_on_devices(p, cluster, order) for p in plans]
+    discipline = disciplines.requested_discipline(request)
     if discipline is not None:
         check_request(cluster, strategies, request)
         anything = Request(
@@ -78,29 +78,29 @@ def plan(
             Prices(Space(on_device(profile, cluster), cluster, strategies, anything)),
         )
     started = clock.now()
-    wanted = tuple(dict.fromkeys(request.strategies or ("asa",)))
+    names = tuple(dict.fromkeys(request.strategies or ("asa",)))
     check_request(cluster, strategies, request)
     used = on_device(profile, cluster) if known is None else known.space.profile
     prices = Prices(Space(used, cluster, strategies, request), known)
-    if "asa" in wanted and infeasible.overfull(prices.space):
+    if "asa" in names and infeasible.overfull(prices.space):
         raise infeasible.explain(prices, prices.space.pinned)
-    rows = table(prices, wanted)
+    rows = table(prices, names)
     eligible = [r for r in rows if r.fits and r.candidate is not None and pins_allow(prices.space, r.candidate)]
-    if "asa" not in wanted:
-        return _whole(profile, prices, wanted, rows, eligible, started)
+    if "asa" not in names:
+        return _whole(profile, prices, names, rows, eligible, started)
     if not eligible and infeasible.hopeless(prices, prices.space.pinned):
         raise infeasible.explain(prices, prices.space.pinned)
     simplest, pins = _simplest(eligible), prices.space.pinned
-    whole = [r.candidate for r in sorted(eligible, key=lambda r: r.seconds)]
-    some = [r.candidate for r in sorted(rows, key=lambda r: r.seconds) if r.fits]
-    begin = start(prices, some, pins) if request.pins else None
+    uniform = [r.candidate for r in sorted(eligible, key=lambda r: r.seconds)]
+    fitting = [r.candidate for r in sorted(rows, key=lambda r: r.seconds) if r.fits]
+    begin = start(prices, fitting, pins) if request.pins else None
     outcome = search(
         prices,
         solver=request.solver,
         time_limit_s=max(_LEAST * request.time_limit_s, request.time_limit_s - (clock.now() - started)),
         allowed=pins,
         incumbent_s=simplest.seconds if simplest else float("inf"),
-        baselines=[c for c in (*whole, begin) if c is not None],
+        baselines=[c for c in (*uniform, begin) if c is not None],
         start=begin,
         budget=budget,
     )
@@ -116,23 +116,23 @@ def plan(
         candidates += single_changes(prices, chosen, pins, request.top_k - 1, clock.now() + request.time_limit_s)
     distinct = list({c.key: c for c in reversed(candidates)}.values())
     others = sorted((c for c in distinct if c.key != chosen.key), key=lambda c: prices.of(c).cost.total_s)
-    made = []
+    answers = []
     for i, candidate in enumerate((chosen, *others[: request.top_k - 1])):
         certificate = _certificate(prices, candidate, outcome, clock.now() - started)
         strategy = "asa" if i == 0 else candidate.origin
         rivals = [c for c in (chosen, *others) if c.key != candidate.key]
-        said = (*notes, *_unfinished(fastest_s, outcome)) if i == 0 else ()
-        made.append(plan_of(profile, prices, candidate, strategy, certificate, rows, said, rivals))
-    return made
+        all_notes = (*notes, *_unfinished(fastest_s, outcome)) if i == 0 else ()
+        answers.append(plan_of(profile, prices, candidate, strategy, certificate, rows, all_notes, rivals))
+    return answers
 
 
-def _on_devices(found: Plan, cluster: Cluster, order: tuple[int, ...]) -> Plan:
-    """``found`` as a plan for ``cluster``, of which rank i has device ``order[i]``, with a note on that."""
-    shown = ",".join(map(str, order[: found.num_ranks]))
-    here = len(cluster.levels) == 1 and found.device_type == "cuda"
-    how = f"; start it with CUDA_VISIBLE_DEVICES={shown}" if here else ""
-    said = f"devices are taken fastest first: the ranks run on devices {shown}, in this order{how}"
-    return replace(found, cluster_fingerprint=codec.fingerprint(cluster), devices=order, notes=(*found.notes, said))
+def _on_devices(plan: Plan, cluster: Cluster, order: tuple[int, ...]) -> Plan:
+    """``plan`` as a plan for ``cluster``, of which rank i has device ``order[i]``, with a note on that."""
+    devices = ",".join(map(str, order[: plan.num_ranks]))
+    visible = len(cluster.levels) == 1 and plan.device_type == "cuda"
+    how = f"; start it with CUDA_VISIBLE_DEVICES={devices}" if visible else ""
+    note = f"devices are taken fastest first: the ranks run on devices {devices}, in this order{how}"
+    return replace(plan, cluster_fingerprint=codec.fingerprint(cluster), devices=order, notes=(*plan.notes, note))
 
 
 def _below(bound_s: float, seconds: float) -> float:
@@ -142,19 +142,19 @@ def _below(bound_s: float, seconds: float) -> float:
 
 def _unfinished(fastest_s: float, outcome: Outcome) -> tuple[str, ...]:
     """Notes on a search that was not finished: a longer one may find a faster plan; the machine was busy."""
-    left = _below(outcome.lower_bound_s, fastest_s)
-    said: list[str] = []
-    if left > _WORTH:
-        said.append(
-            f"the search was stopped after {outcome.seconds:.2g} s, {100 * left:.2g} % above its bound: a longer "
+    gap = _below(outcome.lower_bound_s, fastest_s)
+    notes: list[str] = []
+    if gap > _WORTH:
+        notes.append(
+            f"the search was stopped after {outcome.seconds:.2g} s, {100 * gap:.2g} % above its bound: a longer "
             "--time-limit may find a faster plan"
         )
-    if left > _PROVED and outcome.wall_s > _BUSY * max(outcome.seconds, _SHORT_S):
-        said.append(
+    if gap > _PROVED and outcome.wall_s > _BUSY * max(outcome.seconds, _SHORT_S):
+        notes.append(
             f"this machine was busy: {outcome.seconds:.2g} s of search took {outcome.wall_s:.2g} s, and less may have "
             "been tried than on a quiet one"
         )
-    return tuple(said)
+    return tuple(notes)
 
 
 def _whole(
@@ -167,15 +167,15 @@ def _whole(
 ) -> list[Plan]:
     """The plans where only whole strategies were asked for: those that fit, fastest first."""
     space = prices.space
-    meant = {m: w for w in reversed(wanted) for m in baselines.members(w, space.strategies, space.request.gpus)}
-    among = sorted((r for r in eligible if r.name in meant), key=lambda r: r.seconds)
+    asked_for = {m: w for w in reversed(wanted) for m in baselines.members(w, space.strategies, space.request.gpus)}
+    among = sorted((r for r in eligible if r.name in asked_for), key=lambda r: r.seconds)
     if not among:
-        reasons = {r.name: r.why_not or KEPT_OUT for r in rows if r.name in meant}
-        said = f"none of {', '.join(wanted)} fits: " + "; ".join(f"{name}: {why}" for name, why in reasons.items())
+        reasons = {r.name: r.why_not or KEPT_OUT for r in rows if r.name in asked_for}
+        message = f"none of {', '.join(wanted)} fits: " + "; ".join(f"{name}: {why}" for name, why in reasons.items())
         if len(reasons) == 1:
-            said = f"{wanted[0]} cannot be had: {reasons.popitem()[1]}"
-        raise InfeasibleError(f"{said}; {infeasible.remedy(prices, sorted(meant))}")
-    made = []
+            message = f"{wanted[0]} cannot be had: {reasons.popitem()[1]}"
+        raise InfeasibleError(f"{message}; {infeasible.remedy(prices, sorted(asked_for))}")
+    plans = []
     for row in among[: prices.space.request.top_k]:
         assert row.candidate is not None
         gap = _below(among[0].seconds, row.seconds)
@@ -184,11 +184,11 @@ def _whole(
             status="optimal" if gap <= 0 else "feasible",
             lower_bound_s=among[0].seconds,
             gap=gap,
-            space=f"the whole strategies {', '.join(sorted(meant))}",
+            space=f"the whole strategies {', '.join(sorted(asked_for))}",
             solve_s=clock.now() - started,
         )
-        name = row.name if row.name in wanted else meant[row.name]
-        made.append(
+        name = row.name if row.name in wanted else asked_for[row.name]
+        plans.append(
             plan_of(
                 profile,
                 prices,
@@ -200,7 +200,7 @@ def _whole(
                 [r.candidate for r in among if r.candidate is not None and r.candidate.key != row.candidate.key],
             )
         )
-    return made
+    return plans
 
 
 def _simplest(rows: Sequence[StrategyRow]) -> StrategyRow | None:
@@ -211,23 +211,23 @@ def _simplest(rows: Sequence[StrategyRow]) -> StrategyRow | None:
 
 def _choose(prices: Prices, outcome: Outcome, simplest: StrategyRow | None) -> tuple[Candidate | None, tuple[str, ...]]:
     """The answer (None where nothing fits) and its notes. ``simplest``: the best whole strategy."""
-    found = outcome.best
+    best = outcome.best
     if simplest is None or simplest.price is None or simplest.candidate is None:
-        return found, () if found is None else circumstances(prices, found)
-    stay = f"stay with {simplest.name}: {_open(_below(outcome.lower_bound_s, simplest.seconds))}"
-    if found is None:
-        return simplest.candidate, (stay, *circumstances(prices, simplest.candidate))
-    price = prices.of(found)
+        return best, () if best is None else circumstances(prices, best)
+    stay_note = f"stay with {simplest.name}: {_open(_below(outcome.lower_bound_s, simplest.seconds))}"
+    if best is None:
+        return simplest.candidate, (stay_note, *circumstances(prices, simplest.candidate))
+    price = prices.of(best)
     gain = simplest.seconds - price.cost.total_s
-    if found.key == simplest.candidate.key or gain <= 0:
-        return simplest.candidate, (stay, *circumstances(prices, simplest.candidate))
+    if best.key == simplest.candidate.key or gain <= 0:
+        return simplest.candidate, (stay_note, *circumstances(prices, simplest.candidate))
     unclear = noise(price, simplest.price)
     if prices.space.request.prefer_simple and gain < unclear:
-        won, told = (100 * x / simplest.seconds for x in (gain, unclear))
-        said = f"{stay}, the best plan found gains {won:.2g} %, below the noise of {told:.2g} %"
-        return simplest.candidate, (said, *circumstances(prices, simplest.candidate))
-    said = f"{100 * gain / simplest.seconds:.3g} % faster than the best whole strategy, {simplest.name}"
-    return found, (said, *circumstances(prices, found))
+        gain_share, noise_share = (100 * x / simplest.seconds for x in (gain, unclear))
+        note = f"{stay_note}, the best plan found gains {gain_share:.2g} %, below the noise of {noise_share:.2g} %"
+        return simplest.candidate, (note, *circumstances(prices, simplest.candidate))
+    note = f"{100 * gain / simplest.seconds:.3g} % faster than the best whole strategy, {simplest.name}"
+    return best, (note, *circumstances(prices, best))
 
 
 def _open(possible: float) -> str:
@@ -245,19 +245,19 @@ def _surely(
     space = prices.space
     if replicas is None or replicas.candidate is None or replicas.price is None or not space.measured:
         return chosen, notes
-    ddp, own = (replicas.candidate, replicas.price), (chosen, prices.of(chosen))
+    ddp, answer = (replicas.candidate, replicas.price), (chosen, prices.of(chosen))
     if ddp[0].key == chosen.key:
         return chosen, notes
-    sure = faster(own, ddp, space.profile, space.strategies, space.cluster.overlap)
+    sure = faster(answer, ddp, space.profile, space.strategies, space.cluster.overlap)
     if sure >= constant("sure_enough"):
         return chosen, notes
     likely = f"with a probability of {100 * sure:.0f} % only: `asa plan --verify 3` measures both"
     if not space.request.prefer_simple:
         return chosen, (*notes, f"faster than ddp {likely}")
-    won = 100 * _below(own[1].cost.total_s, replicas.seconds)
+    won = 100 * _below(answer[1].cost.total_s, replicas.seconds)
     what = "the best plan found" if chosen.origin == "asa" else chosen.origin
-    said = f"stay with ddp: {what} is predicted to be {won:.2g} % faster, {likely}"
-    return ddp[0], (said, *circumstances(prices, ddp[0]))
+    note = f"stay with ddp: {what} is predicted to be {won:.2g} % faster, {likely}"
+    return ddp[0], (note, *circumstances(prices, ddp[0]))
 
 
 def _least(prices: Prices, *, proved: bool) -> tuple[Candidate, tuple[str, ...]]:
@@ -266,16 +266,16 @@ def _least(prices: Prices, *, proved: bool) -> tuple[Candidate, tuple[str, ...]]
     Raises:
         InfeasibleError: none of them fits, or it is ``proved`` that nothing does.
     """
-    found, ends = list[leanest.Leanest](), clock.now() + prices.space.request.time_limit_s
-    for x in () if proved else leanest.lean(prices, prices.space.pinned):
-        found += [x] if x.excess <= 0 else []
+    fitting, ends = list[leanest.Leanest](), clock.now() + prices.space.request.time_limit_s
+    for x in () if proved else leanest.low_peak_plans(prices, prices.space.pinned):
+        fitting += [x] if x.excess <= 0 else []
         if clock.now() > ends:
             break
-    best = min(found, key=lambda x: x.price.cost.total_s, default=None)
+    best = min(fitting, key=lambda x: x.price.cost.total_s, default=None)
     if best is None:
         raise infeasible.explain(prices, prices.space.pinned, proved=proved)
-    said = "one of those that need least memory: the search found none in its time"
-    return best.candidate, (said, *circumstances(prices, best.candidate))
+    note = "one of those that need least memory: the search found none in its time"
+    return best.candidate, (note, *circumstances(prices, best.candidate))
 
 
 def _certificate(prices: Prices, candidate: Candidate, outcome: Outcome, seconds: float) -> Certificate:
@@ -295,14 +295,14 @@ def _certificate(prices: Prices, candidate: Candidate, outcome: Outcome, seconds
 
 def _curve(outcome: Outcome) -> tuple[CurvePoint, ...] | None:
     """The search's curve in a few points, at each of which the gap is at most 3/4 of that before, and the last one."""
-    found: list[CurvePoint] = []
+    points: list[CurvePoint] = []
     last = float("inf")
     for i, (seconds, best, bound) in enumerate(outcome.curve):
-        left = 1 - bound / best if 0 < best < float("inf") else 1.0
-        if left <= 0.75 * last or i + 1 == len(outcome.curve):
-            last = left
+        gap = 1 - bound / best if 0 < best < float("inf") else 1.0
+        if gap <= 0.75 * last or i + 1 == len(outcome.curve):
+            last = gap
             point = CurvePoint(
                 seconds=seconds, best_s=best / MS if best < float("inf") else None, lower_bound_s=max(0.0, bound) / MS
             )
-            found.append(point)
-    return tuple(found) or None
+            points.append(point)
+    return tuple(points) or None

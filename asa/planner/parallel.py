@@ -21,12 +21,12 @@ from collections.abc import Callable
 from typing import Generic, NoReturn, TypeVar
 
 T = TypeVar("T")
-_PIECE = 1 << 16
+_CHUNK = 1 << 16
 _SOON_S, _LEAST = 0.0005, 1e-300
 _NUMBER = struct.Struct("@d")
 
 
-def possible() -> bool:
+def can_fork() -> bool:
     """Whether a forked copy of this process can work at the same time."""
     if not hasattr(os, "fork") or not hasattr(os, "sched_getaffinity") or "torch" in sys.modules:
         return False
@@ -34,12 +34,12 @@ def possible() -> bool:
 
 
 class Forked(Generic[T]):
-    """The result of ``work``, done by a forked process; or here, if ``apart`` is false or the fork fails."""
+    """The result of ``work``, done by a forked process; or here, if ``fork`` is false or the fork fails."""
 
-    def __init__(self, work: Callable[[], T], *, apart: bool) -> None:
-        self._work, self._found = work, list[T]()
+    def __init__(self, work: Callable[[], T], *, fork: bool) -> None:
+        self._work, self._result = work, list[T]()
         self._pid = self._source = -1
-        if apart:
+        if fork:
             self._source, sink = os.pipe()
             with contextlib.suppress(OSError), warnings.catch_warnings():
                 # Python warns of threads that it did not start: these are numpy's, which survive a fork.
@@ -47,26 +47,26 @@ class Forked(Generic[T]):
                 self._pid = os.fork()
                 if self._pid == 0:
                     os.close(self._source)
-                    _answer(work, sink)
+                    _run_and_write(work, sink)
             os.close(sink)
 
     def result(self) -> T:
         """The value that ``work`` returned; waits for it."""
-        if not self._found:
+        if not self._result:
             data = self._received() if self._pid > 0 else b""
-            self._found.append(pickle.loads(data) if data else self._work())
-        return self._found[0]
+            self._result.append(pickle.loads(data) if data else self._work())
+        return self._result[0]
 
     def _received(self) -> bytes:
-        pieces = []
+        chunks = []
         with open(self._source, "rb", buffering=0) as source:
-            while piece := source.read(_PIECE):
-                pieces.append(piece)
+            while chunk := source.read(_CHUNK):
+                chunks.append(chunk)
         pid, self._pid = self._pid, -1
         _, status = os.waitpid(pid, 0)
-        return b"".join(pieces) if status == 0 else b""
+        return b"".join(chunks) if status == 0 else b""
 
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the forked process has ended, or there is none."""
         return self._pid <= 0 or os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
@@ -86,21 +86,21 @@ class Exchange:
     def __init__(self) -> None:
         self._memory, self._made_by = mmap.mmap(-1, 2 * _NUMBER.size), os.getpid()
 
-    def told(self, number: float, other: Forked[T] | None = None) -> float:
+    def exchange(self, number: float, other: Forked[T] | None = None) -> float:
         """The other process's number, after telling it ``number``; infinite if it ends before it has told one. The
         other process is ``other``, or, where None, the one that made this exchange."""
         side = int(other is None)
         _NUMBER.pack_into(self._memory, side * _NUMBER.size, max(_LEAST, number))
         while True:
-            over = os.getppid() != self._made_by if other is None else other.over()
-            if found := float(_NUMBER.unpack_from(self._memory, (1 - side) * _NUMBER.size)[0]):
-                return found
-            if over:
+            has_ended = os.getppid() != self._made_by if other is None else other.has_ended()
+            if received := float(_NUMBER.unpack_from(self._memory, (1 - side) * _NUMBER.size)[0]):
+                return received
+            if has_ended:
                 return float("inf")
             time.sleep(_SOON_S)
 
 
-def _answer(work: Callable[[], T], sink: int) -> NoReturn:
+def _run_and_write(work: Callable[[], T], sink: int) -> NoReturn:
     """Run ``work`` in the forked process and write its pickled result. It never returns, and runs no exit handlers."""
     status = 1
     try:

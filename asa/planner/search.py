@@ -20,10 +20,10 @@ from asa.errors import AsaError
 from asa.planner import clock
 from asa.planner.answer.canonical import canonical, improved
 from asa.planner.budget import ROUNDING, USUAL, Budget
-from asa.planner.parallel import Exchange, Forked, possible
+from asa.planner.parallel import Exchange, Forked, can_fork
 from asa.planner.pipeline import joint
 from asa.planner.pipeline.climb import first_plans
-from asa.planner.pipeline.floors import Paced, begun, floors
+from asa.planner.pipeline.floors import Paced, first_bounds, floors
 from asa.planner.pipeline.kinds import pipelines, views
 from asa.planner.pipeline.pipelines import Pipelined
 from asa.planner.pipeline.practice import on_fewer
@@ -36,7 +36,7 @@ from asa.planner.stage.formulate import Formulation
 from asa.planner.stage.lookup import StageLookup
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
 from asa.planner.stage.shares import free_bound
-from asa.planner.stage.singles import Single, crowded, first_plan, singles
+from asa.planner.stage.singles import Single, first_plan, likely_tight, singles
 
 _LOG = logging.getLogger("asa")
 _SLACK = 1e-7
@@ -89,28 +89,28 @@ def search(
     started, began = clock.now(), time.monotonic()
     polish_s = min(budget.polish_s, budget.polish * time_limit_s)
     ends = started + time_limit_s - polish_s
-    found = _search(prices, solver, ends, allowed, incumbent_s, baselines, start, budget)
+    outcome = _search(prices, solver, ends, allowed, incumbent_s, baselines, start, budget)
     until = clock.counted() + polish_s
     # Only some batch weights of unequal devices are searched; this bound holds for all of them.
-    found = replace(found, lower_bound_s=min(found.lower_bound_s, free_bound(prices, allowed) / MS))
-    if found.best is None and baselines and found.lower_bound_s < incumbent_s * (1 - _PROVED):
-        better = improved(prices, baselines[0], allowed, until)
-        if prices.of(better).cost.total_s < incumbent_s * (1 - _PROVED):
-            found = replace(found, best=replace(better, origin="asa"), solver="dp, as bounds")
-    if found.best is None:
-        return replace(found, wall_s=time.monotonic() - began)
-    before_ms = prices.of(found.best).cost.total_s * MS
-    proved = found.lower_bound_s * MS >= before_ms * (1 - _PROVED)
+    outcome = replace(outcome, lower_bound_s=min(outcome.lower_bound_s, free_bound(prices, allowed) / MS))
+    if outcome.best is None and baselines and outcome.lower_bound_s < incumbent_s * (1 - _PROVED):
+        improvement = improved(prices, baselines[0], allowed, until)
+        if prices.of(improvement).cost.total_s < incumbent_s * (1 - _PROVED):
+            outcome = replace(outcome, best=replace(improvement, origin="asa"), solver="dp, as bounds")
+    if outcome.best is None:
+        return replace(outcome, wall_s=time.monotonic() - began)
+    before_ms = prices.of(outcome.best).cost.total_s * MS
+    proved = outcome.lower_bound_s * MS >= before_ms * (1 - _PROVED)
     if proved:
-        first = canonical(prices, found.best, allowed)
+        first = canonical(prices, outcome.best, allowed)
     else:  # which plan was found depends on the clock, so a limit on ties does no harm
-        better = improved(prices, found.best, allowed, until)
-        first = canonical(prices, better, allowed, until)
+        improvement = improved(prices, outcome.best, allowed, until)
+        first = canonical(prices, improvement, allowed, until)
     value_ms = prices.of(first).cost.total_s * MS
-    taken = clock.now() - started
-    last = ((taken, value_ms, found.lower_bound_s * MS),) if value_ms < before_ms * (1 - ROUNDING) else ()
+    used_s = clock.now() - started
+    last = ((used_s, value_ms, outcome.lower_bound_s * MS),) if value_ms < before_ms * (1 - ROUNDING) else ()
     wall_s = time.monotonic() - began
-    return replace(found, best=first, seconds=taken, wall_s=wall_s, curve=(*found.curve, *last))
+    return replace(outcome, best=first, seconds=used_s, wall_s=wall_s, curve=(*outcome.curve, *last))
 
 
 def _search(
@@ -123,60 +123,60 @@ def _search(
     room = max(space.room(rank, 1, gpus) for rank in range(gpus))
     piping = bool(space.schedules) and gpus > 1 and len(space.profile.graph) > 1 and room > 0
     piping = piping and space.microbatches()[0] <= MOST_IN_A_PIPELINE
-    alone = [s for view, among in views(prices) for s in singles(StageLookup(view, allowed, among, budget), solver)]
+    stages = [s for view, among in views(prices) for s in singles(StageLookup(view, allowed, among, budget), solver)]
     start_s = float("inf") if start is None else prices.of(start).cost.total_s
-    found = start if start_s < incumbent_s else None
+    plan = start if start_s < incumbent_s else None
     incumbent_s = min(incumbent_s, start_s)
     narrow = on_fewer(prices, allowed, incumbent_s / (1 + _SLACK), clock.counted() + budget.narrower_s)
     if narrow is not None:
-        found, incumbent_s = narrow, prices.of(narrow).cost.total_s * (1 + _SLACK)
+        plan, incumbent_s = narrow, prices.of(narrow).cost.total_s * (1 + _SLACK)
     best = joint.Incumbent(None, incumbent_s * MS, started)
-    whole = narrow or next((x for x in baselines if len(x.widths) == 1), None)
-    best.other(first_plan(alone, whole, best.limit))
+    uniform = narrow or next((x for x in baselines if len(x.widths) == 1), None)
+    best.note_other(first_plan(stages, uniform, best.limit))
     if not piping:
-        joint.best_first(alone, best, ends, patience=started + budget.patience_s, gap=budget.enough)
+        joint.best_first(stages, best, ends, patience=started + budget.patience_s, gap=budget.enough)
         bound_ms, limit_ms, curve = best.bound, best.limit, best.curve
     else:
         staged = pipelines(prices, allowed)
-        sketched, piped = _Ways(prices, staged, allowed, baselines, best, alone, ends, budget).search()
-        found = sketched or found
+        sketched, piped = _Search(prices, staged, allowed, baselines, best, stages, ends, budget).search()
+        plan = sketched or plan
         curve = list(piped.curve)
-        bound_ms, limit_ms = piped.bound, min(best.limit, piped.value, *(x.value for x in alone))
+        bound_ms, limit_ms = piped.bound, min(best.limit, piped.value, *(x.value for x in stages))
         if piped.skeleton is not None and piped.value <= limit_ms:
-            found = staged.candidate(piped.skeleton, piped.choices)
-    single = min(alone, key=lambda x: x.value, default=None)  # None where the first devices have no memory
+            plan = staged.candidate(piped.skeleton, piped.choices)
+    single = min(stages, key=lambda x: x.value, default=None)  # None where the first devices have no memory
     if single is None or single.value > limit_ms * (1 + ROUNDING) or single.value >= incumbent_s * MS:
         return Outcome(
-            best=found, choice=(), formulation=None, lower_bound_s=bound_ms / MS,
-            solver="dp" if found is not None else "dp, as bounds",
+            best=plan, choice=(), formulation=None, lower_bound_s=bound_ms / MS,
+            solver="dp" if plan is not None else "dp, as bounds",
             seconds=clock.now() - started, curve=tuple(curve),
         )  # fmt: skip
     assert single.origin is not None
-    near = bound_ms >= single.value * (1 - budget.enough)
-    solution, said = _again(single, solver, ends, near=near, again_s=budget.again_s)
+    is_close = bound_ms >= single.value * (1 - budget.enough)
+    solution, solver_names = _solve_again(single, solver, ends, is_close=is_close, again_s=budget.again_s)
     assert solution.choice is not None
     return Outcome(
         best=single.origin.formulation.candidate(solution.choice),
         choice=solution.choice,
         formulation=single.origin.formulation,
         lower_bound_s=min(bound_ms, solution.value) / MS,
-        solver=said,
+        solver=solver_names,
         seconds=clock.now() - started,
         curve=tuple(curve),
     )
 
 
 @dataclass
-class _Ways:
-    """Searches single stages and pipelines of one space, on one core or two. ``best``: the best plan so far; ``alone``:
-    single stages; ``baselines`` as for :func:`search`."""
+class _Search:
+    """Searches single stages and pipelines of one space, on one core or two. ``best``: the best plan so far;
+    ``baselines`` as for :func:`search`."""
 
     prices: Prices
     staged: StagedSpace
     allowed: Allowed
     baselines: Sequence[Candidate]
     best: joint.Incumbent
-    alone: Sequence[Single]
+    single_stages: Sequence[Single]
     ends: float
     budget: Budget
 
@@ -186,97 +186,97 @@ class _Ways:
         On two cores a forked process makes the first plan, and then searches every other number of microbatches. The
         two exchange their best times once, before that: later exchanges would make the answer depend on the clock.
         """
-        apart, best, counts = possible(), self.best, self.staged.microbatches()
-        two = apart and joint.searched(self.staged)
-        mine, theirs = (counts[::2], counts[1::2]) if two else (counts, ())
+        fork, best, counts = can_fork(), self.best, self.staged.microbatches()
+        share_work = fork and joint.searched(self.staged)
+        own_counts, forked_counts = (counts[::2], counts[1::2]) if share_work else (counts, ())
         exchange = Exchange()
 
-        def there() -> tuple[Candidate | None, float, Pipelined | None]:
-            found, value = self._sketched()
-            if not theirs:
-                return found, value, None
-            best.other(value)
-            best.other(exchange.told(best.limit))
-            return found, value, self._rest((), theirs)
+        def work_in_fork() -> tuple[Candidate | None, float, Pipelined | None]:
+            plan, value = self._sketch()
+            if not forked_counts:
+                return plan, value, None
+            best.note_other(value)
+            best.note_other(exchange.exchange(best.limit))
+            return plan, value, self._search_pipelines((), forked_counts)
 
-        other = Forked(there, apart=apart)
+        forked = Forked(work_in_fork, fork=fork)
         try:
-            self._singles()
-            best.other(exchange.told(best.limit, other) if theirs else other.result()[1])
-            here = self._rest(self.alone, mine)
-            found, value, rest = other.result()
-            best.other(value)
-            return found, here if rest is None else joint.joined(here, rest)
+            self._search_singles()
+            best.note_other(exchange.exchange(best.limit, forked) if forked_counts else forked.result()[1])
+            pipelined = self._search_pipelines(self.single_stages, own_counts)
+            plan, value, forked_pipelined = forked.result()
+            best.note_other(value)
+            return plan, pipelined if forked_pipelined is None else joint.joined(pipelined, forked_pipelined)
         finally:
-            other.stop()
+            forked.stop()
 
-    def _sketched(self) -> tuple[Candidate | None, float]:
+    def _sketch(self) -> tuple[Candidate | None, float]:
         """A first plan of several stages and its step time in ms; None and infinity where it beats nothing."""
         share = self.budget.outlines if joint.searched(self.staged) else self.budget.outlines / 3
         until = clock.counted() + max(self.budget.outlines_s, share * (self.ends - self.best.started))
-        near = next((x.num_microbatches for x in self.baselines[:1] if x.num_microbatches > 1), None)
-        found = first_plans(self.prices, self.allowed, self.best.limit / MS, until, near)
-        if found is not None:
-            found = improved(self.prices, found, self.allowed, clock.counted() + self.budget.polish_s)
-        value = float("inf") if found is None else self.prices.of(found).cost.total_s * MS
-        return (found, value) if value < self.best.limit else (None, float("inf"))
+        first_count = next((x.num_microbatches for x in self.baselines[:1] if x.num_microbatches > 1), None)
+        plan = first_plans(self.prices, self.allowed, self.best.limit / MS, until, first_count)
+        if plan is not None:
+            plan = improved(self.prices, plan, self.allowed, clock.counted() + self.budget.polish_s)
+        value = float("inf") if plan is None else self.prices.of(plan).cost.total_s * MS
+        return (plan, value) if value < self.best.limit else (None, float("inf"))
 
-    def _singles(self) -> None:
+    def _search_singles(self) -> None:
         """Search single stages for a part of the time."""
         now = clock.now()
         until = now + min(self.budget.singles_s, self.budget.singles * (self.ends - now))
-        joint.best_first(self.alone, self.best, until, patience=now, gap=self.budget.nearly)
+        joint.best_first(self.single_stages, self.best, until, patience=now, gap=self.budget.nearly)
 
-    def _rest(self, others: Sequence[Single], counts: Sequence[int]) -> Pipelined:
+    def _search_pipelines(self, others: Sequence[Single], counts: Sequence[int]) -> Pipelined:
         """The result of searching pipelines with ``counts`` microbatches, together with ``others``. Its curve begins
         with that of the search so far."""
-        best, staged, own = self.best, self.staged, self.budget
-        staged.crowded = crowded(self.alone)
-        left = list[Paced]()
+        best, staged, budget = self.best, self.staged, self.budget
+        staged.likely_tight = likely_tight(self.single_stages)
+        paced = list[Paced]()
         if joint.searched(staged):  # compute alone may show that no pipeline is better; closer bounds follow
             floor = floors(staged, best.limit, self.ends, counts=counts, halvings=1)
         else:
-            floor, left = begun(staged, best.limit, counts)
-            floor = {m: bound for m, bound in floor.items() if m not in {x.m for x in left}}
-        ends = max(self.ends, clock.now() + own.rest * (self.ends - best.started))
-        found = joint.search(
-            staged, incumbent_ms=best.limit, time_limit_s=ends - clock.now(), gap=own.enough,
-            patience_s=max(0.0, best.started + own.patience_s - clock.now()), others=[*others, *left],
-            started=best.started, floor=floor, crowded=staged.crowded, effort=own.effort,
+            floor, paced = first_bounds(staged, best.limit, counts)
+            floor = {m: bound for m, bound in floor.items() if m not in {x.m for x in paced}}
+        ends = max(self.ends, clock.now() + budget.rest * (self.ends - best.started))
+        pipelined = joint.search(
+            staged, incumbent_ms=best.limit, time_limit_s=ends - clock.now(), gap=budget.enough,
+            patience_s=max(0.0, best.started + budget.patience_s - clock.now()), others=[*others, *paced],
+            started=best.started, floor=floor, likely_tight=staged.likely_tight, effort=budget.effort,
         )  # fmt: skip
-        least = min((b for _, _, b in found.curve), default=0.0)
-        before = [(t, v, min(b, least)) for t, v, b in best.curve]
-        return replace(found, curve=(*before, *found.curve))
+        lowest_bound = min((b for _, _, b in pipelined.curve), default=0.0)
+        curve_so_far = [(t, v, min(b, lowest_bound)) for t, v, b in best.curve]
+        return replace(pipelined, curve=(*curve_so_far, *pipelined.curve))
 
 
-def _again(
-    single: Single, solver: SolverName, ends: float, *, near: bool, again_s: float = USUAL.again_s
+def _solve_again(
+    single: Single, solver: SolverName, ends: float, *, is_close: bool, again_s: float = USUAL.again_s
 ) -> tuple[Solution, str]:
     """The answer of a single stage, and the name of the solvers that found and proved it. If the ILP was asked for, it
-    solves the stage again, unless it could not end in time, or the answer is not proved but ``near`` its bound, so that
-    more search is not worthwhile."""
+    solves the stage again, unless it could not end in time, or the answer is not proved but close to its bound
+    (``is_close``), so that more search is not worthwhile."""
     assert single.stage is not None
-    known, problem = single.solution, single.stage.asked
+    known, problem = single.solution, single.stage.active_problem
     known = replace(known, bound=min(known.value, max(known.bound, single.bound)))  # the bound may have risen since
     if single.refused:  # the plan that the ILP would find first does not fit
         return known, known.solver
-    if solver == "ilp" and (single.by_ilp or (known.proved and not single.stage.handy)):
+    if solver == "ilp" and (single.by_ilp or (known.proved and not single.stage.is_small)):
         return known, known.solver
     if solver != "ilp":
         return known, known.solver + (", checked by dp" if solver == "exhaustive" else "")
-    left = min(again_s, ends - clock.now()) if known.proved else ends - clock.now()
-    if not known.proved and (near or left <= 0):
+    remaining_s = min(again_s, ends - clock.now()) if known.proved else ends - clock.now()
+    if not known.proved and (is_close or remaining_s <= 0):
         return known, "dp"
-    found = ilp.solve(problem, time_limit_s=max(0.1, left))
-    fits = found.choice is not None and single.stage.fitting(found.choice)
-    if fits and found.proved:
-        return _arbitrate(known, found, float("inf"), problem), f"{found.solver}, checked by dp"
-    if fits and found.value < known.value * (1 - ROUNDING) and not known.proved:
-        return found, f"{found.solver} and dp"
+    by_ilp = ilp.solve(problem, time_limit_s=max(0.1, remaining_s))
+    fits = by_ilp.choice is not None and single.stage.fits_exactly(by_ilp.choice)
+    if fits and by_ilp.proved:
+        return _arbitrate(known, by_ilp, float("inf"), problem), f"{by_ilp.solver}, checked by dp"
+    if fits and by_ilp.value < known.value * (1 - ROUNDING) and not known.proved:
+        return by_ilp, f"{by_ilp.solver} and dp"
     return known, "dp"
 
 
-def _arbitrate(known: Solution, found: Solution, cutoff_ms: float, problem: Problem) -> Solution:
+def _arbitrate(labelled: Solution, by_ilp: Solution, cutoff_ms: float, problem: Problem) -> Solution:
     """The better of two results. Where both are proved and differ, the problem's definition decides, with a warning.
 
     A solver may exceed a limit by its tolerance, so then a choice counts only if it fits exactly.
@@ -284,20 +284,20 @@ def _arbitrate(known: Solution, found: Solution, cutoff_ms: float, problem: Prob
     Raises:
         AsaError: a solver's value of its choice is wrong, which is a bug.
     """
-    if not (known.proved and found.proved) or known.value >= cutoff_ms * (1 - 1e-5):
-        return found
-    if abs(found.value - known.value) <= 1e-5 * known.value:
-        return replace(known, solver=found.solver) if known.value <= found.value * (1 + ROUNDING) else found
-    for s in (known, found):
+    if not (labelled.proved and by_ilp.proved) or labelled.value >= cutoff_ms * (1 - 1e-5):
+        return by_ilp
+    if abs(by_ilp.value - labelled.value) <= 1e-5 * labelled.value:
+        return replace(labelled, solver=by_ilp.solver) if labelled.value <= by_ilp.value * (1 + ROUNDING) else by_ilp
+    for s in (labelled, by_ilp):
         if s.choice is not None and abs(exhaustive.value(problem, s.choice) - s.value) > 1e-5 * s.value:
             raise AsaError(
                 f"{s.solver} prices its plan at {s.value:.9g} ms, which takes "
                 f"{exhaustive.value(problem, s.choice):.9g} ms; please report this"
             )
-    chosen = [(s, s.choice) for s in (known, found) if s.choice is not None]
-    fits = [s for s, choice in chosen if exhaustive.peak(problem, choice) <= problem.capacity]
-    _LOG.warning("%s finds %.9g ms and %s %.9g ms", found.solver, found.value, known.solver, known.value)
-    return min(fits, key=lambda s: s.value, default=known)
+    chosen = [(s, s.choice) for s in (labelled, by_ilp) if s.choice is not None]
+    fitting = [s for s, choice in chosen if exhaustive.peak(problem, choice) <= problem.capacity]
+    _LOG.warning("%s finds %.9g ms and %s %.9g ms", by_ilp.solver, by_ilp.value, labelled.solver, labelled.value)
+    return min(fitting, key=lambda s: s.value, default=labelled)
 
 
 def next_best(prices: Prices, outcome: Outcome, count: int, time_limit_s: float) -> list[Candidate]:
@@ -305,11 +305,11 @@ def next_best(prices: Prices, outcome: Outcome, count: int, time_limit_s: float)
     found in ``time_limit_s``."""
     if outcome.formulation is None or outcome.best is None:
         return []
-    problem, found = outcome.formulation.problem, [outcome.choice]
+    problem, choices = outcome.formulation.problem, [outcome.choice]
     ends = clock.now() + time_limit_s
-    while len(found) <= count and (left := ends - clock.now()) > 0:
-        solution = ilp.solve(problem, time_limit_s=left, forbidden=tuple(found))
-        if solution.choice is None or solution.choice in found:
+    while len(choices) <= count and (remaining_s := ends - clock.now()) > 0:
+        solution = ilp.solve(problem, time_limit_s=remaining_s, forbidden=tuple(choices))
+        if solution.choice is None or solution.choice in choices:
             break
-        found.append(solution.choice)
-    return [x for x in map(outcome.formulation.candidate, found[1:]) if prices.fits(x)]
+        choices.append(solution.choice)
+    return [x for x in map(outcome.formulation.candidate, choices[1:]) if prices.fits(x)]

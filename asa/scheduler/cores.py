@@ -12,26 +12,26 @@ Groups = tuple[tuple[int, ...], ...]
 
 def groups_of(measured: Measurements) -> Groups:
     """Groups of two or more processes that may use only the same one core."""
-    found: dict[int, list[int]] = {}
+    members: dict[int, list[int]] = {}
     for process, rank in enumerate(measured.per_rank):
         if rank.core is not None:
-            found.setdefault(rank.core, []).append(process)
-    return tuple(sorted(tuple(g) for g in found.values() if len(g) > 1))
+            members.setdefault(rank.core, []).append(process)
+    return tuple(sorted(tuple(g) for g in members.values() if len(g) > 1))
 
 
 @dataclass
 class Cores:
-    """Groups of processes that share a core. ``seen``: groups in the last window; ``believed``: groups for which the
-    current estimates of ranks were measured, some steps later."""
+    """Groups of processes that share a core. ``current``: groups in the last window; ``established``: groups for which
+    the current estimates of ranks were measured, some steps later."""
 
-    seen: Groups = ()
-    believed: Groups = ()
+    current: Groups = ()
+    established: Groups = ()
     _steps: int = 0
 
     def window(self, measured: Measurements, steps: int) -> None:
         """Update the groups from a window of ``steps`` steps."""
         now = groups_of(measured)
-        self._steps = self._steps + steps if now == self.seen else 0
-        self.seen = now
+        self._steps = self._steps + steps if now == self.current else 0
+        self.current = now
         if not now or self._steps >= MIN_STEPS:
-            self.believed = now
+            self.established = now

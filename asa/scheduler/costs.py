@@ -70,12 +70,12 @@ class Factor:
         """The estimate after ``steps`` steps without a measurement."""
         return replace(self, variance=min(_PRIOR, self.variance + _FORGETTING * steps / _USUAL))
 
-    def seen(self, value: float, variance: float, steps: int) -> Factor:
+    def update(self, value: float, variance: float, steps: int) -> Factor:
         """The estimate after a window of ``steps`` steps with logarithm ``value`` and variance ``variance``."""
         if not self.steps:
             return Factor(mean=value, variance=variance, steps=steps)
-        away = abs(value - self.mean)
-        if away <= LIKE or away <= _SURE * math.sqrt(self.variance + variance):
+        distance = abs(value - self.mean)
+        if distance <= LIKE or distance <= _SURE * math.sqrt(self.variance + variance):
             gain = self.variance / (self.variance + variance)
             mean = self.mean + gain * (value - self.mean)
             return Factor(mean=mean, variance=(1 - gain) * self.variance, steps=self.steps + steps)
@@ -105,7 +105,7 @@ class Slowness:
             return self
         ranks = list(self.ranks)
         for group, worked in self.sharing:
-            shift = turns(group, processes, worked)
+            shift = sharing_shift(group, processes, worked)
             for p in group:
                 ranks[p] += shift
         least = min(ranks)  # logarithms in addition to the common one are never below 0
@@ -137,7 +137,7 @@ class Promise(Protocol):
         ...
 
 
-def turns(group: Sequence[int], processes: Sequence[int], worked: int) -> float:
+def sharing_shift(group: Sequence[int], processes: Sequence[int], worked: int) -> float:
     """Logarithm of the change in the times of ``group``, which has one core, if ``processes`` work instead of
     ``worked`` of its members."""
     return math.log(max(1, sum(p in group for p in processes)) / max(1, worked))
@@ -152,7 +152,7 @@ class Costs:
     def __init__(self, processes: int, levels: int) -> None:
         self.ranks = [Factor() for _ in range(processes)]
         self.levels = [Factor() for _ in range(levels)]
-        self.pace = Factor()
+        self.step_factor = Factor()
         """Factor of the whole step under the current plan."""
         self.biases = [0.0] * levels
         """Slowdown of transfers by level, as logarithms, that is not confirmed by the step time under the current
@@ -163,16 +163,16 @@ class Costs:
 
     def moved(self) -> None:
         """Discard estimates that are valid only for the previous plan."""
-        self.pace, self.biases = Factor(), [0.0] * len(self.levels)
+        self.step_factor, self.biases = Factor(), [0.0] * len(self.levels)
         self._probes = {}
 
-    def leave(self, group: Sequence[int], shift: float) -> None:
+    def shift_group(self, group: Sequence[int], shift: float) -> None:
         """Change the estimates of ``group`` by ``shift``, because its members get more or less of their common core."""
         for p in group:
             self.ranks[p] = replace(self.ranks[p], mean=self.ranks[p].mean + shift)
 
     def _age(self, steps: int) -> None:
-        self.pace = self.pace.aged(steps)
+        self.step_factor = self.step_factor.aged(steps)
         self.ranks = [f.aged(steps) for f in self.ranks]
         self.levels = [f.aged(steps) for f in self.levels]
 
@@ -185,25 +185,25 @@ class Costs:
         derived from exposed communication, if single transfers do not show it."""
         spread = (_spread(measured) + _FLOOR * max(0, MIN_STEPS - steps)) / steps + _FLOOR
         self._age(steps)
-        self.pace = self.pace.seen(math.log(typical(measured) / expected.step_s), spread, steps)
+        self.step_factor = self.step_factor.update(math.log(typical(measured) / expected.step_s), spread, steps)
         if not measured.per_rank:
             if not self.by_rank:
                 value = math.log(typical(measured) / expected.step_s)
-                self.ranks = [f.seen(value, spread, steps) for f in self.ranks]
-                self.levels = [f.seen(value, spread, steps) for f in self.levels]
+                self.ranks = [f.update(value, spread, steps) for f in self.ranks]
+                self.levels = [f.update(value, spread, steps) for f in self.levels]
             return
         self.by_rank = True
-        out = set(ignored)
+        ignored_ranks = set(ignored)
         for rank, process in enumerate(processes):
             own = own_s(measured, process)
-            if process not in out and expected.own_s[rank] > 0 and own > 0:
-                self.ranks[process] = self.ranks[process].seen(math.log(own / expected.own_s[rank]), spread, steps)
+            if process not in ignored_ranks and expected.own_s[rank] > 0 and own > 0:
+                self.ranks[process] = self.ranks[process].update(math.log(own / expected.own_s[rank]), spread, steps)
         working = [measured.per_rank[p] for p in processes if p < len(measured.per_rank)]
         if all((rank.stolen_share or 0.0) < _MOST_STOLEN for rank in working):
             if exposed is None:
                 self._transfers(measured.links, expected, steps)
             else:
-                self.levels[exposed[0]] = self.levels[exposed[0]].seen(exposed[1], _UNLIKE, steps)
+                self.levels[exposed[0]] = self.levels[exposed[0]].update(exposed[1], _UNLIKE, steps)
 
     def probed(self, probe: Probe, processes: Sequence[int], expected: Promise, steps: int) -> None:
         """Update the estimates from a probe: of idle processes, compared with those that run the plan, and of levels
@@ -214,28 +214,28 @@ class Costs:
             if seconds > 0 and math.isfinite(seconds):
                 self._probes.setdefault(p, deque(maxlen=_PROBES)).append(math.log(seconds))
         # Other programs can disturb a short probe, so the shortest of several successive ones counts.
-        least = {p: min(logs) for p, logs in self._probes.items()}
-        working = [p for p in processes if p in least and self.ranks[p].known]
+        shortest = {p: min(logs) for p, logs in self._probes.items()}
+        working = [p for p in processes if p in shortest and self.ranks[p].known]
         if working:
-            base = sum(self.ranks[p].mean - least[p] for p in working) / len(working)
-            for p, log in least.items():
+            base = sum(self.ranks[p].mean - shortest[p] for p in working) / len(working)
+            for p, log in shortest.items():
                 if p not in processes:
-                    self.ranks[p] = self.ranks[p].seen(base + log, 2 * _FLOOR, steps)
+                    self.ranks[p] = self.ranks[p].update(base + log, 2 * _FLOOR, steps)
         self._transfers(probe.links, expected, steps)
 
     def _transfers(self, links: Sequence[Transfer], expected: Promise, steps: int) -> None:
         by_level: dict[int, list[tuple[float, float]]] = {}
         for t in links:
-            should = expected.transfer_s(t)
-            if should and t.n > 0 and t.seconds > 0 and math.isfinite(t.seconds):
-                by_level.setdefault(t.level, []).append((t.seconds * t.n, should * t.n))
-        for level, found in by_level.items():
+            expected_s = expected.transfer_s(t)
+            if expected_s and t.n > 0 and t.seconds > 0 and math.isfinite(t.seconds):
+                by_level.setdefault(t.level, []).append((t.seconds * t.n, expected_s * t.n))
+        for level, pairs in by_level.items():
             # Total time, because lower bandwidth hardly changes small messages.
-            total = sum(took for took, _ in found)
-            value = math.log(total / sum(should for _, should in found))
-            off = sum(took * (math.log(took / should) - value) ** 2 for took, should in found) / total
+            total = sum(took_s for took_s, _ in pairs)
+            value = math.log(total / sum(expected_s for _, expected_s in pairs))
+            scatter = sum(took_s * (math.log(took_s / expected_s) - value) ** 2 for took_s, expected_s in pairs) / total
             value -= self.biases[level]
-            self.levels[level] = self.levels[level].seen(value, _FLOOR + min(off / len(found), _UNLIKE), steps)
+            self.levels[level] = self.levels[level].update(value, _FLOOR + min(scatter / len(pairs), _UNLIKE), steps)
 
     def slowness(self) -> Slowness:
         """The estimates to plan with: the fastest ranks define what is common to all; similar ranks count as equal, and
@@ -244,42 +244,42 @@ class Costs:
         A rank that counted as different the last time counts as similar again only within half that distance, so that
         estimates near the limit do not alternate.
         """
-        self._last = found = self._slowness()
-        return found
+        self._last = slowness = self._slowness()
+        return slowness
 
     def _slowness(self) -> Slowness:
-        known = sorted((f.mean, p) for p, f in enumerate(self.ranks) if f.known)
+        measured = sorted((f.mean, p) for p, f in enumerate(self.ranks) if f.known)
         groups: list[list[tuple[float, int]]] = []
-        for mean, p in known:
-            if groups and mean - sum(m for m, _ in groups[-1]) / len(groups[-1]) <= self._alike(p, groups[-1]):
+        for mean, p in measured:
+            if groups and mean - sum(m for m, _ in groups[-1]) / len(groups[-1]) <= self._tolerance(p, groups[-1]):
                 groups[-1].append((mean, p))
             else:
                 groups.append([(mean, p)])
         centres = [sum(m for m, _ in g) / len(g) for g in groups]
-        common = self._sure(centres[0], groups[0]) if centres else 0.0
+        common = self._stable_common(centres[0], groups[0]) if centres else 0.0
         beyond = {p: centre - centres[0] for g, centre in zip(groups, centres, strict=True) for _, p in g}
         levels = [self._level(i, f) if self.by_rank else common for i, f in enumerate(self.levels)]
-        tried = [log for log, f in zip(levels, self.levels, strict=True) if f.known]
-        alike = min([common, *tried]) if tried else 0.0
-        if alike > LIKE:  # everything that was tried is slower: so is what no plan has used yet, as far as is known
-            levels = [log if f.known else alike for log, f in zip(levels, self.levels, strict=True)]
+        used = [log for log, f in zip(levels, self.levels, strict=True) if f.known]
+        floor = min([common, *used]) if used else 0.0
+        if floor > LIKE:  # everything that was tried is slower: so is what no plan has used yet, as far as is known
+            levels = [log if f.known else floor for log, f in zip(levels, self.levels, strict=True)]
         return Slowness(
             common=common, ranks=tuple(beyond.get(p, 0.0) for p in range(len(self.ranks))), levels=tuple(levels)
         )
 
-    def _sure(self, common: float, group: Sequence[tuple[float, int]]) -> float:
+    def _stable_common(self, common: float, group: Sequence[tuple[float, int]]) -> float:
         """``common``, or its previous value if it differs from that by more than :data:`LIKE` but neither significantly
         nor by twice as much."""
-        before = 0.0 if self._last is None else self._last.common
+        previous = 0.0 if self._last is None else self._last.common
         deviation = math.sqrt(sum(self.ranks[p].variance for _, p in group)) / len(group)
-        return before if LIKE < abs(common - before) <= min(_SURER * deviation, 2 * LIKE) else common
+        return previous if LIKE < abs(common - previous) <= min(_SURER * deviation, 2 * LIKE) else common
 
     def _level(self, index: int, factor: Factor) -> float:
         was_different = self._last is not None and self._last.levels[index] != 0
         slow = factor.known and abs(factor.mean) > _least_difference(factor.variance) / (2 if was_different else 1)
         return factor.mean if slow else 0.0
 
-    def _alike(self, process: int, group: Sequence[tuple[float, int]]) -> float:
+    def _tolerance(self, process: int, group: Sequence[tuple[float, int]]) -> float:
         """How far the logarithm of a process may be above the mean of a group to belong to it."""
         variances = [self.ranks[p].variance for _, p in group]
         last = self._last

@@ -21,10 +21,10 @@ from asa.ir.measurements import Measurements
 from asa.ir.units import seconds
 from asa.scheduler import norms
 from asa.scheduler.cores import Cores
-from asa.scheduler.costs import LIKE, MIN_STEPS, Costs, Slowness, turns, typical
+from asa.scheduler.costs import LIKE, MIN_STEPS, Costs, Slowness, sharing_shift, typical
 from asa.scheduler.expected import Expected
 from asa.scheduler.exposed import Exposed
-from asa.scheduler.findings import Finding, Findings, awry
+from asa.scheduler.findings import Finding, Findings, impossible_figures
 from asa.scheduler.lasting import Lasting
 from asa.scheduler.model import Answer, Asked, Model, Question, rung, same
 from asa.scheduler.policy import Policy
@@ -88,27 +88,27 @@ class _Recent:
     def window(self, measured: Measurements, steps: int, slowness: Slowness) -> tuple[int, float] | None:
         """Add a window of ``steps`` steps. Another ``slowness`` discards all earlier ones, and this one if some of its
         steps are about as fast as those. Returns :attr:`typical` of what was discarded."""
-        ended = None
+        discarded = None
         if self._slowness is None or slowness.distance(self._slowness) > LIKE:
-            ended = None if self._slowness is None else self.typical
+            discarded = None if self._slowness is None else self.typical
             self._slowness = slowness
             self._windows.clear()
-            if ended and ended[0]:
-                near, far = sorted(
-                    abs(math.log(s / ended[1])) for s in (measured.step_time.p10, measured.step_time.p90)
+            if discarded and discarded[0]:
+                smaller, larger = sorted(
+                    abs(math.log(s / discarded[1])) for s in (measured.step_time.p10, measured.step_time.p90)
                 )
-                if far > LIKE and near < far / 2:
-                    return ended
+                if larger > LIKE and smaller < larger / 2:
+                    return discarded
         self._windows.append((steps, typical(measured)))
         while self.typical[0] - self._windows[0][0] >= self._most:
             self._windows.popleft()
-        return ended
+        return discarded
 
 
 class Decider:
     """State of the leading rank, for ``processes`` processes.
 
-    After each window: ``found``, findings; ``said``, events on decisions; ``reason`` in words; ``predicted_s``, the
+    After each window: ``found``, findings; ``events`` on decisions; ``reason`` in words; ``predicted_s``, the
     corrected prediction with which the window is compared; and ``bound``, the largest fraction of a step that any plan
     could still save, as proved by the last search under the corrected costs.
     """
@@ -117,7 +117,7 @@ class Decider:
         self.model, self.policy = model, policy
         self.costs = Costs(processes, len(model.cluster.levels))
         self.found: list[Finding] = []
-        self.said: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
         self.reason = ""
         self.predicted_s: float | None = None
         self.bound = 0.0
@@ -129,25 +129,25 @@ class Decider:
         self._option: _Option | None = None
         self._trial: Change | None = None
         self._recent = _Recent(policy.probation_steps)
-        self._known: list[Placement] = []
+        self._tried: list[Placement] = []
         self._penalties: list[tuple[Placement, float]] = []
         self._quiet, self._next_quiet = 0, policy.cool_down
         self._rebuild_s = policy.rebuild_s
         self._expected: tuple[Placement, Expected] | None = None
-        self._priced: tuple[Placement, Slowness, float] | None = None
+        self._last_price: tuple[Placement, Slowness, float] | None = None
         self._next_s: float | None = None
         self._windows = 0
         self._background_search: tuple[Asked, Slowness] | None = None
-        self._missed = 0
-        self._drawn: Answer | None = None
+        self._uncounted_steps = 0
+        self._answer: Answer | None = None
 
     def window(
         self, current: Placement, measured: Measurements, *, steps: int, left: int | None, probe: Probe | None = None
     ) -> Change | None:
         """Process a window of ``steps`` steps under ``current``, with ``left`` steps before the end (None: unknown);
         returns the change to make, if any."""
-        self.found, self.said, self._windows = [], [], self._windows + 1
-        bad = awry(measured)
+        self.found, self.events, self._windows = [], [], self._windows + 1
+        bad = impossible_figures(measured)
         self.found += self._findings.bad_figures(bad)
         if -1 in bad:
             return None
@@ -159,25 +159,25 @@ class Decider:
         self.costs.observe(measured, expected, current.processes, steps, bad, exposed)
         if probe is not None:
             self.costs.probed(probe, current.processes, expected, steps)
-        pace = self.costs.pace
-        self.predicted_s, self._next_s = self._next_s, expected.step_s * pace.ratio if pace.known else self._next_s
+        factor = self.costs.step_factor
+        self.predicted_s, self._next_s = self._next_s, expected.step_s * factor.ratio if factor.known else self._next_s
         self._groups.window(measured, steps)
         slowness = self._credible(current, measured, self._slowness(current))
         heavy = self._findings.memory(measured, current)
-        self.found += heavy + self._findings.waiting_for_data(measured) + self._findings.sharing(self._groups.seen)
+        self.found += heavy + self._findings.waiting_for_data(measured) + self._findings.sharing(self._groups.current)
         if any(f.known for f in self.costs.ranks):
             self.found += self._findings.slow(
                 slowness, measured, expected, current.processes, by_rank=self.costs.by_rank, steps=steps
             )  # fmt: skip
-            said = self._findings.said  # short disturbances do not change a plan
-            slowness = replace(slowness, common=said.common, ranks=said.ranks, levels=said.levels)
+            reported = self._findings.reported  # short disturbances do not change a plan
+            slowness = replace(slowness, common=reported.common, ranks=reported.ranks, levels=reported.levels)
         for f in self.found:
             if f.cause not in ("data", "figures"):
                 cause = "compute" if f.cause == "everything" else f.cause  # one word on all ranks, the last
                 self._causes[cause, f.where] = f.line
-        ended = self._recent.window(measured, steps, slowness)
+        previous_state = self._recent.window(measured, steps, slowness)
         if self._trial is not None:
-            return self._review(self._trial, ended)
+            return self._review(self._trial, previous_state)
         if left == 0:
             return None
         if self._quiet > 0:
@@ -185,19 +185,19 @@ class Decider:
             if slowness.distance(self._solved) > LIKE:
                 self.reason = "waiting after a change that did not help"
             return None
-        if self._groups.believed != self._groups.seen:  # the times of ranks are not known yet
+        if self._groups.established != self._groups.current:  # the times of ranks are not known yet
             return None
         if (slowness.distance(self._solved) > LIKE or heavy) and not self._search(current, measured, slowness):
-            self._missed = steps
+            self._uncounted_steps = steps
             return None
         return self._weigh(current, measured, slowness, steps, left)
 
     def _answered(
-        self, asked: tuple[Asked, Slowness], current: Placement, measured: Measurements, steps: int, left: int | None
+        self, running: tuple[Asked, Slowness], current: Placement, measured: Measurements, steps: int, left: int | None
     ) -> Change | None:
         """Handle the answer of a search that runs during training; returns the change to make, if any."""
-        search, slowness = asked
-        self._missed += steps
+        search, slowness = running
+        self._uncounted_steps += steps
         answer, failed = None, ""
         try:
             answer = search.found()
@@ -205,9 +205,9 @@ class Decider:
                 return None
         except AsaError as error:
             failed = f"no other plan: {error}"
-        self._background_search, self._drawn = None, answer
+        self._background_search, self._answer = None, answer
         self._choose(current, slowness, [] if answer is None else answer.found, failed)
-        return self._weigh(current, measured, slowness, self._missed, left)
+        return self._weigh(current, measured, slowness, self._uncounted_steps, left)
 
     def close(self) -> None:
         """Stop a search that is still running."""
@@ -217,14 +217,14 @@ class Decider:
 
     def corrected(self, current: Placement) -> Slowness:
         """All estimates, including the residual of the step under ``current``."""
-        found = self._slowness(current)
-        if not self.costs.pace.known:
-            return found
-        residual = math.log(self._expectation(current).step_s * self.costs.pace.ratio / self._price(current, found))
-        return replace(found, residual=residual)
+        slowness = self._slowness(current)
+        if not self.costs.step_factor.known:
+            return slowness
+        step_s = self._expectation(current).step_s * self.costs.step_factor.ratio
+        return replace(slowness, residual=math.log(step_s / self._price(current, slowness)))
 
     def _slowness(self, current: Placement) -> Slowness:
-        sharing = tuple((g, sum(p in g for p in current.processes)) for g in self._groups.believed)
+        sharing = tuple((g, sum(p in g for p in current.processes)) for g in self._groups.established)
         return replace(self.costs.slowness(), sharing=sharing)
 
     def _expectation(self, current: Placement) -> Expected:
@@ -233,10 +233,10 @@ class Decider:
         return self._expected[1]
 
     def _price(self, current: Placement, slowness: Slowness) -> float:
-        known = self._priced
-        if known is None or not same(known[0], current) or slowness.distance(known[1]) > _SAME:
-            self._priced = known = current, slowness, self.model.step_s(current, slowness)
-        return known[2]
+        last = self._last_price
+        if last is None or not same(last[0], current) or slowness.distance(last[1]) > _SAME:
+            self._last_price = last = current, slowness, self.model.step_s(current, slowness)
+        return last[2]
 
     def _credible(self, current: Placement, measured: Measurements, slowness: Slowness) -> Slowness:
         """``slowness``, unless links seem slower (or faster) than the step time confirms.
@@ -245,37 +245,37 @@ class Decider:
         step time is explained better without this slow-down, it is subtracted from now on. A transfer that became
         faster is accepted unless the step time contradicts it.
         """
-        before = self._solved.levels
-        if max((abs(a - b) for a, b in zip(slowness.levels, before, strict=True)), default=0.0) <= LIKE:
+        solved = self._solved.levels
+        if max((abs(a - b) for a, b in zip(slowness.levels, solved, strict=True)), default=0.0) <= LIKE:
             return slowness
-        without, expected = replace(slowness, levels=before), self._expectation(current)
-        logs = [math.log(self.model.step_s(current, s)) for s in (slowness, without)]
+        unchanged, expected = replace(slowness, levels=solved), self._expectation(current)
+        logs = [math.log(self.model.step_s(current, s)) for s in (slowness, unchanged)]
         worse = any(
             now - old > LIKE and abs(now - slowness.common) > LIKE
-            for now, old in zip(slowness.levels, before, strict=True)
+            for now, old in zip(slowness.levels, solved, strict=True)
         )
         if worse and logs[0] - logs[1] < self.policy.min_gain:  # too small a loss to report
-            return without
-        told = self._exposed.clearly_closer(current, measured, expected, slowness, without)
-        if told is None:
-            pace = self.costs.pace
+            return unchanged
+        accept = self._exposed.clearly_closer(current, measured, expected, slowness, unchanged)
+        if accept is None:
+            pace = self.costs.step_factor
             last = math.log(typical(measured) / expected.step_s)
             if pace.doubtful or (not worse and abs(last - pace.mean) > LIKE / 2):
-                return without  # the step time changes, too; the next window shows by how much
-            seen = math.log(expected.step_s * pace.ratio if pace.known else typical(measured))
-            off = [abs(seen - log) for log in logs]
-            changed = max(abs(a - b) for a, b in zip(slowness.levels, before, strict=True))
+                return unchanged  # the step time changes, too; the next window shows by how much
+            measured_log = math.log(expected.step_s * pace.ratio if pace.known else typical(measured))
+            errors = [abs(measured_log - log) for log in logs]
+            changed = max(abs(a - b) for a, b in zip(slowness.levels, solved, strict=True))
             by_overlap = math.log(self.model.cluster.overlap.communication_slowdown) + LIKE
             # If the step time shows nothing, allow for the slow-down of a transfer by computation.
-            told = off[1] + _TOLD >= off[0] and (off[1] > off[0] + _TOLD or changed > by_overlap)
-        if told:
+            accept = errors[1] + _VISIBLE >= errors[0] and (errors[1] > errors[0] + _VISIBLE or changed > by_overlap)
+        if accept:
             return slowness
-        for level, (now, old) in enumerate(zip(slowness.levels, before, strict=True)):
+        for level, (now, old) in enumerate(zip(slowness.levels, solved, strict=True)):
             if now - old > LIKE:  # a transfer never looks too fast, and the step time may follow in the next window
                 factor = self.costs.levels[level]
                 self.costs.biases[level] += factor.mean - old
                 self.costs.levels[level] = replace(factor, mean=old)
-        return without
+        return unchanged
 
     def _search(self, current: Placement, measured: Measurements, slowness: Slowness) -> bool:
         """Search for a faster plan under ``slowness``. Returns False if the search runs during training and answers
@@ -286,7 +286,7 @@ class Decider:
         try:
             if self.model.background is not None:
                 question = Question(
-                    current=current, known=tuple(p for p in self._known if not same(p, current)), measured=measured,
+                    current=current, known=tuple(p for p in self._tried if not same(p, current)), measured=measured,
                     slowness=slowness, deviations=self.costs.deviations(), draws=self.policy.draws, seed=self._windows,
                 )  # fmt: skip
                 self._background_search = self.model.background(question), slowness
@@ -301,33 +301,33 @@ class Decider:
 
     def _choose(self, current: Placement, slowness: Slowness, solved: list[Placement], failed: str) -> None:
         """Choose the fastest plan under ``slowness`` among ``solved`` and those that ran before."""
-        before, self._option = self._option, None
-        known = [p for p in self._known if not same(p, current)]
-        if not any(same(p, current) for p in self._known):
-            self._known.append(current)
-        priced = self._price(current, slowness)
+        previous, self._option = self._option, None
+        earlier = [p for p in self._tried if not same(p, current)]
+        if not any(same(p, current) for p in self._tried):
+            self._tried.append(current)
+        current_s = self._price(current, slowness)
         if solved:
-            self.bound = max(0.0, 1 - solved[0].plan.certificate.lower_bound_s / priced)
-        options = [p for p in (*known, *solved) if not same(p, current)]
-        kept = ""
+            self.bound = max(0.0, 1 - solved[0].plan.certificate.lower_bound_s / current_s)
+        options = [p for p in (*earlier, *solved) if not same(p, current)]
+        left_out = ""
         if self.policy.keep_batch_norm:
             allowed = [p for p in options if not self._norms(current, p)]
-            kept = "" if len(allowed) == len(options) else "; plans with other groups for BatchNorm are left out"
+            left_out = "" if len(allowed) == len(options) else "; plans with other groups for BatchNorm are left out"
             options = allowed
         times = [self.model.step_s(p, slowness) * math.exp(self._penalty(p)) for p in options]
         self._penalties = [(p, log / 2) for p, log in self._penalties]
         best = min(range(len(options)), key=times.__getitem__, default=None)
-        if best is None or 1 - times[best] / priced < self.policy.min_gain:
+        if best is None or 1 - times[best] / current_s < self.policy.min_gain:
             why = failed or "solved again: this plan stays the best"
-            self._say("keep", f"{why}{kept}")
+            self._announce("keep", f"{why}{left_out}")
             return
         # Of equally fast plans, prefer one that ran before.
         best = next(i for i, s in enumerate(times) if s <= times[best] * (1 + _SAME))
         target = options[best]
         cost_s = self._rebuild_s + self.model.move_s(current, target, slowness)
-        self._option = _Option(target=target, ratio=times[best] / priced, cost_s=cost_s)
-        if before is not None:  # time lost so far also counts for a similar plan
-            self._option.lost_s, self._option.steps, self._option.owed = before.lost_s, before.steps, before.owed
+        self._option = _Option(target=target, ratio=times[best] / current_s, cost_s=cost_s)
+        if previous is not None:  # time lost so far also counts for a similar plan
+            self._option.lost_s, self._option.steps, self._option.owed = previous.lost_s, previous.steps, previous.owed
 
     def _weigh(
         self, current: Placement, measured: Measurements, slowness: Slowness, steps: int, left: int | None
@@ -336,8 +336,8 @@ class Decider:
         option = self._option
         if option is None:
             return None
-        known, step_s = self._recent.typical
-        if known < MIN_STEPS or any(2 * f.doubtful >= MIN_STEPS for f in self.costs.ranks):
+        num_steps, step_s = self._recent.typical
+        if num_steps < MIN_STEPS or any(2 * f.doubtful >= MIN_STEPS for f in self.costs.ranks):
             option.owed += steps
             self.reason = "another plan is faster; the present one is measured first"
             return None
@@ -355,14 +355,14 @@ class Decider:
             return None
         if option.steps < 2 * option.asked_at:  # the result would hardly differ from the last one
             return None
-        if self._drawn is None and self.model.background is not None and not self._search(current, measured, slowness):
-            self._missed = 0
+        if self._answer is None and self.model.background is not None and not self._search(current, measured, slowness):
+            self._uncounted_steps = 0
             return None
         horizon = option.steps if left is None else left
-        sure = self._confidence(current, option, slowness, step_s, horizon)
-        if sure < self.policy.confidence:
+        confidence = self._confidence(current, option, slowness, step_s, horizon)
+        if confidence < self.policy.confidence:
             option.asked_at = option.steps
-            self._say("keep", f"another plan pays with a probability of {sure:.2f} only")
+            self._announce("keep", f"another plan pays with a probability of {confidence:.2f} only")
             return None
         why = "; ".join(self._causes.values()) or "another plan is faster under the costs as measured"
         self._option, self._causes = None, {}
@@ -384,26 +384,26 @@ class Decider:
         """Fraction of joint draws of the factors in which the change saves time over ``horizon`` steps."""
         policy, seed = self.policy, self._windows
         noise = random.Random(-seed)
-        answer, self._drawn, pair = self._drawn, None, (current, option.target)
+        answer, self._answer, pair = self._answer, None, (current, option.target)
         if answer is None:
-            drawn = self.model.draws(self.costs.deviations(), slowness, pair, policy.draws, seed)
+            draws = self.model.draws(self.costs.deviations(), slowness, pair, policy.draws, seed)
         else:
-            one, two = (next(i for i, p in enumerate(answer.placements) if same(p, q)) for q in pair)
-            drawn = [(row[one], row[two]) for row in answer.draws]
+            now_at, other_at = (next(i for i, p in enumerate(answer.placements) if same(p, q)) for q in pair)
+            draws = [(row[now_at], row[other_at]) for row in answer.draws]
         base = option.ratio / (self.model.step_s(option.target, slowness) / self._price(current, slowness))
-        doubt, won = self._untried(current, option.target, slowness), 0
+        doubt, wins = self._untried(current, option.target, slowness), 0
         base, error = base * math.exp(doubt), math.hypot(policy.model_error, doubt)
-        for now, other in drawn:
-            ratio = base * other / now * math.exp(noise.gauss(0, error))
-            won += (1 - ratio) * step_s * horizon > option.cost_s
-        return won / len(drawn)
+        for current_s, target_s in draws:
+            ratio = base * target_s / current_s * math.exp(noise.gauss(0, error))
+            wins += (1 - ratio) * step_s * horizon > option.cost_s
+        return wins / len(draws)
 
     def _untried(self, current: Placement, target: Placement, slowness: Slowness) -> float:
         """Uncertainty, as a logarithm, of the price of a plan for other ranks that never ran here. It is above 0 if all
         ranks are faster than predicted: either the machine is faster, or only the current plan."""
-        known = any(same(target, p) for p in self._known)
-        other = rung(current, target) in ("fewer", "more")
-        return max(0.0, -slowness.common) / 2 if other and not known else 0.0
+        ran_before = any(same(target, p) for p in self._tried)
+        other_ranks = rung(current, target) in ("fewer", "more")
+        return max(0.0, -slowness.common) / 2 if other_ranks and not ran_before else 0.0
 
     def _review(self, change: Change, ended: tuple[int, float] | None) -> Change | None:
         """Judge a change after its first steps; returns its rollback if it did not help. ``ended``: steps under it, and
@@ -415,7 +415,7 @@ class Decider:
         if steps < self.policy.probation_steps and not clear and not over:
             return None
         self._trial = None
-        self.said.append(
+        self.events.append(
             {"event": "replan", "kind": "outcome", "predicted_gain": change.gain, "measured_gain": gain}
         )  # fmt: skip
         if gain >= 0:
@@ -440,16 +440,16 @@ class Decider:
         state_s = max(0.0, change.cost_s - self._rebuild_s)
         self._rebuild_s = max(0.0, took_s - state_s)
         self.costs.moved()
-        for group in self._groups.believed:
-            self.costs.leave(
-                group, turns(group, change.target.processes, sum(p in group for p in change.before.processes))
+        for group in self._groups.established:
+            self.costs.shift_group(
+                group, sharing_shift(group, change.target.processes, sum(p in group for p in change.before.processes))
             )
-        if self._groups.believed:  # ranks that share a core now have a larger or smaller part of it
-            self._findings.said = self.costs.slowness()
+        if self._groups.established:  # ranks that share a core now have a larger or smaller part of it
+            self._findings.reported = self.costs.slowness()
         self._next_s = change.promised_s
         self._recent = _Recent(self.policy.probation_steps)
         if change.kind == "rollback":
-            self._rest()
+            self._pause()
             self.reason = f"rolled back: {change.why}"
         else:
             self._trial = change
@@ -457,10 +457,10 @@ class Decider:
 
     def failed(self) -> None:
         """Record that an agreed change could not be made, so that the current plan stays."""
-        self._rest()
+        self._pause()
         self._trial = None
 
-    def _rest(self) -> None:
+    def _pause(self) -> None:
         self._quiet, self._next_quiet = self._next_quiet, 2 * self._next_quiet
 
     def _penalty(self, placement: Placement) -> float:
@@ -469,19 +469,19 @@ class Decider:
     def _norms(self, old: Placement, new: Placement) -> str:
         return norms.changed(old.plan, new.plan, self.model.profile.graph)
 
-    def _say(self, kind: str, why: str) -> None:
+    def _announce(self, kind: str, why: str) -> None:
         self.reason = why
-        self.said.append({"event": "replan", "kind": kind, "why": why})
+        self.events.append({"event": "replan", "kind": kind, "why": why})
 
     def _wait(self, option: _Option, why: str) -> None:
         """Announce once that the change waits, and keep the reason up to date."""
         if not option.asked_at:
             option.asked_at = 1
-            self._say("wait", why)
+            self._announce("wait", why)
         self.reason = why
 
 
-_TOLD = 0.01
+_VISIBLE = 0.01
 """Smallest difference of the logarithms of two step times that can be measured."""
 _SAME = 0.005
 """Difference of factors below which a plan is not priced again, and of times that count as equal."""

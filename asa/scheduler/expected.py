@@ -25,13 +25,13 @@ class Expected:
         ranks = Ranks(plan, profile, cluster, strategies)
         self.own_s = ranks.compute()
         # A measured transfer has its links, but not its ranks; their stride comes from the plan.
-        carried = ranks.carried()
-        self._strides = {(c.level, c.ranks): c.stride for c in carried if c.op != "send_recv"}
-        self.levels = frozenset(c.level for c in carried)
+        collectives = ranks.carried()
+        self._strides = {(c.level, c.ranks): c.stride for c in collectives if c.op != "send_recv"}
+        self.levels = frozenset(c.level for c in collectives)
         self._cluster = cluster
         width = max(len(s.ranks) for s in plan.stages)
         self._links = Links(cluster, width, width if len(plan.stages) == 1 else plan.gpus)
-        self._alone = Links(cluster)
+        self._idle_links = Links(cluster)
 
     def transfer_s(self, transfer: Transfer) -> float | None:
         """Expected seconds of ``transfer``; None if the cluster's tables do not contain it."""
@@ -40,9 +40,9 @@ class Expected:
             return None
         border = 1 if level == 0 else self._cluster.levels[level - 1].devices
         if transfer.op in ("send", "send_recv"):
-            return self._alone.handover(transfer.num_bytes, border, 1)
+            return self._idle_links.handover(transfer.num_bytes, border, 1)
         stride = self._strides.get((level, transfer.group_size))
-        links = self._alone if stride is None else self._links
+        links = self._idle_links if stride is None else self._links
         if stride is None:  # not a transfer of the plan, but a probe of all ranks or of neighbours
             stride = 1 if transfer.group_size > border else border
         try:

@@ -36,20 +36,20 @@ class Finding:
     ended: bool = False
 
 
-def awry(measured: Measurements) -> dict[int, str]:
+def impossible_figures(measured: Measurements) -> dict[int, str]:
     """Processes with impossible values, and why; key -1 stands for the step itself."""
     step = measured.step_time
     if not all(math.isfinite(x) and x > 0 for x in (step.median, step.p10, step.p90)) or step.n < 1:
         return {-1: f"a step of {step.median:g} s"}
-    most = _AWRY * max(typical(measured), step.p90)
-    found: dict[int, str] = {}
+    longest = _AWRY * max(typical(measured), step.p90)
+    reasons: dict[int, str] = {}
     for process, rank in enumerate(measured.per_rank):
         figures = {"computing": rank.own_s, "waiting": rank.waiting_s, "waiting for data": rank.data_wait_s}
         for what, seconds in figures.items():
-            limit = math.inf if what == "waiting for data" else most
+            limit = math.inf if what == "waiting for data" else longest
             if not 0 <= seconds <= limit:  # this is true for NaN, too
-                found.setdefault(process, f"{seconds:g} s of {what} in a step of {step.median:.3g} s")
-    return found
+                reasons.setdefault(process, f"{seconds:g} s of {what} in a step of {step.median:.3g} s")
+    return reasons
 
 
 def _finite(seconds: float) -> float:
@@ -79,7 +79,7 @@ def _times(log: float) -> str:
     return "as long as predicted" if abs(log) <= LIKE else f"{math.exp(log):.3g} times as long as predicted"
 
 
-def _others(measured: Measurements, processes: Sequence[int]) -> str:
+def _other_processes(measured: Measurements, processes: Sequence[int]) -> str:
     """Text saying that other processes used the cores of all ranks for a part of the time; empty if they did not."""
     shares = [measured.per_rank[p].stolen_share or 0.0 for p in processes if p < len(measured.per_rank)]
     if not shares or min(shares) < STOLEN_SHARE:
@@ -89,11 +89,11 @@ def _others(measured: Measurements, processes: Sequence[int]) -> str:
 
 @dataclass
 class Findings:
-    """The findings so far, so that nothing is reported twice. ``said``: the reported factors, with which plans are
+    """The findings so far, so that nothing is reported twice. ``reported``: the reported factors, with which plans are
     chosen, too."""
 
     cluster: Cluster
-    said: Slowness
+    reported: Slowness
     data: float = 0.0
     ignored: set[int] = field(default_factory=set)
     heavy: set[object] = field(default_factory=set)
@@ -105,41 +105,41 @@ class Findings:
 
     def bad_figures(self, bad: dict[int, str]) -> list[Finding]:
         """Findings on processes whose values are ignored from now on, or used again."""
-        found = []
+        findings = []
         for p in sorted(set(bad) - self.ignored):
             who, where = ("the figures of this window", None) if p < 0 else (f"figures of rank {p}", p)
-            found.append(Finding(cause="figures", where=where, factor=0.0, line=f"{who} are ignored: {bad[p]}"))
+            findings.append(Finding(cause="figures", where=where, factor=0.0, line=f"{who} are ignored: {bad[p]}"))
         for p in sorted(self.ignored - set(bad) - {-1}):
             line = f"figures of rank {p} are used again"
-            found.append(Finding(cause="figures", where=p, factor=1.0, line=line, ended=True))
+            findings.append(Finding(cause="figures", where=p, factor=1.0, line=line, ended=True))
         self.ignored = set(bad)
-        return found
+        return findings
 
     def memory(self, measured: Measurements, placement: Placement) -> list[Finding]:
         """Findings on ranks that needed more memory than predicted; once for each plan."""
         promised = measured.predicted_memory_bytes
         key = placement.plan.conduct
         peaks = measured.peak_memory_bytes or ()
-        for rank, most, used in zip(placement.processes, promised, peaks, strict=False):
-            if used > most > 0 and key not in self.heavy:
+        for rank, promised_bytes, used in zip(placement.processes, promised, peaks, strict=False):
+            if used > promised_bytes > 0 and key not in self.heavy:
                 self.heavy.add(key)
-                line = f"rank {rank} needs {binary(used)} where {binary(most)} were promised"
-                return [Finding(cause="memory", where=rank, factor=used / most, line=line)]
+                line = f"rank {rank} needs {binary(used)} where {binary(promised_bytes)} were promised"
+                return [Finding(cause="memory", where=rank, factor=used / promised_bytes, line=line)]
         return []
 
     def sharing(self, groups: tuple[tuple[int, ...], ...]) -> list[Finding]:
         """Findings on ranks that may use only the same one core, or no longer."""
-        found = []
+        findings = []
         for group, ended in [(g, False) for g in groups if g not in self.groups] + [
             (g, True) for g in self.groups if g not in groups
         ]:
             who = f"ranks {', '.join(map(str, group[:-1]))} and {group[-1]}"
             line = f"{who} no longer share one core" if ended else f"{who} share one core"
-            found.append(
+            findings.append(
                 Finding(cause="compute", where=group[-1], factor=1.0 if ended else len(group), line=line, ended=ended)
             )
         self.groups = groups
-        return found
+        return findings
 
     def waiting_for_data(self, measured: Measurements) -> list[Finding]:
         """Findings on waiting for input, which no plan can change."""
@@ -169,61 +169,61 @@ class Findings:
         """Findings on factors that have changed since the last report and lasted for a while. They are immediate if the
         system reports that other programs began (or stopped) to use a rank's core, or does not report this at all."""
         self.variation.window(measured, processes)
-        others = disturbed(measured, processes) if by_rank else None
-        like = LIKE if others is None else self.variation.like
+        shared = disturbed(measured, processes) if by_rank else None
+        like = LIKE if shared is None else self.variation.like
         seconds = steps * typical(measured)
 
         def differs(key: Hashable, log: float, old: float, *, borne_out: bool, times: int = 1) -> bool:
             more = abs(log - old) > (LIKE if borne_out else like)
             return self.lasting.holds(
-                key, differs=more, steps=steps, seconds=seconds, borne_out=borne_out or others is None, times=times
+                key, differs=more, steps=steps, seconds=seconds, borne_out=borne_out or shared is None, times=times
             )
 
         common = differs(
-            "common", now.common, self.said.common, times=ALL_ALIKE,
-            borne_out=_EVERYBODY in self.stolen or (others is not None and len(others) == len(processes)),
+            "common", now.common, self.reported.common, times=ALL_ALIKE,
+            borne_out=_EVERYBODY in self.stolen or (shared is not None and len(shared) == len(processes)),
         )  # fmt: skip
         ranks = [
-            differs(p, log, old, borne_out=p in (others or ()) or p in self.stolen or p not in processes)
-            for p, (log, old) in enumerate(zip(now.ranks, self.said.ranks, strict=True))
+            differs(p, log, old, borne_out=p in (shared or ()) or p in self.stolen or p not in processes)
+            for p, (log, old) in enumerate(zip(now.ranks, self.reported.ranks, strict=True))
         ]
         levels = [
             by_rank and differs(("level", i), log, old, borne_out=False)
-            for i, (log, old) in enumerate(zip(now.levels, self.said.levels, strict=True))
+            for i, (log, old) in enumerate(zip(now.levels, self.reported.levels, strict=True))
         ]
-        everybody = {_EVERYBODY} if others and len(others) == len(processes) else set()
+        everybody = {_EVERYBODY} if shared and len(shared) == len(processes) else set()
         slow = {p for p, log in enumerate(now.ranks) if log or ranks[p]} | (
             {_EVERYBODY} if now.common > LIKE else set()
         )
-        self.stolen = (self.stolen | set(others or ()) | everybody) & slow
-        told = self._lines(now, measured, expected, processes, (common, ranks, levels), by_rank=by_rank)
-        self.said = replace(
-            self.said,
-            common=now.common if common else self.said.common,
-            ranks=tuple(n if d else o for n, o, d in zip(now.ranks, self.said.ranks, ranks, strict=True)),
+        self.stolen = (self.stolen | set(shared or ()) | everybody) & slow
+        findings = self._lines(now, measured, expected, processes, (common, ranks, levels), by_rank=by_rank)
+        self.reported = replace(
+            self.reported,
+            common=now.common if common else self.reported.common,
+            ranks=tuple(n if d else o for n, o, d in zip(now.ranks, self.reported.ranks, ranks, strict=True)),
             levels=tuple(
-                n if d or not by_rank else o for n, o, d in zip(now.levels, self.said.levels, levels, strict=True)
+                n if d or not by_rank else o for n, o, d in zip(now.levels, self.reported.levels, levels, strict=True)
             ),
         )
-        return told
+        return findings
 
     def _lines(
         self, now: Slowness, measured: Measurements, expected: Expected, processes: Sequence[int],
         differ: tuple[bool, list[bool], list[bool]], *, by_rank: bool,
     ) -> list[Finding]:  # fmt: skip
         """Findings on the common factor, the ranks and the levels for which ``differ`` is true."""
-        found, (common, ranks, levels) = [], differ
-        step, should = typical(measured), expected.step_s
-        seen = f"{step:.3g} s a step, {should:.3g} s expected"
-        every = False
+        findings, (common, ranks, levels) = [], differ
+        step, expected_s = typical(measured), expected.step_s
+        figures = f"{step:.3g} s a step, {expected_s:.3g} s expected"
+        everything = False
         # A speed-up is not reported, but planning uses it.
-        if common and max(now.common, self.said.common) > LIKE:
-            every = not by_rank or (bool(levels) and all(levels))
-            what = "everything takes" if every else "the compute of all ranks takes"
-            line = f"{what} {_times(now.common)} ({seen}{_others(measured, processes)})"
-            cause: Cause = "everything" if every else "compute"
+        if common and max(now.common, self.reported.common) > LIKE:
+            everything = not by_rank or (bool(levels) and all(levels))
+            what = "everything takes" if everything else "the compute of all ranks takes"
+            line = f"{what} {_times(now.common)} ({figures}{_other_processes(measured, processes)})"
+            cause: Cause = "everything" if everything else "compute"
             over = abs(now.common) <= LIKE
-            found.append(Finding(cause=cause, where=None, factor=math.exp(now.common), line=line, ended=over))
+            findings.append(Finding(cause=cause, where=None, factor=math.exp(now.common), line=line, ended=over))
         for process, log in enumerate(now.ranks):
             if not ranks[process]:
                 continue
@@ -242,9 +242,9 @@ class Findings:
             else:
                 line += " (probed: it is idle)"
             factor = math.exp(now.common + log)
-            found.append(Finding(cause="compute", where=process, factor=factor, line=line, ended=log == 0))
+            findings.append(Finding(cause="compute", where=process, factor=factor, line=line, ended=log == 0))
         for i, log in enumerate(now.levels):
-            if levels[i] and by_rank and not every and max(log, self.said.levels[i]) > LIKE:
-                line = f"the links of level {self.cluster.levels[i].name} take {_times(log)} ({seen})"
-                found.append(Finding(cause="link", where=i, factor=math.exp(log), line=line, ended=abs(log) <= LIKE))
-        return found
+            if levels[i] and by_rank and not everything and max(log, self.reported.levels[i]) > LIKE:
+                line = f"the links of level {self.cluster.levels[i].name} take {_times(log)} ({figures})"
+                findings.append(Finding(cause="link", where=i, factor=math.exp(log), line=line, ended=abs(log) <= LIKE))
+        return findings

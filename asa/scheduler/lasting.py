@@ -41,9 +41,9 @@ class UsualVariation:
     def window(self, measured: Measurements, processes: Sequence[int]) -> None:
         """Record the computation of ranks in a window."""
         for p in processes:
-            own = measured.per_rank[p].own_s if p < len(measured.per_rank) else 0.0
-            if own > 0 and math.isfinite(own):
-                log = math.log(own)
+            compute_s = measured.per_rank[p].own_s if p < len(measured.per_rank) else 0.0
+            if compute_s > 0 and math.isfinite(compute_s):
+                log = math.log(compute_s)
                 if p in self._last:
                     self._differences.append(abs(log - self._last[p]))
                 self._last[p] = log

@@ -69,8 +69,8 @@ class _Loop:
             self.change = self.decider.window(current, measured, steps=steps, left=left, probe=probe)
             for finding in self.decider.found:
                 self.announce({"event": "finding", "epoch": self.epoch, "step": step, **codec.to_data(finding)})
-            for said in self.decider.said:
-                self.announce({**said, "epoch": self.epoch, "step": step})
+            for event in self.decider.events:
+                self.announce({**event, "epoch": self.epoch, "step": step})
         return executor.agree(None if self.change is None else self.change.target)
 
     def _due(self) -> bool:
@@ -90,11 +90,11 @@ class _Loop:
                 self.decider.failed()
                 self.announce({"event": "note", "message": f"could not change the plan: {error}"})
             return False
-        took, self.changed, self.moved = self.executor.clock() - began, True, True
+        took_s, self.changed, self.moved = self.executor.clock() - began, True, True
         self.looks = 0
         if self.decider is None or change is None:
             return True
-        self.decider.moved(change, took)
+        self.decider.moved(change, took_s)
         self.announce(
             {
                 "event": "replan",
@@ -108,7 +108,7 @@ class _Loop:
                 "processes": list(target.processes),
                 "predicted_gain": change.gain if change.kind == "switch" else None,
                 "predicted_seconds": change.cost_s,
-                "seconds": took,
+                "seconds": took_s,
                 "batch_norm": change.batch_norm or None,
             }
         )

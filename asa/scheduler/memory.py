@@ -62,13 +62,13 @@ def corrected(
     Raises:
         InvalidInputError: the plan is of another model than the profile.
     """
-    plan, rank, found = shortage.plan, shortage.rank, _needed(shortage, cluster)
+    plan, rank, needs = shortage.plan, shortage.rank, _needed(shortage, cluster)
     profile = on_device(profile, cluster)
-    scale = plan.memory_scale if found is None else scale_of(plan, rank, found, profile, cluster, strategies)
+    scale = plan.memory_scale if needs is None else scale_of(plan, rank, needs, profile, cluster, strategies)
     promised = verify(plan, heavier_profile(profile, scale), cluster, strategies).memory_bytes_per_rank
     bounds = [_LESS[min(attempt, len(_LESS)) - 1] * promised[rank]]
-    if found is not None and shortage.cause == "exhausted":
-        bounds.append(found)
+    if needs is not None and shortage.cause == "exhausted":
+        bounds.append(needs)
     if shortage.room_bytes is not None:
         bounds.append(within(cluster.device, shortage.room_bytes))
     device = min(cluster.memories()) if plan.memory_bytes is None else plan.memory_bytes
@@ -135,6 +135,6 @@ def plan_again(
         memory_bytes=correction.memory_bytes,
         time_limit_s=time_limit_s,
     )
-    found = solve(heavier_profile(on_device(profile, cluster), correction.scale), cluster, strategies, request)[0]
+    new_plan = solve(heavier_profile(on_device(profile, cluster), correction.scale), cluster, strategies, request)[0]
     # The new plan records the original profile and the correction.
-    return replace(found, profile_fingerprint=plan.profile_fingerprint, memory_scale=correction.scale)
+    return replace(new_plan, profile_fingerprint=plan.profile_fingerprint, memory_scale=correction.scale)

@@ -96,8 +96,8 @@ class Model:
     def corrected(self, slowness: Slowness, order: Sequence[int]) -> tuple[Profile, Cluster]:
         """Profile and cluster under ``slowness``, in which process ``order[i]`` is device ``i``; devices without a
         process follow unchanged."""
-        whole = slowness.common + slowness.residual
-        profile = slower_profile(self.profile, math.exp(whole)) if whole else self.profile
+        log = slowness.common + slowness.residual
+        profile = slower_profile(self.profile, math.exp(log)) if log else self.profile
         return profile, self._devices(self._links(slowness), slowness, order)
 
     def _links(self, slowness: Slowness) -> Cluster:
@@ -109,37 +109,37 @@ class Model:
         return replace(self.cluster, levels=tuple(levels))
 
     def _devices(self, cluster: Cluster, slowness: Slowness, order: Sequence[int]) -> Cluster:
-        named = tuple(order) == tuple(range(len(order)))
-        if not any(slowness.ranks) and (named or cluster.devices is None):
+        in_order = tuple(order) == tuple(range(len(order)))
+        if not any(slowness.ranks) and (in_order or cluster.devices is None):
             return cluster
-        every = [*order, *(r for r in range(cluster.num_devices) if r not in set(order))]
+        processes = [*order, *(r for r in range(cluster.num_devices) if r not in set(order))]
         devices = []
-        for process in every:
-            own = cluster.devices[process] if cluster.devices else RankDevice(name=cluster.device.name, speed=1.0)
+        for process in processes:
+            device = cluster.devices[process] if cluster.devices else RankDevice(name=cluster.device.name, speed=1.0)
             slower = math.exp(slowness.ranks[process]) if process < len(slowness.ranks) else 1.0
-            name = own.name if slower == 1 else f"{own.name} (rank {process}, slow)"
-            devices.append(replace(own, name=name, speed=own.speed / min(slower, MOST_SLOWDOWN)))
+            name = device.name if slower == 1 else f"{device.name} (rank {process}, slow)"
+            devices.append(replace(device, name=name, speed=device.speed / min(slower, MOST_SLOWDOWN)))
         return replace(cluster, devices=tuple(devices))
 
     def order(self, slowness: Slowness, current: Sequence[int]) -> tuple[int, ...]:
         """Processes in the order in which plans number them: the fastest first, without separating those that an inner
         level connects; among equals, working ones first, in their current order."""
-        place = {p: i for i, p in enumerate([*current, *(p for p in range(len(slowness.ranks)) if p not in current)])}
+        index = {p: i for i, p in enumerate([*current, *(p for p in range(len(slowness.ranks)) if p not in current)])}
 
         def slow(process: int) -> float:
-            own = self.cluster.devices[process].speed if self.cluster.devices else 1.0
-            return round(slowness.ranks[process] - math.log(own), 9)
+            speed = self.cluster.devices[process].speed if self.cluster.devices else 1.0
+            return round(slowness.ranks[process] - math.log(speed), 9)
 
         def ordered(members: list[int], level: int) -> list[int]:
             if level < 0:
-                return sorted(members, key=lambda p: (slow(p), place[p]))
+                return sorted(members, key=lambda p: (slow(p), index[p]))
             size = self.cluster.levels[level].devices
             blocks: dict[int, list[int]] = {}
             for p in members:
                 blocks.setdefault(p // size, []).append(p)
             inner = [ordered(b, level - 1) for b in blocks.values()]
             # Incomplete blocks come last, because a plan assumes complete blocks first.
-            inner.sort(key=lambda b: (-len(b), max(map(slow, b)), min(place[p] for p in b)))
+            inner.sort(key=lambda b: (-len(b), max(map(slow, b)), min(index[p] for p in b)))
             return [p for b in inner for p in b]
 
         return tuple(ordered(list(range(len(slowness.ranks))), len(self.cluster.levels) - 2))
@@ -147,7 +147,7 @@ class Model:
     def step_s(self, placement: Placement, slowness: Slowness) -> float:
         """Seconds of a step of ``placement`` under ``slowness``."""
         slowness = slowness.under(placement.processes)
-        profile, cluster = self.corrected(slowness, _filled(placement.processes, len(slowness.ranks)))
+        profile, cluster = self.corrected(slowness, _all_processes(placement.processes, len(slowness.ranks)))
         return price_plan(placement.plan, profile, cluster, self.strategies).cost.total_s
 
     def best(self, placement: Placement, measured: Measurements, slowness: Slowness) -> list[Placement]:
@@ -158,32 +158,32 @@ class Model:
         Raises:
             InfeasibleError: nothing fits.
         """
-        plain = replace(slowness, residual=0.0)
-        order = self.order(plain, placement.processes)
-        found = [self._solved(placement, measured, plain, order)]
-        fast = tuple(p for p in order if plain.ranks[p] == 0)
+        base = replace(slowness, residual=0.0)
+        order = self.order(base, placement.processes)
+        placements = [self._solved(placement, measured, base, order)]
+        fast = tuple(p for p in order if base.ranks[p] == 0)
         if 0 < len(fast) < len(order) and fast == order[: len(fast)]:
             with contextlib.suppress(InfeasibleError):
-                found.append(self._solved(placement, measured, plain, fast))
-        kept = tuple(p for p in order if all(p not in g or p == _first(g, order) for g, _ in plain.sharing))
-        if len(kept) < len(order):
+                placements.append(self._solved(placement, measured, base, fast))
+        single = tuple(p for p in order if all(p not in g or p == _first(g, order) for g, _ in base.sharing))
+        if len(single) < len(order):
             with contextlib.suppress(InfeasibleError):
-                found.append(self._solved(placement, measured, plain, kept))
-        return found
+                placements.append(self._solved(placement, measured, base, single))
+        return placements
 
     def _solved(
-        self, placement: Placement, measured: Measurements, plain: Slowness, order: tuple[int, ...]
+        self, placement: Placement, measured: Measurements, slowness: Slowness, order: tuple[int, ...]
     ) -> Placement:
-        profile, cluster = self.corrected(plain.under(order), order)
-        found = self.solve(placement.plan, measured, profile, cluster, len(order))
-        found = replace(
-            found,
-            gpus=len(plain.ranks),
+        profile, cluster = self.corrected(slowness.under(order), order)
+        plan = self.solve(placement.plan, measured, profile, cluster, len(order))
+        plan = replace(
+            plan,
+            gpus=len(slowness.ranks),
             profile_fingerprint=placement.plan.profile_fingerprint,
             cluster=self.cluster.name,
             cluster_fingerprint=codec.fingerprint(self.cluster),
         )
-        return Placement(plan=found, processes=order[: found.num_ranks])
+        return Placement(plan=plan, processes=order[: plan.num_ranks])
 
     def answer(self, question: Question) -> Answer:
         """The answer to ``question``, computed in this process.
@@ -192,10 +192,10 @@ class Model:
             InfeasibleError: nothing fits.
         """
         q = question
-        found = self.best(q.current, q.measured, q.slowness)
-        placements = [q.current, *q.known, *found]
+        best = self.best(q.current, q.measured, q.slowness)
+        placements = [q.current, *q.known, *best]
         return Answer(
-            found=found,
+            found=best,
             placements=placements,
             draws=self.draws(q.deviations, q.slowness, placements, q.draws, q.seed),
         )
@@ -209,31 +209,31 @@ class Model:
         ranks, levels = deviations
         kinds = sorted(set(slowness.ranks))
         members = {k: [p for p, r in enumerate(slowness.ranks) if r == k] for k in kinds}
-        found = []
+        rows = []
         for _ in range(count):
-            moved = {
+            logs = {
                 k: k + generator.gauss(0, max(ranks[p] for p in members[k]) / len(members[k]) ** 0.5) for k in kinds
             }
-            drawn = replace(
+            factors = replace(
                 slowness,
-                ranks=tuple(moved[r] for r in slowness.ranks),
+                ranks=tuple(logs[r] for r in slowness.ranks),
                 levels=tuple(f + generator.gauss(0, d) for f, d in zip(slowness.levels, levels, strict=True)),
             )
-            found.append(tuple(self.step_s(p, drawn) for p in placements))
-        return found
+            rows.append(tuple(self.step_s(p, factors) for p in placements))
+        return rows
 
     def move_s(self, old: Placement, new: Placement, slowness: Slowness) -> float:
         """Seconds to send each process the state that it needs for ``new`` and does not have, over the links under
         ``slowness``. Different shards of a tensor are taken to have nothing in common."""
         words, loads = OPTIMIZER_WORDS[old.plan.optimizer], defaultdict[tuple[str, int], float](float)
         for i, c in enumerate(self.profile.graph.components):
-            had, needed = _held(old, i), _held(new, i)
+            had, needed = _fractions_of(old, i), _fractions_of(new, i)
             if list(had.items()) == list(needed.items()):
                 continue
             for kind, size in enumerate((c.parameter_bytes + c.buffer_bytes, c.parameter_bytes * words)):
                 for p, parts in needed.items():
-                    own = had.get(p, (0.0, 0.0))[kind]
-                    size_p = size * max(0.0, parts[kind] - (own if 1.0 in (own, parts[kind]) else 0.0))
+                    share = had.get(p, (0.0, 0.0))[kind]
+                    size_p = size * max(0.0, parts[kind] - (share if 1.0 in (share, parts[kind]) else 0.0))
                     loads["in", p] += size_p
                     for source in had:
                         loads["out", source] += size_p / len(had)
@@ -245,12 +245,12 @@ class Model:
         return links.handover(max(loads.values(), default=0.0), border, flows) if levels else 0.0
 
 
-def _held(placement: Placement, index: int) -> dict[int, tuple[float, float]]:
+def _fractions_of(placement: Placement, index: int) -> dict[int, tuple[float, float]]:
     """Fractions of the weights and of the optimizer state of a component that each process has, in rank order."""
     c = placement.plan.components[index]
     shards = 1 if c.data.strategy == "replicate" else c.data.shards or c.data.degree
-    whole = c.data.strategy in ("replicate", "zero1", "zero2")
-    parts = 1 / (c.tensor.degree * (1 if whole else shards)), 1 / (c.tensor.degree * shards)
+    has_all = c.data.strategy in ("replicate", "zero1", "zero2")
+    parts = 1 / (c.tensor.degree * (1 if has_all else shards)), 1 / (c.tensor.degree * shards)
     return {placement.processes[rank]: parts for rank in placement.plan.stages[c.stage].ranks}
 
 
@@ -262,23 +262,23 @@ def rung(old: Placement, new: Placement) -> str:
         return "more"
     if same(old, new):
         return "none"
-    even = [replace(p.plan, stages=tuple(replace(s, weights=None) for s in p.plan.stages)) for p in (old, new)]
-    alike = len({p.conduct for p in even}) == 1 and old.processes == new.processes
+    even_plans = [replace(p.plan, stages=tuple(replace(s, weights=None) for s in p.plan.stages)) for p in (old, new)]
+    same_layouts = len({p.conduct for p in even_plans}) == 1 and old.processes == new.processes
     replicas = all(c.data.strategy == "replicate" and c.tensor.degree == 1 for c in new.plan.components)
-    return "split" if alike and replicas and len(new.plan.stages) == 1 else "layout"
+    return "split" if same_layouts and replicas and len(new.plan.stages) == 1 else "layout"
 
 
-def same(one: Placement, other: Placement) -> bool:
+def same(a: Placement, b: Placement) -> bool:
     """Whether both placements have the same plan on the same processes; predictions are not compared."""
-    if one is other:
+    if a is b:
         return True
-    return one.plan.conduct == other.plan.conduct and one.processes == other.processes
+    return a.plan.conduct == b.plan.conduct and a.processes == b.processes
 
 
 def _first(group: Sequence[int], order: Sequence[int]) -> int:
     return next(p for p in order if p in group)
 
 
-def _filled(processes: Sequence[int], count: int) -> tuple[int, ...]:
+def _all_processes(processes: Sequence[int], count: int) -> tuple[int, ...]:
     """``processes``, followed by the others of ``count`` processes."""
     return (*processes, *(p for p in range(count) if p not in set(processes)))

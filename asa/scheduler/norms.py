@@ -9,11 +9,11 @@ from asa.ir.plan import Plan
 def norm_groups(plan: Plan, graph: LayerGraph) -> tuple[int, ...]:
     """Sizes of the groups in samples of one microbatch, largest first; empty without BatchNorm."""
     microbatch = -(-plan.global_batch // plan.num_microbatches)
-    found: set[int] = set()
+    sizes: set[int] = set()
     for layout, component in zip(plan.layouts(), graph.components, strict=True):
         if component.batch_norm:
-            found.update(layout.sizes(microbatch))
-    return tuple(sorted(found, reverse=True))
+            sizes.update(layout.sizes(microbatch))
+    return tuple(sorted(sizes, reverse=True))
 
 
 def changed(old: Plan, new: Plan, graph: LayerGraph) -> str:
@@ -21,5 +21,5 @@ def changed(old: Plan, new: Plan, graph: LayerGraph) -> str:
     before, after = norm_groups(old, graph), norm_groups(new, graph)
     if before == after:
         return ""
-    told = [" and ".join(map(str, x)) for x in (after, before)]
-    return f"BatchNorm averages over {told[0]} samples from here on, not {told[1]}"
+    words = [" and ".join(map(str, x)) for x in (after, before)]
+    return f"BatchNorm averages over {words[0]} samples from here on, not {words[1]}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from asa.ir.measurements import Measurements, Transfer
 from asa.scheduler.costs import LIKE, STOLEN_SHARE, Costs, own_s
-from asa.scheduler.findings import awry
+from asa.scheduler.findings import impossible_figures
 from asa.scheduler.lasting import Lasting, UsualVariation, disturbed
 
 
@@ -29,33 +29,33 @@ class Compared:
 
     def __init__(self, ranks: int) -> None:
         self._costs, self._alike = Costs(ranks, 0), _Alike(ranks)
-        self._said = (0.0,) * ranks
+        self._reported = (0.0,) * ranks
         self._lasting, self._variation = Lasting(), UsualVariation()
         self._stolen: set[int] = set()
 
     def window(self, measured: Measurements, steps: int) -> list[str]:
         """Lines on ranks that are now slower than others, or no longer, after a window of ``steps`` steps."""
-        if not measured.per_rank or -1 in (bad := awry(measured)):
+        if not measured.per_rank or -1 in (bad := impossible_figures(measured)):
             return []
-        every, steps = range(len(self._said)), max(1, steps)
-        self._costs.observe(measured, self._alike, every, steps, bad)
-        self._variation.window(measured, every)
-        others, seconds = disturbed(measured, every), steps * measured.step_time.median
+        all_ranks, steps = range(len(self._reported)), max(1, steps)
+        self._costs.observe(measured, self._alike, all_ranks, steps, bad)
+        self._variation.window(measured, all_ranks)
+        shared_cores, seconds = disturbed(measured, all_ranks), steps * measured.step_time.median
         now, lines = self._costs.slowness().ranks, []
-        for rank, (log, before) in enumerate(zip(now, self._said, strict=True)):
+        for rank, (log, reported) in enumerate(zip(now, self._reported, strict=True)):
             # Report at once if other programs use (or used) the core, or if this is unknown; otherwise if it lasts.
-            told = others is None or rank in others or rank in self._stolen
-            differs = abs(log - before) > (LIKE if told else self._variation.like)
-            if not self._lasting.holds(rank, differs=differs, steps=steps, seconds=seconds, borne_out=told):
+            immediate = shared_cores is None or rank in shared_cores or rank in self._stolen
+            differs = abs(log - reported) > (LIKE if immediate else self._variation.like)
+            if not self._lasting.holds(rank, differs=differs, steps=steps, seconds=seconds, borne_out=immediate):
                 continue
-            self._said = (*self._said[:rank], log, *self._said[rank + 1 :])
-            self._stolen = (self._stolen | set(others or ())) & {p for p, log in enumerate(self._said) if log}
+            self._reported = (*self._reported[:rank], log, *self._reported[rank + 1 :])
+            self._stolen = (self._stolen | set(shared_cores or ())) & {p for p, log in enumerate(self._reported) if log}
             if log == 0:
                 lines.append(f"rank {rank} is as fast as others again")
                 continue
-            mine, stolen = own_s(measured, rank), measured.per_rank[rank].stolen_share or 0.0
+            compute_s, stolen = own_s(measured, rank), measured.per_rank[rank].stolen_share or 0.0
             line = f"slow: rank {rank} takes {math.exp(log):.3g} times as long as others"
-            line += f" ({mine:.3g} s of its own a step"
+            line += f" ({compute_s:.3g} s of its own a step"
             if stolen >= STOLEN_SHARE:
                 line += f"; other processes had its core {100 * stolen:.0f} % of the time"
             lines.append(f"{line})")

@@ -48,14 +48,14 @@ class Crossings:
                 entries[c.phase].append((k, numbers.setdefault(message, len(numbers))))
         self._messages = list(numbers)
         self._entries = {p: np.array(entries[p], dtype=np.int64).reshape(-1, 2).T for p in _PHASES}
-        ahead, back = (np.array([launched(t, p) for _, t in pairs], dtype=np.int64) for p in _PHASES)
-        self._launched: tuple[Any, Any] = (ahead, back)
+        forward, backward = (np.array([launched(t, p) for _, t in pairs], dtype=np.int64) for p in _PHASES)
+        self._launched: tuple[Any, Any] = (forward, backward)
         self._gathered = np.array(
             [sum(c.bytes for c in t if c.op == "all_gather" and c.phase == "backward") for _, t in pairs], dtype=float
         )
         self._moved = np.array([b.source != b.target for b, _ in pairs])
-        kept = [_kept(b) for b, _ in pairs]
-        self._keeps, self._shard, self._tokens = (np.array(x, dtype=float) for x in zip(*kept, strict=True))
+        tensors = [_new_tensor(b) for b, _ in pairs]
+        self._keeps, self._shard, self._tokens = (np.array(x, dtype=float) for x in zip(*tensors, strict=True))
         self._targets = list(dict.fromkeys(b.target for b, _ in pairs))
         self._target = np.array([self._targets.index(b.target) for b, _ in pairs])
 
@@ -65,24 +65,24 @@ class Crossings:
         seconds = np.array(
             [[links.taken(op, size * b, ranks, stride) for op, b, ranks, stride in self._messages] for size in sizes]
         )
-        taken = np.zeros((len(_PHASES), len(sizes), self._count))
-        for phase, into in zip(_PHASES, taken, strict=True):
+        phase_s = np.zeros((len(_PHASES), len(sizes), self._count))
+        for phase, into in zip(_PHASES, phase_s, strict=True):
             pair, which = self._entries[phase]
-            for row, found in zip(into, seconds, strict=True) if len(pair) else ():
-                row[:] = np.bincount(pair, found[which], self._count)
+            for row, message_s in zip(into, seconds, strict=True) if len(pair) else ():
+                row[:] = np.bincount(pair, message_s[which], self._count)
         size = np.array(sizes)[:, None]
-        held = np.array([[part(s, x) for x in self._targets] for s in sizes])[:, self._target]
+        bytes_held = np.array([[part(s, x) for x in self._targets] for s in sizes])[:, self._target]
         return Crossed(
-            forward=taken[0],
-            backward=taken[1],
+            forward=phase_s[0],
+            backward=phase_s[1],
             moved=self._moved,
-            activations=self._keeps * held * self._shard / self._tokens * margin(),
+            activations=self._keeps * bytes_held * self._shard / self._tokens * margin(),
             transient=size * self._gathered * margin(),
             launched=self._launched,
         )
 
 
-def _kept(boundary: Boundary) -> tuple[bool, int, int]:
+def _new_tensor(boundary: Boundary) -> tuple[bool, int, int]:
     """Whether the boundary makes a new tensor, which the target keeps; the rank's tokens of it, and all its tokens."""
     source, target = boundary.source, boundary.target
     if boundary.cuts_tokens:

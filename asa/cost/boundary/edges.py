@@ -40,7 +40,7 @@ class Edges:
         self.microbatch, self.num_microbatches = microbatch, num_microbatches
         self.launching = launching
         self.links: Links = states.links
-        self._known: dict[tuple[object, ...], BoundaryCost] = {}
+        self._prices: dict[tuple[object, ...], BoundaryCost] = {}
         self._errors: dict[Layout, float] = {}
         self._wrappers: dict[Layout, float] = {}
 
@@ -60,31 +60,31 @@ class Edges:
 
     def boundary(self, index: int, source: Layout, target: Layout) -> BoundaryCost:
         """The price of the boundary in front of component ``index`` (1 <= index < number of components)."""
-        return self._one(self.boundaries, index, (source,), (target,))
+        return self._single(self.boundaries, index, (source,), (target,))
 
     def inlet(self, index: int, layout: Layout) -> BoundaryCost:
         """The price of beginning a stage with component ``index``."""
-        return self._one(self.inlets, index, (layout,))
+        return self._single(self.inlets, index, (layout,))
 
     def outlet(self, index: int, layout: Layout) -> BoundaryCost:
         """The price of ending a stage with component ``index``."""
-        return self._one(self.outlets, index, (layout,))
+        return self._single(self.outlets, index, (layout,))
 
-    def _one(self, price: Callable[..., Any], index: int, *layouts: tuple[Layout, ...]) -> BoundaryCost:
+    def _single(self, price: Callable[..., Any], index: int, *layouts: tuple[Layout, ...]) -> BoundaryCost:
         """The price of one boundary, computed once for all boundaries with equal :meth:`alike`."""
         key = (price.__name__, index, layouts)
-        if key not in self._known:
+        if key not in self._prices:
             last = index + 1 == len(self.graph)
             like = (price.__name__, self.alike(index) if index else (), self._output(index), last, layouts)
-            if like not in self._known:
+            if like not in self._prices:
                 columns = price([index], *layouts)[0, :, 0].tolist()
                 forward, backward, wrapper, state, activations, transient, error = columns
-                self._known[like] = BoundaryCost(
+                self._prices[like] = BoundaryCost(
                     num_microbatches=self.num_microbatches, forward_s=forward, backward_s=backward, wrapper_s=wrapper,
                     link_error_s=error, footprint=Footprint(state=state, activations=activations, transient=transient),
                 )  # fmt: skip
-            self._known[key] = self._known[like]
-        return self._known[key]
+            self._prices[key] = self._prices[like]
+        return self._prices[key]
 
     def _output(self, index: int) -> tuple[float, Ends]:
         """Bytes per sample of the output of component ``index``, and the layout rule of that side."""
@@ -98,10 +98,10 @@ class Edges:
         wrappers = np.tile([self.wrapper(b) for b in targets], len(sources))
         errors = [max(self.link_error(a), self.link_error(b)) for a in sources for b in targets]
         crossings = partial(self.states.between, sources=sources, targets=targets)
-        found, counts = self._crossed(sizes, ends, crossings, errors, wrappers)
+        prices, counts = self._crossed(sizes, ends, crossings, errors, wrappers)
         if self.launching is not None:
-            found[:, :2] += np.stack(self.launching.at_boundaries(indices, sources, targets, *counts), axis=1)
-        return found
+            prices[:, :2] += np.stack(self.launching.at_boundaries(indices, sources, targets, *counts), axis=1)
+        return prices
 
     def inlets(self, indices: Sequence[int], layouts: tuple[Layout, ...]) -> Any:
         """Prices of beginning a stage with components ``indices``: shape (component, column, layout). A stage holds the
@@ -110,18 +110,18 @@ class Edges:
         m, components = self.num_microbatches, self.graph.components
         sizes = [components[max(0, i - 1)].output_bytes_per_sample for i in indices]
         ends = [Ends.between(None, components[i]) for i in indices]
-        found, counts = self._crossed(
+        prices, counts = self._crossed(
             sizes, ends, partial(self.states.entering, layouts=layouts), self._end_errors(layouts), 0.0
         )
         if self.launching is not None:
-            found[:, :2] += np.stack(self.launching.at_inlets(indices, layouts, *counts), axis=1)
+            prices[:, :2] += np.stack(self.launching.at_inlets(indices, layouts, *counts), axis=1)
         part = self._parts(sizes, layouts)
-        found[:, 2] = [self.wrapper(layout) for layout in layouts]
-        found[:, 3] = part * (1 + min(UNDER_WAY, m - 1)) if m > 1 else 0.0
-        found[:, 4], found[:, 5] = part * margin(), found[:, 5] + part
+        prices[:, 2] = [self.wrapper(layout) for layout in layouts]
+        prices[:, 3] = part * (1 + min(UNDER_WAY, m - 1)) if m > 1 else 0.0
+        prices[:, 4], prices[:, 5] = part * margin(), prices[:, 5] + part
         for k in (k for k, i in enumerate(indices) if not i):
-            found[k] = np.array([self._entry(layout) for layout in layouts]).T
-        return found
+            prices[k] = np.array([self._entry(layout) for layout in layouts]).T
+        return prices
 
     def outlets(self, indices: Sequence[int], layouts: tuple[Layout, ...]) -> Any:
         """Prices of ending a stage with components ``indices``: shape (component, column, layout). The output is made
@@ -130,14 +130,14 @@ class Edges:
         components = self.graph.components
         sizes, ends = zip(*map(self._output, indices), strict=True)
         sent = np.array([[i + 1 < len(components)] for i in indices])
-        found, counts = self._crossed(
+        prices, counts = self._crossed(
             sizes, ends, partial(self.states.leaving, layouts=layouts), self._end_errors(layouts), 0.0
         )
         if self.launching is not None:
-            found[:, :2] += np.stack(self.launching.at_outlets(indices, layouts, *counts, sent=sent), axis=1)
+            prices[:, :2] += np.stack(self.launching.at_outlets(indices, layouts, *counts, sent=sent), axis=1)
         if self.num_microbatches > 1:
-            found[:, 3] = np.where(sent, self._parts(sizes, layouts), 0.0)
-        return found
+            prices[:, 3] = np.where(sent, self._parts(sizes, layouts), 0.0)
+        return prices
 
     def _end_errors(self, layouts: Sequence[Layout]) -> list[float]:
         return [max(self.link_error(whole(x)), self.link_error(x)) for x in layouts]
@@ -153,29 +153,29 @@ class Edges:
         """Prices without waiting for the host, shape (component, column, pair), and the number of collectives, shape
         (pass, component, pair). ``sizes`` are in bytes per sample."""
         parts: list[tuple[list[int], Any, Any]] = []
-        for one in dict.fromkeys(ends):
-            which = [k for k, e in enumerate(ends) if e == one]
+        for rule in dict.fromkeys(ends):
+            which = [k for k, e in enumerate(ends) if e == rule]
             crossing = [self.microbatch * sizes[k] for k in which]
             distinct = list(dict.fromkeys(crossing))
             like = [distinct.index(x) for x in crossing]
-            x = crossings(one).priced(self.links, distinct, self.keeping.part)
+            x = crossings(rule).priced(self.links, distinct, self.keeping.part)
             none, wrapper = np.zeros_like(x.forward), np.where(x.moved, wrappers, 0.0)
             error = (self.num_microbatches * (x.forward + x.backward) + wrapper) * errors
             columns = np.stack([x.forward, x.backward, none + wrapper, none, x.activations, x.transient, error], axis=1)
             parts.append((which, columns[like], np.array(x.launched)[:, None]))
-        found = np.zeros((len(ends), *parts[0][1].shape[1:]))
-        counts = np.zeros((2, len(ends), found.shape[2]))
+        prices = np.zeros((len(ends), *parts[0][1].shape[1:]))
+        counts = np.zeros((2, len(ends), prices.shape[2]))
         for which, columns, launches in parts:
-            found[which], counts[:, which] = columns, launches
-        return found, counts
+            prices[which], counts[:, which] = columns, launches
+        return prices, counts
 
     def _entry(self, layout: Layout) -> list[float]:
         """The seven columns for the model's input. Every rank reads its own samples of all microbatches: there is no
         communication and no gradient. The raw data is held while the input is prepared."""
         later = (self.num_microbatches - 1) * self.keeping.shards.largest(layout) * self.graph.input_bytes_per_sample
-        held = self.keeping.input(layout) + later
-        ready = held * made_ready(self.graph.input_shape) * margin()
-        return [0.0, 0.0, self.wrapper(layout), held * margin(), 0.0, ready, 0.0]
+        size = self.keeping.input(layout) + later
+        ready = size * made_ready(self.graph.input_shape) * margin()
+        return [0.0, 0.0, self.wrapper(layout), size * margin(), 0.0, ready, 0.0]
 
     def wrapper(self, layout: Layout) -> float:
         """Seconds per step of the data-parallel wrapper that begins with a layout."""

@@ -21,7 +21,7 @@ def met(discipline: Discipline, machine: Machine, seed: int, steps: int) -> Play
     draws, chance = Draws(machine, seed), random.Random(f"clients {seed}")
     count = len(machine.workers)
     period = max(1, discipline.period // discipline.fragments)
-    takes = machine.meeting_s * _MESSAGE_BYTES[discipline.message] / discipline.fragments
+    averaging_s = machine.meeting_s * _MESSAGE_BYTES[discipline.message] / discipline.fragments
     quorum = discipline.quorum or count
     chosen = max(1, math.ceil(discipline.fraction * count - 1e-9))
 
@@ -29,26 +29,26 @@ def met(discipline: Discipline, machine: Machine, seed: int, steps: int) -> Play
         return now + draws.steps(w, period) + period * machine.workers[w].update_s
 
     now, applied, pushed = 0.0, 0.0, 0
-    comes = [next_arrival(w, 0.0) for w in range(count)] if chosen == count else [math.inf] * count
+    at = [next_arrival(w, 0.0) for w in range(count)] if chosen == count else [math.inf] * count
     waited, finished = [0.0] * count, [[] for _ in range(count)]  # type: list[float], list[list[tuple[float, float]]]
     while applied < steps * machine.rows * (1 - 1e-12):
         if chosen < count:
-            comes = [math.inf] * count
+            at = [math.inf] * count
             for w in chance.sample(range(count), chosen):
-                comes[w] = next_arrival(w, now)
-        order = sorted(range(count), key=comes.__getitem__)
-        here = [w for w in order if comes[w] < math.inf]
-        last = comes[here[-1]]
-        closes = last if quorum >= len(here) else min(last, max(now, comes[here[quorum - 1]]) + discipline.grace_s)
-        there = [w for w in here if comes[w] <= closes]
-        pushed += len(there)
-        now = closes + takes
-        for w in there:
+                at[w] = next_arrival(w, now)
+        order = sorted(range(count), key=at.__getitem__)
+        joins = [w for w in order if at[w] < math.inf]
+        last = at[joins[-1]]
+        closes = last if quorum >= len(joins) else min(last, max(now, at[joins[quorum - 1]]) + discipline.grace_s)
+        in_time = [w for w in joins if at[w] <= closes]
+        pushed += len(in_time)
+        now = closes + averaging_s
+        for w in in_time:
             rows = machine.workers[w].rows * period
-            waited[w] += closes - comes[w]
+            waited[w] += closes - at[w]
             applied += rows
             finished[w].append((now, rows))
-            comes[w] = next_arrival(w, now)
+            at[w] = next_arrival(w, now)
     rate = late_rate([f for f in finished if f])
     return Played(
         seconds=now,

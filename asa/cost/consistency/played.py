@@ -115,11 +115,11 @@ def counted(values: Iterator[int] | Sequence[int]) -> tuple[int, ...]:
     >>> counted([0, 2, 2])
     (1, 0, 2)
     """
-    found: list[int] = []
+    counts: list[int] = []
     for v in values:
-        found.extend([0] * (v + 1 - len(found)))
-        found[v] += 1
-    return tuple(found)
+        counts.extend([0] * (v + 1 - len(counts)))
+        counts[v] += 1
+    return tuple(counts)
 
 
 def late_rate(finished: Sequence[Sequence[tuple[float, float]]]) -> float:

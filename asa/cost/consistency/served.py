@@ -25,7 +25,7 @@ class _Worker:
     clock: int = 0
     pulled: float = 0.0
     """Samples of other workers that had been applied when it asked for the weights."""
-    own: float = 0.0
+    own_rows: float = 0.0
     late_s: float = 0.0
     """Seconds by which a server on its device delayed its current step."""
     computing: bool = False
@@ -133,19 +133,19 @@ class Served:
             me.blocked_since = None
             self._blocked.discard(w)
         self._leads.append(lead)
-        me.pulled = self.applied - me.own
-        got = now + machine.workers[w].pull_s
+        me.pulled = self.applied - me.own_rows
+        received_s = now + machine.workers[w].pull_s
         for j, server in enumerate(machine.servers):
             start = max(now, self._sending[j])
             self._sending[j] = start + server.send_s
             self._busy[j][0] += server.send_s
-            got = max(got, self._sending[j])
+            received_s = max(received_s, self._sending[j])
         compute = self._draws.steps(w, self.discipline.period)
         if self.discipline.period > 1:
             compute += self.discipline.period * machine.workers[w].update_s
         me.computing = True
         self._begun.append((w, me.clock, self.applied))
-        self._at(got + max(0.0, compute - machine.workers[w].hidden_s), "computed", w)
+        self._at(received_s + max(0.0, compute - machine.workers[w].hidden_s), "computed", w)
 
     def _held_up(self, lead: int) -> bool:
         """Whether a worker must wait: the age of another's gradient has reached the window, or, with a window of 0,
@@ -188,7 +188,7 @@ class Served:
                 self._arrived = []
             return
         me, worker, limit = self._workers[w], self.machine.workers[w], self.discipline.max_age
-        age = (self._accepted - me.own - me.pulled) / self._batch
+        age = (self._accepted - me.own_rows - me.pulled) / self._batch
         if limit is not None and int(age + 1e-9) > limit:
             me.rejected = True
             self._rejected += 1
@@ -224,7 +224,7 @@ class Served:
             if self.discipline.synchronous:
                 self._aged(0.0)
             self.applied += rows
-            me.own += rows
+            me.own_rows += rows
             me.finished.append((self.now, rows))
         self._ticked(me.clock)
         me.clock += 1

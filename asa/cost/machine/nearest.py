@@ -28,10 +28,10 @@ def nearest(known: Sequence[Cluster], record: DeviceRecord, gpus: int | None) ->
     if measured:
         return min(measured, key=lambda c: (c.device.name != device_name, c.num_devices))
     shipped = [presets.load(name) for name in presets.names()]
-    fits = [c for c in shipped if c.device.type == device and c.num_devices >= (gpus or 1)]
-    fits = [c for c in fits if device == "cpu" or same_gpu(c.device.name, device_name)]
-    if fits:
-        return min(fits, key=lambda c: c.num_devices)
+    candidates = [c for c in shipped if c.device.type == device and c.num_devices >= (gpus or 1)]
+    candidates = [c for c in candidates if device == "cpu" or same_gpu(c.device.name, device_name)]
+    if candidates:
+        return min(candidates, key=lambda c: c.num_devices)
     if gpus == 1:
         return alone(Device(name=record.name, type=record.type, memory_bytes=record.memory_bytes))
     if local and gpus is not None:
@@ -40,16 +40,16 @@ def nearest(known: Sequence[Cluster], record: DeviceRecord, gpus: int | None) ->
             return widen.widened(largest, gpus)
         raise UsageError(
             f"asked for {gpus} devices, the largest {device} cluster known, {largest.name}, has {largest.num_devices}; "
-            f"lower --gpus, or name a larger one with --cluster ({_named(gpus)})"
+            f"lower --gpus, or name a larger one with --cluster ({_offered(gpus)})"
         )
-    wanted, flag = (f"{gpus} {device} devices", f" --gpus {gpus}") if gpus else (f"{device} devices", "")
+    devices, flag = (f"{gpus} {device} devices", f" --gpus {gpus}") if gpus else (f"{device} devices", "")
     raise UnavailableError(
-        f"no cluster of {wanted} is known; run `asa cluster measure{flag}` on the machine, or name one with --cluster "
-        f"for an estimate ({_named(gpus)})"
+        f"no cluster of {devices} is known; run `asa cluster measure{flag}` on the machine, or name one with --cluster "
+        f"for an estimate ({_offered(gpus)})"
     )
 
 
-def _named(gpus: int | None) -> str:
+def _offered(gpus: int | None) -> str:
     """Presets that the user could name, for an error message."""
     return (presets.offered(gpus) if gpus else "") or "`asa cluster list`"
 

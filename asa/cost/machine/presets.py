@@ -15,7 +15,7 @@ from asa.errors import UsageError
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 
-_NAMED = 4
+_NAMES = 4
 """The most presets that one message names."""
 
 
@@ -32,10 +32,10 @@ def load(name: str, devices: int | None = None) -> Cluster:
     """
     known = names()
     if name not in known:
-        near = [n for n in known if n.startswith(name)] or get_close_matches(name, known, n=8, cutoff=0.4) or known
+        close = [n for n in known if n.startswith(name)] or get_close_matches(name, known, n=8, cutoff=0.4) or known
         if devices is not None:
-            near.sort(key=lambda n: (_distance(load(n).num_devices, devices), len(n)))
-        raise UsageError(f"no cluster {name!r}: no file, no preset; `asa cluster list` has {', '.join(near[:_NAMED])}")
+            close.sort(key=lambda n: (_distance(load(n).num_devices, devices), len(n)))
+        raise UsageError(f"no cluster {name!r}: no file, no preset; `asa cluster list` has {', '.join(close[:_NAMES])}")
     return _read(name)
 
 
@@ -46,17 +46,17 @@ def offered(devices: int, like: str | None = None) -> str:
     >>> offered(16, like="a100-nvlink-8")
     'presets that have 16: a100-2x8-efa, a100-2x8-ib, a100-2x8-roce'
     """
-    enough = [n for n in names() if load(n).num_devices >= devices]
+    fitting = [n for n in names() if load(n).num_devices >= devices]
     if like in names():
         gpu = load(like).device.name
-        enough = [n for n in enough if load(n).device.name == gpu] or enough
-    enough.sort(key=lambda n: load(n).num_devices)
-    return f"presets that have {devices}: {', '.join(enough[:_NAMED])}" if enough else ""
+        fitting = [n for n in fitting if load(n).device.name == gpu] or fitting
+    fitting.sort(key=lambda n: load(n).num_devices)
+    return f"presets that have {devices}: {', '.join(fitting[:_NAMES])}" if fitting else ""
 
 
-def _distance(have: int, asked: int) -> tuple[bool, int]:
+def _distance(have: int, wanted: int) -> tuple[bool, int]:
     """A sort key: presets with enough devices first, then by the difference in the number of devices."""
-    return have < asked, abs(have - asked)
+    return have < wanted, abs(have - wanted)
 
 
 @cache

@@ -102,8 +102,8 @@ def usable(device: Device, memory_bytes: int | None, ranks: int) -> float:
     total = float(device.memory_bytes if memory_bytes is None else memory_bytes)
     if device.type == "cpu":
         return total
-    held = constant("cuda_context_bytes") + (constant("nccl_bytes") if ranks > 1 else 0.0)
-    return (total - held) / (1 + constant("cuda_allocator_slack"))
+    reserved_bytes = constant("cuda_context_bytes") + (constant("nccl_bytes") if ranks > 1 else 0.0)
+    return (total - reserved_bytes) / (1 + constant("cuda_allocator_slack"))
 
 
 def reserved(device: Device, active: float, gathered: float = 0.0, largest: float = 0.0) -> int:
@@ -122,16 +122,16 @@ def reserved(device: Device, active: float, gathered: float = 0.0, largest: floa
     return math.ceil(active * (1 + constant("cuda_allocator_slack")))
 
 
-def within(device: Device, held: float) -> float:
-    """Bytes of active memory in ``held`` bytes of a process: the inverse of :func:`reserved`."""
+def within(device: Device, process_bytes: float) -> float:
+    """Bytes of active memory in ``process_bytes`` bytes of a process: the inverse of :func:`reserved`."""
     if device.type == "cpu":
-        return max(0.0, held - constant("cpu_library_bytes")) / (1 + constant("cpu_allocator_slack"))
-    return held / (1 + constant("cuda_allocator_slack"))
+        return max(0.0, process_bytes - constant("cpu_library_bytes")) / (1 + constant("cpu_allocator_slack"))
+    return process_bytes / (1 + constant("cuda_allocator_slack"))
 
 
 def needed(device: Device, active: float, ranks: int) -> int:
     """Bytes of device memory for which :func:`usable` is ``active``: its inverse, rounded up."""
     if device.type == "cpu":
         return math.ceil(active)
-    held = constant("cuda_context_bytes") + (constant("nccl_bytes") if ranks > 1 else 0.0)
-    return math.ceil(active * (1 + constant("cuda_allocator_slack")) + held)
+    reserved_bytes = constant("cuda_context_bytes") + (constant("nccl_bytes") if ranks > 1 else 0.0)
+    return math.ceil(active * (1 + constant("cuda_allocator_slack")) + reserved_bytes)

@@ -42,24 +42,24 @@ class Wrapped:
     remaining: float
 
 
-def made(pricer: Pricer, alike: range, ways: Sequence[Way], *, whole: bool) -> Wrapped:
+def wrapped_memory(pricer: Pricer, alike: range, ways: Sequence[Way], *, whole: bool) -> Wrapped:
     """Memory of components ``alike``, run as ``ways`` say, wrapped as one unit. ``whole``: the stage has no others."""
     joint, first = pricer.joint(ways[0]), ways[0]
     repeated = remaining = 0.0
     if joint and len({(w.tensor, w.offload) for w in ways}) == 1 and not first.offload:
         repeated = pricer.states.repeated(alike, first)
-    near = joint and not whole and not pricer.states.prefetching  # then they gather for each other
+    joined = joint and not whole and not pricer.states.prefetching  # then they gather for each other
     last = max((i for i in alike if pricer.graph.components[i].parameter_bytes), default=alike.start)
     parts = []
     for i, way in zip(alike, ways, strict=True):
-        own = pricer.footprint(pricer.figures(i, way, alike)) if near else pricer.component(i, way).footprint
-        parts.append(pricer.as_made(i, way, own, ending=i == last))
+        memory = pricer.footprint(pricer.figures(i, way, alike)) if joined else pricer.component(i, way).footprint
+        parts.append(pricer.as_made(i, way, memory, ending=i == last))
     if joint:
         remaining = next(filter(None, map(pricer.remaining_bytes, alike, ways)), 0.0)
     return Wrapped(alike, tuple(parts), repeated, remaining)
 
 
-def held(
+def stage_peak(
     pricer: Pricer, start: int, ways: Sequence[Way], components: Sequence[ComponentCost],
     boundaries: Sequence[BoundaryCost], in_flight: int,
 ) -> Peak:  # fmt: skip
@@ -71,14 +71,14 @@ def held(
     parts, repeated = list[Footprint](), 0.0
     alike = list(wrapped(ways))
     for run in alike:
-        placed = range(start + run.start, start + run.stop)
-        found = made(pricer, placed, ways[run.start : run.stop], whole=len(alike) == 1)
-        repeated += found.repeated
-        if found.remaining:  # in the backward of all in front
-            parts = [replace(p, transient=p.transient + found.remaining) for p in parts]
-        parts += found.parts
+        indices = range(start + run.start, start + run.stop)
+        unit = wrapped_memory(pricer, indices, ways[run.start : run.stop], whole=len(alike) == 1)
+        repeated += unit.repeated
+        if unit.remaining:  # in the backward of all in front
+            parts = [replace(p, transient=p.transient + unit.remaining) for p in parts]
+        parts += unit.parts
     if not ahead:
-        return _less(peak(ended(parts, outlet), inlets, in_flight), repeated)
+        return _without_repeated(peak(ended(parts, outlet), inlets, in_flight), repeated)
     # All forwards run before the first backward. During this one gradients are created, as with one microbatch; after
     # it, gradients of all components exist, and one microbatch fewer holds activations.
     fresh = [_unmade(p, pricer.states.kept(start + i, ways[i]).costs.added) for i, p in enumerate(parts)]
@@ -86,12 +86,12 @@ def held(
         ended(fresh, outlet), [b if start + i == 0 else replace(b, state=0.0) for i, b in enumerate(inlets)], in_flight
     )
     later = peak(ended(parts, outlet), inlets, in_flight - 1)
-    return _less(max(first, later, key=lambda p: p.total), repeated)
+    return _without_repeated(max(first, later, key=lambda p: p.total), repeated)
 
 
-def _less(found: Peak, repeated: float) -> Peak:
+def _without_repeated(highest: Peak, repeated: float) -> Peak:
     """The peak without ``repeated`` bytes, which are counted for several components but held once."""
-    return replace(found, total=found.total - repeated, state=found.state - repeated)
+    return replace(highest, total=highest.total - repeated, state=highest.state - repeated)
 
 
 def _unmade(footprint: Footprint, added: float) -> Footprint:

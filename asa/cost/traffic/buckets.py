@@ -31,35 +31,35 @@ def releases(graph: LayerGraph) -> tuple[Release, ...]:
     """One :class:`Release` per component, in the order of the graph."""
     limit = constant("ddp_first_bucket_bytes")
     opened = 0.0
-    left: list[float] = [0.0] * len(graph)
+    unsent: list[float] = [0.0] * len(graph)
     closed_in: list[int] = [0] * len(graph)
     waiting: list[int] = []
     for i in range(len(graph) - 1, -1, -1):
         component = graph.components[i]
         size = component.parameter_bytes / max(1, component.num_parameter_tensors)
-        mine = 0.0
+        open_bytes = 0.0
         for _ in range(component.num_parameter_tensors):
             opened += size
-            mine += size
+            open_bytes += size
             if opened >= limit:
                 for j in waiting:
                     closed_in[j] = i
-                waiting, opened, mine = [], 0.0, 0.0
+                waiting, opened, open_bytes = [], 0.0, 0.0
                 limit = constant("ddp_bucket_bytes")
-        left[i] = mine
-        if mine > 0:
+        unsent[i] = open_bytes
+        if open_bytes > 0:
             waiting.append(i)
     # The bucket that is still open after the first component is sent then: index 0, the default above.
-    found = []
+    released = []
     for i, component in enumerate(graph.components):
-        if i == 0 or left[i] <= 0 or not component.parameter_bytes:
-            found.append(Release(prompt=1.0, index=i))
+        if i == 0 or unsent[i] <= 0 or not component.parameter_bytes:
+            released.append(Release(prompt=1.0, index=i))
         else:
-            found.append(Release(prompt=1 - left[i] / component.parameter_bytes, index=closed_in[i]))
-    for i in range(len(found) - 2, -1, -1):
+            released.append(Release(prompt=1 - unsent[i] / component.parameter_bytes, index=closed_in[i]))
+    for i in range(len(released) - 2, -1, -1):
         # A component without gradients does not fill a bucket: indices never fall from one component to the next.
-        found[i] = Release(prompt=found[i].prompt, index=min(found[i].index, found[i + 1].index))
-    return tuple(found)
+        released[i] = Release(prompt=released[i].prompt, index=min(released[i].index, released[i + 1].index))
+    return tuple(released)
 
 
 def bucket_bytes(graph: LayerGraph, parameter_bytes: float, num_tensors: int) -> float:

@@ -40,7 +40,7 @@ def carried(op: CollectiveOp, ranks: int) -> float:
     return 1.0
 
 
-def read(points: tuple[tuple[float, float], ...], size: float) -> float:
+def interpolate(points: tuple[tuple[float, float], ...], size: float) -> float:
     """Seconds for ``size`` bytes, interpolated in ``points`` (bytes, seconds; sorted) as this module describes."""
     if size <= points[0][0]:
         return points[0][1]
@@ -78,7 +78,7 @@ class Links:
         for statuses, level in zip(self._statuses, cluster.levels, strict=True):
             for t in level.tables:
                 statuses.setdefault(t.ranks, []).append(t.status)
-        self._crowded: dict[tuple[CollectiveOp, int, int, int], float] = {}
+        self._slowdowns: dict[tuple[CollectiveOp, int, int, int], float] = {}
         self._seconds: dict[tuple[CollectiveOp, float, int, int], float] = {}
         self._groups: dict[tuple[CollectiveOp, int, int], tuple[int, int, float]] = {}
         self._sizes: dict[tuple[int, CollectiveOp], list[tuple[int, _Curve, float]]] = {}
@@ -108,7 +108,7 @@ class Links:
                 level = self.level(ranks, stride)
                 self._groups[group] = (level, self._sharing(level, stride), self._crowding(level, op, ranks))
             level, sharing, crowding = self._groups[group]
-            self._seconds[key] = self._read(level, op, ranks, size * sharing * crowding)
+            self._seconds[key] = self._interpolate(level, op, ranks, size * sharing * crowding)
         return self._seconds[key]
 
     def handover(self, size: float, offset: int, flows: int) -> float:
@@ -124,9 +124,9 @@ class Links:
         if key not in self._seconds:
             levels, level = self._cluster.levels, self._cluster.hop(offset)
             sharing = 1 if level == 0 else min(flows, levels[level - 1].devices)
-            together = min(2 * flows, levels[level].devices)
-            crowding = self._slower(level, "send_recv", 2, together) if level == 0 else 1.0
-            self._seconds[key] = self._read(level, "send_recv", 2, size * sharing * crowding)
+            concurrent = min(2 * flows, levels[level].devices)
+            crowding = self._slower(level, "send_recv", 2, concurrent) if level == 0 else 1.0
+            self._seconds[key] = self._interpolate(level, "send_recv", 2, size * sharing * crowding)
         return self._seconds[key]
 
     def assumed(self, ranks: int, stride: int = 1) -> bool:
@@ -164,25 +164,25 @@ class Links:
         All ranks of a stage work at once, so no links are idle. A link then has at most the bandwidth that it has in
         one group of all these ranks (with PCIe a fraction of the bandwidth of a pair; with a switch the same).
         """
-        together = min(self._busy, self._cluster.levels[level].devices)
-        return self._slower(level, op, ranks, together)
+        concurrent = min(self._busy, self._cluster.levels[level].devices)
+        return self._slower(level, op, ranks, concurrent)
 
-    def _slower(self, level: int, op: CollectiveOp, ranks: int, together: int) -> float:
-        if ranks >= together:
+    def _slower(self, level: int, op: CollectiveOp, ranks: int, concurrent: int) -> float:
+        if ranks >= concurrent:
             return 1.0
-        key = (op, ranks, level, together)
-        if key not in self._crowded:
-            alone = self._read(level, op, ranks, _LARGE) / carried(op, ranks)
-            crowd = self._read(level, op, together, _LARGE) / carried(op, together)
-            self._crowded[key] = max(1.0, crowd / alone)
-        return self._crowded[key]
+        key = (op, ranks, level, concurrent)
+        if key not in self._slowdowns:
+            one_group = self._interpolate(level, op, ranks, _LARGE) / carried(op, ranks)
+            all_at_once = self._interpolate(level, op, concurrent, _LARGE) / carried(op, concurrent)
+            self._slowdowns[key] = max(1.0, all_at_once / one_group)
+        return self._slowdowns[key]
 
-    def _read(self, level: int, op: CollectiveOp, ranks: int, size: float) -> float:
+    def _interpolate(self, level: int, op: CollectiveOp, ranks: int, size: float) -> float:
         order = [*range(level, len(self._tables)), *range(level - 1, -1, -1)]
         for i in order:
-            found = self._at_level(i, op, ranks, size)
-            if found is not None:
-                return found
+            seconds = self._at_level(i, op, ranks, size)
+            if seconds is not None:
+                return seconds
         raise InvalidInputError(
             f"cluster {self._cluster.name} has no table for {op} among {ranks} ranks", where="$.levels"
         )
@@ -190,30 +190,30 @@ class Links:
     def _at_level(self, level: int, op: CollectiveOp, ranks: int, size: float) -> float | None:
         if (level, op) not in self._sizes:
             self._sizes[level, op] = _curves(self._tables[level], op)
-        known = self._sizes[level, op]
-        if not known:
+        curves = self._sizes[level, op]
+        if not curves:
             return None
-        at = min(bisect_left(known, ranks, key=lambda k: k[0]), len(known) - 1)
-        n, curve, factor = known[at]
-        rate = read(curve, size) / factor
+        at = min(bisect_left(curves, ranks, key=lambda k: k[0]), len(curves) - 1)
+        n, curve, factor = curves[at]
+        rate = interpolate(curve, size) / factor
         if ranks < n and at:
-            fewer, curve, factor = known[at - 1]
-            rate = read(((float(fewer), read(curve, size) / factor), (float(n), rate)), float(ranks))
+            fewer, curve, factor = curves[at - 1]
+            rate = interpolate(((float(fewer), interpolate(curve, size) / factor), (float(n), rate)), float(ranks))
         return rate * carried(op, ranks)
 
 
 def _curves(tables: dict[tuple[CollectiveOp, int], _Curve], op: CollectiveOp) -> list[tuple[int, _Curve, float]]:
     """For each group size, in rising order: (size, table, bytes that a link carries per byte of buffer). If ``op`` has
     no table, that of another operation is used, at equal bus bandwidth for the same buffer."""
-    others: tuple[CollectiveOp, ...] = (
+    operations: tuple[CollectiveOp, ...] = (
         op, "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv",
     )  # fmt: skip
-    found = []
+    curves = []
     for n in sorted({n for _, n in tables}):
-        other = next((o for o in others if (o, n) in tables), None)
-        if other is not None:
-            found.append((n, tables[other, n], carried(other, n)))
-    return found
+        operation = next((o for o in operations if (o, n) in tables), None)
+        if operation is not None:
+            curves.append((n, tables[operation, n], carried(operation, n)))
+    return curves
 
 
 def seconds(cluster: Cluster, collective: Collective) -> float:

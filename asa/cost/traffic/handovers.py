@@ -14,7 +14,7 @@ class Handovers:
 
     def __init__(self, links: Links, microbatch: int) -> None:
         self._links, self._microbatch = links, microbatch
-        self._known: dict[tuple[object, ...], list[float]] = {}
+        self._seconds: dict[tuple[object, ...], list[float]] = {}
         self._sent: dict[tuple[object, ...], tuple[int, tuple[tuple[int, ...], ...]]] = {}
 
     def seconds(self, sizes: tuple[float, ...], source: Layout, target: Layout, offset: int) -> list[float]:
@@ -22,24 +22,24 @@ class Handovers:
         the busiest rank. The messages are those of :mod:`asa.ir.transfer`."""
         flows, ranks = self._messages(source, target)
         key = (sizes, flows, ranks, offset)
-        if key not in self._known:
-            self._known[key] = [
+        if key not in self._seconds:
+            self._seconds[key] = [
                 max((sum(self._links.handover(r * size, offset, flows) for r in rows) for rows in ranks), default=0.0)
                 for size in sizes
             ]
-        return self._known[key]
+        return self._seconds[key]
 
     def _messages(self, source: Layout, target: Layout) -> tuple[int, tuple[tuple[int, ...], ...]]:
         """The number of flows and the messages of a transfer, as :func:`asa.cost.shards.sending` returns them."""
         key = (source.width, source.data, source.weights, target.width, target.data, target.weights)
-        found = self._sent.get(key)
-        if found is None:
+        messages = self._sent.get(key)
+        if messages is None:
             # Even cuts are nested: the transfer is `alike` equal transfers between fewer shards.
-            alike = 1 if source.weights or target.weights else gcd(source.data, target.data)
+            copies = 1 if source.weights or target.weights else gcd(source.data, target.data)
             ends = (
-                Layout(width=x.width // alike, data=x.data // alike, tensor=1, weights=x.weights)
+                Layout(width=x.width // copies, data=x.data // copies, tensor=1, weights=x.weights)
                 for x in (source, target)
             )
-            flows, ranks = sending(*ends, largest_shard(self._microbatch, alike))
-            found = self._sent[key] = (flows * alike, ranks)
-        return found
+            flows, ranks = sending(*ends, largest_shard(self._microbatch, copies))
+            messages = self._sent[key] = (flows * copies, ranks)
+        return messages

@@ -50,17 +50,17 @@ class Launches:
 
 
 def awaited(
-    launches: Launches, *, forward: Any, backward: Any, floor: Any, most: Callable[[Any, Any], Any] = max
+    launches: Launches, *, forward: Any, backward: Any, floor: Any, greater: Callable[[Any, Any], Any] = max
 ) -> Launches:
     """The part of ``launches`` that the device waits for, in seconds. ``forward`` and ``backward``: compute of one
-    microbatch (t); ``floor``: launch of a forward's compute (f). ``most``: ``numpy.maximum`` for arrays."""
-    ahead, back = most(0.0, forward - floor), most(0.0, backward - 2 * floor)
-    in_forward, in_backward = most(0.0, launches.forward - ahead), most(0.0, launches.backward - back)
+    microbatch (t); ``floor``: launch of a forward's compute (f). ``greater``: ``numpy.maximum`` for arrays."""
+    ahead, back = greater(0.0, forward - floor), greater(0.0, backward - 2 * floor)
+    in_forward, in_backward = greater(0.0, launches.forward - ahead), greater(0.0, launches.backward - back)
     return Launches(
         forward=in_forward,
         backward=in_backward,
-        update=most(0.0, launches.forward + launches.update - ahead) - in_forward,
-        gradient=most(0.0, launches.backward + launches.gradient - back) - in_backward,
+        update=greater(0.0, launches.forward + launches.update - ahead) - in_forward,
+        gradient=greater(0.0, launches.backward + launches.gradient - back) - in_backward,
     )
 
 
@@ -72,23 +72,22 @@ def launched(traffic: Iterable[Collective], phase: Phase) -> int:
 class Launching:
     """Seconds that the device waits for the launch of boundaries.
 
-    ``ahead(layout)``: seconds by which the host is at least ahead of the device after the forward and the backward of
-    each component, shape (component, pass). They first hide launches of the boundary at which a pass leaves the
-    component; the rest hides those of the boundary at which it entered.
-    """
+    ``host_lead(layout)``: seconds by which the host is at least ahead of the device after the forward and the backward
+    of each component, shape (component, pass). They first hide launches of the boundary at which a pass leaves the
+    component; the rest hides those of the boundary at which it entered."""
 
-    def __init__(self, ahead: Callable[[Any], Any]) -> None:
-        self._ahead = ahead
-        self._known: dict[Any, Any] = {}
+    def __init__(self, host_lead: Callable[[Any], Any]) -> None:
+        self._host_lead = host_lead
+        self._leads: dict[Any, Any] = {}
         self.collective_s, self.handover_s = constant("collective_launch_s"), constant("handover_launch_s")
-        self._later = MOST_CROSSING * self.collective_s + self.handover_s
+        self._crossing_s = MOST_CROSSING * self.collective_s + self.handover_s
 
     def _all(self, layout: Any) -> Any:
-        if layout not in self._known:
-            self._known[layout] = self._ahead(layout)
-        return self._known[layout]
+        if layout not in self._leads:
+            self._leads[layout] = self._host_lead(layout)
+        return self._leads[layout]
 
-    def _each(self, indices: Sequence[int], layouts: Sequence[Any]) -> Any:
+    def _leads_of(self, indices: Sequence[int], layouts: Sequence[Any]) -> Any:
         """Seconds by which the host is ahead: shape (pass, component, layout)."""
         return np.stack([self._all(x)[indices] for x in layouts], axis=2).swapaxes(0, 1)
 
@@ -97,8 +96,8 @@ class Launching:
     ) -> Any:
         """Seconds of waiting at the boundaries in front of ``indices``, for all pairs of layouts (those with the first
         source come first): shape (pass, component, pair). ``forward`` and ``backward``: numbers of collectives."""
-        ahead = self._each([i - 1 for i in indices], sources)[0]
-        back = self._each(indices, targets)[1]
+        ahead = self._leads_of([i - 1 for i in indices], sources)[0]
+        back = self._leads_of(indices, targets)[1]
         return (
             np.maximum(0.0, forward * self.collective_s - np.repeat(ahead, len(targets), axis=1)),
             np.maximum(0.0, backward * self.collective_s - np.tile(back, len(sources))),
@@ -107,10 +106,10 @@ class Launching:
     def at_inlets(self, indices: Sequence[int], layouts: Sequence[Any], forward: Any, backward: Any) -> Any:
         """Seconds of waiting at the start of stages that begin with ``indices``: shape (pass, component, layout). A
         microbatch is received, and its gradient is sent."""
-        ahead, own, message = self._each(indices, layouts), self.collective_s, self.handover_s
+        leads, each_s, message = self._leads_of(indices, layouts), self.collective_s, self.handover_s
         return (
-            np.maximum(0.0, forward * own + message - np.maximum(0.0, ahead[0] - self._later)),
-            np.maximum(0.0, backward * own + message - ahead[1]),
+            np.maximum(0.0, forward * each_s + message - np.maximum(0.0, leads[0] - self._crossing_s)),
+            np.maximum(0.0, backward * each_s + message - leads[1]),
         )
 
     def at_outlets(
@@ -118,8 +117,8 @@ class Launching:
     ) -> Any:
         """Seconds of waiting at the end of stages that end with ``indices``: shape (pass, component, layout). ``sent``:
         whether the output goes to another stage, shape (component, 1)."""
-        ahead, own, message = self._each(indices, layouts), self.collective_s, sent * self.handover_s
+        leads, each_s, message = self._leads_of(indices, layouts), self.collective_s, sent * self.handover_s
         return (
-            np.maximum(0.0, forward * own + message - ahead[0]),
-            np.maximum(0.0, backward * own + message - np.maximum(0.0, ahead[1] - self._later)),
+            np.maximum(0.0, forward * each_s + message - leads[0]),
+            np.maximum(0.0, backward * each_s + message - np.maximum(0.0, leads[1] - self._crossing_s)),
         )

@@ -149,15 +149,15 @@ class Times:
         self.floor = profile.dispatch_floor_s
         self.unmade = any(t.unmade_bytes for t in profile.timings)
         self._components = profile.graph.components
-        self._places = {c.name: i for i, c in enumerate(self._components)}
+        self._positions = {c.name: i for i, c in enumerate(self._components)}
         self._flops_share = flops_share
         self._shares: dict[int, Any] = {}
         self._timings, self._token_timings = _indexed(profile.timings), _indexed(profile.by_tokens or ())
         self._token_groups = self._by_tokens()
         self._by_token: dict[tuple[int, int], Any] = {}
         self._groups = self._alike()
-        self._every: dict[tuple[int, int], Any] = {}
-        self._known: dict[tuple[str, int, int, bool], Work] = {}
+        self._arrays: dict[tuple[int, int], Any] = {}
+        self._works: dict[tuple[str, int, int, bool], Work] = {}
         self._ratios: dict[int, float] = {}
         self._updates: dict[tuple[str, int, str], Stat] = {
             (u.component, u.tensor_degree, u.optimizer): u.step for u in profile.updates
@@ -177,24 +177,24 @@ class Times:
         for i, c in enumerate(self._components):
             degrees = measured[c.name]
             groups[tuple((d, *(t.microbatch for t in self._timings[c.name, d])) for d in degrees)].append(i)
-        found = []
+        alike = []
         for index in groups.values():
             names = [self._components[i].name for i in index]
             degrees = measured[names[0]]
             grids = {d: Grid([self._timings[n, d] for n in names]) for d in degrees}
-            found.append(_Alike(np.array(index), degrees, grids))
-        return found
+            alike.append(_Alike(np.array(index), degrees, grids))
+        return alike
 
     def _by_tokens(self) -> dict[int, list[tuple[Any, Grid]]]:
         """By tensor degree, components measured with sequence parallelism at the same microbatches."""
         groups: dict[tuple[int, tuple[int, ...]], list[str]] = defaultdict(list)
         for (name, degree), timings in self._token_timings.items():
             groups[degree, tuple(t.microbatch for t in timings)].append(name)
-        found: dict[int, list[tuple[Any, Grid]]] = defaultdict(list)
+        grids: dict[int, list[tuple[Any, Grid]]] = defaultdict(list)
         for (degree, _), names in groups.items():
             grid = Grid([self._token_timings[n, degree] for n in names])
-            found[degree].append((np.array([self._places[n] for n in names]), grid))
-        return found
+            grids[degree].append((np.array([self._positions[n] for n in names]), grid))
+        return grids
 
     def launch(self, component: Component) -> float:
         """Seconds that the host of an asynchronous device takes to launch a forward of the component."""
@@ -211,10 +211,10 @@ class Times:
         """For each component, the index of the first one that also takes equally long at every microbatch and tensor
         degree."""
         times: dict[str, list[object]] = defaultdict(list)
-        for number, own in enumerate((self._timings, self._token_timings)):
-            for name, k in sorted(own):
-                taken = ((t.microbatch, t.forward.median, t.backward.median) for t in own[name, k])
-                times[name].append((number, k, *taken))
+        for number, timings in enumerate((self._timings, self._token_timings)):
+            for name, k in sorted(timings):
+                rows = ((t.microbatch, t.forward.median, t.backward.median) for t in timings[name, k])
+                times[name].append((number, k, *rows))
         return _firsts([(k, *times[c.name]) for k, c in zip(self.like, self._components, strict=True)])
 
     def work(self, component: Component, samples: int, degree: int, *, by_tokens: bool = False) -> Work:
@@ -222,32 +222,32 @@ class Times:
         ``by_tokens``: with sequence parallelism; if that was not measured, times are those without. Bytes are always
         those without sequence parallelism."""
         key = (component.name, samples, degree, by_tokens)
-        if key not in self._known:
-            column = self.every(samples, degree, by_tokens=by_tokens)[:, self._places[component.name]]
-            self._known[key] = Work(**dict(zip(_QUANTITIES, column.tolist(), strict=True)))
-        return self._known[key]
+        if key not in self._works:
+            column = self.every(samples, degree, by_tokens=by_tokens)[:, self._positions[component.name]]
+            self._works[key] = Work(**dict(zip(_QUANTITIES, column.tolist(), strict=True)))
+        return self._works[key]
 
     def every(self, samples: int, degree: int, *, by_tokens: bool = False) -> Any:
         """The :meth:`work` of all components: shape (field, component). Components that cannot be split are whole."""
         key = (samples, degree)
-        if key not in self._every:
+        if key not in self._arrays:
             self.prepare([samples], degree)
         if not by_tokens:
-            return self._every[key]
+            return self._arrays[key]
         if key not in self._by_token:
-            found = self._by_token[key] = self._every[key].copy()
+            by_token = self._by_token[key] = self._arrays[key].copy()
             for at, grid in self._token_groups.get(degree, ()):
-                found[: _BYTES.start, at] = grid.at(np.array([samples]), self.floor)[: _BYTES.start, :, 0]
+                by_token[: _BYTES.start, at] = grid.at(np.array([samples]), self.floor)[: _BYTES.start, :, 0]
         return self._by_token[key]
 
     def prepare(self, samples: Iterable[int], degree: int) -> None:
         """Compute :meth:`every` for many numbers of samples at once."""
-        missing = [n for n in samples if (n, degree) not in self._every]
-        found = np.empty((len(missing), len(_QUANTITIES), len(self._components)))
+        missing = [n for n in samples if (n, degree) not in self._arrays]
+        figures = np.empty((len(missing), len(_QUANTITIES), len(self._components)))
         for group in self._groups if missing else ():
-            found[..., group.index] = np.moveaxis(self._between(group, np.array(missing), degree), -1, 0)
-        found.flags.writeable = False
-        self._every.update(((n, degree), x) for n, x in zip(missing, found, strict=True))
+            figures[..., group.index] = np.moveaxis(self._between(group, np.array(missing), degree), -1, 0)
+        figures.flags.writeable = False
+        self._arrays.update(((n, degree), x) for n, x in zip(missing, figures, strict=True))
 
     def passes(self, samples: int, degree: int, *, by_tokens: bool = False) -> Any:
         """Seconds of forward and of backward: shape (pass, component)."""
@@ -280,25 +280,25 @@ class Times:
                 high = low.copy()
                 high[_SECONDS], high[_BYTES] = self.floor, 0.0
                 mix = np.where(first > 0, 1 - share / first, 0.0)
-        found = np.maximum(0.0, low + np.minimum(1.0, np.maximum(0.0, mix))[:, None] * (high - low))
-        found[_SECONDS] = np.maximum(self.floor, found[_SECONDS])
-        return found
+        figures = np.maximum(0.0, low + np.minimum(1.0, np.maximum(0.0, mix))[:, None] * (high - low))
+        figures[_SECONDS] = np.maximum(self.floor, figures[_SECONDS])
+        return figures
 
     def _measured(self, x: _Alike, samples: Any, degree: int) -> Any:
         grid = x.grids[degree]
-        found, least = grid.at(samples, self.floor), grid.xs[:1]
-        below = samples < least
-        if not below.any() or not x.reaches_below(degree):
-            return found
-        small, large = self._measured(x, samples[below], 1), self._measured(x, least, 1)
-        falls = grid.at(least, self.floor) * _ratio(small, large)
+        figures, smallest = grid.at(samples, self.floor), grid.xs[:1]
+        too_small = samples < smallest
+        if not too_small.any() or not x.reaches_below(degree):
+            return figures
+        small, large = self._measured(x, samples[too_small], 1), self._measured(x, smallest, 1)
+        falls = grid.at(smallest, self.floor) * _ratio(small, large)
         if len(grid.xs) == 1:
             # A single measurement does not show which bytes are independent of samples. A rank's transient bytes are
             # below its share of the unsplit ones only at large microbatches, where the peak occurs at another time.
             falls[_TRANSIENT] = np.maximum(falls[_TRANSIENT], small[_TRANSIENT] / degree)
-            found[_BYTES, :, below] = falls[_BYTES]
-        found[_SECONDS, :, below] = np.maximum(self.floor, falls[_SECONDS])
-        return found
+            figures[_BYTES, :, too_small] = falls[_BYTES]
+        figures[_SECONDS, :, too_small] = np.maximum(self.floor, falls[_SECONDS])
+        return figures
 
     def _share(self, x: _Alike, degree: int) -> Any:
         if degree not in self._shares:
@@ -316,8 +316,8 @@ class Times:
             return 1.0
         if samples not in self._ratios:
             x = min(max(math.log(samples), self._whole_at[0]), self._whole_at[-1])
-            found = float(_line(np.array(self._whole_at), np.array(self._whole_ratio), np.array([x]))[0])
-            self._ratios[samples] = min(1.1, max(1 / 1.1, found))
+            ratio = float(_line(np.array(self._whole_at), np.array(self._whole_ratio), np.array([x]))[0])
+            self._ratios[samples] = min(1.1, max(1 / 1.1, ratio))
         return self._ratios[samples]
 
     def update(
@@ -333,16 +333,16 @@ class Times:
         exact = self._updates.get((component.name, degree, optimizer))
         if exact is not None:
             return exact.median
-        for other in (optimizer, *sorted(PASSES)):
-            known = [
+        for source in (optimizer, *sorted(PASSES)):
+            timings = [
                 (abs(math.log(t / degree)), t, s)
-                for t in self._update_degrees.get((component.name, other), ())
-                for s in (self._updates[component.name, t, other],)
+                for t in self._update_degrees.get((component.name, source), ())
+                for s in (self._updates[component.name, t, source],)
             ]
-            if known:
-                _, at, step = min(known, key=lambda k: k[:2])
-                full = self._share_of_bytes(component, at)
-                return step.median * parameter_bytes / full * PASSES[optimizer] / PASSES[other]
+            if timings:
+                _, at, step = min(timings, key=lambda k: k[:2])
+                share_bytes = self._share_of_bytes(component, at)
+                return step.median * parameter_bytes / share_bytes * PASSES[optimizer] / PASSES[source]
         efficient = bandwidth * constant("estimate_update_bandwidth_efficiency")
         return PASSES[optimizer] * parameter_bytes / (efficient or constant("fallback_memory_bandwidth"))
 
@@ -361,7 +361,7 @@ def _firsts(keys: Sequence[object]) -> tuple[int, ...]:
 
 def _indexed(timings: Iterable[Timing]) -> dict[tuple[str, int], list[Timing]]:
     """Timings by component and tensor degree, in rising order of microbatches."""
-    found: dict[tuple[str, int], list[Timing]] = defaultdict(list)
+    by_key: dict[tuple[str, int], list[Timing]] = defaultdict(list)
     for timing in sorted(timings, key=lambda t: t.microbatch):
-        found[timing.component, timing.tensor_degree].append(timing)
-    return found
+        by_key[timing.component, timing.tensor_degree].append(timing)
+    return by_key

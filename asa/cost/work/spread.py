@@ -43,18 +43,18 @@ def relative_deviation(profile: Profile) -> float:
     It is at least the drift of the machine's speed during the profile, which steps a second apart do not show: cores
     drift independently. On a virtual machine a minimum is assumed for the drift.
     """
-    known = _DEVIATIONS.get(id(profile))
-    if known is None or known[0]() is not profile:
+    cached = _DEVIATIONS.get(id(profile))
+    if cached is None or cached[0]() is not profile:
         drifted = profile.drift.deviation if profile.drift is not None else 0.0
         drifted = max(drifted, constant("drift_floor_virtual")) if profile.device.virtual else drifted
-        known = _DEVIATIONS[id(profile)] = (weakref.ref(profile), max(drifted, _relative_deviation(profile)))
-    return known[1]
+        cached = _DEVIATIONS[id(profile)] = (weakref.ref(profile), max(drifted, _relative_deviation(profile)))
+    return cached[1]
 
 
 def _relative_deviation(profile: Profile) -> float:
-    whole = [deviation(w.whole) / w.whole.median for w in profile.whole if w.whole.median > 0 and w.whole.n >= 3]
-    if whole:
-        return sorted(whole)[len(whole) // 2]
+    whole_steps = [deviation(w.whole) / w.whole.median for w in profile.whole if w.whole.median > 0 and w.whole.n >= 3]
+    if whole_steps:
+        return sorted(whole_steps)[len(whole_steps) // 2]
     largest: dict[str, tuple[int, float, float]] = {}
     for t in profile.timings:
         if t.tensor_degree == 1 and t.microbatch >= largest.get(t.component, (0, 0.0, 0.0))[0]:
@@ -84,29 +84,29 @@ def contention(cluster: Cluster, ranks: float, *, memory: bool = False) -> float
 
     ``memory``: the factor for work that only moves memory.
     """
-    known: dict[float, float] = {1: 1.0, **{c.ranks: c.of_memory if memory else c.slowdown for c in cluster.contention}}
-    counts = sorted(known)
+    table: dict[float, float] = {1: 1.0, **{c.ranks: c.of_memory if memory else c.slowdown for c in cluster.contention}}
+    counts = sorted(table)
     if ranks >= counts[-1]:
-        return known[counts[-1]]
+        return table[counts[-1]]
     at = bisect_left(counts, ranks)
     if counts[at] == ranks:
-        return known[ranks]
+        return table[ranks]
     low, high = counts[at - 1], counts[at]
-    return known[low] + (known[high] - known[low]) * (ranks - low) / (high - low)
+    return table[low] + (table[high] - table[low]) * (ranks - low) / (high - low)
 
 
 def waiting(cluster: Cluster, ranks: int, stretch_s: Any) -> Any:
     """The factor on ``stretch_s`` seconds of compute (a number or an array) if ``ranks`` ranks synchronise at their
     end, relative to the longest measured stretch (:func:`slowest_rank` already includes waiting once per step).
     Interpolated linearly in log seconds; 1 if not measured."""
-    known = {w.ranks: w.points for w in cluster.waiting or ()}
-    if ranks < 2 or not known:
+    points_of = {w.ranks: w.points for w in cluster.waiting or ()}
+    if ranks < 2 or not points_of:
         return 1.0
-    points = known[min(known, key=lambda n: (abs(n - ranks), -n))]
+    points = points_of[min(points_of, key=lambda n: (abs(n - ranks), -n))]
     with np.errstate(divide="ignore"):
         factor = np.interp(np.log(stretch_s), [math.log(s) for s, _ in points], [f for _, f in points])
-    found = np.where(np.greater(stretch_s, 0), np.maximum(1.0, factor / points[-1][1]), 1.0)
-    return found if found.ndim else float(found)
+    factors = np.where(np.greater(stretch_s, 0), np.maximum(1.0, factor / points[-1][1]), 1.0)
+    return factors if factors.ndim else float(factors)
 
 
 def working(width: int, ranks: int, num_microbatches: int) -> float:

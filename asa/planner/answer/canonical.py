@@ -51,13 +51,13 @@ def canonical(prices: Prices, candidate: Candidate, allowed: Allowed, ends: floa
     if len(candidate.ways) > _MOST:
         return candidate
     around = _Around(prices, candidate, allowed)
-    found = candidate
+    plan = candidate
     for _ in range(_CHANGES):
-        better = around.earlier(found, ends)
-        if better is None:
+        earlier = around.earlier(plan, ends)
+        if earlier is None:
             break
-        found = better
-    return _kept(prices, candidate, found)
+        plan = earlier
+    return _no_worse(prices, candidate, plan)
 
 
 def improved(prices: Prices, candidate: Candidate, allowed: Allowed, ends: float = INF) -> Candidate:
@@ -66,13 +66,13 @@ def improved(prices: Prices, candidate: Candidate, allowed: Allowed, ends: float
     if len(candidate.ways) > _MOST:
         return candidate
     around = _Around(prices, candidate, allowed)
-    found = candidate
-    while (better := around.faster(found, ends)) is not None:
-        found = better
-    return _kept(prices, candidate, found)
+    plan = candidate
+    while (faster := around.faster(plan, ends)) is not None:
+        plan = faster
+    return _no_worse(prices, candidate, plan)
 
 
-def _kept(prices: Prices, before: Candidate, after: Candidate) -> Candidate:
+def _no_worse(prices: Prices, before: Candidate, after: Candidate) -> Candidate:
     """``after`` if its full price is no worse, else ``before``."""
     if after is before:
         return before
@@ -80,12 +80,12 @@ def _kept(prices: Prices, before: Candidate, after: Candidate) -> Candidate:
     return after if price.cost.total_s <= limit_s and prices.fits(after) else before
 
 
-def _whole(shares: Sequence[Fraction]) -> tuple[int, ...]:
+def _whole_weights(shares: Sequence[Fraction]) -> tuple[int, ...]:
     """The smallest whole numbers in proportion to ``shares``; rounded where they would exceed ``MOST_WEIGHT``."""
     scale = lcm(*(x.denominator for x in shares))
-    found = lowest_terms(tuple(int(x * scale) for x in shares))
-    if max(found, default=0) <= MOST_WEIGHT:
-        return found
+    weights = lowest_terms(tuple(int(x * scale) for x in shares))
+    if max(weights, default=0) <= MOST_WEIGHT:
+        return weights
     return lowest_terms(tuple(max(1, round(x * MOST_WEIGHT / max(shares))) for x in shares))
 
 
@@ -117,7 +117,7 @@ class _Around:
         self.n = len(candidate.ways)
         self.sketch = Sketch(prices, allowed, INF)
         self._stages: dict[_Stage, StagePrice] = {}
-        self._known: dict[object, tuple[float, ...]] = {}
+        self._orders: dict[object, tuple[float, ...]] = {}
         self._possible: dict[tuple[int, Way, int], bool] = {}
         self._widths = set[tuple[int, int]]()
         self._data = {name: k for k, name in enumerate(self.space.strategies.data)}
@@ -127,8 +127,8 @@ class _Around:
         """Whether ``x`` comes before ``y``, fits, and takes no longer than the limit."""
         if (x.ranks, len(x.widths), x.num_microbatches) > (y.ranks, len(y.widths), y.num_microbatches):
             return False
-        one, other = self._needs(x), self._needs(y)
-        first = one < other or (one == other and self._said(x) < self._said(y))
+        a, b = self._needs(x), self._needs(y)
+        first = a < b or (a == b and self._tie_break(x) < self._tie_break(y))
         return first and self.seconds(x, self.limit_s) <= self.limit_s
 
     def earlier(self, x: Candidate, until: float) -> Candidate | None:
@@ -152,7 +152,7 @@ class _Around:
                 return other
         return None
 
-    def _parts(self, x: Candidate) -> list[_Stage]:
+    def _stages_of(self, x: Candidate) -> list[_Stage]:
         m, busy, p = x.num_microbatches, self.prices.busy(x), len(x.widths)
         firsts = [0, *accumulate(x.widths[:-1])]
         schedule = self.space.strategies.schedules[x.schedule] if p > 1 else None
@@ -163,7 +163,7 @@ class _Around:
             )
         ]  # fmt: skip
 
-    def _priced(self, x: _Stage) -> StagePrice:
+    def _price_of(self, x: _Stage) -> StagePrice:
         if x not in self._stages:
             pricer = self.prices.pricer(x.width, x.num_microbatches, x.busy, x.first)
             if (x.width, x.num_microbatches) not in self._widths:
@@ -176,14 +176,14 @@ class _Around:
     def _needs(self, x: Candidate) -> tuple[float, ...]:
         """The first part of the order: ranks, stages, microbatches, work and peak of memory."""
         key = x.key
-        if key not in self._known:
-            stages = [self._priced(s) for s in self._parts(x)]
+        if key not in self._orders:
+            stages = [self._price_of(s) for s in self._stages_of(x)]
             work = sum(w * s.cost.total_s**2 for w, s in zip(x.widths, stages, strict=True))
-            held = max(s.peak.total for s in stages)
-            self._known[key] = (x.ranks, len(x.widths), x.num_microbatches, _even(work), _even(held))
-        return self._known[key]
+            peak = max(s.peak.total for s in stages)
+            self._orders[key] = (x.ranks, len(x.widths), x.num_microbatches, _even(work), _even(peak))
+        return self._orders[key]
 
-    def _said(self, x: Candidate) -> tuple[Any, ...]:
+    def _tie_break(self, x: Candidate) -> tuple[Any, ...]:
         """The last part of the order: schedule, cuts, widths and strategies."""
         return x.schedule, x.starts, x.widths, tuple(map(self._rank, x.ways))
 
@@ -195,9 +195,9 @@ class _Around:
 
     def seconds(self, x: Candidate, most_s: float) -> float:
         """Seconds of a step; infinite where the plan does not fit, or a lower bound exceeds ``most_s``."""
-        parts = self._parts(x)
+        parts = self._stages_of(x)
         clock.count("plan", len(parts) + len(x.ways) / 4)
-        stages = [self._priced(s) for s in parts]
+        stages = [self._price_of(s) for s in parts]
         for part, stage in zip(parts, stages, strict=True):
             if self.prices.excess(stage, part.first, part.width, part.busy) > TOLERANCE_GIB * GIB:
                 return INF
@@ -221,7 +221,7 @@ class _Around:
 
     def _coarse(self, x: Candidate) -> Iterator[Candidate]:
         if len(x.widths) > 1:
-            yield from self._otherwise(x)
+            yield from self._restyled(x)
             yield from self._cut_elsewhere(x)
             for name, schedule in self.space.schedules.items():
                 if name != x.schedule and not schedule.refusal(len(x.widths), x.num_microbatches):
@@ -248,17 +248,17 @@ class _Around:
             return
         width, batch = x.widths[0], self.space.request.global_batch
         weights = x.ways[0].layout.weights or (1,) * width
-        own = kinds(self.space.cluster, width)
+        kind_of = kinds(self.space.cluster, width)
         rows = [Fraction(batch * w, sum(weights)) for w in weights]
         for step in _SAMPLES:
-            for more, less in permutations(sorted(set(own)), 2):
-                before, other = rows[own.index(more)], rows[own.index(less)]
-                after = Fraction(round(before) + step)  # samples of a device that gets more; the others share the rest
-                left = other - (after - before) * own.count(more) / own.count(less)
-                if after < 1 or left < 1:
+            for more, less in permutations(sorted(set(kind_of)), 2):
+                samples, other_samples = rows[kind_of.index(more)], rows[kind_of.index(less)]
+                raised = Fraction(round(samples) + step)  # of a device that gets more; the others share the rest
+                lowered = other_samples - (raised - samples) * kind_of.count(more) / kind_of.count(less)
+                if raised < 1 or lowered < 1:
                     continue
-                new = [after if k == more else left if k == less else r for r, k in zip(rows, own, strict=True)]
-                cut = _whole(new)
+                new = [raised if k == more else lowered if k == less else r for r, k in zip(rows, kind_of, strict=True)]
+                cut = _whole_weights(new)
                 ways = tuple(replace(w, layout=replace(w.layout, weights=cut)) for w in x.ways)
                 if all(self.space.enough(i, w.layout, x.num_microbatches) for i, w in enumerate(ways)):
                     yield replace(x, ways=ways)
@@ -278,7 +278,7 @@ class _Around:
         if all(self._able(i, w, m // 2) for i, w in enumerate(x.ways)):
             yield replace(x, num_microbatches=m // 2)
 
-    def _otherwise(self, x: Candidate) -> Iterator[Candidate]:
+    def _restyled(self, x: Candidate) -> Iterator[Candidate]:
         for s, w in enumerate(x.widths):
             yield from self._in_styles(x, s, w)
 
@@ -288,7 +288,7 @@ class _Around:
         widths = (*x.widths[:s], w, *x.widths[s + 1 :])
         if not all(self.space.placed(o, v) for o, v in zip((0, *accumulate(widths[:-1])), widths, strict=True)):
             return
-        for style in self.sketch.styles(w, m, lean=True):
+        for style in self.sketch.styles(w, m, save_memory=True):
             if self.sketch.possible(w, m, style)[a:b].all():
                 ways = tuple(self.sketch.way(i, w, style) for i in range(a, b))
                 if all(self._able(i, way, m) for i, way in enumerate(ways, a)):
@@ -297,7 +297,7 @@ class _Around:
     def _partly(self, x: Candidate) -> Iterator[Candidate]:
         """Plans in which the first or the last components of a stage run in one style, plain styles first."""
         m, stages = x.num_microbatches, zip(x.starts, (*x.starts[1:], self.n), x.widths, strict=True)
-        runs = [(stage, style) for stage in stages for style in self.sketch.styles(stage[2], m, lean=True)]
+        runs = [(stage, style) for stage in stages for style in self.sketch.styles(stage[2], m, save_memory=True)]
         for (a, b, w), style in sorted(runs, key=lambda r: r[1].checkpoint or r[1].strategy != "replicate"):
             cut = x.ways[a].layout.weights
             ways = [self.sketch.way(i, w, style) for i in range(a, b)]
@@ -332,25 +332,25 @@ class _Around:
             return
         m, ways, cut = x.num_microbatches, list(x.ways), replace(x, starts=starts)
         for i in range(self.n):
-            s, before = cut.stage(i), x.stage(i)
-            if s != before:
-                neighbour = x.ways[x.starts[s] if s > before else (*x.starts[1:], self.n)[s] - 1]
-                own = self._like(i, x.widths[s], m, neighbour, x.ways[i])
-                if own is None:
+            s, old_stage = cut.stage(i), x.stage(i)
+            if s != old_stage:
+                neighbour = x.ways[x.starts[s] if s > old_stage else (*x.starts[1:], self.n)[s] - 1]
+                new_way = self._similar_way(i, x.widths[s], m, neighbour, x.ways[i])
+                if new_way is None:
                     return
-                ways[i] = own
+                ways[i] = new_way
         yield replace(cut, ways=tuple(ways))
 
-    def _like(self, i: int, w: int, m: int, near: Way, own: Way) -> Way | None:
+    def _similar_way(self, i: int, w: int, m: int, neighbour: Way, unchanged: Way) -> Way | None:
         """A way of component ``i`` in a stage of ``w`` ranks: its own, or the one most like its neighbour's."""
-        if own.layout.width == w and self._able(i, own, m):
-            return own
+        if unchanged.layout.width == w and self._able(i, unchanged, m):
+            return unchanged
 
         def difference(way: Way) -> tuple[bool, ...]:
             return (
-                way.layout != near.layout, way.data.strategy != near.data.strategy, way.offload != near.offload,
-                way.checkpoint != near.checkpoint, way.data.strategy != "replicate", way.checkpoint,
-            )  # fmt: skip
+                way.layout != neighbour.layout, way.data.strategy != neighbour.data.strategy, way.offload !=
+                neighbour.offload, way.checkpoint != neighbour.checkpoint, way.data.strategy != "replicate",
+                way.checkpoint, )  # fmt: skip
 
         return min(self.space.ways(i, w, m, self.allowed), key=difference, default=None)
 

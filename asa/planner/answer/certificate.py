@@ -74,9 +74,9 @@ class Evaluator:
         """The step time of a candidate in seconds. None where it does not fit, or a stage of a pipeline has devices of
         several kinds, which is outside the space."""
         if len(candidate.widths) > 1 and self.space.cluster.unequal:
-            own = kinds(self.space.cluster, candidate.ranks)
+            kinds_of = kinds(self.space.cluster, candidate.ranks)
             ends = [0, *accumulate(candidate.widths)]
-            if any(len(set(own[a:b])) > 1 for a, b in pairwise(ends)):
+            if any(len(set(kinds_of[a:b])) > 1 for a, b in pairwise(ends)):
                 return None
         price = self.prices.of(candidate)
         return price.cost.total_s if price.peak.total <= self.prices.capacity(candidate) + _ROOM else None
@@ -90,57 +90,57 @@ class Evaluator:
 
     def floor(self) -> float:
         """A lower bound on the step time of every plan, in seconds, from compute alone."""
-        found = float("inf")
+        least_s = float("inf")
         for m in self.space.microbatches():
             for prices, among in views(self.prices):
-                found = min([found, *(m * sum(prices.compute(w, m)) for w in among)])
+                least_s = min([least_s, *(m * sum(prices.compute(w, m)) for w in among)])
             if self.space.schedules and m <= MOST_IN_A_PIPELINE:
-                found = min(found, self._pipelines(m, found))
-        return found
+                least_s = min(least_s, self._pipelines(m, least_s))
+        return least_s
 
     def _fastest(self, width: int, m: int) -> list[float]:
         """For each component its least seconds of compute in a stage of ``width`` ranks, wherever that begins."""
         gpus = self.space.request.gpus
-        places = range(gpus - width + 1) if self.space.cluster.unequal else (0,)
-        return [min(times) for times in zip(*(self.prices.compute(width, m, gpus, r) for r in places), strict=True)]
+        firsts = range(gpus - width + 1) if self.space.cluster.unequal else (0,)
+        return [min(times) for times in zip(*(self.prices.compute(width, m, gpus, r) for r in firsts), strict=True)]
 
     def _pipelines(self, m: int, best: float) -> float:
         """A lower bound in seconds for plans of several stages, by a dynamic program over cuts and ranks, from the last
         stage to the first. Bounds above ``best`` are not computed."""
         gpus, n = self.space.request.gpus, len(self.space.profile.graph)
-        taken = {w: self._fastest(w, m) for w in widths(gpus) if w < gpus}
+        compute_s = {w: self._fastest(w, m) for w in widths(gpus) if w < gpus}
         none = float("inf")
         least = [[none] * (gpus + 1) for _ in range(n)] + [[0.0] * (gpus + 1)]
         for start in range(n - 1, -1, -1):
             row = least[start]
-            for w, own in taken.items():
+            for w, component_s in compute_s.items():
                 time = 0.0
                 for stop in range(start + 1, n + 1):
-                    time += own[stop - 1]
+                    time += component_s[stop - 1]
                     if m * time >= best:
                         break
                     behind = least[stop]
                     for r in range(w, gpus + 1):
-                        found = max(m * time, time + behind[r - w])
-                        if found < row[r]:
-                            row[r] = found
+                        step_s = max(m * time, time + behind[r - w])
+                        if step_s < row[r]:
+                            row[r] = step_s
         return least[0][gpus]
 
 
 def moves(evaluator: Evaluator, rng: random.Random, count: int) -> Iterator[Candidate]:
     """``count`` random plans of the space near the answer. They differ in the ways of a few components, a cut, a rank,
     the number of stages or microbatches, or the schedule; some are several such changes away."""
-    at, made = evaluator.answer, 0
-    while made < count:
+    at, yielded = evaluator.answer, 0
+    while yielded < count:
         if rng.random() < 0.3:
             at = evaluator.answer
-        found = _moved(evaluator, at, rng)
-        if found is None:
+        moved = _moved(evaluator, at, rng)
+        if moved is None:
             at = evaluator.answer
             continue
-        made += 1
-        yield found
-        at = found if rng.random() < 0.4 else evaluator.answer
+        yielded += 1
+        yield moved
+        at = moved if rng.random() < 0.4 else evaluator.answer
 
 
 def _moved(e: Evaluator, at: Candidate, rng: random.Random) -> Candidate | None:
@@ -160,12 +160,12 @@ def _moved(e: Evaluator, at: Candidate, rng: random.Random) -> Candidate | None:
 def _other_ways(e: Evaluator, at: Candidate, rng: random.Random) -> Candidate:
     """A random plan in which one to three components, in a row or not, have another way."""
     ways = list(at.ways)
-    first, count, together = rng.randrange(len(ways)), rng.choice([1, 1, 1, 2, 3]), rng.random() < 0.5
+    first, count, in_a_row = rng.randrange(len(ways)), rng.choice([1, 1, 1, 2, 3]), rng.random() < 0.5
     picked = None
     for k in range(count):
-        i = (first + k) % len(ways) if together else rng.randrange(len(ways))
+        i = (first + k) % len(ways) if in_a_row else rng.randrange(len(ways))
         offered = e.ways(i, at.width(i), at.num_microbatches) or (ways[i],)
-        if together and picked in offered:
+        if in_a_row and picked in offered:
             ways[i] = picked
             continue
         picked = ways[i] = rng.choice(offered)
@@ -190,8 +190,8 @@ def _other_stages(e: Evaluator, at: Candidate, rng: random.Random) -> Candidate 
         if b - a < 2:
             return None
         starts.insert(s + 1, rng.randrange(a + 1, b))
-        left = rng.randrange(1, sizes[s])
-        sizes[s : s + 1] = [left, sizes[s] - left]
+        kept_ranks = rng.randrange(1, sizes[s])
+        sizes[s : s + 1] = [kept_ranks, sizes[s] - kept_ranks]
     else:
         return None
     schedule = at.schedule if at.schedule != "none" else rng.choice(list(e.space.schedules))
@@ -216,12 +216,12 @@ def _rebuilt(
     offsets = [sum(sizes[:s]) for s in range(len(sizes))]
     if len(sizes) > 1:
         refused = e.space.strategies.schedules[schedule].refusal(len(sizes), m)
-        placed = all(e.space.placed(o, w) for o, w in zip(offsets, sizes, strict=True))
-        if refused or not placed or m > MOST_IN_A_PIPELINE:
+        may_begin = all(e.space.placed(o, w) for o, w in zip(offsets, sizes, strict=True))
+        if refused or not may_begin or m > MOST_IN_A_PIPELINE:
             return None
     elif m > at.num_microbatches or len(at.widths) > 1 < m:
         return None  # more microbatches in a single stage are in the space only while memory binds
-    found = replace(
+    rebuilt = replace(
         at,
         starts=tuple(starts),
         widths=tuple(sizes),
@@ -230,21 +230,21 @@ def _rebuilt(
     )
     ways = []
     for i, way in enumerate(at.ways):
-        offered = e.ways(i, found.width(i), m)
+        offered = e.ways(i, rebuilt.width(i), m)
         if not offered:
             return None
-        ways.append(way if way in offered else _nearest(way, offered, rng))
-    return replace(found, ways=tuple(ways))
+        ways.append(way if way in offered else _most_similar(way, offered, rng))
+    return replace(rebuilt, ways=tuple(ways))
 
 
-def _nearest(way: Way, offered: Sequence[Way], rng: random.Random) -> Way:
+def _most_similar(way: Way, offered: Sequence[Way], rng: random.Random) -> Way:
     """A random one of the offered ways whose tensor degree and replication are closest to those of ``way``."""
 
-    def far(x: Way) -> tuple[bool, int, bool]:
+    def distance(x: Way) -> tuple[bool, int, bool]:
         return x.tensor.degree != way.tensor.degree, abs(_repeats(x.layout) - _repeats(way.layout)), x.data != way.data
 
-    best = min(far(x)[:2] for x in offered)
-    return rng.choice([x for x in offered if far(x)[:2] == best])
+    best = min(distance(x)[:2] for x in offered)
+    return rng.choice([x for x in offered if distance(x)[:2] == best])
 
 
 def _repeats(layout: Layout) -> int:

@@ -65,8 +65,8 @@ def confidence(
     distinct: dict[object, tuple[Candidate, Price]] = {}
     for candidate, price in finalists:
         distinct.setdefault(candidate.key, (candidate, price))
-    known = joint_times(list(distinct.values()), profile, strategies, overlap)
-    times = np.exp(sample(*prior(known), SAMPLES)).T if known.min() > 0 else known
+    draws = joint_times(list(distinct.values()), profile, strategies, overlap)
+    times = np.exp(sample(*prior(draws), SAMPLES)).T if draws.min() > 0 else draws
     fastest = times.min(axis=0)
     slower = np.divide(times[0], fastest, out=np.ones_like(fastest), where=fastest > 0)
     # Plans that tie are all best: measurements cannot tell similar plans apart.
@@ -84,10 +84,10 @@ def faster(
     overlap: Overlap,
 ) -> float:  # fmt: skip
     """The probability that ``one`` is faster than ``other``, a plan of another kind, under the same draws."""
-    known = joint_times([one, other], profile, strategies, overlap)
-    if known.min() <= 0:
-        return float((known[0] < known[1]).mean())
-    first, second = sample(*prior(known, UNLIKE), SAMPLES).T
+    draws = joint_times([one, other], profile, strategies, overlap)
+    if draws.min() <= 0:
+        return float((draws[0] < draws[1]).mean())
+    first, second = sample(*prior(draws, UNLIKE), SAMPLES).T
     return float((first < second).mean())
 
 

@@ -109,28 +109,28 @@ def compare(
     workers = row("ddp", prices)
     if workers.candidate is None:
         raise UsageError(f"no discipline of consistency can run: data parallelism {workers.why_not}")
-    judged = _Judge(prices, workers.candidate, target, _fitting(curves, profile, request))
-    found = [judged.planned(answer), judged.synchronous(EVEN, workers.candidate)]
+    judged = _Judge(prices, workers.candidate, target, _curves_for(curves, profile, request))
+    rows = [judged.planned(answer), judged.synchronous(EVEN, workers.candidate)]
     uneven = _uneven(prices, workers.candidate)
-    found.append(
+    rows.append(
         judged.synchronous(UNEVEN, uneven)
         if uneven is not None
-        else replace(found[-1], name=UNEVEN, waits_for="devices are equally fast: shares are even already")
+        else replace(rows[-1], name=UNEVEN, waits_for="devices are equally fast: shares are even already")
     )
     if loosely:
         texts = dict.fromkeys((*NAMES, *map(str, asked)))
-        wanted = [parse(text) for text in texts]
-        found += [judged.discipline(d) for d in wanted]
-    ready = [r for r in found if r.fits and r.step_time_s is not None]
-    known = [r for r in ready if r.time_to_target is not None and r.time_to_target.mean_s is not None]
-    first = min(known, key=_mean, default=None)
+        disciplines = [parse(text) for text in texts]
+        rows += [judged.discipline(d) for d in disciplines]
+    ready = [r for r in rows if r.fits and r.step_time_s is not None]
+    with_target = [r for r in ready if r.time_to_target is not None and r.time_to_target.mean_s is not None]
+    first = min(with_target, key=_mean, default=None)
     return Consistency(
-        rows=tuple(found),
+        rows=tuple(rows),
         fastest=min(ready, key=lambda r: r.step_time_s or math.inf).name if ready else "",
         target=str(target) if target is not None else "",
-        curves=judged.told,
+        curves=judged.curves_in_words,
         first=first.name if first is not None else "",
-        surely=first is not None and _surely(first, known),
+        surely=first is not None and _surely(first, with_target),
     )
 
 
@@ -139,25 +139,25 @@ def _mean(r: ConsistencyRow) -> float:
     return r.time_to_target.mean_s or math.inf
 
 
-def _surely(first: ConsistencyRow, known: Sequence[ConsistencyRow]) -> bool:
+def _surely(first: ConsistencyRow, rows: Sequence[ConsistencyRow]) -> bool:
     """Whether ``first`` is exact, or its slowest seed is faster than the fastest seed of every exact row."""
 
     def at(r: ConsistencyRow, count: float | None) -> float | None:
         return None if count is None or r.step_time_s is None else count * r.step_time_s
 
     worst = at(first, first.steps.high) if first.steps else None
-    others = [at(r, r.steps.low) for r in known if r.exact and r.steps]
+    others = [at(r, r.steps.low) for r in rows if r.exact and r.steps]
     return first.exact or (worst is not None and all(o is not None and worst < o for o in others))
 
 
-def _fitting(curves: Sequence[Staleness], profile: Profile, request: Request) -> Staleness | str:
+def _curves_for(curves: Sequence[Staleness], profile: Profile, request: Request) -> Staleness | str:
     """The first of ``curves`` for this model, optimizer and batch, or the reason why there are none."""
-    mine = [c for c in curves if c.model_fingerprint == profile.model_fingerprint and c.optimizer == request.optimizer]
-    fitting = [c for c in mine if c.global_batch == request.global_batch]
+    same = [c for c in curves if c.model_fingerprint == profile.model_fingerprint and c.optimizer == request.optimizer]
+    fitting = [c for c in same if c.global_batch == request.global_batch]
     if fitting:
         return fitting[0]
-    if mine:
-        return f"curves are of a global batch of {mine[0].global_batch}, not {request.global_batch}"
+    if same:
+        return f"curves are of a global batch of {same[0].global_batch}, not {request.global_batch}"
     return f"no curves of {profile.model_spec} with {request.optimizer}: `asa profile {profile.model_spec} --staleness`"
 
 
@@ -167,9 +167,9 @@ def _uneven(prices: Prices, replicated: Candidate) -> Candidate | None:
     speeds = prices.space.cluster.speeds(range(ranks))
     if len(set(speeds)) < 2 or replicated.num_microbatches > 1:
         return None
-    whole = [batch * s / sum(speeds) for s in speeds]
-    shares = [max(1, int(x)) for x in whole]
-    for i in sorted(range(ranks), key=lambda i: shares[i] - whole[i])[: max(0, batch - sum(shares))]:
+    exact_shares = [batch * s / sum(speeds) for s in speeds]
+    shares = [max(1, int(x)) for x in exact_shares]
+    for i in sorted(range(ranks), key=lambda i: shares[i] - exact_shares[i])[: max(0, batch - sum(shares))]:
         shares[i] += 1
     layout = Layout(width=ranks, data=ranks, tensor=1, weights=lowest_terms(tuple(shares)))
     return replace(replicated, ways=tuple(replace(w, layout=layout) for w in replicated.ways))
@@ -183,7 +183,7 @@ class _Judge:
     ) -> None:  # fmt: skip
         self._prices, self._workers, self._target = prices, workers, target
         self._curves = curves
-        self.told = "" if target is None else curves if isinstance(curves, str) else _source(curves)
+        self.curves_in_words = "" if target is None else curves if isinstance(curves, str) else _source(curves)
         space = prices.space
         usual = predict(
             prices.of(workers), space.profile, space.cluster, widths=workers.widths,
@@ -194,50 +194,50 @@ class _Judge:
     def planned(self, plan: Plan) -> ConsistencyRow:
         """The row of the planner's answer."""
         p = plan.prediction
-        made = ConsistencyRow(
+        row = ConsistencyRow(
             name=f"this plan ({plan.strategy})", waits_for="every worker waits in every step", changes="nothing",
             exact=True, step_time_s=p.step_time_s, step_time_low_s=p.step_time_low_s,
             step_time_high_s=p.step_time_high_s, samples_per_s=p.samples_per_s,
             memory_bytes_max=max(p.memory_bytes_per_rank),
         )  # fmt: skip
-        return self._timed(made, *self._plainly())
+        return self._with_time(row, *self._synchronous_steps())
 
     def synchronous(self, name: str, candidate: Candidate) -> ConsistencyRow:
         """The row of synchronous data parallelism with the shares of ``candidate``."""
         price = self._prices.of(candidate)
-        made = replace(
+        row = replace(
             self._row(name, price, "every worker waits in every step", "nothing", exact=True),
             fits=self._prices.fits(candidate),
             waited=max(play(None, machine(self._prices, candidate, None), steps=8).waited) if name == EVEN else 0.0,
         )
-        return self._timed(made, *self._plainly())
+        return self._with_time(row, *self._synchronous_steps())
 
     def discipline(self, d: Discipline) -> ConsistencyRow:
         """The row of a discipline on the workers of data parallelism, or of a pipelined one on a ``1f1b`` pipeline."""
-        told = WAITS_FOR[d.name], CHANGES[d.name]
+        words = WAITS_FOR[d.name], CHANGES[d.name]
         try:
             d.workers(self._workers.ranks)
             if d.waiting == "pipelined":
                 price = undrained(self._prices)
-                made = replace(self._row(str(d), price, *told, exact=False), mean_age=1.0, max_age=1)
-                made = replace(made, fits=price.peak.total <= self._prices.capacity(self._workers))
-                return self._timed(made, *self._late_by_one())
-            found: Disciplined = disciplined(self._prices, self._workers, d)
+                row = replace(self._row(str(d), price, *words, exact=False), mean_age=1.0, max_age=1)
+                row = replace(row, fits=price.peak.total <= self._prices.capacity(self._workers))
+                return self._with_time(row, *self._late_by_one())
+            priced: Disciplined = disciplined(self._prices, self._workers, d)
         except UsageError as error:
             return ConsistencyRow(
-                name=str(d), waits_for=told[0], changes=told[1], exact=self._exact(d), step_time_s=None, fits=False,
+                name=str(d), waits_for=words[0], changes=words[1], exact=self._exact(d), step_time_s=None, fits=False,
                 why_not=str(error),
             )  # fmt: skip
-        played, capacity = found.played, self._prices.capacity(self._workers)
-        made = replace(
-            self._row(str(d), found.price, *told, exact=self._exact(d)),
-            fits=found.price.peak.total <= capacity,
+        played, capacity = priced.played, self._prices.capacity(self._workers)
+        row = replace(
+            self._row(str(d), priced.price, *words, exact=self._exact(d)),
+            fits=priced.price.peak.total <= capacity,
             mean_age=played.mean_age,
             max_age=played.max_age,
             waited=max(played.waited, default=0.0),
             rejected=played.rejected,
         )
-        return self._timed(made, *self._steps(d, made))
+        return self._with_time(row, *self._steps(d, row))
 
     def _exact(self, d: Discipline) -> bool:
         return d.exact(self._prices.space.request.optimizer)
@@ -251,7 +251,7 @@ class _Judge:
             memory_bytes_max=memory_max(price, self._prices.space.cluster),
         )  # fmt: skip
 
-    def _plainly(self) -> tuple[Steps | None, str]:
+    def _synchronous_steps(self) -> tuple[Steps | None, str]:
         if self._target is None:
             return None, ""
         if isinstance(self._curves, str):
@@ -261,30 +261,30 @@ class _Judge:
     def _late_by_one(self) -> tuple[Steps | None, str]:
         """Global batches to the target where every update is one batch late, or the reason why they are unknown."""
         if self._target is None or isinstance(self._curves, str):
-            return self._plainly()
+            return self._synchronous_steps()
         return self._curves.steps_to(self._target, ONE_LATE), f"no curve of {ONE_LATE.words}"
 
-    def _steps(self, d: Discipline, made: ConsistencyRow) -> tuple[Steps | None, str]:
+    def _steps(self, d: Discipline, row: ConsistencyRow) -> tuple[Steps | None, str]:
         """Global batches to the target under ``d``, or the reason why they are unknown."""
         curves, target, count = self._curves, self._target, d.workers(self._workers.ranks)
         if target is None or self._exact(d) or isinstance(curves, str):
-            return self._plainly()
+            return self._synchronous_steps()
         if curves.workers != count:
             return None, f"curves are of {curves.workers} workers: `asa profile --staleness --workers {count}`"
         if d.name in ("ps_async", "ps_bounded", "hogwild"):
             momentum = d.momentum_at(curves.momentum, count)
-            found = curves.at_age(target, made.mean_age, weighted=d.name == "ps_bounded", momentum=momentum)
-            return found, f"no curve at age {made.mean_age:.2g} and momentum {momentum:.3g}"
+            steps = curves.at_age(target, row.mean_age, weighted=d.name == "ps_bounded", momentum=momentum)
+            return steps, f"no curve at age {row.mean_age:.2g} and momentum {momentum:.3g}"
         if d.waiting == "local" and not d.growth and not d.spread and d.fraction == 1 and d.message == "fp32":
-            found = curves.at_period(target, d.period, outer_rate=d.outer_rate, outer_momentum=d.outer_momentum)
-            return found, f"no curve of a period of {d.period}"
+            steps = curves.at_period(target, d.period, outer_rate=d.outer_rate, outer_momentum=d.outer_momentum)
+            return steps, f"no curve of a period of {d.period}"
         return None, "what it does to convergence was not measured"
 
-    def _timed(self, made: ConsistencyRow, steps: Steps | None, unknown: str) -> ConsistencyRow:
+    def _with_time(self, row: ConsistencyRow, steps: Steps | None, unknown: str) -> ConsistencyRow:
         if self._target is None:
-            return made
+            return row
         if steps is None:
-            return replace(made, unknown=unknown)
+            return replace(row, unknown=unknown)
         if steps.reached == 0:
             unknown = "no run reached it"
         elif steps.mean is None or steps.high is None:
@@ -296,10 +296,10 @@ class _Judge:
             return None if count is None or step is None else count * step
 
         return replace(
-            made, steps=steps, unknown=unknown,
+            row, steps=steps, unknown=unknown,
             time_to_target=TimeToTarget(
-                mean_s=seconds(steps.mean, made.step_time_s), low_s=seconds(steps.low, made.step_time_low_s),
-                high_s=seconds(steps.high, made.step_time_high_s),
+                mean_s=seconds(steps.mean, row.step_time_s), low_s=seconds(steps.low, row.step_time_low_s),
+                high_s=seconds(steps.high, row.step_time_high_s),
             ),
         )  # fmt: skip
 

@@ -21,23 +21,23 @@ from asa.planner.space.candidate import Prices
 from asa.planner.space.request import Request
 
 
-def asked(request: Request) -> Discipline | None:
+def requested_discipline(request: Request) -> Discipline | None:
     """The discipline that ``request`` names, or None.
 
     Raises:
         UsageError: it is malformed, or one of several strategies.
     """
-    wanted = request.strategies or ()
-    named = [s for s in wanted if is_discipline(s)]
-    if not named:
+    strategies = request.strategies or ()
+    disciplines = [s for s in strategies if is_discipline(s)]
+    if not disciplines:
         return None
-    found = parse(named[0])
-    if len(named) > 1 or (len(wanted) > 1 and found.groups is None):
+    discipline = parse(disciplines[0])
+    if len(disciplines) > 1 or (len(strategies) > 1 and discipline.groups is None):
         raise UsageError(
-            f"{named[0]} changes what training converges to and is not chosen among {len(wanted)} strategies; ask for "
-            f"--strategies {named[0]} alone, or compare them with asa bench"
+            f"{disciplines[0]} changes what training converges to and is not chosen among {len(strategies)} "
+            f"strategies; ask for --strategies {disciplines[0]} alone, or compare them with asa bench"
         )
-    return found
+    return discipline
 
 
 def planned(
@@ -48,15 +48,15 @@ def planned(
     if discipline.groups is not None:
         return _grouped(discipline, request, solve, prices)
     workers, staged = discipline.workers(request.gpus), discipline.waiting == "pipelined"
-    under = "single" if workers < 2 else "1f1b" if staged else "ddp"
-    plain = solve(replace(request, strategies=(under,), gpus=workers))
+    strategy = "single" if workers < 2 else "1f1b" if staged else "ddp"
+    plans = solve(replace(request, strategies=(strategy,), gpus=workers))
     ranks = row("ddp", prices).candidate if request.gpus > 1 and not staged else None
-    priced = None
+    cost = None
     if staged and workers > 1:
-        priced = undrained(prices).cost
+        cost = undrained(prices).cost
     elif ranks is not None:
-        priced = consistency.disciplined(prices, ranks, discipline).price.cost
-    return [_under(p, discipline, request.gpus, priced) for p in plain]
+        cost = consistency.disciplined(prices, ranks, discipline).price.cost
+    return [_plan_under(p, discipline, request.gpus, cost) for p in plans]
 
 
 def _grouped(
@@ -72,28 +72,28 @@ def _grouped(
         )
     inside = tuple(s for s in request.strategies or () if not is_discipline(s)) or None
     gpus = request.gpus // count
-    found = solve(replace(request, strategies=inside, gpus=gpus, global_batch=batch // count))
+    group_plans = solve(replace(request, strategies=inside, gpus=gpus, global_batch=batch // count))
     baselines: tuple[Baseline, ...] = ()
     with contextlib.suppress(AsaError):  # plain data parallelism may not fit
         baselines = solve(replace(request, strategies=("ddp",)))[0].baselines
-    made = []
-    for plan in found:
+    plans = []
+    for plan in group_plans:
         cost, more = consistency.grouped(prices, plan, discipline)
-        under = _under(plan, discipline, request.gpus, cost)
+        grouped = _plan_under(plan, discipline, request.gpus, cost)
         group = f"each of the {count} groups of {plan.num_ranks} ranks runs {plan.strategy} on {batch // count} samples"
         memory = tuple(m + n for m, n in zip(plan.prediction.memory_bytes_per_rank, more, strict=True))
         prediction = replace(
-            under.prediction, samples_per_s=batch / cost.total_s if cost.total_s else 0.0,
+            grouped.prediction, samples_per_s=batch / cost.total_s if cost.total_s else 0.0,
             memory_bytes_per_rank=memory * count,
         )  # fmt: skip
         certificate = replace(plan.certificate, space=f"inside a group; {discipline} was asked for by name")
-        made.append(
+        plans.append(
             replace(
-                under, global_batch=batch, prediction=prediction, certificate=certificate, baselines=baselines,
-                confidence=None, notes=(*under.notes, group),
+                grouped, global_batch=batch, prediction=prediction, certificate=certificate, baselines=baselines,
+                confidence=None, notes=(*grouped.notes, group),
             )
         )  # fmt: skip
-    return made
+    return plans
 
 
 def undrained(prices: Prices) -> Price:
@@ -111,20 +111,20 @@ def undrained(prices: Prices) -> Price:
         size = sum(c.parameter_bytes for c in graph.components[stage.start : stage.start + len(stage.components)])
         peak = replace(stage.peak, state=stage.peak.state + 2 * size, total=stage.peak.total + 2 * size)
         stages.append(replace(stage, peak=peak, peaks=()))
-    busiest, held = max(stages, key=lambda s: s.cost.total_s), max((s.peak for s in stages), key=lambda p: p.total)
-    return replace(best.price, cost=busiest.cost, peak=held, stages=tuple(stages))
+    busiest, highest = max(stages, key=lambda s: s.cost.total_s), max((s.peak for s in stages), key=lambda p: p.total)
+    return replace(best.price, cost=busiest.cost, peak=highest, stages=tuple(stages))
 
 
-def _under(plain: Plan, discipline: Discipline, gpus: int, cost: StepCost | None) -> Plan:
-    """``plain`` as a plan under ``discipline`` on ``gpus`` ranks. ``cost`` is its step; None for a single worker."""
+def _plan_under(plan: Plan, discipline: Discipline, gpus: int, cost: StepCost | None) -> Plan:
+    """``plan`` as a plan under ``discipline`` on ``gpus`` ranks. ``cost`` is its step; None for a single worker."""
     name = discipline.name
     notes: tuple[str, ...] = (f"{name}: {WAITS_FOR[name]}", f"what changes: {CHANGES[name]}")
-    prediction = plain.prediction
+    prediction = plan.prediction
     if cost is None:
         notes = (*notes, "the step time is that of one worker: there are no others")
     else:
-        before = prediction.step_time_s
-        longer = cost.total_s / before if before else 1.0
+        plan_s = prediction.step_time_s
+        longer = cost.total_s / plan_s if plan_s else 1.0
         prediction = replace(
             prediction,
             step_time_s=cost.total_s,
@@ -135,15 +135,15 @@ def _under(plain: Plan, discipline: Discipline, gpus: int, cost: StepCost | None
             hidden_communication_s=0.0,
             update_s=cost.update_s,
             bubble_s=cost.bubble_s,
-            samples_per_s=plain.global_batch / cost.total_s if cost.total_s else 0.0,
+            samples_per_s=plan.global_batch / cost.total_s if cost.total_s else 0.0,
         )
-    certificate = replace(plain.certificate, space=f"{discipline} alone: it was asked for by name")
+    certificate = replace(plan.certificate, space=f"{discipline} alone: it was asked for by name")
     return replace(
-        plain,
+        plan,
         strategy=str(discipline),
         gpus=gpus,
         prediction=prediction,
         certificate=certificate,
-        notes=(*plain.notes, *notes),
+        notes=(*plan.notes, *notes),
         consistency=discipline,
     )

@@ -38,11 +38,11 @@ def hopeless(prices: Prices, allowed: Allowed = anything) -> bool:
     space, n = prices.space, len(prices.space.profile.graph)
     if overfull(space):
         return True
-    lean: dict[int, list[tuple[float, float]]] = {}
+    least_bytes: dict[int, list[tuple[float, float]]] = {}
     for width in widths(space.request.gpus):
-        lean[width] = [_leanest_component(prices, i, width, allowed) for i in range(n)]
-        working = max(w for _, w in lean[width])
-        if working < float("inf") and sum(h for h, _ in lean[width]) + working <= space.capacity(width):
+        least_bytes[width] = [_least_component_bytes(prices, i, width, allowed) for i in range(n)]
+        working = max(w for _, w in least_bytes[width])
+        if working < float("inf") and sum(h for h, _ in least_bytes[width]) + working <= space.capacity(width):
             return False
     if not space.schedules or space.request.gpus < 2:
         return True
@@ -51,31 +51,31 @@ def hopeless(prices: Prices, allowed: Allowed = anything) -> bool:
     # fewest[i]: the fewest devices that could hold component i and all after it.
     fewest = [float("inf")] * n + [0.0]
     for i in range(n - 1, -1, -1):
-        for width, rows in lean.items():
-            held = working = 0.0
+        for width, rows in least_bytes.items():
+            state = working = 0.0
             for stop in range(i, n):
-                held, working = held + rows[stop][0], max(working, rows[stop][1])
-                if held + working > free:
+                state, working = state + rows[stop][0], max(working, rows[stop][1])
+                if state + working > free:
                     break
                 fewest[i] = min(fewest[i], width + fewest[stop + 1])
     return fewest[0] > space.request.gpus
 
 
-def _leanest_component(prices: Prices, index: int, width: int, allowed: Allowed) -> tuple[float, float]:
+def _least_component_bytes(prices: Prices, index: int, width: int, allowed: Allowed) -> tuple[float, float]:
     """Bytes of a component's least state and gradients, and the least it needs beyond these while it computes."""
     space, pricer = prices.space, prices.pricer(width, 1)
     component = space.profile.graph.components[index]
-    found = []
+    needs = []
     for way in space.ways(index, width, 1, allowed):
         share = space.strategies.tensor[way.tensor.strategy].share(component, way.layout.tensor)
         data = space.strategies.data[way.data.strategy].of(way.data)
         gathered = data.memory(share, way.layout.data, space.request.optimizer).transient
         footprint = pricer.component(index, way).footprint
-        found.append((footprint.state + footprint.gradients, gathered))
-    if not found:
+        needs.append((footprint.state + footprint.gradients, gathered))
+    if not needs:
         return float("inf"), float("inf")
-    least = min(held for held, _ in found)
-    return least, min(held + gathered for held, gathered in found) - least
+    least = min(held for held, _ in needs)
+    return least, min(held + gathered for held, gathered in needs) - least
 
 
 def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True) -> InfeasibleError:
@@ -84,35 +84,35 @@ def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True)
     ``proved``: the search has shown that nothing fits; otherwise its time was up before.
     """
     space, request = prices.space, prices.space.request
-    found = leanest(prices, allowed, few=True) if overfull(space) else None
-    found = found or leanest(prices, allowed)
-    if found is None:
+    smallest = leanest(prices, allowed, few=True) if overfull(space) else None
+    smallest = smallest or leanest(prices, allowed)
+    if smallest is None:
         return InfeasibleError(_nothing_runs(space, allowed, proved=proved))
-    ranks, peak = prices.busy(found.candidate), found.price.peak
+    ranks, peak = prices.busy(smallest.candidate), smallest.price.peak
     name = space.profile.graph.components[peak.index].name
     total = min(space.cluster.memories()[:ranks]) if request.memory_bytes is None else request.memory_bytes
     needed = _memory_for(space, peak.total, ranks)
-    tries = _memory_option(needed)
+    options = _memory_option(needed)
     fewer = _smaller_batch(space)
     if fewer is not None:
-        tries.append(f"--global-batch {fewer}")
+        options.append(f"--global-batch {fewer}")
     more = _more_devices(space)
     if more is not None:
-        tries.append(f"--gpus {more}")
-    aside = total - usable(space.cluster.device, total, ranks)
-    if total <= aside:
-        tried = f"; try {' or '.join(tries)}" if tries else ""
+        options.append(f"--gpus {more}")
+    reserved = total - usable(space.cluster.device, total, ranks)
+    if total <= reserved:
+        advice = f"; try {' or '.join(options)}" if options else ""
         return InfeasibleError(
-            f"no plan fits: the context of the device and the allocator take {aside / GIB:.3g} GiB without any model; "
-            f"devices have {total / GIB:.3g} GiB{tried}"
+            f"no plan fits: the context of the device and the allocator take {reserved / GIB:.3g} GiB without any "
+            f"model; devices have {total / GIB:.3g} GiB{advice}"
         )
-    kept = f" (less {aside / GIB:.2f} GiB for the context and the allocator)" if aside > 0 else ""
-    tried = f"; try {' or '.join(tries)}" if tries else "; the model is too large for any device"
+    deduction = f" (less {reserved / GIB:.2f} GiB for the context and the allocator)" if reserved > 0 else ""
+    advice = f"; try {' or '.join(options)}" if options else "; the model is too large for any device"
     return InfeasibleError(
         f"{'no plan fits' if proved else 'no plan was found in time'}: {name} needs {peak.total / GIB:.3g} GiB in its "
         f"backward ({peak.state / GIB:.3g} GiB state, {peak.activations / GIB:.3g} GiB activations) in the plan "
-        f"that needs least memory on up to {request.gpus} devices, {_in_words(found.candidate)}; devices have "
-        f"{total / GIB:.3g} GiB{kept}{tried}"
+        f"that needs least memory on up to {request.gpus} devices, {_in_words(smallest.candidate)}; devices have "
+        f"{total / GIB:.3g} GiB{deduction}{advice}"
     )
 
 
@@ -127,15 +127,15 @@ def remedy(prices: Prices, names: Sequence[str]) -> str:
     """What to try where none of the whole strategies ``names``, the only ones asked for, can run; in words."""
     space = prices.space
     needed = [_memory_for(space, prices.of(c).peak.total, prices.busy(c)) for n in names for c in _uniform(n, prices)]
-    said = _memory_option(min(needed)) if needed else []
+    options = _memory_option(min(needed)) if needed else []
     if not needed:
         fewer, larger = _fewer_devices(space, names), _larger_batch(space, names)
-        said += [] if fewer is None else [f"--gpus {fewer}"]
-        said += [] if larger is None else [f"--global-batch {larger}"]
-    found = leanest(prices, space.pinned)
-    if found is not None and found.excess <= 0:
-        said.append("--strategies asa")
-    return f"try {' or '.join(said)}" if said else "change --gpus, --global-batch, --memory or the pins"
+        options += [] if fewer is None else [f"--gpus {fewer}"]
+        options += [] if larger is None else [f"--global-batch {larger}"]
+    smallest = leanest(prices, space.pinned)
+    if smallest is not None and smallest.excess <= 0:
+        options.append("--strategies asa")
+    return f"try {' or '.join(options)}" if options else "change --gpus, --global-batch, --memory or the pins"
 
 
 def _memory_option(memory: float) -> list[str]:
@@ -170,8 +170,8 @@ def _with(space: Space, **changes: object) -> Prices:
 def _fits(prices: Prices) -> bool:
     if hopeless(prices, prices.space.pinned):
         return False
-    found = leanest(prices, prices.space.pinned)
-    return found is not None and found.excess <= 0
+    smallest = leanest(prices, prices.space.pinned)
+    return smallest is not None and smallest.excess <= 0
 
 
 def _smaller_batch(space: Space) -> int | None:
@@ -229,10 +229,10 @@ def _nothing_runs(space: Space, allowed: Allowed, *, proved: bool) -> str:
     graph = space.profile.graph
     for i, component in enumerate(graph.components):
         if not any(True for w in widths(request.gpus) for _ in space.ways(i, w, 1, allowed)):
-            free = any(True for w in widths(request.gpus) for _ in space.ways(i, w, 1))
-            if free:
+            runs_unpinned = any(True for w in widths(request.gpus) for _ in space.ways(i, w, 1))
+            if runs_unpinned:
                 return (
-                    f"no plan: {component.name} cannot run as pinned ({_shown(request.pins)}) on up to "
+                    f"no plan: {component.name} cannot run as pinned ({_in_text(request.pins)}) on up to "
                     f"{request.gpus} devices at global batch {request.global_batch}: a data degree times a tensor "
                     "degree divides the ranks of the stage, and every rank needs a sample; change the pin or --gpus"
                 )
@@ -242,9 +242,9 @@ def _nothing_runs(space: Space, allowed: Allowed, *, proved: bool) -> str:
             )
     return (
         f"{'no plan' if proved else 'no plan was found in time'}: no stage of up to {request.gpus} ranks suits all "
-        f"pins ({_shown(request.pins)}) at once, and no stages of fewer ranks each their own; change a pin or --gpus"
+        f"pins ({_in_text(request.pins)}) at once, and no stages of fewer ranks each their own; change a pin or --gpus"
     )
 
 
-def _shown(pins: tuple[Pin, ...]) -> str:
+def _in_text(pins: tuple[Pin, ...]) -> str:
     return " ".join(str(p) for p in pins)

@@ -25,25 +25,25 @@ class Leanest:
     excess: float
 
 
-def lean(prices: Prices, allowed: Allowed = anything, *, few: bool = False) -> Iterator[Leanest]:
+def low_peak_plans(prices: Prices, allowed: Allowed = anything, *, few: bool = False) -> Iterator[Leanest]:
     """Plans with low peaks: single stages of every width (with ``few``: of 1 rank, all ranks, and the largest power of
     two), and pipelines of every number of equal stages, cut so that state and activations are even."""
     gpus = prices.space.request.gpus
-    some = sorted({1, gpus, 2 ** (gpus.bit_length() - 1)}) if few else list(widths(gpus))
-    for candidate in (*_leanest_stages(prices, allowed, some), *_leanest_pipelines(prices, allowed)):
+    sizes = sorted({1, gpus, 2 ** (gpus.bit_length() - 1)}) if few else list(widths(gpus))
+    for candidate in (*_leanest_stages(prices, allowed, sizes), *_leanest_pipelines(prices, allowed)):
         price = prices.of(candidate)
         yield Leanest(candidate=candidate, price=price, excess=price.peak.total - prices.capacity(candidate))
 
 
 def leanest(prices: Prices, allowed: Allowed = anything, *, few: bool = False) -> Leanest | None:
     """The plan of :func:`lean` with the least ``excess``; None where there is no plan at all."""
-    return min(lean(prices, allowed, few=few), key=lambda x: x.excess, default=None)
+    return min(low_peak_plans(prices, allowed, few=few), key=lambda x: x.excess, default=None)
 
 
-def _leanest_stages(prices: Prices, allowed: Allowed, some: Sequence[int]) -> Iterator[Candidate]:
+def _leanest_stages(prices: Prices, allowed: Allowed, sizes: Sequence[int]) -> Iterator[Candidate]:
     """Single stages with one microbatch, where gradients need not all be held at once, and with the most microbatches
     that leave each layout's ranks enough samples, where activations are smallest."""
-    for width in some:
+    for width in sizes:
         counts = _microbatches(prices.space)
         divisors = [d for d in range(1, width + 1) if width % d == 0]
         most = {max((m for m in counts if prices.space.enough_samples(0, d, m)), default=1) for d in divisors}
@@ -52,9 +52,9 @@ def _leanest_stages(prices: Prices, allowed: Allowed, some: Sequence[int]) -> It
             formulation = formulate(prices, width, m, allowed, every=True, counted=True)
             if formulation is None:
                 continue
-            found = memory.least_memory(formulation.problem)
-            if found.choice is not None:
-                yield formulation.candidate(found.choice)
+            solution = memory.least_memory(formulation.problem)
+            if solution.choice is not None:
+                yield formulation.candidate(solution.choice)
 
 
 def _leanest_pipelines(prices: Prices, allowed: Allowed) -> Iterator[Candidate]:
@@ -86,25 +86,25 @@ def _leanest_pipeline(space: Space, staged: StagedSpace, stages: int, width: int
     choices = []
     for s, (start, stop) in enumerate(pairwise((*starts, n))):
         choices.append(memory.least_memory(chain.stage(start, stop, flights[s])).choice)
-    made = tuple(c for c in choices if c is not None)
-    if len(made) == stages:
+    fitting = tuple(c for c in choices if c is not None)
+    if len(fitting) == stages:
         yield staged.candidate(
-            Skeleton(starts=starts, widths=(width,) * stages, num_microbatches=m, schedule="1f1b"), made
+            Skeleton(starts=starts, widths=(width,) * stages, num_microbatches=m, schedule="1f1b"), fitting
         )
 
 
 def _even(chain: Chain, flights: Sequence[int]) -> tuple[int, ...]:
     """Starts of stages with ``flights[s]`` microbatches in flight, such that the most bytes of a stage are least."""
     n, stages = len(chain.names), len(flights)
-    held = [[0.0, *accumulate(min(c.state + f * c.activations for c in row) for row in chain.configs)] for f in flights]
-    best = [(held[-1][n] - held[-1][i], n) for i in range(n)]
+    sums = [[0.0, *accumulate(min(c.state + f * c.activations for c in row) for row in chain.configs)] for f in flights]
+    best = [(sums[-1][n] - sums[-1][i], n) for i in range(n)]
     ends = [best]
     for s in range(stages - 2, -1, -1):
         behind = ends[0]
         row = []
         for i in range(n):
             cuts = range(i + 1, n - (stages - 2 - s))
-            row.append(min(((max(held[s][j] - held[s][i], behind[j][0]), j) for j in cuts), default=(float("inf"), n)))
+            row.append(min(((max(sums[s][j] - sums[s][i], behind[j][0]), j) for j in cuts), default=(float("inf"), n)))
         ends.insert(0, row)
     starts = [0]
     for s in range(stages - 1):

@@ -62,8 +62,8 @@ def prior(draws: np.ndarray, own: float = OWN) -> tuple[np.ndarray, np.ndarray]:
     """Means and covariances of the logarithms of step times before anything is measured. ``draws`` as for
     :class:`Posterior`; ``own``: relative deviation of each plan's own error."""
     logs = np.log(draws)
-    apart = logs - logs.mean(axis=1, keepdims=True)
-    distance = np.sqrt(((apart[:, None] - apart[None]) ** 2).mean(axis=2))
+    centred = logs - logs.mean(axis=1, keepdims=True)
+    distance = np.sqrt(((centred[:, None] - centred[None]) ** 2).mean(axis=2))
     errors = own**2 * ((1 - ALONE) * np.exp(-((distance / ALIKE) ** 2)) + ALONE * np.eye(len(logs)))
     return logs.mean(axis=1), np.atleast_2d(np.cov(logs)) + COMMON**2 + errors
 

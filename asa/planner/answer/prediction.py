@@ -26,8 +26,8 @@ def deviation(price: Price, profile: Profile, cluster: Cluster) -> float:
     moved = price.cost.exposed_s + price.cost.hidden_s
     exposed = price.cost.exposed_s / moved if moved > 0 else 0.0
     worked = max(0.0, price.cost.total_s - price.cost.exposed_s)
-    seen = drift(profile), drift(cluster)
-    common = (max(seen) if seen[0] else 0.0) * worked + seen[1] * price.cost.exposed_s
+    drifts = drift(profile), drift(cluster)
+    common = (max(drifts) if drifts[0] else 0.0) * worked + drifts[1] * price.cost.exposed_s
     return math.hypot(price.compute_error_s, model * worked, exposed * price.link_error_s, common)
 
 
@@ -52,7 +52,7 @@ def predict(
         update_s=price.cost.update_s,
         bubble_s=price.cost.bubble_s,
         memory_bytes_per_rank=tuple(
-            math.ceil(stage.held(place) + _libraries(cluster))
+            math.ceil(stage.peak_of(place) + _libraries(cluster))
             for stage, width in zip(price.stages, widths, strict=True)
             for place in range(width)
         ),
@@ -79,8 +79,8 @@ def noise(one: Price, other: Price) -> float:
     faster step, by which two runs of stock data parallelism differ.
     """
     pairs = list(zip(one.components, other.components, strict=True))
-    mine, theirs = [a.error_s for a, b in pairs if a != b], [b.error_s for a, b in pairs if a != b]
+    errors, other_errors = [a.error_s for a, b in pairs if a != b], [b.error_s for a, b in pairs if a != b]
     links = abs(one.link_error_s - other.link_error_s)
     floor = constant("claim_floor") * min(one.cost.total_s, other.cost.total_s)
     sure = NormalDist().inv_cdf(constant("sure_enough"))
-    return max(floor, sure * math.hypot(*mine, *theirs, links))
+    return max(floor, sure * math.hypot(*errors, *other_errors, links))

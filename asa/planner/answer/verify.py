@@ -22,8 +22,8 @@ def verify(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategie
     price = price_plan(plan, profile, cluster, strategies)
     widths = [len(s.ranks) for s in plan.stages]
     batch = plan.global_batch // plan.groups
-    found = predict(price, on_device(profile, cluster), cluster, widths=widths, global_batch=batch)
-    return replace(found, memory_bytes_per_rank=found.memory_bytes_per_rank * plan.groups)
+    prediction = predict(price, on_device(profile, cluster), cluster, widths=widths, global_batch=batch)
+    return replace(prediction, memory_bytes_per_rank=prediction.memory_bytes_per_rank * plan.groups)
 
 
 def step_shares(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strategies) -> tuple[float, ...]:
@@ -32,10 +32,10 @@ def step_shares(plan: Plan, profile: Profile, cluster: Cluster, strategies: Stra
     Raises:
         InvalidInputError: as for :func:`verify`.
     """
-    found = price_plan(plan, profile, cluster, strategies)
+    price = price_plan(plan, profile, cluster, strategies)
     each = [
         c.compute_s + c.blocking_s + c.sync_s + c.update_s + c.update_communication_s + b.blocking_s
-        for c, b in zip(found.components, found.boundaries[:-1], strict=True)
+        for c, b in zip(price.components, price.boundaries[:-1], strict=True)
     ]
     whole = sum(each)
     return tuple(x / whole for x in each) if whole > 0 else ()

@@ -84,12 +84,12 @@ class Stages:
 
 class Frame:
     """The arrays of this module. ``lead(r)``: microbatches in the warm-up of the stage with r stages to the last
-    (itself included); None where the schedule does not wait for one to return before the next starts. ``near(w, r)``:
+    (itself included); None where the schedule does not wait for one to return before the next starts. ``usable(w, r)``:
     mask start x stop of the stages that may be in a plan at all."""
 
     def __init__(
         self, n: int, m: int, keys: Keys, links: StageLinks, tables: Tables, stages: int,
-        lead: Callable[[int], int | None], near: Callable[[int, int], Any],
+        lead: Callable[[int], int | None], usable: Callable[[int, int], Any],
     ) -> None:  # fmt: skip
         self.n, self.m, self.keys, self.links = n, m, keys, links
         self.stages, self.lead = stages, lead
@@ -97,7 +97,7 @@ class Frame:
         for r in range(1, stages + 1):
             for w in keys.widths:
                 table = tables(w, r)
-                part = None if table is None else self._part(w, r, table, near(w, r))
+                part = None if table is None else self._part(w, r, table, usable(w, r))
                 if part is not None:
                     self.parts[w, r] = part
         shape = (stages + 1, n + 1, links.gpus + 1, len(keys))
@@ -109,22 +109,22 @@ class Frame:
         self.front_late = self.front_ahead = self.front_over = np.zeros(0)
         self._through: dict[tuple[int, int], Any] = {}
 
-    def _part(self, w: int, r: int, table: Table, near: Any) -> Stages | None:
+    def _part(self, w: int, r: int, table: Table, mask: Any) -> Stages | None:
         offsets = self.links.offsets[w]
         if r > 1:
             offsets = offsets[offsets + w < self.links.gpus]
-        start, stop = np.nonzero(near)
-        good = (stop == self.n) if r == 1 else (stop < self.n)
-        start, stop = start[good], stop[good]
+        start, stop = np.nonzero(mask)
+        keep = (stop == self.n) if r == 1 else (stop < self.n)
+        start, stop = start[keep], stop[keep]
         if not len(start) or not len(offsets):
             return None
         steady = table.steady[start, stop]
-        good = np.isfinite(steady).any(axis=(1, 2))
-        start, stop = start[good], stop[good]
+        keep = np.isfinite(steady).any(axis=(1, 2))
+        start, stop = start[keep], stop[keep]
         if not len(start):
             return None
         return Stages(
-            start=start, stop=stop, steady=steady[good], forward=table.forward[start, stop],
+            start=start, stop=stop, steady=steady[keep], forward=table.forward[start, stop],
             whole=table.whole[start, stop], single=table.single[start, stop],
             backward=None if table.backward is None else table.backward[start, stop], offsets=offsets,
             groups=begins(start),
@@ -152,20 +152,20 @@ class Frame:
                 x.back = np.maximum(self.behind_back[behind], self.behind_crowd[behind])
                 x.done = self.behind_done[behind]
                 rest, done = x.back[:, :, None, :], x.done[:, :, None, :]
-                found_back = np.maximum(m * steady, steady + rest)
-                found_done = np.maximum(np.maximum(whole, single + rest), forward + done)
+                back = np.maximum(m * steady, steady + rest)
+                whole_done = np.maximum(np.maximum(whole, single + rest), forward + done)
                 lead = self.lead(r)
                 if lead:
                     loops, steps = divmod(m - 1, lead)
-                    turns = (loops + 1) * trip
+                    round_trips = (loops + 1) * trip
                     if loops:
-                        turns = turns + (loops + steps) * steady
+                        round_trips = round_trips + (loops + steps) * steady
                     elif steps:  # warm-up: forwards in a row
-                        turns = turns + steps * forward
-                    found_back = np.maximum(found_back, turns + steady)
-                    found_done = np.maximum(found_done, turns + single)
+                        round_trips = round_trips + steps * forward
+                    back = np.maximum(back, round_trips + steady)
+                    whole_done = np.maximum(whole_done, round_trips + single)
                 for into, values in (
-                    (self.back, found_back), (self.done, found_done), (self.trip, steady + trip),
+                    (self.back, back), (self.done, whole_done), (self.trip, steady + trip),
                 ):  # fmt: skip
                     into[where] = np.minimum.reduceat(values.min(axis=-1), x.groups, axis=0)
 
@@ -198,9 +198,9 @@ class Frame:
             for hop in sorted(set(links.hops[used].tolist())):
                 o = used[links.hops[used] == hop]
                 where = np.ix_(cuts, o)
-                both, one = links.both[hop][cuts][:, None], links.ahead[hop][cuts][:, None]
+                both, forward_link = links.both[hop][cuts][:, None], links.ahead[hop][cuts][:, None]
                 front_late[where] = (late[where][..., None] + both).min(axis=2)
-                front_ahead[where] = (ahead[where][..., None] + one).min(axis=2)
+                front_ahead[where] = (ahead[where][..., None] + forward_link).min(axis=2)
             front_over[:] = over.min(axis=-1)
             if r in wanted:
                 front_late[0, 0], front_ahead[0, 0], front_over[0, 0] = NEVER, 0.0, NEVER
@@ -218,13 +218,13 @@ class Frame:
                 steady, whole, single, forward = (v[:, None] for v in (x.steady, x.whole, x.single, x.forward))
                 order = np.argsort(x.stop, kind="stable")
                 groups = begins(x.stop[order])
-                there = (x.stop[order][groups][:, None], x.offsets[None, :] + w, k)
+                at_stop = (x.stop[order][groups][:, None], x.offsets[None, :] + w, k)
                 for into, values in (
                     (late, np.maximum(into_late + steady, into_ahead + single)),
                     (ahead, into_ahead + forward),
                     (over, np.maximum(into_over, np.maximum(into_late + m * steady, into_ahead + whole))),
                 ):
-                    into[there] = np.minimum.reduceat(values.min(axis=2)[order], groups, axis=0)
+                    into[at_stop] = np.minimum.reduceat(values.min(axis=2)[order], groups, axis=0)
 
     def value(self, stages: Iterable[int]) -> float:
         """Lower bound in ms on every plan with one of these numbers of stages."""
@@ -234,29 +234,29 @@ class Frame:
         """Lower bound in ms on every plan that contains such a stage, r stages to the last; array start x stop."""
         if (w, r) in self._through:
             return self._through[w, r]
-        found = self._through[w, r] = np.full((self.n, self.n + 1), INF)
+        bounds = self._through[w, r] = np.full((self.n, self.n + 1), INF)
         x = self.parts.get((w, r))
         if x is None:
-            return found
+            return bounds
         m, k = self.m, self.keys.of[w]
         where = (r, x.start[:, None], x.offsets[None, :])
         late, ahead = (v[(*where, k)][..., None] for v in (self.front_late, self.front_ahead))
         over = self.front_over[where][:, :, None, None]
         steady, whole, single, forward = (v[:, None] for v in (x.steady, x.whole, x.single, x.forward))
-        here = np.maximum(over, np.maximum(late + m * steady, ahead + whole))
+        least = np.maximum(over, np.maximum(late + m * steady, ahead + whole))
         if r > 1:
             rest = np.maximum(late + steady, ahead + single) + x.back[:, :, None, :]
-            here = np.maximum(here, np.maximum(rest, ahead + forward + x.done[:, :, None, :]))
-        found[x.start, x.stop] = here.min(axis=(1, 2, 3))
-        return found
+            least = np.maximum(least, np.maximum(rest, ahead + forward + x.done[:, :, None, :]))
+        bounds[x.start, x.stop] = least.min(axis=(1, 2, 3))
+        return bounds
 
     def room(self, w: int, r: int, cut: float) -> Any:
         """The most ms that stages may take in a plan that takes ``cut`` ms: figure
         (:class:`asa.planner.pipeline.points.Room`) x start x stop."""
-        found = np.zeros((3, self.n, self.n + 1))
+        rooms = np.zeros((3, self.n, self.n + 1))
         x = self.parts.get((w, r))
         if x is None:
-            return found
+            return rooms
         k = self.keys.of[w]
         where = (r, x.start[:, None], x.offsets[None, :], k)
         late = np.maximum(self.front_late[where], 0.0).min(axis=(1, 2))
@@ -265,8 +265,8 @@ class Frame:
         if r > 1:
             back = x.back.min(axis=(1, 2))
             most, single = np.minimum(most, cut - late - back), single - back
-        found[:, x.start, x.stop] = most, cut - ahead, single
-        return found
+        rooms[:, x.start, x.stop] = most, cut - ahead, single
+        return rooms
 
 
 def _used(values: Any) -> tuple[Any, Any]:

@@ -39,33 +39,33 @@ class Listed(Protocol):
 
 
 class Case:
-    """Plans with any of the numbers of stages in ``stages``; ``bound`` (ms) holds for all of them. ``found(ms,
+    """Plans with any of the numbers of stages in ``stages``; ``bound`` (ms) holds for all of them. ``offer(ms,
     skeleton, choices)`` is called with each plan and returns whether it is the new incumbent. ``listed`` makes the list
     of cuts."""
 
     value = INF
 
     def __init__(
-        self, shop: StageCache, m: int, name: str, schedule: Schedule, stages: Sequence[int],
-        found: Callable[[float, Skeleton, tuple[Choice, ...]], bool], listed: Callable[..., Listed],
+        self, cache: StageCache, m: int, name: str, schedule: Schedule, stages: Sequence[int],
+        offer: Callable[[float, Skeleton, tuple[Choice, ...]], bool], listed: Callable[..., Listed],
         bound: float = 0.0,
     ) -> None:  # fmt: skip
-        self.shop, self.m, self.name, self.schedule, self.stages = shop, m, name, schedule, tuple(stages)
+        self.cache, self.m, self.name, self.schedule, self.stages = cache, m, name, schedule, tuple(stages)
         self.most, each = max(stages), range(1, max(stages) + 1)
-        self.found, self._listed = found, listed
+        self.offer, self._make_list = offer, listed
         self.bound, self.level = bound, 0
         self.in_flight = {r: min(schedule.in_flight(p - r, p, m) for p in stages if p >= r) for r in each}
         self._leads = {r: lead(schedule, [(p - r, p) for p in self.stages if p >= r], m) for r in each}
         """Warm-up microbatches by number of stages to the last; None where the schedule waits for no return."""
-        self.widths = tuple(w for w in shop.offsets if w < shop.gpus)
+        self.widths = tuple(w for w in cache.offsets if w < cache.gpus)
         self.keys = Keys(self.widths)
-        self.tables: dict[tuple[int, int], Table | None] = {(w, r): _NOTHING for w in shop.alone(m) for r in each}
+        self.tables: dict[tuple[int, int], Table | None] = {(w, r): _NOTHING for w in cache.by_compute(m) for r in each}
         self.links: StageLinks | None = None
-        every = np.arange(shop.n + 1)[None, :] > np.arange(shop.n)[:, None]
-        self._near = {(w, r): every for w in self.widths for r in each}
+        every = np.arange(cache.n + 1)[None, :] > np.arange(cache.n)[:, None]
+        self._usable = {(w, r): every for w in self.widths for r in each}
         self.stuck = False
         self._tight = self._rough = False
-        self._open: Listed | None = None
+        self._list: Listed | None = None
 
     def framed(self) -> Frame:
         """Lower bounds from the current tables."""
@@ -73,15 +73,15 @@ class Case:
         return self._frame(self.keys, self.links, lambda w, r: self.tables.get((w, r)))
 
     def _frame(self, keys: Keys, links: StageLinks, tables: Tables) -> Frame:
-        def near(w: int, r: int) -> Any:
-            return self._near[w, r]
+        def usable(w: int, r: int) -> Any:
+            return self._usable[w, r]
 
-        return Frame(self.shop.n, self.m, keys, links, tables, self.most, self._leads.__getitem__, near)
+        return Frame(self.cache.n, self.m, keys, links, tables, self.most, self._leads.__getitem__, usable)
 
     def _framing_s(self) -> float:
         """Estimated CPU seconds of a frame, including the test of which stages may be in a plan at all."""
-        places = sum(len(self.shop.offsets[w]) for w in self.widths)
-        return _PLACE_S * self.most * self.shop.n**2 * places
+        offsets = sum(len(self.cache.offsets[w]) for w in self.widths)
+        return _PLACE_S * self.most * self.cache.n**2 * offsets
 
     def step(self, best: float, ends: float) -> None:
         """Raise the bound. Plans of ``best`` ms or more do not count."""
@@ -110,17 +110,17 @@ class Case:
             frame.look_ahead(self.stages)
         alive = []
         for w in self.widths:
-            some = False
+            is_used = False
             for r in range(1, self.most + 1):
-                near = self._near[w, r] = frame.through(w, r) < best
-                if near.any():
-                    some = True
+                mask = self._usable[w, r] = frame.through(w, r) < best
+                if mask.any():
+                    is_used = True
                 else:
                     self.tables[w, r] = None
-            if some:
+            if is_used:
                 alive.append(w)
         self.widths = tuple(alive)
-        self.most = max((r for r in range(1, self.most + 1) if any(self._near[w, r].any() for w in alive)), default=1)
+        self.most = max((r for r in range(1, self.most + 1) if any(self._usable[w, r].any() for w in alive)), default=1)
         self.stages = tuple(p for p in self.stages if p <= self.most)
 
     def _roughly(self, best: float, ends: float) -> None:
@@ -129,35 +129,36 @@ class Case:
         self._rough = True
         keys = Keys(self.widths, lambda _w: (1,))
         alive = {w: [r for r in range(1, self.most + 1) if self.tables.get((w, r)) is not None] for w in self.widths}
-        tight = self._tight or self.shop.crowded
+        tight = self._tight or self.cache.likely_tight
         rough = {
-            w: self.shop.rough(w, self.m, [self.in_flight[r] for r in alive[w]], ends, tight=tight) for w in self.widths
+            w: self.cache.rough(w, self.m, [self.in_flight[r] for r in alive[w]], ends, tight=tight)
+            for w in self.widths
         }
 
         def tables(w: int, r: int) -> Table | None:
             return rough[w][self.in_flight[r]] if r in alive[w] else None
 
-        self._alive(self._frame(keys, self.shop.links(self.m, keys, free=True), tables), best)
+        self._alive(self._frame(keys, self.cache.links(self.m, keys, free=True), tables), best)
 
     def _by_prices(self, best: float, ends: float, *, limit: bool) -> None:
         """Bound without the memory limit, or, with ``limit``, with it. Where memory may bind, a rough bound comes
         first, and then the one with the limit."""
         if not limit:
-            if not self.shop.crowded and sum(len(divisors(w)) for w in self.widths) > MANY:
+            if not self.cache.likely_tight and sum(len(divisors(w)) for w in self.widths) > MANY:
                 self._roughly(best, ends)
                 if self.bound >= best:
                     return
             for w in self.widths:
                 if clock.now() > ends:
                     raise OutOfTimeError
-                self.shop.numbers(w, self.m)
-            self._tight = any(self.shop.tight(w, self.m, max(self.in_flight.values())) for w in self.widths)
+                self.cache.numbers(w, self.m)
+            self._tight = any(self.cache.tight(w, self.m, max(self.in_flight.values())) for w in self.widths)
             if self._tight:
                 self._roughly(best, ends)
                 return
         if self._tight or not limit:
             self.keys = Keys(self.widths)
-            self.links = self.shop.links(self.m, self.keys, ends=ends)
+            self.links = self.cache.links(self.m, self.keys, ends=ends)
             self._priced(ends)
             self._alive(self.framed(), best)
 
@@ -166,21 +167,21 @@ class Case:
         for w in self.widths:
             if clock.now() > ends:
                 raise OutOfTimeError
-            places = [r for r in range(1, self.most + 1) if self.tables.get((w, r)) is not None]
-            limited = self.shop.limited(w, self.m, [self.in_flight[r] for r in places]) if self._tight else {}
-            for r in places:
-                self.tables[w, r] = limited[self.in_flight[r]] if self._tight else self.shop.relaxed(w, self.m)
+            positions = [r for r in range(1, self.most + 1) if self.tables.get((w, r)) is not None]
+            limited = self.cache.limited(w, self.m, [self.in_flight[r] for r in positions]) if self._tight else {}
+            for r in positions:
+                self.tables[w, r] = limited[self.in_flight[r]] if self._tight else self.cache.relaxed(w, self.m)
 
-    def tell(
+    def propose(
         self, starts: tuple[int, ...], widths: tuple[int, ...], choices: tuple[Choice, ...]
     ) -> tuple[float, bool]:  # fmt: skip
         """Offer a plan as incumbent; returns its time in ms and whether it was accepted."""
         skeleton = Skeleton(starts=starts, widths=widths, num_microbatches=self.m, schedule=self.name)
-        value = value_of(self.shop.pipelines, skeleton, choices)
-        return value, self.found(value, skeleton, choices)
+        value = value_of(self.cache.pipelines, skeleton, choices)
+        return value, self.offer(value, skeleton, choices)
 
     def _by_plans(self, best: float, ends: float) -> None:
-        if self._open is None:
-            self._open = self._listed(self, dict(self.tables), tight=self._tight)
-        self._open.step(best, ends)
-        self.bound, self.stuck = max(self.bound, self._open.bound), self._open.stuck
+        if self._list is None:
+            self._list = self._make_list(self, dict(self.tables), tight=self._tight)
+        self._list.step(best, ends)
+        self.bound, self.stuck = max(self.bound, self._list.bound), self._list.stuck

@@ -43,10 +43,10 @@ class Climber:
         """Seconds of a step; infinite where the plan is invalid or does not fit, or where its bound is not below
         ``below``."""
         if x not in self._values:
-            found = self._seconds(x, below)
-            if found == INF and below < INF:
+            seconds = self._seconds(x, below)
+            if seconds == INF and below < INF:
                 return INF
-            self._values[x] = found
+            self._values[x] = seconds
         return self._values[x]
 
     def _seconds(self, x: PipelineOutline, below: float) -> float:
@@ -56,27 +56,27 @@ class Climber:
         if p < 2 or sum(x.widths) > self.gpus or schedule.refusal(p, m):
             return INF
         stops, offset, times, moves = (*x.starts[1:], self.n), 0, [], []
-        left: Layout | None = None
+        source: Layout | None = None
         for s, (a, b, w, style) in enumerate(zip(x.starts, stops, x.widths, x.styles, strict=True)):
             first = self._alike(offset, w)
             if first is None or not self.space.placed(offset, w):
                 return INF
-            found = self._stage(a, b, w, style, m, schedule.in_flight(s, p, m), first)
-            if found is None:
+            stage = self._stage(a, b, w, style, m, schedule.in_flight(s, p, m), first)
+            if stage is None:
                 return INF
-            own, entry, leaving = found
-            if left is not None:
-                moves.append(self._handover(a, m, left, entry, offset))
-            times.append(own)
-            left, offset = leaving, offset + w
+            stage_times, entry, leaving = stage
+            if source is not None:
+                moves.append(self._handover(a, m, source, entry, offset))
+            times.append(stage_times)
+            source, offset = leaving, offset + w
         if below < INF and lower_bound(times, moves, schedule, m) >= below:
             return INF
         clock.count("action", p * min(m, 3 * _STEADY))
         if m <= 2 * _STEADY:
             return makespan(times, moves, schedule, m)
         # In the steady state every further microbatch takes the same time.
-        some, more = (makespan(times, moves, schedule, k * _STEADY) for k in (1, 2))
-        return more + (m / _STEADY - 2) * (more - some)
+        shorter, longer = (makespan(times, moves, schedule, k * _STEADY) for k in (1, 2))
+        return longer + (m / _STEADY - 2) * (longer - shorter)
 
     def _alike(self, offset: int, w: int) -> int | None:
         """First rank from which ``w`` ranks have devices like those from ``offset`` on; None where these differ."""
@@ -84,18 +84,18 @@ class Climber:
         if not cluster.unequal:
             return 0
         kinds = list(zip(map(cluster.speed, range(self.gpus)), cluster.memories(), strict=False))
-        own = set(kinds[offset : offset + w])
-        return next((k for k in range(self.gpus) if set(kinds[k : k + w]) == own), None) if len(own) == 1 else None
+        kind = set(kinds[offset : offset + w])
+        return next((k for k in range(self.gpus) if set(kinds[k : k + w]) == kind), None) if len(kind) == 1 else None
 
     def _stage(
         self, a: int, b: int, w: int, style: StageStyle, m: int, flight: int, first: int
     ) -> tuple[StageTimes, Layout, Layout] | None:
         key = (a, b, w, style, m, flight, first)
         if key not in self._stages:
-            self._stages[key] = self._priced(a, b, w, style, m, flight, first)
+            self._stages[key] = self._price_stage(a, b, w, style, m, flight, first)
         return self._stages[key]
 
-    def _priced(
+    def _price_stage(
         self, a: int, b: int, w: int, style: StageStyle, m: int, flight: int, first: int
     ) -> tuple[StageTimes, Layout, Layout] | None:
         if not self.sketch.possible(w, m, style)[a:b].all():
@@ -105,30 +105,30 @@ class Climber:
         if peak > room:
             return None
         if style.checkpoint:
-            plain = self.sketch.uniform(w, m, replace(style, checkpoint=False), first)
-            kept = self._kept(uniform, plain, a, b, flight, room - peak)
-            while kept:
-                some = uniform.mixed(plain, kept)
-                better, peak = some.stage(a, b, flight)
+            stored = self.sketch.uniform(w, m, replace(style, checkpoint=False), first)
+            spared = self._spared(uniform, stored, a, b, flight, room - peak)
+            while spared:
+                mixed = uniform.mixed(stored, spared)
+                better, peak = mixed.stage(a, b, flight)
                 if peak <= room:
-                    times, uniform = better, some
+                    times, uniform = better, mixed
                     break
-                kept = kept[: -1 - len(kept) // 8]
+                spared = spared[: -1 - len(spared) // 8]
         self._ways[a, b, w, style, m, flight, first] = list(uniform.ways[a:b])
         return times, uniform.ways[a].layout, uniform.ways[b - 1].layout
 
-    def _kept(self, again: Uniform, plain: Uniform, start: int, stop: int, flight: int, room: float) -> list[int]:
+    def _spared(self, full: Uniform, stored: Uniform, start: int, stop: int, flight: int, room: float) -> list[int]:
         """Components that need no recomputation, by time gained per byte, as many as ``room`` bytes allow."""
-        own = slice(start, stop)
-        more = np.maximum(1.0, flight * (plain.priced.activations[own] - again.priced.activations[own]))
-        gain = (again.priced.backward[own] - plain.priced.backward[own]) / more
-        allowed = [self.sketch.allowed(i, plain.ways[i]) for i in range(start, stop)]
-        kept = []
+        stage = slice(start, stop)
+        more = np.maximum(1.0, flight * (stored.priced.activations[stage] - full.priced.activations[stage]))
+        gain = (full.priced.backward[stage] - stored.priced.backward[stage]) / more
+        allowed = [self.sketch.allowed(i, stored.ways[i]) for i in range(start, stop)]
+        spared = []
         for i in np.argsort(-gain, kind="stable").tolist():
-            if again.ways[start + i].checkpoint and allowed[i] and more[i] <= room:
-                kept.append(start + i)
+            if full.ways[start + i].checkpoint and allowed[i] and more[i] <= room:
+                spared.append(start + i)
                 room -= float(more[i])
-        return kept
+        return spared
 
     def candidate(self, x: PipelineOutline) -> Candidate:
         """The full plan of an outline that was priced."""
@@ -152,7 +152,7 @@ class Climber:
             self._sent[key] = self.prices.pricer(source.width, m, self.gpus).handover(cut, source, target, offset)
         return self._sent[key]
 
-    def climbed(self, x: PipelineOutline, ends: float) -> PipelineOutline:
+    def climb(self, x: PipelineOutline, ends: float) -> PipelineOutline:
         """A local optimum: neighbours of ``x`` are taken as long as one is faster."""
         value, moved = self.seconds(x), True
         while moved:
@@ -160,47 +160,47 @@ class Climber:
             for other in self.neighbours.of(x):
                 if clock.counted() > ends:
                     return x
-                found = self.seconds(other, value * (1 - 1e-6))
-                if found < value * (1 - 1e-6):
-                    x, value, moved = other, found, True
+                seconds = self.seconds(other, value * (1 - 1e-6))
+                if seconds < value * (1 - 1e-6):
+                    x, value, moved = other, seconds, True
                     break
         return x
 
 
 def first_plans(
-    prices: Prices, allowed: Allowed, best_s: float, ends: float, near: int | None = None
+    prices: Prices, allowed: Allowed, best_s: float, ends: float, begin_with: int | None = None
 ) -> Candidate | None:
     """The best pipeline plan found until ``ends``, or None. Numbers of microbatches whose compute takes ``best_s``
-    seconds or more are skipped. ``near``: the one to begin with; where None, about the number of stages, and then one.
-    """
+    seconds or more are skipped. ``begin_with``: the one to begin with; where None, about the number of stages, and then
+    one."""
     sketch = Sketch(prices, allowed, ends)
-    if sketch.most < 2:
+    if sketch.most_stages < 2:
         return None
     climber = Climber(sketch)
     counts = [m for m in prices.space.microbatches() if m <= MOST_IN_A_PIPELINE]
-    likely = sorted(counts, key=lambda m: abs(np.log2(m / (near or sketch.most))))
-    if near is None and 1 in counts:  # one microbatch, best for whole-model strategies, comes second at the latest
+    likely = sorted(counts, key=lambda m: abs(np.log2(m / (begin_with or sketch.most_stages))))
+    if begin_with is None and 1 in counts:  # one microbatch, best for whole strategies, comes second at the latest
         likely = list(dict.fromkeys((likely[0], 1, *likely)))
-    found: dict[PipelineOutline, float] = {}
+    optima: dict[PipelineOutline, float] = {}
     for m in likely:
         if clock.counted() > ends:
             break
-        if prices.space.strategies.schedules[sketch.schedule].refusal(2, m) or not _worth(prices, m, best_s):
+        if prices.space.strategies.schedules[sketch.schedule].refusal(2, m) or not _may_win(prices, m, best_s):
             continue
-        drawn = {x: climber.seconds(x) for x in sketch.plans(m)}
-        for x in sorted((x for x in drawn if drawn[x] < INF), key=drawn.__getitem__)[:_BEST]:
-            better = climber.climbed(x, ends)
-            found[better] = climber.seconds(better)
-            best_s = min(best_s, found[better])
-    if not found:
+        outlines = {x: climber.seconds(x) for x in sketch.plans(m)}
+        for x in sorted((x for x in outlines if outlines[x] < INF), key=outlines.__getitem__)[:_BEST]:
+            optimum = climber.climb(x, ends)
+            optima[optimum] = climber.seconds(optimum)
+            best_s = min(best_s, optima[optimum])
+    if not optima:
         return None
-    candidate = climber.candidate(min(found, key=found.__getitem__))
+    candidate = climber.candidate(min(optima, key=optima.__getitem__))
     m = candidate.num_microbatches
     possible = all(w in set(prices.space.ways(i, w.layout.width, m, allowed)) for i, w in enumerate(candidate.ways))
     return candidate if possible and prices.fits(candidate) else None
 
 
-def _worth(prices: Prices, num_microbatches: int, best_s: float) -> bool:
+def _may_win(prices: Prices, num_microbatches: int, best_s: float) -> bool:
     """Whether compute time alone is below ``best_s`` seconds."""
     gpus = prices.space.request.gpus
     rows = [

@@ -40,28 +40,28 @@ each iteration. A stage of weight zero could take any time, and the columns woul
 
 class ColumnGeneration:
     """The plans of a case with these cuts and widths. ``bound``: lower bound in ms; ``value`` and ``choices``: the best
-    plan generated. ``done``: no further iteration is worth its time. ``seen``: times of plans, or bounds on them, in
-    the order of :func:`longest`; the first weights are the best ones against these."""
+    plan generated. ``done``: no further iteration is worth its time. ``known_times``: those of plans, or bounds on
+    them, in the order of :func:`longest`; the first weights are the best ones against these."""
 
-    def __init__(self, case: Case, cuts: Cuts, bound: float, seen: Sequence[Any]) -> None:
+    def __init__(self, case: Case, cuts: Cuts, bound: float, known_times: Sequence[Any]) -> None:
         self.case, self.cuts, self.bound = case, cuts, bound
         self.value, self.choices, self.done = INF, tuple[Choice, ...](), False
         links, offset, p = case.links, 0, len(cuts)
         assert links is not None
-        self._pieces: list[StageSlice] = []
+        self._slices: list[StageSlice] = []
         self._keys = [case.keys.of[w] for w, _, _ in cuts]
         self._moves: list[tuple[Any, Any]] = []
         for s, (w, a, b) in enumerate(cuts):
             if s:
                 hop, where = links.hops[offset], (a, self._keys[s - 1], self._keys[s])
                 self._moves.append((links.ahead[hop][where], links.back[hop][where]))
-            self._pieces.append(case.shop.piece(case.shop.place(w, case.m, case.in_flight[p - s]), a, b))
+            self._slices.append(case.cache.stage_slice(case.cache.key_of(w, case.m, case.in_flight[p - s]), a, b))
             offset += w
-        self._turns, self._most, self._said = 0, _LABELS, 0.0
+        self._iterations, self._most, self._best_bound = 0, _LABELS, 0.0
         self._paths, self._columns = list[Any](), list[Any]()
         self._stages: list[PricingProblem] = []
-        if all(x.possible for x in self._pieces):
-            self._weights = self._center = self._begun(np.array(seen))
+        if all(x.possible for x in self._slices):
+            self._weights = self._center = self._first_weights(np.array(known_times))
         else:
             self.bound = INF
 
@@ -75,16 +75,16 @@ class ColumnGeneration:
         if not self._stages:
             self._price()
             return
-        self._turns += 1
+        self._iterations += 1
         choices, dropped = self._best(limit, ends)
-        if self.bound > self._said:
-            self._said, self._center = self.bound, self._weights
+        if self.bound > self._best_bound:
+            self._best_bound, self._center = self.bound, self._weights
         if self.bound >= limit:
             return
-        reach = INF if choices is None else self._met(choices)
-        near = self.bound * (1 + _CLOSE / 3)
-        self.done = reach <= near or self.value <= near or self._turns >= self.case.shop.effort.turns
-        if dropped and reach > near:
+        reach = INF if choices is None else self._add_column(choices)
+        close_to = self.bound * (1 + _CLOSE / 3)
+        self.done = reach <= close_to or self.value <= close_to or self._iterations >= self.case.cache.effort.turns
+        if dropped and reach > close_to:
             self.done = self.done or self._most >= _UTMOST
             self._most *= 4
         if not self.done and choices is not None:
@@ -92,44 +92,44 @@ class ColumnGeneration:
 
     def _price(self) -> None:
         """Bound all stages under the current weights by Lagrangian prices of memory, the last stage first."""
-        behind, stages, weights = np.zeros(self._pieces[-1].numbers.degrees), list[PricingProblem](), self._weights
+        behind, stages, weights = np.zeros(self._slices[-1].numbers.degrees), list[PricingProblem](), self._weights
         for s in range(len(self.cuts) - 1, -1, -1):
             forward, backward, last, after = weights[4 * s : 4 * s + 4].tolist()
-            stages.append(PricingProblem(self._pieces[s], (forward, backward, max(0.0, last - after), after), behind))
-            begun = stages[-1].begun()
+            stages.append(PricingProblem(self._slices[s], (forward, backward, max(0.0, last - after), after), behind))
+            entry_bounds = stages[-1].entry_bounds()
             if s:
-                behind = (self._over(s) + begun[None, :]).min(axis=1)
+                behind = (self._link_costs(s) + entry_bounds[None, :]).min(axis=1)
         self._stages = stages[::-1]
-        self.bound = max(self.bound, float(begun.min()))
+        self.bound = max(self.bound, float(entry_bounds.min()))
 
     def _best(self, limit: float, ends: float) -> tuple[list[Choice] | None, bool]:
         """The best choices below ``limit`` under the current weights, or None, and whether labels that matter were
         dropped."""
-        front, proved = np.zeros(self._pieces[0].numbers.degrees), limit
-        found, turns = list[PricedChoice](), list[Any]()
+        front, proved = np.zeros(self._slices[0].numbers.degrees), limit
+        results, sources = list[PricedChoice](), list[Any]()
         for s, stage in enumerate(self._stages):
             if s:
-                on = found[-1].values[:, None] + self._over(s)
-                turns.append(on.argmin(axis=0))
-                front = on.min(axis=0)
-            found.append(stage.best(front, limit, self._most, ends))
-            proved = min(proved, found[-1].proved)
-            if not np.isfinite(found[-1].values).any():
+                after_link = results[-1].values[:, None] + self._link_costs(s)
+                sources.append(after_link.argmin(axis=0))
+                front = after_link.min(axis=0)
+            results.append(stage.best(front, limit, self._most, ends))
+            proved = min(proved, results[-1].proved)
+            if not np.isfinite(results[-1].values).any():
                 self.bound = max(self.bound, proved)
                 return None, proved < limit
-        end = int(found[-1].values.argmin())
-        value = float(found[-1].values[end])
+        end = int(results[-1].values.argmin())
+        value = float(results[-1].values[end])
         self.bound = max(self.bound, min(proved, value))
         choices: list[Choice] = []
         for s in range(len(self.cuts) - 1, -1, -1):
-            choice = found[s].choices[end]
+            choice = results[s].choices[end]
             assert choice is not None
             choices.append(choice)
             if s:
-                end = int(turns[s - 1][found[s].entries[end]])
+                end = int(sources[s - 1][results[s].entries[end]])
         return choices[::-1], proved < value
 
-    def _met(self, choices: Sequence[Choice]) -> float:
+    def _add_column(self, choices: Sequence[Choice]) -> float:
         """Add a plan as a column, and take the weights with the best bound (returned, in ms) on all columns."""
         column = self._times(choices)
         value, path = longest(column, self.case.schedule, len(self.cuts), self.case.m)
@@ -137,20 +137,20 @@ class ColumnGeneration:
             self.value, self.choices = value, tuple(choices)
         self._columns.append(column)
         self._paths.append(path)
-        weights, reach = self._against(np.array(self._columns), self._paths)
+        weights, reach = self._best_weights(np.array(self._columns), self._paths)
         self._weights = (1 - _NEAR) * weights + _NEAR * self._center
         return reach
 
-    def _begun(self, seen: Any) -> Any:
-        """The first weights: the best ones against ``seen``, mixed with the paths through each single stage."""
+    def _first_weights(self, known_times: Any) -> Any:
+        """The first weights: the best ones against ``known_times``, mixed with the paths through each single stage."""
         p, through = len(self.cuts), []
         for s in range(p):
-            slow = seen.mean(axis=0)
-            slow[4 * s : 4 * s + 4] += seen.sum()
+            slow = known_times.mean(axis=0)
+            slow[4 * s : 4 * s + 4] += known_times.sum()
             through.append(longest(slow, self.case.schedule, p, self.case.m)[1])
-        return (1 - _FIRST) * self._against(seen, [])[0] + _FIRST * np.mean(through, axis=0)
+        return (1 - _FIRST) * self._best_weights(known_times, [])[0] + _FIRST * np.mean(through, axis=0)
 
-    def _against(self, columns: Any, paths: list[Any]) -> tuple[Any, float]:
+    def _best_weights(self, columns: Any, paths: list[Any]) -> tuple[Any, float]:
         """The best weights against these columns and their bound in ms; ``paths`` are added where needed."""
         p, m = len(self.cuts), self.case.m
         if not paths:
@@ -163,7 +163,7 @@ class ColumnGeneration:
             paths.append(path)
         return weights @ np.array(paths), reach
 
-    def _over(self, s: int) -> Any:
+    def _link_costs(self, s: int) -> Any:
         """Weighted ms of the transfers between stages s - 1 and s, by the data degrees on either side."""
         i = 4 * len(self.cuts) + 2 * (s - 1)
         ahead, back = self._moves[s - 1]
@@ -171,19 +171,19 @@ class ColumnGeneration:
 
     def _times(self, choices: Sequence[Choice]) -> Any:
         """The times of a plan in ms, in the order of :func:`longest`."""
-        pipelines, m, found, degrees = self.case.shop.pipelines, self.case.m, list[float](), []
+        pipelines, m, times, degrees = self.case.cache.pipelines, self.case.m, list[float](), []
         for (w, a, _), choice in zip(self.cuts, choices, strict=True):
             chain = pipelines.chain(w, m)
             assert chain is not None
             stage = chain.chosen(a, choice)
-            times = stage_times(stage, (0,) * len(choice))
-            found += [times.forward, times.backward, times.last_backward_extra, times.after]
+            stage_ms = stage_times(stage, (0,) * len(choice))
+            times += [stage_ms.forward, stage_ms.backward, stage_ms.last_backward_extra, stage_ms.after]
             ends = [chain.layouts[stage.configs[k][0].layout].data for k in (0, -1)]
             degrees.append([self.case.keys.pairs.index((w, d)) for d in ends])
         for s, (ahead, back) in enumerate(self._moves):
             where = (degrees[s][1] - self._keys[s].start, degrees[s + 1][0] - self._keys[s + 1].start)
-            found += [float(ahead[where]), float(back[where])]
-        return np.array(found)
+            times += [float(ahead[where]), float(back[where])]
+        return np.array(times)
 
 
 def longest(times: Any, schedule: Schedule, stages: int, num_microbatches: int) -> tuple[float, Any]:
@@ -254,5 +254,5 @@ def game(values: Any) -> tuple[Any, Any, float]:
     for i, j in enumerate(basis):
         if j < columns:
             share[j] = table[i, -1]
-    mine = np.maximum(0.0, table[rows, columns:-1])
-    return mine / mine.sum(), share / share.sum(), scale / total
+    row_weights = np.maximum(0.0, table[rows, columns:-1])
+    return row_weights / row_weights.sum(), share / share.sum(), scale / total

@@ -28,7 +28,7 @@ Tables = Mapping[tuple[int, int], Table | None]
 
 
 @dataclass
-class _Known:
+class _ExploredStage:
     """A stage explored up to plans of ``limit`` ms."""
 
     limit: float
@@ -37,10 +37,10 @@ class _Known:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A stage (start, stop) with ``place`` stages to the last, to be explored as far as there is ``room``, by way of an
-    equal one that stops at ``stop``."""
+    """A stage (start, stop) with ``from_last`` stages to the last, to be explored as far as there is ``room``, by way
+    of an equal one that stops at ``stop``."""
 
-    place: int
+    from_last: int
     stage: tuple[int, int]
     stop: int
     room: Room
@@ -50,9 +50,9 @@ class _Wanted:
 class Explored:
     """The explored stages of one number of microbatches. ``in_flight``: how many of these are, by place."""
 
-    def __init__(self, shop: StageCache, m: int, in_flight: Mapping[int, int]) -> None:
-        self._shop, self._m, self._in_flight = shop, m, in_flight
-        self._stages: dict[Key, _Known] = {}
+    def __init__(self, cache: StageCache, m: int, in_flight: Mapping[int, int]) -> None:
+        self._cache, self._m, self._in_flight = cache, m, in_flight
+        self._stages: dict[Key, _ExploredStage] = {}
         self._detail: dict[Key, int] = {}
 
     def points(self, key: Key) -> Points:
@@ -67,12 +67,12 @@ class Explored:
 
     def exact(self, key: Key, limit: float) -> bool:
         """Whether a stage is known up to ``limit`` ms and its points are true ways to run it."""
-        known = self._upto(key, limit)
-        return known is not None and (known.points is None or known.points.exact)
+        stage = self._upto(key, limit)
+        return stage is not None and (stage.points is None or stage.points.exact)
 
     def refine(self, key: Key) -> bool:
         """Have a stage explored again with more labels; False where it already was with the most."""
-        most = self._detail.get(key, self._shop.effort.labels)
+        most = self._detail.get(key, self._cache.effort.labels)
         if most >= UTMOST:
             return False
         self._stages[key].limit = 0.0
@@ -90,38 +90,38 @@ class Explored:
                 if (only is not None and key not in only) or self._upto(key, limit) is not None:
                     continue
                 rooms = frame.room(w, r, limit) if rooms is None else rooms
-                place = self._shop.place(w, self._m, self._in_flight[r])
-                start, stop = self._shop.twin(w, self._m, a, b)
+                stage_key = self._cache.key_of(w, self._m, self._in_flight[r])
+                start, stop = self._cache.twin(w, self._m, a, b)
                 room = Room(*rooms[:, a, b].tolist())
-                wanted.setdefault(place, {}).setdefault(start, []).append(
-                    _Wanted(r, (a, b), stop, room, self._detail.get(key, self._shop.effort.labels))
+                wanted.setdefault(stage_key, {}).setdefault(start, []).append(
+                    _Wanted(r, (a, b), stop, room, self._detail.get(key, self._cache.effort.labels))
                 )
-        for place, starts in wanted.items():
-            for start, some in starts.items():
-                asked: dict[int, tuple[Room, int]] = {}
-                for x in some:
-                    room, most = asked.get(x.stop, (x.room, 0))
-                    asked[x.stop] = (room.joined(x.room), max(most, x.most))
-                found = self._shop.explored(place, start, asked, ends)
-                for x in some:
-                    points = found[x.stop]
+        for stage_key, starts in wanted.items():
+            for start, items in starts.items():
+                limits: dict[int, tuple[Room, int]] = {}
+                for x in items:
+                    room, most = limits.get(x.stop, (x.room, 0))
+                    limits[x.stop] = (room.union(x.room), max(most, x.most))
+                explored = self._cache.explored(stage_key, start, limits, ends)
+                for x in items:
+                    points = explored[x.stop]
                     points = None if points is None else points.within(self._m, x.room)
-                    self._stages[place[0], x.place, *x.stage] = _Known(limit, points)
+                    self._stages[stage_key[0], x.from_last, *x.stage] = _ExploredStage(limit, points)
                 if clock.now() > ends:
                     return True
         return bool(wanted)
 
-    def _upto(self, key: Key, limit: float) -> _Known | None:
+    def _upto(self, key: Key, limit: float) -> _ExploredStage | None:
         """What is known of a stage, if it was explored up to ``limit``."""
-        known = self._stages.get(key)
-        return known if known is not None and known.limit >= limit * (1 - ROUNDING) else None
+        stage = self._stages.get(key)
+        return stage if stage is not None and stage.limit >= limit * (1 - ROUNDING) else None
 
     def tightened(self, base: Tables, limit: float) -> dict[tuple[int, int], Table | None]:
         """The tables ``base``, raised by what was explored up to ``limit`` ms."""
         tables = dict(base)
         copied: set[tuple[int, int]] = set()
 
-        def own(w: int, r: int) -> Iterable[Any]:
+        def copied_values(w: int, r: int) -> Iterable[Any]:
             table = tables[w, r]
             assert table is not None
             if (w, r) not in copied:
@@ -129,14 +129,14 @@ class Explored:
                 table = tables[w, r] = Table(*(x.copy() for x in table.values()))
             return table.values()
 
-        for (w, r, a, b), known in self._stages.items():
-            if known.limit < limit * (1 - ROUNDING):
+        for (w, r, a, b), stage in self._stages.items():
+            if stage.limit < limit * (1 - ROUNDING):
                 continue
-            for x, values in zip(own(w, r), self._least(known.points), strict=True):
-                found = np.full_like(x[a, b], INF)
-                if known.points is not None:
-                    np.minimum.at(found, (known.points.entry, known.points.exit), values)
-                np.maximum(x[a, b], found, out=x[a, b])  # of merged labels, what was known before may say more
+            for x, values in zip(copied_values(w, r), self._least(stage.points), strict=True):
+                raised = np.full_like(x[a, b], INF)
+                if stage.points is not None:
+                    np.minimum.at(raised, (stage.points.entry, stage.points.exit), values)
+                np.maximum(x[a, b], raised, out=x[a, b])  # of merged labels, what was known before may say more
         return tables
 
     def _least(self, points: Points | None) -> Sequence[Any]:
@@ -153,26 +153,26 @@ class Explored:
         start: the points of explored stages, and bounds on the others."""
         parts: dict[tuple[int, int], list[Any]] = {}
         for (w, r), part in frame.parts.items():
-            near, first = frame.through(w, r)[part.start, part.stop] < limit, frame.keys.of[w].start
-            for i in np.flatnonzero(near).tolist():
+            mask, first = frame.through(w, r)[part.start, part.stop] < limit, frame.keys.of[w].start
+            for i in np.flatnonzero(mask).tolist():
                 a, b = int(part.start[i]), int(part.stop[i])
                 if only is not None and (w, r, a, b) not in only:
                     continue
-                known = self._upto((w, r, a, b), limit)
-                if known is not None and known.points is None:
+                stage = self._upto((w, r, a, b), limit)
+                if stage is not None and stage.points is None:
                     continue
-                points = None if known is None else known.points
-                some = self._some(part, i, points)
+                points = None if stage is None else stage.points
+                option = self._some(part, i, points)
                 if points is None or not points.exact:
-                    some = self._bounded(part, i, some)
-                entry, leaving, times, sums, point = some
+                    option = self._bounded(part, i, option)
+                entry, leaving, times, sums, point = option
                 size = np.ones_like(point)
                 parts.setdefault((r, a), []).append(
                     (size * w, size * b, entry + first, leaving + first, times, sums, point)
                 )
         return {
-            where: Options(*(np.concatenate(x, axis=-1) for x in zip(*some, strict=True)))
-            for where, some in parts.items()
+            where: Options(*(np.concatenate(x, axis=-1) for x in zip(*rows, strict=True)))
+            for where, rows in parts.items()
         }
 
     def _some(self, part: Stages, i: int, points: Points | None) -> tuple[Any, ...]:

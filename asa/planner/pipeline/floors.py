@@ -46,55 +46,55 @@ def floors(
     time; the other bounds are always computed.
     """
     ends = max(ends, clock.now() + _LEAST_S)
-    found, left = begun(pipelines, best, counts, halvings=halvings)
-    for x in left:
+    bounds, paced = first_bounds(pipelines, best, counts, halvings=halvings)
+    for x in paced:
         while x.bound < best and not x.stuck and clock.now() <= ends:
             x.step(best, ends)
-        found[x.m] = x.bound
-    return found
+        bounds[x.m] = x.bound
+    return bounds
 
 
-def begun(
+def first_bounds(
     pipelines: Pipelines, best: float, counts: Sequence[int] | None = None, *, halvings: int = PACED
 ) -> tuple[dict[int, float], list[Paced]]:
     """The bounds of :func:`floors` before any bisection, and the items that can raise some of them."""
-    found = dict.fromkeys(pipelines.microbatches() if counts is None else counts, 0.0)
-    left, gpus = list[Paced](), pipelines.gpus
+    bounds = dict.fromkeys(pipelines.microbatches() if counts is None else counts, 0.0)
+    paced, gpus = list[Paced](), pipelines.gpus
     unit = 1 if gpus <= _MOST_RANKS else _NODE
-    for m in found:
+    for m in bounds:
         rows = {w: row for w in pipelines.widths() if w < gpus and (row := pipelines.compute(w, m)) is not None}
         if not rows:
-            found[m] = best
+            bounds[m] = best
             continue
-        own = np.minimum(np.array(list(rows.values()), dtype=float), _NEVER)
+        compute_ms = np.minimum(np.array(list(rows.values()), dtype=float), _NEVER)
         widths = np.array(list(rows), dtype=np.int64)
-        area = m * float((own * widths[:, None]).min(axis=0).sum()) / gpus
-        low = max(area, float(own.min(axis=0).sum()))
+        area = m * float((compute_ms * widths[:, None]).min(axis=0).sum()) / gpus
+        low = max(area, float(compute_ms.min(axis=0).sum()))
         if low >= min(best, _NEVER / 2):
-            found[m] = best
+            bounds[m] = best
             continue
-        found[m] = max(low, m * _slowest(own, widths, gpus, low / m, best / m))
-        entries = len(set((widths // unit).tolist())) * own.shape[1] ** 2 * (gpus // unit + 1)
-        if found[m] < best < INF and (halvings > 1 or found[m] > _NEAR * best) and entries <= _MOST_ENTRIES:
-            left.append(Paced(pipelines, own, widths, unit, m, found[m], halvings))
-    return found, left
+        bounds[m] = max(low, m * _slowest(compute_ms, widths, gpus, low / m, best / m))
+        entries = len(set((widths // unit).tolist())) * compute_ms.shape[1] ** 2 * (gpus // unit + 1)
+        if bounds[m] < best < INF and (halvings > 1 or bounds[m] > _NEAR * best) and entries <= _MOST_ENTRIES:
+            paced.append(Paced(pipelines, compute_ms, widths, unit, m, bounds[m], halvings))
+    return bounds, paced
 
 
 class Paced:
     """Plans with ``m`` microbatches, bounded by the slowest stage and the stages in front of it: an item for the queue
-    of :mod:`asa.planner.pipeline.joint`. ``own``: ms by width and component; ranks are counted in units of ``unit``."""
+    of :mod:`asa.planner.pipeline.joint`. ``compute_ms``: by width and component; ranks count in units of ``unit``."""
 
     value = INF
 
     def __init__(
-        self, pipelines: Pipelines, own: Any, widths: Any, unit: int, m: int, low: float, halvings: int
+        self, pipelines: Pipelines, compute_ms: Any, widths: Any, unit: int, m: int, low: float, halvings: int
     ) -> None:
         self.m, self.bound, self.level, self.stuck = m, low, 0, False
         self._pipelines, self._widths, self._halvings, self._high = pipelines, widths, halvings, INF
-        self._slots, self._taken = pipelines.gpus // unit, widths // unit
-        self._sums = np.concatenate([np.zeros((len(widths), 1)), np.cumsum(own, axis=1)], axis=1)
-        self._joints, self._whole = np.zeros((2, *own.shape)), np.zeros((2, 2, *own.shape))
-        self._least = self._with()
+        self._slots, self._slots_of = pipelines.gpus // unit, widths // unit
+        self._sums = np.concatenate([np.zeros((len(widths), 1)), np.cumsum(compute_ms, axis=1)], axis=1)
+        self._joints, self._whole = np.zeros((2, *compute_ms.shape)), np.zeros((2, 2, *compute_ms.shape))
+        self._tables = self._build_tables()
 
     def step(self, best: float, ends: float) -> None:
         """Raise the bound by one test. The first three ask whether any plan takes less than ``best`` ms: by compute
@@ -103,34 +103,34 @@ class Paced:
         self.level += 1
         if self.level == 2:
             for k, w in enumerate(self._widths.tolist()):
-                found = self._pipelines.ends(w, self.m) if clock.now() < ends else None
-                if found is None:
+                bounds = self._pipelines.ends(w, self.m) if clock.now() < ends else None
+                if bounds is None:
                     break  # the ends of the other widths count as zero
-                self._joints[:, k] = found
-            self._least = self._with()
+                self._joints[:, k] = bounds
+            self._tables = self._build_tables()
         if self.level == 3:
             until = min(ends, clock.now() + _ONCE * (ends - clock.now()))
             for k in np.argsort(-self._widths).tolist():  # widest first: they synchronise most
-                found = self._pipelines.whole(int(self._widths[k]), self.m) if clock.now() < until else None
-                if found is None:
+                bounds = self._pipelines.whole(int(self._widths[k]), self.m) if clock.now() < until else None
+                if bounds is None:
                     break
-                self._whole[:, :, k] = found
-            self._least = self._with()
+                self._whole[:, :, k] = bounds
+            self._tables = self._build_tables()
         middle = best if self.level < 4 else (self.bound + min(best, self._high)) / 2
-        if _reachable(self._least, self._slots, self.m, middle * (1 + ROUNDING)):
+        if _reachable(self._tables, self._slots, self.m, middle * (1 + ROUNDING)):
             self._high = middle
         else:
             self.bound = middle
         self.stuck = self.level > self._halvings
 
-    def _with(self) -> dict[int, tuple[Any, Any, Any, Any]]:
+    def _build_tables(self) -> dict[int, tuple[Any, Any, Any, Any]]:
         """The argument ``least`` of :func:`_reachable`, by the slots of a stage."""
-        before = np.zeros((*self._whole.shape[:-1], 1))
-        whole, found = np.concatenate([before, np.cumsum(self._whole, axis=-1)], axis=-1), {}
-        for k in sorted(set(self._taken.tolist())):
-            own = self._taken == k
-            found[k] = (self._sums[own], *self._joints[:, own], whole[:, :, own])
-        return found
+        zero = np.zeros((*self._whole.shape[:-1], 1))
+        whole, tables = np.concatenate([zero, np.cumsum(self._whole, axis=-1)], axis=-1), {}
+        for k in sorted(set(self._slots_of.tolist())):
+            mask = self._slots_of == k
+            tables[k] = (self._sums[mask], *self._joints[:, mask], whole[:, :, mask])
+        return tables
 
 
 def _reachable(least: dict[int, tuple[Any, Any, Any, Any]], slots: int, m: int, most: float) -> bool:
@@ -152,22 +152,22 @@ def _reachable(least: dict[int, tuple[Any, Any, Any, Any]], slots: int, m: int, 
             first = int(np.searchsorted(-inside.min(axis=0), -most / m))  # a stage that starts earlier is too slow
             if first == stop or k > slots:
                 continue
-            every, one = (whole[..., stop, None] - whole[..., :stop]).max(axis=1)
-            own = np.where(every <= most, inside + begin[:, :stop] + end[:, stop - 1, None], INF)
-            before, least_own = front[first:stop, : slots + 1 - k], own.min(axis=0)[first:, None]
-            found = np.where(before + m * least_own <= most, before + least_own, INF).min(axis=0)
-            np.minimum(front[stop, k:], found, out=front[stop, k:])
-            own, one = own[:, first:, None], one[:, first:, None]
-            found = np.maximum(last[first:stop, : slots + 1 - k] + own, np.maximum(own, one)).min(axis=(0, 1))
-            np.minimum(last[stop, k:], found, out=last[stop, k:])
+            step_ms, single = (whole[..., stop, None] - whole[..., :stop]).max(axis=1)
+            stage = np.where(step_ms <= most, inside + begin[:, :stop] + end[:, stop - 1, None], INF)
+            in_front, least_ms = front[first:stop, : slots + 1 - k], stage.min(axis=0)[first:, None]
+            ms = np.where(in_front + m * least_ms <= most, in_front + least_ms, INF).min(axis=0)
+            np.minimum(front[stop, k:], ms, out=front[stop, k:])
+            stage, single = stage[:, first:, None], single[:, first:, None]
+            ms = np.maximum(last[first:stop, : slots + 1 - k] + stage, np.maximum(stage, single)).min(axis=(0, 1))
+            np.minimum(last[stop, k:], ms, out=last[stop, k:])
         for reached in (front, last):
             np.minimum.accumulate(reached[stop], out=reached[stop])
     return bool(np.isfinite(front[n, slots]) and last[n, slots] <= most)
 
 
-def _slowest(own: Any, widths: Any, gpus: int, low: float, high: float) -> float:
-    """Lower bound in ms on the slowest stage, between ``low`` and ``high``; ``own``: ms by width and component."""
-    sums = np.concatenate([np.zeros((len(widths), 1)), np.cumsum(own, axis=1)], axis=1)
+def _slowest(compute_ms: Any, widths: Any, gpus: int, low: float, high: float) -> float:
+    """Lower bound in ms on the slowest stage, between ``low`` and ``high``; ``compute_ms``: by width, component."""
+    sums = np.concatenate([np.zeros((len(widths), 1)), np.cumsum(compute_ms, axis=1)], axis=1)
     if high < INF and not _possible(sums, widths, gpus, high):
         return high
     high = min(high, float(sums[:, -1].min()))

@@ -60,13 +60,13 @@ class Incumbent:
         self.curve: list[tuple[float, float, float]] = []
         self.bound = 0.0
 
-    def other(self, value: float) -> None:
+    def note_other(self, value: float) -> None:
         """Note a plan of ``value`` ms that another part of the search stores."""
         if value < self.limit:
             self.limit, self.value, self.skeleton, self.choices = value, float("inf"), None, ()
             self.note(self.bound)
 
-    def found(self, value: float, skeleton: Skeleton, choices: tuple[Choice, ...]) -> bool:
+    def offer(self, value: float, skeleton: Skeleton, choices: tuple[Choice, ...]) -> bool:
         """Make a plan the incumbent if it is faster and fits; returns whether it did."""
         if value >= self.limit or not self._fits(skeleton, choices):
             return False
@@ -113,7 +113,7 @@ def search(
     others: Sequence[Item] = (),
     started: float | None = None,
     floor: dict[int, float] | None = None,
-    crowded: bool = False,
+    likely_tight: bool = False,
     effort: Effort = USUAL.effort,
 ) -> Pipelined:
     """The fastest pipeline plan below ``incumbent_ms``, if any, with a lower bound.
@@ -121,18 +121,18 @@ def search(
     ``others`` are searched along with it. They store their own plans; the bound covers them, too. The search ends when
     the bound reaches the best plan, after ``patience_s`` when it reaches the share ``1 - gap`` of it, or when time is
     up. ``started``: the time at which the curve begins. ``floor``: the numbers of microbatches to search, with a bound
-    on each (:mod:`asa.planner.pipeline.floors`); all where None. ``crowded``: memory is likely to bind.
+    on each (:mod:`asa.planner.pipeline.floors`); all where None. ``likely_tight``: memory is likely to bind.
     """
     best = Incumbent(pipelines, incumbent_ms, started)
     ends = clock.now() + time_limit_s
     queue: list[Item] = [*others]
     floor = floors(pipelines, incumbent_ms, ends) if floor is None else floor
     if searched(pipelines):
-        shop = StageCache(pipelines, crowded=crowded, effort=effort)
+        cache = StageCache(pipelines, likely_tight=likely_tight, effort=effort)
         for m in floor:
-            for name, schedule in _distinct(pipelines.schedules, min(shop.n, shop.gpus), m).items():
-                for stages in _alike(schedule, min(shop.n, shop.gpus), m):
-                    queue.append(Case(shop, m, name, schedule, stages, best.found, OpenList, bound=floor[m]))
+            for name, schedule in _distinct(pipelines.schedules, min(cache.n, cache.gpus), m).items():
+                for stages in _alike(schedule, min(cache.n, cache.gpus), m):
+                    queue.append(Case(cache, m, name, schedule, stages, best.offer, OpenList, bound=floor[m]))
     closed = INF if searched(pipelines) else min(floor.values(), default=incumbent_ms)
     counts = best_first(queue, best, ends, gap=gap, patience=clock.now() + patience_s, closed=closed)
     return Pipelined(
@@ -178,7 +178,7 @@ def best_first(
         heapq.heappop(queue)
         item.step(best.limit * (1 - ROUNDING), ends)
         steps += 1
-        best.other(item.value)
+        best.note_other(item.value)
         if item.stuck:
             lowest = min(lowest, item.bound)  # this bound is final; other items may still hold better plans
         else:
@@ -195,9 +195,9 @@ def _alike(schedule: Schedule, most: int, m: int) -> list[list[int]]:
     allowed = [p for p in range(2, most + 1) if not schedule.refusal(p, m)]
     if not allowed:
         return []
-    held = {p: [schedule.in_flight(p - r, p, m) for r in range(1, p + 1)] for p in allowed}
-    longest = held[allowed[-1]]
-    if all(h == longest[: len(h)] for h in held.values()):
+    in_flight = {p: [schedule.in_flight(p - r, p, m) for r in range(1, p + 1)] for p in allowed}
+    longest = in_flight[allowed[-1]]
+    if all(h == longest[: len(h)] for h in in_flight.values()):
         return [allowed]
     return [[p] for p in allowed]
 
@@ -206,11 +206,11 @@ def _distinct(schedules: dict[str, Schedule], most: int, m: int) -> dict[str, Sc
     """Schedules that differ; with a single microbatch most have the same order."""
     if m > 1:
         return schedules
-    found: dict[tuple[object, ...], str] = {}
+    name_of: dict[tuple[object, ...], str] = {}
     for name, schedule in schedules.items():
         allowed = [p for p in range(2, most + 1) if not schedule.refusal(p, m)]
         key = tuple(
             (p, s, schedule.in_flight(s, p, m), tuple(schedule.order(s, p, m))) for p in allowed for s in range(p)
         )
-        found.setdefault(key, name)
-    return {name: schedules[name] for name in found.values()}
+        name_of.setdefault(key, name)
+    return {name: schedules[name] for name in name_of.values()}

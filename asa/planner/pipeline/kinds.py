@@ -28,9 +28,9 @@ _FINEST = 2**16
 def kinds(cluster: Cluster, ranks: int) -> tuple[int, ...]:
     """Kind of each rank, numbered by first appearance. Devices of one kind have the same speed and memory."""
     memories = cluster.memories()
-    found = [(cluster.speed(r), memories[r]) for r in range(ranks)]
-    order = list(dict.fromkeys(found))
-    return tuple(order.index(x) for x in found)
+    devices = [(cluster.speed(r), memories[r]) for r in range(ranks)]
+    order = list(dict.fromkeys(devices))
+    return tuple(order.index(x) for x in devices)
 
 
 def weights(cluster: Cluster, width: int, batch: int) -> tuple[tuple[int, ...], ...]:
@@ -48,37 +48,37 @@ def weights(cluster: Cluster, width: int, batch: int) -> tuple[tuple[int, ...], 
     order = list(dict.fromkeys(speeds))
     if len(order) < 2:
         return ()
-    found, batch = [], min(batch, _FINEST)
+    choices, batch = [], min(batch, _FINEST)
     if len(order) == 2:
-        one, other = (speeds.count(s) for s in order)
-        most = (batch - other) // one
+        first_count, second_count = (speeds.count(s) for s in order)
+        most = (batch - second_count) // first_count
         step = max(1, -(-most // _STEPS))
         for rows in range(1, most + 1, step):
-            pair = {order[0]: rows * other, order[1]: batch - rows * one}
-            found.append(tuple(pair[s] for s in speeds))
+            pair = {order[0]: rows * second_count, order[1]: batch - rows * first_count}
+            choices.append(tuple(pair[s] for s in speeds))
         if step == 1:
-            return _distinct(found)
-    return _distinct([*found, tuple(max(1, round(FINE * s / max(speeds))) for s in speeds)])
+            return _distinct(choices)
+    return _distinct([*choices, tuple(max(1, round(FINE * s / max(speeds))) for s in speeds)])
 
 
-def _distinct(found: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+def _distinct(choices: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """Weights in lowest terms, each once, without equal shares."""
-    return tuple(w for w in dict.fromkeys(lowest_terms(w) for w in found) if w)
+    return tuple(w for w in dict.fromkeys(lowest_terms(w) for w in choices) if w)
 
 
 def views(prices: Prices) -> list[tuple[Prices, tuple[int, ...]]]:
     """Prices with one choice of batch weights for each width that has devices of several speeds: first equal shares for
     all widths, then every choice with the widths that it concerns."""
     space = prices.space
-    found = [(prices, widths(space.request.gpus))]
+    pairs = [(prices, widths(space.request.gpus))]
     if not space.cluster.unequal or not space.request.uneven:
-        return found
+        return pairs
     batch = space.request.global_batch
     choices = {w: weights(space.cluster, w, batch) for w in widths(space.request.gpus)}
     for k in range(max(len(c) for c in choices.values())):
-        own = {w: c[k] for w, c in choices.items() if k < len(c)}
-        found.append((Prices(space.weighted(own), prices), tuple(own)))
-    return found
+        cut = {w: c[k] for w, c in choices.items() if k < len(c)}
+        pairs.append((Prices(space.weighted(cut), prices), tuple(cut)))
+    return pairs
 
 
 class KindSpace(StagedSpace):
@@ -86,13 +86,13 @@ class KindSpace(StagedSpace):
 
     def __init__(self, prices: Prices, allowed: Allowed) -> None:
         super().__init__(prices, allowed)
-        own = kinds(prices.space.cluster, self._busy)
-        longest = dict.fromkeys(own, 0)
-        for k, run in groupby(own):
+        kind_of = kinds(prices.space.cluster, self._busy)
+        longest = dict.fromkeys(kind_of, 0)
+        for k, run in groupby(kind_of):
             longest[k] = max(longest[k], len(list(run)))
         units = numbering(longest)
-        self._kinds = own
-        self._starts = [0, *accumulate(units[k] for k in own)]
+        self._kinds = kind_of
+        self._starts = [0, *accumulate(units[k] for k in kind_of)]
         self._stages = {u * w: (k, w) for k, u in units.items() for w in widths(longest[k])}
         self.gpus = self._starts[-1]
 
@@ -138,8 +138,8 @@ class KindSpace(StagedSpace):
         ends = [(self.width(x.width), x.data) for x in (source, target)]
         if any(width % data for width, data in ends):
             return [(NEVER_MS, NEVER_MS)] * len(cuts)
-        one, other = (Layout(width=width, data=data, tensor=1) for width, data in ends)
-        return super().transfers(cuts, num_microbatches, one, other, offset)
+        front, behind = (Layout(width=width, data=data, tensor=1) for width, data in ends)
+        return super().transfers(cuts, num_microbatches, front, behind, offset)
 
 
 def numbering(longest: dict[int, int]) -> dict[int, int]:
@@ -151,13 +151,13 @@ def numbering(longest: dict[int, int]) -> dict[int, int]:
     >>> numbering({0: 4, 1: 4}), numbering({0: 1, 1: 3})
     ({0: 1, 1: 5}, {1: 1, 0: 4})
     """
-    found: dict[int, int] = {}
-    taken: set[int] = set()
+    units: dict[int, int] = {}
+    used: set[int] = set()
     for kind, most in sorted(longest.items(), key=lambda x: -x[1]):
-        unit = next(u for u in range(1, 10**6) if not taken & {u * w for w in range(1, most + 1)})
-        found[kind] = unit
-        taken |= {unit * w for w in range(1, most + 1)}
-    return found
+        unit = next(u for u in range(1, 10**6) if not used & {u * w for w in range(1, most + 1)})
+        units[kind] = unit
+        used |= {unit * w for w in range(1, most + 1)}
+    return units
 
 
 def pipelines(prices: Prices, allowed: Allowed) -> StagedSpace:

@@ -60,28 +60,28 @@ class Numbers:
         """All rows in order of component and layout, the component of each, and the index at which each layout begins.
         """
         self.edges = np.full((max(0, self.n - 1), len(EDGE), count, count), INF)
-        known: dict[int, Any] = {}
+        arrays_of: dict[int, Any] = {}
         for i, edges in enumerate(chain.edges):
-            if id(edges) not in known:
-                one = np.full((len(EDGE), count, count), INF)
+            if id(edges) not in arrays_of:
+                array = np.full((len(EDGE), count, count), INF)
                 if isinstance(edges, Joints):
-                    one[:, edges.source, edges.target] = edges.figures[1:]
+                    array[:, edges.source, edges.target] = edges.figures[1:]
                 elif edges:
                     at = np.array(list(edges))
-                    one[:, at[:, 0], at[:, 1]] = np.array([_EDGE(e) for e in edges.values()]).T
-                known[id(edges)] = one
-            self.edges[i] = known[id(edges)]
+                    array[:, at[:, 0], at[:, 1]] = np.array([_EDGE(e) for e in edges.values()]).T
+                arrays_of[id(edges)] = array
+            self.edges[i] = arrays_of[id(edges)]
         self.inlets = np.full((self.n, len(EDGE), count), INF)
         self.outlets = np.full((self.n, len(EDGE), count), INF)
-        for found, ends in ((self.inlets, chain.inlets), (self.outlets, chain.outlets)):
-            made: dict[int, Any] = {}
+        for sides, ends in ((self.inlets, chain.inlets), (self.outlets, chain.outlets)):
+            figures_of: dict[int, Any] = {}
             for i, edges_of in enumerate(ends):
                 if isinstance(edges_of, Sides):
-                    found[i][:, edges_of.layouts] = edges_of.figures[1:]
+                    sides[i][:, edges_of.layouts] = edges_of.figures[1:]
                 elif edges_of:
-                    if id(edges_of) not in made:
-                        made[id(edges_of)] = np.array([_EDGE(e) for e in edges_of.values()]).T
-                    found[i][:, list(edges_of)] = made[id(edges_of)]
+                    if id(edges_of) not in figures_of:
+                        figures_of[id(edges_of)] = np.array([_EDGE(e) for e in edges_of.values()]).T
+                    sides[i][:, list(edges_of)] = figures_of[id(edges_of)]
         self.release = chain.release
 
     def flying(self, in_flight: int) -> Numbers:
@@ -91,19 +91,19 @@ class Numbers:
 
     @cached_property
     def _ahead(self) -> Numbers:
-        found = copy(self)
-        found.rows = [row.copy() for row in self.rows]
+        numbers = copy(self)
+        numbers.rows = [row.copy() for row in self.rows]
         rows, component, groups = self.flat
-        found.flat = (rows.copy(), component, groups)
-        for row in (*found.rows, found.flat[0]):
+        numbers.flat = (rows.copy(), component, groups)
+        for row in (*numbers.rows, numbers.flat[0]):
             row[:, STATE] -= row[:, ADDED]
             row[:, GRAD], row[:, ADDED] = row[:, GRAD] + row[:, ADDED], 0.0
-        found.edges, found.inlets = self.edges.copy(), self.inlets.copy()
-        for held in (found.edges[:, ESTATE], found.inlets[1:, ESTATE]):
-            held[np.isfinite(held)] = 0.0
-        for name in ("kinds", "distinct", "_twins", "_ahead", "_most"):
-            found.__dict__.pop(name, None)
-        return found
+        numbers.edges, numbers.inlets = self.edges.copy(), self.inlets.copy()
+        for state in (numbers.edges[:, ESTATE], numbers.inlets[1:, ESTATE]):
+            state[np.isfinite(state)] = 0.0
+        for name in ("kinds", "distinct", "_twins", "_ahead", "_upper_bounds"):
+            numbers.__dict__.pop(name, None)
+        return numbers
 
     @cached_property
     def kinds(self) -> list[int]:
@@ -114,9 +114,9 @@ class Numbers:
     def distinct(self) -> tuple[Any, Any, Any]:
         """Configurations of the distinct components, the index at which each of these begins, and the number of each
         component."""
-        some = [self.rows[self.kinds.index(k)] for k in range(len(set(self.kinds)))]
-        groups = np.cumsum([0, *(len(r) for r in some[:-1])])
-        return np.concatenate(some), groups, np.array(self.kinds)
+        rows = [self.rows[self.kinds.index(k)] for k in range(len(set(self.kinds)))]
+        groups = np.cumsum([0, *(len(r) for r in rows[:-1])])
+        return np.concatenate(rows), groups, np.array(self.kinds)
 
     def twin(self, start: int, stop: int) -> tuple[int, int]:
         """The first stage that has equal components and equal edges between them."""
@@ -127,25 +127,25 @@ class Numbers:
         edges, inlets, outlets = (
             _numbered(x.tobytes() for x in values) for values in (self.edges, self.inlets, self.outlets)
         )
-        whole: dict[tuple[int, int], tuple[int, int]] = {}
-        inside: dict[tuple[int, ...], int] = {}
-        found: dict[tuple[int, int], tuple[int, int]] = {}
+        stage_of: dict[tuple[int, int], tuple[int, int]] = {}
+        numbers_of: dict[tuple[int, ...], int] = {}
+        twins: dict[tuple[int, int], tuple[int, int]] = {}
         for a in range(self.n):
-            at = inside.setdefault((inlets[a], self.kinds[a], a == 0), len(inside))  # the first stage differs
+            at = numbers_of.setdefault((inlets[a], self.kinds[a], a == 0), len(numbers_of))  # the first stage differs
             for b in range(a + 1, self.n + 1):
                 if b > a + 1:
                     across = b - 2 > a and self.release[b - 1] < b - 2  # a bucket spans component b - 2
-                    at = inside.setdefault((at, edges[b - 2], self.kinds[b - 1], across), len(inside))
-                found[a, b] = whole.setdefault((at, outlets[b - 1]), (a, b))
-        return found
+                    at = numbers_of.setdefault((at, edges[b - 2], self.kinds[b - 1], across), len(numbers_of))
+                twins[a, b] = stage_of.setdefault((at, outlets[b - 1]), (a, b))
+        return twins
 
-    def roomy(self, in_flight: int) -> bool:
+    def all_fit(self, in_flight: int) -> bool:
         """Whether every choice fits in memory."""
-        state, held, moving = self._most
-        return state + in_flight * held + moving + self.chain.over <= self.capacity
+        state, activations, moving = self._upper_bounds
+        return state + in_flight * activations + moving + self.chain.over <= self.capacity
 
     @cached_property
-    def _most(self) -> tuple[float, float, float]:
+    def _upper_bounds(self) -> tuple[float, float, float]:
         """Upper bounds in GiB over all choices: permanent memory, activations of one microbatch, transient memory."""
 
         def most(*arrays: Any) -> list[float]:
@@ -154,15 +154,15 @@ class Numbers:
         rows, ends = self.rows, (self.inlets, self.outlets)
         state = sum(float((r[:, STATE] + r[:, GRAD]).max()) for r in rows)
         state += sum(most(*self.edges[:, ESTATE], *(e[:, ESTATE] for e in ends)))
-        held = sum(float(r[:, ACT].max()) for r in rows) + sum(most(*self.edges[:, EACT], *(e[:, EACT] for e in ends)))
+        acts = sum(float(r[:, ACT].max()) for r in rows) + sum(most(*self.edges[:, EACT], *(e[:, EACT] for e in ends)))
         moving = max(float(r[:, TRANS].max()) for r in rows)
-        return state, held, moving + sum(most(self.edges[:, ETRANS], *(e[:, ETRANS] for e in ends)))
+        return state, acts, moving + sum(most(self.edges[:, ETRANS], *(e[:, ETRANS] for e in ends)))
 
 
 def _numbered(values: Iterable[object]) -> list[int]:
     """A number for each value; equal values have the same number."""
-    known: dict[object, int] = {}
-    return [known.setdefault(x, len(known)) for x in values]
+    number_of: dict[object, int] = {}
+    return [number_of.setdefault(x, len(number_of)) for x in values]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,12 +228,12 @@ class PricedChain:
         batch = len(weights)
         self.numbers, self.batch = x, batch
         # component x batch x layout: inside a stage, first in it, last in it, alone in it
-        self.inner, self.first, self.last, self.alone = (np.full((n, batch, x.count), INF) for _ in range(4))
+        self.inner, self.first, self.last, self.only = (np.full((n, batch, x.count), INF) for _ in range(4))
         row, component, groups = x.flat
         sync, once_ = row[:, PROMPT] + row[:, LATE], row[:, ONCE]
         inside = _weighed(weights, row[:, F], row[:, B], once_ + sync)
-        ending, held = inside, weights.memory.any()
-        if held:
+        ending, with_memory = inside, weights.memory.any()
+        if with_memory:
             inside = inside + weights.memory[:, None] * row[:, STATE]
             inside = inside + weights.activations[:, component] * row[:, ACT]
             if weights.moments.any():
@@ -244,30 +244,30 @@ class PricedChain:
         hidden = weights.hidden[:, component]
         once = weights.once[:, None] * x.saving * (weights.pivot[:, None] != component)
         behind = once * x.sc * hidden * sync
-        seen = once * x.sp * (1 - hidden) * row[:, WINDOW]
+        in_window = once * x.sp * (1 - hidden) * row[:, WINDOW]
         where = (component[groups], slice(None), x.flat_layout[groups])
         for into, cost in (
-            (self.inner, inside - behind - seen), (self.first, inside - seen), (self.last, ending - behind),
-            (self.alone, ending),
+            (self.inner, inside - behind - in_window), (self.first, inside - in_window), (self.last, ending - behind),
+            (self.only, ending),
         ):  # fmt: skip
             into[where] = np.minimum.reduceat(cost, groups, axis=1).T
         with np.errstate(invalid="ignore"):
-            found = []
+            costs = []
             for e, first, last in ((x.edges, 1, False), (x.inlets, 0, False), (x.outlets, 0, True)):
                 cost = _weighed(weights, e[:, EF], e[:, EB], e[:, EONCE])
-                if held:
+                if with_memory:
                     shape = (batch, len(e), *([1] * (e.ndim - 2)))
                     moving = weights.transient[:, first:] + (weights.ending[:, None] if last else 0.0)
                     cost = cost + weights.memory.reshape(-1, *([1] * (e.ndim - 1))) * e[:, ESTATE]
                     cost = cost + weights.activations[:, first:].reshape(shape) * e[:, EACT]
                     cost = cost + moving.reshape(shape) * e[:, ETRANS]
-                found.append(np.nan_to_num(cost, nan=INF, posinf=INF).swapaxes(0, 1))
-        self.edges, self.inlets, self.outlets = found
+                costs.append(np.nan_to_num(cost, nan=INF, posinf=INF).swapaxes(0, 1))
+        self.edges, self.inlets, self.outlets = costs
 
     def intervals(self) -> Any:
         """Least cost of every stage: batch x start x stop x entry degree x exit degree."""
         x, n = self.numbers, self.numbers.n
-        found = np.full((self.batch, n, n + 1, x.degrees, x.degrees), INF)
+        least = np.full((self.batch, n, n + 1, x.degrees, x.degrees), INF)
         state = np.full((self.batch, n, x.degrees, x.count), INF)
         ended = np.full((self.batch, n, x.degrees, x.count), INF)
         layouts = np.arange(x.count)
@@ -277,24 +277,24 @@ class PricedChain:
                 state[:, :i] = step + self.inner[i][:, None, None, :]
                 ended[:, :i] = step + (self.last[i] + self.outlets[i])[:, None, None, :]
             state[:, i, x.degree, layouts] = self.inlets[i] + self.first[i]
-            ended[:, i, x.degree, layouts] = self.inlets[i] + self.alone[i] + self.outlets[i]
+            ended[:, i, x.degree, layouts] = self.inlets[i] + self.only[i] + self.outlets[i]
             for d in range(x.degrees):
-                there = x.degree == d
-                if there.any():
-                    found[:, : i + 1, i + 1, :, d] = ended[:, : i + 1][..., there].min(axis=-1)
-        return found
+                mask = x.degree == d
+                if mask.any():
+                    least[:, : i + 1, i + 1, :, d] = ended[:, : i + 1][..., mask].min(axis=-1)
+        return least
 
     def completions(self) -> Any:
         """Least cost behind component i in its layout, for stages that stop at b: i x batch x b x layout."""
         x, n = self.numbers, self.numbers.n
-        found = np.full((n, self.batch, n + 1, x.count), INF)
+        least = np.full((n, self.batch, n + 1, x.count), INF)
         for i in range(n - 1, -1, -1):
-            found[i, :, i + 1] = self.outlets[i]
+            least[i, :, i + 1] = self.outlets[i]
             if i + 1 < n:
-                behind = found[i + 1, :, i + 2 :] + self.inner[i + 1][:, None, :]
+                behind = least[i + 1, :, i + 2 :] + self.inner[i + 1][:, None, :]
                 behind[:, 0] = self.outlets[i + 1] + self.last[i + 1]
-                found[i, :, i + 2 :] = (behind[:, :, None, :] + self.edges[i][:, None, :, :]).min(axis=3)
-        return found
+                least[i, :, i + 2 :] = (behind[:, :, None, :] + self.edges[i][:, None, :, :]).min(axis=3)
+        return least
 
 
 @dataclass
@@ -311,7 +311,7 @@ class Table:
     single: Any
     backward: Any = None
 
-    def anyhow(self) -> Table:
+    def least_over_degrees(self) -> Table:
         """The table with the least of each value over the degrees at the ends."""
         return Table(*(None if x is None else x.min(axis=(2, 3), keepdims=True) for x in self.values()))
 

@@ -47,7 +47,7 @@ class Neighbours:
 
     def _offered(self, w: int, m: int) -> list[StageStyle]:
         if (w, m) not in self._styles:
-            self._styles[w, m] = self.sketch.styles(w, m, lean=True)
+            self._styles[w, m] = self.sketch.styles(w, m, save_memory=True)
         return self._styles[w, m]
 
     def _otherwise(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
@@ -97,8 +97,8 @@ class Neighbours:
                 return
             yield fewer
             for k in {0, s - 1, len(fewer.starts) - 1}:
-                if (found := self._resized(fewer, k, fewer.widths[k] + x.widths[s])) is not None:
-                    yield found
+                if (resized := self._resized(fewer, k, fewer.widths[k] + x.widths[s])) is not None:
+                    yield resized
 
     def _halved(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
         ends = (*x.starts, self.n)
@@ -111,6 +111,6 @@ class Neighbours:
                 (*x.styles[: s + 1], x.styles[s], *x.styles[s + 1 :]), x.num_microbatches, x.schedule,
             )  # fmt: skip
             first = self._resized(more, s, w - w // 2)
-            found = None if first is None else self._resized(first, s + 1, w // 2)
-            if found is not None:
-                yield found
+            resized = None if first is None else self._resized(first, s + 1, w // 2)
+            if resized is not None:
+                yield resized

@@ -44,13 +44,13 @@ class OpenList:
 
     def __init__(self, case: Case, base: Tables, *, tight: bool) -> None:
         self._case, self._base, self._tight = case, base, tight
-        self._effort = case.shop.effort
-        self._known = Explored(case.shop, case.m, case.in_flight)
-        self._share, self._short = _SHARE, False
+        self._effort = case.cache.effort
+        self._explored = Explored(case.cache, case.m, case.in_flight)
+        self._share, self._fully_listed = _SHARE, False
         self._queue: list[tuple[float, Cuts]] = []
         self._leaves: dict[Cuts, tuple[Leaves, Any, bool]] = {}
-        self._fixed = dict[Cuts, ColumnGeneration]()
-        self._settled = dict[Cuts, float]()
+        self._columns_of = dict[Cuts, ColumnGeneration]()
+        self._final_bounds = dict[Cuts, float]()
         self._listed, self._floor = 0.0, INF
         self.bound, self.stuck = case.bound, False
 
@@ -67,75 +67,75 @@ class OpenList:
             if not self._queue or self._queue[0][0] >= min(best, self._listed) or clock.now() > ends:
                 break
             low, cuts = self._queue[0]
-            found, value = self._closer(low, cuts, best, ends)
+            bound, value = self._examine(low, cuts, best, ends)
             best = min(best, value)
             heapq.heappop(self._queue)
-            if found < best:
-                heapq.heappush(self._queue, (found, cuts))
+            if bound < best:
+                heapq.heappush(self._queue, (bound, cuts))
             else:
-                self._settled[cuts] = found
-                self._fixed.pop(cuts, None)
+                self._final_bounds[cuts] = bound
+                self._columns_of.pop(cuts, None)
         self._note(best)
 
     def _note(self, best: float) -> None:
         low = min(self._queue[0][0] if self._queue else INF, self._listed, self._floor)
         self.bound = max(self.bound, INF if low >= min(best, _FOREVER) else low)
 
-    def _closer(self, low: float, cuts: Cuts, best: float, ends: float) -> tuple[float, float]:
+    def _examine(self, low: float, cuts: Cuts, best: float, ends: float) -> tuple[float, float]:
         """Examine one set of cuts and widths a step further; returns a bound on it, and the ms of a plan where a better
         one came up."""
         leaf, rows, exact = self._leaves[cuts]
         if exact:
-            value, taken = self._filled(leaf, int(rows[0]), self._options)
-            if not taken and value < best:  # it does not fit, but others of these cuts may
+            value, accepted = self._propose_leaf(leaf, int(rows[0]), self._options)
+            if not accepted and value < best:  # it does not fit, but others of these cuts may
                 self._floor = min(self._floor, low)
-            return INF, value if taken else INF
-        if cuts not in self._fixed:
-            self._fixed[cuts] = ColumnGeneration(self._case, cuts, low, self._seen(leaf, rows[:_SEEN]))
-        fixed = self._fixed[cuts]
-        low = max(low, fixed.bound)
+            return INF, value if accepted else INF
+        if cuts not in self._columns_of:
+            self._columns_of[cuts] = ColumnGeneration(self._case, cuts, low, self._known_times(leaf, rows[:_SEEN]))
+        columns = self._columns_of[cuts]
+        low = max(low, columns.bound)
         if low >= min(best, self._listed):
             return low, INF
-        if fixed.done:
-            return self._in_full(fixed, best, ends)
-        before, value = fixed.value, INF
-        fixed.step(best, ends)
-        while fixed.value < min(before, _NEAR * best):
-            if fixed.value < best:
+        if columns.done:
+            return self._explore_fully(columns, best, ends)
+        before, value = columns.value, INF
+        columns.step(best, ends)
+        while columns.value < min(before, _NEAR * best):
+            if columns.value < best:
                 starts, widths = tuple(a for _, a, _ in cuts), tuple(w for w, _, _ in cuts)
-                found, taken = self._case.tell(starts, widths, fixed.choices)
-                best, value = (found, found) if taken else (best, value)
-            before = fixed.value
-            if not fixed.done:
-                fixed.step(best, ends)
-        return max(low, fixed.bound), value
+                plan_ms, accepted = self._case.propose(starts, widths, columns.choices)
+                best, value = (plan_ms, plan_ms) if accepted else (best, value)
+            before = columns.value
+            if not columns.done:
+                columns.step(best, ends)
+        return max(low, columns.bound), value
 
-    def _in_full(self, fixed: ColumnGeneration, best: float, ends: float) -> tuple[float, float]:
+    def _explore_fully(self, columns: ColumnGeneration, best: float, ends: float) -> tuple[float, float]:
         """Explore all ways to run the stages of these cuts and widths that may be part of a better plan; returns as
         :meth:`_closer`."""
         limit, frame, schedule = min(best, self._limit), self._frame, self._case.schedule
-        keys = keys_of(fixed.cuts)
-        new = {key for key in keys if not self._known.known(key, limit)}
+        keys = keys_of(columns.cuts)
+        new = {key for key in keys if not self._explored.known(key, limit)}
         if not new:
-            new = {key for key in keys if not self._known.exact(key, limit) and self._known.refine(key)}
+            new = {key for key in keys if not self._explored.exact(key, limit) and self._explored.refine(key)}
         if new:
-            self._known.explore(frame, limit, ends, new)
-            if not all(self._known.known(key, limit) for key in keys if key in new):
+            self._explored.explore(frame, limit, ends, new)
+            if not all(self._explored.known(key, limit) for key in keys if key in new):
                 raise OutOfTimeError
-        options = self._known.options(frame, limit, set(keys))
+        options = self._explored.options(frame, limit, set(keys))
         leaves, bound = plans(frame, options, [len(keys)], schedule, limit)
         value = INF
         for leaf in leaves:
             k = int(leaf.values.argmin())
             bound = min(bound, float(leaf.values[k]))
             if leaf.values[k] < best:
-                found, taken = self._filled(leaf, k, options)
-                value = found if taken else value
-        if not new and bound <= fixed.bound:
-            self._floor = min(self._floor, fixed.bound)
+                plan_ms, accepted = self._propose_leaf(leaf, k, options)
+                value = plan_ms if accepted else value
+        if not new and bound <= columns.bound:
+            self._floor = min(self._floor, columns.bound)
             return INF, value
-        fixed.bound = max(fixed.bound, bound)
-        return fixed.bound, value
+        columns.bound = max(columns.bound, bound)
+        return columns.bound, value
 
     def _list(self, best: float, ends: float) -> None:
         """List all cuts and widths of plans below a limit that is a little higher than the last time. Where there are
@@ -144,31 +144,31 @@ class OpenList:
         while True:
             share = self._next(best)
             limit = self._limit = min(best, cap, self.bound * (1 + share) if share < _ALL else INF)
-            self._case.tables = self._known.tightened(self._base, limit)
+            self._case.tables = self._explored.tightened(self._base, limit)
             frame = self._frame = self._case.framed()
-            low = frame.value(self._case.stages)
-            if low >= limit:
+            bound = frame.value(self._case.stages)
+            if bound >= limit:
                 self._queue, self._listed = [], limit
                 break
-            self.bound = max(self.bound, low)
+            self.bound = max(self.bound, bound)
             frame.look_ahead(self._case.stages)
-            options = self._options = self._known.options(frame, limit)
-            leaves, told = plans(frame, options, self._case.stages, self._case.schedule, limit, FEW)
-            self._open(leaves, min(told, limit))
+            options = self._options = self._explored.options(frame, limit)
+            leaves, proved = plans(frame, options, self._case.stages, self._case.schedule, limit, FEW)
+            self._queue_cuts(leaves, min(proved, limit))
             vague, slots = self._vague(), sum(len(cuts) for _, cuts in self._queue)
             few = len(vague) * self._effort.shared >= slots and len(self._queue) <= self._effort.listed
-            if few and (told >= limit or told > self.bound * (1 + _SHARE)):
+            if few and (proved >= limit or proved > self.bound * (1 + _SHARE)):
                 break
-            if self._tight and self.bound * (1 + _SHARE) < told < limit:
-                cap = told
+            if self._tight and self.bound * (1 + _SHARE) < proved < limit:
+                cap = proved
                 continue
-            if (told >= limit and not vague) or not self._known.explore(
-                frame, limit, ends, vague if told >= limit else None
+            if (proved >= limit and not vague) or not self._explored.explore(
+                frame, limit, ends, vague if proved >= limit else None
             ):
-                if told < limit:
-                    leaves, told = plans(frame, options, self._case.stages, self._case.schedule, limit)
-                    self._open(leaves, min(told, limit))
-                    self._short = True
+                if proved < limit:
+                    leaves, proved = plans(frame, options, self._case.stages, self._case.schedule, limit)
+                    self._queue_cuts(leaves, min(proved, limit))
+                    self._fully_listed = True
                 break
             if clock.now() > ends:
                 return
@@ -179,18 +179,18 @@ class OpenList:
 
     def _next(self, best: float) -> float:
         """The share of the bound by which the limit lies above it; far from the best plan it grows faster."""
-        if self.bound <= 0 or best >= _FOREVER or self._short:
+        if self.bound <= 0 or best >= _FOREVER or self._fully_listed:
             return self._share
-        left = best / self.bound - 1
+        distance = best / self.bound - 1
         leap = self._effort.leap_tight if self._tight else self._effort.leap
-        return max(self._share, left if left <= leap else left * self._effort.stride)
+        return max(self._share, distance if distance <= leap else distance * self._effort.stride)
 
-    def _open(self, leaves: Sequence[Leaves], limit: float) -> None:
+    def _queue_cuts(self, leaves: Sequence[Leaves], limit: float) -> None:
         """Queue the cuts and widths below ``limit`` among the leaves."""
         self._queue, self._leaves, self._listed = [], {}, limit
         for low, leaf, rows in alike(leaves, self._options):
             cuts = tuple((w, a, b) for (w, _, a, b), _, _ in ways(leaf, int(rows[0]), self._options))
-            bound = self._fixed[cuts].bound if cuts in self._fixed else self._settled.get(cuts, 0.0)
+            bound = self._columns_of[cuts].bound if cuts in self._columns_of else self._final_bounds.get(cuts, 0.0)
             if max(low, bound) < limit:
                 self._queue.append((max(low, bound), cuts))
                 self._leaves[cuts] = leaf, rows, self._exact(leaf, int(rows[0]))
@@ -199,14 +199,14 @@ class OpenList:
     def _exact(self, leaf: Leaves, i: int) -> bool:
         """Whether a leaf is made of true ways to run its stages."""
         stages = ways(leaf, i, self._options)
-        return all(x.point[k] >= 0 and self._known.exact(key, self._limit) for key, x, k in stages)
+        return all(x.point[k] >= 0 and self._explored.exact(key, self._limit) for key, x, k in stages)
 
     def _vague(self) -> set[Key]:
-        return {key for _, cuts in self._queue for key in keys_of(cuts) if not self._known.known(key, self._limit)}
+        return {key for _, cuts in self._queue for key in keys_of(cuts) if not self._explored.known(key, self._limit)}
 
-    def _seen(self, leaf: Leaves, rows: Any) -> list[Any]:
+    def _known_times(self, leaf: Leaves, rows: Any) -> list[Any]:
         """Known times of plans, as :func:`asa.planner.pipeline.column_generation.longest` takes them."""
-        found, links = [], self._case.links
+        times, links = [], self._case.links
         assert links is not None
         for i in rows.tolist():
             column, offset, before = list[float](), 0, 0
@@ -222,41 +222,41 @@ class OpenList:
                     moves += [float(links.ahead[where]), float(links.back[where])]
                 offset += w
                 before = int(x.exit[k])
-            found.append(np.array(column + moves))
-        return found
+            times.append(np.array(column + moves))
+        return times
 
-    def _filled(self, leaf: Leaves, i: int, options: dict[tuple[int, int], Options]) -> tuple[float, bool]:
+    def _propose_leaf(self, leaf: Leaves, i: int, options: dict[tuple[int, int], Options]) -> tuple[float, bool]:
         """The ms of the plan that a leaf stands for, and whether it was taken."""
         stages = ways(leaf, i, options)
-        choices = tuple(self._known.points(key).choice(int(x.point[k])) for key, x, k in stages)
-        return self._case.tell(tuple(key[2] for key, _, _ in stages), tuple(key[0] for key, _, _ in stages), choices)
+        choices = tuple(self._explored.points(key).choice(int(x.point[k])) for key, x, k in stages)
+        return self._case.propose(tuple(key[2] for key, _, _ in stages), tuple(key[0] for key, _, _ in stages), choices)
 
 
 def alike(leaves: Sequence[Leaves], options: dict[tuple[int, int], Options]) -> list[tuple[float, Leaves, Any]]:
     """Leaves grouped by cuts and widths: a group's lowest value in ms, its leaves, and its rows in order of values."""
-    found = []
+    groups = []
     for x in leaves:
         widths = np.zeros_like(x.starts)
         p = x.starts.shape[1]
         for s in range(p):
             for a in np.unique(x.starts[:, s]).tolist():
-                mine = x.starts[:, s] == a
-                widths[mine, s] = options[p - s, a].width[x.options[mine, s]]
+                rows_here = x.starts[:, s] == a
+                widths[rows_here, s] = options[p - s, a].width[x.options[rows_here, s]]
         _, of = np.unique(np.concatenate([x.starts, widths], axis=1), axis=0, return_inverse=True)
         of = of.reshape(-1)
         order = np.lexsort((x.values, of))
         for rows in np.split(order, np.flatnonzero(np.diff(of[order])) + 1):
-            found.append((float(x.values[rows[0]]), x, rows))
-    return found
+            groups.append((float(x.values[rows[0]]), x, rows))
+    return groups
 
 
 def ways(leaf: Leaves, i: int, options: dict[tuple[int, int], Options]) -> list[tuple[Key, Options, int]]:
     """The stages of row ``i`` of a leaf, each with its options and the index of the one it takes."""
-    p, found = leaf.starts.shape[1], []
+    p, stages = leaf.starts.shape[1], []
     for s, (start, k) in enumerate(zip(leaf.starts[i].tolist(), leaf.options[i].tolist(), strict=True)):
         x = options[p - s, start]
-        found.append(((int(x.width[k]), p - s, start, int(x.stop[k])), x, k))
-    return found
+        stages.append(((int(x.width[k]), p - s, start, int(x.stop[k])), x, k))
+    return stages
 
 
 def keys_of(cuts: Cuts) -> list[Key]:

@@ -22,7 +22,7 @@ class Room(NamedTuple):
     whole: float
     single: float = _ANY
 
-    def joined(self, other: Room) -> Room:
+    def union(self, other: Room) -> Room:
         """The room that covers both."""
         return Room(*map(max, self, other))
 
@@ -30,7 +30,7 @@ class Room(NamedTuple):
         """The room multiplied by ``factor``."""
         return Room(*(x * factor for x in self))
 
-    def holds(self, other: Room) -> bool:
+    def covers(self, other: Room) -> bool:
         """Whether it is at least as large as the other in everything."""
         return all(a >= b for a, b in zip(self, other, strict=True))
 
@@ -59,24 +59,24 @@ class Points:
     def within(self, m: int, room: Room) -> Points | None:
         """Points that take no longer than ``room`` allows."""
         forward, backward, _, once = self.least
-        good = forward + backward <= room.steady * (1 + ROUNDING)
-        good &= m * (forward + backward) + once <= room.whole * (1 + ROUNDING)
-        good &= forward + backward + once <= room.single * (1 + ROUNDING)
-        if good.all():
+        mask = forward + backward <= room.steady * (1 + ROUNDING)
+        mask &= m * (forward + backward) + once <= room.whole * (1 + ROUNDING)
+        mask &= forward + backward + once <= room.single * (1 + ROUNDING)
+        if mask.all():
             return self
-        if not good.any():
+        if not mask.any():
             return None
-        kept = np.flatnonzero(good)
+        keep = np.flatnonzero(mask)
         return replace(
-            self, least=self.least[:, kept], entry=self.entry[kept], exit=self.exit[kept], extra=self.extra[kept],
-            origin=self.origin[kept],
+            self, least=self.least[:, keep], entry=self.entry[keep], exit=self.exit[keep], extra=self.extra[keep],
+            origin=self.origin[keep],
         )  # fmt: skip
 
     def choice(self, index: int) -> Choice:
         """The choice that a point stands for."""
-        found: list[int] = []
+        choice: list[int] = []
         label = int(self.origin[index])
         for parents, configs in reversed(self.history):
-            found.append(int(configs[label]))
+            choice.append(int(configs[label]))
             label = int(parents[label])
-        return tuple(reversed(found))
+        return tuple(reversed(choice))

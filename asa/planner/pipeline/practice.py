@@ -54,7 +54,7 @@ def practice(prices: Prices, allowed: Allowed, until: float = INF, first: float 
     ``until``, or for ``first`` more seconds as long as none fits. Unequal devices form one stage."""
     gpus = prices.space.request.gpus
     if prices.space.cluster.unequal:
-        return _fastest(_alone(prices, allowed, (gpus,)), INF, until, first)
+        return _fastest(_single_stages(prices, allowed, (gpus,)), INF, until, first)
     sketch = Sketch(prices, allowed, INF)
     return _fastest([(sketch, split) for split in _splits(prices)], INF, until, first)
 
@@ -62,27 +62,27 @@ def practice(prices: Prices, allowed: Allowed, until: float = INF, first: float 
 def on_fewer(prices: Prices, allowed: Allowed, below: float, until: float) -> Candidate | None:
     """The fastest such plan of one stage on fewer devices, if it takes less than ``below`` seconds. The search proper
     comes to narrow stages late, since it begins with the lowest bounds by compute."""
-    found = _fastest(_alone(prices, allowed, _widths(prices.space)), below, until)
-    return found if found is not None and prices.of(found).cost.total_s < below else None
+    plan = _fastest(_single_stages(prices, allowed, _widths(prices.space)), below, until)
+    return plan if plan is not None and prices.of(plan).cost.total_s < below else None
 
 
 def _fastest(
     splits: Iterable[tuple[Sketch, _Split]], below: float, until: float, first: float = 0.0
 ) -> Candidate | None:
-    found = list[tuple[float, int, Sketch, Candidate]]()
-    roomy = set[tuple[Sketch, int, int]]()
+    plans = list[tuple[float, int, Sketch, Candidate]]()
+    all_kept = set[tuple[Sketch, int, int]]()
     for sketch, split in sorted(splits, key=lambda x: x[1].least_s):
-        if split.least_s >= below or clock.counted() > (until if found else until + first):
+        if split.least_s >= below or clock.counted() > (until if plans else until + first):
             break
         key = (sketch, split.d, split.t)
-        if split.p == 1 and key in roomy:  # more microbatches only save memory
+        if split.p == 1 and key in all_kept:  # more microbatches only save memory
             continue
         for seconds, candidate in _plans(sketch, split, below):
-            found.append((seconds, len(found), sketch, candidate))
+            plans.append((seconds, len(plans), sketch, candidate))
             below = min(below, seconds)
             if all(w.data.strategy == "replicate" and not w.checkpoint for w in candidate.ways):
-                roomy.add(key)
-    for _, _, sketch, candidate in sorted(found, key=lambda x: x[:2])[:_ASKED]:
+                all_kept.add(key)
+    for _, _, sketch, candidate in sorted(plans, key=lambda x: x[:2])[:_ASKED]:
         if sketch.prices.fits(candidate):
             return candidate
     return None
@@ -97,22 +97,22 @@ def _widths(space: Space) -> list[int]:
     return [w for w in some if w < gpus]
 
 
-def _alone(prices: Prices, allowed: Allowed, some: Sequence[int]) -> Iterator[tuple[Sketch, _Split]]:
+def _single_stages(prices: Prices, allowed: Allowed, sizes: Sequence[int]) -> Iterator[tuple[Sketch, _Split]]:
     """Splits of one stage of each of these widths, with the batch in equal parts and in proportion to speed."""
     space = prices.space
-    for w in some:
+    for w in sizes:
         speeds = space.cluster.speeds(range(w))
         views = [prices]
         if len(set(speeds)) > 1 and space.request.uneven:
             cut = lowest_terms(tuple(max(1, round(FINE * s / max(speeds))) for s in speeds))
             views.append(Prices(space.weighted({w: cut}), prices))
-        for own in views:
-            sketch = Sketch(own, allowed, INF, w)
+        for view in views:
+            sketch = Sketch(view, allowed, INF, w)
             most = min(w, max(_MOST_SPLIT, space.cluster.node)) if "tensor" in space.strategies.tensor else 1
             for t in (t for t in range(1, most + 1) if w % t == 0):
                 for m in space.microbatches():
                     if sketch.possible(w, m, StageStyle(w // t, t, "replicate", False)).all():
-                        yield sketch, _Split(w // t, t, 1, m, (0,), m * sum(own.compute(w, m, w)))
+                        yield sketch, _Split(w // t, t, 1, m, (0,), m * sum(view.compute(w, m, w)))
 
 
 def _splits(prices: Prices) -> Iterator[_Split]:
@@ -132,20 +132,20 @@ def _splits(prices: Prices) -> Iterator[_Split]:
                 if p > 1 and (schedule is None or m > MOST_IN_A_PIPELINE or schedule.refusal(p, m)):
                     continue
                 if all(space.enough_samples(i, d, m) for i in range(n)):
-                    yield _timed(prices, d, t, p, m, cuts)
+                    yield _balanced(prices, d, t, p, m, cuts)
 
 
-def _timed(prices: Prices, d: int, t: int, p: int, m: int, cuts: Sequence[int]) -> _Split:
-    taken = np.array(prices.compute_of(d, t, m, p))
-    before = np.concatenate([[0.0], np.cumsum(taken)])
+def _balanced(prices: Prices, d: int, t: int, p: int, m: int, cuts: Sequence[int]) -> _Split:
+    compute_s = np.array(prices.compute_of(d, t, m, p))
+    sums = np.concatenate([[0.0], np.cumsum(compute_s)])
     starts = [0]
     for s in range(1, p):  # the cut nearest to an equal share of the rest
-        left = [c for c in cuts if c > starts[-1]]
-        left = left[: len(left) - (p - s - 1)]
-        wanted = before[starts[-1]] + (before[-1] - before[starts[-1]]) / (p - s + 1)
-        starts.append(min(left, key=lambda c: abs(before[c] - wanted)))
-    stages = np.diff(before[[*starts, len(taken)]])
-    least_s = max(float(before[-1]), float((before[starts] + m * stages).max()))
+        remaining = [c for c in cuts if c > starts[-1]]
+        remaining = remaining[: len(remaining) - (p - s - 1)]
+        target = sums[starts[-1]] + (sums[-1] - sums[starts[-1]]) / (p - s + 1)
+        starts.append(min(remaining, key=lambda c: abs(sums[c] - target)))
+    stages = np.diff(sums[[*starts, len(compute_s)]])
+    least_s = max(float(sums[-1]), float((sums[starts] + m * stages).max()))
     return _Split(d, t, p, m, tuple(starts), least_s)
 
 
@@ -153,12 +153,12 @@ def _plans(sketch: Sketch, x: _Split, below: float) -> Iterator[tuple[float, Can
     """Seconds and plan of a split for each data strategy that fits; those not below ``below`` may be left out."""
     space, n, w = sketch.space, sketch.n, x.d * x.t
     for kind in (k for k in _KINDS if k in space.strategies.data and (x.d > 1 or k == "replicate")):
-        plain = StageStyle(x.d, x.t, kind, False)
-        if not sketch.possible(w, x.num_microbatches, plain).all() or _overfull(sketch, x, plain):
+        style = StageStyle(x.d, x.t, kind, False)
+        if not sketch.possible(w, x.num_microbatches, style).all() or _overfull(sketch, x, style):
             continue
-        made = _filled(sketch, x, plain, below)
-        if made is not None:
-            seconds, uniforms = made
+        filled = _filled(sketch, x, style, below)
+        if filled is not None:
+            seconds, uniforms = filled
             stops = (*x.starts[1:], n)
             yield (
                 seconds,
@@ -189,28 +189,28 @@ def _overfull(sketch: Sketch, x: _Split, style: StageStyle) -> bool:
     state, added, saved = (np.add.reduceat(v, x.starts) for v in (state, added, saved))
     schedule = space.strategies.schedules["1f1b"] if x.p > 1 else None
     flights = np.array([1 if schedule is None else schedule.in_flight(s, x.p, m) for s in range(x.p)])
-    held = np.maximum(state - added + flights * saved, state + (flights - 1) * saved)
-    return bool((held > space.capacity(sketch.gpus)).any())
+    memory = np.maximum(state - added + flights * saved, state + (flights - 1) * saved)
+    return bool((memory > space.capacity(sketch.gpus)).any())
 
 
 def _filled(sketch: Sketch, x: _Split, style: StageStyle, below: float) -> tuple[float, list[Uniform]] | None:
     """Seconds of a step, and the configuration of each stage, with as few components recomputed as fit; None where none
     fits, or where the lower bound is ``below`` seconds or more."""
     space, m, times, chosen = sketch.space, x.num_microbatches, [], list[Uniform]()
-    plain = sketch.uniform(x.d * x.t, m, style)
+    uniform = sketch.uniform(x.d * x.t, m, style)
     room = space.capacity(sketch.gpus)
     schedule = space.strategies.schedules["1f1b"] if x.p > 1 else None
     for s, (a, b) in enumerate(zip(x.starts, (*x.starts[1:], sketch.n), strict=True)):
         flight = 1 if schedule is None else schedule.in_flight(s, x.p, m)
-        own, held = plain.stage(a, b, flight)
-        made = (own, plain) if held <= room else _recomputed(sketch, plain, style, (a, b), flight, room)
-        if made is None:
+        times_s, peak = uniform.stage(a, b, flight)
+        stage = (times_s, uniform) if peak <= room else _recomputed(sketch, uniform, style, (a, b), flight, room)
+        if stage is None:
             return None
-        times.append(made[0])
-        chosen.append(made[1])
+        times.append(stage[0])
+        chosen.append(stage[1])
     if schedule is None:
-        one = times[0]
-        return m * (one.forward + one.backward) + one.last_backward_extra + one.after, chosen
+        single = times[0]
+        return m * (single.forward + single.backward) + single.last_backward_extra + single.after, chosen
     offsets = [0, *accumulate([x.d * x.t] * x.p)]
     pricer = chosen[0].pricer
     moves = [
@@ -224,28 +224,28 @@ def _filled(sketch: Sketch, x: _Split, style: StageStyle, below: float) -> tuple
 
 
 def _recomputed(
-    sketch: Sketch, plain: Uniform, style: StageStyle, ends: tuple[int, int], flight: int, room: float
+    sketch: Sketch, uniform: Uniform, style: StageStyle, ends: tuple[int, int], flight: int, room: float
 ) -> tuple[StageTimes, Uniform] | None:
     """Times and configuration of a stage with as few components recomputed as fit; None where none fits."""
-    (start, stop), own = ends, slice(*ends)
+    (start, stop), stage = ends, slice(*ends)
     if not sketch.space.strategies.checkpoint:
         return None
-    again = sketch.uniform(style.data * style.tensor, plain.pricer.num_microbatches, replace(style, checkpoint=True))
-    if not all(sketch.allowed(i, again.ways[i]) for i in range(start, stop)):
+    full = sketch.uniform(style.data * style.tensor, uniform.pricer.num_microbatches, replace(style, checkpoint=True))
+    if not all(sketch.allowed(i, full.ways[i]) for i in range(start, stop)):
         return None
-    spared = plain.priced.activations[own] - again.priced.activations[own]
-    longer = again.priced.backward[own] - plain.priced.backward[own]
-    able = np.array([w.checkpoint for w in again.ways[own]], dtype=bool) & (spared > 0)
+    spared = uniform.priced.activations[stage] - full.priced.activations[stage]
+    longer = full.priced.backward[stage] - uniform.priced.backward[stage]
+    able = np.array([w.checkpoint for w in full.ways[stage]], dtype=bool) & (spared > 0)
     order: Any = np.argsort(np.where(able, longer / np.maximum(1.0, spared), INF), kind="stable")[: int(able.sum())]
-    low, high, count, fitting = 1, len(order), len(order), None
+    low, high, count, best = 1, len(order), len(order), None
     while low <= high:  # bisection; all recomputed comes first: if that does not fit, nothing does
-        mixed = plain.mixed(again, [start + int(i) for i in order[:count]])
-        times, held = mixed.stage(start, stop, flight)
-        if held <= room:
-            fitting, high = (times, mixed), count - 1
-        elif fitting is None:
+        mixed = uniform.mixed(full, [start + int(i) for i in order[:count]])
+        times, peak = mixed.stage(start, stop, flight)
+        if peak <= room:
+            best, high = (times, mixed), count - 1
+        elif best is None:
             return None
         else:
             low = count + 1
         count = (low + high) // 2
-    return fitting
+    return best

@@ -40,16 +40,16 @@ V, C, P, U, W, MOVING = range(6)
 
 @dataclass
 class _Front:
-    """Labels behind one component: ``own``, label x clocks (ms) and memory (GiB); ``priced``, label x price set."""
+    """Labels behind one component: ``columns``, label x clocks (ms) and GiB; ``priced``, label x memory prices."""
 
-    own: Any
+    columns: Any
     priced: Any
     entry: Any
     layout: Any
     parent: Any
     config: Any
 
-    def taken(self, index: Any) -> _Front:
+    def select(self, index: Any) -> _Front:
         return _Front(*(x[index] for x in self.__dict__.values()))
 
 
@@ -69,28 +69,28 @@ class PricingProblem:
     continues), and of its once-per-step work (where the path ends). ``behind``: least cost of the later stages, for
     each data degree at the end."""
 
-    def __init__(self, piece: StageSlice, weights: Sequence[float], behind: Any) -> None:
+    def __init__(self, stage: StageSlice, weights: Sequence[float], behind: Any) -> None:
         forward, backward, longer, once = weights
-        x, n = piece.numbers, piece.n
-        self.piece, self.after = piece, behind[x.degree]
+        x, n = stage.numbers, stage.n
+        self.stage, self.after = stage, behind[x.degree]
         self.saving = 0.0
         if x.saving > 0:
             self.saving = once * x.saving - longer * (1 - 1 / x.sp if x.sp > 1 else 0.0)
-        r = piece.row
+        r = stage.row
         work = forward * r[:, at.F] + backward * r[:, at.B] + longer * r[:, at.BUCKET]
         work = work + once * (r[:, at.ONCE] + r[:, at.PROMPT] + r[:, at.LATE])
-        e = piece.edges
-        over = forward * e[:, at.EF] + backward * e[:, at.EB] + once * e[:, at.EONCE]
-        self.edges = np.where(piece.over, over, INF)
+        e = stage.edges
+        edge_cost = forward * e[:, at.EF] + backward * e[:, at.EB] + once * e[:, at.EONCE]
+        self.edges = np.where(stage.has_edge, edge_cost, INF)
         s = self.saving
         prompt, late = s * x.sc * r[:, at.PROMPT], s * x.sc * r[:, at.LATE]
         # Cost in front of the component at which the overlap is counted, at it, behind it in the same bucket, and
         # behind that.
         sides = [work - s * x.sp * r[:, at.WINDOW], work, work - prompt, work - prompt - late]
-        kept = self._undominated(np.stack(sides, axis=1) if s else work[:, None])
-        self.rows, self.layout, self.component = r[kept], piece.layout[kept], piece.component[kept]
-        self.config = piece.config[kept]
-        self.sides = np.stack([v[kept] for v in sides])
+        keep = self._undominated(np.stack(sides, axis=1) if s else work[:, None])
+        self.rows, self.layout, self.component = r[keep], stage.layout[keep], stage.component[keep]
+        self.config = stage.config[keep]
+        self.sides = np.stack([v[keep] for v in sides])
         self.begins = begins(self.component, self.layout)
         self.of = np.searchsorted(self.component, np.arange(n + 1))
         ks = sorted({0, n // 2, n - 1}) if s > 0 else [0]
@@ -98,46 +98,46 @@ class PricingProblem:
         self._price()
 
     def _undominated(self, times: Any) -> Any:
-        r, piece = self.piece.row, self.piece
-        seen = [times]
-        if piece.tight:
-            held = r[:, at.STATE] + r[:, at.ACT]
+        r, stage = self.stage.row, self.stage
+        criteria = [times]
+        if stage.tight:
+            memory = r[:, at.STATE] + r[:, at.ACT]
             # Memory behind the component, from its own backward on, and in its backward.
-            seen += [held[:, None], (r[:, at.STATE] + r[:, at.GRAD])[:, None],
-                     (held + r[:, at.GRAD] + r[:, at.TRANS])[:, None]]  # fmt: skip
-        group = piece.component * piece.numbers.count + piece.layout
-        return np.sort(efficient(np.concatenate(seen, axis=1), group))
+            criteria += [memory[:, None], (r[:, at.STATE] + r[:, at.GRAD])[:, None],
+                     (memory + r[:, at.GRAD] + r[:, at.TRANS])[:, None]]  # fmt: skip
+        group = stage.component * stage.numbers.count + stage.layout
+        return np.sort(efficient(np.concatenate(criteria, axis=1), group))
 
     def _price(self) -> None:
         """Find the price of memory with the best bound, and keep a few prices around it."""
-        piece, n = self.piece, self.piece.n
+        stage, n = self.stage, self.stage.n
         last = np.eye(n)[n - 1]
-        self._with(np.zeros((1, n)))
-        if not piece.tight:
+        self._set_memory_prices(np.zeros((1, n)))
+        if not stage.tight:
             return
-        moments = [last] + ([np.eye(n)[n - 2]] if n > 1 and piece.numbers.m == 1 else [])
-        unit = max(1e-9, abs(float(self.root.max(axis=0).min()))) / piece.numbers.capacity
+        moments = [last] + ([np.eye(n)[n - 2]] if n > 1 and stage.numbers.m == 1 else [])
+        unit = max(1e-9, abs(float(self.root.max(axis=0).min()))) / stage.numbers.capacity
         prices = unit * np.geomspace(*_WIDE, _COARSE)
         ratio = float(prices[1] / prices[0])
-        which, some = 0, [(0.0, 0)] + [(float(p), k) for k in range(len(moments)) for p in prices]
+        which, candidates = 0, [(0.0, 0)] + [(float(p), k) for k in range(len(moments)) for p in prices]
         best, price, which = -INF, 0.0, 0
         for _ in range(3):
-            self._with(np.array([p * moments[k] for p, k in some]))
+            self._set_memory_prices(np.array([p * moments[k] for p, k in candidates]))
             values = self.root.min(axis=1)
             j = int(values.argmax())
             if values[j] > best:
-                best, (price, which) = float(values[j]), some[j]
+                best, (price, which) = float(values[j]), candidates[j]
             if not price:
                 break
-            some = [(price * ratio**step, which) for step in _FINER]
+            candidates = [(price * ratio**step, which) for step in _FINER]
             ratio **= 0.3
-        kept = [price * moments[which]] + [f * price * moments[which] for f in _BESIDE if price]
-        kept += [price * sum(moments) / 2] if len(moments) > 1 and price else []
-        self._with(np.array(kept))
+        chosen = [price * moments[which]] + [f * price * moments[which] for f in _BESIDE if price]
+        chosen += [price * sum(moments) / 2] if len(moments) > 1 and price else []
+        self._set_memory_prices(np.array(chosen))
 
-    def _with(self, memory: Any) -> None:
+    def _set_memory_prices(self, memory: Any) -> None:
         """Set the prices of memory: price set x component."""
-        piece, x, n = self.piece, self.piece.numbers, self.piece.n
+        stage, x, n = self.stage, self.stage.numbers, self.stage.n
         self.memory = memory
         upto = np.cumsum(memory, axis=1)
         total = upto[:, -1:]
@@ -145,41 +145,41 @@ class PricingProblem:
         r, k = self.rows, self.component
         self.priced = total * r[:, at.STATE] + at_work[:, k] * r[:, at.ACT]
         self.priced = self.priced + upto[:, k] * r[:, at.GRAD] + memory[:, k] * r[:, at.TRANS]
-        e = piece.edges
+        e = stage.edges
         moved = total[..., None, None] * e[None, :, at.ESTATE] + at_work[:, 1:, None, None] * e[None, :, at.EACT]
-        self.moved = moved + memory[:, 1:, None, None] * e[None, :, at.ETRANS]
-        self.offset = -total[:, 0] * x.capacity if piece.tight else 0.0 * total[:, 0]
+        self.edge_costs = moved + memory[:, 1:, None, None] * e[None, :, at.ETRANS]
+        self.offset = -total[:, 0] * x.capacity if stage.tight else 0.0 * total[:, 0]
         cost = np.minimum.reduceat(self.sides[:, None, :] + self.priced[None], self.begins, axis=2)
         least = np.full((n, 4, len(memory), x.count), INF)
         least[self.component[self.begins], :, :, self.layout[self.begins]] = np.moveaxis(cost, 2, 0)
         self.least = least
-        self._look_behind()
+        self._bound_behind()
         # price set x layout
         self.root = self.offset[:, None] + self._rooted()
 
-    def _look_behind(self) -> None:
+    def _bound_behind(self) -> None:
         """Compute the least cost behind each component: component x case x price set x layout. Where ``saving`` is not
         negative, the cases are the pivots and one behind all pivots; otherwise they are the clocks V, C and P."""
-        piece, n = self.piece, self.piece.n
-        sets, count = len(self.memory), piece.numbers.count
+        stage, n = self.stage, self.stage.n
+        sets, count = len(self.memory), stage.numbers.count
         ways = len(self.pivots) + 1 if self.saving >= 0 else 3
         behind = np.zeros((n, ways, sets, count))
         behind[n - 1] = self.after
         if self.saving < 0:
             behind[n - 1, P] = INF
         for i in range(n - 1, 0, -1):
-            here = self._through(i, behind[i])
-            over = self.edges[i - 1] + self.moved[:, i - 1]
-            behind[i - 1] = (over[None] + here[:, :, None, :]).min(axis=3)
+            from_here = self._cost_from(i, behind[i])
+            edge = self.edges[i - 1] + self.edge_costs[:, i - 1]
+            behind[i - 1] = (edge[None] + from_here[:, :, None, :]).min(axis=3)
         self.behind = behind
 
-    def _through(self, i: int, behind: Any) -> Any:
+    def _cost_from(self, i: int, behind: Any) -> Any:
         """The least cost of component i and all behind it: case x price set x layout."""
         front, pivot, bucket, beyond = self.least[i]
         if self.saving >= 0:
-            own = [front if i < k else pivot if i == k else beyond for k in self.pivots.tolist()]
-            return np.stack([*own, beyond]) + behind
-        if self.piece.across[i]:
+            pivot_costs = [front if i < k else pivot if i == k else beyond for k in self.pivots.tolist()]
+            return np.stack([*pivot_costs, beyond]) + behind
+        if self.stage.across[i]:
             c = bucket + behind[C]
         else:
             c = bucket + behind[V]
@@ -187,14 +187,14 @@ class PricingProblem:
         return np.stack([beyond + behind[V], c, p])
 
     def _rooted(self) -> Any:
-        here = self._through(0, self.behind[0])
-        return here[:-1].max(axis=0) if self.saving >= 0 else here[P]
+        from_first = self._cost_from(0, self.behind[0])
+        return from_first[:-1].max(axis=0) if self.saving >= 0 else from_first[P]
 
-    def begun(self) -> Any:
+    def entry_bounds(self) -> Any:
         """Lower bound for each data degree at the start, by its number."""
-        found = np.full(self.piece.numbers.degrees, INF)
-        np.minimum.at(found, self.piece.numbers.degree, self.root.max(axis=0))
-        return found
+        bounds = np.full(self.stage.numbers.degrees, INF)
+        np.minimum.at(bounds, self.stage.numbers.degree, self.root.max(axis=0))
+        return bounds
 
     def best(self, entry: Any, limit: float, most: int, ends: float) -> PricedChoice:
         """The best choices below ``limit``. ``entry``: cost of all stages in front, by data degree at the start. At
@@ -203,7 +203,7 @@ class PricingProblem:
         Raises:
             OutOfTimeError: time is up.
         """
-        piece, n, degrees = self.piece, self.piece.n, self.piece.numbers.degrees
+        stage, n, degrees = self.stage, self.stage.n, self.stage.numbers.degrees
         history: list[tuple[Any, Any]] = []
         proved = limit
         none = PricedChoice(np.full(degrees, INF), [None] * degrees, [0] * degrees, proved)
@@ -211,23 +211,23 @@ class PricingProblem:
         for i in range(n):
             if clock.now() > ends:
                 raise OutOfTimeError
-            arrived = self._begin(entry) if front is None else self._over(front, i, limit, ends)
+            arrived = self._begin(entry) if front is None else self._cross_edge(front, i, limit, ends)
             front = self._configured(arrived, i, limit)
             if not len(front.layout):
                 return PricedChoice(none.values, none.choices, none.entries, proved)
-            front = front.taken(self._efficient(front, front.own[:, : U + 2 if piece.tight else U], ends))
+            front = front.select(self._efficient(front, front.columns[:, : U + 2 if stage.tight else U], ends))
             if len(front.layout) > most:
-                kept, dropped = lowest(self._bounds(front, i), most)
-                front, proved = front.taken(kept), min(proved, dropped)
+                keep, dropped = lowest(self._bounds(front, i), most)
+                front, proved = front.select(keep), min(proved, dropped)
             history.append((front.parent, front.config))
         assert front is not None
-        return self._told(front, history, proved)
+        return self._by_degree(front, history, proved)
 
-    def _told(self, front: _Front, history: list[tuple[Any, Any]], proved: float) -> PricedChoice:
-        x = self.piece.numbers
+    def _by_degree(self, front: _Front, history: list[tuple[Any, Any]], proved: float) -> PricedChoice:
+        x = self.stage.numbers
         values, choices = np.full(x.degrees, INF), list[tuple[int, ...] | None]([None] * x.degrees)
         entries = [0] * x.degrees
-        total = self._ended(front.own)
+        total = self._final_values(front.columns)
         for label in np.argsort(total, kind="stable").tolist():
             degree = int(x.degree[front.layout[label]])
             if choices[degree] is not None:
@@ -241,90 +241,90 @@ class PricingProblem:
             entries[degree] = int(front.entry[label])
         return PricedChoice(values, choices, entries, proved)
 
-    def _ended(self, own: Any) -> Any:
-        return np.maximum(own[:, V], own[:, C]) if self.saving >= 0 else np.minimum(own[:, V], own[:, C])
+    def _final_values(self, x: Any) -> Any:
+        return np.maximum(x[:, V], x[:, C]) if self.saving >= 0 else np.minimum(x[:, V], x[:, C])
 
     def _begin(self, entry: Any) -> _Front:
-        x = self.piece.numbers
+        x = self.stage.numbers
         layout = np.flatnonzero(np.isfinite(entry[x.degree]))
-        own = np.zeros((len(layout), 6))
-        own[:, V] = own[:, C] = -_NEVER if self.saving >= 0 else _NEVER
-        own[:, P] = entry[x.degree[layout]]
+        columns = np.zeros((len(layout), 6))
+        columns[:, V] = columns[:, C] = -_NEVER if self.saving >= 0 else _NEVER
+        columns[:, P] = entry[x.degree[layout]]
         none = np.zeros(len(layout), dtype=np.int64)
-        return _Front(own, np.zeros((len(layout), len(self.memory))), x.degree[layout], layout, none, none)
+        return _Front(columns, np.zeros((len(layout), len(self.memory))), x.degree[layout], layout, none, none)
 
-    def _efficient(self, front: _Front, seen: Any, ends: float) -> Any:
+    def _efficient(self, front: _Front, columns: Any, ends: float) -> Any:
         """Indices of the undominated labels. All labels of a layout agree on which clocks have begun."""
         if not self.saving:
-            seen = seen[:, P:]
-        return efficient(np.where(np.abs(seen) < _NEVER / 2, seen, 0.0), front.layout, ends)
+            columns = columns[:, P:]
+        return efficient(np.where(np.abs(columns) < _NEVER / 2, columns, 0.0), front.layout, ends)
 
-    def _over(self, front: _Front, i: int, limit: float, ends: float) -> _Front:
+    def _cross_edge(self, front: _Front, i: int, limit: float, ends: float) -> _Front:
         """Labels that arrive in each layout of component i, before its configuration is chosen."""
-        e = self.piece.edges[i - 1]
-        here = self._through(i, self.behind[i])
+        e = self.stage.edges[i - 1]
+        from_here = self._cost_from(i, self.behind[i])
         cost = self.edges[i - 1][front.layout]  # label x layout
-        clocks = front.own[:, None, :3] + cost[:, :, None]
-        value = self._completed(clocks, here[:, :, None, :], i - 1)  # price set x label x layout
-        priced = front.priced.T[:, :, None] + self.moved[:, i - 1][:, front.layout]
+        clocks = front.columns[:, None, :3] + cost[:, :, None]
+        value = self._completed(clocks, from_here[:, :, None, :], i - 1)  # price set x label x layout
+        priced = front.priced.T[:, :, None] + self.edge_costs[:, i - 1][:, front.layout]
         possible = (value + priced + self.offset[:, None, None] < limit).all(axis=0)
         source, layout = np.nonzero(possible)
-        own = front.own[source]
-        own[:, :U] += cost[source, layout][:, None]
-        there = (front.layout[source], layout)
-        own[:, U] += e[at.ESTATE][there]
-        own[:, W] += e[at.ESTATE][there] + e[at.EACT][there]
-        own[:, MOVING] = own[:, W] + e[at.ETRANS][there]
-        found = _Front(own, priced[:, source, layout].T, front.entry[source], layout, source, 0 * source)
+        columns = front.columns[source]
+        columns[:, :U] += cost[source, layout][:, None]
+        pair = (front.layout[source], layout)
+        columns[:, U] += e[at.ESTATE][pair]
+        columns[:, W] += e[at.ESTATE][pair] + e[at.EACT][pair]
+        columns[:, MOVING] = columns[:, W] + e[at.ETRANS][pair]
+        arrived = _Front(columns, priced[:, source, layout].T, front.entry[source], layout, source, 0 * source)
         if len(source) <= 40:
-            return found
-        return found.taken(self._efficient(found, own if self.piece.tight else own[:, :U], ends))
+            return arrived
+        return arrived.select(self._efficient(arrived, columns if self.stage.tight else columns[:, :U], ends))
 
-    def _completed(self, clocks: Any, ways: Any, i: int) -> Any:
+    def _completed(self, clocks: Any, behind: Any, i: int) -> Any:
         """Lower bounds on the final value without the cost of memory: price set x label. ``clocks``: label x clock;
-        ``ways``: the least cost behind component i, case x price set x label."""
+        ``behind``: the least cost behind component i, case x price set x label."""
         if self.saving >= 0:
-            found = np.maximum(clocks[..., V], clocks[..., C])[None] + ways[-1]
+            bound = np.maximum(clocks[..., V], clocks[..., C])[None] + behind[-1]
             for k, pivot in enumerate(self.pivots.tolist()):
                 if pivot > i:
-                    found = np.maximum(found, clocks[..., P][None] + ways[k])
-            return found
-        found = np.minimum(clocks[..., V][None] + ways[V], clocks[..., C][None] + ways[C])
-        return np.minimum(found, clocks[..., P][None] + ways[P])
+                    bound = np.maximum(bound, clocks[..., P][None] + behind[k])
+            return bound
+        bound = np.minimum(clocks[..., V][None] + behind[V], clocks[..., C][None] + behind[C])
+        return np.minimum(bound, clocks[..., P][None] + behind[P])
 
     def _bounds(self, front: _Front, i: int) -> Any:
         """Lower bounds on the final value, one for each label."""
-        found = self._completed(front.own[:, :3], self.behind[i][:, :, front.layout], i)
-        return (found + front.priced.T + self.offset[:, None]).max(axis=0)
+        bound = self._completed(front.columns[:, :3], self.behind[i][:, :, front.layout], i)
+        return (bound + front.priced.T + self.offset[:, None]).max(axis=0)
 
     def _configured(self, front: _Front, i: int, limit: float) -> _Front:
         """Labels with every configuration of component i."""
-        piece, x = self.piece, self.piece.numbers
+        stage, x = self.stage, self.stage.numbers
         a, b = self.of[i], self.of[i + 1]
-        index, chosen = np.nonzero(front.layout[:, None] == self.layout[None, a:b])
+        source, chosen = np.nonzero(front.layout[:, None] == self.layout[None, a:b])
         chosen = chosen + a
-        layout, own = front.layout[index], front.own[index]
+        layout, columns = front.layout[source], front.columns[source]
         r = self.rows[chosen]
-        if piece.tight:
+        if stage.tight:
             grown = r[:, at.STATE] + r[:, at.ACT]
-            u = np.maximum(own[:, U] + r[:, at.STATE] + r[:, at.GRAD],
-                           own[:, MOVING] + grown + r[:, at.GRAD] + r[:, at.TRANS])  # fmt: skip
-            w = own[:, W] + grown
-            good = u + piece.standing[i][layout] <= x.capacity * _CLOSE
-            good &= w + piece.held[i][layout] <= x.capacity * _CLOSE
-            index, chosen, layout, own, u, w = index[good], chosen[good], layout[good], own[good], u[good], w[good]
+            u = np.maximum(columns[:, U] + r[:, at.STATE] + r[:, at.GRAD],
+                           columns[:, MOVING] + grown + r[:, at.GRAD] + r[:, at.TRANS])  # fmt: skip
+            w = columns[:, W] + grown
+            fits = u + stage.standing[i][layout] <= x.capacity * _CLOSE
+            fits &= w + stage.working[i][layout] <= x.capacity * _CLOSE
+            source, chosen, layout, columns, u, w = (v[fits] for v in (source, chosen, layout, columns, u, w))
         else:
-            u = w = np.zeros(len(index))
+            u = w = np.zeros(len(source))
         windowed, d, bucket, beyond = self.sides[:, chosen]
-        v, c, p = own[:, V] + beyond, own[:, C] + bucket, own[:, P] + d
-        least = np.maximum if self.saving >= 0 else np.minimum
-        if piece.across[i]:
-            c = least(c, p)
+        v, c, p = columns[:, V] + beyond, columns[:, C] + bucket, columns[:, P] + d
+        tighter = np.maximum if self.saving >= 0 else np.minimum
+        if stage.across[i]:
+            c = tighter(c, p)
         else:
-            v, c = least(v, c), p
-        p = own[:, P] + windowed
-        found = _Front(
-            np.stack([v, c, p, u, w, w], axis=1), front.priced[index] + self.priced[:, chosen].T,
-            front.entry[index], layout, front.parent[index], chosen,
+            v, c = tighter(v, c), p
+        p = columns[:, P] + windowed
+        grown_front = _Front(
+            np.stack([v, c, p, u, w, w], axis=1), front.priced[source] + self.priced[:, chosen].T,
+            front.entry[source], layout, front.parent[source], chosen,
         )  # fmt: skip
-        return found.taken(np.flatnonzero(self._bounds(found, i) < limit))
+        return grown_front.select(np.flatnonzero(self._bounds(grown_front, i) < limit))

@@ -75,7 +75,7 @@ class _Rows:
     start: Any
     option: Any
 
-    def taken(self, index: Any) -> _Rows:
+    def select(self, index: Any) -> _Rows:
         return _Rows(**{name: value[index] for name, value in self.__dict__.items()})
 
 
@@ -90,11 +90,11 @@ class Leaves:
 
 
 def _row_of_start(stages: int) -> _Rows:
-    zero, whole = np.zeros(1), np.zeros(1, dtype=np.int64)
+    zero_ms, zeros = np.zeros(1), np.zeros(1, dtype=np.int64)
     return _Rows(
-        cut=whole, offset=whole, key=whole - 1, late=zero + NEVER, ahead=zero, over=zero + NEVER, trip=zero,
-        most_ahead=zero, most_back=zero,
-        turns=np.full((1, stages), NEVER), bound=zero, parent=whole - 1, start=whole, option=whole,
+        cut=zeros, offset=zeros, key=zeros - 1, late=zero_ms + NEVER, ahead=zero_ms, over=zero_ms + NEVER, trip=zero_ms,
+        most_ahead=zero_ms, most_back=zero_ms,
+        turns=np.full((1, stages), NEVER), bound=zero_ms, parent=zeros - 1, start=zeros, option=zeros,
     )  # fmt: skip
 
 
@@ -104,11 +104,11 @@ def _joined(rows: list[_Rows]) -> _Rows:
 
 def plans(
     frame: Frame, options: dict[tuple[int, int], Options], stages: Iterable[int], schedule: Schedule, limit: float,
-    most: tuple[int, int] = (MOST_ROWS, MOST_LEAVES),
+    limits: tuple[int, int] = (MOST_ROWS, MOST_LEAVES),
 ) -> tuple[list[Leaves], float]:  # fmt: skip
     """All plans whose bound is below ``limit``, and that limit, lowered where plans were dropped.
 
-    ``options[r, start]``: choices of a stage there; ``most``: the largest numbers of partial and of complete plans.
+    ``options[r, start]``: choices of a stage there; ``limits``: the largest numbers of partial and of complete plans.
     """
     levels: dict[int, _Rows] = {}
     wanted = set(stages)
@@ -117,12 +117,12 @@ def plans(
     for r in range(frame.stages, 0, -1):
         levels[r] = _joined(
             ([levels[r]] if r in levels else []) + ([_row_of_start(frame.stages)] if r in wanted else [])
-        ) if r in levels or r in wanted else _row_of_start(frame.stages).taken(np.zeros(0, dtype=np.int64))  # fmt: skip
+        ) if r in levels or r in wanted else _row_of_start(frame.stages).select(np.zeros(0, np.int64))  # fmt: skip
         grown = _grown(frame, options, r, levels[r], limit, filled=filled)
-        many = most[0] if r > 1 else min(most[1], MOST_TURNS // (2 * m * frame.stages))
+        many = limits[0] if r > 1 else min(limits[1], MOST_TURNS // (2 * m * frame.stages))
         if len(grown.cut) > many:
-            kept, dropped = lowest(grown.bound, many)
-            grown, limit = grown.taken(kept), min(limit, dropped)
+            keep, dropped = lowest(grown.bound, many)
+            grown, limit = grown.select(keep), min(limit, dropped)
         levels[r - 1] = grown
     return _leaves(frame, options, levels, schedule, limit), limit
 
@@ -137,13 +137,13 @@ def _grown(
     frame: Frame, options: dict[tuple[int, int], Options], r: int, rows: _Rows, limit: float, *, filled: bool
 ) -> _Rows:  # fmt: skip
     """Partial plans with one more stage, r - 1 to come. ``filled``: :func:`filled_up` holds."""
-    m, links, found = frame.m, frame.links, []
+    m, links, parts = frame.m, frame.links, []
     code = (rows.cut * (links.gpus + 1) + rows.offset) * (len(frame.keys) + 1) + rows.key + 1
     order = np.argsort(code, kind="stable")
     if not len(order):
         return rows
     first = begins(code[order])
-    places: dict[tuple[int, int], Any] = {}
+    cached: dict[tuple[int, int], Any] = {}
     leads = [frame.lead(k + 1) for k in range(frame.stages)]
     times = np.array([(m - 1) // lead + 1 if lead else 0 for lead in leads])
     for begin, end in zip(first, [*first[1:], len(order)], strict=True):
@@ -152,63 +152,63 @@ def _grown(
         x = options.get((r, cut))
         if x is None:
             continue
-        if (cut, offset) not in places:
-            fits = np.zeros(int(x.width.max()) + 1, dtype=bool)
+        if (cut, offset) not in cached:
+            width_fits = np.zeros(int(x.width.max()) + 1, dtype=bool)
             for w in np.unique(x.width):
                 room = offset + w < links.gpus if r > 1 else offset + w <= links.gpus
-                fits[w] = room and offset in links.offsets[int(w)]
-            which = np.flatnonzero(fits[x.width])
-            steady, whole, single = x.least[:, which]
+                width_fits[w] = room and offset in links.offsets[int(w)]
+            indices = np.flatnonzero(width_fits[x.width])
+            steady, whole, single = x.least[:, indices]
             after, trip = NEVER, 0.0
-            done = np.full(len(which), NEVER)
+            done = np.full(len(indices), NEVER)
             if r > 1:
-                at = (x.stop[which], offset + x.width[which], x.exit[which])
+                at = (x.stop[indices], offset + x.width[indices], x.exit[indices])
                 after = np.maximum(frame.behind_back[r - 1][at], frame.behind_crowd[r - 1][at])
                 done, trip = frame.behind_done[r - 1][at], frame.behind_trip[r - 1][at]
-            places[cut, offset] = (which, steady, whole, single, *x.times[:2, which], after, done, trip)
-        which, steady, whole, single, forward, backward, after, done, behind = places[cut, offset]
-        if not len(which):
+            cached[cut, offset] = (indices, steady, whole, single, *x.times[:2, indices], after, done, trip)
+        indices, steady, whole, single, forward, backward, after, done, behind = cached[cut, offset]
+        if not len(indices):
             continue
         both = ahead_over = 0.0
         if key >= 0:
             hop = links.hops[offset]
-            both = links.both[hop][cut, key, x.entry[which]]
-            ahead_over = links.ahead[hop][cut, key, x.entry[which]]
+            both = links.both[hop][cut, key, x.entry[indices]]
+            ahead_over = links.ahead[hop][cut, key, x.entry[indices]]
         late, ahead = rows.late[index][:, None] + both, rows.ahead[index][:, None] + ahead_over
         over = np.maximum(rows.over[index][:, None], np.maximum(late + m * steady, ahead + whole))
-        waited, own = rows.turns[index], None
+        waits, own_wait = rows.turns[index], None
         if r > 1 and times[r - 1]:
             loops, steps = divmod(m - 1, frame.lead(r) or m)
-            own = np.maximum(late + steady, ahead + single)
-            own = own + ((loops + steps) * steady if loops else steps * forward)
+            own_wait = np.maximum(late + steady, ahead + single)
+            own_wait = own_wait + ((loops + steps) * steady if loops else steps * forward)
         late = np.maximum(late + steady, ahead + single)
         ahead = ahead + forward
         bound = np.maximum(over, np.maximum(late + after, ahead + done)) if r > 1 else over
         trip = rows.trip[index][:, None] + both + steady
         most_ahead = np.maximum(np.maximum(rows.most_ahead[index][:, None], ahead_over), forward)
         most_back = np.maximum(np.maximum(rows.most_back[index][:, None], both - ahead_over), backward)
-        way = both + steady
-        for k in np.flatnonzero((waited > NEVER / 2).any(axis=0)).tolist():
-            bound = np.maximum(bound, waited[:, k, None] + times[k] * (way + behind))
-        if own is not None:
-            bound = np.maximum(bound, own + times[r - 1] * behind)
+        passage = both + steady
+        for k in np.flatnonzero((waits > NEVER / 2).any(axis=0)).tolist():
+            bound = np.maximum(bound, waits[:, k, None] + times[k] * (passage + behind))
+        if own_wait is not None:
+            bound = np.maximum(bound, own_wait + times[r - 1] * behind)
         if filled:
             bound = np.maximum(bound, filled_up(trip + behind, most_ahead, most_back, m))
         i, j = np.nonzero(bound < limit)
         if not len(i):
             continue
-        k = which[j]
-        turns = waited[i] + times * np.broadcast_to(way, bound.shape)[i, j][:, None]
-        if own is not None:
-            turns[:, r - 1] = own[i, j]
-        found.append(
+        k = indices[j]
+        turns = waits[i] + times * np.broadcast_to(passage, bound.shape)[i, j][:, None]
+        if own_wait is not None:
+            turns[:, r - 1] = own_wait[i, j]
+        parts.append(
             _Rows(
                 cut=x.stop[k], offset=offset + x.width[k], key=x.exit[k], late=late[i, j], ahead=ahead[i, j],
                 over=over[i, j], trip=trip[i, j], most_ahead=most_ahead[i, j], most_back=most_back[i, j], turns=turns,
                 bound=bound[i, j], parent=index[i], start=np.full(len(i), cut), option=k,
             )
         )  # fmt: skip
-    return _joined(found) if found else _row_of_start(frame.stages).taken(np.zeros(0, dtype=np.int64))
+    return _joined(parts) if parts else _row_of_start(frame.stages).select(np.zeros(0, dtype=np.int64))
 
 
 def _leaves(
@@ -216,12 +216,12 @@ def _leaves(
 ) -> list[Leaves]:
     """The complete plans, traced back to their first stages and timed."""
     last = levels[0]
-    good = np.flatnonzero(last.bound < limit)
-    if not len(good):
+    below = np.flatnonzero(last.bound < limit)
+    if not len(below):
         return []
-    good = good[np.argsort(last.bound[good], kind="stable")]
-    starts, picked = [last.start[good]], [last.option[good]]
-    at, begun = last.parent[good], np.zeros(len(good), dtype=np.int64)
+    below = below[np.argsort(last.bound[below], kind="stable")]
+    starts, picked = [last.start[below]], [last.option[below]]
+    at, begun = last.parent[below], np.zeros(len(below), dtype=np.int64)
     for r in range(1, frame.stages + 1):
         level = levels[r]
         # A row at this level begins a plan, or extends a row of level r + 1.
@@ -235,13 +235,13 @@ def _leaves(
         starts.append(np.where(inside, level.start[row], -1))
         picked.append(np.where(inside, level.option[row], -1))
         at = np.where(inside, level.parent[row], -1)
-    found = []
+    leaves = []
     for p in np.unique(begun):
         which = np.flatnonzero(begun == p)
         begin = np.stack([s[which] for s in starts[:p]][::-1], axis=1)
         option = np.stack([o[which] for o in picked[:p]][::-1], axis=1)
-        found.append(_timed(frame, options, begin, option, schedule, last.bound[good][which]))
-    return found
+        leaves.append(_timed(frame, options, begin, option, schedule, last.bound[below][which]))
+    return leaves
 
 
 def _timed(
@@ -254,17 +254,17 @@ def _timed(
     for s in range(p):
         width, entry, leaving = (np.zeros(count, dtype=np.int64) for _ in range(3))
         for start in np.unique(starts[:, s]):
-            mine = np.flatnonzero(starts[:, s] == start)
+            rows = np.flatnonzero(starts[:, s] == start)
             x = options[p - s, int(start)]
-            k = picked[mine, s]
+            k = picked[rows, s]
             f, b, extra, once = x.times[:, k]
-            times[s][:, mine] = f, b, extra, np.maximum(0.0, once - extra)
-            width[mine], entry[mine], leaving[mine] = x.width[k], x.entry[k], x.exit[k]
+            times[s][:, rows] = f, b, extra, np.maximum(0.0, once - extra)
+            width[rows], entry[rows], leaving[rows] = x.width[k], x.entry[k], x.exit[k]
         if s:
             for hop in np.unique(links.hops):
-                mine = np.flatnonzero(links.hops[offset] == hop)
-                where = (starts[mine, s], before[mine], entry[mine])
-                moves[s - 1][:, mine] = links.ahead[hop][where], links.back[hop][where]
+                rows = np.flatnonzero(links.hops[offset] == hop)
+                transfer = (starts[rows, s], before[rows], entry[rows])
+                moves[s - 1][:, rows] = links.ahead[hop][transfer], links.back[hop][transfer]
         offset += width
         before = leaving
     values = np.full(count, INF)

@@ -84,7 +84,7 @@ class Sketch:
         self.schedule = "1f1b" if "1f1b" in space.schedules else next(iter(space.schedules), "")
         self.tight = False
         """Whether memory was found to bind: styles that save memory are then tried from the start."""
-        self.most = min(self.gpus, len(self.cuts) - 1, _MOST_STAGES)
+        self.most_stages = min(self.gpus, len(self.cuts) - 1, _MOST_STAGES)
         self._uniforms: dict[tuple[int, int, StageStyle, int], Uniform] = {}
         self._menus: dict[tuple[object, ...], Menu] = {}
         self._ways: dict[tuple[int, int, StageStyle], Way] = {}
@@ -94,8 +94,8 @@ class Sketch:
         inside = [i for i in range(1, self.n) if self.graph.cuttable(i)]
         if len(inside) >= _MOST_CUTS:
             flops = np.cumsum([c.flops_per_sample + 1.0 for c in self.graph.components])
-            wanted = np.searchsorted(flops, flops[-1] * np.arange(1, _MOST_CUTS) / _MOST_CUTS)
-            inside = sorted({min(inside, key=lambda i: abs(i - int(k))) for k in wanted})
+            targets = np.searchsorted(flops, flops[-1] * np.arange(1, _MOST_CUTS) / _MOST_CUTS)
+            inside = sorted({min(inside, key=lambda i: abs(i - int(k))) for k in targets})
         return [0, *inside, self.n]
 
     def plans(self, m: int) -> Iterator[PipelineOutline]:
@@ -105,7 +105,7 @@ class Sketch:
             yield from self._free(m, sizes)
             return
         for w in sizes:
-            if self.gpus // w <= self.most and (w <= 8 or self.gpus % w == 0) and clock.counted() < self.ends:
+            if self.gpus // w <= self.most_stages and (w <= 8 or self.gpus % w == 0) and clock.counted() < self.ends:
                 yield from self._free(m, [w])
 
     def _free(self, m: int, sizes: Sequence[int]) -> Iterator[PipelineOutline]:
@@ -114,34 +114,34 @@ class Sketch:
             return
         unit = 1 if self.gpus <= _FREE else next(iter(stages))
         ranks = self.gpus // unit
-        placed = {
+        allowed = {
             w: np.array([self.space.placed(o * unit, w) if o * unit + w <= self.gpus else False for o in range(ranks)])
             for w in stages
         }
         links = {w: self._links(w, m) for w in stages}
-        whole = min(float(s.steady[0, 0, -1]) for s in stages.values())
-        every = np.concatenate([s.steady[0][np.isfinite(s.steady[0])] for s in stages.values()])
-        if not len(every):
+        longest_s = min(float(s.steady[0, 0, -1]) for s in stages.values())
+        all_s = np.concatenate([s.steady[0][np.isfinite(s.steady[0])] for s in stages.values()])
+        if not len(all_s):
             return
-        longest = min(whole, float(every.max()))
-        each = range(len(self.cuts) - 1)
-        shortest = max(float(min(s.steady[0, k, k + 1] for s in stages.values())) for k in each)
+        longest = min(longest_s, float(all_s.max()))
+        cuts = range(len(self.cuts) - 1)
+        shortest = max(float(min(s.steady[0, k, k + 1] for s in stages.values())) for k in cuts)
         shortest = max(shortest, longest / (2 * ranks))
         if not np.isfinite(shortest) or shortest <= 0:
             shortest = longest / (2 * ranks)
         if longest <= 0:
             return  # components take no time: one stage is as fast as any number
-        found: dict[Any, tuple[float, PipelineOutline]] = {}
+        outlines: dict[Any, tuple[float, PipelineOutline]] = {}
         for level in np.geomspace(shortest * 1.001, max(longest, shortest * 1.01), _LEVELS):
-            for value, candidate in self._below(m, float(level), stages, links, placed, unit, ranks):
-                found.setdefault((candidate.starts, candidate.widths), (value, candidate))
+            for value, candidate in self._below(m, float(level), stages, links, allowed, unit, ranks):
+                outlines.setdefault((candidate.starts, candidate.widths), (value, candidate))
             if clock.counted() > self.ends:
                 break
-        for _, candidate in sorted(found.values(), key=lambda x: x[0])[:_PRICED]:
+        for _, candidate in sorted(outlines.values(), key=lambda x: x[0])[:_PRICED]:
             yield candidate
 
     def _below(
-        self, m: int, level: float, stages: dict[int, _Stages], links: dict[int, Any], placed: dict[int, Any],
+        self, m: int, level: float, stages: dict[int, _Stages], links: dict[int, Any], allowed: dict[int, Any],
         unit: int, ranks: int,
     ) -> Iterator[tuple[float, PipelineOutline]]:  # fmt: skip
         """For each number of stages the plan with the least round trip and no stage slower than ``level`` seconds."""
@@ -149,17 +149,17 @@ class Sketch:
         behind = np.full((count, ranks + 1), INF)
         behind[-1] = 0.0
         turns: list[Any] = []
-        clock.count("entry", min(self.most, ranks) * len(stages) * count * count * ranks)
-        for r in range(min(self.most, ranks)):
+        clock.count("entry", min(self.most_stages, ranks) * len(stages) * count * count * ranks)
+        for r in range(min(self.most_stages, ranks)):
             best, turn = np.full((count, ranks + 1), INF), np.full((count, ranks + 1, 2), -1)
             for w, s in stages.items():
                 k = w // unit
-                own = np.where(s.steady[r] <= level, s.steady[r] + s.once[r] / m, INF)
+                stage_s = np.where(s.steady[r] <= level, s.steady[r] + s.once[r] / m, INF)
                 if r == 0:
-                    own = np.where(np.arange(count)[None, :] == count - 1, own, INF)
-                rest = np.full((count, ranks), INF)
-                rest[:, : ranks - k + 1] = behind[:, k:] if r == 0 else behind[:, k:] + links[w][:, None]
-                total = own[:, :, None] + np.where(placed[w], rest, INF)[None]
+                    stage_s = np.where(np.arange(count)[None, :] == count - 1, stage_s, INF)
+                behind_s = np.full((count, ranks), INF)
+                behind_s[:, : ranks - k + 1] = behind[:, k:] if r == 0 else behind[:, k:] + links[w][:, None]
+                total = stage_s[:, :, None] + np.where(allowed[w], behind_s, INF)[None]
                 stop = total.argmin(axis=1)
                 value = np.take_along_axis(total, stop[:, None, :], axis=1)[:, 0]
                 better = value < best[:count, :ranks]
@@ -169,9 +169,9 @@ class Sketch:
             turns.append(turn)
             behind = best
             if r and np.isfinite(best[0, 0]):
-                yield self._read(m, r, float(best[0, 0]), stages, links, turns, unit)
+                yield self._outline_of(m, r, float(best[0, 0]), stages, links, turns, unit)
 
-    def _read(
+    def _outline_of(
         self, m: int, r: int, trip: float, stages: dict[int, _Stages], links: dict[int, Any], turns: list[Any],
         unit: int,
     ) -> tuple[float, PipelineOutline]:  # fmt: skip
@@ -197,36 +197,36 @@ class Sketch:
         """Seconds of a microbatch over each cut, forward and backward, between stages of ``w`` ranks."""
         layout = Layout(width=w, data=self._degree(w, m), tensor=1)
         pricer = self.prices.pricer(w, m, self.gpus)
-        known: dict[float, float] = {}
-        found = np.zeros(len(self.cuts))
+        by_size: dict[float, float] = {}
+        link_s = np.zeros(len(self.cuts))
         for k, cut in enumerate(self.cuts[1:-1], 1):
             size = float(self.graph.components[cut - 1].output_bytes_per_sample)
-            if size not in known:
-                known[size] = sum(pricer.handover(cut, layout, layout, w))
-            found[k] = known[size]
-        return found
+            if size not in by_size:
+                by_size[size] = sum(pricer.handover(cut, layout, layout, w))
+            link_s[k] = by_size[size]
+        return link_s
 
     def _degree(self, w: int, m: int) -> int:
         fewest = max(self.space.fewest_samples(i) for i in range(self.n))
         samples = self.space.request.global_batch // m // fewest
         return max((d for d in range(1, w + 1) if w % d == 0 and d <= samples), default=1)
 
-    def styles(self, w: int, m: int, *, lean: bool) -> list[StageStyle]:
-        """Candidate styles; with ``lean`` also those that save memory."""
+    def styles(self, w: int, m: int, *, save_memory: bool) -> list[StageStyle]:
+        """Candidate styles; with ``save_memory`` also those that save memory."""
         most = self._degree(w, m)
-        found = []
+        styles = []
         for d in (d for d in range(1, most + 1) if w % d == 0):
             t = w // d
             if t > 1 and ("tensor" not in self.space.strategies.tensor or t > _SEVERAL or (w > 8 and d != most)):
                 continue
             kinds: list[DataStrategyName] = ["replicate"]
-            if lean and d > 1:
+            if save_memory and d > 1:
                 kinds += [k for k in ("zero1", "zero3") if k in self.space.strategies.data]
-            again = (False, True) if lean and self.space.strategies.checkpoint else (False,)
-            found += [StageStyle(d, t, kind, c) for kind in kinds for c in again]
-        if not any(x.data == most for x in found):
-            found.append(StageStyle(most, 1, "replicate", False))
-        return found
+            checkpoints = (False, True) if save_memory and self.space.strategies.checkpoint else (False,)
+            styles += [StageStyle(d, t, kind, c) for kind in kinds for c in checkpoints]
+        if not any(x.data == most for x in styles):
+            styles.append(StageStyle(most, 1, "replicate", False))
+        return styles
 
     def way(self, i: int, w: int, x: StageStyle) -> Way:
         """Component ``i`` in that style; where it cannot be split, it is replicated over the tensor ranks."""
@@ -253,15 +253,15 @@ class Sketch:
         """All components in that style, on stages of ``w`` ranks from the rank ``first`` on."""
         if (w, m, x, first) not in self._uniforms:
             pricer = self.prices.pricer(w, m, self.gpus, first)
-            some = self.styles(w, m, lean=x not in self.styles(w, m, lean=False))
-            some = some if x in some and self.n * len(some) <= _AT_ONCE else [x]
-            menu, n = self._menu(pricer, some), len(some)
+            styles = self.styles(w, m, save_memory=x not in self.styles(w, m, save_memory=False))
+            styles = styles if x in styles and self.n * len(styles) <= _AT_ONCE else [x]
+            menu, n = self._menu(pricer, styles), len(styles)
             priced = menu.priced(pricer, np.arange(len(menu.ways)))
             clock.count("way", len(menu.ways))
-            for k, style in enumerate(some):
-                own = PricedWays(**{name: values[k::n] for name, values in vars(priced).items()})
-                made = Uniform(pricer, self.space.cluster.overlap, menu.ways[k::n], own)
-                self._uniforms[w, m, style, first] = made
+            for k, style in enumerate(styles):
+                prices = PricedWays(**{name: values[k::n] for name, values in vars(priced).items()})
+                uniform = Uniform(pricer, self.space.cluster.overlap, menu.ways[k::n], prices)
+                self._uniforms[w, m, style, first] = uniform
         return self._uniforms[w, m, x, first]
 
     def _menu(self, pricer: Pricer, styles: Sequence[StageStyle]) -> Menu:
@@ -284,28 +284,28 @@ class Sketch:
         return Layout(width=w, data=data, tensor=tensor, weights=self.space.weights.get(w, ()))
 
     def _stages(self, w: int, m: int) -> _Stages | None:
-        plain = None if self.tight else self._table(w, m, lean=False)
-        even = min(len(self.cuts) - 1, 2 * (-(-(len(self.cuts) - 1) // self.most)))
-        each = np.arange(len(self.cuts) - even)
-        if plain is not None and np.isfinite(plain.steady[:, each, each + even]).all():
-            return plain
+        fast = None if self.tight else self._table(w, m, save_memory=False)
+        span = min(len(self.cuts) - 1, 2 * (-(-(len(self.cuts) - 1) // self.most_stages)))
+        starts = np.arange(len(self.cuts) - span)
+        if fast is not None and np.isfinite(fast.steady[:, starts, starts + span]).all():
+            return fast
         self.tight = True
-        return self._table(w, m, lean=True) if clock.counted() < self.ends else plain
+        return self._table(w, m, save_memory=True) if clock.counted() < self.ends else fast
 
-    def _table(self, w: int, m: int, *, lean: bool) -> _Stages | None:
+    def _table(self, w: int, m: int, *, save_memory: bool) -> _Stages | None:
         schedule = self.space.strategies.schedules[self.schedule]
         room = self.space.capacity(self.gpus)
         overlap = self.space.cluster.overlap
         saved = overlap.compute_slowdown * max(0.0, overlap.saving)
         count, at = len(self.cuts), np.array(self.cuts)
-        styles = self.styles(w, m, lean=lean)
-        in_flight = [min(schedule.in_flight(0, r + 1, m), m) if r else 1 for r in range(self.most)]
+        styles = self.styles(w, m, save_memory=save_memory)
+        in_flight = [min(schedule.in_flight(0, r + 1, m), m) if r else 1 for r in range(self.most_stages)]
         flights = np.array(in_flight)[:, None, None]
-        steady = np.full((self.most, count, count), INF)
+        steady = np.full((self.most_stages, count, count), INF)
         once, style = np.zeros_like(steady), np.full(steady.shape, -1)
         forward = np.arange(count)[None, :] > np.arange(count)[:, None]
         counts = np.maximum(1, at[None, :] - at[:, None])
-        before: tuple[Any, Any] | None = None
+        previous: tuple[Any, Any] | None = None
         clock.count("entry", len(styles) * steady.size)
         for number, x in enumerate(styles):
             if number and clock.counted() > self.ends:
@@ -318,24 +318,24 @@ class Sketch:
             missing = np.concatenate([[0.0], np.cumsum(cannot)])[at]
             possible = forward & (missing[None, :] == missing[:, None])
             sums = np.concatenate([np.zeros((1, 7)), np.cumsum(rows, axis=0)])[at]
-            own = np.moveaxis(sums[None, :] - sums[:, None], 2, 0)
+            stage_sums = np.moveaxis(sums[None, :] - sums[:, None], 2, 0)
             moving = np.zeros((count, count))
             for a in range(count - 1):
-                pieces = np.maximum.reduceat(rows[at[a] :, 6], at[a : count - 1] - at[a])
-                moving[a, a + 1 :] = np.maximum.accumulate(pieces)
-            late = np.maximum(0.0, own[1] - saved * own[2]) + own[3]
-            plain = before if number and replace(x, checkpoint=False) == styles[number - 1] else None
-            plain = plain if x.checkpoint else None
-            before = (own, moving)
-            held = own[4] + flights * own[5] + moving
-            both = own[0]
-            if plain is not None:  # recompute only as many as memory requires
-                more = plain[0][4] + flights * plain[0][5] + plain[1] - held
-                share = np.clip((room - held) / np.maximum(more, 1.0), 0.0, 1.0)
+                segments = np.maximum.reduceat(rows[at[a] :, 6], at[a : count - 1] - at[a])
+                moving[a, a + 1 :] = np.maximum.accumulate(segments)
+            once_s = np.maximum(0.0, stage_sums[1] - saved * stage_sums[2]) + stage_sums[3]
+            stored = previous if number and replace(x, checkpoint=False) == styles[number - 1] else None
+            stored = stored if x.checkpoint else None
+            previous = (stage_sums, moving)
+            memory = stage_sums[4] + flights * stage_sums[5] + moving
+            pass_s = stage_sums[0]
+            if stored is not None:  # recompute only as many as memory requires
+                more = stored[0][4] + flights * stored[0][5] + stored[1] - memory
+                share = np.clip((room - memory) / np.maximum(more, 1.0), 0.0, 1.0)
                 share = np.floor(share * counts) / counts
-                both = both - share * np.maximum(0.0, both - plain[0][0])
-            better = possible & (held <= room) & (both + late / m < steady + once / m)
-            steady = np.where(better, both, steady)
-            once = np.where(better, late, once)
+                pass_s = pass_s - share * np.maximum(0.0, pass_s - stored[0][0])
+            better = possible & (memory <= room) & (pass_s + once_s / m < steady + once / m)
+            steady = np.where(better, pass_s, steady)
+            once = np.where(better, once_s, once)
             style = np.where(better, number, style)
         return _Stages(steady, once, style, styles) if np.isfinite(steady).any() else None

@@ -24,11 +24,11 @@ MANY = 24
 
 
 class StageCache:
-    """Chains as arrays, tables of bounds and transfers, computed once for all cases. ``crowded``: memory is likely to
-    bind, so that bounds without memory are not worth their time."""
+    """Chains as arrays, tables of bounds and transfers, computed once for all cases. ``likely_tight``: memory is likely
+    to bind, so that bounds without memory are not worth their time."""
 
-    def __init__(self, pipelines: Pipelines, *, crowded: bool = False, effort: Effort = USUAL.effort) -> None:
-        self.pipelines, self.crowded, self.effort = pipelines, crowded, effort
+    def __init__(self, pipelines: Pipelines, *, likely_tight: bool = False, effort: Effort = USUAL.effort) -> None:
+        self.pipelines, self.likely_tight, self.effort = pipelines, likely_tight, effort
         self.n = len(pipelines.names)
         self.gpus = pipelines.gpus
         self.offsets = {
@@ -45,43 +45,43 @@ class StageCache:
         self._points: dict[tuple[int, int, int, int, int], tuple[Room, int, Points | None]] = {}
         self._explorers: dict[tuple[int, int, int], Explorer] = {}
         self._rough: dict[tuple[int, int, int], Table | None] = {}
-        self._alone: dict[int, dict[int, Table]] = {}
+        self._by_compute: dict[int, dict[int, Table]] = {}
         self._links: dict[Any, StageLinks] = {}
-        self._pieces: dict[tuple[int, int, int, int, int], StageSlice] = {}
+        self._slices: dict[tuple[int, int, int, int, int], StageSlice] = {}
 
-    def alone(self, m: int) -> dict[int, Table]:
+    def by_compute(self, m: int) -> dict[int, Table]:
         """Tables by compute alone, for each width in which all components can run."""
-        if m not in self._alone:
-            tables = self._alone.setdefault(m, {})
+        if m not in self._by_compute:
+            tables = self._by_compute.setdefault(m, {})
             for w in (w for w in self.offsets if w < self.gpus):
                 row = self.pipelines.compute(w, m)
                 if row is not None:
                     steady = _summed(row)
                     free = np.where(steady < INF, 0.0, INF)
                     tables[w] = Table(steady=steady, forward=free, whole=m * steady, single=steady)
-        return self._alone[m]
+        return self._by_compute[m]
 
     def rough(self, w: int, m: int, in_flight: Iterable[int], ends: float, *, tight: bool) -> dict[int, Table | None]:
         """Tables for any degrees at the ends, by microbatches in flight; by compute alone where time is up and no
         better table exists. ``tight``: with the memory limit, but without transfers between components."""
-        found: dict[int, Table | None] = {}
+        tables: dict[int, Table | None] = {}
         for f in set(in_flight):
             if tight and (w, m, f) not in self._rough and ((w, m) in self._numbers or clock.now() < ends):
                 numbers = self.numbers(w, m)
                 self._rough[w, m, f] = None if numbers is None else rough(numbers.flying(f), f)
             if (w, m, f) in self._rough:
-                found[f] = self._rough[w, m, f]
+                tables[f] = self._rough[w, m, f]
             elif not tight and ((w, m) in self._relaxed or clock.now() < ends):
                 table = self.relaxed(w, m)
-                found[f] = None if table is None else table.anyhow()
+                tables[f] = None if table is None else table.least_over_degrees()
             else:
-                found[f] = self.alone(m).get(w)
-        return found
+                tables[f] = self.by_compute(m).get(w)
+        return tables
 
     def tight(self, w: int, m: int, in_flight: int) -> bool:
         """Whether memory may bind; False for chains that are not formulated yet."""
         numbers = self._numbers.get((w, m))
-        return numbers is not None and not numbers.flying(in_flight).roomy(in_flight)
+        return numbers is not None and not numbers.flying(in_flight).all_fit(in_flight)
 
     def numbers(self, w: int, m: int) -> Numbers | None:
         """The arrays of a chain; None where some component cannot run."""
@@ -101,21 +101,21 @@ class StageCache:
 
     def limited(self, w: int, m: int, in_flight: Iterable[int]) -> dict[int, Table | None]:
         """Tables with the memory limit, by microbatches in flight."""
-        numbers, table, asked = self.numbers(w, m), self.relaxed(w, m), sorted(set(in_flight))
+        numbers, table, flights = self.numbers(w, m), self.relaxed(w, m), sorted(set(in_flight))
         if numbers is None or table is None:
-            return dict.fromkeys(asked, table)
-        tight = [f for f in asked if not numbers.flying(f).roomy(f)]
+            return dict.fromkeys(flights, table)
+        tight = [f for f in flights if not numbers.flying(f).all_fit(f)]
         missing = [f for f in tight if (w, m, f) not in self._limited]
         for some in {id(numbers.flying(f)): numbers.flying(f) for f in missing}.values():
             alike = [f for f in missing if numbers.flying(f) is some]
             self._limited.update(zip([(w, m, f) for f in alike], limited(some, table, alike), strict=True))
-        return {f: self._limited[w, m, f] if f in tight else table for f in asked}
+        return {f: self._limited[w, m, f] if f in tight else table for f in flights}
 
-    def place(self, w: int, m: int, in_flight: int) -> tuple[int, int, int]:
+    def key_of(self, w: int, m: int, in_flight: int) -> tuple[int, int, int]:
         """Key of stages; where memory cannot bind, it is equal for all numbers of microbatches in flight."""
         numbers = self.numbers(w, m)
         assert numbers is not None
-        return w, m, 0 if numbers.flying(in_flight).roomy(in_flight) else in_flight
+        return w, m, 0 if numbers.flying(in_flight).all_fit(in_flight) else in_flight
 
     def twin(self, w: int, m: int, start: int, stop: int) -> tuple[int, int]:
         """The first equal stage, which is explored in its stead."""
@@ -123,44 +123,44 @@ class StageCache:
         assert numbers is not None
         return numbers.twin(start, stop)
 
-    def explorer(self, place: tuple[int, int, int]) -> Explorer:
+    def explorer(self, stage_key: tuple[int, int, int]) -> Explorer:
         """The explorer of stages with this key."""
-        w, m, in_flight = place
+        w, m, in_flight = stage_key
         numbers = self.numbers(w, m)
         assert numbers is not None
-        if place not in self._explorers:
-            self._explorers[place] = Explorer(numbers.flying(in_flight), max(1, in_flight))
-        return self._explorers[place]
+        if stage_key not in self._explorers:
+            self._explorers[stage_key] = Explorer(numbers.flying(in_flight), max(1, in_flight))
+        return self._explorers[stage_key]
 
-    def piece(self, place: tuple[int, int, int], start: int, stop: int) -> StageSlice:
+    def stage_slice(self, stage_key: tuple[int, int, int], start: int, stop: int) -> StageSlice:
         """The stage with this key as arrays."""
-        key = (*place, *self.twin(place[0], place[1], start, stop))
-        if key not in self._pieces:
-            self._pieces[key] = StageSlice(self.explorer(place), *key[3:])
-        return self._pieces[key]
+        slice_key = (*stage_key, *self.twin(stage_key[0], stage_key[1], start, stop))
+        if slice_key not in self._slices:
+            self._slices[slice_key] = StageSlice(self.explorer(stage_key), *slice_key[3:])
+        return self._slices[slice_key]
 
     def explored(
-        self, place: tuple[int, int, int], start: int, asked: dict[int, tuple[Room, int]], ends: float
+        self, stage_key: tuple[int, int, int], start: int, wanted: dict[int, tuple[Room, int]], ends: float
     ) -> dict[int, Points | None]:
-        """The points of stages from ``start`` to each stop in ``asked``, up to that many ms at least and with that many
-        labels."""
+        """The points of stages from ``start`` to each stop in ``wanted``, up to that many ms at least and with that
+        many labels."""
         missing = {}
-        for stop, (room, most) in asked.items():
-            known = self._points.get((*place, start, stop))
-            if known is None or known[1] < most or not known[0].holds(room):
+        for stop, (room, most) in wanted.items():
+            stored = self._points.get((*stage_key, start, stop))
+            if stored is None or stored[1] < most or not stored[0].covers(room):
                 missing[stop] = (room.larger(1 + 1e-3), most)
-        ending = {self.n} if place[1] == 1 else set()  # of one microbatch, a last stage has fewer labels by itself
+        ending = {self.n} if stage_key[1] == 1 else set()  # of one microbatch, a last stage has fewer labels by itself
         for some in (missing.keys() & ending, missing.keys() - ending):
             if not some:
                 continue
-            most, explorer = max(missing[b][1] for b in some), self.explorer(place)
+            most, explorer = max(missing[b][1] for b in some), self.explorer(stage_key)
             caps = {b: missing[b][0] for b in some}
-            found = explorer.explore(start, caps, most, ends=ends)
+            explored = explorer.explore(start, caps, most, ends=ends)
             for stop, room in caps.items():
-                points = found.get(stop)
+                points = explored.get(stop)
                 exact = points is None or points.exact
-                self._points[(*place, start, stop)] = (room, UTMOST if exact else most, points)
-        return {stop: self._points[(*place, start, stop)][2] for stop in asked}
+                self._points[(*stage_key, start, stop)] = (room, UTMOST if exact else most, points)
+        return {stop: self._points[(*stage_key, start, stop)][2] for stop in wanted}
 
     def links(self, m: int, keys: Keys, *, free: bool = False, ends: float = INF) -> StageLinks:
         """Transfers between stages of these keys; all zero where ``free``.
@@ -177,9 +177,9 @@ class StageCache:
             classes: dict[float, list[int]] = {}
             for cut in range(1, self.n):
                 classes.setdefault(self.pipelines.crossing(cut), []).append(cut)
-            firsts, place = [cuts[0] for cuts in classes.values()], np.zeros(self.n, dtype=np.int64)
+            firsts, class_of = [cuts[0] for cuts in classes.values()], np.zeros(self.n, dtype=np.int64)
             for k, cuts in enumerate(classes.values()):
-                place[cuts] = k
+                class_of[cuts] = k
             layouts = [Layout(width=w, data=d, tensor=1) for w, d in keys.pairs]
             sent = np.zeros((kinds, len(firsts), count, count, 2))
             for a, x in enumerate(layouts):
@@ -188,7 +188,7 @@ class StageCache:
                 for b, y in enumerate(layouts):
                     for kind, offset in enumerate(self.example) if x.width + y.width <= self.gpus else ():
                         sent[kind, :, a, b] = self.pipelines.transfers(firsts, m, x, y, offset)
-            ahead[:, 1 : self.n], back[:, 1 : self.n] = np.moveaxis(sent[:, place[1:]], -1, 0)
+            ahead[:, 1 : self.n], back[:, 1 : self.n] = np.moveaxis(sent[:, class_of[1:]], -1, 0)
         self._links = {key: StageLinks(self.gpus, self.hops, ahead, back, m, self.offsets)}
         return self._links[key]
 
@@ -197,5 +197,5 @@ def _summed(row: Any) -> Any:
     """Sums of a row over all stages: array start x stop x 1 x 1."""
     n, never = len(row), 1e17
     sums = np.concatenate([[0.0], np.cumsum(np.minimum(np.asarray(row, dtype=float), 10 * never))])
-    found = np.where(np.arange(n + 1)[None, :] > np.arange(n)[:, None], sums[None, :] - sums[:n, None], INF)
-    return np.where(found >= never, INF, found)[:, :, None, None]
+    intervals = np.where(np.arange(n + 1)[None, :] > np.arange(n)[:, None], sums[None, :] - sums[:n, None], INF)
+    return np.where(intervals >= never, INF, intervals)[:, :, None, None]

@@ -26,9 +26,9 @@ def ways_of(
     """Configuration of each component in a pipeline whose stages chose from ``formulated(width, microbatches)``."""
     ways: list[Way] = []
     for start, width, choice in zip(skeleton.starts, skeleton.widths, choices, strict=True):
-        found = formulated(width, skeleton.num_microbatches)
-        assert found is not None
-        ways += found.picked(start, choice)
+        formulation = formulated(width, skeleton.num_microbatches)
+        assert formulation is not None
+        ways += formulation.picked(start, choice)
     return tuple(ways)
 
 
@@ -43,7 +43,7 @@ class StagedSpace:
         space = prices.space
         self._prices = prices
         self._allowed, self._every = allowed, every
-        self.crowded = False
+        self.likely_tight = False
         """Whether memory is likely to bind; it sets the order in which configurations are priced."""
         self._formulations: dict[tuple[int, int], Formulation | None] = {}
         self._computes: dict[tuple[int, int], list[float]] = {}
@@ -77,8 +77,8 @@ class StagedSpace:
         """Least ms of forward and backward of one microbatch for each component; infinite where it cannot run."""
         key = (width, num_microbatches)
         if key not in self._computes:
-            found = self._prices.compute(self.width(width), num_microbatches, self._busy, self.example(width))
-            self._computes[key] = [x * MS for x in found]
+            seconds = self._prices.compute(self.width(width), num_microbatches, self._busy, self.example(width))
+            self._computes[key] = [x * MS for x in seconds]
         return self._computes[key]
 
     def ends(self, width: int, num_microbatches: int) -> tuple[list[float], list[float]] | None:
@@ -103,7 +103,7 @@ class StagedSpace:
         if key not in self._formulations:
             made = formulate(
                 self._prices, self.width(width), num_microbatches, self._allowed, busy=self._busy,
-                first=self.example(width), every=self._every, crowded=self.crowded, counted=self._every,
+                first=self.example(width), every=self._every, likely_tight=self.likely_tight, counted=self._every,
             )  # fmt: skip
             if made is not None and made.chain.width != width:
                 made = Formulation(replace(made.chain, width=width), made.ways)
@@ -112,8 +112,8 @@ class StagedSpace:
 
     def chain(self, width: int, num_microbatches: int) -> Chain | None:
         """The chain of :meth:`formulation`."""
-        found = self.formulation(width, num_microbatches)
-        return None if found is None else found.chain
+        formulation = self.formulation(width, num_microbatches)
+        return None if formulation is None else formulation.chain
 
     def placed(self, offset: int, width: int) -> bool:
         """Whether a stage may begin at that rank: inside a node, or on whole nodes."""
@@ -138,12 +138,12 @@ class StagedSpace:
         if key not in self._several:
             pricer = self._prices.pricer(source.width, num_microbatches, self._busy)
             sent = pricer.handovers(some, source, target, self.first(offset))
-            found = [(on * MS, back * MS) for on, back in sent]
+            times = [(on * MS, back * MS) for on, back in sent]
             # Between the same layouts in reverse, the two directions swap.
-            self._several[*key[:2], *key[4:6], *key[2:4], key[6]] = [(back, on) for on, back in found]
-            self._several[key] = found
-        known = dict(zip(some, self._several[key], strict=True))
-        return [known.get(c, (NEVER_MS, NEVER_MS)) for c in cuts]
+            self._several[*key[:2], *key[4:6], *key[2:4], key[6]] = [(back, on) for on, back in times]
+            self._several[key] = times
+        by_size = dict(zip(some, self._several[key], strict=True))
+        return [by_size.get(c, (NEVER_MS, NEVER_MS)) for c in cuts]
 
     def fits(self, skeleton: Skeleton, choices: Sequence[Choice]) -> bool:
         """Whether every rank of such a pipeline has enough memory."""

@@ -59,8 +59,8 @@ class Completions:
     def values(self, labels: Any, i: int) -> Any:
         """Objectives of the labels behind component i, without what follows: label x objective."""
         once = np.maximum(labels[:, V], labels[:, C])
-        seen = np.stack([labels[:, FWD] + labels[:, BWD], once, labels[:, P], labels[:, HELD]], axis=1)
-        return seen @ self.weights[i]
+        figures = np.stack([labels[:, FWD] + labels[:, BWD], once, labels[:, P], labels[:, HELD]], axis=1)
+        return figures @ self.weights[i]
 
 
 class Explorer:
@@ -68,17 +68,17 @@ class Explorer:
 
     def __init__(self, numbers: Numbers, in_flight: int) -> None:
         self.numbers, self.in_flight = numbers, in_flight
-        self.tight = not numbers.roomy(in_flight)
+        self.tight = not numbers.all_fit(in_flight)
         self.bounds = Completions(numbers, in_flight, self.tight)
         x = numbers
         self.thin = Thinning(x, tight=self.tight)
         self.by_layout: list[list[tuple[int, Any, Any]]] = []
-        known: dict[int, list[tuple[int, Any, Any]]] = {}
+        by_kind: dict[int, list[tuple[int, Any, Any]]] = {}
         for i in range(x.n):
             key = x.kinds[i]
-            if key not in known:
-                known[key] = self._undominated(i)
-            self.by_layout.append(known[key])
+            if key not in by_kind:
+                by_kind[key] = self._undominated(i)
+            self.by_layout.append(by_kind[key])
 
     def _undominated(self, i: int) -> list[tuple[int, Any, Any]]:
         """For each layout of component i, the configurations that no other one equals or beats in all that they add to
@@ -87,16 +87,16 @@ class Explorer:
         both, sync = row[:, at.F] + row[:, at.B], row[:, at.PROMPT] + row[:, at.LATE]
         late, prompt, window = x.sc * sync, x.sc * row[:, at.PROMPT], x.sp * row[:, at.WINDOW]
         hidden = (0.0, late, prompt, window)
-        seen = [row[:, at.F]] + ([row[:, at.B]] if x.m > 1 else [])
-        seen += [both + row[:, at.ONCE] + sync - x.saving * h for h in hidden]
-        seen += [both + row[:, at.BUCKET] + (1 - 1 / x.sp) * h for h in (hidden if self.thin.slowed else (0.0,))]
+        criteria = [row[:, at.F]] + ([row[:, at.B]] if x.m > 1 else [])
+        criteria += [both + row[:, at.ONCE] + sync - x.saving * h for h in hidden]
+        criteria += [both + row[:, at.BUCKET] + (1 - 1 / x.sp) * h for h in (hidden if self.thin.slowed else (0.0,))]
         if self.tight:
-            held = row[:, at.STATE] + self.in_flight * row[:, at.ACT]
-            seen += [held, held - row[:, at.ACT] + row[:, at.GRAD], held + row[:, at.GRAD] + row[:, at.TRANS]]
-        kept = np.sort(efficient(np.stack(seen, axis=1), x.layout[i]))
+            memory = row[:, at.STATE] + self.in_flight * row[:, at.ACT]
+            criteria += [memory, memory - row[:, at.ACT] + row[:, at.GRAD], memory + row[:, at.GRAD] + row[:, at.TRANS]]
+        keep = np.sort(efficient(np.stack(criteria, axis=1), x.layout[i]))
         return [
-            (int(layout), kept[x.layout[i][kept] == layout], row[kept[x.layout[i][kept] == layout]])
-            for layout in np.unique(x.layout[i][kept])
+            (int(layout), keep[x.layout[i][keep] == layout], row[keep[x.layout[i][keep] == layout]])
+            for layout in np.unique(x.layout[i][keep])
         ]
 
     def explore(
@@ -115,7 +115,7 @@ class Explorer:
         limits = np.stack([self.bounds.limits(caps[b]) for b in stops], axis=1)
         exact = True
         history: list[tuple[Any, Any]] = []
-        found: dict[int, Points] = {}
+        points_by_stop: dict[int, Points] = {}
         front: LabelFront | None = None
         for i in range(start, stops[-1]):
             if clock.now() > ends:
@@ -125,19 +125,19 @@ class Explorer:
             # Per objective and layout, what a label may have come to.
             room = limits[:, later, None] - self.bounds.behind[i][:, [stops[k] for k in later], :]
             room = np.where(np.isnan(room), -INF, room).max(axis=1)
-            front = self._begin(i) if front is None else self._over(front, i, room)
+            front = self._begin(i) if front is None else self._cross_edge(front, i, room)
             if front is not None:
-                front = self._through(front, i, start, room)
+                front = self._run_component(front, i, start, room)
             if front is None or not len(front.labels):
                 break
             front, merged = self.thin.thinned(front, i + 1 in caps, most, grain)
             exact = exact and not merged
             history.append((front.parent, front.config))
             if i + 1 in caps:
-                points = self._ended(front, i, caps[i + 1], exact, history)
+                points = self._points_at(front, i, caps[i + 1], exact, history)
                 if points is not None:
-                    found[i + 1] = points
-        return found
+                    points_by_stop[i + 1] = points
+        return points_by_stop
 
     def _begin(self, i: int) -> LabelFront | None:
         """Labels in each layout in which component i can begin a stage, before its configuration."""
@@ -149,14 +149,14 @@ class Explorer:
         labels[:, FWD], labels[:, BWD] = inlet[at.EF], inlet[at.EB]
         labels[:, V] = labels[:, C] = -INF
         labels[:, P] = labels[:, SUM] = inlet[at.EONCE]
-        held = inlet[at.ESTATE] + more * inlet[at.EACT]
+        memory = inlet[at.ESTATE] + more * inlet[at.EACT]
         labels[:, PEAK] = 0.0
-        labels[:, HELD] = held + inlet[at.EACT]
+        labels[:, HELD] = memory + inlet[at.EACT]
         labels[:, 10] = labels[:, HELD] + inlet[at.ETRANS]
         none = np.zeros(len(layouts), dtype=np.int64)
         return LabelFront(labels, x.degree[layouts], layouts, none, none)
 
-    def _over(self, front: LabelFront, i: int, room: Any) -> LabelFront | None:
+    def _cross_edge(self, front: LabelFront, i: int, room: Any) -> LabelFront | None:
         """Labels that arrive in each layout of component i, before its configuration."""
         x, more = self.numbers, self.in_flight - 1
         edges = x.edges[i - 1][:, front.layout, :]
@@ -173,34 +173,34 @@ class Explorer:
         labels[:, BWD] += e[at.EB]
         for column in (V, C, P, SUM):
             labels[:, column] += e[at.EONCE]
-        held = e[at.ESTATE] + more * e[at.EACT]
-        labels[:, PEAK] = np.maximum(labels[:, PEAK], labels[:, LAST]) + held
-        labels[:, HELD] += held + e[at.EACT]
+        memory = e[at.ESTATE] + more * e[at.EACT]
+        labels[:, PEAK] = np.maximum(labels[:, PEAK], labels[:, LAST]) + memory
+        labels[:, HELD] += memory + e[at.EACT]
         labels[:, 10] = labels[:, HELD] + e[at.ETRANS]
         arrived = LabelFront(labels, front.entry[source], layout, source, np.zeros(len(source), dtype=np.int64))
         if len(source) > 40:
-            kept = self.thin.best(labels, arrived.entry * x.count + layout, arriving=True)
-            arrived = arrived.taken(kept)
+            keep = self.thin.best(labels, arrived.entry * x.count + layout, arriving=True)
+            arrived = arrived.select(keep)
         return arrived
 
-    def _through(self, front: LabelFront, i: int, start: int, room: Any) -> LabelFront | None:
+    def _run_component(self, front: LabelFront, i: int, start: int, room: Any) -> LabelFront | None:
         """Labels with every configuration of component i."""
         x, more = self.numbers, self.in_flight - 1
         picked, config, rows = [], [], []
         for layout, numbers, row in self.by_layout[i]:
-            there = np.flatnonzero(front.layout == layout)
-            if len(there):
-                picked.append(np.repeat(there, len(numbers)))
-                config.append(np.tile(numbers, len(there)))
-                rows.append(np.tile(row, (len(there), 1)))
+            labels_here = np.flatnonzero(front.layout == layout)
+            if len(labels_here):
+                picked.append(np.repeat(labels_here, len(numbers)))
+                config.append(np.tile(numbers, len(labels_here)))
+                rows.append(np.tile(row, (len(labels_here), 1)))
         if not picked:
             return None
         index, chosen, row = np.concatenate(picked), np.concatenate(config), np.concatenate(rows)
         if self.tight:
-            here = row[:, at.STATE] + more * row[:, at.ACT] + row[:, at.GRAD]
+            at_start = row[:, at.STATE] + more * row[:, at.ACT] + row[:, at.GRAD]
             last = front.labels[index, 10] + row[:, at.ACT] + row[:, at.TRANS]
-            fits = here + np.maximum(front.labels[index, PEAK], last) <= x.capacity * _CLOSE
-            index, chosen, row = index[fits], chosen[fits], row[fits]
+            fitting = at_start + np.maximum(front.labels[index, PEAK], last) <= x.capacity * _CLOSE
+            index, chosen, row = index[fitting], chosen[fitting], row[fitting]
         labels = front.labels[index]
         moving = labels[:, 10]
         labels = labels[:, :10].copy()
@@ -228,7 +228,7 @@ class Explorer:
         good = (self.bounds.values(labels, i) <= room[:, layout].T).all(axis=1)
         return LabelFront(labels[good], front.entry[index][good], layout[good], front.parent[index][good], chosen[good])
 
-    def _ended(
+    def _points_at(
         self, front: LabelFront, i: int, caps: Room, exact: bool, history: list[tuple[Any, Any]]
     ) -> Points | None:
         """The points of the stage that stops behind component i; None where there are none."""
@@ -237,8 +237,8 @@ class Explorer:
         labels = front.labels
         forward, backward = labels[:, FWD] + e[at.EF], labels[:, BWD] + e[at.EB]
         once = np.maximum(labels[:, V], labels[:, C]) + e[at.EONCE]
-        held = e[at.ESTATE] + more * e[at.EACT]
-        peak = np.maximum(labels[:, PEAK], labels[:, LAST] + e[at.EACT] + e[at.ETRANS]) + held
+        memory = e[at.ESTATE] + more * e[at.EACT]
+        peak = np.maximum(labels[:, PEAK], labels[:, LAST] + e[at.EACT] + e[at.ETRANS]) + memory
         good = np.isfinite(forward) & (forward + backward <= caps.steady * (1 + ROUNDING))
         good &= x.m * (forward + backward) + once <= caps.whole * (1 + ROUNDING)
         good &= forward + backward + once <= caps.single * (1 + ROUNDING)
@@ -253,15 +253,15 @@ class Explorer:
         least = np.stack([forward, backward, labels[:, BKT] if not exact else extra, once])
         index = np.flatnonzero(good)
         leaving = x.degree[front.layout]
-        seen = self.thin.along_paths(*least)[index]
-        kept = index[efficient(seen, front.entry[index] * x.degrees + leaving[index])]
+        criteria = self.thin.along_paths(*least)[index]
+        keep = index[efficient(criteria, front.entry[index] * x.degrees + leaving[index])]
         return Points(
-            least=least[:, kept],
-            entry=front.entry[kept],
-            exit=leaving[kept],
+            least=least[:, keep],
+            entry=front.entry[keep],
+            exit=leaving[keep],
             exact=exact,
-            extra=extra[kept],
-            origin=kept,
+            extra=extra[keep],
+            origin=keep,
             stop=i + 1,
             history=list(history),
         )

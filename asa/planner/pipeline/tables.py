@@ -55,23 +55,23 @@ def rows_of(n: int, m: int) -> list[Objective]:
     return [(1.0, 0.0, 0.0, 0.0, 1.0, 1.0, OWN_LAST)] + [(float(m), 0.0, 1.0, 0.0, 1.0, h, OWN_LAST) for h in once]
 
 
-def rates(numbers: Numbers, in_flight: int, most: int, *, whole: bool) -> list[float]:
-    """Ms of a microbatch (of a step where ``whole``) for each GiB saved: at most ``most`` rates. Where there are more,
-    neighbours with the least memory between them are merged."""
-    x, (row, each, like) = numbers, numbers.distinct
-    count = np.bincount(like)
-    held = row[:, at.STATE] + in_flight * row[:, at.ACT]
+def rates(numbers: Numbers, in_flight: int, most: int, *, per_step: bool) -> list[float]:
+    """Ms of a microbatch (of a step where ``per_step``) for each GiB saved: at most ``most`` rates. Where there are
+    more, neighbours with the least memory between them are merged."""
+    x, (row, groups, kind_of) = numbers, numbers.distinct
+    count = np.bincount(kind_of)
+    memory_of = row[:, at.STATE] + in_flight * row[:, at.ACT]
     time = row[:, at.F] + row[:, at.B]
-    if whole:
+    if per_step:
         time = x.m * time + row[:, at.ONCE] + max(0.0, 1 - x.saving * x.sc) * (row[:, at.PROMPT] + row[:, at.LATE])
-    unit = max(1e-12, float(np.minimum.reduceat(time, each) @ count)) / x.capacity
+    unit = max(1e-12, float(np.minimum.reduceat(time, groups) @ count)) / x.capacity
     price = unit * _PRICES
     step = 1e-6
-    asked = np.r_[price, price * (1 + step)]
-    cost = np.minimum.reduceat(time + asked[:, None] * held, each, axis=1) @ count
+    prices = np.r_[price, price * (1 + step)]
+    cost = np.minimum.reduceat(time + prices[:, None] * memory_of, groups, axis=1) @ count
     memory = np.minimum.accumulate((cost[_FINE:] - cost[:_FINE]) / (step * price))
-    taken = cost[:_FINE] - price * memory
-    longer, saved = np.diff(taken), -np.diff(memory)
+    time_of = cost[:_FINE] - price * memory
+    longer, saved = np.diff(time_of), -np.diff(memory)
     some = saved > 1e-4 * max(1e-12, float(memory[0]))
     longer, saved = longer[some].tolist(), saved[some].tolist()
     while len(saved) > most:
@@ -85,7 +85,7 @@ def priced_memory(numbers: Numbers, in_flight: int) -> list[Objective]:
     counts in the backward of a stage's last component; with one microbatch also in that of the chain's second to last
     component, if it holds more."""
     n, m, flight = numbers.n, numbers.m, float(in_flight)
-    steady, whole = rates(numbers, in_flight, _STEADY, whole=False), rates(numbers, in_flight, _WHOLE, whole=True)
+    steady, whole = rates(numbers, in_flight, _STEADY, per_step=False), rates(numbers, in_flight, _WHOLE, per_step=True)
     rows: list[Objective] = [(0.0, 0.0, 0.0, 1.0, flight, 1.0, OWN_LAST)]
     for moment in (OWN_LAST, n - 2.0) if m == 1 and _ends_small(numbers) else (OWN_LAST,):
         rows += [(1.0, 0.0, 0.0, p, flight, 1.0, moment) for p in steady]
@@ -100,8 +100,8 @@ def _backward_too(rows: list[Objective]) -> list[Objective]:
 
 def _ends_small(x: Numbers) -> bool:
     """Whether, on average over configurations, backward holds more in the second to last component than in the last."""
-    held = [float((row[:, at.GRAD] + row[:, at.TRANS]).mean()) for row in x.rows[-2:]]
-    return held[0] > held[-1]
+    means = [float((row[:, at.GRAD] + row[:, at.TRANS]).mean()) for row in x.rows[-2:]]
+    return means[0] > means[-1]
 
 
 def relaxed(numbers: Numbers) -> Table:
@@ -111,28 +111,28 @@ def relaxed(numbers: Numbers) -> Table:
     k = len(rows)
     rows += [(1.0, -1.0, 0.0, 0.0, 1.0, 1.0, OWN_LAST)]
     rows += [(1.0, 0.0, 1.0, 0.0, 1.0, r[5], OWN_LAST) for r in rows[2:k]]
-    found = PricedChain(numbers, weights_of(rows, n)).intervals()
+    least = PricedChain(numbers, weights_of(rows, n)).intervals()
     return Table(
-        steady=found[1], forward=found[0], whole=found[2:k].max(axis=0), single=found[k + 1 :].max(axis=0),
-        backward=found[k],
+        steady=least[1], forward=least[0], whole=least[2:k].max(axis=0), single=least[k + 1 :].max(axis=0),
+        backward=least[k],
     )  # fmt: skip
 
 
 def limited(numbers: Numbers, table: Table, in_flight: Sequence[int]) -> list[Table]:
     """Tables with the memory limit, one for each number in ``in_flight``; infinite where a stage cannot fit."""
-    x, found = numbers, list[Table]()
+    x, tables = numbers, list[Table]()
     rows = [_backward_too(priced_memory(x, f)) for f in in_flight]
     if not rows:
         return []
-    each = max(len(r) for r in rows) * x.n * x.degrees * max((x.n + 1) * x.degrees, x.count**2)
-    most = max(1, _ENTRIES // each)
-    for begin in range(0, len(rows), most):
-        some = rows[begin : begin + most]
-        values = PricedChain(x, weights_of([r for part in some for r in part], x.n)).intervals()
-        for part in some:
-            found.append(_dearer(x, table, part, values[: len(part)]))
+    entries = max(len(r) for r in rows) * x.n * x.degrees * max((x.n + 1) * x.degrees, x.count**2)
+    at_once = max(1, _ENTRIES // entries)
+    for begin in range(0, len(rows), at_once):
+        batch = rows[begin : begin + at_once]
+        values = PricedChain(x, weights_of([r for part in batch for r in part], x.n)).intervals()
+        for part in batch:
+            tables.append(_dearer(x, table, part, values[: len(part)]))
             values = values[len(part) :]
-    return found
+    return tables
 
 
 def rough(numbers: Numbers, in_flight: int) -> Table:
@@ -140,59 +140,59 @@ def rough(numbers: Numbers, in_flight: int) -> Table:
     each component's least values, for all stages at once."""
     x, n, m = numbers, numbers.n, numbers.m
     slow, fast = x.saving * x.sc, x.saving * x.sp
-    prices = [0.0] if x.roomy(in_flight) else [0.0, *rates(x, in_flight, _STEADY, whole=False)]
-    steps = [0.0] if x.roomy(in_flight) else [0.0, *rates(x, in_flight, _WHOLE, whole=True)]
+    prices = [0.0] if x.all_fit(in_flight) else [0.0, *rates(x, in_flight, _STEADY, per_step=False)]
+    steps = [0.0] if x.all_fit(in_flight) else [0.0, *rates(x, in_flight, _WHOLE, per_step=True)]
     # Weights of forward, backward, once, synchronisation, its window and memory.
     kinds = [(1.0, 0.0, 0.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0, 0.0, 1.0)]
     kinds += [(1.0, 1.0, 0.0, 0.0, 0.0, p) for p in prices]
     kinds += [(m, m, 1.0, 1 - slow, 0.0, p) for p in steps] + [(m, m, 1.0, 1.0, -fast, 0.0)]
     kinds += [(1.0, 1.0, 1.0, 1 - slow, 0.0, 0.0)]
     weight = np.array(kinds)
-    row, each, like = x.distinct
-    held = row[:, at.STATE] + in_flight * row[:, at.ACT]
+    row, groups, kind_of = x.distinct
+    memory = row[:, at.STATE] + in_flight * row[:, at.ACT]
     times = [row[:, at.F], row[:, at.B], row[:, at.ONCE], row[:, at.PROMPT] + row[:, at.LATE], row[:, at.WINDOW]]
-    cost = weight @ np.stack([*times, held])
-    inner = np.minimum.reduceat(cost, each, axis=1)[:, like]
+    cost = weight @ np.stack([*times, memory])
+    inner = np.minimum.reduceat(cost, groups, axis=1)[:, kind_of]
     moving = row[:, at.GRAD] + row[:, at.TRANS]
-    last = np.minimum.reduceat(cost + weight[:, 5:] * moving, each, axis=1)[:, like]
+    last = np.minimum.reduceat(cost + weight[:, 5:] * moving, groups, axis=1)[:, kind_of]
     ends = []
     for e, staying in ((x.inlets, False), (x.outlets, True)):
         zero = np.zeros_like(e[:, at.EF])
-        held = e[:, at.ESTATE] + in_flight * e[:, at.EACT]
-        held = held + e[:, at.ETRANS] if staying else held
+        memory = e[:, at.ESTATE] + in_flight * e[:, at.EACT]
+        memory = memory + e[:, at.ETRANS] if staying else memory
         with np.errstate(invalid="ignore"):
             cost = np.tensordot(
-                weight, np.stack([e[:, at.EF], e[:, at.EB], e[:, at.EONCE], zero, zero, held]), axes=1
+                weight, np.stack([e[:, at.EF], e[:, at.EB], e[:, at.EONCE], zero, zero, memory]), axes=1
             )  # fmt: skip
         ends.append(np.where(np.isfinite(cost), cost, INF).min(axis=2))
     sums = np.concatenate([np.zeros((len(weight), 1)), np.cumsum(inner, axis=1)], axis=1)
     # objective x start x stop
-    found = sums[:, None, :-1] - sums[:, :-1, None] + (last + ends[1])[:, None, :] + ends[0][:, :, None]
-    found = np.where(np.arange(n)[None, :] >= np.arange(n)[:, None], found, INF)
-    found = np.concatenate([np.full((len(weight), n, 1), INF), found], axis=2)[..., None, None]
-    found -= (weight[:, 5] * x.capacity * (np.arange(len(weight)) != 1))[:, None, None, None, None]
+    least = sums[:, None, :-1] - sums[:, :-1, None] + (last + ends[1])[:, None, :] + ends[0][:, :, None]
+    least = np.where(np.arange(n)[None, :] >= np.arange(n)[:, None], least, INF)
+    least = np.concatenate([np.full((len(weight), n, 1), INF), least], axis=2)[..., None, None]
+    least -= (weight[:, 5] * x.capacity * (np.arange(len(weight)) != 1))[:, None, None, None, None]
     k = 2 + len(prices)
-    full = np.zeros(found.shape[1:], dtype=bool) if x.roomy(in_flight) else found[1] > x.capacity * (1 + ROUNDING)
-    steady, whole = found[2:k].max(axis=0), found[k:-1].max(axis=0)
-    return _walled(full, m, Table(steady=steady, forward=found[0], whole=whole, single=found[-1]))
+    never = np.zeros(least.shape[1:], bool) if x.all_fit(in_flight) else least[1] > x.capacity * (1 + ROUNDING)
+    steady, whole = least[2:k].max(axis=0), least[k:-1].max(axis=0)
+    return _walled(never, m, Table(steady=steady, forward=least[0], whole=whole, single=least[-1]))
 
 
 def _dearer(x: Numbers, table: Table, rows: list[Objective], values: Any) -> Table:
-    full = values[0] > x.capacity * (1 + ROUNDING)
+    never = values[0] > x.capacity * (1 + ROUNDING)
     steady, whole, backward = table.steady, table.whole, table.backward
     for row, value in zip(rows[1:], values[1:], strict=True):
-        free = value - row[3] * x.capacity
+        bound = value - row[3] * x.capacity
         if row[2]:
-            whole = np.maximum(whole, free)
+            whole = np.maximum(whole, bound)
         elif row[1]:
-            backward = np.maximum(backward, free)
+            backward = np.maximum(backward, bound)
         else:
-            steady = np.maximum(steady, free)
-    return _walled(full, x.m, Table(steady, table.forward, whole, table.single, backward))
+            steady = np.maximum(steady, bound)
+    return _walled(never, x.m, Table(steady, table.forward, whole, table.single, backward))
 
 
-def _walled(full: Any, m: int, table: Table) -> Table:
-    """The table with infinity for ``full`` stages, and ``whole`` and ``single`` raised to what steady time requires."""
+def _walled(never: Any, m: int, table: Table) -> Table:
+    """The table with infinity for stages ``never``; ``whole`` and ``single`` are at least what steady time says."""
     whole, single = np.maximum(table.whole, m * table.steady), np.maximum(table.single, table.steady)
     values = (table.steady, table.forward, whole, whole if m == 1 else single, table.backward)
-    return Table(*(None if x is None else np.where(full, INF, x) for x in values))
+    return Table(*(None if x is None else np.where(never, INF, x) for x in values))

@@ -30,7 +30,7 @@ class LabelFront:
     def __init__(self, labels: Any, entry: Any, layout: Any, parent: Any, config: Any) -> None:
         self.labels, self.entry, self.layout, self.parent, self.config = labels, entry, layout, parent, config
 
-    def taken(self, index: Any) -> LabelFront:
+    def select(self, index: Any) -> LabelFront:
         return LabelFront(
             self.labels[index], self.entry[index], self.layout[index], self.parent[index], self.config[index]
         )  # fmt: skip
@@ -75,38 +75,38 @@ class Thinning:
         a group. What lengthens backward grows with what is hidden, so with the least of what these leave of the sum.
         """
         x, both, clocks = self.numbers, labels[:, FWD, None] + labels[:, BWD, None], labels[:, [V, C, P]]
-        seen = [both + clocks]
+        sums = [both + clocks]
         if not self.leading:
             longer = both + labels[:, BKT, None]
             if self.slowed and not self.rounded:  # labels that are rounded count without it, in what comes of them
                 longer = longer + (labels[:, SUM, None] - clocks) * (1 - 1 / x.sp) / x.saving
-            seen.append(longer)
+            sums.append(longer)
         if x.m > 1:
-            seen.append(labels[:, [FWD, BWD]])
+            sums.append(labels[:, [FWD, BWD]])
         elif not self.last:
-            seen.append(labels[:, FWD, None])
-        return seen
+            sums.append(labels[:, FWD, None])
+        return sums
 
     def along_paths(self, forward: Any, backward: Any, longer: Any, once: Any) -> Any:
         """Sums along paths for stages that have ended, where ``once`` is all that is paid once per step: stage x
         sum."""
         both = forward + backward
-        seen = [forward, both + longer, both + once]
-        return np.stack(seen if self.numbers.m == 1 else [*seen, backward], axis=1)
+        sums = [forward, both + longer, both + once]
+        return np.stack(sums if self.numbers.m == 1 else [*sums, backward], axis=1)
 
     def grain(self, start: int, caps: Mapping[int, Room]) -> Any:
         """The amounts by which each number of a label may be rounded behind each component, in stages from
         ``start``."""
-        found = np.full(10, _ROUNDED * max(1e-9, min(whole / (b - start) for b, (_, whole, _) in caps.items())))
-        found[[FWD, BWD]] = _ROUNDED * max(1e-9, min(steady / (b - start) for b, (steady, _, _) in caps.items())) / 2
-        found[[PEAK, LAST, HELD]] = _ROUNDED_MEMORY * self.numbers.capacity / self.numbers.n if self.tight else 1.0
-        return found
+        amounts = np.full(10, _ROUNDED * max(1e-9, min(whole / (b - start) for b, (_, whole, _) in caps.items())))
+        amounts[[FWD, BWD]] = _ROUNDED * max(1e-9, min(steady / (b - start) for b, (steady, _, _) in caps.items())) / 2
+        amounts[[PEAK, LAST, HELD]] = _ROUNDED_MEMORY * self.numbers.capacity / self.numbers.n if self.tight else 1.0
+        return amounts
 
     def thinned(self, front: LabelFront, ending: bool, most: int, grain: Any) -> tuple[LabelFront, bool]:
         """At most ``most`` labels, and whether they are less than the truth."""
         group = front.entry * self.numbers.count + front.layout
         if len(front.labels) > 1:
-            front = front.taken(self.best(front.labels, group, arriving=False, ending=ending))
+            front = front.select(self.best(front.labels, group, arriving=False, ending=ending))
         if len(front.labels) <= most:
             return front, False
         total = front.labels[:, SUM].copy()
@@ -114,7 +114,7 @@ class Thinning:
         front.labels[:, SUM] = total
         self.rounded = True
         group = front.entry * self.numbers.count + front.layout
-        front = front.taken(self.best(front.labels, group, arriving=False, ending=ending))
+        front = front.select(self.best(front.labels, group, arriving=False, ending=ending))
         return (front if len(front.labels) <= most else self._merged(front, most)), True
 
     def _merged(self, front: LabelFront, most: int) -> LabelFront:
@@ -134,7 +134,7 @@ class Thinning:
             if len(first) <= most or cells == 1:
                 break
             cells = max(1, cells * 2 // 3)
-        merged = front.taken(order[first])
+        merged = front.select(order[first])
         merged.labels = np.minimum.reduceat(labels[order], first, axis=0)
         merged.labels[:, SUM] = labels[order[first], SUM]
         return merged

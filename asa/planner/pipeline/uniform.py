@@ -35,13 +35,13 @@ class Uniform:
     @cached_property
     def _between(self) -> Any:
         """Costs of the boundary in front of each component inside a stage: rows of :func:`_numbers` x component."""
-        found = np.zeros((6, len(self.ways)))
+        costs = np.zeros((6, len(self.ways)))
         for i in range(1, len(self.ways)):
-            before, after = self.ways[i - 1].layout, self.ways[i].layout
-            if before == after and after.data == after.width:
+            source, target = self.ways[i - 1].layout, self.ways[i].layout
+            if source == target and target.data == target.width:
                 continue  # every rank has whole samples of its own on both sides
-            found[:, i] = _numbers(self.pricer.edges.boundary(i, before, after))
-        return found
+            costs[:, i] = _numbers(self.pricer.edges.boundary(i, source, target))
+        return costs
 
     def mixed(self, other: Uniform, which: Sequence[int]) -> Uniform:
         """A copy in which the components ``which`` run in another style of the same layout."""
@@ -50,56 +50,56 @@ class Uniform:
         priced = PricedWays(
             **{name: np.where(mask, vars(other.priced)[name], x) for name, x in vars(self.priced).items()}
         )
-        found = Uniform(
+        mixture = Uniform(
             self.pricer, self.overlap,
             [b if k else a for a, b, k in zip(self.ways, other.ways, mask.tolist(), strict=True)], priced,
         )  # fmt: skip
-        found.__dict__["_between"] = self._between
-        return found
+        mixture.__dict__["_between"] = self._between
+        return mixture
 
     def stage(self, start: int, stop: int, in_flight: int) -> tuple[StageTimes, float]:
         """Times in seconds and peak bytes of a rank, for a stage of the components ``start`` to ``stop - 1``."""
         clock.count("stage")
-        x, own = self.priced, slice(start, stop)
+        x, stage = self.priced, slice(start, stop)
         inlet = self.pricer.edges.inlet(start, self.ways[start].layout)
         outlet = _numbers(self.pricer.edges.outlet(stop - 1, self.ways[stop - 1].layout))
-        entries = self._between[:, own].copy()
+        entries = self._between[:, stage].copy()
         entries[:, 0] = _numbers(inlet)
         forward, backward, wrapper = (entries[:3].sum(axis=1) + outlet[:3]).tolist()
-        forward += float(x.forward[own].sum())
-        backward += float(x.backward[own].sum())
-        sync = float((x.prompt[own] + x.late[own]).sum())
+        forward += float(x.forward[stage].sum())
+        backward += float(x.backward[stage].sum())
+        sync = float((x.prompt[stage] + x.late[stage]).sum())
         sp, sc = self.overlap.compute_slowdown, self.overlap.communication_slowdown
-        longer, both = float(x.bucket[own].sum()), sc * sync
+        longer, overlapped = float(x.bucket[stage].sum()), sc * sync
         if self.overlap.saving >= 0:
-            release = np.maximum(np.array(self.pricer.releases[own]) - start, 0)
-            both = side_by_side(x.window[own], x.prompt[own], x.late[own], release, sp, sc)
-            longer += both * (1 - 1 / sp)
-        after = float(x.once[own].sum()) + sync + wrapper - self.overlap.saving * both - longer
-        times = StageTimes(forward=forward, backward=backward, last_backward_extra=longer, after=after)
+            release = np.maximum(np.array(self.pricer.releases[stage]) - start, 0)
+            overlapped = side_by_side(x.window[stage], x.prompt[stage], x.late[stage], release, sp, sc)
+            longer += overlapped * (1 - 1 / sp)
+        once = float(x.once[stage].sum()) + sync + wrapper - self.overlap.saving * overlapped - longer
+        times = StageTimes(forward=forward, backward=backward, last_backward_extra=longer, after=once)
         return times, self._peak(start, stop, entries[3:], outlet[3:], in_flight)
 
     def _peak(self, start: int, stop: int, entries: Any, outlet: Any, in_flight: int) -> float:
         """Peak bytes of a rank as by :mod:`asa.cost.memory.together`, except for what neighbours share."""
-        x, own = self.priced, slice(start, stop)
-        activations, transient = x.activations[own] + entries[1], x.transient[own] + entries[2]
+        x, stage = self.priced, slice(start, stop)
+        activations, transient = x.activations[stage] + entries[1], x.transient[stage] + entries[2]
         activations[-1] += outlet[1]
         transient[-1] += outlet[2]
-        state = x.state[own].copy()
+        state = x.state[stage].copy()
         state[-1] += outlet[0]
 
-        def most(state: Any, gradients: Any, flying: int) -> float:
+        def highest(state: Any, gradients: Any, flying: int) -> float:
             return float((flying - 1) * activations.sum() + peaks(state, activations, gradients, transient).max())
 
         if not all_ahead(self.pricer.num_microbatches, in_flight):
-            return most(state + entries[0], x.gradients[own], in_flight)
-        added = x.added[own]
-        begun = entries[0] * (np.arange(len(state)) + start == 0)
-        first = most(state + begun - added, added, in_flight)
-        return max(first, most(state + entries[0], x.gradients[own], in_flight - 1))
+            return highest(state + entries[0], x.gradients[stage], in_flight)
+        added = x.added[stage]
+        inlet = entries[0] * (np.arange(len(state)) + start == 0)
+        first = highest(state + inlet - added, added, in_flight)
+        return max(first, highest(state + entries[0], x.gradients[stage], in_flight - 1))
 
 
 def _numbers(cost: BoundaryCost) -> Any:
-    held = cost.footprint
+    memory = cost.footprint
     times = (cost.forward_s, cost.backward_s, cost.wrapper_s)
-    return np.array((*times, held.state, held.activations, held.transient))
+    return np.array((*times, memory.state, memory.activations, memory.transient))

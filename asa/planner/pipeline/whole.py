@@ -52,20 +52,20 @@ def table(prices: Prices, wanted: Sequence[str] = ()) -> list[StrategyRow]:
     names = dict.fromkeys((*baselines.names(space.strategies, space.request.gpus), *wanted))
     members = set(baselines.members("hybrid", space.strategies, space.request.gpus))
     single = [n for n in names if n not in ("asa", "hybrid")]
-    least = dict.fromkeys(single, 0.0)
+    at_least = dict.fromkeys(single, 0.0)
     if len(members) > _SPLITS and not space.request.pins and space.request.top_k == 1 and not space.cluster.unequal:
-        least |= {n: baselines.at_least(n, prices) for n in members - {*wanted, "ddp"} if n in least}
-    made, fastest = dict[str, StrategyRow](), float("inf")
+        at_least |= {n: baselines.at_least(n, prices) for n in members - {*wanted, "ddp"} if n in at_least}
+    row_of, fastest = dict[str, StrategyRow](), float("inf")
     until = clock.counted() + _PRACTICE * space.request.time_limit_s
-    for name in sorted(single, key=least.__getitem__):
-        if least[name] > 0 and (least[name] > fastest or clock.counted() > until):
-            why = TOO_SLOW if least[name] > fastest else "not priced within the time limit"
-            made[name] = StrategyRow(name=name, candidate=None, price=None, fits=False, why_not=why)
+    for name in sorted(single, key=at_least.__getitem__):
+        if at_least[name] > 0 and (at_least[name] > fastest or clock.counted() > until):
+            why = TOO_SLOW if at_least[name] > fastest else "not priced within the time limit"
+            row_of[name] = StrategyRow(name=name, candidate=None, price=None, fits=False, why_not=why)
             continue
-        made[name] = row(name, prices)
-        if name in members and made[name].fits:
-            fastest = min(fastest, made[name].seconds)
-    rows = [made[n] for n in single]
+        row_of[name] = row(name, prices)
+        if name in members and row_of[name].fits:
+            fastest = min(fastest, row_of[name].seconds)
+    rows = [row_of[n] for n in single]
     if "hybrid" in names:
         best = min((r for r in rows if r.name in members), key=lambda r: (not r.fits, r.seconds))
         rows.append(
@@ -79,10 +79,10 @@ def _served(prices: Prices, ddp: StrategyRow | None) -> list[StrategyRow]:
     if ddp is None or ddp.candidate is None:
         return []
     workers = ddp.candidate
-    found = {n: consistency.disciplined(prices, workers, parse(n)).price for n in consistency.TABLED}
+    prices_of = {n: consistency.disciplined(prices, workers, parse(n)).price for n in consistency.TABLED}
     return [
         StrategyRow(name=n, candidate=None, price=p, fits=False, why_not=consistency.why_not(n))
-        for n, p in found.items()
+        for n, p in prices_of.items()
     ]
 
 
@@ -112,24 +112,24 @@ def row(name: str, prices: Prices) -> StrategyRow:
                 break
     except baselines.Unavailable as reason:
         return StrategyRow(name=name, candidate=None, price=None, fits=False, why_not=str(reason))
-    found = first if best is None else best[1]
-    assert found is not None
-    price, free = prices.of(found), prices.capacity(found)
-    fits = prices.fits(found)
+    chosen = first if best is None else best[1]
+    assert chosen is not None
+    price, free = prices.of(chosen), prices.capacity(chosen)
+    fits = prices.fits(chosen)
     why = "" if fits else _too_much(price.peak.total, free)
-    return StrategyRow(name=name, candidate=found, price=price, fits=fits, why_not=why)
+    return StrategyRow(name=name, candidate=chosen, price=price, fits=fits, why_not=why)
 
 
 def _practised(prices: Prices) -> StrategyRow:
     """The best uniform split of all devices, with as much recomputation as memory requires."""
     limit_s = prices.space.request.time_limit_s
     until = clock.counted() + _PRACTICE * limit_s
-    found = practice(prices, prices.space.pinned, until, (1 - _PRACTICE) * limit_s)
-    if found is None:
+    plan = practice(prices, prices.space.pinned, until, (1 - _PRACTICE) * limit_s)
+    if plan is None:
         return StrategyRow(
             name=baselines.BEST_AGAIN, candidate=None, price=None, fits=False, why_not="no uniform split fits"
         )
-    return StrategyRow(name=baselines.BEST_AGAIN, candidate=found, price=prices.of(found), fits=True)
+    return StrategyRow(name=baselines.BEST_AGAIN, candidate=plan, price=prices.of(plan), fits=True)
 
 
 def _too_much(needed: float, free: float) -> str:

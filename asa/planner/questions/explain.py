@@ -178,19 +178,19 @@ def explain(
 
 
 def _alternative(prices: Prices, candidate: Candidate, price: Price, index: int, capacity: float) -> Alternative | None:
-    found: Alternative | None = None
+    best: Alternative | None = None
     for way in prices.space.ways(index, candidate.width(index), candidate.num_microbatches):
         if way == candidate.ways[index]:
             continue
         other = prices.of(candidate.with_way(index, way))
         fits = other.peak.total <= capacity + TOLERANCE_GIB * GIB
         extra = other.cost.total_s - price.cost.total_s
-        if found is None or (not fits, extra) < (not found.fits, found.extra_s):
-            found = Alternative(
+        if best is None or (not fits, extra) < (not best.fits, best.extra_s):
+            best = Alternative(
                 data=way.data, tensor=way.tensor, extra_s=extra, fits=fits, checkpoint=way.checkpoint,
                 offload=way.offload,
             )  # fmt: skip
-    return found
+    return best
 
 
 _MET = "what the plan has already: name a degree (@N), or something else"
@@ -221,31 +221,31 @@ def why_not(
         return Difference(
             other=other, plan_s=price.cost.total_s, other_s=None, fits=False, why_not=reason, terms=(), changed=()
         )  # fmt: skip
-    theirs = prices.of(rival)
+    rival_price = prices.of(rival)
     capacity = prices.capacity(rival)
-    fits = theirs.peak.total <= capacity + TOLERANCE_GIB * GIB
-    lacking = f"{theirs.peak.total / GIB:.3g} GiB of {max(0.0, capacity) / GIB:.3g} GiB"
+    fits = rival_price.peak.total <= capacity + TOLERANCE_GIB * GIB
+    lacking = f"{rival_price.peak.total / GIB:.3g} GiB of {max(0.0, capacity) / GIB:.3g} GiB"
     return Difference(
         other=other,
         plan_s=price.cost.total_s,
-        other_s=theirs.cost.total_s,
+        other_s=rival_price.cost.total_s,
         fits=fits,
         why_not="" if fits else lacking,
-        terms=_terms(price, theirs),
+        terms=_terms(price, rival_price),
         changed=_changed(plan, candidate, rival),
-        remark=_MET if "=" in other and rival.key == candidate.key else _remark(price, theirs) if fits else "",
+        remark=_MET if "=" in other and rival.key == candidate.key else _remark(price, rival_price) if fits else "",
     )
 
 
-def _remark(mine: Price, theirs: Price) -> str:
-    """The reason why the faster plan of ``theirs`` was not chosen; empty where it is not faster."""
-    gain, unclear = mine.cost.total_s - theirs.cost.total_s, noise(mine, theirs)
-    if gain <= 1e-6 * mine.cost.total_s:
+def _remark(chosen: Price, rival: Price) -> str:
+    """The reason why the faster plan of ``rival`` was not chosen; empty where it is not faster."""
+    gain, unclear = chosen.cost.total_s - rival.cost.total_s, noise(chosen, rival)
+    if gain <= 1e-6 * chosen.cost.total_s:
         return ""
-    told = f"predicted {100 * gain / mine.cost.total_s:.2g} % faster than this plan"
+    words = f"predicted {100 * gain / chosen.cost.total_s:.2g} % faster than this plan"
     if gain < unclear:
-        return f"{told}, below the noise of {100 * unclear / mine.cost.total_s:.2g} %"
-    return f"{told}: not allowed when it was made, or not found in its time; try a longer --time-limit"
+        return f"{words}, below the noise of {100 * unclear / chosen.cost.total_s:.2g} %"
+    return f"{words}: not allowed when it was made, or not found in its time; try a longer --time-limit"
 
 
 def _versus_discipline(plan: Plan, candidate: Candidate, prices: Prices, other: str) -> Difference:
@@ -257,32 +257,32 @@ def _versus_discipline(plan: Plan, candidate: Candidate, prices: Prices, other: 
             changed=(),
         )  # fmt: skip
     discipline = parse(other)
-    theirs = consistency.disciplined(prices, workers.candidate, discipline).price
+    rival_price = consistency.disciplined(prices, workers.candidate, discipline).price
     return Difference(
         other=other,
         plan_s=price.cost.total_s,
-        other_s=theirs.cost.total_s,
+        other_s=rival_price.cost.total_s,
         fits=False,
         why_not=consistency.why_not(discipline.name),
-        terms=_terms_with(_terms(price, price), theirs.cost),
+        terms=_terms_with(_terms(price, price), rival_price.cost),
         changed=_changed(plan, candidate, workers.candidate),
     )
 
 
-def _terms_with(terms: tuple[Term, ...], theirs: StepCost) -> tuple[Term, ...]:
+def _terms_with(terms: tuple[Term, ...], rival: StepCost) -> tuple[Term, ...]:
     """``terms`` with those of a discipline as the other plan's. Its step is a mean over workers."""
-    known = {
-        "compute": theirs.compute_s - theirs.update_s, "optimizer": theirs.update_s,
-        "gradient synchronisation": theirs.exposed_s, "waiting for other stages": theirs.bubble_s,
+    seconds_of = {
+        "compute": rival.compute_s - rival.update_s, "optimizer": rival.update_s,
+        "gradient synchronisation": rival.exposed_s, "waiting for other stages": rival.bubble_s,
     }  # fmt: skip
-    return tuple(replace(t, other_s=known.get(t.name, 0.0)) for t in terms)
+    return tuple(replace(t, other_s=seconds_of.get(t.name, 0.0)) for t in terms)
 
 
-def _changed(plan: Plan, mine: Candidate, theirs: Candidate) -> tuple[str, ...]:
-    return tuple(c.name for c, a, b in zip(plan.components, mine.ways, theirs.ways, strict=True) if a != b)
+def _changed(plan: Plan, chosen: Candidate, rival: Candidate) -> tuple[str, ...]:
+    return tuple(c.name for c, a, b in zip(plan.components, chosen.ways, rival.ways, strict=True) if a != b)
 
 
-def _terms(mine: Price, theirs: Price) -> tuple[Term, ...]:
+def _terms(chosen: Price, rival: Price) -> tuple[Term, ...]:
     """The terms of both step times, for the busiest stage; overlap counts as the time that it saves."""
 
     def parts(p: Price) -> dict[str, float]:
@@ -300,7 +300,7 @@ def _terms(mine: Price, theirs: Price) -> tuple[Term, ...]:
             "waiting for other stages": p.cost.total_s - stage.cost.total_s,
         }
 
-    a, b = parts(mine), parts(theirs)
+    a, b = parts(chosen), parts(rival)
     return tuple(Term(name=n, plan_s=a[n], other_s=b[n]) for n in a)
 
 
@@ -314,32 +314,32 @@ def _whole(prices: Prices, name: str) -> tuple[Candidate | None, str]:
     return best.candidate, best.why_not if best.name == name else f"{best.name}: {best.why_not}"
 
 
-def _forced(prices: Prices, text: str, plan: Plan, mine: Candidate) -> tuple[Candidate | None, str]:
+def _forced(prices: Prices, text: str, plan: Plan, current: Candidate) -> tuple[Candidate | None, str]:
     space = prices.space
-    pins = _meant(prices, parse_pin(text), mine)
+    pins = _pins_meant(prices, parse_pin(text), current)
     if not pins:
-        return mine, ""
+        return current, ""
     allowed = pinned(space.profile, pins)
     fitting = sorted((b for b in plan.baselines if b.fits and b.name != "hybrid"), key=lambda b: b.step_time_s or 0.0)
-    whole = (row(b.name, prices).candidate for b in fitting)
-    begin = start(prices, chain((mine,), whole), allowed)
-    found = search(
+    uniform = (row(b.name, prices).candidate for b in fitting)
+    begin = start(prices, chain((current,), uniform), allowed)
+    outcome = search(
         prices, solver="dp", time_limit_s=_FORCED_S, allowed=allowed, baselines=[begin] if begin else [], start=begin
     )
-    if found.best is not None:
-        return found.best, ""
+    if outcome.best is not None:
+        return outcome.best, ""
     runs = any(formulate(prices, w, 1, allowed) is not None for w in range(1, space.request.gpus + 1))
     return None, "nothing fits with it" if runs else "no stage of these devices can run it"
 
 
-def _meant(prices: Prices, pin: Pin, mine: Candidate) -> tuple[Pin, ...]:
+def _pins_meant(prices: Prices, pin: Pin, candidate: Candidate) -> tuple[Pin, ...]:
     """The pins to search with. Where the plan already satisfies ``pin`` there are none, except for ``replicate`` of
     components with split tensors: there the user means whole weights, so a tensor degree of 1 is pinned, too."""
     allowed = pinned(prices.space.profile, (pin,))
     names = [c.name for c in prices.space.profile.graph.components]
-    held = [i for i, name in enumerate(names) if pin.matches(name)]
-    if not all(allowed(i, mine.ways[i]) for i in held):
+    indices = [i for i, name in enumerate(names) if pin.matches(name)]
+    if not all(allowed(i, candidate.ways[i]) for i in indices):
         return (pin,)
-    if pin.strategy == "replicate" and pin.degree is None and any(mine.ways[i].tensor.degree > 1 for i in held):
+    if pin.strategy == "replicate" and pin.degree is None and any(candidate.ways[i].tensor.degree > 1 for i in indices):
         return pin, Pin(pattern=pin.pattern, strategy="none", degree=1)
     return ()

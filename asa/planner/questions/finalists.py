@@ -37,24 +37,24 @@ def finalists(
     Raises:
         UsageError, InfeasibleError, UnavailableError: as for :func:`asa.planner.decide.plan`.
     """
-    known = plan(profile, cluster, strategies, replace(request, top_k=max(count, request.top_k)))
+    plans = plan(profile, cluster, strategies, replace(request, top_k=max(count, request.top_k)))
     if request.strategies is None or "asa" in request.strategies:
-        names = tuple(b.name for b in known[0].baselines if b.fits and b.name != "hybrid")
-        known += _whole(profile, cluster, strategies, replace(request, strategies=names, top_k=len(names) or 1))
+        names = tuple(b.name for b in plans[0].baselines if b.fits and b.name != "hybrid")
+        plans += _whole(profile, cluster, strategies, replace(request, strategies=names, top_k=len(names) or 1))
     first: dict[object, Plan] = {}
-    for p in known:
+    for p in plans:
         first.setdefault(p.conduct, p)
     pool = list(first.values())
     draws = joint(pool, profile, cluster, strategies, request.memory_bytes)
-    stock = next((p.conduct for p in known if p.strategy == STOCK), None)
+    stock = next((p.conduct for p in plans if p.strategy == STOCK), None)
     must = [0]
     must += [i for i, p in enumerate(pool) if p.conduct == stock and i not in must]
     others = [i for i, p in enumerate(pool) if i not in must and p.strategy not in ("asa", "search")]
     must += sorted(others, key=lambda i: pool[i].prediction.step_time_s)[:1]
     chosen = shortlist(draws, must[:count], count)
-    named = [replace(pool[i], strategy=STOCK) if pool[i].conduct == stock and i else pool[i] for i in chosen]
+    chosen_plans = [replace(pool[i], strategy=STOCK) if pool[i].conduct == stock and i else pool[i] for i in chosen]
     at = next((n for n, i in enumerate(chosen) if pool[i].conduct == stock), None)
-    return named, draws[chosen], at
+    return chosen_plans, draws[chosen], at
 
 
 def _whole(profile: Profile, cluster: Cluster, strategies: Strategies, request: Request) -> list[Plan]:
@@ -79,8 +79,8 @@ def joint(
     )  # fmt: skip
     used = on_device(profile, cluster)
     prices = Prices(Space(used, cluster.ordered(first.devices), strategies, request))
-    found = [Candidate.of(p, used, strategies) for p in plans]
-    return joint_times([(c, prices.of(c)) for c in found], used, strategies, cluster.overlap)
+    candidates = [Candidate.of(p, used, strategies) for p in plans]
+    return joint_times([(c, prices.of(c)) for c in candidates], used, strategies, cluster.overlap)
 
 
 def shortlist(draws: np.ndarray, must: Sequence[int], count: int) -> list[int]:
@@ -91,6 +91,6 @@ def shortlist(draws: np.ndarray, must: Sequence[int], count: int) -> list[int]:
     chosen, times = list(must), np.exp(sample(*prior(draws), 2048)).T
     while len(chosen) < min(count, len(times)):
         fastest = times[chosen].min(axis=0)
-        left = [i for i in range(len(times)) if i not in chosen]
-        chosen.append(min(left, key=lambda i: float(np.minimum(fastest, times[i]).mean())))
+        remaining = [i for i in range(len(times)) if i not in chosen]
+        chosen.append(min(remaining, key=lambda i: float(np.minimum(fastest, times[i]).mean())))
     return chosen

@@ -100,21 +100,21 @@ def against_memory(
     """
     have = cluster.device.memory_bytes if request.memory_bytes is None else request.memory_bytes
     clock = _ShownClock(request, points)
-    asked = replace(request, prefer_simple=False, top_k=1, memory_bytes=_BOUNDLESS, time_limit_s=clock.limit(0))
-    prices = Prices(Space(on_device(profile, cluster), cluster, strategies, asked))
-    found = [_faster(plan(profile, cluster, strategies, asked, known=prices)[0], answer)]
+    unlimited = replace(request, prefer_simple=False, top_k=1, memory_bytes=_BOUNDLESS, time_limit_s=clock.limit(0))
+    prices = Prices(Space(on_device(profile, cluster), cluster, strategies, unlimited))
+    plans = [_faster(plan(profile, cluster, strategies, unlimited, known=prices)[0], answer)]
     least = leanest(prices, prices.space.pinned)
-    top = _limit(found[0], cluster)
+    top = _limit(plans[0], cluster)
     floor = top if least is None else _ceil(needed(cluster.device, least.price.peak.total, least.candidate.ranks))
     for done, limit in enumerate(_falling(top, min(top, floor), points)[1:], 1):
-        if limit >= _limit(found[-1], cluster):
+        if limit >= _limit(plans[-1], cluster):
             continue
-        tighter = replace(asked, memory_bytes=limit, time_limit_s=clock.limit(done))
+        tighter = replace(unlimited, memory_bytes=limit, time_limit_s=clock.limit(done))
         try:
-            found.append(plan(profile, cluster, strategies, tighter, known=prices)[0])
+            plans.append(plan(profile, cluster, strategies, tighter, known=prices)[0])
         except InfeasibleError:
             break
-    return _as_points(found, cluster, have)
+    return _as_points(plans, cluster, have)
 
 
 def against_cost(
@@ -127,25 +127,25 @@ def against_cost(
     more devices give no faster plan, one point stands for all (``up_to``). ``answer`` as for :func:`against_memory`.
     """
     steps = math.ceil(epoch_samples / request.global_batch)
-    made: list[CostPoint] = []
-    asked_for = counts(request.gpus)
-    clock = _ShownClock(request, len(asked_for))
+    points: list[CostPoint] = []
+    sizes = counts(request.gpus)
+    clock = _ShownClock(request, len(sizes))
     prices = Prices(Space(on_device(profile, cluster), cluster, strategies, request))
-    for done, gpus in enumerate(asked_for):
-        asked = replace(request, gpus=gpus, top_k=1, time_limit_s=clock.limit(done))
+    for done, gpus in enumerate(sizes):
+        narrower = replace(request, gpus=gpus, top_k=1, time_limit_s=clock.limit(done))
         try:
-            best = plan(profile, cluster, strategies, asked, known=prices)[0]
+            best = plan(profile, cluster, strategies, narrower, known=prices)[0]
         except InfeasibleError as error:
-            made.append(_nothing(gpus, str(error)))
+            points.append(_nothing(gpus, str(error)))
             continue
         best = _faster(best, answer) if gpus == request.gpus else best
         step = best.prediction.step_time_s
-        before = made[-1].step_time_s if made else None
-        if before is not None and step >= before * (1 - ROUNDING):  # a plan for fewer devices runs on more, too
-            gap = max(made[-1].gap, 1 - best.certificate.lower_bound_s / before)
-            made[-1] = replace(made[-1], up_to=gpus, gap=gap)
+        previous_s = points[-1].step_time_s if points else None
+        if previous_s is not None and step >= previous_s * (1 - ROUNDING):  # a plan for fewer devices runs on more, too
+            gap = max(points[-1].gap, 1 - best.certificate.lower_bound_s / previous_s)
+            points[-1] = replace(points[-1], up_to=gpus, gap=gap)
             continue
-        made.append(
+        points.append(
             CostPoint(
                 gpus=gpus,
                 up_to=gpus,
@@ -158,13 +158,13 @@ def against_cost(
                 on_frontier=False,
             )
         )
-    return tuple(replace(p, on_frontier=_undominated(p, made)) for p in made)
+    return tuple(replace(p, on_frontier=_undominated(p, points)) for p in points)
 
 
-def _faster(found: Plan, answer: Plan | None) -> Plan:
+def _faster(plan: Plan, answer: Plan | None) -> Plan:
     """The faster of two plans for the same request."""
-    if answer is None or answer.prediction.step_time_s >= found.prediction.step_time_s:
-        return found
+    if answer is None or answer.prediction.step_time_s >= plan.prediction.step_time_s:
+        return plan
     return answer
 
 
@@ -193,7 +193,7 @@ def counts(gpus: int) -> tuple[int, ...]:
 
 def changes(before: Plan, after: Plan) -> str:
     """The differences of ``after`` from ``before``, in a few words."""
-    said = []
+    words = []
     for what, old, new in (
         ("ranks", before.num_ranks, after.num_ranks),
         ("stages", len(before.stages), len(after.stages)),
@@ -201,16 +201,16 @@ def changes(before: Plan, after: Plan) -> str:
         ("schedule", before.schedule, after.schedule),
     ):
         if old != new:
-            said.append(f"{what} {old} -> {new}")
-    moved: dict[str, list[int]] = {}
+            words.append(f"{what} {old} -> {new}")
+    changed: dict[str, list[int]] = {}
     for i, (a, b) in enumerate(zip(before.components, after.components, strict=True)):
         if (a.data, a.tensor, a.checkpoint, a.offload) != (b.data, b.tensor, b.checkpoint, b.offload):
-            moved.setdefault(_way(b), []).append(i)
+            changed.setdefault(_way(b), []).append(i)
     names = [c.name for c in after.components]
-    said += [f"{_runs(names, which)} to {way}" for way, which in sorted(moved.items(), key=lambda x: -len(x[1]))]
-    if not said and before.starts() != after.starts():
-        said.append("cuts moved")
-    return ", ".join(said)
+    words += [f"{_runs(names, which)} to {way}" for way, which in sorted(changed.items(), key=lambda x: -len(x[1]))]
+    if not words and before.starts() != after.starts():
+        words.append("cuts moved")
+    return ", ".join(words)
 
 
 def _runs(names: Sequence[str], which: Sequence[int]) -> str:
@@ -226,8 +226,8 @@ def _runs(names: Sequence[str], which: Sequence[int]) -> str:
         else:
             runs.append([i])
     shown = [names[r[0]] if len(r) == 1 else f"{names[r[0]]} .. {names[r[-1]]} ({len(r)})" for r in runs[:_RUNS]]
-    left = sum(map(len, runs[_RUNS:]))
-    return ", ".join(shown) + (f" and {left} more" if left else "")
+    unnamed = sum(map(len, runs[_RUNS:]))
+    return ", ".join(shown) + (f" and {unnamed} more" if unnamed else "")
 
 
 def _way(a: Assignment) -> str:
@@ -236,9 +236,9 @@ def _way(a: Assignment) -> str:
     return " and ".join(words or ["whole"]) + " checkpointed" * a.checkpoint + " offloaded" * a.offload
 
 
-def _limit(found: Plan, cluster: Cluster) -> int:
-    """Bytes of memory of the smallest device that ``found`` fits."""
-    return _ceil(needed(cluster.device, max(found.prediction.memory_bytes_per_rank), found.num_ranks))
+def _limit(plan: Plan, cluster: Cluster) -> int:
+    """Bytes of memory of the smallest device that ``plan`` fits."""
+    return _ceil(needed(cluster.device, max(plan.prediction.memory_bytes_per_rank), plan.num_ranks))
 
 
 def _ceil(limit: float) -> int:
@@ -251,18 +251,18 @@ def _falling(top: int, floor: int, points: int) -> list[int]:
     return [top, *(round(top * ratio**k) for k in range(1, points - 1)), floor]
 
 
-def _as_points(found: Sequence[Plan], cluster: Cluster, have: int) -> tuple[MemoryPoint, ...]:
+def _as_points(plans: Sequence[Plan], cluster: Cluster, have: int) -> tuple[MemoryPoint, ...]:
     """The points, loosest limit first, without those that are not faster than the next one: their search ran out of
     time.
 
     A bound under one limit holds under every lower one, so the gap of a point uses the bounds of all looser points.
     """
-    bounds = list(accumulate((p.certificate.lower_bound_s for p in found), max))
-    kept: list[tuple[Plan, float]] = []
-    for p, bound in zip(reversed(found), reversed(bounds), strict=True):
-        if not kept or p.prediction.step_time_s < kept[-1][0].prediction.step_time_s:
-            kept.append((p, bound))
-    kept.reverse()
+    bounds = list(accumulate((p.certificate.lower_bound_s for p in plans), max))
+    faster_plans: list[tuple[Plan, float]] = []
+    for p, bound in zip(reversed(plans), reversed(bounds), strict=True):
+        if not faster_plans or p.prediction.step_time_s < faster_plans[-1][0].prediction.step_time_s:
+            faster_plans.append((p, bound))
+    faster_plans.reverse()
     return tuple(
         MemoryPoint(
             limit_bytes=_limit(p, cluster),
@@ -272,9 +272,9 @@ def _as_points(found: Sequence[Plan], cluster: Cluster, have: int) -> tuple[Memo
             gap=max(0.0, 1 - bound / p.prediction.step_time_s) if p.certificate.gap > 0 else 0.0,
             num_ranks=p.num_ranks,
             num_microbatches=p.num_microbatches,
-            changed=changes(kept[i - 1][0], p) if i else "",
+            changed=changes(faster_plans[i - 1][0], p) if i else "",
         )
-        for i, (p, bound) in enumerate(kept)
+        for i, (p, bound) in enumerate(faster_plans)
     )
 
 
@@ -289,10 +289,10 @@ def _undominated(point: CostPoint, others: Sequence[CostPoint]) -> bool:
     """Whether no other point is at least as fast and as cheap, and better in one of both."""
     if point.epoch_s is None or point.epoch_cost is None:
         return False
-    mine = (point.epoch_s, point.epoch_cost)
+    own = (point.epoch_s, point.epoch_cost)
     for other in others:
         if other.epoch_s is not None and other.epoch_cost is not None:
-            theirs = (other.epoch_s, other.epoch_cost)
-            if theirs != mine and theirs[0] <= mine[0] and theirs[1] <= mine[1]:
+            rival = (other.epoch_s, other.epoch_cost)
+            if rival != own and rival[0] <= own[0] and rival[1] <= own[1]:
                 return False
     return True

@@ -67,16 +67,16 @@ class Unavailable(Exception):
 
 def names(strategies: Strategies, gpus: int) -> tuple[str, ...]:
     """Names of all whole strategies that are offered, with every hybrid of ``gpus`` devices."""
-    found = ["single", *(n for n, data in _DATA.items() if data in strategies.data)]
+    offered = ["single", *(n for n, data in _DATA.items() if data in strategies.data)]
     if "tensor" in strategies.tensor:
-        found.append("tensor")
-    found += [n for n in _PIPELINES if n in strategies.schedules]
-    found += _hybrids(strategies, gpus)
+        offered.append("tensor")
+    offered += [n for n in _PIPELINES if n in strategies.schedules]
+    offered += _hybrids(strategies, gpus)
     if "tensor" in strategies.tensor or "1f1b" in strategies.schedules:
-        found.append("hybrid")
+        offered.append("hybrid")
     if strategies.checkpoint:
-        found += [n + AGAIN for n in _AGAIN if n in found] + [BEST_AGAIN]
-    return tuple(found)
+        offered += [n + AGAIN for n in _AGAIN if n in offered] + [BEST_AGAIN]
+    return tuple(offered)
 
 
 def _hybrids(strategies: Strategies, gpus: int) -> list[str]:
@@ -92,27 +92,27 @@ def _hybrids(strategies: Strategies, gpus: int) -> list[str]:
     ]
 
 
-def check(asked: tuple[str, ...], strategies: Strategies, gpus: int) -> None:
-    """Refuse strategies in ``asked`` that are unknown or not offered.
+def check(requested: tuple[str, ...], strategies: Strategies, gpus: int) -> None:
+    """Refuse strategies in ``requested`` that are unknown or not offered.
 
     Raises:
         UsageError: names those that are offered.
     """
-    known = ("asa", *names(strategies, gpus), *(["sequence"] if "sequence" in strategies.tensor else []))
-    for name in asked:
+    offered = ("asa", *names(strategies, gpus), *(["sequence"] if "sequence" in strategies.tensor else []))
+    for name in requested:
         if is_discipline(name):
             parse(name).workers(gpus)
             continue
         base = name.removesuffix(AGAIN) if strategies.checkpoint and name != "asa" + AGAIN else name
         hybrid = _HYBRID.fullmatch(base) if base != "hybrid:" else None
-        if (base in known and not base.endswith(AGAIN)) or (
+        if (base in offered and not base.endswith(AGAIN)) or (
             hybrid is not None and (hybrid.group(3) is None or "1f1b" in strategies.schedules)
         ):
             continue
         if hybrid is not None or name in (*_LATER, *_DATA, *_PIPELINES):
-            raise UsageError(f"strategy {name} is not built yet; one of {', '.join(known)}")
+            raise UsageError(f"strategy {name} is not built yet; one of {', '.join(offered)}")
         called = "; of the whole model it is called fsdp" if name == "zero3" else ""
-        raise UsageError(f"no strategy {name!r}{called}; one of {', '.join(known)}")
+        raise UsageError(f"no strategy {name!r}{called}; one of {', '.join(offered)}")
 
 
 def members(name: str, strategies: Strategies, gpus: int) -> tuple[str, ...]:
@@ -135,13 +135,13 @@ def candidates(name: str, prices: Prices) -> Iterator[Candidate]:
         raise Unavailable("with one microbatch it is called layers")
     for m in counts:
         try:
-            found = uniform(name, prices, m)
+            candidate = uniform(name, prices, m)
         except Unavailable:
             if m == counts[0]:
                 raise
             return
-        yield found
-        if found.schedule == "layers" or (len(found.widths) > 1 and 2 * m > MOST_IN_A_PIPELINE):
+        yield candidate
+        if candidate.schedule == "layers" or (len(candidate.widths) > 1 and 2 * m > MOST_IN_A_PIPELINE):
             return
 
 
@@ -159,14 +159,14 @@ def at_least(name: str, prices: Prices) -> float:
         uniform(name, prices, counts[0] if counts else 1)
     except Unavailable:
         return 0.0
-    x, found = _degrees(name.removesuffix(AGAIN), prices.space.request.gpus), list[float]()
+    x, bounds = _degrees(name.removesuffix(AGAIN), prices.space.request.gpus), list[float]()
     for m in counts:
         if prices.space.request.global_batch // m < x.d or (x.p > 1 and m > MOST_IN_A_PIPELINE):
             break
-        taken = prices.compute_of(x.d, x.t, m, x.p)
+        component_s = prices.compute_of(x.d, x.t, m, x.p)
         # A stage waits for those before it and then computes all microbatches; optimal cuts give later stages less.
-        found.append(max(m * float(taken.max()), float(taken.sum()) / (1 - (1 - 1 / m) ** x.p)))
-    return min(found, default=0.0)
+        bounds.append(max(m * float(component_s.max()), float(component_s.sum()) / (1 - (1 - 1 / m) ** x.p)))
+    return min(bounds, default=0.0)
 
 
 def uniform(name: str, prices: Prices, num_microbatches: int) -> Candidate:
@@ -229,9 +229,9 @@ def _way(index: int, degrees: Degrees, space: Space) -> Way:
     shards = shards and not component.tied
     choice = space.data_degree(data if d > 1 and has_parameters and shards else "replicate", layout)
     if choice is None:
-        one = len(space.cluster.levels) == 1
-        asked = "needs several nodes; asked for by name it cuts over half of this one"
-        raise Unavailable(asked if one else "needs several nodes of several devices")
+        single_node = len(space.cluster.levels) == 1
+        reason = "needs several nodes; asked for by name it cuts over half of this one"
+        raise Unavailable(reason if single_node else "needs several nodes of several devices")
     return Way(
         layout=layout,
         data=choice,
@@ -258,16 +258,16 @@ def _balanced(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatche
     graph = prices.space.profile.graph
     if prices.space.cluster.unequal:
         return _one_by_one(prices, ways, degrees, num_microbatches)
-    alone = prices.alone([w.layout for w in ways], num_microbatches, prices.space.request.gpus)
-    before = np.concatenate([[0.0], np.cumsum(alone)])
+    component_s = prices.compute_in([w.layout for w in ways], num_microbatches, prices.space.request.gpus)
+    sums = np.concatenate([[0.0], np.cumsum(component_s)])
     # best[i]: least maximum over the remaining stages if they start at component i; ends: where the first of them ends.
-    best, ends = before[n] - before[:n], [np.full(n, n)]
-    for left in range(2, p + 1):
-        best, stop = _first_stages(before, best, n - left)
+    best, ends = sums[n] - sums[:n], [np.full(n, n)]
+    for stages_left in range(2, p + 1):
+        best, stop = _first_stages(sums, best, n - stages_left)
         ends.append(stop)
     starts = [0]
-    for left in range(p, 1, -1):
-        starts.append(int(ends[left - 1][starts[-1]]))
+    for stages_left in range(p, 1, -1):
+        starts.append(int(ends[stages_left - 1][starts[-1]]))
     if all(graph.cuttable(start) for start in starts):
         return tuple(starts)
     return _one_by_one(prices, ways, degrees, num_microbatches)
@@ -277,10 +277,10 @@ _Cuts = dict[int, tuple[float, tuple[int, ...]]]
 """By first component of the last k stages: seconds of compute of the slowest of them, and where they start."""
 
 
-def _one_more(behind: _Cuts, before: list[float], allowed: list[int]) -> _Cuts:
+def _one_more(behind: _Cuts, sums: list[float], allowed: list[int]) -> _Cuts:
     """The best cuts with one more stage before those of ``behind``. ``before[i]``: compute before component i."""
     return {
-        i: min((max(before[j] - before[i], value), (i, *rest)) for j, (value, rest) in behind.items() if j > i)
+        i: min((max(sums[j] - sums[i], value), (i, *rest)) for j, (value, rest) in behind.items() if j > i)
         for i in allowed
         if any(j > i for j in behind)
     }
@@ -300,25 +300,25 @@ def _one_by_one(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatc
     best: _Cuts = {n: (0.0, ())}
     for stage in range(p - 1, -1, -1):
         pricer = prices.pricer(width, num_microbatches, gpus, stage * width)
-        before = [0.0, *accumulate(sum(pricer.cell(i, w)[:2]) for i, w in enumerate(ways))]
-        best = _one_more(best, before, allowed)
+        sums = [0.0, *accumulate(sum(pricer.cell(i, w)[:2]) for i, w in enumerate(ways))]
+        best = _one_more(best, sums, allowed)
     return best[0][1]
 
 
-def _first_stages(before: Any, behind: Any, last: int) -> tuple[Any, Any]:
+def _first_stages(sums: Any, behind: Any, last: int) -> tuple[Any, Any]:
     """For every start up to ``last``, the least maximum of the stage that starts there and of the stages ``behind`` it,
     and the stage's earliest end; infinite for later starts.
 
     With a later end the stage takes longer and those behind it less, so the least maximum is where the two cross.
     """
     start = np.arange(last + 1)
-    cross = np.searchsorted((before[: last + 2] - behind[: last + 2])[1:], before[start]) + 1
-    near = np.clip(cross[:, None] + np.arange(-2, 2), start[:, None] + 1, last + 1)
-    least = np.maximum(before[near] - before[start, None], behind[near]).min(axis=1)
+    cross = np.searchsorted((sums[: last + 2] - behind[: last + 2])[1:], sums[start]) + 1
+    nearby = np.clip(cross[:, None] + np.arange(-2, 2), start[:, None] + 1, last + 1)
+    least = np.maximum(sums[nearby] - sums[start, None], behind[nearby]).min(axis=1)
     first = np.searchsorted(-behind[: last + 2], -least)
-    found, stop = np.full(len(behind), np.inf), np.full(len(behind), len(behind))
-    found[start], stop[start] = least, np.maximum(first, start + 1)
-    return found, stop
+    slowest, stop = np.full(len(behind), np.inf), np.full(len(behind), len(behind))
+    slowest[start], stop[start] = least, np.maximum(first, start + 1)
+    return slowest, stop
 
 
 def _degrees(name: str, gpus: int) -> Degrees:

@@ -109,7 +109,7 @@ class Prices:
         self.uniform: dict[object, list[Way]] = {}
         """Cache of the ways of the whole strategies, which are the same for any number of microbatches."""
         self._leasts: dict[tuple[object, ...], np.ndarray] = {}
-        self._known: dict[tuple[object, ...], Price] = {}
+        self._priced_candidates: dict[tuple[object, ...], Price] = {}
         offload, tokens = space.may_offload and space.request.offload == "auto", space.may_cut_tokens
         if (offload or (tokens and not space.by_tokens)) and not self._plain_fits():
             space.offloading, space.by_tokens = offload or space.offloading, tokens or space.by_tokens
@@ -118,20 +118,20 @@ class Prices:
         """Whether plain data parallelism on all devices fits with some number of microbatches."""
         space, gpus, count = self.space, self.space.request.gpus, len(self.space.profile.graph)
 
-        def enough(degree: int, m: int) -> bool:
+        def has_samples(degree: int, m: int) -> bool:
             return all(space.enough_samples(i, degree, m) for i in range(count))
 
-        degree = next((d for d in range(gpus, 0, -1) if gpus % d == 0 and enough(d, 1)), 1)
+        degree = next((d for d in range(gpus, 0, -1) if gpus % d == 0 and has_samples(d, 1)), 1)
         way = Way(
             layout=Layout(width=gpus, data=degree, tensor=1),
             data=DataDegree(strategy="replicate", degree=degree),
             tensor=TensorDegree(strategy="none", degree=1),
         )
         for m in space.microbatches():
-            if not enough(degree, m):
+            if not has_samples(degree, m):
                 break
-            plain = Candidate(origin="ddp", widths=(gpus,), num_microbatches=m, ways=(way,) * count)
-            if self.fits(plain):
+            replicated = Candidate(origin="ddp", widths=(gpus,), num_microbatches=m, ways=(way,) * count)
+            if self.fits(replicated):
                 return True
         return False
 
@@ -171,8 +171,8 @@ class Prices:
                 [w for layout in layouts for w in space.ways_in(i, layout) if allowed(i, w)]
                 for i in range(len(space.profile.graph))
             ]
-            plain = None if allowed is anything else lambda i, way: allowed(i, replace(way, checkpoint=False))
-            self._menus[key] = self.menu_of(pricer, ways, forgetting=plain)
+            stored = None if allowed is anything else lambda i, way: allowed(i, replace(way, checkpoint=False))
+            self._menus[key] = self.menu_of(pricer, ways, forgetting=stored)
         return self._menus[key]
 
     def menu_of(
@@ -203,8 +203,8 @@ class Prices:
         at_once = working(width, busy, num_microbatches)
         if at_once not in self._slow:
             self._slow[at_once] = slowest_rank(self.space.profile, self.space.cluster, at_once)
-        found: list[float] = (self._least(width, num_microbatches, first) * self._slow[at_once]).tolist()
-        return found
+        seconds: list[float] = (self._least(width, num_microbatches, first) * self._slow[at_once]).tolist()
+        return seconds
 
     def _least(self, width: int, num_microbatches: int, first: int) -> np.ndarray:
         """The seconds of :meth:`compute` for each component while no other rank works."""
@@ -220,7 +220,7 @@ class Prices:
                 least = np.minimum(least, self._unequal(layout, cut))
         else:
             for samples, tensor, fewest in self._shards(width, num_microbatches):
-                least = np.minimum(least, np.where(self.fewest <= fewest, self.alone_on(samples, tensor), np.inf))
+                least = np.minimum(least, np.where(self.fewest <= fewest, self.compute_on(samples, tensor), np.inf))
         self._leasts[key] = least
         return least
 
@@ -229,11 +229,11 @@ class Prices:
         shard."""
         batch = self.space.request.global_batch
         microbatch, smallest = largest_shard(batch, num_microbatches), batch // num_microbatches
-        found = [
+        shards = [
             (largest_shard(microbatch, x.data), x.tensor, smallest // x.data)
             for x in self.space.whole_layouts(width, num_microbatches) if x.data <= smallest
         ]  # fmt: skip
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(shards))
 
     def prepare(self, among: Sequence[int]) -> None:
         """Interpolate the times of all shards of stages of the widths ``among`` at once."""
@@ -242,28 +242,28 @@ class Prices:
             for m in self.space.microbatches() if w not in self.space.weights else ():
                 for samples, tensor, _ in self._shards(w, m):
                     needed.setdefault(tensor, {})[samples] = None
-        for tensor, some in needed.items():
-            self._times.prepare(some, tensor)
+        for tensor, sizes in needed.items():
+            self._times.prepare(sizes, tensor)
 
     def _unequal(self, layout: Layout, cut: Shards) -> np.ndarray:
         """For each component the seconds of the slowest rank, in a layout with uneven shards or on unequal devices."""
         fewest = min(layout.fewest(size) for size in cut.sizes)
         if fewest < 1:
             return np.full(len(self.fewest), np.inf)
-        taken = [self.alone_on(n, layout.tensor) / speed for n, speed in cut.timed(layout)]
-        return np.where(self.fewest <= fewest, np.max(taken, axis=0), np.inf)
+        rank_s = [self.compute_on(n, layout.tensor) / speed for n, speed in cut.timed(layout)]
+        return np.where(self.fewest <= fewest, np.max(rank_s, axis=0), np.inf)
 
-    def alone(self, layouts: Sequence[Layout], num_microbatches: int, busy: int) -> np.ndarray:
+    def compute_in(self, layouts: Sequence[Layout], num_microbatches: int, busy: int) -> np.ndarray:
         """For each component the seconds of forward and backward of one microbatch in its layout of ``layouts``,
         without communication, on equal devices of which ``busy`` work at the same time."""
-        found = np.zeros(len(layouts))
+        seconds = np.zeros(len(layouts))
         for layout in dict.fromkeys(layouts):
             pricer = self.pricer(layout.width, num_microbatches, busy)
             samples = pricer.local(layout)
             times = self._times.least if layout.sequence else self._times.both
-            taken = times(samples, layout.tensor) * pricer.slowed(samples)
-            found = np.where([x is layout or x == layout for x in layouts], taken, found)
-        return found
+            layout_s = times(samples, layout.tensor) * pricer.slowed(samples)
+            seconds = np.where([x is layout or x == layout for x in layouts], layout_s, seconds)
+        return seconds
 
     def compute_of(self, data: int, tensor: int, num_microbatches: int, stages: int) -> np.ndarray:
         """For each component the seconds of forward and backward of one microbatch on stages of ``data`` x ``tensor``
@@ -272,7 +272,7 @@ class Prices:
         width = data * tensor
         split = [tensor > 1 and self.space.splits(i, tensor) for i in range(len(self.space.profile.graph))]
         layouts = [Layout(width=width, data=data, tensor=t) for t in (1, tensor)]
-        return self.alone([layouts[s] for s in split], num_microbatches, width * stages)
+        return self.compute_in([layouts[s] for s in split], num_microbatches, width * stages)
 
     def at_least(self, candidate: Candidate) -> float:
         """A lower bound on the seconds of a pipeline, from compute alone: one microbatch passes all stages before some
@@ -280,12 +280,12 @@ class Prices:
         if self.space.cluster.unequal or len(candidate.widths) == 1:
             return 0.0
         m = candidate.num_microbatches
-        taken = self.alone([w.layout for w in candidate.ways], m, self.busy(candidate))
-        stages = np.add.reduceat(taken, candidate.starts)
+        component_s = self.compute_in([w.layout for w in candidate.ways], m, self.busy(candidate))
+        stages = np.add.reduceat(component_s, candidate.starts)
         front = np.cumsum(stages) - stages
         return float((front + m * stages).max())
 
-    def alone_on(self, samples: int, tensor: int) -> np.ndarray:
+    def compute_on(self, samples: int, tensor: int) -> np.ndarray:
         """For each component, split ``tensor`` ways, the seconds of forward and backward of ``samples`` on one of the
         profile's devices while no other works; infinite where it cannot be split."""
         key = (samples, tensor, self.space.by_tokens)
@@ -293,9 +293,9 @@ class Prices:
             if tensor not in self._splits:
                 count = len(self.space.profile.graph)
                 self._splits[tensor] = np.array([self.space.splits(i, tensor) for i in range(count)])
-            found = (self._times.least if self.space.by_tokens else self._times.both)(samples, tensor)
-            found = found * self._times.whole_ratio(samples)
-            self._computes[key] = np.where(self._splits[tensor], found, np.inf)
+            seconds = (self._times.least if self.space.by_tokens else self._times.both)(samples, tensor)
+            seconds = seconds * self._times.whole_ratio(samples)
+            self._computes[key] = np.where(self._splits[tensor], seconds, np.inf)
         return self._computes[key]
 
     def capacity(self, candidate: Candidate) -> float:
@@ -320,11 +320,11 @@ class Prices:
     def of(self, candidate: Candidate) -> Price:
         """The price of a candidate."""
         key = candidate.key
-        if key not in self._known:
-            if len(self._known) > _KEPT // len(candidate.ways):
-                del self._known[next(iter(self._known))]
-            self._known[key] = self._of(candidate)
-        return self._known[key]
+        if key not in self._priced_candidates:
+            if len(self._priced_candidates) > _KEPT // len(candidate.ways):
+                del self._priced_candidates[next(iter(self._priced_candidates))]
+            self._priced_candidates[key] = self._of(candidate)
+        return self._priced_candidates[key]
 
     def _of(self, candidate: Candidate) -> Price:
         m, busy = candidate.num_microbatches, self.busy(candidate)
@@ -333,13 +333,13 @@ class Prices:
         schedule = self.space.strategies.schedules[candidate.schedule] if len(candidate.widths) > 1 else None
         firsts = [0, *accumulate(candidate.widths[:-1])]
         pricers = [self.pricer(w, m, busy, first) for w, first in zip(candidate.widths, firsts, strict=True)]
-        found = price(pricers, candidate.starts, candidate.ways, self.space.cluster.overlap, schedule)
-        return self._levelled(found, candidate, firsts) if self.space.cluster.devices else found
+        total = price(pricers, candidate.starts, candidate.ways, self.space.cluster.overlap, schedule)
+        return self._levelled(total, candidate, firsts) if self.space.cluster.devices else total
 
     def _levelled(self, price: Price, candidate: Candidate, firsts: list[int]) -> Price:
         """The price with the peak of the stage that comes closest to the limit of its devices, shifted so that it
         compares with :meth:`capacity`."""
         busy, free = self.busy(candidate), self.capacity(candidate)
-        places = zip(price.stages, firsts, candidate.widths, strict=True)
-        peaks = [replace(s.peak, total=free + self.excess(s, first, width, busy)) for s, first, width in places]
+        placed_stages = zip(price.stages, firsts, candidate.widths, strict=True)
+        peaks = [replace(s.peak, total=free + self.excess(s, first, width, busy)) for s, first, width in placed_stages]
         return replace(price, peak=max(peaks, key=lambda p: p.total))

@@ -61,23 +61,23 @@ def machine(prices: Prices, replicated: Candidate, discipline: Discipline | None
     space, ranks = prices.space, replicated.ranks
     count = ranks if discipline is None else discipline.workers(ranks)
     num_servers = 0 if discipline is None else discipline.servers
-    beside = discipline is not None and discipline.placement == "beside"
-    plain = prices.of(replicated)
+    on_workers = discipline is not None and discipline.placement == "beside"
+    price = prices.of(replicated)
     spread = relative_deviation(space.profile)
-    pace = 1 / (1 + spread * expected_maximum(ranks))
-    inside = sum(b.blocking_s for b in plain.boundaries) + sum(c.blocking_s for c in plain.components)
-    slowest_s = sum(c.compute_s for c in plain.components) * pace + inside
-    update_s = sum(c.update_s for c in plain.components) * pace
+    mean_share = 1 / (1 + spread * expected_maximum(ranks))
+    inside = sum(b.blocking_s for b in price.boundaries) + sum(c.blocking_s for c in price.components)
+    slowest_s = sum(c.compute_s for c in price.components) * mean_share + inside
+    update_s = sum(c.update_s for c in price.components) * mean_share
     speeds = space.cluster.speeds(range(ranks)) or (1.0,) * ranks
     batch = space.request.global_batch
     share, largest = batch / count, largest_shard(batch, ranks)
     size = float(sum(c.parameter_bytes for c in space.profile.graph.components))
     links = Links(space.cluster, ranks)
     # The distance between two ranks that communicate over the widest level of links among these ranks.
-    apart = max((level.devices for level in space.cluster.levels[:-1] if level.devices < ranks), default=1)
-    message = links.handover(size / num_servers, apart, 1) if num_servers else 0.0
-    away = (count - 1) / count if beside else 1.0  # a worker sends nothing to a server on its own rank
-    remote = [message * (num_servers - (beside and w < num_servers)) for w in range(count)]
+    distance = max((level.devices for level in space.cluster.levels[:-1] if level.devices < ranks), default=1)
+    message = links.handover(size / num_servers, distance, 1) if num_servers else 0.0
+    away = (count - 1) / count if on_workers else 1.0  # a worker sends nothing to a server on its own rank
+    remote = [message * (num_servers - (on_workers and w < num_servers)) for w in range(count)]
     return Machine(
         workers=tuple(
             Worker(
@@ -89,12 +89,12 @@ def machine(prices: Prices, replicated: Candidate, discipline: Discipline | None
         servers=tuple(
             Server(
                 receive_s=message * away, send_s=message * away, apply_s=update_s / num_servers,
-                beside=j if beside else None,
+                beside=j if on_workers else None,
             )
             for j in range(num_servers)
         ),
         spread=spread,
-        meeting_s=plain.cost.exposed_s - inside if discipline is None else links.taken("all_reduce", size, ranks, 1),
+        meeting_s=price.cost.exposed_s - inside if discipline is None else links.taken("all_reduce", size, ranks, 1),
     )  # fmt: skip
 
 
@@ -107,21 +107,21 @@ def disciplined(prices: Prices, replicated: Candidate, discipline: Discipline) -
     cluster = prices.space.cluster
     if discipline.name == "hogwild" and (cluster.device.type != "cpu" or replicated.ranks > cluster.host):
         raise UsageError("hogwild needs memory that all ranks write to: CPU ranks of one host")
-    made = machine(prices, replicated, discipline)
-    count = len(made.workers)
-    played = play(discipline, made, steps=max(_LEAST, min(_MOST, _CYCLES // count)) * discipline.period)
-    plain = prices.of(replicated)
-    total, ideal = played.step_time_s, made.rows / made.fastest
-    update = sum(w.update_s * w.rows for w in made.workers) / made.rows
+    simulated = machine(prices, replicated, discipline)
+    count = len(simulated.workers)
+    played = play(discipline, simulated, steps=max(_LEAST, min(_MOST, _CYCLES // count)) * discipline.period)
+    price = prices.of(replicated)
+    total, ideal = played.step_time_s, simulated.rows / simulated.fastest
+    update = sum(w.update_s * w.rows for w in simulated.workers) / simulated.rows
     computed = min(total, ideal + update)
-    moved = min(total - computed, sum(w.push_s + w.pull_s for w in made.workers) / count / discipline.period)
+    moved = min(total - computed, sum(w.push_s + w.pull_s for w in simulated.workers) / count / discipline.period)
     cost = StepCost(
         total_s=total, compute_s=computed, exposed_s=moved, hidden_s=0.0, update_s=min(update, computed), overlap_s=0.0,
         bubble_s=total - computed - moved,
     )  # fmt: skip
-    held = _held(prices, plain.peak, discipline)
-    stage = replace(plain.stages[0], cost=cost, peak=held, peaks=())
-    return Disciplined(price=replace(plain, cost=cost, peak=held, stages=(stage,)), played=played, machine=made)
+    peak = _peak_under(prices, price.peak, discipline)
+    stage = replace(price.stages[0], cost=cost, peak=peak, peaks=())
+    return Disciplined(price=replace(price, cost=cost, peak=peak, stages=(stage,)), played=played, machine=simulated)
 
 
 def grouped(prices: Prices, plan: Plan, discipline: Discipline) -> tuple[StepCost, tuple[int, ...]]:
@@ -130,20 +130,20 @@ def grouped(prices: Prices, plan: Plan, discipline: Discipline) -> tuple[StepCos
     those that have the same part of the weights in the other groups, all at the same time."""
     assert discipline.groups is not None
     space, count, inside = prices.space, discipline.groups, plan.prediction
-    each, links = plan.num_ranks, Links(prices.space.cluster, prices.space.request.gpus)
-    held = [0.0] * each
+    group_size, links = plan.num_ranks, Links(prices.space.cluster, prices.space.request.gpus)
+    rank_bytes = [0.0] * group_size
     for component, c in zip(space.profile.graph.components, plan.components, strict=True):
         parts = c.tensor.degree * (c.data.degree if c.data.strategy == "zero3" else c.data.shards or 1)
         for rank in plan.stages[c.stage].ranks:
-            held[rank] += component.parameter_bytes / parts
-    speeds = space.cluster.speeds(range(each * count)) or (1.0,) * (each * count)
-    slowest = [min(speeds[g * each : (g + 1) * each]) for g in range(count)]
+            rank_bytes[rank] += component.parameter_bytes / parts
+    speeds = space.cluster.speeds(range(group_size * count)) or (1.0,) * (group_size * count)
+    slowest = [min(speeds[g * group_size : (g + 1) * group_size]) for g in range(count)]
     machine = Machine(
         workers=tuple(
             Worker(step_s=inside.step_time_s * slowest[0] / slow, rows=float(plan.global_batch)) for slow in slowest
         ),
         spread=relative_deviation(space.profile),
-        meeting_s=links.taken("all_reduce", max(held), count, each),
+        meeting_s=links.taken("all_reduce", max(rank_bytes), count, group_size),
     )
     played = play(discipline, machine, steps=max(_LEAST, min(_MOST, _CYCLES // count)) * discipline.period)
     total = played.step_time_s
@@ -153,7 +153,7 @@ def grouped(prices: Prices, plan: Plan, discipline: Discipline) -> tuple[StepCos
         total_s=total, compute_s=computed, exposed_s=moved, hidden_s=0.0, update_s=min(inside.update_s, computed),
         overlap_s=0.0, bubble_s=total - computed - moved,
     )  # fmt: skip
-    return cost, tuple(math.ceil(_for_meetings(discipline, h)) for h in held)
+    return cost, tuple(math.ceil(_for_meetings(discipline, h)) for h in rank_bytes)
 
 
 def _for_meetings(discipline: Discipline, size: float) -> float:
@@ -162,7 +162,7 @@ def _for_meetings(discipline: Discipline, size: float) -> float:
     return size * (1 + (discipline.name == "diloco") * 2)
 
 
-def _held(prices: Prices, plain: Peak, discipline: Discipline) -> Peak:
+def _peak_under(prices: Prices, peak: Peak, discipline: Discipline) -> Peak:
     """The peak of the rank that holds most. A server keeps its part of the weights, of the summed gradients and of the
     optimizer's state, and workers have no such state. Averaging needs memory as in :func:`_for_meetings`."""
     size = float(sum(c.parameter_bytes for c in prices.space.profile.graph.components))
@@ -173,4 +173,4 @@ def _held(prices: Prices, plain: Peak, discipline: Discipline) -> Peak:
         more = _for_meetings(discipline, size)
     else:
         more = 0.0
-    return replace(plain, state=plain.state + more, total=plain.total + more)
+    return replace(peak, state=peak.state + more, total=peak.total + more)

@@ -19,22 +19,22 @@ _FEW = 3
 
 def nearest(space: Space, candidate: Candidate, allowed: Allowed) -> Candidate | None:
     """``candidate`` with the most similar allowed way wherever a way is not allowed; None where there is none."""
-    found, space = candidate, _cut_alike(space, candidate)
+    changed, space = candidate, _cut_alike(space, candidate)
     for i, way in enumerate(candidate.ways):
         if not allowed(i, way):
             offered = space.ways(i, candidate.width(i), candidate.num_microbatches, allowed)
             other = min(offered, key=partial(_difference, way), default=None)
             if other is None:
                 return None
-            found = found.with_way(i, other)
-    return found
+            changed = changed.with_way(i, other)
+    return changed
 
 
 def start(prices: Prices, known: Iterable[Candidate | None], allowed: Allowed) -> Candidate | None:
     """The fastest of the first few of ``known`` that fit after being changed to what is allowed; None if none does."""
     changed = (nearest(prices.space, k, allowed) for k in known if k is not None)
-    some = islice((x for x in changed if x is not None and prices.fits(x)), _FEW)
-    return min(some, key=lambda x: prices.of(x).cost.total_s, default=None)
+    fitting = islice((x for x in changed if x is not None and prices.fits(x)), _FEW)
+    return min(fitting, key=lambda x: prices.of(x).cost.total_s, default=None)
 
 
 def single_changes(prices: Prices, candidate: Candidate, allowed: Allowed, count: int, ends: float) -> list[Candidate]:
@@ -50,12 +50,12 @@ def single_changes(prices: Prices, candidate: Candidate, allowed: Allowed, count
                 if clock.now() > ends:
                     return
                 if other != way:
-                    found = replace(candidate.with_way(i, other), origin="asa")
-                    price = prices.of(found)
-                    if prices.fits(found):
-                        yield price.cost.total_s, i, found
+                    changed_plan = replace(candidate.with_way(i, other), origin="asa")
+                    price = prices.of(changed_plan)
+                    if prices.fits(changed_plan):
+                        yield price.cost.total_s, i, changed_plan
 
-    return [found for _, _, found in heapq.nsmallest(count, changed(), key=lambda x: x[:2])]
+    return [changed_plan for _, _, changed_plan in heapq.nsmallest(count, changed(), key=lambda x: x[:2])]
 
 
 def _cut_alike(space: Space, candidate: Candidate) -> Space:
@@ -64,8 +64,8 @@ def _cut_alike(space: Space, candidate: Candidate) -> Space:
     return space if space.weights == candidate.weights else space.weighted(candidate.weights)
 
 
-def _difference(one: Way, other: Way) -> int:
+def _difference(a: Way, b: Way) -> int:
     """The number of choices in which two ways differ; a layout counts as four."""
-    private = (one.data.strategy != other.data.strategy, one.checkpoint != other.checkpoint,
-               one.offload != other.offload)  # fmt: skip
-    return 4 * (one.layout != other.layout) + sum(private)
+    private = (a.data.strategy != b.data.strategy, a.checkpoint != b.checkpoint,
+               a.offload != b.offload)  # fmt: skip
+    return 4 * (a.layout != b.layout) + sum(private)

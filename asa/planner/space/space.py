@@ -43,8 +43,8 @@ def anything(_index: int, _way: Way) -> bool:
 
 def widths(gpus: int) -> tuple[int, ...]:
     """Widths of stages in the space, widest first: all up to 8, multiples of 8, and ``gpus`` itself."""
-    found = {*range(1, min(gpus, 8) + 1), *range(16, gpus + 1, 8), gpus}
-    return tuple(sorted(found, reverse=True))
+    sizes = {*range(1, min(gpus, 8) + 1), *range(16, gpus + 1, 8), gpus}
+    return tuple(sorted(sizes, reverse=True))
 
 
 @cache
@@ -88,9 +88,9 @@ class Space:
 
     def weighted(self, weights: dict[int, tuple[int, ...]]) -> Space:
         """A copy in which stages divide batches by ``weights``."""
-        found = copy(self)
-        found.weights, found._layouts, found._cut, found._ways = weights, {}, {}, {}
-        return found
+        space = copy(self)
+        space.weights, space._layouts, space._cut, space._ways = weights, {}, {}, {}
+        return space
 
     @property
     def measured(self) -> bool:
@@ -151,11 +151,11 @@ class Space:
         all ranks and, with fewer samples than that, the largest that leaves each rank one sample, or two. Where tokens
         may be split, every layout with a tensor degree exists a second time with split tokens.
         """
-        found, key = self.whole_layouts(width, num_microbatches), (width, num_microbatches)
+        plain, key = self.whole_layouts(width, num_microbatches), (width, num_microbatches)
         if not self.by_tokens:
-            return found
+            return plain
         if key not in self._cut:
-            self._cut[key] = (*found, *(replace(x, sequence=True) for x in found if x.tensor > 1))
+            self._cut[key] = (*plain, *(replace(x, sequence=True) for x in plain if x.tensor > 1))
         return self._cut[key]
 
     def whole_layouts(self, width: int, num_microbatches: int) -> tuple[Layout, ...]:
@@ -319,20 +319,20 @@ def pinned(profile: Profile, pins: Sequence[Pin]) -> Allowed:
         UsageError: a pin matches no component, or two pins contradict each other on one component.
     """
     names = [c.name for c in profile.graph.components]
-    held: dict[tuple[int, str], Pin] = {}
+    pin_of: dict[tuple[int, str], Pin] = {}
     for pin in pins:
         matched = [i for i, name in enumerate(names) if pin.matches(name)]
         if not matched:
             shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
             raise UsageError(f"pin {pin} matches no component of {profile.model_spec}; it has {shown}")
         for i in matched:
-            other = held.setdefault((i, pin.axis), pin)
+            other = pin_of.setdefault((i, pin.axis), pin)
             if (other.strategy, other.degree) != (pin.strategy, pin.degree):
                 raise UsageError(f"pins {other} and {pin} contradict each other on component {names[i]}")
 
     def allowed(index: int, way: Way) -> bool:
         for axis, choice in (("data", way.data), ("tensor", way.tensor)):
-            pin = held.get((index, axis))
+            pin = pin_of.get((index, axis))
             if pin is not None and not pin.allows(choice.strategy, choice.degree):
                 return False
         return True

@@ -24,53 +24,53 @@ class Descent:
 
     def __init__(self, x: dual.Arrays, picked: list[int]) -> None:
         self.x = x
-        self._see(picked)
+        self._set_choice(picked)
 
-    def _see(self, picked: list[int]) -> None:
+    def _set_choice(self, picked: list[int]) -> None:
         """Replace the choice, with its peak and overlap at each component."""
-        self.picked, seen = picked, self.x.seen(picked)
-        self._rows, self._layout, self._between = seen.rows, seen.layout, seen.between
-        self._hidden, self._peaks, self._total, self.value = seen.hidden, seen.peaks, seen.total, seen.value
+        self.picked, chosen = picked, self.x.evaluate(picked)
+        self._rows, self._layout, self._between = chosen.rows, chosen.layout, chosen.between
+        self._hidden, self._peaks, self._total, self.value = chosen.hidden, chosen.peaks, chosen.total, chosen.value
 
     def by_one(self) -> None:
         """Apply the change of one component that gains most, until none gains."""
-        while (found := self._best()) is not None:
-            self._see(self._with(*found))
+        while (change := self._best_change()) is not None:
+            self._set_choice(self._with(*change))
 
     def by_two(self) -> None:
         """Also apply changes of two components: a fast one that does not fit, and one that frees memory for it."""
         self.by_one()
-        while (found := self._pair()) is not None:
-            self._see(found)
+        while (picked := self._best_pair()) is not None:
+            self._set_choice(picked)
             self.by_one()
 
     def _with(self, i: int, row: int) -> list[int]:
         return [*self.picked[:i], row, *self.picked[i + 1 :]]
 
-    def _best(self) -> tuple[int, int] | None:
+    def _best_change(self) -> tuple[int, int] | None:
         """(component, row) of the change that gains most; None if no change gains."""
-        least, found = self.value - ROUNDING * abs(self.value), None
+        least, change = self.value - ROUNDING * abs(self.value), None
         for i in range(self.x.n):
-            values, fits = self._others(i)
+            values, fits = self._alternatives(i)
             values = np.where(fits, values, INF)
             row = int(values.argmin())
             if values[row] < least:
-                least, found = float(values[row]), (i, row)
-        return found
+                least, change = float(values[row]), (i, row)
+        return change
 
-    def _pair(self) -> list[int] | None:
+    def _best_pair(self) -> list[int] | None:
         """A choice with two changes that gain together; None if there is none."""
         least = self.value - ROUNDING * abs(self.value)
         for i in range(self.x.n):
-            values, fits = self._others(i)
+            values, fits = self._alternatives(i)
             values = np.where(fits, INF, values)
             for row in np.argsort(values)[:_TRIED].tolist():
                 if values[row] >= least:
                     break
-                crowded = Descent(self.x, self._with(i, row))
-                found = crowded._best_below(least, i)
-                if found is not None:
-                    return crowded._with(*found)
+                overfull = Descent(self.x, self._with(i, row))
+                change = overfull._best_below(least, i)
+                if change is not None:
+                    return overfull._with(*change)
         return None
 
     def _best_below(self, least: float, but: int) -> tuple[int, int] | None:
@@ -78,14 +78,14 @@ class Descent:
         ``least`` ms; None if there is none."""
         for j in range(self.x.n):
             if j != but:
-                values, fits = self._others(j)
+                values, fits = self._alternatives(j)
                 values = np.where(fits, values, INF)
                 row = int(values.argmin())
                 if values[row] < least:
                     return j, row
         return None
 
-    def _others(self, i: int) -> tuple[Any, Any]:
+    def _alternatives(self, i: int) -> tuple[Any, Any]:
         """(ms, fits) for each row of component i in place of its own: ms of a step, and whether it fits."""
         x, n = self.x, self.x.n
         layout, k = x.layout[i], np.arange(n)

@@ -49,14 +49,14 @@ class Arrays:
         self.rows: list[Any] = []
         self.layout: list[Any] = []
         self.index: list[Any] = []
-        known: dict[int, tuple[Any, Any, Any]] = {}
+        by_configs: dict[int, tuple[Any, Any, Any]] = {}
         for configs in problem.configs:
-            if id(configs) not in known:
+            if id(configs) not in by_configs:
                 layout = np.array([number[c.layout] for c in configs], dtype=np.int64)
                 order = np.argsort(layout, kind="stable")
                 row = np.array([[getattr(c, f) for f in _FIELDS] for c in configs], dtype=float)
-                known[id(configs)] = (row[order], layout[order], order)
-            row, layout, order = known[id(configs)]
+                by_configs[id(configs)] = (row[order], layout[order], order)
+            row, layout, order = by_configs[id(configs)]
             self.rows.append(row)
             self.layout.append(layout)
             self.index.append(order)
@@ -67,23 +67,23 @@ class Arrays:
                 row[:, LATE] = 0.0
                 self.rows[i] = row
         self.begins = [begins(x) for x in self.layout]
-        self.there = [x[b] for x, b in zip(self.layout, self.begins, strict=True)]
+        self.layouts_of = [x[b] for x, b in zip(self.layout, self.begins, strict=True)]
         self.edges = np.full((max(0, n - 1), 4, count, count), INF)
         joints: dict[int, Any] = {}
         for i, edges in enumerate(problem.edges):
             if id(edges) not in joints:
-                one = np.full((4, count, count), 0.0)
-                one[COST] = INF
+                array = np.full((4, count, count), 0.0)
+                array[COST] = INF
                 if isinstance(edges, Joints):
                     at = np.array([number.get(k, -1) for k in range(len(problem.layouts))], dtype=np.int64)
                     source, target = at[edges.source], at[edges.target]
-                    there = (source >= 0) & (target >= 0)
-                    one[:, source[there], target[there]] = edges.figures[_JOINED][:, there]
+                    used_here = (source >= 0) & (target >= 0)
+                    array[:, source[used_here], target[used_here]] = edges.figures[_JOINED][:, used_here]
                 else:
                     for (a, b), e in edges.items():
                         if a in number and b in number:
-                            one[:, number[a], number[b]] = (e.cost, e.state, e.activations, e.transient)
-                joints[id(edges)] = one
+                            array[:, number[a], number[b]] = (e.cost, e.state, e.activations, e.transient)
+                joints[id(edges)] = array
             self.edges[i] = joints[id(edges)]
         self._pad()
         dearest = sum(float(r[:, WORK].max()) for r in self.rows)
@@ -100,15 +100,15 @@ class Arrays:
         self.slot = np.full((n, count, most), -1)
         for i in range(n):
             begin = self.begins[i]
-            place = np.arange(len(self.layout[i])) - np.repeat(begin, np.diff(np.r_[begin, len(self.layout[i])]))
-            self.padded[:, i, self.layout[i], place] = self.rows[i].T
-            self.slot[i, self.layout[i], place] = np.arange(len(self.layout[i]))
+            position = np.arange(len(self.layout[i])) - np.repeat(begin, np.diff(np.r_[begin, len(self.layout[i])]))
+            self.padded[:, i, self.layout[i], position] = self.rows[i].T
+            self.slot[i, self.layout[i], position] = np.arange(len(self.layout[i]))
 
     def choice(self, picked: list[int]) -> Choice:
         """The choice of the problem for the rows ``picked``."""
         return tuple(int(self.index[i][k]) for i, k in enumerate(picked))
 
-    def seen(self, picked: list[int]) -> Seen:
+    def evaluate(self, picked: list[int]) -> EvaluatedChoice:
         """Overlap, peaks and time under a choice of rows."""
         n = self.n
         rows = np.array([self.rows[i][k] for i, k in enumerate(picked)])
@@ -121,13 +121,13 @@ class Arrays:
         hidden = hidden_from(rows[:, WINDOW], leaving, self.sp, self.sc)
         total = float(rows[:, WORK].sum() + between[:n, COST].sum())
         state, activations, transient = rows[:, [STATE, ACT, TRANS]].T + between[:n, [ESTATE, EACT, ETRANS]].T
-        held = peaks(state, activations, rows[:, GRAD], transient)
+        peak_gib = peaks(state, activations, rows[:, GRAD], transient)
         value = total - self.saving * float(hidden.min())
-        return Seen(rows, layout, between, hidden=hidden, peaks=held, total=total, value=value)
+        return EvaluatedChoice(rows, layout, between, hidden=hidden, peaks=peak_gib, total=total, value=value)
 
 
 @dataclass(frozen=True)
-class Seen:
+class EvaluatedChoice:
     """One choice: its rows, layouts and boundaries by component (the last boundary, after the end, is zero). ``hidden``
     are the ms that would be hidden if the communication stream stayed busy from each component on; ``peaks`` GiB at the
     peak of each; ``total`` ms of all work, and ``value`` those of the step."""
@@ -182,17 +182,17 @@ def weigh(x: Arrays, pivot: Any, memory: Any) -> StageWeights:
 def config_costs(x: Arrays, w: StageWeights, i: int) -> Any:
     """Costs of the configurations of component i: batch x configuration."""
     r = x.rows[i]
-    found = r[:, WORK] - w.window[:, i, None] * r[:, WINDOW] - w.prompt[:, i, None] * r[:, PROMPT]
-    found = found - w.late[:, i, None] * r[:, LATE]
-    found += w.state[:, None] * r[:, STATE] + w.activations[:, i, None] * r[:, ACT]
-    return found + w.gradients[:, i, None] * r[:, GRAD] + w.memory[:, i, None] * r[:, TRANS]
+    cost = r[:, WORK] - w.window[:, i, None] * r[:, WINDOW] - w.prompt[:, i, None] * r[:, PROMPT]
+    cost = cost - w.late[:, i, None] * r[:, LATE]
+    cost += w.state[:, None] * r[:, STATE] + w.activations[:, i, None] * r[:, ACT]
+    return cost + w.gradients[:, i, None] * r[:, GRAD] + w.memory[:, i, None] * r[:, TRANS]
 
 
 def edge_costs(x: Arrays, w: StageWeights, i: int) -> Any:
     """Costs of the edges in front of component i: batch x layout x layout."""
     e = x.edges[i - 1]
-    found = e[COST] + w.state[:, None, None] * e[ESTATE] + w.activations[:, i, None, None] * e[EACT]
-    return found + w.memory[:, i, None, None] * e[ETRANS]
+    cost = e[COST] + w.state[:, None, None] * e[ESTATE] + w.activations[:, i, None, None] * e[EACT]
+    return cost + w.memory[:, i, None, None] * e[ETRANS]
 
 
 class PricedStage:
@@ -204,7 +204,7 @@ class PricedStage:
         self.configs = [config_costs(x, w, i) for i in range(n)]
         self.least = np.full((n, len(w), x.count), INF)
         for i in range(n):
-            self.least[i][:, x.there[i]] = np.minimum.reduceat(self.configs[i], x.begins[i], axis=1)
+            self.least[i][:, x.layouts_of[i]] = np.minimum.reduceat(self.configs[i], x.begins[i], axis=1)
         self.edges = [np.zeros(0)] + [edge_costs(x, w, i) for i in range(1, n)]
         self.behind = np.zeros((n, len(w), x.count))
         for i in range(n - 1, 0, -1):
@@ -244,10 +244,10 @@ class Search:
             if not low <= x.dearest * (1 + ROUNDING):
                 self.bound = INF
                 return
-            seen = x.seen(path)
-            held, hidden, exact = seen.peaks, seen.hidden, seen.value
+            chosen = x.evaluate(path)
+            peak_gib, hidden, exact = chosen.peaks, chosen.hidden, chosen.value
             self.loose = min(self.loose, exact)
-            if exact < self.value and (not tight or held.max() <= x.capacity * (1 + 1e-12)):
+            if exact < self.value and (not tight or peak_gib.max() <= x.capacity * (1 + 1e-12)):
                 self.value, self.picked = exact, path
             since += 1
             if low > self.bound:
@@ -266,18 +266,18 @@ class Search:
             unit = max(1e-9, abs(self.bound)) / x.capacity if tight else 1.0
             aim = max(top if top < INF else 2 * self.bound, self.bound * (1 + 1e-6))
             slope_pivot = -x.saving * hidden
-            some = pivot > 0
-            slope_pivot = np.maximum(slope_pivot - slope_pivot[some].mean(), np.where(some, -INF, 0.0))
-            slope_memory = (held - x.capacity) * unit if tight else np.zeros(n)
+            positive = pivot > 0
+            slope_pivot = np.maximum(slope_pivot - slope_pivot[positive].mean(), np.where(positive, -INF, 0.0))
+            slope_memory = (peak_gib - x.capacity) * unit if tight else np.zeros(n)
             slope_memory = np.where((memory <= 0) & (slope_memory < 0), 0.0, slope_memory)
             slope = np.concatenate([slope_pivot, slope_memory])
             drift = slope if drift is None else slope + 0.3 * drift
             size = float((drift * drift).sum())
             if size <= 0:
                 return
-            far = reach * max(aim - low, 1e-9) / size
-            pivot = _on_simplex(pivot + far * drift[:n]) if x.saving > 0 else pivot
-            memory = np.maximum(0.0, memory + far * drift[n:] * unit)
+            length = reach * max(aim - low, 1e-9) / size
+            pivot = _project_on_simplex(pivot + length * drift[:n]) if x.saving > 0 else pivot
+            memory = np.maximum(0.0, memory + length * drift[n:] * unit)
 
     def _shortest(self, pivot: Any, memory: Any) -> tuple[float, list[int]]:
         """The least value under these prices, and a choice that has it."""
@@ -297,23 +297,23 @@ class Search:
         which = cost.argmin(axis=2)
         least = np.take_along_axis(cost, which[:, :, None], axis=2)[:, :, 0]
         behind = least[n - 1]
-        turns = []
+        targets = []
         for i in range(n - 1, 0, -1):
-            there = edges[i - 1] + behind
-            turn = there.argmin(axis=1)
-            turns.append(turn)
-            behind = least[i - 1] + there[np.arange(x.count), turn]
+            onward = edges[i - 1] + behind
+            target = onward.argmin(axis=1)
+            targets.append(target)
+            behind = least[i - 1] + onward[np.arange(x.count), target]
         at = int(behind.argmin())
         low = float(behind[at] + w.offset[0])
         path = []
         for i in range(n):
             path.append(int(x.slot[i, at, which[i, at]]))
             if i + 1 < n:
-                at = int(turns[n - 2 - i][at])
+                at = int(targets[n - 2 - i][at])
         return low, path
 
 
-def _on_simplex(v: Any) -> Any:
+def _project_on_simplex(v: Any) -> Any:
     """The nearest point to ``v`` whose entries are at least 0 and sum to 1."""
     u = np.sort(v)[::-1]
     over = (np.cumsum(u) - 1) / np.arange(1, len(v) + 1)

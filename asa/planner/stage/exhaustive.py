@@ -40,12 +40,12 @@ def peak(problem: Problem, choice: Choice) -> float:
     n = len(picked)
     entry = [None, *(e.get((a.layout, b.layout)) for e, a, b in zip(problem.edges, picked, picked[1:], strict=False))]
     standing = sum(e.state for e in entry if e)
-    held = [e.activations if e else 0.0 for e in entry]
+    received = [e.activations if e else 0.0 for e in entry]
     moving = [e.transient if e else 0.0 for e in entry]
     return max(
         sum(c.state for c in picked)
         + standing
-        + sum(picked[j].activations + held[j] for j in range(k + 1))
+        + sum(picked[j].activations + received[j] for j in range(k + 1))
         + sum(picked[j].gradients for j in range(k, n))
         + picked[k].transient
         + moving[k]
@@ -66,9 +66,9 @@ def solve(problem: Problem, ends: float = float("inf")) -> Solution:
     best: Choice | None = None
     lowest, bound = float("inf"), None
     for number, choice in zip(count(1), product(*(range(len(c)) for c in problem.configs))):
-        found = value(problem, choice)
-        if found < lowest and peak(problem, choice) <= problem.capacity:
-            best, lowest = choice, found
+        ms = value(problem, choice)
+        if ms < lowest and peak(problem, choice) <= problem.capacity:
+            best, lowest = choice, ms
         if number % _LOOK == 0 and clock.now() > ends:
             bound = 0.0
             break

@@ -34,12 +34,12 @@ _PIVOTS = 4
 @dataclass(frozen=True)
 class Floor:
     """Bounds on a single stage: ms of a step, ms of work that is paid once per step, and GiB that any choice holds.
-    ``crowded``: some choices hold more than there is. ``ways``: number of ways of all components priced for it."""
+    ``may_bind``: some choices hold more than there is. ``ways``: number of ways of all components priced for it."""
 
     whole: float
     once: float
     memory: float
-    crowded: bool
+    may_bind: bool
     ways: int
 
 
@@ -47,24 +47,24 @@ def floor(prices: Prices, width: int, num_microbatches: int, allowed: Allowed) -
     """Lower bounds on the time and memory of stages of that width."""
     space, overlap = prices.space, prices.space.cluster.overlap
     pricer = prices.pricer(width, num_microbatches)
-    menu, offered, which, each = _offered(prices, pricer, allowed)
-    if len(each) < len(space.profile.graph):
+    menu, offered, which, begin = _offered(prices, pricer, allowed)
+    if len(begin) < len(space.profile.graph):
         return Floor(INF, INF, 0.0, False, len(which))
     x, capacity = menu.priced(pricer, which), space.room(0, width, width) / GIB
-    held = np.maximum.reduceat(x.state + x.activations + x.gradients, each).sum() + x.transient.max()
-    crowded = bool(held / GIB > capacity)
-    if crowded:
+    largest = np.maximum.reduceat(x.state + x.activations + x.gradients, begin).sum() + x.transient.max()
+    may_bind = bool(largest / GIB > capacity)
+    if may_bind:
         which = np.flatnonzero(offered)
-        each = begins(menu.component[which])
+        begin = begins(menu.component[which])
         x = menu.priced(pricer, which)
     late, sides = _sides(x, num_microbatches, overlap)
-    whole = float(np.minimum.reduceat(sides, each, axis=1).sum(axis=1).max())
-    once = float(np.minimum.reduceat(late, each).sum()) * MS
-    if not crowded:
-        return Floor(whole, once, 0.0, False, len(which))
-    memory, pivots = _held(x, each)
-    found = [_dearer(side, held, each, capacity - beside) for side in sides for held, beside in pivots]
-    return Floor(max(whole, *found), once, memory, True, len(which))
+    step_ms = float(np.minimum.reduceat(sides, begin, axis=1).sum(axis=1).max())
+    once = float(np.minimum.reduceat(late, begin).sum()) * MS
+    if not may_bind:
+        return Floor(step_ms, once, 0.0, False, len(which))
+    memory, pivots = _least_memory(x, begin)
+    bounds = [_dearer(side, largest, begin, capacity - transient) for side in sides for largest, transient in pivots]
+    return Floor(max(step_ms, *bounds), once, memory, True, len(which))
 
 
 def of_stages(prices: Prices, width: int, num_microbatches: int, busy: int, allowed: Allowed) -> Any | None:
@@ -72,12 +72,12 @@ def of_stages(prices: Prices, width: int, num_microbatches: int, busy: int, allo
     stages of that width in a pipeline, of whose rows the greater sum counts. Shape (whole or one, row, component); None
     where some component cannot run."""
     pricer = prices.pricer(width, num_microbatches, busy)
-    menu, _, which, each = _offered(prices, pricer, allowed)
-    if len(each) < len(prices.fewest):
+    menu, _, which, begin = _offered(prices, pricer, allowed)
+    if len(begin) < len(prices.fewest):
         return None
     x = menu.priced(pricer, which)
-    found = [_sides(x, m, prices.space.cluster.overlap)[1] for m in (num_microbatches, 1)]
-    return np.minimum.reduceat(np.stack(found), each, axis=2)
+    sides = [_sides(x, m, prices.space.cluster.overlap)[1] for m in (num_microbatches, 1)]
+    return np.minimum.reduceat(np.stack(sides), begin, axis=2)
 
 
 def _offered(prices: Prices, pricer: Pricer, allowed: Allowed) -> tuple[Menu, Any, Any, Any]:
@@ -99,30 +99,30 @@ def _sides(x: PricedWays, num_microbatches: int, overlap: Overlap) -> tuple[Any,
     return late, (work - hidden) * MS
 
 
-def _held(x: PricedWays, each: Any) -> tuple[float, list[tuple[Any, float]]]:
+def _least_memory(x: PricedWays, begin: Any) -> tuple[float, list[tuple[Any, float]]]:
     """GiB below which no choice peaks, with every component at its least in each respect, whether or not at once; and,
     for some components in whose backward the peak may be, what each way of each component holds then, with the
     transient memory of that component."""
-    n, count = len(each), np.diff(np.r_[each, len(x.state)])
+    n, count = len(begin), np.diff(np.r_[begin, len(x.state)])
     component = np.repeat(np.arange(n), count)
     columns = [v / GIB for v in (x.least_state, x.activations, x.gradients, x.least_transient)]
-    state, activations, gradients, transient = (np.minimum.reduceat(v, each) for v in columns)
+    state, activations, gradients, transient = (np.minimum.reduceat(v, begin) for v in columns)
     memory = float(peaks(state, activations, gradients, transient).max())
     some = [n - 1] if not x.gradients.any() else sorted({n * k // (_PIVOTS - 1) for k in range(_PIVOTS - 1)} | {n - 1})
-    found = []
+    moments = []
     for k in some:
-        held = columns[0] + np.where(component <= k, columns[1], 0.0) + np.where(component >= k, columns[2], 0.0)
-        found.append((held, float(transient[k])))
-    return memory, found
+        bytes_held = columns[0] + np.where(component <= k, columns[1], 0.0) + np.where(component >= k, columns[2], 0.0)
+        moments.append((bytes_held, float(transient[k])))
+    return memory, moments
 
 
-def _dearer(time: Any, held: Any, each: Any, capacity: float) -> float:
+def _dearer(time: Any, held: Any, begin: Any, capacity: float) -> float:
     """The best bound in ms over prices of a GiB: the least sum of ``time`` and of the price of memory ``held`` above
     the capacity."""
-    unit = max(1e-9, abs(float(np.minimum.reduceat(time, each).sum()))) / max(1e-9, capacity)
+    unit = max(1e-9, abs(float(np.minimum.reduceat(time, begin).sum()))) / max(1e-9, capacity)
     price = unit * np.geomspace(_LOWEST, _HIGHEST, _PRICES)
     for _ in range(2):
-        cost = np.minimum.reduceat(time + price[:, None] * held, each, axis=1).sum(axis=1) - price * capacity
+        cost = np.minimum.reduceat(time + price[:, None] * held, begin, axis=1).sum(axis=1) - price * capacity
         at = int(cost.argmax())
         best = float(cost[at])
         low, high = price[max(0, at - 1)], price[min(len(price) - 1, at + 1)]

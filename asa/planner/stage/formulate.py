@@ -74,7 +74,7 @@ def formulate(
     busy: int | None = None,
     first: int = 0,
     every: bool = False,
-    crowded: bool = False,
+    likely_tight: bool = False,
     counted: bool = False,
     wrapped: bool = False,
 ) -> Formulation | None:
@@ -85,11 +85,10 @@ def formulate(
     not with ``every``: a checkpoint makes backward longer by one forward, and hides no more synchronisation.
 
     ``busy`` is the number of ranks of the whole pipeline; None for a single stage. ``first`` is the stage's first rank,
-    for unequal devices. ``crowded`` says that memory is likely to bind. With ``counted``, each component holds what it
-    would hold if all around it ran alike, which is about what a plan holds, or more; otherwise the least that it holds,
-    for bounds. With ``wrapped``, the memory of a way may depend on neighbours that run alike, so only such a way may
-    replace it.
-    """
+    for unequal devices. ``likely_tight`` says that memory is likely to bind. With ``counted``, each component holds
+    what it would hold if all around it ran alike, which is about what a plan holds, or more; otherwise the least that
+    it holds, for bounds. With ``wrapped``, the memory of a way may depend on neighbours that run alike, so only such a
+    way may replace it."""
     space, overlap = prices.space, prices.space.cluster.overlap
     pricer = prices.pricer(width, num_microbatches, busy, first)
     menu = prices.menu(pricer, allowed)
@@ -106,24 +105,24 @@ def formulate(
         return None
     forced = max(0.0, -overlap.saving) * overlap.communication_slowdown
     hidden = max(0.0, overlap.saving) * overlap.communication_slowdown
-    found = _layouts(menu, offered, len(space.profile.graph))
-    numbers = {menu.layouts[k]: j for j, k in enumerate(dict.fromkeys(k for row in found for k in row))}
+    layouts_of = _layouts(menu, offered, len(space.profile.graph))
+    numbers = {menu.layouts[k]: j for j, k in enumerate(dict.fromkeys(k for row in layouts_of for k in row))}
     ends = (
-        _ends(pricer, menu.layouts, found, numbers, inlet=True, whole=busy is None),
-        _ends(pricer, menu.layouts, found, numbers, inlet=False, whole=busy is None),
+        _ends(pricer, menu.layouts, layouts_of, numbers, inlet=True, whole=busy is None),
+        _ends(pricer, menu.layouts, layouts_of, numbers, inlet=False, whole=busy is None),
     )
-    edges = _edges(pricer, menu.layouts, found, numbers)
+    edges = _edges(pricer, menu.layouts, layouts_of, numbers)
     capacity = space.room(first, width, width if busy is None else busy) / GIB
-    plain = offered if every else offered & ~menu.saving
-    options = _Options(menu, pricer, np.flatnonzero(offered if crowded else plain), forced, counted=counted)
-    some = options if not crowded else options.among(plain)
-    most = _most(some, (*edges, *ends[0], *ends[1]), 1 if busy is None else num_microbatches)
-    roomy = not every and most <= capacity and overlap.communication_slowdown >= 1
-    if roomy:
-        options = some
-    elif not crowded and (plain != offered).any():
+    time_saving = offered if every else offered & ~menu.saving
+    options = _Options(menu, pricer, np.flatnonzero(offered if likely_tight else time_saving), forced, counted=counted)
+    options_that_count = options if not likely_tight else options.among(time_saving)
+    most = _most(options_that_count, (*edges, *ends[0], *ends[1]), 1 if busy is None else num_microbatches)
+    all_fit = not every and most <= capacity and overlap.communication_slowdown >= 1
+    if all_fit:
+        options = options_that_count
+    elif not likely_tight and (time_saving != offered).any():
         options = _Options(menu, pricer, np.flatnonzero(offered), forced, counted=counted)
-    rows = options.rows(options.undominated(hidden, piped=busy is not None, roomy=roomy, wrapped=wrapped), numbers)
+    rows = options.rows(options.undominated(hidden, piped=busy is not None, all_fit=all_fit, wrapped=wrapped), numbers)
     for i in kept_out:
         rows[i].values[:, COLUMNS.index("state")] += _NEVER_GIB
     chain = Chain(
@@ -145,12 +144,12 @@ def formulate(
     return Formulation(chain, tuple(tuple(row.ways) for row in rows))
 
 
-def _layouts(menu: Menu, which: Any, count: int) -> list[tuple[int, ...]]:
+def _layouts(menu: Menu, offered: Any, count: int) -> list[tuple[int, ...]]:
     """Layouts that each component may have, in the order of its ways."""
-    found: list[dict[int, None]] = [{} for _ in range(count)]
-    for i, k in zip(menu.component[which].tolist(), menu.layout[which].tolist(), strict=True):
-        found[i][k] = None
-    return [tuple(row) for row in found]
+    layouts_of: list[dict[int, None]] = [{} for _ in range(count)]
+    for i, k in zip(menu.component[offered].tolist(), menu.layout[offered].tolist(), strict=True):
+        layouts_of[i][k] = None
+    return [tuple(row) for row in layouts_of]
 
 
 class _Options:
@@ -165,18 +164,18 @@ class _Options:
         once = x.once + sync * forced
         times = [x.forward, x.backward, x.bucket, once, x.prompt, x.late, x.window]
         self.counted = np.stack([x.state, x.activations, x.gradients, x.transient], axis=1) / GIB
-        held = [x.state if counted else x.least_state, x.activations, x.gradients]
-        held += [x.transient if counted else x.least_transient, np.zeros(len(which)) if counted else x.added]
-        self.values = np.stack([t * MS for t in times] + [h / GIB for h in held], axis=1)
+        memory = [x.state if counted else x.least_state, x.activations, x.gradients]
+        memory += [x.transient if counted else x.least_transient, np.zeros(len(which)) if counted else x.added]
+        self.values = np.stack([t * MS for t in times] + [h / GIB for h in memory], axis=1)
         self.work = (pricer.num_microbatches * (x.forward + x.backward) + once + sync) * MS
 
     def among(self, which: Any) -> _Options:
         """The options that a mask over the menu keeps."""
-        found, kept = copy(self), which[self.which]
-        found.which, found.values, found.work = self.which[kept], self.values[kept], self.work[kept]
-        found.counted = self.counted[kept]
-        found.component, found.layout = self.component[kept], self.layout[kept]
-        return found
+        subset, keep = copy(self), which[self.which]
+        subset.which, subset.values, subset.work = self.which[keep], self.values[keep], self.work[keep]
+        subset.counted = self.counted[keep]
+        subset.component, subset.layout = self.component[keep], self.layout[keep]
+        return subset
 
     def most(self, column: str) -> Any:
         """The largest value of each component in a column of memory, whatever its neighbours run."""
@@ -191,9 +190,9 @@ class _Options:
     def _largest(self, values: Any) -> Any:
         return np.maximum.reduceat(values, begins(self.component))
 
-    def undominated(self, hidden: float, *, piped: bool, roomy: bool, wrapped: bool = False) -> Any:
+    def undominated(self, hidden: float, *, piped: bool, all_fit: bool, wrapped: bool = False) -> Any:
         """Indices of options that no other option of the same component and layout can replace in every plan without
-        loss; with ``roomy`` memory, without loss of time.
+        loss; with ``all_fit`` memory, without loss of time.
 
         ``hidden`` is the most that a ms of synchronisation saves; an option with more synchronisation may gain that
         much. ``piped`` says that a microbatch's time may be hidden behind other stages while work once per step is not,
@@ -211,50 +210,50 @@ class _Options:
         if hidden:  # no synchronisation may gain, either part of it, or both
             prompt, late = hidden * column("prompt"), hidden * column("late")
             gain += [prompt, late, prompt + late]
-        seen = [column("forward"), column("backward"), -column("window"), *(self.work - g for g in gain)]
+        criteria = [column("forward"), column("backward"), -column("window"), *(self.work - g for g in gain)]
         if piped:
             once = column("once") + column("prompt") + column("late")
-            seen += [once - g for g in gain]
-        if not roomy:
-            seen += [column(name) for name in ("state", "activations", "gradients", "transient")]
-            seen += [column("state") - column("added")] if piped else []
-        return np.sort(efficient(np.stack(seen, axis=1), group))
+            criteria += [once - g for g in gain]
+        if not all_fit:
+            criteria += [column(name) for name in ("state", "activations", "gradients", "transient")]
+            criteria += [column("state") - column("added")] if piped else []
+        return np.sort(efficient(np.stack(criteria, axis=1), group))
 
-    def rows(self, kept: Any, numbers: dict[Layout, int]) -> tuple[Row, ...]:
-        """The options ``kept``, one :class:`Row` for each component."""
+    def rows(self, indices: Any, numbers: dict[Layout, int]) -> tuple[Row, ...]:
+        """The options ``indices``, one :class:`Row` for each component."""
         number = np.array([numbers.get(x, -1) for x in self._menu.layouts])
-        found = []
-        for some in np.split(kept, np.flatnonzero(np.diff(self.component[kept])) + 1):
-            ways = [self._menu.ways[w] for w in self.which[some].tolist()]
-            found.append(Row(self.values[some], self.work[some], number[self.layout[some]], ways))
-        return tuple(found)
+        rows = []
+        for group in np.split(indices, np.flatnonzero(np.diff(self.component[indices])) + 1):
+            ways = [self._menu.ways[w] for w in self.which[group].tolist()]
+            rows.append(Row(self.values[group], self.work[group], number[self.layout[group]], ways))
+        return tuple(rows)
 
 
 def _most(options: _Options, joints: Iterable[Joints | Sides], in_flight: int) -> float:
     """GiB above which no choice peaks, however the components are cut into stages."""
-    found = float((options.most("state") + options.most("gradients") + in_flight * options.most("activations")).sum())
+    total = float((options.most("state") + options.most("gradients") + in_flight * options.most("activations")).sum())
     moving, passing = float(options.most("transient").max()), 0.0
     for joint in joints:
         state, activations, transient = (joint.figures[JOINT.index(x)] for x in ("state", "activations", "transient"))
-        found += float((state + in_flight * activations).max(initial=0.0))
+        total += float((state + in_flight * activations).max(initial=0.0))
         passing = max(passing, float(transient.max(initial=0.0)))
-    return found + moving + 3 * passing
+    return total + moving + 3 * passing
 
 
 def _edges(
-    pricer: Pricer, layouts: tuple[Layout, ...], found: list[tuple[int, ...]], numbers: dict[Layout, int]
+    pricer: Pricer, layouts: tuple[Layout, ...], layouts_of: list[tuple[int, ...]], numbers: dict[Layout, int]
 ) -> tuple[Joints, ...]:  # fmt: skip
     """Boundaries between all of the ``layouts`` that neighbours have. Equal ones, between repeated blocks, are one
     object."""
-    keys = [(found[i - 1], found[i], pricer.edges.alike(i)) for i in range(1, len(found))]
-    known: dict[tuple[object, ...], Joints] = {}
-    for some in dict.fromkeys(key[:2] for key in keys):
-        first = {key: i for i, key in reversed(list(enumerate(keys, 1))) if key[:2] == some}
-        sources, targets = (tuple(layouts[k] for k in row) for row in some)
+    keys = [(layouts_of[i - 1], layouts_of[i], pricer.edges.alike(i)) for i in range(1, len(layouts_of))]
+    joints: dict[tuple[object, ...], Joints] = {}
+    for pair in dict.fromkeys(key[:2] for key in keys):
+        first = {key: i for i, key in reversed(list(enumerate(keys, 1))) if key[:2] == pair}
+        sources, targets = (tuple(layouts[k] for k in row) for row in pair)
         figures = _figures(pricer, pricer.edges.boundaries(list(first.values()), sources, targets))
         ends = [numbers[a] for a in sources], [numbers[b] for b in targets]
-        known |= {key: Joints(*ends, x) for key, x in zip(first, figures, strict=True)}
-    return tuple(known[key] for key in keys)
+        joints |= {key: Joints(*ends, x) for key, x in zip(first, figures, strict=True)}
+    return tuple(joints[key] for key in keys)
 
 
 def _figures(pricer: Pricer, columns: Any) -> Any:
@@ -266,15 +265,15 @@ def _figures(pricer: Pricer, columns: Any) -> Any:
 
 
 def _ends(
-    pricer: Pricer, layouts: tuple[Layout, ...], found: list[tuple[int, ...]], numbers: dict[Layout, int], *,
+    pricer: Pricer, layouts: tuple[Layout, ...], layouts_of: list[tuple[int, ...]], numbers: dict[Layout, int], *,
     inlet: bool, whole: bool,
 ) -> tuple[Sides, ...]:  # fmt: skip
     """Costs of beginning (or ending) a stage with each component, in those of the ``layouts`` that it may have; for a
     single stage only at its two ends."""
-    all_, n = pricer.edges, len(found)
+    all_, n = pricer.edges, len(layouts_of)
     price = all_.inlets if inlet else all_.outlets
     indices = range(n) if not whole else [0] if inlet else [n - 1]
     ends = [Sides((), np.zeros((len(JOINT), 0)))] * n
     for i, figures in zip(indices, _figures(pricer, price(indices, layouts)), strict=True):
-        ends[i] = Sides([numbers[layouts[k]] for k in found[i]], figures[:, list(found[i])])
+        ends[i] = Sides([numbers[layouts[k]] for k in layouts_of[i]], figures[:, list(layouts_of[i])])
     return tuple(ends)

@@ -104,7 +104,7 @@ def solve(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcome = model.lp.solve(solver)
-    return _read(model, pulp, _ending(model.lp, outcome, pulp), cutoff)
+    return _solution(model, pulp, _ending(model.lp, outcome, pulp), cutoff)
 
 
 def _choose(model: _Model, pulp: Any) -> None:
@@ -120,9 +120,9 @@ def _flow(model: _Model, pulp: Any) -> None:
         model.y.append(y)
         for side, j in ((0, i), (1, i + 1)):
             for layout in sorted({c.layout for c in problem.configs[j]} | {ab[side] for ab in edges}):
-                there = [v for ab, v in y.items() if ab[side] == layout]
+                flows = [v for ab, v in y.items() if ab[side] == layout]
                 chosen = [x for x, c in zip(model.x[j], problem.configs[j], strict=True) if c.layout == layout]
-                model.lp += pulp.lpSum(there) == pulp.lpSum(chosen)
+                model.lp += pulp.lpSum(flows) == pulp.lpSum(chosen)
 
 
 def _overlap(model: _Model, pulp: Any) -> Any:
@@ -147,15 +147,15 @@ def _overlap(model: _Model, pulp: Any) -> Any:
 
 def _runs(model: _Model, pulp: Any, charges: Sequence[RunCharge]) -> list[tuple[Any, RunCharge]]:
     """Each run with an expression that is 1 if it is chosen: all of its members, and no way like theirs next to it."""
-    found, n = [], len(model.problem)
+    indicators, n = [], len(model.problem)
     for r, charge in enumerate(charges):
         z, stop = model.lp.add_variable(f"z_{r}", lowBound=0, upBound=1), charge.start + len(charge.members)
         inside = [(model.x[charge.start + i][c], 1.0) for i, row in enumerate(charge.members) for c in sorted(row)]
-        beside = [(model.x[charge.start - 1][c], -1.0) for c in sorted(charge.front)] if charge.start else []
-        beside += [(model.x[stop][c], -1.0) for c in sorted(charge.behind)] if stop < n else []
-        model.lp += z >= _sum(pulp, [*inside, *beside]) - (len(charge.members) - 1)
-        found.append((z, charge))
-    return found
+        outside = [(model.x[charge.start - 1][c], -1.0) for c in sorted(charge.front)] if charge.start else []
+        outside += [(model.x[stop][c], -1.0) for c in sorted(charge.behind)] if stop < n else []
+        model.lp += z >= _sum(pulp, [*inside, *outside]) - (len(charge.members) - 1)
+        indicators.append((z, charge))
+    return indicators
 
 
 def _memory(model: _Model, pulp: Any, runs: Sequence[tuple[Any, RunCharge]]) -> None:
@@ -163,16 +163,16 @@ def _memory(model: _Model, pulp: Any, runs: Sequence[tuple[Any, RunCharge]]) -> 
     state = model.lp.add_variable("S", lowBound=0)
     standing = [t for i in range(n) for t in (*model.picked(i, "state"), *model.passed(i, "state"))]
     model.lp += state == _sum(pulp, standing)
-    kept = [model.lp.add_variable(f"A_{k}", lowBound=0) for k in range(n)]
-    made = [model.lp.add_variable(f"D_{k}", lowBound=0) for k in range(n)]
+    activations = [model.lp.add_variable(f"A_{k}", lowBound=0) for k in range(n)]
+    gradients = [model.lp.add_variable(f"D_{k}", lowBound=0) for k in range(n)]
     for k in range(n):
-        own = [*model.picked(k, "activations"), *model.passed(k, "activations")]
-        model.lp += kept[k] == _sum(pulp, [*([(kept[k - 1], 1.0)] if k else []), *own])
-        grads = [*([(made[k + 1], 1.0)] if k + 1 < n else []), *model.picked(k, "gradients")]
-        model.lp += made[k] == _sum(pulp, grads)
+        added = [*model.picked(k, "activations"), *model.passed(k, "activations")]
+        model.lp += activations[k] == _sum(pulp, [*([(activations[k - 1], 1.0)] if k else []), *added])
+        grads = [*([(gradients[k + 1], 1.0)] if k + 1 < n else []), *model.picked(k, "gradients")]
+        model.lp += gradients[k] == _sum(pulp, grads)
         moving = _sum(pulp, [*model.picked(k, "transient"), *model.passed(k, "transient")])
         more = _sum(pulp, [(z, charge.more[k]) for z, charge in runs if charge.more[k]])
-        model.lp += state + kept[k] + made[k] + moving + more <= problem.capacity
+        model.lp += state + activations[k] + gradients[k] + moving + more <= problem.capacity
 
 
 def _objective(model: _Model, pulp: Any, tau: Any) -> Any:
@@ -184,37 +184,37 @@ def _objective(model: _Model, pulp: Any, tau: Any) -> Any:
 
 def _sum(pulp: Any, terms: list[tuple[Any, float]]) -> Any:
     """The sum of coefficient times variable. Adding a term at a time would take n^2 operations for n terms."""
-    made = getattr(pulp.LpAffineExpression, "from_list", pulp.LpAffineExpression)  # PuLP 4, PuLP 3
-    return made(terms)
+    expression = getattr(pulp.LpAffineExpression, "from_list", pulp.LpAffineExpression)  # PuLP 4, PuLP 3
+    return expression(terms)
 
 
-def _read(model: _Model, pulp: Any, ending: Ending, cutoff: float) -> Solution:
+def _solution(model: _Model, pulp: Any, ending: Ending, cutoff: float) -> Solution:
     if ending == "infeasible":
         return Solution(choice=None, value=float("inf"), bound=cutoff, solver=_NAME)
     if ending == "nothing":
         return Solution(choice=None, value=float("inf"), bound=_dual_bound(model.lp), solver=_NAME)
     choice = tuple(max(range(len(row)), key=lambda c: row[c].value() or 0.0) for row in model.x)
-    found = pulp.value(model.lp.objective)
-    bound = found if ending == "optimal" else _dual_bound(model.lp)
-    return Solution(choice=choice, value=found, bound=bound, solver=_NAME)
+    value = pulp.value(model.lp.objective)
+    bound = value if ending == "optimal" else _dual_bound(model.lp)
+    return Solution(choice=choice, value=value, bound=bound, solver=_NAME)
 
 
 def _ending(lp: Any, outcome: Any, pulp: Any) -> Ending:
     """How a solve ended. ``outcome`` is what ``solve`` returned: statistics from PuLP 4, a number from PuLP 3."""
     if hasattr(outcome, "has_solution"):
-        found = outcome.has_solution
+        has_solution = outcome.has_solution
         infeasible, optimal = (outcome.status == pulp.LpSolveStatus[s] for s in ("Infeasible", "Optimal"))
     else:
-        found = lp.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+        has_solution = lp.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
         infeasible, optimal = lp.sol_status == pulp.LpSolutionInfeasible, lp.sol_status == pulp.LpSolutionOptimal
-    asked = getattr(getattr(lp, "solverModel", None), "getModelStatus", None)
-    if asked is not None:
+    model_status = getattr(getattr(lp, "solverModel", None), "getModelStatus", None)
+    if model_status is not None:
         # What HiGHS calls "unbounded or infeasible" is infeasible here: every variable is bounded below.
-        told = str(asked())
-        infeasible, optimal = told.endswith("Infeasible"), told.endswith("kOptimal")
-        if told.endswith("kInterrupt"):  # which PuLP reports as a solution
-            found = lp.solverModel.getInfo().primal_solution_status == _HAS_SOLUTION
-    return "infeasible" if infeasible else "nothing" if not found else "optimal" if optimal else "feasible"
+        status = str(model_status())
+        infeasible, optimal = status.endswith("Infeasible"), status.endswith("kOptimal")
+        if status.endswith("kInterrupt"):  # which PuLP reports as a solution
+            has_solution = lp.solverModel.getInfo().primal_solution_status == _HAS_SOLUTION
+    return "infeasible" if infeasible else "nothing" if not has_solution else "optimal" if optimal else "feasible"
 
 
 def _dual_bound(lp: Any) -> float:
@@ -265,7 +265,7 @@ def _limited(highs: Any, seconds: float) -> None:
 def _muted(descriptor: int) -> Iterator[None]:
     """Context in which output of C code to ``descriptor`` is discarded."""
     try:
-        kept, nowhere = os.dup(descriptor), os.open(os.devnull, os.O_WRONLY)
+        original, nowhere = os.dup(descriptor), os.open(os.devnull, os.O_WRONLY)
     except OSError:  # closed, so there is no output anyway
         yield
         return
@@ -273,8 +273,8 @@ def _muted(descriptor: int) -> Iterator[None]:
         os.dup2(nowhere, descriptor)
         yield
     finally:
-        os.dup2(kept, descriptor)
-        os.close(kept)
+        os.dup2(original, descriptor)
+        os.close(original)
         os.close(nowhere)
 
 
@@ -282,9 +282,9 @@ def _solver(pulp: Any, time_limit_s: float) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # Always one thread: a second solve with another number returns "Not Solved".
-        found = _silent(pulp, time_limit_s)(
+        solver = _silent(pulp, time_limit_s)(
             msg=False, gapRel=_GAP, timeLimit=clock.PATIENCE * time_limit_s, threads=1, mip_abs_gap=_GAP
         )
-        if not found.available():
+        if not solver.available():
             raise UnavailableError("the ILP needs HiGHS, which is not installed; pip install highspy, or --solver dp")
-    return found
+    return solver

@@ -51,50 +51,50 @@ V, C, P, U, W, MOVING = range(6)
 
 @dataclass
 class _Labels:
-    """Labels behind one component: columns ``own`` as in this module's docstring, and ``costs`` under each set of
+    """Labels behind one component: ``columns`` as in this module's docstring, and ``costs`` under each set of
     prices."""
 
-    own: Any
+    columns: Any
     costs: Any
     layout: Any
     parent: Any
     config: Any
 
-    def taken(self, index: Any) -> _Labels:
-        return _Labels(*(a[index] for a in (self.own, self.costs, self.layout, self.parent, self.config)))
+    def select(self, index: Any) -> _Labels:
+        return _Labels(*(a[index] for a in (self.columns, self.costs, self.layout, self.parent, self.config)))
 
 
 class _Pass:
     """Data that all passes over one problem share."""
 
-    def __init__(self, x: dual.Arrays, found: dual.Search) -> None:
+    def __init__(self, x: dual.Arrays, prices: dual.Search) -> None:
         self.x = x
-        self.seen = U if x.capacity == INF else MOVING
+        self.width = U if x.capacity == INF else MOVING
         """Columns of a label that count behind a component; over an edge there is one more."""
         n = x.n
-        pivots, memories = [found.best[0]], [found.best[1]]
+        pivots, memories = [prices.best[0]], [prices.best[1]]
         for k in sorted({0, n // 2, n - 1}):  # the overlap from one side alone
             pivots.append(np.eye(n)[k])
-            memories.append(found.best[1])
+            memories.append(prices.best[1])
         for share in (0.5, 1.6):
-            pivots.append(found.best[0])
-            memories.append(share * found.best[1])
+            pivots.append(prices.best[0])
+            memories.append(share * prices.best[1])
         self.priced = dual.PricedStage(x, dual.weigh(x, np.array(pivots), np.array(memories)))
         self.standing = self._least_memory(GRAD)
-        self.held = self._least_memory(ACT)
+        self.working = self._least_memory(ACT)
 
-    def _least_memory(self, beside: int) -> Any:
-        """GiB for each component and layout: the least state behind it plus the least of what is ``beside`` it."""
+    def _least_memory(self, column: int) -> Any:
+        """GiB for each component and layout: the least state behind it plus the least of ``column``."""
         x, n = self.x, self.x.n
-        found = np.zeros((n, x.count))
+        behind = np.zeros((n, x.count))
         for i in range(n - 1, 0, -1):
             least = np.full(x.count, INF)
-            held = x.rows[i][:, STATE] + x.rows[i][:, beside]
-            least[x.there[i]] = np.minimum.reduceat(held, x.begins[i])
+            memory = x.rows[i][:, STATE] + x.rows[i][:, column]
+            least[x.layouts_of[i]] = np.minimum.reduceat(memory, x.begins[i])
             e = x.edges[i - 1]
-            between = np.where(np.isfinite(e[COST]), e[ESTATE] + (e[EACT] if beside == ACT else 0.0), INF)
-            found[i - 1] = (between + (least + found[i])[None, :]).min(axis=1)
-        return found
+            between = np.where(np.isfinite(e[COST]), e[ESTATE] + (e[EACT] if column == ACT else 0.0), INF)
+            behind[i - 1] = (between + (least + behind[i])[None, :]).min(axis=1)
+        return behind
 
     def run(self, limit: float, most: int, ends: float) -> tuple[float, list[int], float]:
         """(value, choice, proved): the value of the best choice below ``limit`` that was met, the choice, and a value
@@ -110,17 +110,17 @@ class _Pass:
         for i in range(n):
             if clock.now() > ends:
                 raise OutOfTimeError
-            arrived = self._begin() if front is None else self._over(front, i, limit, ends)
-            front = self._through(arrived, i, limit)
+            arrived = self._begin() if front is None else self._cross_edge(front, i, limit, ends)
+            front = self._run_component(arrived, i, limit)
             if not len(front.layout):
                 return INF, [], proved
-            front = front.taken(_efficient(front.own[:, : self.seen], front.layout, ends))
+            front = front.select(_efficient(front.columns[:, : self.width], front.layout, ends))
             if len(front.layout) > most:
-                kept, dropped = lowest(self._bounds(front, i), most)
-                front, proved = front.taken(kept), min(proved, dropped)
+                keep, dropped = lowest(self._bounds(front, i), most)
+                front, proved = front.select(keep), min(proved, dropped)
             history.append((front.parent, front.config))
         assert front is not None
-        values = np.maximum(front.own[:, V], front.own[:, C])
+        values = np.maximum(front.columns[:, V], front.columns[:, C])
         at = int(values.argmin())
         value, picked = float(values[at]), []
         for parents, configs in reversed(history):
@@ -130,67 +130,67 @@ class _Pass:
 
     def _begin(self) -> _Labels:
         count = self.x.count
-        own = np.zeros((count, 6))
-        own[:, V] = own[:, C] = -INF
+        columns = np.zeros((count, 6))
+        columns[:, V] = columns[:, C] = -INF
         none = np.zeros(count, dtype=np.int64)
-        return _Labels(own, np.zeros((count, len(self.priced.weights))), np.arange(count), none, none)
+        return _Labels(columns, np.zeros((count, len(self.priced.weights))), np.arange(count), none, none)
 
-    def _over(self, front: _Labels, i: int, limit: float, ends: float) -> _Labels:
+    def _cross_edge(self, front: _Labels, i: int, limit: float, ends: float) -> _Labels:
         """Labels that arrive in each layout of component i, before its configuration."""
         x, p = self.x, self.priced
-        ahead = p.edges[i] + (p.least[i] + p.behind[i])[:, None, :] + p.weights.offset[:, None, None]
+        onward = p.edges[i] + (p.least[i] + p.behind[i])[:, None, :] + p.weights.offset[:, None, None]
         possible = np.ones((len(front.layout), x.count), dtype=bool)
         for j in range(len(p.weights)):
-            possible &= front.costs[:, j, None] + ahead[j][front.layout] < limit
+            possible &= front.costs[:, j, None] + onward[j][front.layout] < limit
         source, layout = np.nonzero(possible)
         e = x.edges[i - 1][:, front.layout[source], layout]
-        own = front.own[source]
-        own[:, :U] += e[COST][:, None]
-        own[:, U] += e[ESTATE]
-        own[:, W] += e[ESTATE] + e[EACT]
-        own[:, MOVING] = own[:, W] + e[ETRANS]
+        columns = front.columns[source]
+        columns[:, :U] += e[COST][:, None]
+        columns[:, U] += e[ESTATE]
+        columns[:, W] += e[ESTATE] + e[EACT]
+        columns[:, MOVING] = columns[:, W] + e[ETRANS]
         costs = front.costs[source] + p.edges[i][:, front.layout[source], layout].T
-        found = _Labels(own, costs, layout, source, np.zeros(len(source), dtype=np.int64))
-        return found.taken(_efficient(own[:, : self.seen + 1], layout, ends)) if len(source) > 40 else found
+        arrived = _Labels(columns, costs, layout, source, np.zeros(len(source), dtype=np.int64))
+        return arrived.select(_efficient(columns[:, : self.width + 1], layout, ends)) if len(source) > 40 else arrived
 
-    def _through(self, front: _Labels, i: int, limit: float) -> _Labels:
+    def _run_component(self, front: _Labels, i: int, limit: float) -> _Labels:
         """Labels with every configuration of component i."""
         x, p = self.x, self.priced
         begins, ends = x.begins[i], np.r_[x.begins[i][1:], len(x.layout[i])]
         picked, config = [], []
-        for layout, a, b in zip(x.there[i], begins, ends, strict=True):
-            there = np.flatnonzero(front.layout == layout)
-            picked.append(np.repeat(there, b - a))
-            config.append(np.tile(np.arange(a, b), len(there)))
+        for layout, a, b in zip(x.layouts_of[i], begins, ends, strict=True):
+            arriving = np.flatnonzero(front.layout == layout)
+            picked.append(np.repeat(arriving, b - a))
+            config.append(np.tile(np.arange(a, b), len(arriving)))
         index, chosen = np.concatenate(picked), np.concatenate(config)
         costs = front.costs[index] + p.configs[i][:, chosen].T
         layout = front.layout[index]
-        good = (costs + p.behind[i][:, layout].T + p.weights.offset < limit).all(axis=1)
-        index, chosen, costs, layout = index[good], chosen[good], costs[good], layout[good]
-        r, own = x.rows[i][chosen], front.own[index]
+        mask = (costs + p.behind[i][:, layout].T + p.weights.offset < limit).all(axis=1)
+        index, chosen, costs, layout = index[mask], chosen[mask], costs[mask], layout[mask]
+        r, columns = x.rows[i][chosen], front.columns[index]
         d, prompt, late = r[:, WORK], x.saving * x.sc * r[:, PROMPT], x.saving * x.sc * r[:, LATE]
-        v, c, pp = own[:, V] + d - prompt - late, own[:, C] + d - prompt, own[:, P] + d
+        v, c, pp = columns[:, V] + d - prompt - late, columns[:, C] + d - prompt, columns[:, P] + d
         if i + 1 == x.n or x.release[i + 1] >= i:  # no bucket extends over this component
             v, c = np.maximum(v, c), pp.copy()
         else:
             c = np.maximum(c, pp)
         pp = pp - x.saving * x.sp * r[:, WINDOW]
         grown = r[:, STATE] + r[:, ACT]
-        u = np.maximum(own[:, U] + r[:, STATE] + r[:, GRAD], own[:, MOVING] + grown + r[:, GRAD] + r[:, TRANS])
-        w = own[:, W] + grown
-        good = (u + self.standing[i][layout] <= x.capacity) & (w + self.held[i][layout] <= x.capacity)
-        good &= np.maximum(v, c) < limit
-        own = np.stack([v, c, pp, u, w, w], axis=1)[good]
-        return _Labels(own, costs[good], layout[good], front.parent[index][good], chosen[good])
+        u = np.maximum(columns[:, U] + r[:, STATE] + r[:, GRAD], columns[:, MOVING] + grown + r[:, GRAD] + r[:, TRANS])
+        w = columns[:, W] + grown
+        mask = (u + self.standing[i][layout] <= x.capacity) & (w + self.working[i][layout] <= x.capacity)
+        mask &= np.maximum(v, c) < limit
+        columns = np.stack([v, c, pp, u, w, w], axis=1)[mask]
+        return _Labels(columns, costs[mask], layout[mask], front.parent[index][mask], chosen[mask])
 
     def _bounds(self, front: _Labels, i: int) -> Any:
         p = self.priced
         return (front.costs + p.behind[i][:, front.layout].T + p.weights.offset).max(axis=1)
 
 
-def _efficient(own: Any, layout: Any, ends: float) -> Any:
+def _efficient(columns: Any, layout: Any, ends: float) -> Any:
     """Indices of undominated labels. A time of minus infinity is so for all labels of a layout, and counts as 0."""
-    return efficient(np.where(np.isfinite(own), own, 0.0), layout, ends)
+    return efficient(np.where(np.isfinite(columns), columns, 0.0), layout, ends)
 
 
 class Solver:
@@ -207,7 +207,7 @@ class Solver:
         self.value, self.picked = INF, list[int]()
         self.done = self.bound == INF
         self._passes: _Pass | None = None
-        self._share, self._most, self._sought = 0.002, _FEW, False
+        self._share, self._most, self._has_searched = 0.002, _FEW, False
 
     @property
     def binds(self) -> bool:
@@ -230,12 +230,12 @@ class Solver:
 
     def _descend(self) -> None:
         """Improve the choice that was met; by two changes at a time if it is far from the bound."""
-        found = Descent(self.x, self.picked)
-        found.by_one()
-        if found.value > self.bound * _FAR:
-            found.by_two()
-        if found.value < self.value:
-            self.value, self.picked = found.value, found.picked
+        descent = Descent(self.x, self.picked)
+        descent.by_one()
+        if descent.value > self.bound * _FAR:
+            descent.by_two()
+        if descent.value < self.value:
+            self.value, self.picked = descent.value, descent.picked
 
     def run(self, cutoff: float, ends: float, gap: float = 0.0) -> None:
         """Run passes until nothing is left below ``cutoff`` and the best choice, or time is up."""
@@ -248,7 +248,7 @@ class Solver:
             if self._passes is None:
                 self._passes = _Pass(self.x, self.prices)
             limit = best * (1 - ROUNDING)
-            if self._sought:
+            if self._has_searched:
                 limit = min(limit, self.bound + self._share * max(abs(self.bound), 1e-9))
             try:
                 value, choice, proved = self._passes.run(limit, self._most, ends)
@@ -257,8 +257,8 @@ class Solver:
             if value < self.value:
                 self.value, self.picked = value, choice
             self._raise(proved)
-            if not self._sought:
-                self._sought, self._most = True, _MANY
+            if not self._has_searched:
+                self._has_searched, self._most = True, _MANY
             elif proved < limit and proved < value:  # labels were dropped
                 self.done = self._most >= _MOST
                 self._most = min(_MOST, 3 * self._most)

@@ -20,33 +20,33 @@ _OPEN = Solution(choice=None, value=float("inf"), bound=0.0, solver="dp")
 
 class FormulatedStage:
     """The formulation of a stage of one width and number of microbatches, and its results with and without the memory
-    limit. Where the formulation is None nothing fits. ``fitting``: whether a choice fits by its full price; where None,
-    the formulation decides."""
+    limit. Where the formulation is None nothing fits. ``fits_exactly``: whether a choice fits by its full price; where
+    None, the formulation decides."""
 
     def __init__(
-        self, formulation: Formulation | None, fitting: Callable[[Choice], bool] | None = None,
-        handy: int = USUAL.effort.handy,
+        self, formulation: Formulation | None, fits_exactly: Callable[[Choice], bool] | None = None,
+        ilp_ways: int = USUAL.effort.ilp_ways,
     ) -> None:  # fmt: skip
-        self._formulation, self._fitting, self._handy = formulation, fitting, handy
-        self.free, self.fits, self.settled, self._looked = _OPEN, False, True, False
+        self._formulation, self._fits_exactly, self._ilp_ways = formulation, fits_exactly, ilp_ways
+        self.unlimited, self.fits, self.decided, self._has_prices = _OPEN, False, True, False
         self._solver: labels.Solver | None = None
-        self._roomy: labels.Solver | None = None
-        self._possible = self.roomy = False
+        self._unlimited_solver: labels.Solver | None = None
+        self._possible = self.all_fit = False
         if formulation is None:
             return
         self.problem = formulation.problem
         self._limit = self.problem.capacity + TOLERANCE_GIB
         self._possible = memory.memory_floor(self.problem) <= self._limit
-        self.settled = not self._possible
-        self.roomy = self._possible and (
+        self.decided = not self._possible
+        self.all_fit = self._possible and (
             memory.memory_ceiling(self.problem) + self.problem.over <= self.problem.capacity
         )
         """Whether every choice fits."""
 
-    def fitting(self, choice: Choice) -> bool:
+    def fits_exactly(self, choice: Choice) -> bool:
         """Whether a choice fits."""
-        if self._fitting is not None:
-            return self._fitting(choice)
+        if self._fits_exactly is not None:
+            return self._fits_exactly(choice)
         return exhaustive.peak(self.problem, choice) <= self._limit
 
     @property
@@ -63,38 +63,38 @@ class FormulatedStage:
         return self._formulation
 
     @property
-    def handy(self) -> bool:
+    def is_small(self) -> bool:
         """Whether the ILP is likely to prove the optimum quickly."""
-        return self.fits or sum(map(len, self.problem.configs)) <= self._handy
+        return self.fits or sum(map(len, self.problem.configs)) <= self._ilp_ways
 
     @property
-    def asked(self) -> Problem:
+    def active_problem(self) -> Problem:
         """The problem to solve; without the memory limit where the fastest choice fits anyway."""
         return self.problem.without_memory_limit() if self.fits else self.problem
 
-    def look(self, cutoff: float) -> None:
+    def compute_prices(self, cutoff: float) -> None:
         """Compute good Lagrangian prices, at the first call only."""
-        if self.solver is not None and not self._looked:
-            self._looked = True
+        if self.solver is not None and not self._has_prices:
+            self._has_prices = True
             self.solver.price(cutoff)
 
-    def settle(self, cutoff: float, ends: float) -> None:
-        """Determine whether the fastest choice fits, and store it in ``free``. This stays open where no choice is below
-        ``cutoff``, or where time is up."""
-        if self.settled or self.solver is None:
+    def decide(self, cutoff: float, ends: float) -> None:
+        """Determine whether the fastest choice fits, and store it in ``unlimited``. This stays open where no choice is
+        below ``cutoff``, or where time is up."""
+        if self.decided or self.solver is None:
             return
-        self.look(cutoff)
+        self.compute_prices(cutoff)
         if self.solver.binds:
-            self.settled = True
+            self.decided = True
             return
-        if self._roomy is None:
-            self._roomy = labels.Solver(self.problem.without_memory_limit())
-            self._roomy.price(cutoff)
-        self._roomy.run(cutoff, ends)
-        self.free = self._roomy.answer(cutoff)
-        self.settled = self._roomy.done or (self.free.choice is not None and self.free.proved)
-        if self.free.choice is not None:
-            self.fits = self.free.proved and self.fitting(self.free.choice)
+        if self._unlimited_solver is None:
+            self._unlimited_solver = labels.Solver(self.problem.without_memory_limit())
+            self._unlimited_solver.price(cutoff)
+        self._unlimited_solver.run(cutoff, ends)
+        self.unlimited = self._unlimited_solver.answer(cutoff)
+        self.decided = self._unlimited_solver.done or (self.unlimited.choice is not None and self.unlimited.proved)
+        if self.unlimited.choice is not None:
+            self.fits = self.unlimited.proved and self.fits_exactly(self.unlimited.choice)
 
 
 class StageLookup:
@@ -105,10 +105,10 @@ class StageLookup:
     ) -> None:
         self._prices, self._allowed, self.budget = prices, allowed, budget
         self._among = widths(prices.space.request.gpus) if among is None else among
-        self._known: dict[tuple[int, int], FormulatedStage | None] = {}
+        self._stages: dict[tuple[int, int], FormulatedStage | None] = {}
         self._variants: dict[tuple[object, ...], FormulatedStage] = {}
         self._floors: dict[tuple[int, int], Floor] = {}
-        self.took: dict[tuple[int, int], float] = {}
+        self.pricing_s: dict[tuple[int, int], float] = {}
         """CPU seconds that :meth:`floor` took, by width and number of microbatches."""
 
     def weights(self, width: int) -> tuple[int, ...]:
@@ -120,12 +120,12 @@ class StageLookup:
         self._prices.prepare(self._among)
         for w in (w for w in self._among if self._prices.space.capacity(w) > 0):
             for m in self._prices.space.microbatches():
-                alone = m * sum(self._prices.compute(w, m)) * MS
-                if alone < float("inf"):
-                    yield alone, w, m
+                compute_ms = m * sum(self._prices.compute(w, m)) * MS
+                if compute_ms < float("inf"):
+                    yield compute_ms, w, m
 
     @property
-    def asked_for(self) -> bool:
+    def fixed_microbatches(self) -> bool:
         """Whether the request fixes the number of microbatches."""
         return self._prices.space.request.microbatches is not None
 
@@ -135,27 +135,27 @@ class StageLookup:
         if key not in self._floors:
             began = clock.now()
             self._floors[key] = floor(self._prices, *key, self._allowed)
-            self.took[key] = clock.now() - began
+            self.pricing_s[key] = clock.now() - began
         return self._floors[key]
 
-    def apart(self, width: int, num_microbatches: int, alone_ms: float) -> float:
+    def independent_bound(self, width: int, num_microbatches: int, compute_ms: float) -> float:
         """Lower bound in ms from each component alone, with gradient synchronisation and memory. With several
         microbatches, only once-per-step work is added to compute; it is the same as with one microbatch.
 
         Synchronisation is hidden at most behind the backward of one microbatch, which the bound counts with its
         compute.
         """
-        m, one = num_microbatches, self.floor(width, 1)
+        m, unsplit = num_microbatches, self.floor(width, 1)
         if m == 1:
-            return one.whole
-        return max(alone_ms, alone_ms * (1 - 1 / m) + (one.once if one.once < float("inf") else 0.0))
+            return unsplit.whole
+        return max(compute_ms, compute_ms * (1 - 1 / m) + (unsplit.once if unsplit.once < float("inf") else 0.0))
 
     def get(self, width: int, num_microbatches: int) -> FormulatedStage | None:
         """The formulated stage; None where some component cannot run in it."""
         key = (width, num_microbatches)
-        if key not in self._known:
-            self._known[key] = self._made(width, num_microbatches)
-        return self._known[key]
+        if key not in self._stages:
+            self._stages[key] = self._formulate(width, num_microbatches)
+        return self._stages[key]
 
     def counted(self, width: int, num_microbatches: int) -> FormulatedStage:
         """The stage with the memory of each component as if its neighbours ran alike; what fits there usually fits."""
@@ -168,8 +168,8 @@ class StageLookup:
     def _variant(self, width: int, num_microbatches: int, **how: bool) -> FormulatedStage:
         key = (width, num_microbatches, *how)
         if key not in self._variants:
-            crowded = self.floor(width, num_microbatches).crowded
-            formulation = formulate(self._prices, width, num_microbatches, self._allowed, crowded=crowded, **how)
+            crowded = self.floor(width, num_microbatches).may_bind
+            formulation = formulate(self._prices, width, num_microbatches, self._allowed, likely_tight=crowded, **how)
             self._variants[key] = self._formulated(formulation)
         return self._variants[key]
 
@@ -181,31 +181,31 @@ class StageLookup:
         if formulation is None:
             return FormulatedStage(None)
         return FormulatedStage(
-            formulation, lambda choice: self._prices.fits(formulation.candidate(choice)), self.budget.effort.handy
+            formulation, lambda choice: self._prices.fits(formulation.candidate(choice)), self.budget.effort.ilp_ways
         )
 
-    def enough(self, width: int, num_microbatches: int, cutoff: float, ends: float) -> bool | None:
+    def is_excluded(self, width: int, num_microbatches: int, cutoff: float, ends: float) -> bool | None:
         """Whether the fastest choice with fewer microbatches fits, which excludes this number; None where that is
         open."""
-        if num_microbatches == 1 or self.asked_for:
+        if num_microbatches == 1 or self.fixed_microbatches:
             return False
         fewer = self.get(width, num_microbatches // 2)
         if fewer is None:
             return True
-        if not fewer.roomy:
-            fewer.settle(cutoff, ends)
-        if fewer.roomy or fewer.fits:
+        if not fewer.all_fit:
+            fewer.decide(cutoff, ends)
+        if fewer.all_fit or fewer.fits:
             return True
-        before = self.enough(width, num_microbatches // 2, cutoff, ends)
-        return before if before or fewer.settled else None
+        excluded = self.is_excluded(width, num_microbatches // 2, cutoff, ends)
+        return excluded if excluded or fewer.decided else None
 
-    def possible(self, width: int, known: Floor) -> bool:
+    def possible(self, width: int, floor: Floor) -> bool:
         """Whether any choice may fit."""
-        return known.memory <= self._prices.space.capacity(width) / GIB + TOLERANCE_GIB
+        return floor.memory <= self._prices.space.capacity(width) / GIB + TOLERANCE_GIB
 
-    def _made(self, width: int, num_microbatches: int) -> FormulatedStage | None:
-        known = self.floor(width, num_microbatches)
-        if not self.possible(width, known):
+    def _formulate(self, width: int, num_microbatches: int) -> FormulatedStage | None:
+        floor = self.floor(width, num_microbatches)
+        if not self.possible(width, floor):
             return FormulatedStage(None)
-        formulation = formulate(self._prices, width, num_microbatches, self._allowed, crowded=known.crowded)
+        formulation = formulate(self._prices, width, num_microbatches, self._allowed, likely_tight=floor.may_bind)
         return None if formulation is None else self._formulated(formulation)

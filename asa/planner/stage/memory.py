@@ -30,13 +30,13 @@ def least_memory(problem: Problem) -> Solution:
     for i, configs in enumerate(problem.configs):
         arriving = _arrivals(problem, i, front)
         labels: dict[int, list[_Label]] = {}
-        for k, own in enumerate(configs):
-            grown = own.state + own.activations
-            for u, w, moving, behind in arriving.get(own.layout, ()):
-                peak = max(u + own.state + own.gradients, moving + grown + own.gradients + own.transient)
-                labels.setdefault(own.layout, []).append((peak, w + grown, k, behind))
-        front = {layout: _undominated(found, 2) for layout, found in labels.items()}
-    best = min((label for found in front.values() for label in found), key=itemgetter(0), default=None)
+        for k, config in enumerate(configs):
+            grown = config.state + config.activations
+            for u, w, moving, behind in arriving.get(config.layout, ()):
+                peak = max(u + config.state + config.gradients, moving + grown + config.gradients + config.transient)
+                labels.setdefault(config.layout, []).append((peak, w + grown, k, behind))
+        front = {layout: _undominated(labels_here, 2) for layout, labels_here in labels.items()}
+    best = min((label for labels_here in front.values() for label in labels_here), key=itemgetter(0), default=None)
     if best is None:
         return Solution(choice=None, value=_INF, bound=_INF, solver="memory")
     picked: list[int] = []
@@ -51,22 +51,22 @@ def _arrivals(problem: Problem, i: int, front: dict[int, list[_Label]]) -> dict[
     """Labels that reach each layout of component ``i``, before it takes a configuration there."""
     if i == 0:
         return {config.layout: [(0.0, 0.0, 0.0, None)] for config in problem.configs[0]}
-    found: dict[int, list[_Arrival]] = {}
+    arrivals: dict[int, list[_Arrival]] = {}
     for (a, b), edge in problem.edges[i - 1].items():
         for label in front.get(a, ()):
-            held = label[1] + edge.state + edge.activations
-            found.setdefault(b, []).append((label[0] + edge.state, held, held + edge.transient, label))
-    return {b: _undominated(arriving, 3) for b, arriving in found.items()}
+            memory = label[1] + edge.state + edge.activations
+            arrivals.setdefault(b, []).append((label[0] + edge.state, memory, memory + edge.transient, label))
+    return {b: _undominated(arriving, 3) for b, arriving in arrivals.items()}
 
 
 def _undominated(labels: list[Any], size: int) -> list[Any]:
     """Labels, out of ``labels``, that no other one equals or beats in each of the first ``size`` entries."""
     labels.sort(key=itemgetter(*range(size)))
-    kept: list[Any] = []
+    front: list[Any] = []
     for a in labels:
-        if not any(all(b[j] <= a[j] for j in range(size)) for b in kept):
-            kept.append(a)
-    return kept
+        if not any(all(b[j] <= a[j] for j in range(size)) for b in front):
+            front.append(a)
+    return front
 
 
 def memory_floor(problem: Problem) -> float:
@@ -78,9 +78,9 @@ def memory_floor(problem: Problem) -> float:
 
 def memory_ceiling(problem: Problem) -> float:
     """GiB above which no choice peaks, with every component and edge at its largest in each respect, all at once."""
-    found = sum(max(c.state for c in row) + max(c.activations for c in row) for row in problem.configs)
-    found += sum(max(c.gradients for c in row) for row in problem.configs)
+    total = sum(max(c.state for c in row) + max(c.activations for c in row) for row in problem.configs)
+    total += sum(max(c.gradients for c in row) for row in problem.configs)
     between = [list(edges.values()) for edges in problem.edges if edges]
-    found += sum(max(e.state for e in edges) + max(e.activations for e in edges) for edges in between)
+    total += sum(max(e.state for e in edges) + max(e.activations for e in edges) for edges in between)
     moving = max((e.transient for edges in between for e in edges), default=0.0)
-    return found + max(c.transient for row in problem.configs for c in row) + moving
+    return total + max(c.transient for row in problem.configs for c in row) + moving

@@ -29,17 +29,17 @@ def efficient(values: Any, group: Any, ends: float = float("inf")) -> Any:
     # A row that beats another has a smaller sum; of equal rows the first one stays.
     order = np.lexsort((values.sum(axis=1), group))
     values, group = values[order], group[order]
-    kept = np.ones(len(values), dtype=bool)
+    keep = np.ones(len(values), dtype=bool)
     sizes = np.diff(np.r_[0, np.flatnonzero(np.diff(group)) + 1, len(group)])
     if sizes.max(initial=0) <= _LARGE and int((sizes * (sizes - 1)).sum()) // 2 <= _MOST_PAIRS:
-        kept[_beaten(values, sizes)] = False
-        return order[kept]
+        keep[_beaten(values, sizes)] = False
+        return order[keep]
     for a, b in pairwise([0, *np.cumsum(sizes).tolist()]):
         if b - a > _LARGE:
-            kept[a:b] = _swept(values[a:b], ends)
+            keep[a:b] = _swept(values[a:b], ends)
         else:
-            kept[a + _beaten(values[a:b], np.array([b - a]))] = False
-    return order[kept]
+            keep[a + _beaten(values[a:b], np.array([b - a]))] = False
+    return order[keep]
 
 
 def begins(*keys: Any) -> Any:
@@ -59,36 +59,36 @@ def _beaten(values: Any, sizes: Any) -> Any:
     """Indices of rows that an earlier row of their group beats; ``sizes`` are those of the groups."""
     begin = np.repeat(np.cumsum(sizes) - sizes, sizes)
     row = np.arange(len(begin))
-    before = row - begin
-    behind = np.repeat(row, before)
-    front = np.arange(len(behind)) - np.repeat(np.cumsum(before) - before - begin, before)
+    earlier = row - begin
+    behind = np.repeat(row, earlier)
+    front = np.arange(len(behind)) - np.repeat(np.cumsum(earlier) - earlier - begin, earlier)
     for column in np.ascontiguousarray(values.T):
-        good = column[front] <= column[behind]
-        front, behind = front[good], behind[good]
+        beats = column[front] <= column[behind]
+        front, behind = front[beats], behind[beats]
     return behind
 
 
 def _swept(x: Any, ends: float) -> Any:
     """A mask of the undominated rows of one large group, in order of their sums: only an earlier undominated row can
     beat one."""
-    kept = np.zeros(len(x), dtype=bool)
+    keep = np.zeros(len(x), dtype=bool)
     columns, count = np.empty((x.shape[1], len(x))), 0
     for begin in range(0, len(x), _BLOCK):
         if clock.now() > ends:
             raise OutOfTimeError
-        left = np.arange(begin, min(begin + _BLOCK, len(x)))
+        remaining = np.arange(begin, min(begin + _BLOCK, len(x)))
         at, size = 0, _FIRST
-        while at < count and len(left):  # most rows are beaten by some of the first
-            some = columns[:, at : min(at + size, count), None]
-            beaten = np.ones((some.shape[1], len(left)), dtype=bool)
-            for front, column in zip(some, x[left].T, strict=True):
+        while at < count and len(remaining):  # most rows are beaten by some of the first
+            front_rows = columns[:, at : min(at + size, count), None]
+            beaten = np.ones((front_rows.shape[1], len(remaining)), dtype=bool)
+            for front, column in zip(front_rows, x[remaining].T, strict=True):
                 beaten &= front <= column
-            left, at, size = left[~beaten.any(axis=0)], at + size, 4 * size
-        beaten = _IN_FRONT[: len(left), : len(left)].copy()
-        for column in x[left].T:
+            remaining, at, size = remaining[~beaten.any(axis=0)], at + size, 4 * size
+        beaten = _IN_FRONT[: len(remaining), : len(remaining)].copy()
+        for column in x[remaining].T:
             beaten &= column[:, None] <= column[None, :]
-        left = left[~beaten.any(axis=0)]
-        kept[left] = True
-        columns[:, count : count + len(left)] = x[left].T
-        count += len(left)
-    return kept
+        remaining = remaining[~beaten.any(axis=0)]
+        keep[remaining] = True
+        columns[:, count : count + len(remaining)] = x[remaining].T
+        count += len(remaining)
+    return keep

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asa.cost.memory.together import made, wrapped
+from asa.cost.memory.together import wrapped, wrapped_memory
 from asa.cost.way import Way
 from asa.ir.units import GIB
 from asa.planner.space.candidate import Prices
@@ -47,31 +47,31 @@ class Runs:
         ways = self._formulation.picked(0, choice)
         if not self._even or ways[0].layout.weights:
             return []
-        found, alike = list[RunCharge](), list(wrapped(ways))
+        charges, alike = list[RunCharge](), list(wrapped(ways))
         for run in alike:
-            some, first = ways[run.start : run.stop], ways[run.start]
-            if not self._pricer.joint(first) or len({(w.tensor, w.offload) for w in some}) > 1:
+            run_ways, first = ways[run.start : run.stop], ways[run.start]
+            if not self._pricer.joint(first) or len({(w.tensor, w.offload) for w in run_ways}) > 1:
                 continue
-            more = self._more(run, choice, some)
+            more = self._excess(run, choice, run_ways)
             if max(more) <= 0:
                 continue
-            found.append(self._charge(run, first, more))
+            charges.append(self._charge(run, first, more))
             family = (first.layout, first.data, first.tensor, first.offload)
             if min(more) > 0 and family not in self._families:
                 self._families.add(family)
-                found += self._family(first, but=run)
-        return found
+                charges += self._family(first, but=run)
+        return charges
 
     def _charge(self, run: range, way: Way, more: Sequence[float]) -> RunCharge:
         return RunCharge(
             run.start,
-            tuple(self._like(i, way, fully=True) for i in run),
-            self._like(run.start - 1, way, fully=False),
-            self._like(run.stop, way, fully=False),
+            tuple(self._alike(i, way, fully=True) for i in run),
+            self._alike(run.start - 1, way, fully=False),
+            self._alike(run.stop, way, fully=False),
             tuple(max(0.0, x) for x in more),
         )
 
-    def _like(self, i: int, way: Way, *, fully: bool) -> frozenset[int]:
+    def _alike(self, i: int, way: Way, *, fully: bool) -> frozenset[int]:
         """Configurations of component ``i`` that are wrapped with one that runs ``way``; with ``fully``, only those
         that are also split alike."""
         if not 0 <= i < self._n:
@@ -82,26 +82,26 @@ class Runs:
             and (not fully or (w.tensor, w.offload) == (way.tensor, way.offload))
         )  # fmt: skip
 
-    def _more(self, run: range, choice: Choice, some: Sequence[Way]) -> list[float]:
+    def _excess(self, run: range, choice: Choice, ways: Sequence[Way]) -> list[float]:
         """GiB beyond the sum in the backward of each component, for a run of the choice."""
         chain, rows = self._chain, self._formulation.ways
-        whole = len(run) == self._n
-        found = made(self._pricer, run, some, whole=whole)
-        state = sum(p.state / GIB - chain.configs[i][choice[i]].state for i, p in zip(run, found.parts, strict=True))
-        state -= found.repeated / GIB
-        more = [state + (found.remaining / GIB if k < run.start else 0.0) for k in range(self._n)]
+        is_whole = len(run) == self._n
+        unit = wrapped_memory(self._pricer, run, ways, whole=is_whole)
+        state = sum(p.state / GIB - chain.configs[i][choice[i]].state for i, p in zip(run, unit.parts, strict=True))
+        state -= unit.repeated / GIB
+        more = [state + (unit.remaining / GIB if k < run.start else 0.0) for k in range(self._n)]
         for k in run:
-            each = []
-            for c in self._like(k, some[0], fully=True):
-                other = [*some[: k - run.start], rows[k][c], *some[k - run.start + 1 :]]
-                part = made(self._pricer, run, other, whole=whole).parts[k - run.start]
-                each.append(part.transient / GIB - chain.configs[k][c].transient)
-            more[k] += max(0.0, min(each))
+            excess = []
+            for c in self._alike(k, ways[0], fully=True):
+                run_ways = [*ways[: k - run.start], rows[k][c], *ways[k - run.start + 1 :]]
+                part = wrapped_memory(self._pricer, run, run_ways, whole=is_whole).parts[k - run.start]
+                excess.append(part.transient / GIB - chain.configs[k][c].transient)
+            more[k] += max(0.0, min(excess))
         return more
 
     def _family(self, way: Way, but: range) -> list[RunCharge]:
         """Charges for the state of all runs that keep it like ``way``."""
-        found = list[RunCharge]()
+        charges = list[RunCharge]()
         extra = [self._extra(i, way) for i in range(self._n)]
         for a in range(self._n):
             for b in range(a + 1, self._n + 1):
@@ -110,13 +110,13 @@ class Runs:
                 if range(a, b) != but:
                     state = sum(x for x in extra[a:b] if x) - self._pricer.states.repeated(range(a, b), way) / GIB
                     if state > 0:
-                        found.append(self._charge(range(a, b), way, [state] * self._n))
-        return found
+                        charges.append(self._charge(range(a, b), way, [state] * self._n))
+        return charges
 
     def _extra(self, i: int, way: Way) -> float | None:
         """GiB of state of component ``i`` by itself beyond its least; None if it has no such way."""
         rows = self._formulation.ways[i]
-        which = self._like(i, way, fully=True)
+        which = self._alike(i, way, fully=True)
         if not which:
             return None
         return min(

@@ -32,59 +32,59 @@ def free_bound(prices: Prices, allowed: Allowed) -> float:
     space = prices.space
     if not space.cluster.unequal or not space.request.uneven:
         return INF
-    found = INF
+    bound_s = INF
     for width in widths(space.request.gpus):
         if len(set(space.cluster.speeds(range(width)) or (1.0,))) > 1:
-            found = min([found, *_bounds(prices, width, allowed)])
-    return found * MS
+            bound_s = min([bound_s, *_bounds(prices, width, allowed)])
+    return bound_s * MS
 
 
 def _bounds(prices: Prices, width: int, allowed: Allowed) -> Iterator[float]:
     space, batch = prices.space, prices.space.request.global_batch
     speeds, some = space.cluster.speeds(range(width)), layouts(width)
-    late = _late(prices, width, allowed, some)
+    once_s = _least_once(prices, width, allowed, some)
     for m in space.microbatches():
         samples, pricer = batch // m, prices.pricer(width, m)
-        taken = np.full(late.shape, INF)
+        compute_s = np.full(once_s.shape, INF)
         for k, layout in enumerate(some):
             if layout.data <= samples:
                 shards = Counter(min(speeds[i : i + layout.inner]) for i in range(0, width, layout.inner))
-                taken[k] = _longest(prices, layout.tensor, samples, shards)
-        each = m * taken * pricer.slow + late
+                compute_s[k] = _longest(prices, layout.tensor, samples, shards)
+        step_s = m * compute_s * pricer.slow + once_s
         if space.by_tokens:
-            yield float(each.min(axis=0).sum())
+            yield float(step_s.min(axis=0).sum())
             continue
         # Uneven shards send more between layouts, because the largest has more than an even one.
-        front = each[:, 0]
-        for i in range(1, len(late[0])):
+        front = step_s[:, 0]
+        for i in range(1, len(once_s[0])):
             size, ends = pricer.edges.form(i)
             between = pricer.states.between(ends, some, some)
             x = between.priced(pricer.edges.links, [pricer.microbatch * size], pricer.edges.keeping.part)
-            front = (front[:, None] + m * (x.forward + x.backward).reshape(len(some), -1)).min(axis=0) + each[:, i]
+            front = (front[:, None] + m * (x.forward + x.backward).reshape(len(some), -1)).min(axis=0) + step_s[:, i]
         yield float(front.min())
 
 
 def _longest(prices: Prices, tensor: int, samples: int, shards: Counter[float]) -> Any:
     """The least seconds, for each component, of the slowest shard in forward and backward of ``samples`` samples."""
     grid = np.unique(np.geomspace(1, max(1, samples), _POINTS).astype(np.int64))
-    taken = np.stack([prices.alone_on(int(n), tensor) for n in grid])
-    taken = np.minimum.accumulate(taken[::-1])[::-1]  # of these samples, or of any larger number
+    seconds = np.stack([prices.compute_on(int(n), tensor) for n in grid])
+    seconds = np.minimum.accumulate(seconds[::-1])[::-1]  # of these samples, or of any larger number
     beyond = np.r_[grid[1:] - 1, samples]
-    low, high = taken[0] / min(shards), taken[-1] / min(shards)  # each shard has at least one sample
+    low, high = seconds[0] / min(shards), seconds[-1] / min(shards)  # each shard has at least one sample
     can = np.isfinite(high)
     low, high = np.where(can, low, 0.0), np.where(can, high, 0.0)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        done = np.zeros(taken.shape[1])
+        covered = np.zeros(seconds.shape[1])
         for speed, count in shards.items():
-            reached = (taken <= middle * speed).sum(axis=0)
-            done += count * np.where(reached > 0, beyond[np.maximum(0, reached - 1)], 0)
-        enough = done >= samples
+            reached = (seconds <= middle * speed).sum(axis=0)
+            covered += count * np.where(reached > 0, beyond[np.maximum(0, reached - 1)], 0)
+        enough = covered >= samples
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
     return np.where(can, low, INF)
 
 
-def _late(prices: Prices, width: int, allowed: Allowed, some: Sequence[Layout]) -> Any:
+def _least_once(prices: Prices, width: int, allowed: Allowed, some: Sequence[Layout]) -> Any:
     """The least seconds per step that no backward hides, for each component, by layout."""
     overlap, pricer = prices.space.cluster.overlap, prices.pricer(width, 1)
     menu = prices.menu(pricer, allowed)
@@ -92,7 +92,7 @@ def _late(prices: Prices, width: int, allowed: Allowed, some: Sequence[Layout]) 
     x = menu.priced(pricer, which)
     hidden = overlap.communication_slowdown * overlap.saving
     least = np.full((len(some), len(prices.space.profile.graph)), INF)
-    places = np.array([some.index(replace(y, weights=(), sequence=False)) for y in menu.layouts])
-    at = (places[menu.layout[which]], menu.component[which])
+    number_of = np.array([some.index(replace(y, weights=(), sequence=False)) for y in menu.layouts])
+    at = (number_of[menu.layout[which]], menu.component[which])
     np.minimum.at(least, at, np.maximum(0.0, x.once + (x.prompt + x.late) * (1 - hidden)))
     return least

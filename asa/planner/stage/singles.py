@@ -44,18 +44,18 @@ class Single:
     """
 
     def __init__(
-        self, stages: StageLookup, alone_ms: float, width: int, num_microbatches: int, solver: SolverName
+        self, stages: StageLookup, compute_ms: float, width: int, num_microbatches: int, solver: SolverName
     ) -> None:
         self._stages, self.width, self.num_microbatches, self._solver = stages, width, num_microbatches, solver
-        self.bound, self.level, self.stuck = alone_ms, 0, False
+        self.bound, self.level, self.stuck = compute_ms, 0, False
         self.stage: FormulatedStage | None = None
-        self._settled: bool | None = None
+        self._decided: bool | None = None
         self.solution = _NOTHING
         self._turns, self._labelled, self.by_ilp = 0, False, False
         self.origin: FormulatedStage | None = None
         self.refused: list[Choice] = []
         self._forbidden, self._charges = list[Choice](), dict[RunCharge, None]()
-        self._tried = self._looked_beyond = 0
+        self._refused_steps = self._charged_solves = 0
         self._runs: Runs | None = None
 
     @property
@@ -69,14 +69,14 @@ class Single:
         return self.solution.value
 
     @property
-    def took(self) -> float:
+    def pricing_s(self) -> float:
         """CPU seconds for pricing one microbatch; 0 before it is known."""
-        return self._stages.took.get((self.width, 1), 0.0)
+        return self._stages.pricing_s.get((self.width, 1), 0.0)
 
     @property
-    def long(self) -> bool:
+    def slow(self) -> bool:
         """Whether formulating is known to take long."""
-        return self.took > 0 and self._stages.floor(self.width, 1).ways > _LONG
+        return self.pricing_s > 0 and self._stages.floor(self.width, 1).ways > _LONG
 
     @property
     def ways(self) -> int:
@@ -84,26 +84,26 @@ class Single:
         return self._stages.floor(self.width, self.num_microbatches).ways
 
     @property
-    def crowded(self) -> bool:
+    def likely_tight(self) -> bool:
         """Whether some plans of one microbatch hold more than there is."""
-        return self._stages.floor(self.width, 1).crowded
+        return self._stages.floor(self.width, 1).may_bind
 
     @property
     def least(self) -> float:
         """Lower bound in ms on all plans, memory included; infinite if none fits."""
-        known = self._stages.floor(self.width, self.num_microbatches)
-        return known.whole if self._stages.possible(self.width, known) else float("inf")
+        floor = self._stages.floor(self.width, self.num_microbatches)
+        return floor.whole if self._stages.possible(self.width, floor) else float("inf")
 
     def begin(self, best: float) -> None:
         """Take a plan below ``best`` that the search for prices meets, if this part is known to be in the space."""
         m = self.num_microbatches
-        if self._solver == "exhaustive" or (m > 1 and self._stages.enough(self.width, m, best, 0.0) is not False):
+        if self._solver == "exhaustive" or (m > 1 and self._stages.is_excluded(self.width, m, best, 0.0) is not False):
             return
         stage = self._stages.get(self.width, m)
         if stage is not None and stage.solver is not None:
             self.stage = stage
-            stage.look(best)
-            self._take(stage.solver.answer(min(best, self.value)))
+            stage.compute_prices(best)
+            self._accept(stage.solver.answer(min(best, self.value)))
 
     def step(self, best: float, ends: float) -> None:
         """Raise the bound. Plans from ``best`` ms on do not count."""
@@ -111,73 +111,73 @@ class Single:
         self.stuck = False
         began = clock.now()
         if self.level == 1:
-            self._raise(self._stages.apart(self.width, self.num_microbatches, self.bound))
-        elif self.level == 2 and self.stage is None and self.long and began + _FORMULATED * self.took > ends:
+            self._raise(self._stages.independent_bound(self.width, self.num_microbatches, self.bound))
+        elif self.level == 2 and self.stage is None and self.slow and began + _FORMULATED * self.pricing_s > ends:
             self.level, self.stuck = 1, True  # would not be done in time, in this search
-        elif self.level == 2 and self.num_microbatches > 1 and not self._stages.asked_for:
-            self._several(best, min(ends, began + _FIRST_S))
+        elif self.level == 2 and self.num_microbatches > 1 and not self._stages.fixed_microbatches:
+            self._check_several(best, min(ends, began + _FIRST_S))
         elif self.stage is None:
-            self._look(best)
-        elif self._settled is None:
-            self._settle(best, ends)
+            self._bound_by_prices(best)
+        elif self._decided is None:
+            self._decide(best, ends)
         else:
             self._solve(best, ends)
 
     def _raise(self, bound: float) -> None:
         self.bound = max(self.bound, bound)
 
-    def _several(self, best: float, until: float) -> None:
+    def _check_several(self, best: float, until: float) -> None:
         """Decide whether several microbatches are in the space, which they are not if one is enough. Otherwise bound
         them by their prices."""
-        if self._stages.floor(self.width, 1).crowded:
+        if self._stages.floor(self.width, 1).may_bind:
             self._raise(self._stages.floor(self.width, self.num_microbatches).whole)
             if self.bound >= best:
                 return
-        one = self._stages.get(self.width, 1)
-        if one is None or one.roomy:
+        unsplit = self._stages.get(self.width, 1)
+        if unsplit is None or unsplit.all_fit:
             self.bound = float("inf")
             return
         self._raise(self._stages.floor(self.width, self.num_microbatches).whole)
         if self.bound < best:
-            one.settle(float("inf"), until)
-            self.bound = float("inf") if one.fits else self.bound
+            unsplit.decide(float("inf"), until)
+            self.bound = float("inf") if unsplit.fits else self.bound
 
-    def _look(self, best: float) -> None:
+    def _bound_by_prices(self, best: float) -> None:
         """Bound by prices of memory and overlap."""
         stage = self.stage = self._stages.get(self.width, self.num_microbatches)
         if stage is None or stage.solver is None:
             self.bound = float("inf")
             return
-        stage.look(best)
+        stage.compute_prices(best)
         self._raise(stage.solver.bound)
         if self.num_microbatches == 1 and self._solver != "exhaustive":
-            self._take(stage.solver.answer(min(best, self.value)))
+            self._accept(stage.solver.answer(min(best, self.value)))
 
-    def _settle(self, best: float, ends: float) -> None:
+    def _decide(self, best: float, ends: float) -> None:
         """Determine whether this part is in the space, and what would be fastest without the memory limit."""
         stage, until = self.stage, min(ends, clock.now() + _FIRST_S * 4 ** min(8, max(0, self.level - 4)))
         assert stage is not None
-        enough = self._stages.enough(self.width, self.num_microbatches, best, until)
-        if enough:
+        excluded = self._stages.is_excluded(self.width, self.num_microbatches, best, until)
+        if excluded:
             self.bound = float("inf")
             return
-        stage.settle(best, until)
-        self._settled = stage.settled and enough is not None
+        stage.decide(best, until)
+        self._decided = stage.decided and excluded is not None
         if stage.fits and self._solver != "exhaustive":
-            self._take(stage.free)
-        self._raise(stage.free.bound)
+            self._accept(stage.unlimited)
+        self._raise(stage.unlimited.bound)
 
     def _solve(self, best: float, ends: float) -> None:
         """Solve with the memory limit as far as possible, by labels and by the ILP in turn, because where one takes
         long, the other often does not. The best plan so far limits the search."""
         assert self.stage is not None
         if self._solver == "exhaustive":
-            self._take(exhaustive.solve(self.stage.asked, ends))
+            self._accept(exhaustive.solve(self.stage.active_problem, ends))
             self.stuck = self.bound < min(best, self.value) * (1 - ROUNDING)  # time was up
             return
         slice_s = min(max(0.05, ends - clock.now()), _FIRST_S * 4 ** min(8, max(0, self.level - 4)))
-        if not self._settled:
-            self._settle(best, clock.now() + slice_s)
+        if not self._decided:
+            self._decide(best, clock.now() + slice_s)
         if self.stage.fits or self.bound >= best:  # solved as far as it can be
             self.stuck = self.bound < min(best, self.value) * (1 - ROUNDING)
             return
@@ -185,43 +185,43 @@ class Single:
         cutoff, solver = min(best, self.value), self.stage.solver
         self._turns += 1
         if self.refused and (self._turns % 2 or self._solver == "ilp" or self.bound >= self._relaxed):
-            self._otherwise(cutoff, slice_s, ends)
+            self._solve_refused(cutoff, slice_s, ends)
             return
         ilp_too = self._solver == "ilp"
-        first = 2 if self.stage.handy else 3
+        first = 2 if self.stage.is_small else 3
         turn = ilp_too and self._turns >= first and slice_s >= self._stages.budget.ilp_s
         self._labelled = not (turn and self._labelled)
         if not self._labelled:
             self._by_ilp(slice_s)
             return
         solver.run(cutoff, clock.now() + slice_s)
-        self._take(solver.answer(cutoff))
+        self._accept(solver.answer(cutoff))
         self.stuck = solver.done and not ilp_too and self.bound < min(best, self.value) * (1 - ROUNDING)
 
     @property
     def _relaxed(self) -> float:
         """Ms of the first choice that does not fit."""
         assert self.stage is not None
-        return exhaustive.value(self.stage.asked, self.refused[0])
+        return exhaustive.value(self.stage.active_problem, self.refused[0])
 
-    def _otherwise(self, cutoff: float, slice_s: float, ends: float) -> None:
+    def _solve_refused(self, cutoff: float, slice_s: float, ends: float) -> None:
         """Continue if the best choice does not fit: search for a plan with counted memory, then use the ILP with
         charges for the runs of refused choices."""
-        self._tried += 1
+        self._refused_steps += 1
         safe = self._stages.counted(self.width, self.num_microbatches)
-        beyond = self._solver == "ilp" and self._looked_beyond < _REFUSED
+        beyond = self._solver == "ilp" and self._charged_solves < _REFUSED
         beyond = beyond and ends - clock.now() > self._stages.budget.ilp_s
-        if safe.solver is not None and not safe.solver.done and (self._tried % 2 == 0 or not beyond):
-            safe.look(cutoff)
+        if safe.solver is not None and not safe.solver.done and (self._refused_steps % 2 == 0 or not beyond):
+            safe.compute_prices(cutoff)
             safe.solver.run(cutoff, clock.now() + slice_s)
-            self._take(replace(safe.solver.answer(cutoff), bound=0.0), safe)
+            self._accept(replace(safe.solver.answer(cutoff), bound=0.0), safe)
         elif beyond:
-            self._looked_beyond += 1
-            self._beyond(cutoff, min(ends, clock.now() + max(slice_s, self._looked_beyond * _BEYOND_S)))
+            self._charged_solves += 1
+            self._solve_by_charges(cutoff, min(ends, clock.now() + max(slice_s, self._charged_solves * _BEYOND_S)))
         else:
             self.stuck = True
 
-    def _beyond(self, cutoff: float, until: float) -> None:
+    def _solve_by_charges(self, cutoff: float, until: float) -> None:
         """Search for the fastest choice, except for those that were refused and those that hold as much for the same
         reason."""
         stage = self._stages.wrapped(self.width, self.num_microbatches)
@@ -229,22 +229,22 @@ class Single:
         if not self._forbidden:
             assert self.stage is not None
             rows = [{w: c for c, w in enumerate(row)} for row in stage.formulation.ways]
-            for before in self.refused:
-                ways = self.stage.formulation.picked(0, before)
+            for refused in self.refused:
+                ways = self.stage.formulation.picked(0, refused)
                 self._exclude(tuple(row[w] for row, w in zip(rows, ways, strict=True)))
-        found = ilp.solve(
+        solution = ilp.solve(
             stage.problem, time_limit_s=max(0.05, until - clock.now()), forbidden=tuple(self._forbidden),
             charges=tuple(self._charges),
         )  # fmt: skip
-        choice = found.choice
-        if choice is not None and stage.fitting(choice):
+        choice = solution.choice
+        if choice is not None and stage.fits_exactly(choice):
             value = exhaustive.value(stage.problem, choice)
             if value < self.value:
-                self.solution, self.origin = replace(found, value=value, bound=min(found.bound, value)), stage
+                self.solution, self.origin = replace(solution, value=value, bound=min(solution.bound, value)), stage
         elif choice is not None:
             self._exclude(choice)
         low = self.bound
-        self._proved(found)
+        self._accept_bound(solution)
         self.stuck = choice is None and self.bound <= low and self.bound < min(cutoff, self.value) * (1 - ROUNDING)
 
     def _exclude(self, choice: Choice) -> None:
@@ -255,37 +255,37 @@ class Single:
     def _by_ilp(self, slice_s: float) -> None:
         """Solve by the ILP, for problems with too many labels. Its bound counts; its choice is priced again."""
         assert self.stage is not None
-        problem = self.stage.asked
-        found = ilp.solve(problem, time_limit_s=slice_s)
-        if found.choice is not None and exhaustive.peak(problem, found.choice) <= problem.capacity:
-            self._take(replace(found, value=exhaustive.value(problem, found.choice), bound=0.0))
-        self._proved(found)
+        problem = self.stage.active_problem
+        solution = ilp.solve(problem, time_limit_s=slice_s)
+        if solution.choice is not None and exhaustive.peak(problem, solution.choice) <= problem.capacity:
+            self._accept(replace(solution, value=exhaustive.value(problem, solution.choice), bound=0.0))
+        self._accept_bound(solution)
 
-    def _proved(self, found: Solution) -> None:
+    def _accept_bound(self, solution: Solution) -> None:
         """Take the ILP's bound, which may prove the solution."""
-        self._raise(min(found.bound, self.value))
+        self._raise(min(solution.bound, self.value))
         if self.bound >= self.value * (1 - ROUNDING):
             self.bound, self.by_ilp = self.value, True
-            self.solution = replace(self.solution, bound=self.value, solver=f"{found.solver} and dp")
+            self.solution = replace(self.solution, bound=self.value, solver=f"{solution.solver} and dp")
 
-    def _take(self, found: Solution, stage: FormulatedStage | None = None) -> None:
+    def _accept(self, solution: Solution, stage: FormulatedStage | None = None) -> None:
         """Take a solution, which is a choice of ``stage``, or of :attr:`stage` if that is None."""
         stage = stage or self.stage
-        self._raise(found.bound)
-        if found.value < self.value and found.choice is not None and stage is not None:
-            if stage.fitting(found.choice):
-                self.solution, self.origin = replace(found, bound=min(found.bound, found.value)), stage
-            elif stage is self.stage and found.choice not in self.refused:
-                self.refused.append(found.choice)
+        self._raise(solution.bound)
+        if solution.value < self.value and solution.choice is not None and stage is not None:
+            if stage.fits_exactly(solution.choice):
+                self.solution, self.origin = replace(solution, bound=min(solution.bound, solution.value)), stage
+            elif stage is self.stage and solution.choice not in self.refused:
+                self.refused.append(solution.choice)
                 if len(self.refused) == 1 and self._solver != "exhaustive":
-                    self._count()
+                    self._accept_counted()
 
-    def _count(self) -> None:
+    def _accept_counted(self) -> None:
         """Take a plan with counted memory, from the search for prices, in place of one that does not fit."""
         safe = self._stages.counted(self.width, self.num_microbatches)
         if safe.solver is not None:
-            safe.look(float("inf"))
-            self._take(replace(safe.solver.answer(self.value), bound=0.0), safe)
+            safe.compute_prices(float("inf"))
+            self._accept(replace(safe.solver.answer(self.value), bound=0.0), safe)
         if self.value <= self.bound:
             self.bound = self.value
             self.solution = replace(self.solution, bound=self.value)
@@ -293,28 +293,28 @@ class Single:
 
 def singles(stages: StageLookup, solver: SolverName) -> list[Single]:
     """A :class:`Single` for every width and number of microbatches that could run."""
-    return [Single(stages, alone, w, m, solver) for alone, w, m in stages.bounds()]
+    return [Single(stages, compute_ms, w, m, solver) for compute_ms, w, m in stages.bounds()]
 
 
-def crowded(some: Sequence[Single]) -> bool:
+def likely_tight(some: Sequence[Single]) -> bool:
     """Whether memory may bind in the widest stage; then it is also likely to in pipelines."""
-    return bool(some) and max(some, key=lambda x: x.width).crowded
+    return bool(some) and max(some, key=lambda x: x.width).likely_tight
 
 
-def first_plan(alone: Sequence[Single], known: Candidate | None, best: float) -> float:
-    """Ms of a first plan, which is kept; infinite if none below ``best`` ms was met. Stages of the width of ``known``,
-    the best whole strategy, are tried with at most as many microbatches; if memory binds, also stages of all ranks.
-    Prices that a search computes anyway often come close to the best plan of a kind."""
-    kinds: list[tuple[int, tuple[int, ...], float]] = [(max((x.width for x in alone), default=0), (), float("inf"))]
-    if known is not None:
-        kinds.append((known.ranks, known.ways[0].layout.weights, known.num_microbatches))
+def first_plan(stages: Sequence[Single], uniform: Candidate | None, best: float) -> float:
+    """Ms of a first plan, which is kept; infinite if none below ``best`` ms was met. Stages of the width of
+    ``uniform``, the best whole strategy, are tried with at most as many microbatches; if memory binds, also stages of
+    all ranks. Prices that a search computes anyway often come close to the best plan of a kind."""
+    kinds: list[tuple[int, tuple[int, ...], float]] = [(max((x.width for x in stages), default=0), (), float("inf"))]
+    if uniform is not None:
+        kinds.append((uniform.ranks, uniform.ways[0].layout.weights, uniform.num_microbatches))
     value = float("inf")
     for width, weights, most in kinds:
-        own, priced = [x for x in alone if (x.width, x.weights) == (width, weights)], 0
-        for single in sorted(own, key=lambda x: x.num_microbatches):
-            priced += single.ways if single.num_microbatches > 1 else 0
-            wanted = single.num_microbatches <= most and (single.crowded or most < float("inf"))
-            if priced > _MORE or single.bound >= best or single.long or not wanted:
+        candidates, ways = [x for x in stages if (x.width, x.weights) == (width, weights)], 0
+        for single in sorted(candidates, key=lambda x: x.num_microbatches):
+            ways += single.ways if single.num_microbatches > 1 else 0
+            is_wanted = single.num_microbatches <= most and (single.likely_tight or most < float("inf"))
+            if ways > _MORE or single.bound >= best or single.slow or not is_wanted:
                 break
             if single.least < best:
                 single.begin(best)
