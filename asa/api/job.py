@@ -22,11 +22,11 @@ from asa.api.coupling import Scored, coupled, fewest_rows, warning_of
 from asa.api.executor import UserData, UserExecutor
 from asa.api.job_loss import LossWeight, copied
 from asa.api.loop import SEVERAL, cache_folder, how_called
+from asa.api.model_interface import MEETING_S
 from asa.api.names import StateNames
 from asa.api.notes import check_exact, differing, drawing, trained_norms
 from asa.api.optimizers import Rebinding, check_shared, whole_because
 from asa.api.optimizers import elementwise as known_elementwise
-from asa.api.placed import MEETING_S
 from asa.api.planned import Wishes, agreed_plan, checked_plan, would_be
 from asa.api.planning import check_plain, device_of, shaped, spec_of
 from asa.api.rank_context import find_place, same_weights

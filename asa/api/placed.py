@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -16,12 +16,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from asa.api import attributes, collectives
+from asa.api import collectives
 from asa.api.batches import GlobalBatches, Share, moved
 from asa.api.calls import Call, lengths, plain
-from asa.api.clipping import clip, understood_by_torch
+from asa.api.clipping import understood_by_torch
 from asa.api.in_step import FORWARD, UPDATE
-from asa.api.losses import LearningModel, Terms, listen, mark
+from asa.api.losses import Terms, listen, mark
+from asa.api.model_interface import ModelInterface
 from asa.api.names import StateNames
 from asa.api.numbers import numbers_of_wholes
 from asa.api.outputs import Demands, entering, leaving
@@ -32,15 +33,11 @@ from asa.api.trial import Trial
 from asa.errors import AsaError, UsageError, place_of
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.parameter_hooks import refuse_hooks, replaced
-from asa.executor.model.state import load_full_state
 from asa.ir.layout import bounds
 from asa.ir.plan import Plan
 from asa.sharding.batchnorm import counted, synchronised
 from asa.tracing.preserve import preserved
 from asa.tracing.tracer import reason_of
-
-MEETING_S = 30.0
-"""Seconds to wait for all ranks in calls that a program easily makes on one rank only."""
 
 
 def rows_here(total: int, ranks: int, rank: int, least: int = 1) -> list[int]:
@@ -58,18 +55,15 @@ def every_placed() -> list[PlacedModel]:
     return list(_placed)
 
 
-class PlacedModel(LearningModel):
+class PlacedModel(ModelInterface):
     """One rank's part of a model, called like the model: ``model(x)`` with this rank's samples returns their outputs.
 
     Collective unless every rank computes independently: all ranks must make the same calls. ``plan``: the plan it runs
-    under. Attributes that it does not have are the model's own (:mod:`asa.api.attributes`); ``origin`` is the original
-    model, whose weights may have been moved.
+    under; ``origin`` is the original model, whose weights may have been moved.
     """
 
     calls: int
-    names: StateNames | None
     demands: Demands | None
-    seen: Seen | None
     again: Callable[[PlacedModel, str], ParallelModel] | None
     """Function that places the model anew as a whole, given a reason; None if that is impossible."""
     left: float
@@ -427,114 +421,6 @@ class PlacedModel(LearningModel):
         self.__dict__["training"] = mode
         if self.parallel is not None:
             self.parallel.train(mode)
-
-    def train(self, mode: bool = True) -> PlacedModel:
-        """Set the mode, as for any module."""
-        parallel = self.parallel
-        if parallel is None:
-            super().train(mode)
-            return self
-        self.__dict__["training"] = mode
-        parallel.train(mode, all_alike=True)
-        return self
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that this rank holds, under the names of the model; for split ones, views of the whole."""
-        return self._named("named_parameters", prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Buffers, in the form in which :meth:`named_parameters` yields parameters."""
-        return self._named("named_buffers", prefix, recurse, remove_duplicate)
-
-    def _named(self, kind: str, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
-        found: set[int] = set()
-        for i, part in enumerate(self.parts):
-            for name, tensor in getattr(part, kind)("", recurse, remove_duplicate):
-                if remove_duplicate and id(tensor) in found:
-                    continue
-                found.add(id(tensor))
-                seen = self.seen
-                yield (
-                    f"{prefix}.{name}" if prefix else name,
-                    (tensor if seen is None else seen.of(tensor, seen.splits[i].get(name))),
-                )
-
-    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Full tensors under the model's own names, on the CPU, for loading into the plain model. Collective if the
-        plan splits or shards anything, so call it on every rank."""
-        parallel = self.parallel
-        if parallel is None:
-            return self.parts[0].state_dict(*args, **options)
-        assert self.names is not None
-        if any(map(replaced, parallel.plan.components)):
-            parallel.meet("model.state_dict() of a plan that splits the model", within_s=MEETING_S)
-        return self.names.full(parallel)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load full tensors from :meth:`state_dict` or the plain model; every rank must pass all of them.
-
-        Raises:
-            UsageError: a name is missing.
-        """
-        parallel = self.parallel
-        if parallel is None:
-            return self.parts[0].load_state_dict(state_dict, strict=strict, assign=assign)
-        try:
-            load_full_state(parallel, dict(state_dict))
-        except KeyError as error:
-            raise UsageError(f"the state lacks {error.args[0]}") from None
-        return None
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip gradients like ``torch.nn.utils.clip_grad_norm_``, over all ranks and shards (collective)."""
-        parallel = self.parallel
-        if parallel is None:
-            return nn.utils.clip_grad_norm_(self.parts[0].parameters(), max_norm)
-        return clip(parallel, max_norm)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.parallel is None:
-            return super().__reduce_ex__(protocol)
-        raise UsageError(
-            "a model that ranks share cannot be copied or pickled as a whole: save model.state_dict(), and average "
-            "weights in copies of model.parameters()"
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("__") or "origin" not in self.__dict__:
-                raise
-        return attributes.found(self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        known = name in self.__dict__ or name in self.__dict__.get("_modules", ()) or hasattr(type(self), name)
-        if known or "origin" not in self.__dict__ or not attributes.changed(self, name, value):
-            super().__setattr__(name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        """A module of a model that is a sequence, or whatever the model has at ``key``."""
-        return attributes.at(self, self.origin[key])  # type: ignore[index]
-
-    def __len__(self) -> int:
-        return len(self.origin)  # type: ignore[arg-type]
-
-    def __bool__(self) -> bool:
-        return True
-
-    @property
-    def module(self) -> PlacedModel:
-        """This model itself, for programs that were written for ``DistributedDataParallel``."""
-        return self
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """A context that does nothing: gradients may accumulate over several backwards, and are reduced after each."""
-        return contextlib.nullcontext()
 
     def alike_in_shape(self, batches: GlobalBatches, batch: Any) -> None:
         """Check that batches have the same shape on all ranks if these exchange activations (collective).
