@@ -12,7 +12,7 @@ from asa.api import attributes
 from asa.api.clipping import clip
 from asa.api.losses import LearningModel
 from asa.api.names import StateNames
-from asa.api.seen import Seen
+from asa.api.views import TensorViews
 from asa.errors import UsageError
 from asa.executor.model.parameter_hooks import replaced
 from asa.executor.model.state import load_full_state
@@ -30,7 +30,7 @@ class ModelInterface(LearningModel):
     parts: nn.ModuleList
     """This rank's components, or the original model if nothing is distributed."""
     names: StateNames | None
-    seen: Seen | None
+    views: TensorViews | None
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode, as for any module."""
@@ -55,16 +55,16 @@ class ModelInterface(LearningModel):
         return self._named("named_buffers", prefix, recurse, remove_duplicate)
 
     def _named(self, kind: str, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
-        found: set[int] = set()
+        yielded: set[int] = set()
         for i, part in enumerate(self.parts):
             for name, tensor in getattr(part, kind)("", recurse, remove_duplicate):
-                if remove_duplicate and id(tensor) in found:
+                if remove_duplicate and id(tensor) in yielded:
                     continue
-                found.add(id(tensor))
-                seen = self.seen
+                yielded.add(id(tensor))
+                views = self.views
                 yield (
                     f"{prefix}.{name}" if prefix else name,
-                    (tensor if seen is None else seen.of(tensor, seen.splits[i].get(name))),
+                    (tensor if views is None else views.of(tensor, views.splits[i].get(name))),
                 )
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -114,16 +114,16 @@ class ModelInterface(LearningModel):
         except AttributeError:
             if name.startswith("__") or "origin" not in self.__dict__:
                 raise
-        return attributes.found(self, name)
+        return attributes.get_attribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        known = name in self.__dict__ or name in self.__dict__.get("_modules", ()) or hasattr(type(self), name)
-        if known or "origin" not in self.__dict__ or not attributes.changed(self, name, value):
+        is_own = name in self.__dict__ or name in self.__dict__.get("_modules", ()) or hasattr(type(self), name)
+        if is_own or "origin" not in self.__dict__ or not attributes.set_attribute(self, name, value):
             super().__setattr__(name, value)
 
     def __getitem__(self, key: Any) -> Any:
         """A module of a model that is a sequence, or whatever the model has at ``key``."""
-        return attributes.at(self, self.origin[key])  # type: ignore[index]
+        return attributes.part_of(self, self.origin[key])  # type: ignore[index]
 
     def __len__(self) -> int:
         return len(self.origin)  # type: ignore[arg-type]
