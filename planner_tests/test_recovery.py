@@ -17,6 +17,7 @@ import pytest
 import torch
 import training
 import wide_model
+from asa.sharding.shortage_line import layer_graph
 
 from asa.cli.replanning import relieve
 from asa.cost.machine.estimate import estimate
@@ -24,7 +25,7 @@ from asa.cost.machine.heavier import heavier_profile
 from asa.cost.memory.peak import reserved
 from asa.errors import ExhaustedError, InfeasibleError, WorkersFailedError
 from asa.executor.running import exhausted, outdir, recovery
-from asa.executor.running.recovery import told
+from asa.executor.running.recovery import shortage_line
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint, worker
 from asa.instruments import room
@@ -39,7 +40,6 @@ from asa.planner import Request
 from asa.planner import plan as solve
 from asa.scheduler import adapt
 from asa.scheduler.memory import corrected
-from asa.sharding.describe import layer_graph
 from asa.strategies import offered
 from asa.tracing import trace
 
@@ -226,7 +226,7 @@ def test_the_model_is_corrected_to_what_was_needed_and_the_next_plan_to_less() -
         plan=plan, rank=1, step=3, cause="exhausted", asked_bytes=promised // 4, room_bytes=None,
         used_bytes=reserved(cluster.device, 1.5 * promised),
     )  # fmt: skip
-    assert "512 KiB asked for" in told(dataclasses.replace(found, asked_bytes=2**19)), "not 0.00 GiB"
+    assert "512 KiB asked for" in shortage_line(dataclasses.replace(found, asked_bytes=2**19)), "not 0.00 GiB"
     first = corrected(found, 1, profile, cluster, offered())
     assert first.scale == pytest.approx(1.75, rel=0.1), "nearly all of it is activations"
     assert first.memory_bytes is not None

@@ -43,7 +43,7 @@ def get_attribute(model: DistributedModelBase, name: str) -> Any:
                 f"model.{name} is computed in forward, with gradients, and this plan cuts the model into components, "
                 "which leave nothing in its attributes: return it from forward beside the output"
             )
-        return model.beside(value)
+        return model.as_output(value)
     if isinstance(value, nn.Module):
         return part_of(model, value)
     return value

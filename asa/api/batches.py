@@ -159,7 +159,7 @@ class GlobalBatches:
                 self._draws = votes.anyone(self._draws)
 
     @property
-    def apart(self) -> bool:
+    def collates_locally(self) -> bool:
         """Whether each rank collates its own samples only, so that the shapes of batches may differ between ranks."""
         return self.custom_collate and not self._together
 

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad
 
 from asa.errors import UsageError
 from asa.executor.model.parallel import ParallelModel
-from asa.executor.model.state import held
+from asa.executor.model.state import local_tensors
 from asa.sharding.split import held_of
 
 _split: WeakSet[ParallelModel] = WeakSet()
@@ -32,7 +32,7 @@ def total_norm(model: ParallelModel, norm_type: float = 2.0, only: set[int] | No
     layout_of = {
         id(t): layout for c, layout in zip(model.components, model.layouts, strict=True) for t in c.parameters()
     }
-    for item in held(model):
+    for item in local_tensors(model):
         gradient = item.tensor.grad if isinstance(item.tensor, nn.Parameter) else None
         if gradient is None or (only is not None and id(item.tensor) not in only):
             continue

@@ -125,8 +125,8 @@ class Comparison:
         base = fixed | whole_tensors
         readings = ((base | alike | summed, False), (base | summed, False), (base | alike, True), (base, True))
         self._interpretations = [
-            (r, others_differ or (own and bool(summed)), self._repeated and bool(i % 2))
-            for i, (r, own) in enumerate(readings)
+            (r, others_differ or (assumes_local and bool(summed)), self._repeated and bool(i % 2))
+            for i, (r, assumes_local) in enumerate(readings)
             if (summed or i > 1) and (alike or i % 2)
         ]
         self._rows = rows

@@ -1,4 +1,4 @@
-"""A rank's share of a loader: the samples of every global batch that a placed model works on."""
+"""A rank's share of a loader: the samples of every global batch that a distributed model works on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DistributedLoader:
 
     def __init__(self, batches: GlobalBatches, model: DistributedModel) -> None:
         self._batches, self._model = batches, model
-        self._said_drawing = self._said_share = self._said_computed_by_all = False
+        self._warned_drawing = self._warned_evaluation = self._warned_repeated = False
 
     def __iter__(self) -> Iterator[Any]:
         device, trial = self._model.rank_context.device, self._model.trial
@@ -36,8 +36,8 @@ class DistributedLoader:
                 self._model.__dict__["share"] = share
                 batch = moved(share.batch, device)
                 if trial is None or not self._model.training:
-                    if trial is not None and not self._said_share:
-                        self._said_share = True
+                    if trial is not None and not self._warned_evaluation:
+                        self._warned_evaluation = True
                         say(self._model.rank_context, "the loader yields this rank's samples in evaluation, too: add "
                             "up over ranks by asa.reduce(x, 'sum'), or evaluate on a loader of your own")  # fmt: skip
                     if trial is not None:
@@ -45,7 +45,7 @@ class DistributedLoader:
                     yield batch
                     self._model.batch_ended(number, last=False, indexed=self._batches.indexed)
                     continue
-                before = generators_now() if looks and not self._said_drawing else None
+                before = generators_now() if looks and not self._warned_drawing else None
                 backwards = self._model.backwards
                 self._model.yields(batch)
                 if len(share.rows) == share.total > 1 and self._model.rank_context.ranks > 1:
@@ -54,8 +54,8 @@ class DistributedLoader:
                 trial.by_samples(share, learned=self._model.backwards > backwards)
                 looks = max(0, looks - 1)
                 self._model.batch_ended(number, last=False, indexed=self._batches.indexed)
-                if before is not None and generators_now() != before and not self._said_drawing:
-                    self._said_drawing = True
+                if before is not None and generators_now() != before and not self._warned_drawing:
+                    self._warned_drawing = True
                     say(self._model.rank_context, "the loop draws random numbers between two batches: each rank draws "
                         "its own for its samples, and one process others; what the loader's collate_fn draws is drawn "
                         "for the whole batch")  # fmt: skip
@@ -66,8 +66,8 @@ class DistributedLoader:
 
     def _say_computed_by_all(self, share: Share) -> None:
         """Say once that every rank computes a whole batch."""
-        if not self._said_computed_by_all:
-            self._said_computed_by_all = True
+        if not self._warned_repeated:
+            self._warned_repeated = True
             say(self._model.rank_context, f"a batch of {share.total} samples is computed by every rank, and counts "
                 f"once: a rank's share of it would be fewer than {self._model.least[0]}, which the model or the loss "
                 "needs; numbers that a loop adds up count it on every rank, asa.reduce(x, 'sum') does not")  # fmt: skip

@@ -51,7 +51,7 @@ def local_rows(total: int, ranks: int, rank: int, least: int = 1) -> list[int]:
 
 
 def distributed_models() -> list[DistributedModel]:
-    """All models that are currently placed."""
+    """All distributed models of this process that are in use."""
     return list(_models)
 
 
@@ -65,7 +65,7 @@ class DistributedModel(ModelInterface):
     calls: int
     demands: Demands | None
     rebuild_whole: Callable[[DistributedModel, str], ParallelModel] | None
-    """Function that places the model anew as a whole, given a reason; None if that is impossible."""
+    """Function that rebuilds the model to run as a whole, given a reason; None if that is impossible."""
     output_factor: float
     """Weight of the outputs in the last call."""
     parameter_ids: list[tuple[int, ...]] | None
@@ -86,25 +86,9 @@ class DistributedModel(ModelInterface):
         rebuild_whole: Callable[[DistributedModel, str], ParallelModel] | None = None,
     ) -> None:
         super().__init__()
-        self.__dict__.update(
-            rank_context=context,
-            share=None,
-            calls=0,
-            names=names,
-            rebuild_whole=rebuild_whole,
-            weight=1.0,
-            rows=0,
-            watch=None,
-        )
-        self.__dict__.update(
-            in_step=None,
-            optimizers=(),
-            output_factor=1.0,
-            learned=True,
-            warned_of_other_batches=False,
-            parameter_ids=None,
-        )
-        self.__dict__.update(coupled=False, least=[1], most=0)
+        self.__dict__.update(rank_context=context, names=names, rebuild_whole=rebuild_whole, parameter_ids=None)
+        self.__dict__.update(share=None, calls=0, weight=1.0, rows=0, watch=None, in_step=None, optimizers=(), most=0)
+        self.__dict__.update(output_factor=1.0, learned=True, warned_of_other_batches=False, coupled=False, least=[1])
         self.plan: Plan | None = None
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
@@ -325,7 +309,7 @@ class DistributedModel(ModelInterface):
         """Context for an exchange of updates, in which ranks wait for each other."""
         return contextlib.nullcontext() if self.in_step is None else self.in_step.together(UPDATE)
 
-    def beside(self, value: Tensor) -> Tensor:
+    def as_output(self, value: Tensor) -> Tensor:
         """A tensor that the last call left in an attribute of the model, treated as one of its outputs."""
         return self._weighed(value, self.output_factor, self.rows)
 
@@ -342,7 +326,7 @@ class DistributedModel(ModelInterface):
             )
         assert self.parallel is not None
         gradients = [p.grad for p in self.parallel.parameters() if p.grad is not None]
-        if self.rank_context.votes.anyone(any(bool(numbers_here(g).any()) for g in gradients)):
+        if self.rank_context.votes.anyone(any(bool(local_part(g).any()) for g in gradients)):
             raise UsageError(
                 f"{why}, so the model is to run whole, and has gradients: call zero_grad() before the model"
             )
@@ -356,10 +340,10 @@ class DistributedModel(ModelInterface):
         """Factor for outputs, if gradients are not weighted as a whole when they are averaged."""
         if not self._averages or not torch.is_grad_enabled() or self.parallel is None:
             return weight
-        weighted_alone = self.share is not None and (self.share.total < self.rank_context.ranks or self._whole)
-        counted = self.share.total if self.share is not None and weighted_alone else total
+        samples_repeat = self.share is not None and (self.share.total < self.rank_context.ranks or self._whole)
+        counted = self.share.total if self.share is not None and samples_repeat else total
         meet = weight != 1 and any(map(synchronised, self.parallel.components))
-        factor = self.parallel.reduction.weighed(1.0 if meet else weight, counted, not weighted_alone)
+        factor = self.parallel.reduction.weighed(1.0 if meet else weight, counted, not samples_repeat)
         return weight if meet else factor  # gradients that are reduced inside the model must be weighted before
 
     def _called(self, weight: float, rows: int) -> None:
@@ -463,7 +447,7 @@ class DistributedModel(ModelInterface):
         Raises:
             UsageError: they have not.
         """
-        if self._independent or self.parallel is None or not batches.apart:
+        if self._independent or self.parallel is None or not batches.collates_locally:
             return
         shapes = [tuple(t.shape[1:]) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
         checksums = self.rank_context.votes.gather([float(zlib.crc32(repr(shapes).encode()))])
@@ -476,12 +460,11 @@ class DistributedModel(ModelInterface):
     def _parameter_ids(self) -> list[tuple[int, ...]]:
         """Identities of the parameters of the original model and of the distributed one."""
         assert self.parallel is not None
-        replaces = any(
-            map(replaced, self.parallel.plan.components)
-        )  # their parameter objects are replaced in each step
+        # Parameter objects that ranks hold in shards are replaced in each step.
+        sharded = any(map(replaced, self.parallel.plan.components))
         return [
             (sum(1 for _ in m.parameters()),)
-            if replaces
+            if sharded
             else tuple(id(p) for _, p in m.named_parameters(remove_duplicate=False))
             for m in (self.origin, *self.parallel.components)
         ]
@@ -519,7 +502,7 @@ class DistributedModel(ModelInterface):
         ):
             for model in distributed_models():
                 if model.trial is not None:
-                    model.trial.look_again()
+                    model.trial.check_again()
 
     @property
     def backwards(self) -> int:
@@ -543,7 +526,7 @@ class Uneven(AsaError):
     """Ranks have samples in other proportions than their plan."""
 
 
-def numbers_here(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """The elements of ``tensor`` that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

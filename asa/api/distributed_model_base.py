@@ -44,7 +44,7 @@ class DistributedModelBase(nn.Module):
         """Result of a method (None: ``forward``) of a model that runs whole, for this rank's samples."""
 
     @abstractmethod
-    def beside(self, value: Tensor) -> Tensor:
+    def as_output(self, value: Tensor) -> Tensor:
         """A tensor that the last call left in an attribute of the model, treated as one of its outputs."""
 
     @abstractmethod

@@ -93,7 +93,7 @@ class UserExecutor(PlannedExecutor):
         self._saving = SaveClock(settings.save_every_s)
         self._running: Iterator[Share] | None = None
         waits.on = settings.observe
-        self._keeper = Checkpointer(
+        self._checkpointer = Checkpointer(
             folder=folder or Path(), run=run, settings=settings, num_samples=self._samples, votes=self._votes,
             announce=announce, more=lambda: {FILE: schedules.state()},
         )  # fmt: skip
@@ -246,7 +246,7 @@ class UserExecutor(PlannedExecutor):
                 self._step,
                 read,
                 labels_of,
-                loss_fn=lambda output, wanted: scale.scaled(counted(output, wanted, counts)),
+                loss_fn=lambda output, target: scale.scaled(counted(output, target, counts)),
                 precision=lambda: autocast(worker.precision, model.device),
             )
         factor = counted.factor(share.total)
@@ -256,8 +256,8 @@ class UserExecutor(PlannedExecutor):
                 if p.grad is not None:
                     p.grad.mul_(factor)
         if not counted.tried:
-            mine = float(loss / scale.value) if counts else 0.0
-            total = math.fsum(v[0] for v in self._votes.gather([mine]))
+            loss_share = float(loss / scale.value) if counts else 0.0
+            total = math.fsum(v[0] for v in self._votes.gather([loss_share]))
             kind = next(
                 (p.dtype for p in model.parameters()), torch.float32
             )  # a process without components may use any dtype
@@ -289,10 +289,10 @@ class UserExecutor(PlannedExecutor):
         if epoch != self.next_epoch:
             raise UsageError(f"epoch {epoch} cannot run: training stands in epoch {self.next_epoch}")
         began, first = time.perf_counter(), self._step
-        if self._votes.anyone(self.stop.asked):
+        if self._votes.anyone(self.stop.requested):
             self._preempt()
         self.model.train()
-        self._loss.look_again()
+        self._loss.check_again()
         counter = LossCounter(self.model.device)
         timer = EpochTimer(
             self.plan, self.processes, self._votes, self._worker.clock, self._settings.log_every, self._warm
@@ -358,7 +358,7 @@ class UserExecutor(PlannedExecutor):
     def _exchange(self, timer: EpochTimer, counter: LossCounter) -> Interval:
         """Combine the figures of all ranks since the last exchange, and announce them."""
         with self._meeting():
-            interval = timer.exchange(counter, step=self._step, stop=self.stop.asked)
+            interval = timer.exchange(counter, step=self._step, stop=self.stop.requested)
         if isinstance(self._votes, StarVotes) and self._votes.coordinator is not None:
             for rank, how in self._votes.coordinator.lost_since():
                 message = f"rank {rank} {how}; the others go on without it, and without its share of every batch"
@@ -405,7 +405,7 @@ class UserExecutor(PlannedExecutor):
             raise UsageError("nothing can be saved without out, the folder of the run")
         if self._saved is None or self._saved[0] != self._step:
             position = self._epoch * self._samples + min(self._samples_done, self._samples)
-            self._saved = (self._step, self._keeper.save(self._worker, step=self._step, position=position))
+            self._saved = (self._step, self._checkpointer.save(self._worker, step=self._step, position=position))
             self._saving.saved()
         return self._saved[1]
 
@@ -420,7 +420,7 @@ class UserExecutor(PlannedExecutor):
                 raise UsageError(
                     f"the checkpoint was made with {name} {getattr(manifest, name)}, this job has {expected}"
                 )
-        self._keeper.restore(self._worker, path, manifest)
+        self._checkpointer.restore(self._worker, path, manifest)
         if any(file.name == FILE for file in manifest.files):
             self._schedules.restore(checkpoint.read(path, FILE))
         self._epoch, self._samples_done = divmod(manifest.position, self._samples)
@@ -452,7 +452,7 @@ class UserExecutor(PlannedExecutor):
         old_worker, scale = self._worker, self._worker.scale
         state = dict(self.optimizer.state)
         try:
-            self._worker = self._keeper.move(old_worker, lambda: self._worker_of(self._build(plan, runs), scale))
+            self._worker = self._checkpointer.move(old_worker, lambda: self._worker_of(self._build(plan, runs), scale))
         except AsaError:
             self._rebinding.apply(old_worker.model)
             self.optimizer.state.update(state)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from asa.api.rank_context import current_votes
 from asa.errors import InvalidInputError, UnavailableError, UsageError
-from asa.executor.model.state import Held, cut, gather
+from asa.executor.model.state import LocalTensor, cut, gather
 from asa.sharding.axis import SOLO
 from asa.sharding.split import TensorPart
 
@@ -77,8 +77,8 @@ def _full(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
-def _local_tensor(value: TensorPart) -> Held:
-    return Held("", value.held, value.parted.shard, value.parted.axis, 0)
+def _local_tensor(value: TensorPart) -> LocalTensor:
+    return LocalTensor("", value.held, value.parted.shard, value.parted.axis, 0)
 
 
 def _map(value: Any, of: Callable[[Any], Any]) -> Any:
@@ -100,7 +100,7 @@ def _fill(into: Any, value: Any, where: str) -> None:
         if isinstance(into, TensorPart):
             into.held.copy_(cut(_local_tensor(into), value))
         elif isinstance(into, DTensor):
-            into.copy_(cut(Held("", into, None, SOLO, 0), value))
+            into.copy_(cut(LocalTensor("", into, None, SOLO, 0), value))
         else:
             into.copy_(value)
     elif isinstance(into, Mapping):

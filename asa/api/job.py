@@ -25,9 +25,9 @@ from asa.api.messages import say
 from asa.api.model_interface import MEETING_S
 from asa.api.names import StateNames
 from asa.api.notes import check_exact, differing, drawing, trained_norms
-from asa.api.optimizers import Rebinding, check_shared, whole_because
+from asa.api.optimizers import Rebinding, check_shared, no_shards_because
 from asa.api.optimizers import elementwise as known_elementwise
-from asa.api.planned import Wishes, agreed_plan, checked_plan, cost_model
+from asa.api.planned import PlanOptions, agreed_plan, checked_plan, cost_model
 from asa.api.planning import check_plain, device_of, shaped, spec_of
 from asa.api.rank_context import join_ranks, same_weights
 from asa.api.schedules import Schedules
@@ -158,14 +158,14 @@ class Job:
         check_shared(optimizer)
         rebinding = Rebinding(optimizer, model, elementwise=known_elementwise(optimizer, elementwise))
         same_weights(context, model)
-        wishes = Wishes(
+        options = PlanOptions(
             global_batch=batches.batch_size, optimizer=planned_as(type(optimizer).__name__), pipelines=True,
             strategies=strategies, pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision,
             time_limit_s=time_limit_s, cache=cache_folder(cache),
-            whole_because=whole_because(optimizer, model, elementwise),
+            no_shards_because=no_shards_because(optimizer, model, elementwise),
             at_once=batch_norm == "exact" and bool(trained_norms(model)),
         )  # fmt: skip
-        self._wishes, self._origins = wishes, None
+        self._options, self._origins = options, None
         divide = split or _pair
         if example_input is None:
             example_input = divide(batches.example())[0]
@@ -179,14 +179,14 @@ class Job:
         if plan != "auto":
             chosen = checked_plan(context, plan)
         elif isinstance(undivided, TracedModel):
-            chosen = whole_plan(context, model, undivided, call, wishes, why)
+            chosen = whole_plan(context, model, undivided, call, options, why)
             say(context, f"the model runs whole under {chosen.strategy}: {why}")
         else:
-            chosen, self._origins = agreed_plan(context, model, example, wishes)
+            chosen, self._origins = agreed_plan(context, model, example, options)
 
         settings = TrainSettings(
             out=str(out or ""), data="loader", seed=seed, batch_norm=batch_norm, log_every=log_every, keep=keep,
-            timeout_s=timeout_s, optimizer=wishes.optimizer, observe=observe, save_every_s=saving,
+            timeout_s=timeout_s, optimizer=options.optimizer, observe=observe, save_every_s=saving,
         )  # fmt: skip
 
         if replan and context.rank == 0 and context.ranks > 1 and self._origins is None and chosen.consistency is None:
@@ -201,11 +201,11 @@ class Job:
         trial = copied(loss_fn)
         several = None if trial is None or chosen.num_ranks == 1 else _several(batches, divide)
         needs = int(votes.tell(fewest_rows(Scored(model, trial), several) if context.rank == 0 else 1))
-        least = chosen.fewest(wishes.global_batch, microbatches_of(chosen, wishes.global_batch, needs))
-        if least < needs <= wishes.global_batch:
+        least = chosen.fewest(options.global_batch, microbatches_of(chosen, options.global_batch, needs))
+        if least < needs <= options.global_batch:
             raise UsageError(
                 f"the loss cannot be computed of fewer than {needs} samples, and this plan has a rank compute it of "
-                f"{least} of a batch of {wishes.global_batch}: use larger batches, or a plan with fewer ranks"
+                f"{least} of a batch of {options.global_batch}: use larger batches, or a plan with fewer ranks"
             )
         self._names = StateNames(model)
         discipline = chosen.consistency
@@ -225,7 +225,7 @@ class Job:
             built = materialize(
                 new_plan, subject(fresh), example.to(device_of(fresh)), rank=context.rank, strategies=offered(),
                 device=context.device, seed=seed, batch_norm=batch_norm, timeout_s=timeout_s, processes=processes,
-                keyed_draws=True, apart=True,
+                keyed_draws=True, runs_discipline=True,
             )  # fmt: skip
             built.meet = votes.meet
             for line in differing(new_plan, norms, built.changed, batch_norm) if context.rank == 0 else ():
@@ -320,7 +320,7 @@ class Job:
         """The cost model for re-planning on rank 0, which has the plan's profile and cluster; None on other ranks."""
         if self._origins is None:
             return None
-        return cost_model(self._origins, self._wishes)
+        return cost_model(self._origins, self._options)
 
     def save(self) -> Path:
         """Commit a checkpoint now (collective); returns its path.

@@ -133,7 +133,7 @@ class JobLoss:
         self.tried, self._epochs = True, _EPOCHS
         warnings.warn(text, stacklevel=4)
 
-    def look_again(self) -> None:
+    def check_again(self) -> None:
         """Check again in a new epoch, because a loss may change between epochs."""
         if self._steps:
             self._epochs, self._steps = self._epochs + 1, 0

@@ -21,9 +21,9 @@ from asa.api.in_step import in_step
 from asa.api.messages import say
 from asa.api.names import StateNames
 from asa.api.notes import differing, drawing, trained_norms
-from asa.api.optimizers import Rebinding, check_shared, others_over, whole_because
+from asa.api.optimizers import Rebinding, check_shared, no_shards_because, others_over
 from asa.api.optimizers import elementwise as known_elementwise
-from asa.api.planned import Origins, Wishes, agreed_plan, checked_plan, cost_model, usual_cache
+from asa.api.planned import Origins, PlanOptions, agreed_plan, checked_plan, cost_model, usual_cache
 from asa.api.planning import check_plain, device_of, one_tensor, shaped, spec_of
 from asa.api.rank_context import RankContext, join_ranks, same_weights
 from asa.api.watch import Watch
@@ -138,11 +138,11 @@ def parallelize(
     for each in optimizers:
         check_shared(each)
     same_weights(context, model)
-    wishes = Wishes(
+    options = PlanOptions(
         global_batch=batches.batch_size, optimizer=planned_as(type(optimizer).__name__), pipelines=False,
         strategies=strategies, pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision,
         time_limit_s=time_limit_s, cache=cache_folder(cache),
-        whole_because=next(filter(None, (whole_because(o, model, elementwise) for o in optimizers)), ""),
+        no_shards_because=next(filter(None, (no_shards_because(o, model, elementwise) for o in optimizers)), ""),
     )  # fmt: skip
     call, why = find_call(context, model, batches, example_input)
     subject: nn.Module | TracedModel = model
@@ -163,14 +163,14 @@ def parallelize(
     origins: Origins | None = None
     if chosen is None and not isinstance(subject, TracedModel):
         try:
-            chosen, origins = agreed_plan(context, model, example, wishes)
+            chosen, origins = agreed_plan(context, model, example, options)
             say(context, chosen.summary())
         except InvalidInputError as error:  # a model that cannot be measured or cut can still be trained as a whole
             why, call = str(error), None
             subject = called(model, name=spec_of(model), reason=why)
     if chosen is None:
         assert isinstance(subject, TracedModel)
-        chosen = whole_plan(context, model, subject, call, wishes, why)
+        chosen = whole_plan(context, model, subject, call, options, why)
         say(context, f"the model runs whole under {chosen.strategy}: {why}")
     if len(chosen.stages) > 1 or chosen.num_microbatches > 1:
         raise UsageError(
@@ -216,17 +216,19 @@ def parallelize(
             "sample is read: each rank draws its own, and one process others")  # fmt: skip
 
     def run_whole_instead(model: DistributedModel, reason: str) -> ParallelModel:
-        """Build the model anew as a whole under data parallelism, with current weights and optimizer state."""
+        """Rebuild the model to run as a whole under data parallelism, with current weights and optimizer state."""
         assert spare is not None
-        return rebuild(model, reason, spare.copy(), build, wishes, rebindings)
+        return rebuild(model, reason, spare.copy(), build, options, rebindings)
 
     distributed = DistributedModel(
         parallel, context, origin=model, names=names, rebuild_whole=None if spare is None else run_whole_instead
     )
     models.append(distributed)
     distributed.begin(model.training)
-    if observe and Watch.wanted(context, chosen):
-        distributed.__dict__["watch"] = Watch(context, chosen, None if origins is None else cost_model(origins, wishes))
+    if observe and Watch.applies(context, chosen):
+        distributed.__dict__["watch"] = Watch(
+            context, chosen, None if origins is None else cost_model(origins, options)
+        )
     counter = in_step(timeout_s)
     counter.count(optimizers)
     distributed.__dict__.update(in_step=counter, optimizers=optimizers, coupled=samples_meet, least=least)

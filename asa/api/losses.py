@@ -100,8 +100,8 @@ class Terms:
 
 
 class LearningModel(DistributedModelBase):
-    """A spread model whose losses are weighed by :class:`Terms` and compared by :class:`asa.api.trial.Trial`; both are
-    None for a single rank."""
+    """A distributed model whose losses are weighed by :class:`Terms` and compared by :class:`asa.api.trial.Trial`; both
+    are None for a single rank."""
 
     trial: Trial | None
     terms: Terms | None
@@ -142,7 +142,7 @@ def mark(output: Tensor, model: LearningModel) -> None:
 
 
 def search_graph(roots: Iterable[Tensor]) -> tuple[LearningModel | None, list[Any], int]:
-    """The placed model from which ``roots`` come (None if there is none); the nodes of mean ``nll_loss`` and
+    """The distributed model from which ``roots`` come (None if there is none); the nodes of mean ``nll_loss`` and
     ``cross_entropy`` on the way to it, in a fixed order; and a number for the form of the graph."""
     pending = deque(r.grad_fn for r in roots if isinstance(r, Tensor) and r.grad_fn is not None)
     visited: set[Any] = set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from asa.executor.model.exchange import told
+from asa.executor.model.exchange import broadcast_tensors
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.state import full_state
 from asa.executor.model.votes import Votes
@@ -27,7 +27,7 @@ class StateNames:
         of them run no rank of the plan."""
         tensors = full_state(model)
         if votes is not None and len(model.processes) < votes.num_ranks:
-            tensors = told(tensors, votes, model.processes[0])
+            tensors = broadcast_tensors(tensors, votes, model.processes[0])
         if self._unused is None:  # tensors that no forward reads are still in the original model
             idle = (n for n, names in self._names.items() if not any(a in tensors for a in names))
             self._unused = {n: self._values[n] for n in idle}

@@ -17,7 +17,7 @@ from asa.api.views import TensorViews
 from asa.errors import UsageError
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.parameter_hooks import hooked
-from asa.executor.model.state import held, stored
+from asa.executor.model.state import local_tensors, stored
 from asa.executor.training.optimizer import cut_parameters, doubt_about_parts, updates_parts
 from asa.sharding.parts import step_over_parts
 from asa.sharding.split import TensorPart
@@ -54,7 +54,7 @@ def others_over(model: nn.Module, optimizer: Optimizer) -> list[Optimizer]:
     ]
 
 
-def whole_because(optimizer: Optimizer, model: nn.Module, declared: bool | None) -> str:
+def no_shards_because(optimizer: Optimizer, model: nn.Module, declared: bool | None) -> str:
     """Why no rank may update a shard of a parameter; empty if shards are allowed."""
     name = next((name for name, p in model.named_parameters() if hooked(p)), None)
     if name is not None:
@@ -101,7 +101,7 @@ class Rebinding:
     def outside(self, model: ParallelModel) -> list[str]:
         """Names of the optimizer's trained parameters that are in no component of ``model``, because no forward reads
         them."""
-        local_names = {item.name for item in held(model)}
+        local_names = {item.name for item in local_tensors(model)}
         optimized = [names for group in self._names for names in group if names]
         return [names[0] for names in optimized if names[0] in self._trained and not local_names.intersection(names)]
 
@@ -122,7 +122,7 @@ class Rebinding:
             self._undo.pop()()
         parameters_of_groups: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
         elsewhere: list[Tensor] = []
-        for item in held(model):
+        for item in local_tensors(model):
             if not isinstance(item.tensor, nn.Parameter) or item.name not in self._group:
                 continue
             if id(item.tensor) not in updated:
@@ -134,7 +134,7 @@ class Rebinding:
             group["params"] = parameters
         optimizer.state.clear()
         if self._state:
-            names = {item.name for item in held(model)} | model.elsewhere
+            names = {item.name for item in local_tensors(model)} | model.elsewhere
             state = {key: value for key, value in self._state.items() if key.rsplit("/", 1)[0] in names}
             load_states(model, optimizer, state)
             self._state = {}  # later moves take the state from the optimizer

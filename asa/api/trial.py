@@ -67,7 +67,7 @@ class Trial:
         elif graph not in self._graphs:
             self.asks = True
 
-    def look_again(self) -> None:
+    def check_again(self) -> None:
         """Check the next backwards, because a rank requested it (called on all ranks); up to a limit."""
         self.asks = False
         if self._restarts < _MOST_RESTARTS:

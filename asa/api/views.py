@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from asa.executor.model.parallel import ParallelModel
-from asa.executor.model.state import Held
+from asa.executor.model.state import LocalTensor
 from asa.sharding.axis import Axis
 from asa.sharding.modules import ParameterShard, shards_of
 from asa.sharding.split import Split, TensorPart
@@ -33,6 +33,6 @@ class TensorViews:
             view = self._views[id(tensor)] = TensorPart(tensor, split)
         return view
 
-    def item(self, item: Held) -> Tensor:
+    def item(self, item: LocalTensor) -> Tensor:
         """The tensor that a program sees for an entry of the executor's list."""
         return self.of(item.tensor, None if item.shard is None else self._split(item.shard, item.axis))

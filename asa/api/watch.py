@@ -76,7 +76,7 @@ class Watch:
         self._alike = False
 
     @staticmethod
-    def wanted(context: RankContext, plan: Plan) -> bool:
+    def applies(context: RankContext, plan: Plan) -> bool:
         """Whether a step involves all ranks together; not if each computes independently."""
         return context.ranks > 1 and any(layout.data * layout.tensor > 1 for layout in plan.layouts())
 

@@ -70,8 +70,8 @@ class Losses:
         self._began = time.monotonic()
         job = replace(job, between_losses_s=fmean(self._ran_s[-_LATELY:]))
         manifest = checkpoint.newest_manifest(Path(job.settings.out) / CHECKPOINTS)
-        kept = snapshots.newest(job.snapshots, fingerprint(plan))
-        saved = max(kept, -1 if manifest is None else manifest.step) if kept or manifest is not None else -1
+        snapshot = snapshots.newest(job.snapshots, fingerprint(plan))
+        saved = max(snapshot, -1 if manifest is None else manifest.step) if snapshot or manifest is not None else -1
         same = (failure.step, failure.rank) == (self._step, self._rank)
         chance = failure.step != self._step or (failure.rank != self._rank and not failure.raised)
         if not self._starts or (saved > self._saved and not same):
@@ -101,8 +101,8 @@ class Losses:
 def _files(job: Job, plan: Plan) -> tuple[int, ...]:
     """Files for the ranks' snapshots. None if workers run independently, on emulated devices or on CUDA, or under a
     launcher."""
-    apart = plan.consistency is not None or job.emulated is not None or job.device_type != "cpu" or launched()
-    return () if apart else snapshots.files(plan.num_processes)
+    unsupported = plan.consistency is not None or job.emulated is not None or job.device_type != "cpu" or launched()
+    return () if unsupported else snapshots.files(plan.num_processes)
 
 
 def forgotten(job: Job) -> Job:

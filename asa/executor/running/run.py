@@ -20,7 +20,7 @@ from asa.executor.running.losses import Regroup
 from asa.executor.running.member import Adapt, Ending, Job, work
 from asa.executor.running.outdir import begin, begun_by
 from asa.executor.running.prepare import Material, open_images, prepare
-from asa.executor.running.recovery import RESTARTS, Pending, Relieve, outlast, pending, resized, settle
+from asa.executor.running.recovery import RESTARTS, Pending, Relieve, outlast, pending, record_plan, resized
 from asa.executor.training import checkpoint, snapshots
 from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.logs import Announce, Event, RunLog, Work
@@ -99,10 +99,10 @@ def _threads(job: Job) -> int | None:
     return 1 if job.settings.threads is None and job.device_type == "cpu" else job.settings.threads
 
 
-def _bind(job: Job, local_rank: int, ranks_here: int) -> None:
+def _bind(job: Job, local_rank: int, local_ranks: int) -> None:
     """Bind a rank that computes on one core to a core."""
     if job.device_type == "cpu" and job.emulated is None and _threads(job) == 1:
-        bind_to_core(local_rank, ranks_here)
+        bind_to_core(local_rank, local_ranks)
 
 
 def _backend(job: Job) -> str:
@@ -111,13 +111,13 @@ def _backend(job: Job) -> str:
 
 def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regroup | None) -> Event:
     """Start the ranks, and receive their messages."""
-    left = pending(job, relieve)
-    log, material = ready(job.plan if left is None else left.plan)
-    if left is not None:
-        job = replace(job, plan=left.plan)
-        _note(log, left, job)
+    restart = pending(job, relieve)
+    log, material = ready(job.plan if restart is None else restart.plan)
+    if restart is not None:
+        job = replace(job, plan=restart.plan)
+        _note(log, restart, job)
 
-    def given_away() -> None:
+    def release_model() -> None:
         if job.model is not None:
             job.model.take()  # the ranks have their copies
 
@@ -144,7 +144,7 @@ def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regrou
             on_message=lambda _, event: log(event),
             spare=_spare(job.plan),
             returns=partial(_returns, job.plan, files),
-            once_started=given_away,
+            once_started=release_model,
         )
         return max((e for e in endings if e is not None), key=lambda ending: ending.pressure)
 
@@ -154,9 +154,9 @@ def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regrou
 def _rank(rank: int, job: Job, material: Material, files: dict[int, int]) -> Ending:
     plan = job.plan
     _bind(job, rank, plan.num_processes)
-    kept = RowSnapshots(files[rank], fingerprint(plan)) if rank in files else None
+    own_snapshots = RowSnapshots(files[rank], fingerprint(plan)) if rank in files else None
     returning = [r for r in range(plan.num_processes) if _returns(plan, files, r)]
-    votes = _votes(plan, job.settings.timeout_s, returning=returning, snapshots=kept)
+    votes = _votes(plan, job.settings.timeout_s, returning=returning, snapshots=own_snapshots)
     return work(job, material, votes, rank, tell)
 
 
@@ -204,18 +204,18 @@ def _spare(plan: Plan) -> Callable[[int], bool] | None:
 def _as_member(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regroup | None) -> Event:
     """Run as a rank that a launcher started. Rank 0 owns the run, and its errors are raised on all ranks."""
     settings = job.settings
-    with join(backend=_backend(job), timeout_s=settings.timeout_s) as place:
+    with join(backend=_backend(job), timeout_s=settings.timeout_s) as worker:
         if (threads := _threads(job)) is not None:
             torch.set_num_threads(threads)
-        _bind(job, place.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE") or 0))
+        _bind(job, worker.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE") or 0))
         votes = _votes(job.plan, settings.timeout_s)
         # An elastic launcher counts the restarts of each node separately, and counts none if a node has joined or left.
         # Then the agent that began the run is the one that continues it.
-        mine = max(int(os.environ.get(RESTARTS, "0")), int(begun_by(Path(settings.out)) == (agent() or "")))
-        restarts = max(int(rank[0]) for rank in votes.gather([float(mine)]))
+        local_restarts = max(int(os.environ.get(RESTARTS, "0")), int(begun_by(Path(settings.out)) == (agent() or "")))
+        restarts = max(int(rank[0]) for rank in votes.gather([float(local_restarts)]))
         os.environ[RESTARTS] = str(restarts)
-        left = votes.once(lambda: resized(pending(job, relieve), job, votes.num_ranks, regroup))
-        text = votes.tell(None if left is None else codec.dumps(left.plan))
+        restart = votes.once(lambda: resized(pending(job, relieve), job, votes.num_ranks, regroup))
+        text = votes.tell(None if restart is None else codec.dumps(restart.plan))
         plan = job.plan if text is None else codec.loads(Plan, text, source="the plan from rank 0")
         job = replace(job, plan=plan)
         wrong = None
@@ -231,27 +231,27 @@ def _as_member(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regro
         if owner is not None:
             log = owner[0]
             begin(Path(settings.out), agent())
-            if left is not None:
-                _note(log, left, job)
-            return _concluded(log, lambda: work(job, material, votes, place.local_rank, log))
-        return {"exit_code": _ended(lambda: work(job, material, votes, place.local_rank, lambda _: None))}
+            if restart is not None:
+                _note(log, restart, job)
+            return _concluded(log, lambda: work(job, material, votes, worker.local_rank, log))
+        return {"exit_code": _ended(lambda: work(job, material, votes, worker.local_rank, lambda _: None))}
 
 
-def _note(log: RunLog, left: Pending, job: Job) -> None:
+def _note(log: RunLog, restart: Pending, job: Job) -> None:
     """Log the change of plan after a shortage that ended this run before."""
-    if left.event is not None:
-        log(left.event)
-        settle(Path(job.settings.out), left.plan)
+    if restart.event is not None:
+        log(restart.event)
+        record_plan(Path(job.settings.out), restart.plan)
 
 
-def _shared(job: Job, votes: Votes, mine: Material | None) -> Material:
+def _shared(job: Job, votes: Votes, own_material: Material | None) -> Material:
     """Rank 0's choice of checkpoint, on every rank. The other ranks read the same files themselves."""
     choice = None
-    if mine is not None:
-        choice = [mine.run, None if mine.resume is None else str(mine.resume[0])]
+    if own_material is not None:
+        choice = [own_material.run, None if own_material.resume is None else str(own_material.resume[0])]
     run, path = votes.tell(choice)
     error: Exception | None = None
-    material = mine
+    material = own_material
     if material is None:
         try:
             train, test = open_images(job.plan, job.settings)
