@@ -27,7 +27,7 @@ def _plain(x: Tensor) -> Tensor:
 
 def _recorded_as(result: Tensor, source: Tensor, local_op: Callable[[Tensor], Tensor]) -> Tensor:
     """``result``, recorded on the tape of ``source`` as ``local_op(source)``, the same operation in one process."""
-    if not isinstance(source, Watched) or source.tape.closed or source.tape.strange:
+    if not isinstance(source, Watched) or source.tape.closed or source.tape.problem:
         return result
     recorded: Tensor = source.tape.note(local_op, (source,), {}, result)
     return recorded

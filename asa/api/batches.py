@@ -93,7 +93,7 @@ def fingerprints(batch: Any) -> tuple[float, float]:
 
 
 @contextmanager
-def unmoved(loader: Any) -> Iterator[None]:
+def restored_afterwards(loader: Any) -> Iterator[None]:
     """Context in which a loader can be read without lasting effect: generators and workers are restored afterwards."""
     import random
 
@@ -139,9 +139,9 @@ class GlobalBatches:
         self.loader, self.votes, self._rows = loader, votes, rows
         self.indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         self.indexed = self.indexed and loader.batch_sampler is not None
-        self._ahead: list[Any] = []
+        self._unread: list[Any] = []
         self._epochs = 0
-        self.custom_collate = self._together = self._draws = False
+        self.custom_collate = self._collates_whole = self._draws = False
         if self.indexed:
             sampler = getattr(loader, "sampler", None)
             if isinstance(sampler, DistributedSampler):
@@ -155,24 +155,24 @@ class GlobalBatches:
             self.custom_collate = loader.collate_fn is not default_collate
             if votes.num_ranks > 1:
                 cuts = self._cuts_into_rows()
-                self._together = votes.everyone(cuts) and self.custom_collate
+                self._collates_whole = votes.everyone(cuts) and self.custom_collate
                 self._draws = votes.anyone(self._draws)
 
     @property
     def collates_locally(self) -> bool:
         """Whether each rank collates its own samples only, so that the shapes of batches may differ between ranks."""
-        return self.custom_collate and not self._together
+        return self.custom_collate and not self._collates_whole
 
     @property
     def draws_locally(self) -> bool:
         """Whether the data set or the ``collate_fn`` draws random numbers, different on each rank."""
-        return self._draws and not self._together
+        return self._draws and not self._collates_whole
 
     def example(self, samples: int = 2) -> Any:
         """A batch of a few samples, taken if possible without advancing samplers or generators."""
         if self.indexed:
             dataset, collate = self.loader.dataset, self.loader.collate_fn
-            with unmoved(self.loader):
+            with restored_afterwards(self.loader):
                 keys: list[Any] = list(range(min(samples, len(dataset)))) if hasattr(dataset, "__len__") else []
                 if not keys:
                     raise UsageError("the loader's dataset is empty")
@@ -185,7 +185,7 @@ class GlobalBatches:
         sample, or the same shape for any number of samples. Also records whether random numbers are drawn."""
         shapes = []
         try:
-            with unmoved(self.loader):
+            with restored_afterwards(self.loader):
                 before = generators_now()
                 for samples in (2, 3) if self.custom_collate else (2,):
                     batch = self.loader.collate_fn([self.loader.dataset[k] for k in range(samples)])
@@ -207,16 +207,16 @@ class GlobalBatches:
 
     def _first(self) -> Any:
         """The first batch; it is kept for the epoch if the loader can be iterated only once (a generator)."""
-        if self._ahead:
-            return self._ahead[0]
-        with unmoved(self.loader):
+        if self._unread:
+            return self._unread[0]
+        with restored_afterwards(self.loader):
             return self._first_of_iterator()
 
     def _first_of_iterator(self) -> Any:
         batches = iter(self.loader)
         for batch in batches:
             if batches is self.loader:
-                self._ahead.append(batch)
+                self._unread.append(batch)
             return batch
         raise UsageError("the loader yields no batch")
 
@@ -249,18 +249,18 @@ class GlobalBatches:
         state of torch's generator; the first ``skip`` batches are left out."""
         if not self.indexed:
             first = 0
-            ahead, self._ahead = self._ahead, []
+            ahead, self._unread = self._unread, []
             for i, batch in enumerate(chain(ahead, self.loader)):
                 total = samples_in(batch)
-                self._alike(total, batch)
+                self._check_alike(total, batch)
                 if i >= skip:
                     rows = self._rows(total)
                     yield Share(total=total, rows=rows, first=first, batch=rows_of(batch, rows))
                 first += total
-            self._alike(None)
+            self._check_alike(None)
             return
-        batches = self._agreed(order_seed)
-        if self._together and self._draws and self.loader.num_workers and order_seed is None:
+        batches = self._agreed_order(order_seed)
+        if self._collates_whole and self._draws and self.loader.num_workers and order_seed is None:
             # Workers with equal seeds draw the same numbers on all ranks, and the same as on one device.
             state = self._seeding if self.votes.rank == 0 else torch.empty_like(torch.get_rng_state())
             self.votes.broadcast(state)
@@ -268,7 +268,7 @@ class GlobalBatches:
         starts = [0]
         for one in batches:
             starts.append(starts[-1] + len(one))
-        together, decided = self._together, dict[int, list[int]]()
+        together, decided = self._collates_whole, dict[int, list[int]]()
 
         def rows_of_batch(number: int) -> list[int]:
             """Rows of batch ``number``, computed when the batch is read, because the rows needed may change in an
@@ -306,9 +306,9 @@ class GlobalBatches:
             raise
         except Exception as error:  # whatever a data set or a collate_fn raises
             try:
-                if self._together or len(rows) == len(one):
+                if self._collates_whole or len(rows) == len(one):
                     raise error
-                with unmoved(self.loader):
+                with restored_afterwards(self.loader):
                     self.loader.collate_fn([self.loader.dataset[k] for k in one])
             except Exception:
                 raise error from None
@@ -317,7 +317,7 @@ class GlobalBatches:
                 f"{len(one)} ({reason_of(error)}): have it take any number of samples, or use drop_last=True"
             ) from error
 
-    def _alike(self, total: int | None, batch: Any = None) -> None:
+    def _check_alike(self, total: int | None, batch: Any = None) -> None:
         """Check that every rank has the same batch of ``total`` samples next (None: no more). Otherwise ranks would
         hang, or combine different samples.
 
@@ -344,7 +344,7 @@ class GlobalBatches:
                 "the same seed on every rank"
             )
 
-    def _agreed(self, seed: int | None) -> list[list[Any]]:
+    def _agreed_order(self, seed: int | None) -> list[list[Any]]:
         """Rank 0's batches of indices, on every rank."""
         alike = seed is None and self.votes.num_ranks > 1 and self._generators_alike()
         batches = self.votes.once(lambda: self._draw(seed))

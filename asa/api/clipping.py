@@ -50,8 +50,8 @@ def total_norm(model: ParallelModel, norm_type: float = 2.0, only: set[int] | No
     if model.plan.num_ranks > 1:
         sums = torch.stack([total.masked_fill(total.isnan(), 0), total.isnan().double()]).to(model.device)
         dist.all_reduce(sums, op=dist.ReduceOp.MAX if most else dist.ReduceOp.SUM)
-        total, strange = sums.cpu()  # NaN is sent as a flag: a maximum over ranks may ignore it
-        total = total.masked_fill(strange > 0, math.nan)
+        total, nan_flag = sums.cpu()  # NaN is sent as a flag: a maximum over ranks may ignore it
+        total = total.masked_fill(nan_flag > 0, math.nan)
     return total if most else total.pow(1 / norm_type)
 
 

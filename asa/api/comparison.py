@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from asa.api.tape import MOST_BYTES, Tape, cut, grown
+from asa.api.tape import MOST_BYTES, Tape, is_batched, number_mappings
 from asa.executor.model.votes import Votes
 
 _READ_OUT = "it is computed with tensors that are made of what was taken out of torch (numpy(), tolist())"
@@ -66,11 +66,11 @@ class Comparison:
             reason = "an output of the model is changed in place"
         leaves = [*tape.values, *tape.leaves]
         positions = [tape.index_of(t) for t in (*tape.outputs, *tape.leaves)]
-        batched = [cut(t, tape.rows) for t in leaves]
+        batched = [is_batched(t, tape.rows) for t in leaves]
         size = sum(t.nbytes for t, b in zip(leaves, batched, strict=True) if b) * votes.num_ranks
         if not reason and size > MOST_BYTES:
             reason = f"its whole batch has {size / 2**20:.0f} MiB of outputs"
-        if not reason and any(not cut(t, tape.rows) for t in tape.values):
+        if not reason and any(not is_batched(t, tape.rows) for t in tape.values):
             reason = "an output of the model has no row for each sample: one over pairs of samples has each rank's own"
         figures = [float(tape.rows), float(tape.rows if self._weight else 0), float(tape.array_read)]
         by_rank = votes.gather([float(bool(reason)), float(len(leaves)), *figures])
@@ -186,7 +186,7 @@ class Comparison:
         first, total = sum(self._rows[: self._votes.rank]), sum(self._rows)
         at = tape.index_of(self._loss)
         leaf_ids = {id(t) for t in tape.leaves}
-        inputs = [t for t in tape.model_inputs if id(t) not in leaf_ids and cut(t, tape.rows)]
+        inputs = [t for t in tape.model_inputs if id(t) not in leaf_ids and is_batched(t, tape.rows)]
         results = []
 
         counted = self._rows[self._votes.rank]
@@ -196,7 +196,7 @@ class Comparison:
             return tensor[first * per : (first + counted) * per]
 
         for values, assumes_local, repeated in self._interpretations:
-            for reading, number in enumerate(grown(tape, sum(self._rows))):
+            for reading, number in enumerate(number_mappings(tape, sum(self._rows))):
                 tensors = {k: v.clone() for k, v in values.items()}
                 outputs = []
                 for o in tape.outputs:
@@ -282,7 +282,7 @@ class Comparison:
 
     def _relative_distance(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
         """Relative distance of all ranks' tensors from the desired ones (collective)."""
-        off = size = strange = 0.0
+        off = size = nans = 0.0
         for actual, expected in pairs:
             if actual.shape != expected.shape:
                 off = size = 1.0
@@ -291,10 +291,10 @@ class Comparison:
             gap = (
                 (actual.to(kind) - expected.to(kind)).abs().square().masked_fill(actual.isnan() & expected.isnan(), 0.0)
             )
-            strange += float(gap.isnan().any())
+            nans += float(gap.isnan().any())
             off += float(gap.nan_to_num(nan=0.0).sum())
             size += float(expected.to(kind).abs().square().nan_to_num(nan=0.0).sum())
-        sums = self._votes.gather([off, size, strange])
+        sums = self._votes.gather([off, size, nans])
         total, scale = sum(s[0] for s in sums), sum(s[1] for s in sums)
         if any(s[2] for s in sums):  # NaN on one side only
             return 1.0

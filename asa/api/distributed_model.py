@@ -21,7 +21,7 @@ from asa.api.batches import GlobalBatches, Share, moved
 from asa.api.calls import Call, lengths, plain
 from asa.api.clipping import understood_by_torch
 from asa.api.in_step import FORWARD, UPDATE
-from asa.api.losses import Terms, listen, mark
+from asa.api.losses import Terms, mark_output, record_call
 from asa.api.messages import say
 from asa.api.model_interface import ModelInterface
 from asa.api.names import StateNames
@@ -133,7 +133,7 @@ class DistributedModel(ModelInterface):
         args, options = self._handed(args, options)
         args, options = moved(args, device), moved(options, device)
         if parallel is None:
-            listen(self)
+            record_call(self)
             return self.parts[0](*args, **options)
         self._prepared()
         if parallel.called:
@@ -353,12 +353,12 @@ class DistributedModel(ModelInterface):
             self.__dict__.update(weight=weight, rows=rows, most=max(rows, self.most))
         if torch.is_grad_enabled():
             self.__dict__["learned"] = self.training or (self.share is not None and len(self.share.rows) == rows)
-        listen(self)
+        record_call(self)
 
     def _weighed(self, tensor: Tensor, weight: float, rows: int) -> Tensor:
         assert self.demands is not None
         weighted = leaving(tensor, weight, self.demands)
-        mark(weighted, self)
+        mark_output(weighted, self)
         followed = self.trial is not None and self.learns and torch.is_grad_enabled()
         return self.trial.follow(weighted, rows) if followed and self.trial is not None else weighted
 

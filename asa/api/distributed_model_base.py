@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from asa.api.batches import Share
 from asa.api.in_step import InStep
 from asa.api.rank_context import RankContext
-from asa.api.watch import Watch
+from asa.api.watch import StepWatch
 from asa.executor.model.parallel import ParallelModel
 from asa.ir.plan import Plan
 
@@ -30,7 +30,7 @@ class DistributedModelBase(nn.Module):
     """Weight of this rank's mean loss, and its number of samples, in the last call in training."""
     least: list[int]
     """The fewest samples that a rank is to have of a batch; with fewer, every rank computes the whole batch."""
-    watch: Watch | None
+    watch: StepWatch | None
     """Observer of step times; None if there is none."""
     in_step: InStep | None
     """Exchange between ranks after every batch; None for a single rank."""

@@ -180,7 +180,7 @@ class UserExecutor(PlannedExecutor):
         counter = LossCounter(self.model.device)
         self._train(share, counter)
         self._worker.clock.collect()
-        with self._meeting():
+        with self._discipline_paused():
             totals = self._votes.gather(counter.take())
         return math.fsum(rank[0] for rank in totals) / max(1.0, math.fsum(rank[2] for rank in totals))
 
@@ -203,14 +203,14 @@ class UserExecutor(PlannedExecutor):
             self.announce({"event": "note", "message": message})
 
     @property
-    def _behind(self) -> int:
+    def _batches_done(self) -> int:
         """Number of batches of the epoch that are done; all but the last are full."""
         return -(-self._samples_done // self._data.batches.batch_size)
 
     def _batches(self, skip: int | None = None) -> Iterator[Share]:
         """The rest of the epoch after its first ``skip`` batches (None: after those that are done)."""
         seed = self._settings.seed * 1_000_003 + self._epoch
-        return self._data.batches.epoch(order_seed=seed, skip=self._behind if skip is None else skip)
+        return self._data.batches.epoch(order_seed=seed, skip=self._batches_done if skip is None else skip)
 
     def _train(self, share: Share, loss_counter: LossCounter) -> None:
         # Random numbers of other modules come from torch's generators: seed them by the step.
@@ -298,7 +298,7 @@ class UserExecutor(PlannedExecutor):
             self.plan, self.processes, self._votes, self._worker.clock, self._settings.log_every, self._warm
         )
         skipped = 0
-        shares, behind = self._running or self._batches(), self._behind
+        shares, behind = self._running or self._batches(), self._batches_done
         while (share := next(shares, None)) is not None:
             self._samples_done += share.total
             behind += 1
@@ -345,7 +345,7 @@ class UserExecutor(PlannedExecutor):
         )
 
     @contextmanager
-    def _meeting(self) -> Iterator[None]:
+    def _discipline_paused(self) -> Iterator[None]:
         """Context in which workers of a discipline do not wait for this one, because it waits for all of them."""
         conduct = self._worker.conduct
         if conduct is None:
@@ -357,7 +357,7 @@ class UserExecutor(PlannedExecutor):
 
     def _exchange(self, timer: EpochTimer, counter: LossCounter) -> Interval:
         """Combine the figures of all ranks since the last exchange, and announce them."""
-        with self._meeting():
+        with self._discipline_paused():
             interval = timer.exchange(counter, step=self._step, stop=self.stop.requested)
         if isinstance(self._votes, StarVotes) and self._votes.coordinator is not None:
             for rank, how in self._votes.coordinator.lost_since():

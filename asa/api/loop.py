@@ -26,7 +26,7 @@ from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.planned import Origins, PlanOptions, agreed_plan, checked_plan, cost_model, usual_cache
 from asa.api.planning import check_plain, device_of, one_tensor, shaped, spec_of
 from asa.api.rank_context import RankContext, join_ranks, same_weights
-from asa.api.watch import Watch
+from asa.api.watch import StepWatch
 from asa.api.whole_model import DATA, rebuild, spare_of, whole_plan
 from asa.errors import InvalidInputError, UsageError
 from asa.executor.model.materialize import materialize
@@ -225,8 +225,8 @@ def parallelize(
     )
     models.append(distributed)
     distributed.begin(model.training)
-    if observe and Watch.applies(context, chosen):
-        distributed.__dict__["watch"] = Watch(
+    if observe and StepWatch.applies(context, chosen):
+        distributed.__dict__["watch"] = StepWatch(
             context, chosen, None if origins is None else cost_model(origins, options)
         )
     counter = in_step(timeout_s)

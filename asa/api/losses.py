@@ -60,7 +60,7 @@ class Terms:
         """Prepare a backward through ``nodes``; every rank calls this. ``weight``: weight of this rank's mean;
         ``rows``: number of its samples. Call the returned function after the backward."""
         if self._counting is None:
-            odd = len(nodes) > 0 and any(_odd(node, rows) for node in nodes)
+            odd = len(nodes) > 0 and any(_differs_from_rows(node, rows) for node in nodes)
             self._counting = self._votes.anyone(odd)
         if not self._counting:
             if not self._warned and any(_weight(n) != n._saved_target.numel() for n in nodes):
@@ -134,7 +134,7 @@ def _smoothed(node: Any) -> Any:
     return node.next_functions[0][0] if node is not None and node.name() == "MulBackward0" else node
 
 
-def mark(output: Tensor, model: LearningModel) -> None:
+def mark_output(output: Tensor, model: LearningModel) -> None:
     """Mark ``output`` in autograd's graph as one of ``model``; if it is a loss, the search continues below it."""
     node: Any = output.grad_fn
     if node is not None:
@@ -176,7 +176,7 @@ def _weight(node: Any) -> float:
     return float(node._saved_total_weight)
 
 
-def _odd(node: Any, rows: int) -> bool:
+def _differs_from_rows(node: Any, rows: int) -> bool:
     targets = node._saved_target
     return node._saved_weight is not None or targets.numel() != rows or _weight(node) != targets.numel()
 
@@ -204,7 +204,7 @@ def current() -> LearningModel | None:
     return model
 
 
-def listen(model: LearningModel) -> None:
+def record_call(model: LearningModel) -> None:
     """Let later backward passes use ``model``, the model that was called last."""
     if not _last_called or _last_called[0]() is not model:
         _last_called[:] = [ref(model)]
@@ -230,11 +230,11 @@ def listen(model: LearningModel) -> None:
                     original(tensors, *args, **options)
                 else:
                     handed = next(iter(args), options.get("grad_tensors"))
-                    strange = "several losses are differentiated at once" if len(roots) > 1 else ""
+                    problem = "several losses are differentiated at once" if len(roots) > 1 else ""
                     if handed is not None or roots[0].dim():
-                        strange = "gradients are handed to backward"
+                        problem = "gradients are handed to backward"
                     called.trial.note(graph)
-                    called.trial.around(roots[0], lambda: original(tensors, *args, **options), strange)
+                    called.trial.around(roots[0], lambda: original(tensors, *args, **options), problem)
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" in str(error):
                     raise UsageError(

@@ -98,7 +98,7 @@ def agreed_plan(
             context,
             f"measuring the model, for up to {remaining.time_limit_s:.0f} s; the plan is kept for the next time",
         )
-        result = votes.once(lambda: _solved(context, model, example, remaining, cluster))
+        result = votes.once(lambda: _measure_and_plan(context, model, example, remaining, cluster))
         if result is not None and stored is not None:
             stored.write(*result)
     text = votes.tell(None if result is None else codec.dumps(result[0]))
@@ -188,7 +188,7 @@ def _measured_cluster(context: RankContext) -> Cluster | None:
     return min(fits, key=lambda c: c.num_devices, default=None)
 
 
-def _solved(
+def _measure_and_plan(
     context: RankContext, model: nn.Module, example: Tensor, options: PlanOptions, cluster: Cluster | None
 ) -> tuple[Plan, Origins]:
     try:

@@ -59,7 +59,7 @@ class Tape:
     single_samples: set[int] = field(default_factory=set)
     """Positions of single samples that were taken from a batch."""
     bytes: int = 0
-    strange: str = ""
+    problem: str = ""
     """Why the record is incomplete; empty if it is complete."""
     closed: bool = False
     """Whether its batch is over. Later uses of its tensors belong to another record."""
@@ -126,11 +126,11 @@ class Tape:
 
     def why_not(self, loss: Tensor) -> str:
         """Why the operations from which ``loss`` is computed are not known; empty if they are."""
-        if not self.strange and id(loss) not in self.positions:
+        if not self.problem and id(loss) not in self.positions:
             return "part of it is computed where it cannot be followed"
-        if not self.strange and self.single_samples and self.needed([loss])[1] & self.single_samples:
+        if not self.problem and self.single_samples and self.needed([loss])[1] & self.single_samples:
             return "it is computed sample by sample"
-        return self.strange
+        return self.problem
 
     def needed(self, tensors: Iterable[Tensor]) -> tuple[list[tuple[Callable[..., Any], Any, Any, Any]], set[int]]:
         """(operations, positions): the operations from which ``tensors`` are computed, in order, and the positions of
@@ -158,7 +158,7 @@ class Tape:
                 return leaf
             input_tensor = next((g for g in inputs if g is leaf), None)
             if input_tensor is None and not isinstance(leaf, Watched) and type(leaf) not in (Tensor, nn.Parameter):
-                self.strange = f"part of it is a {type(leaf).__name__}, which cannot be followed"
+                self.problem = f"part of it is a {type(leaf).__name__}, which cannot be followed"
                 return leaf
             if input_tensor is None:
                 input_tensor = leaf.as_subclass(Watched)
@@ -182,7 +182,7 @@ class Tape:
 
     def forget(self, why: str) -> None:
         """Drop everything, and stop recording, because of ``why``."""
-        self.strange = why
+        self.problem = why
         for entries in (
             self.operations,
             self.leaves,
@@ -207,8 +207,8 @@ class Tape:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in self.positions:
-            if isinstance(leaf, Watched) and not leaf.tape.strange and (not leaf.tape.closed or leaf.requires_grad):
-                self.strange = "part of it is computed where it cannot be followed"
+            if isinstance(leaf, Watched) and not leaf.tape.problem and (not leaf.tape.closed or leaf.requires_grad):
+                self.problem = "part of it is computed where it cannot be followed"
             self._leaf(leaf)
         return TapeRef(self.positions[id(leaf)])
 
@@ -247,7 +247,7 @@ class Tape:
             plain = value.detach().as_subclass(Tensor)
             if value is tensor and plain.shape == (self.rows, self.rows):  # torch.eye(len(x))
                 plain = plain[rows][:, rows]
-            elif cut(plain, self.rows):
+            elif is_batched(plain, self.rows):
                 plain = plain.reshape(self.rows, -1, *plain.shape[1:])[rows].flatten(0, 1)
             values[self.index_of(tensor)] = plain.clone()
         return values
@@ -260,7 +260,7 @@ class Tape:
 
         def works(count: int) -> bool:
             for first in range(min(self.rows - count + 1, _WINDOWS)):
-                for number in grown(self, count):
+                for number in number_mappings(self, count):
                     try:
                         values = self.with_rows(slice(first, first + count))
                         recomputed = self.replay(values, number, strict=True).get(index)
@@ -277,7 +277,7 @@ class Tape:
 
     def too_few(self, func: Any, args: Any, options: Any) -> bool:
         """Whether ``func``, which has failed, would succeed with as many samples as the whole batch has."""
-        if self.strange or not 0 < self.rows < self.total:
+        if self.problem or not 0 < self.rows < self.total:
             return False
         rows = torch.arange(self.total) % self.rows
 
@@ -297,19 +297,19 @@ class Tape:
                 return False
             return True
 
-        return any(map(runs, grown(self, self.total)))
+        return any(map(runs, number_mappings(self, self.total)))
 
     def index_of(self, tensor: Tensor) -> int:
         """Index of ``tensor`` on the tape."""
         return self.positions[id(tensor)]
 
 
-def cut(tensor: Tensor, rows: int) -> bool:
+def is_batched(tensor: Tensor, rows: int) -> bool:
     """Whether ``tensor`` has ``rows`` rows, or a multiple of them."""
     return bool(tensor.dim()) and rows > 0 and tensor.shape[0] > 0 and tensor.shape[0] % rows == 0
 
 
-def grown(tape: Tape, total: int) -> list[Callable[[Any], Any]]:
+def number_mappings(tape: Tape, total: int) -> list[Callable[[Any], Any]]:
     """Functions that map a number in a program to its value with ``total`` samples instead of this rank's.
 
     The first keeps the number. The second replaces this rank's number of samples, or its inverse, by the total. The
@@ -359,7 +359,7 @@ class Watched(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         tapes = [t.tape for t in watched_in((args, options)) if not t.tape.closed]
-        tape = min(tapes, key=lambda t: bool(t.strange), default=None)
+        tape = min(tapes, key=lambda t: bool(t.problem), default=None)
         try:
             result = _run_plain(func, args, options)
         except AsaError:
@@ -376,13 +376,13 @@ class Watched(Tensor):
         for each in tapes:
             each.hooked = each.hooked or func is Tensor.register_hook
             each.size_read = each.size_read or func in _SIZES
-        if tape is None or tape.strange:
+        if tape is None or tape.problem:
             return _unwatched(result, args, options)
         if func is Tensor.register_hook:
-            tape.strange = "a hook changes gradients before they reach the model"
+            tape.problem = "a hook changes gradients before they reach the model"
         splits_samples = _sample_by_sample(func, args, tape.rows, result)
         if func is torch.autograd.grad or (func == _GRAD and isinstance(result, Tensor)):
-            tape.strange = "gradients of the model's inputs are those of a rank's mean, not of the batch's"
+            tape.problem = "gradients of the model's inputs are those of a rank's mean, not of the batch's"
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
             return result
         if getattr(func, "__name__", "") == "__get__" and not _is_computed(result, args):
@@ -526,7 +526,7 @@ def functions_followed(on: bool) -> None:
         if tape is None:
             return run(*args, **options)
         result = _run_plain(run, args, options)
-        return result if tape.strange else tape.note(run, args, options, result)
+        return result if tape.problem else tape.note(run, args, options, result)
 
     wrapped: Any = classmethod(apply)
     wrapped.asa = original

@@ -98,7 +98,7 @@ class Trial:
             return batch
         functions_followed(True)
         model = self._model()
-        leave = model.in_step.leave if model is not None and model.in_step is not None else _stay
+        leave = model.in_step.leave if model is not None and model.in_step is not None else _do_nothing
         self._tape = Tape(rows, share.total, leave)
         return self._tape.begin(batch)
 
@@ -109,11 +109,11 @@ class Trial:
         if tape is None:
             yield
             return
-        strange, tape.strange = tape.strange, "something else is looked at"
+        problem, tape.problem = tape.problem, "something else is looked at"
         try:
             yield
         finally:
-            tape.strange = strange
+            tape.problem = problem
 
     def handed(self, inputs: Any) -> Any:
         """The model's inputs as plain tensors."""
@@ -128,11 +128,11 @@ class Trial:
             functions_followed(True)
             self._tape = Tape(rows)
         if self._tape.rows != rows:
-            self._tape.strange = self._tape.strange or "the model is called with other samples than those of a batch"
-        return output if self._tape.strange else self._tape.follow(output)
+            self._tape.problem = self._tape.problem or "the model is called with other samples than those of a batch"
+        return output if self._tape.problem else self._tape.follow(output)
 
-    def around(self, loss: Tensor, backward: Callable[[], None], strange: str = "") -> None:
-        """Run ``backward`` of ``loss``, and compare the loss if its form is new (collective). ``strange`` says why it
+    def around(self, loss: Tensor, backward: Callable[[], None], problem: str = "") -> None:
+        """Run ``backward`` of ``loss``, and compare the loss if its form is new (collective). ``problem`` says why it
         cannot be compared."""
         model = self._model()
         if model is None or not self.watching:
@@ -147,12 +147,12 @@ class Trial:
         self._hooks = self._hooks or _look_for_hooks(model)
         tape = loss.tape if isinstance(loss, Watched) and hasattr(loss, "tape") else None
         if tape is not None:
-            tape.strange = tape.strange or strange
+            tape.problem = tape.problem or problem
         if self._tape is not None and self._tape.hooked and not self._hooks:
             self._hooks = True
             warnings.warn(f"an output of the model has a hook on its gradient, {_HOOK_WARNING}", stacklevel=5)
-        form = "" if tape is None or strange else tape.form(loss)
-        why = strange or ("" if self._tape is None else self._tape.strange) if tape is None else tape.why_not(loss)
+        form = "" if tape is None or problem else tape.form(loss)
+        why = problem or ("" if self._tape is None else self._tape.problem) if tape is None else tape.why_not(loss)
         form, self.trusted = form or (_TRUSTED if self.trusted else ""), False
         number = float(zlib.crc32(form.encode())) if form else 0.0
         at = -1.0 if model.share is None else float(model.share.first)
@@ -194,7 +194,7 @@ class Trial:
                 compared = replace(compared, unknown="", doubt="")
             if self._report(compared, loss.dtype, model):
                 self._reported_forms.add(forms)
-        self._rest()
+        self._stop_if_finished()
 
     def batch_over(self) -> None:
         """Record that a batch of the loader is over."""
@@ -227,7 +227,7 @@ class Trial:
             self.sized = self.sized or self._tape.size_read
             self._tape = None
 
-    def _rest(self) -> None:
+    def _stop_if_finished(self) -> None:
         """Drop the record if no further backward is checked."""
         if self._tape is not None and self._tape.value_read and not self._warned_of_values:
             self._warned_of_values = True
@@ -253,7 +253,7 @@ class Trial:
         return bool(lines or difference.unknown)
 
 
-def _stay() -> None:
+def _do_nothing() -> None:
     """Do nothing, because no other rank waits for this one."""
 
 

@@ -57,7 +57,7 @@ class _LoopClock(StepClock):
         ]
 
 
-class Watch:
+class StepWatch:
     """Observes one model's steps under ``plan``. ``model``: on rank 0, the cost model of the plan, if there is one;
     without it ranks are only compared with each other."""
 

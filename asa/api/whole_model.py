@@ -84,7 +84,7 @@ def whole_plan(
     if not votes.tell(plan is not None):
         measurable = votes.tell(call is not None) and context.ranks > 1
         measuring = named_or_measured(context, options) if measurable else (lambda _profile: None)
-        answer = votes.once(lambda: _decided(context, model, traced, call, options, why, measuring))
+        answer = votes.once(lambda: _choose_plan(context, model, traced, call, options, why, measuring))
         if answer is not None:
             plan, origins = answer
             if origins is not None and stored is not None:
@@ -93,7 +93,7 @@ def whole_plan(
     return codec.loads(Plan, text, source="the plan from rank 0")
 
 
-def _decided(
+def _choose_plan(
     context: RankContext, model: nn.Module, traced: TracedModel, call: Call | None, options: PlanOptions, why: str,
     cluster: Callable[[Any], Cluster | None],
 ) -> tuple[Plan, Origins | None]:  # fmt: skip
@@ -101,7 +101,7 @@ def _decided(
     unmeasured = "nothing was measured"
     if call is not None and context.ranks > 1 and names != ("ddp",):
         try:
-            return _solved(context, model, traced, call, options, names, cluster)
+            return _measure_and_plan(context, model, traced, call, options, names, cluster)
         except UsageError:
             raise
         except Exception as error:  # a model that cannot be measured may still be trained
@@ -109,7 +109,7 @@ def _decided(
     return by_hand(context, model, traced, options, names, f"{why}; {unmeasured}"), None
 
 
-def _solved(
+def _measure_and_plan(
     context: RankContext, model: nn.Module, traced: TracedModel, call: Call, options: PlanOptions,
     names: tuple[str, ...] | None, cluster: Callable[[Any], Cluster | None],
 ) -> tuple[Plan, Origins]:  # fmt: skip

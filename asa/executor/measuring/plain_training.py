@@ -23,10 +23,10 @@ from asa.executor.model.loss import loss_of
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.state import full_state
 from asa.executor.model.votes import Votes
-from asa.executor.training.ahead import Ahead
 from asa.executor.training.clock import StepClock
 from asa.executor.training.optimizer import build_optimizer
 from asa.executor.training.precision import LossScale
+from asa.executor.training.prefetch import Prefetcher
 from asa.executor.training.settings import WEIGHT_DECAY
 from asa.executor.training.worker import LossCounter, Worker
 from asa.ir.layout import bounds
@@ -183,7 +183,7 @@ def trained_steps(
         precision="fp32",
         seed=_SEED,
         label_smoothing=0.0,
-        ahead=Ahead(images, pin=False),
+        prefetcher=Prefetcher(images, pin=False),
         dtype=torch.float64,
     )
     model.train()

@@ -23,7 +23,7 @@ from asa.executor.model.parallel import Links, ParallelModel
 from asa.executor.model.votes import Votes
 from asa.executor.observing.footprint import active_peak
 from asa.executor.observing.noise import noise
-from asa.executor.observing.spans import Watch
+from asa.executor.observing.spans import ComponentTimer
 from asa.executor.training.clock import StepClock
 from asa.executor.training.optimizer import build_optimizer
 from asa.executor.training.precision import DTYPE, LossScale
@@ -144,7 +144,7 @@ def rehearse(
             train()
             say((1 + _WARM_UP + i) / (2 * steps + _WARM_UP + 2), "steps")
         times = [step.work for step in clock.collect()]
-        watch = Watch(worker)
+        watch = ComponentTimer(worker)
         with watch.timing() as laps:
             for i in range(steps):
                 train()

@@ -28,7 +28,7 @@ _Key = tuple[str, int]
 _Read = Callable[[Sequence[int]], tuple[tuple[ComponentSpan, ...], float]]
 
 
-class Watch:
+class ComponentTimer:
     """Hooks on the components of a worker while one of its contexts is open."""
 
     def __init__(self, worker: Worker) -> None:

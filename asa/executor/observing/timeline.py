@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.profiler import profile, record_function
 
-from asa.executor.observing.spans import Watch
+from asa.executor.observing.spans import ComponentTimer
 from asa.executor.training.worker import Worker
 from asa.instruments.allocations import quiet
 from asa.ir.streams import Stream, piece, process
@@ -48,7 +48,7 @@ class Span:
     microbatch: int | None = None
 
 
-class Recorder(Watch):
+class Recorder(ComponentTimer):
     """Records what a worker does inside :meth:`recording`."""
 
     def __init__(self, worker: Worker) -> None:

@@ -30,7 +30,7 @@ NEARLY = 0.97
 
 
 @dataclass
-class Watch:
+class MemoryWatch:
     """Memory of one rank, observed from before its model is built. ``votes`` says whether ranks compare their memory
     between steps."""
 
@@ -68,7 +68,7 @@ class NearlyExhausted(Exception):
 
 
 @contextmanager
-def explained(watch: Watch, where: Callable[[], tuple[Plan, int]], note: Path | None = None) -> Iterator[None]:
+def explained(watch: MemoryWatch, where: Callable[[], tuple[Plan, int]], note: Path | None = None) -> Iterator[None]:
     """Context that turns running out of memory into one line with a remedy. ``where`` returns the current plan and
     step.
 

@@ -19,9 +19,8 @@ from asa.executor.consistency import conduct_of
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
 from asa.executor.observing.observe import Observer
-from asa.executor.running.exhausted import NEARLY, NearlyExhausted, Watch
+from asa.executor.running.exhausted import NEARLY, MemoryWatch, NearlyExhausted
 from asa.executor.running.planned import PlannedExecutor
-from asa.executor.training.ahead import Ahead
 from asa.executor.training.aims import Aims
 from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.checkpointer import Checkpointer
@@ -37,9 +36,10 @@ from asa.executor.training.optimizer import (
     updates_parts,
 )  # fmt: skip
 from asa.executor.training.precision import LossScale
+from asa.executor.training.prefetch import Prefetcher
 from asa.executor.training.saving import SaveClock
 from asa.executor.training.settings import TrainSettings
-from asa.executor.training.snapshots import Snapshot, SnapshotFile, scarce
+from asa.executor.training.snapshots import Snapshot, SnapshotFile, lacks_memory
 from asa.executor.training.stopping import VOTE_EVERY_S, Patience, StopRequest
 from asa.executor.training.worker import LossCounter, Worker
 from asa.instruments.nvml import Meter, card_of
@@ -80,7 +80,7 @@ class TrainingExecutor(PlannedExecutor):
         announce: Announce,
         folder: Path,
         run: str,
-        watch: Watch | None = None,
+        watch: MemoryWatch | None = None,
         between_losses_s: float | None = None,
         snapshot_file: SnapshotFile | None = None,
     ) -> None:
@@ -138,7 +138,7 @@ class TrainingExecutor(PlannedExecutor):
             label_smoothing=settings.label_smoothing,
             criterion=aims.criterion,
             score=aims.score,
-            ahead=Ahead.of(self._train, model.device),
+            prefetcher=Prefetcher.of(self._train, model.device),
         )
 
     @property
@@ -198,17 +198,17 @@ class TrainingExecutor(PlannedExecutor):
         for indices in self._batches(epoch):
             worker = self._worker  # a new one after a change of plan
             rate = self._set_rate(epoch, len(indices))
-            if self._more(epoch, len(indices)):
+            if self._has_steps_left(epoch, len(indices)):
                 worker.expect(partial(self._order.at, self._position + len(indices)))
             step = partial(worker.train, self._train, indices, epoch=epoch, step=self._step, counter=counter)
             disturbed = self._observer.run(worker, timer.warm, step)
             self._step += 1
             self._position += len(indices)
-            if self._snapshot_file is not None and self._snapshot_file.due(self._step) and self._more(epoch):
-                self._keep(self._snapshot_file)
+            if self._snapshot_file is not None and self._snapshot_file.due(self._step) and self._has_steps_left(epoch):
+                self._write_snapshot(self._snapshot_file)
             if timer.stepped(full=len(indices) == self.plan.global_batch, disturbed=disturbed):
                 measured = self._exchange(epoch, timer, counter, rate).measured
-                if look is not None and measured is not None and self._more(epoch):
+                if look is not None and measured is not None and self._has_steps_left(epoch):
                     look(measured, self._step)
                     if self._worker is not worker:
                         self.model.train()
@@ -230,7 +230,7 @@ class TrainingExecutor(PlannedExecutor):
             measurements=replace(timer.measurements(self._peak_memory()), energy_j=self._energy(energy)),
         )
 
-    def _more(self, epoch: int, after: int = 0) -> bool:
+    def _has_steps_left(self, epoch: int, after: int = 0) -> bool:
         """Whether steps are left in ``epoch`` after ``after`` more samples. An epoch need not use all of its
         samples."""
         used = self._position + after - epoch * self._order.samples_per_epoch
@@ -238,7 +238,7 @@ class TrainingExecutor(PlannedExecutor):
 
     def _batches(self, epoch: int) -> Iterator[Tensor]:
         """Global sample indices of each remaining step in ``epoch``; the caller advances the position."""
-        while self._more(epoch):
+        while self._has_steps_left(epoch):
             yield self._order.at(self._position)
 
     def _set_rate(self, epoch: int, rows: int) -> float:
@@ -253,11 +253,11 @@ class TrainingExecutor(PlannedExecutor):
             group["lr"] = peak * share
         return self._peaks[0] * share
 
-    def _keep(self, file: SnapshotFile) -> None:
+    def _write_snapshot(self, file: SnapshotFile) -> None:
         """Write a snapshot for a restart after a lost rank. The first one, on all ranks, shows how long it takes."""
         worker, first, began = self._worker, file.step == 0, time.monotonic()
         parts = parts_of(worker.model, worker.optimizer)
-        if first and any(r[0] for r in self._votes.gather([float(scarce(parts, self.model.device))])):
+        if first and any(r[0] for r in self._votes.gather([float(lacks_memory(parts, self.model.device))])):
             self._snapshot_file = None
             return
         file.write(
@@ -274,12 +274,12 @@ class TrainingExecutor(PlannedExecutor):
         full = 0.0 if self._watch is None else self._watch.full()
         interval = timer.exchange(counter, step=self._step, stop=self._stop.requested, full=full)
         self._report(interval, rate)
-        if interval.stopping and self._more(epoch):
+        if interval.stopping and self._has_steps_left(epoch):
             self._preempt()
-        if interval.full > NEARLY and self._more(epoch):
+        if interval.full > NEARLY and self._has_steps_left(epoch):
             self._save()
             raise NearlyExhausted
-        if self._saving.trained(interval.seconds) and self._more(
+        if self._saving.trained(interval.seconds) and self._has_steps_left(
             epoch
         ):  # the number is equal on all ranks, so all save or none does
             self._save()
@@ -386,7 +386,7 @@ class TrainingExecutor(PlannedExecutor):
         """
         self._checkpointer.restore(self._worker, path, manifest)
         self._position, self._step = manifest.position, manifest.step
-        if not self._more(self.next_epoch):  # the batch, or the limit of steps, has changed
+        if not self._has_steps_left(self.next_epoch):  # the batch, or the limit of steps, has changed
             self._position = (self.next_epoch + 1) * self._order.samples_per_epoch
         self._saved = (manifest.step, path)
 

@@ -14,10 +14,10 @@ from asa.executor.measuring.emulation import EmulatedDevice, Emulation
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
+from asa.executor.running.asynchronous import AsynchronousExecutor
 from asa.executor.running.emulated import EmulatedExecutor
-from asa.executor.running.exhausted import NOTE, NearlyExhausted, Watch, explained
+from asa.executor.running.exhausted import NOTE, MemoryWatch, NearlyExhausted, explained
 from asa.executor.running.loop import TrainingExecutor
-from asa.executor.running.loose import LooseExecutor
 from asa.executor.running.outdir import CHECKPOINTS, check_space
 from asa.executor.running.prepare import Material
 from asa.executor.training.logs import Announce
@@ -103,7 +103,7 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
         AsaError: see :func:`asa.executor.running.run.train`.
     """
     device = device_of_rank(job.device_type, local_rank)
-    watch = Watch(votes.rank, device, votes=job.watchful)
+    watch = MemoryWatch(votes.rank, device, votes=job.watchful)
     executors: list[TrainingExecutor] = []
 
     def where() -> tuple[Plan, int]:
@@ -114,7 +114,7 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
 
 
 def _work(
-    job: Job, material: Material, votes: Votes, device: torch.device, announce: Announce, watch: Watch,
+    job: Job, material: Material, votes: Votes, device: torch.device, announce: Announce, watch: MemoryWatch,
     executors: list[TrainingExecutor],
 ) -> Ending:  # fmt: skip
     settings = job.settings
@@ -163,7 +163,7 @@ def _work(
     with StopRequest().listening() as stop:
         folder = Path(settings.out) / CHECKPOINTS
         loose = job.plan.consistency is not None and not job.plan.consistency.lockstep
-        usual = LooseExecutor if loose else TrainingExecutor
+        usual = AsynchronousExecutor if loose else TrainingExecutor
         kind = usual if job.emulated is None else partial(EmulatedExecutor, emulation=lambda: emulations[-1])
         executor = kind(
             job.plan,
@@ -181,7 +181,7 @@ def _work(
             snapshot_file=SnapshotFile(job.snapshots[votes.rank]) if job.snapshots else None,
         )
         executors.append(executor)
-        if isinstance(executor, LooseExecutor) and latecomer() is not None:
+        if isinstance(executor, AsynchronousExecutor) and latecomer() is not None:
             if not executor.enter():
                 return Ending()
             return _to_the_end(job, executor, say, watch)
@@ -201,7 +201,7 @@ def _work(
         return _to_the_end(job, executor, say, watch)
 
 
-def _to_the_end(job: Job, executor: TrainingExecutor, say: Announce, watch: Watch) -> Ending:
+def _to_the_end(job: Job, executor: TrainingExecutor, say: Announce, watch: MemoryWatch) -> Ending:
     try:
         for _ in job.adapt(executor, range(executor.next_epoch, job.settings.epochs), say):
             pass

@@ -25,10 +25,10 @@ from asa.errors import (
     WorkersFailedError,
 )
 from asa.executor.running.exhausted import NOTE
-from asa.executor.running.losses import Losses, Regroup, forgotten, regrouped
 from asa.executor.running.member import Ending, Job
 from asa.executor.running.outdir import CHECKPOINTS
 from asa.executor.running.prepare import Material, write_plan
+from asa.executor.running.rank_losses import RankLosses, Regroup, regroup_event, without_snapshots
 from asa.executor.training import checkpoint
 from asa.executor.training.logs import Event, RunLog
 from asa.executor.training.snapshots import newest
@@ -51,7 +51,7 @@ MOST_ATTEMPTS = 3
 """Largest number of successive plans under which no further epoch was completed."""
 
 
-def outlast(
+def run_with_recovery(
     job: Job, material: Material, log: RunLog, relieve: Relieve | None, regroup: Regroup | None, start: Start
 ) -> Ending:  # fmt: skip
     """Run ``start``, and run it again after each shortage of memory and each loss of a rank from which recovery is
@@ -62,7 +62,7 @@ def outlast(
         AsaError: what ``start`` raised.
     """
     job = replace(job, watchful=relieve is not None)
-    attempt, losses = 0, Losses(regroup)
+    attempt, losses = 0, RankLosses(regroup)
     while True:
         kills, epochs = kernel_kills(), len(log.epochs)
         failure: WorkersFailedError | None = None
@@ -70,19 +70,19 @@ def outlast(
             ending = start(job, material)
             shortage = ending.tight
             if shortage is None:
-                forgotten(job)
+                without_snapshots(job)
                 return ending
         except WorkersFailedError as error:
             shortage, failure = _shortage(error, job, log, kernel_kills() > kills), error
             if shortage is None:
-                job = losses.answered(job, _current_plan(job, log), error, log)
+                job = losses.next_job(job, _current_plan(job, log), error, log)
                 material = _newest(material, log, Path(job.settings.out), newest(job.snapshots, fingerprint(job.plan)))
                 continue
         attempt = 1 + (0 if len(log.epochs) > epochs else attempt)
         if shortage is None or relieve is None or attempt > MOST_ATTEMPTS:
             assert failure is not None
             raise failure
-        job = _replan(forgotten(job), shortage, failure, attempt, log, relieve)
+        job = _replan(without_snapshots(job), shortage, failure, attempt, log, relieve)
         material = _newest(material, log, Path(job.settings.out))
 
 
@@ -177,7 +177,7 @@ def pending(job: Job, relieve: Relieve | None) -> Pending | None:
     return Pending(plan=answer, event=shortage_event(shortage, answer, max(1, attempt)))
 
 
-def resized(restart: Pending | None, job: Job, ranks: int, regroup: Regroup | None) -> Pending | None:
+def plan_for_ranks(restart: Pending | None, job: Job, ranks: int, regroup: Regroup | None) -> Pending | None:
     """``restart``, unless the run continues with a number of ``ranks`` that differs from its plan's. Then a plan for
     that number: the one given with the job, if it fits."""
     old = job.plan if restart is None else restart.plan
@@ -189,7 +189,7 @@ def resized(restart: Pending | None, job: Job, ranks: int, regroup: Regroup | No
         new = job.plan if job.plan.num_processes == ranks else regroup(job.plan, ranks)
     except InvalidInputError:  # the plan's files are gone; the later check of the number of ranks says what to do
         return restart
-    return Pending(plan=new, event=regrouped(old, new, f"{ranks} ranks are here now"))
+    return Pending(plan=new, event=regroup_event(old, new, f"{ranks} ranks are here now"))
 
 
 def _load_or_none(kind: type[T], path: Path) -> T | None:

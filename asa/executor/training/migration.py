@@ -47,7 +47,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Moved:
+class Traffic:
     """Traffic of one migration on this process: bytes sent, received and copied locally, and the number of buckets."""
 
     sent_bytes: int = 0
@@ -132,7 +132,7 @@ def target_parts(model: ParallelModel) -> list[TargetPart]:
 def move(
     before: Sequence[Part], after: Sequence[TargetPart], model: ParallelModel, optimizer: torch.optim.Optimizer,
     votes: Votes,
-) -> Moved:  # fmt: skip
+) -> Traffic:  # fmt: skip
     """Fill ``model`` (whose parts are ``after``) and the state of ``optimizer`` with what all processes of the run held
     ``before`` (collective).
 
@@ -159,7 +159,7 @@ def move(
     except Exception as caught:
         error = caught
     votes.agree(error)  # all agree before any rank waits for a message
-    moved = Moved()
+    moved = Traffic()
     try:
         moved = _Mover(votes, tensors, {p.name: p for p in before}, targets).carry(plan)
         _install(targets, items, optimizer)
@@ -278,7 +278,7 @@ class _Mover:
         self._before, self._after = before, after
         self._broken = False
 
-    def carry(self, plan: list[_Transfer]) -> Moved:
+    def carry(self, plan: list[_Transfer]) -> Traffic:
         """Perform all transfers in ``plan``: local copies first, then bucket by bucket.
 
         Raises:
@@ -307,7 +307,7 @@ class _Mover:
         self._finish(pending)
         if self._broken:
             raise WorkersFailedError("weights were corrupted on their way to the new plan; the old plan stays")
-        return Moved(sent, received, copied, buckets)
+        return Traffic(sent, received, copied, buckets)
 
     def _finish(self, pending: _PendingRound | None) -> None:
         """Wait for the messages of a round, and unpack what arrived."""

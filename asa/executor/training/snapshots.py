@@ -80,7 +80,7 @@ def read(file: int, step: int) -> Snapshot:
     )  # fmt: skip
 
 
-def scarce(parts: Sequence[Part], device: torch.device) -> bool:
+def lacks_memory(parts: Sequence[Part], device: torch.device) -> bool:
     """Whether two snapshots of ``parts`` would take more than half of the memory that is still free for ``device``."""
     size = 2 * sum(p.tensor.nbytes for p in parts)
     return any(2 * size > (1 - room.full) * room.limit for room in rooms(device))

@@ -14,9 +14,9 @@ from asa.executor.model.loss import Criterion, hits_of, logits_of, loss_of
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.step import MicrobatchRows, microbatch_rows, played
 from asa.executor.model.votes import Votes
-from asa.executor.training.ahead import Ahead
 from asa.executor.training.clock import StepClock
 from asa.executor.training.precision import LossScale, autocast
+from asa.executor.training.prefetcher import Prefetcher
 from asa.ir.profile import Precision
 from asa.launch import faults
 from asa.zoo.data import ImageSet, fetch
@@ -82,7 +82,7 @@ class Worker:
     label_smoothing: float
     criterion: Criterion | None = None
     score: Callable[[Any, Tensor], Tensor] = hits_of
-    ahead: Ahead | None = None
+    prefetcher: Prefetcher | None = None
     dtype: torch.dtype = torch.float32
     conduct: Conduct | None = None
     _parameters: list[nn.Parameter] = field(default_factory=list)
@@ -186,13 +186,13 @@ class Worker:
     def prefetches(self) -> bool:
         """Whether :meth:`expect` prefetches anything on this rank."""
         draws_own = self.conduct is not None and self.conduct.draws_own
-        return self.ahead is not None and self.model.reads and not draws_own
+        return self.prefetcher is not None and self.model.reads and not draws_own
 
     def expect(self, following: Callable[[], Tensor]) -> None:
         """Start to prefetch the next step's samples for this rank. ``following`` returns their indices."""
-        if self.ahead is not None and self.prefetches:
+        if self.prefetcher is not None and self.prefetches:
             indices = following() if self.conduct is None else self.conduct.share(following())
-            self.ahead.expect(_rows_read(indices, microbatch_rows(self.model, len(indices))))
+            self.prefetcher.expect(_rows_read(indices, microbatch_rows(self.model, len(indices))))
 
     def _fetch(self, images: ImageSet, indices: Tensor, epoch: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """(inputs, labels): this rank's inputs and labels of every microbatch, by the microbatch's first row in the
@@ -202,7 +202,7 @@ class Worker:
         labels: Tensor | None = None
         if model.reads:
             rows_read = _rows_read(indices, parts)
-            gathered = None if self.ahead is None else self.ahead.take(rows_read)
+            gathered = None if self.prefetcher is None else self.prefetcher.take(rows_read)
             x, y = fetch(
                 images, rows_read, train=True, seed=self.seed, epoch=epoch, device=model.device, dtype=self.dtype,
                 gathered=gathered,

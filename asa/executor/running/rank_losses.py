@@ -36,7 +36,7 @@ MOST_STARTS = 20
 
 
 @dataclass
-class Losses:
+class RankLosses:
     """Record of lost ranks, which determines what is done about the next loss. Without ``regroup``, any loss ends the
     run.
 
@@ -58,7 +58,7 @@ class Losses:
     _rank: int | None = None
     _starts: int = 0
 
-    def answered(self, job: Job, plan: Plan, failure: WorkersFailedError, log: RunLog) -> Job:
+    def next_job(self, job: Job, plan: Plan, failure: WorkersFailedError, log: RunLog) -> Job:
         """The job to continue with after ``failure`` under ``plan``.
 
         Raises:
@@ -81,7 +81,7 @@ class Losses:
             self._starts += 1
             log({"event": "note", "message": f"{failure}; all {plan.num_processes} ranks are started again"})
             if len(job.snapshots) != plan.num_processes:
-                job = forgotten(job)
+                job = without_snapshots(job)
             return replace(job, plan=plan, snapshots=job.snapshots or _files(job, plan))
         if failure.raised or plan.num_ranks == 1 or failure.rank is None:
             raise failure
@@ -93,9 +93,9 @@ class Losses:
         if job.device_type == "cuda":
             leave_device_out(failure.rank)
         self._starts = 0
-        log(regrouped(plan, fewer, str(failure), failure.rank))
+        log(regroup_event(plan, fewer, str(failure), failure.rank))
         write_plan(fewer, Path(job.settings.out))
-        return replace(forgotten(job), plan=fewer, snapshots=_files(job, fewer))
+        return replace(without_snapshots(job), plan=fewer, snapshots=_files(job, fewer))
 
 
 def _files(job: Job, plan: Plan) -> tuple[int, ...]:
@@ -105,14 +105,14 @@ def _files(job: Job, plan: Plan) -> tuple[int, ...]:
     return () if unsupported else snapshots.files(plan.num_processes)
 
 
-def forgotten(job: Job) -> Job:
+def without_snapshots(job: Job) -> Job:
     """``job`` without snapshots; closes their files."""
     for file in job.snapshots:
         os.close(file)
     return replace(job, snapshots=())
 
 
-def regrouped(old: Plan, new: Plan, why: str, rank: int | None = None) -> Event:
+def regroup_event(old: Plan, new: Plan, why: str, rank: int | None = None) -> Event:
     """Event for a change to a plan for the ranks that are available. ``rank`` is the one that was lost."""
     return {
         "event": "replan",

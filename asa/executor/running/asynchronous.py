@@ -34,7 +34,7 @@ from asa.ir.profile import Stat
 from asa.zoo.data import ImageSet
 
 
-class LooseExecutor(TrainingExecutor):
+class AsynchronousExecutor(TrainingExecutor):
     """Trains under a discipline whose workers run independently. Its votes are :class:`StarVotes`."""
 
     _votes: StarVotes
