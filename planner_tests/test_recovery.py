@@ -17,7 +17,7 @@ import pytest
 import torch
 import training
 import wide_model
-from asa.sharding.shortage_line import layer_graph
+from asa.sharding.describe import layer_graph
 
 from asa.cli.replanning import relieve
 from asa.cost.machine.estimate import estimate
