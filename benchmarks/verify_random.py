@@ -42,11 +42,11 @@ from asa.executor.measuring.equivalence import (
     Trace,
     _Outcome,
     _run,
-    on_one_device,
+    confirmed,
     default_samples,
     first_gradients,
     judge,
-    confirmed,
+    on_one_device,
 )
 from asa.ir.codec import to_data
 from asa.ir.equivalence import Equivalence

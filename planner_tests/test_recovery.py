@@ -17,7 +17,6 @@ import pytest
 import torch
 import training
 import wide_model
-from asa.sharding.describe import layer_graph
 
 from asa.cli.replanning import relieve
 from asa.cost.machine.estimate import estimate
@@ -40,6 +39,7 @@ from asa.planner import Request
 from asa.planner import plan as solve
 from asa.scheduler import adapt
 from asa.scheduler.memory import corrected
+from asa.sharding.describe import layer_graph
 from asa.strategies import offered
 from asa.tracing import trace
 

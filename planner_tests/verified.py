@@ -8,7 +8,7 @@ from functools import cache
 
 from torch import nn
 
-from asa.executor.measuring.equivalence import OneDevice, on_one_device, default_samples, one_device, verify
+from asa.executor.measuring.equivalence import OneDevice, default_samples, on_one_device, one_device, verify
 from asa.ir.equivalence import Equivalence
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
