@@ -27,14 +27,14 @@ _NOTHING = torch.empty(0)
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """One named tensor as this rank holds it: whole (``shard`` is None), or a shard over ``axis``. ``speaker`` is the
-    index in the stage of the rank that provides its optimizer state."""
+    """One named tensor as this rank holds it: whole (``shard`` is None), or a shard over ``axis``. ``state_source`` is
+    the index in the stage of the rank that provides its optimizer state."""
 
     name: str
     tensor: Tensor
     shard: ParameterShard | None
     axis: Axis
-    speaker: int
+    state_source: int
 
 
 def local_tensors(model: ParallelModel) -> Iterator[LocalTensor]:
@@ -162,7 +162,7 @@ def full_optimizer_state(
 ) -> dict[str, Tensor]:
     """Optimizer state as full tensors with keys ``name/key``, on every rank (collective). ``keep`` and ``alias`` are
     those of :func:`full_state`."""
-    entries, spoken = {}, {}
+    entries, provided = {}, {}
     keep = keep or model.state_axis is not None
     for item in local_tensors(model):
         parameter = updated_in(optimizer, item.tensor)
@@ -172,9 +172,9 @@ def full_optimizer_state(
                 value = as_held(item.tensor, value)
             full = gather(item, value, keep=keep, alias=alias) if shaped_alike else value.detach().cpu().clone()
             entries[f"{item.name}/{key}"] = full
-            if item.speaker == model.position.place:
-                spoken[f"{item.name}/{key}"] = full
-    return entries if model.state_axis is None else united(spoken, model.state_axis)
+            if item.state_source == model.position.place:
+                provided[f"{item.name}/{key}"] = full
+    return entries if model.state_axis is None else united(provided, model.state_axis)
 
 
 @torch.no_grad()

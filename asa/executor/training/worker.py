@@ -164,7 +164,7 @@ class Worker:
         return [part.read for part in microbatch_rows(self.model, batch)]
 
     def validate_locally(self, images: ImageSet, batch: int) -> LossCounter:
-        """Loss and hits over every image, computed on this rank alone. Workers must have settled."""
+        """Loss and hits over every image, computed on this rank alone; call :meth:`settle` on all workers before."""
         counter = LossCounter(self.model.device)
         self.model.eval()
         with torch.no_grad():
