@@ -33,11 +33,11 @@ class Call:
         return self.args[0]
 
     def __str__(self) -> str:
-        arguments = [
+        items = [
             *map(_shortened, self.args),
             *(f"{name}={_shortened(value)}" for name, value in self.options.items()),
         ]
-        return f"({', '.join(arguments)})"
+        return f"({', '.join(items)})"
 
 
 def _shortened(value: Any) -> str:
