@@ -143,8 +143,9 @@ def _measure_and_plan(
 
 
 def by_hand(
-    context: RankContext, model: nn.Module, traced: TracedModel, options: PlanOptions, names: tuple[str, ...] | None,
-why: str ) -> Plan:  # fmt: skip
+    context: RankContext, model: nn.Module, traced: TracedModel, options: PlanOptions,
+    names: tuple[str, ...] | None, why: str,
+) -> Plan:  # fmt: skip
     """A plan without measurements: the requested strategy; otherwise replicas, or shards if weights and optimizer state
     would fill a device."""
     from asa.profiler.machine import device_record
