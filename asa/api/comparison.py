@@ -254,11 +254,13 @@ class Comparison:
                 )
                 for actual, expected in zip(received, rows, strict=True)
             ]
+            number = self._differing_number
+            if number is None and assumes_local:
+                number = self._differing_value
             candidate = Difference(
                 loss_parts=parts, loss_whole=value, gradients=self._relative_distance(gradients),
                 inputs=self._relative_distance([(t, expected) for expected, t in pairs]),
-                differing_number=self._differing_value if assumes_local and self._differing_number is None else
-                self._differing_number, repeated=repeated,
+                differing_number=number, repeated=repeated,
             )  # fmt: skip
             by_grown[reading] = min(candidate.gradients, by_grown.get(reading, candidate.gradients))
             if (
