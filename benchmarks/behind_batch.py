@@ -58,14 +58,14 @@ def timed(_rank: int, rounds: int, batches: int, plans: list[Any], seconds: floa
     for name, plan in zip(PLANS, plans, strict=True):
         made = program(batches).made()
         net, opt, loader = asa.parallelize(*made, plan=plan, observe=False)
-        pace = net.pace
+        pace = net.in_step
         for _ in range(3):  # losses are compared in the first
             epoch(net, opt, loader)
         began, rows = time.perf_counter(), []
         for number in range(rounds):
             row = {}
             for arm in ARMS if number % 2 == 0 else ARMS[::-1]:
-                net.__dict__["pace"] = None if arm == "without" else pace
+                net.__dict__["in_step"] = None if arm == "without" else pace
                 row[arm] = 1000 * epoch(net, opt, loader) / batches
             rows.append(row)
             over = torch.tensor([float(time.perf_counter() - began > seconds / len(PLANS))])
@@ -73,7 +73,7 @@ def timed(_rank: int, rounds: int, batches: int, plans: list[Any], seconds: floa
             if over.item():
                 break
         found[name] = rows
-        net.__dict__["pace"] = pace
+        net.__dict__["in_step"] = pace
         net.close()
     return found
 

@@ -33,7 +33,7 @@ from asa.executor.model.materialize import materialize
 from asa.executor.model.state import full_optimizer_state, full_state, load_full_optimizer_state, load_full_state
 from asa.executor.model.votes import Votes
 from asa.executor.training.clock import StepClock
-from asa.executor.training.migration import move, parts_of, wanted_by
+from asa.executor.training.migration import move, parts_of, target_parts
 from asa.executor.training.optimizer import build_optimizer
 from asa.executor.training.precision import LossScale
 from asa.executor.training.worker import Worker
@@ -171,7 +171,7 @@ def measure(rank: int, name: str, optimizer: str, ranks: int, folder: str) -> li
 
         def moving(old: Worker = old, new: Worker = new) -> Any:
             return move(
-                parts_of(old.model, old.optimizer), wanted_by(new.model), new.model, new.optimizer, votes
+                parts_of(old.model, old.optimizer), target_parts(new.model), new.model, new.optimizer, votes
             )  # fmt: skip
 
         _forget_peak()

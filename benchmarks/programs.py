@@ -137,14 +137,14 @@ def spread(program: Program, how: str, seconds: dict[str, float]) -> dict[str, T
         return trained_by_job(program, usual, seconds)
     net, opt, loader = asa.parallelize(*program.make(), **usual)
     seconds["start"] = time.perf_counter() - began
-    batches, before = Watched(loader), net.pace.updates
+    batches, before = Watched(loader), net.in_step.updates
     try:
         more = program.loop(net, opt, batches)
         if batches.first_step is not None:
             seconds["first step"] = batches.first_step - began
         return {**net.state_dict(), **(more or {})}
     finally:
-        seconds["updates"] = float(net.pace.updates - before)
+        seconds["updates"] = float(net.in_step.updates - before)
         net.close()
 
 

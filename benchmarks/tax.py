@@ -161,7 +161,7 @@ class Planned:
         self.tally, self.images = LossCounter(device), images
 
     def __call__(self, indices: Tensor, step: int) -> None:
-        self.worker.train(self.images, indices, epoch=0, step=step, tally=self.tally)
+        self.worker.train(self.images, indices, epoch=0, step=step, counter=self.tally)
 
 
 def by_hand(strategy: str, rank: int, images: ImageSet, ranks: int, *, slim: bool) -> Step:

@@ -42,11 +42,11 @@ from asa.executor.measuring.equivalence import (
     Trace,
     _Outcome,
     _run,
-    alone,
+    confirmed,
     default_samples,
     first_gradients,
     judge,
-    settled,
+    on_one_device,
 )
 from asa.ir.codec import to_data
 from asa.ir.equivalence import Equivalence
@@ -166,7 +166,7 @@ def _reference(path: Path, made: Plan, factory: Any, samples: int) -> dict[str, 
     """One device's answers, those on the disk where there are any."""
     if path.is_file():
         return {k: Trace(**v) for k, v in torch.load(path, weights_only=True).items()}
-    one, cpu = alone(made, samples), torch.device("cpu")
+    one, cpu = on_one_device(made, samples), torch.device("cpu")
     run = partial(_run, one, factory, offered(), 0, cpu, samples=samples)
     found = {
         "one64": run(dtype=torch.float64, steps=STEPS),
@@ -235,7 +235,7 @@ def verified(model: str, made: Plan, samples: int, folder: Path) -> dict[str, An
     try:
         verdict = start(_on_rank, made, factory, samples, path)[0]
         assert verdict is not None
-        verdict = settled(
+        verdict = confirmed(
             verdict, lambda first: start(first_gradients, made, factory, offered(), "cpu", samples, first)[0]
         )
         found = dict(to_data(verdict))

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from asa.cost.machine.estimate import estimate
 from asa.errors import AsaError
-from asa.executor.measuring.equivalence import alone
+from asa.executor.measuring.equivalence import on_one_device
 from asa.executor.model.loss import loss_of
 from asa.executor.model.materialize import materialize
 from asa.executor.model.state import full_gradients
@@ -130,11 +130,11 @@ def _verified(rank: int, made: Plan, traced: TracedModel, dtype: torch.dtype) ->
         _gradients(made, traced, rank, dtype)
         return {}
     spread = _gradients(made, copy.deepcopy(traced), rank, dtype)
-    one = _gradients(alone(made), copy.deepcopy(traced), 0, dtype)
+    one = _gradients(on_one_device(made), copy.deepcopy(traced), 0, dtype)
     error, worst = _distance(spread, one)
     allowed = TOLERANCE[dtype]
     if error > allowed:
-        allowed = max(allowed, 10 * _distance(_gradients(alone(made), traced, 0, dtype, permute=True), one)[0])
+        allowed = max(allowed, 10 * _distance(_gradients(on_one_device(made), traced, 0, dtype, permute=True), one)[0])
     return {"error": error, "allowed": allowed, "worst": worst, "dtype": str(dtype).removeprefix("torch.")}
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import nouns
 import pytest
 
-from asa.api.planned import Wishes, on_all_ranks, on_ranks_that_pay
+from asa.api.planned import PlanOptions, on_all_ranks, on_ranks_that_pay
 from asa.errors import InfeasibleError
 from asa.ir.cluster import Cluster, RankDevice
 
@@ -23,14 +23,14 @@ def _slow(ranks: int, by: float) -> Cluster:
 
 @pytest.mark.parametrize("pipelines", [True, False])
 def test_a_rank_that_is_too_slow_may_idle(pipelines: bool) -> None:
-    wishes = Wishes(global_batch=8, optimizer="sgd", pipelines=pipelines)
+    wishes = PlanOptions(global_batch=8, optimizer="sgd", pipelines=pipelines)
     assert on_all_ranks(PROFILE, _slow(2, 8.0), 2, wishes).num_ranks == 2, "a loop that starts gives work to all"
     assert on_ranks_that_pay(PROFILE, _slow(2, 8.0), 2, wishes, 1.0).num_ranks == 1
     assert on_ranks_that_pay(PROFILE, _slow(2, 1.0), 2, wishes, 1.0).num_ranks == 2, "two are faster where both are"
 
 
 def test_what_was_wished_for_holds_under_a_new_plan_too() -> None:
-    wishes = Wishes(global_batch=8, optimizer="adamw", pipelines=True, strategies=("ddp", "single"), at_once=True)
+    wishes = PlanOptions(global_batch=8, optimizer="adamw", pipelines=True, strategies=("ddp", "single"), at_once=True)
     found = on_ranks_that_pay(PROFILE, _slow(4, 4.0), 4, wishes, 1.0)
     assert (found.optimizer, found.num_microbatches) == ("adamw", 1)
     assert {c.data.strategy for c in found.components} == {"replicate"}

@@ -52,7 +52,7 @@ def test_all_that_have_a_name_are_what_training_needs(tmp_path):
 @pytest.mark.parametrize("name", list(SCHEDULES))
 def test_rates_rise_to_the_peak_and_stay_below_it(name, tmp_path):
     falling = _aims(tmp_path, schedule=name).schedule
-    rates = [learning_rate(i / 40, 0.5, warmup=0.1, step=1 / 40, falling=falling) for i in range(40)]
+    rates = [learning_rate(i / 40, 0.5, warmup=0.1, step=1 / 40, schedule=falling) for i in range(40)]
     assert rates[:4] == sorted(rates[:4])
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert max(rates) == pytest.approx(0.5)

@@ -129,7 +129,7 @@ def test_asked_to_stop_in_the_last_step_of_an_epoch(tmp_path: Path, batch: int, 
 
         def loss(output: Tensor, labels: Tensor) -> Tensor:
             calls.append(1)
-            made._executor.stop.asked = made._executor.stop.asked or len(calls) == stop_at
+            made._executor.stop.requested = made._executor.stop.requested or len(calls) == stop_at
             return loss_fn(output, labels)
 
         batches = DataLoader(user.loader(shuffle=False).dataset, batch, drop_last=drop_last)

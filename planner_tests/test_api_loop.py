@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import asa
-from asa.api.placed import rows_here
+from asa.api.distributed_model import local_rows
 from asa.errors import UsageError
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
@@ -94,15 +94,15 @@ def test_a_gradient_not_weighed_by_samples_would_show() -> None:
     weights, _ = reference()
     shares = [user.model(), user.model()]
     for rank, net in enumerate(shares):
-        batches = [tuple(t[rows_here(len(b[0]), 2, rank)] for t in b) for b in user.loader()]
+        batches = [tuple(t[local_rows(len(b[0]), 2, rank)] for t in b) for b in user.loader()]
         user.loop(net, user.optimizer(net), batches, epochs=1)
     mean = {n: (a + shares[1].state_dict()[n]) / 2 for n, a in shares[0].state_dict().items()}
     assert user.distance(mean, weights) > 1e-6
 
 
 def test_rows_of_a_rank() -> None:
-    assert [rows_here(7, 3, r) for r in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
-    assert [rows_here(2, 3, r) for r in range(3)] == [[0], [1], [0]]
+    assert [local_rows(7, 3, r) for r in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
+    assert [local_rows(2, 3, r) for r in range(3)] == [[0], [1], [0]]
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]

@@ -19,7 +19,7 @@ from asa.executor.consistency.quorum import Meetings
 from asa.executor.consistency.served import Served, _options
 from asa.executor.consistency.server import Server
 from asa.executor.measuring import equivalence
-from asa.executor.measuring.equivalence import alone
+from asa.executor.measuring.equivalence import on_one_device
 from asa.ir import codec
 from asa.ir.consistency import NAMES, PARAMETERS, parse
 from asa.ir.plan import Plan
@@ -260,7 +260,7 @@ def test_a_discipline_is_written_as_it_is_read(name):
                 assert str(parse(text)) == text
     plan = under(name)
     assert codec.loads(Plan, codec.dumps(plan), source="a test") == plan
-    assert alone(plan).consistency is None
+    assert on_one_device(plan).consistency is None
 
 
 def test_the_quadratic_rule_lengthens_periods_as_the_rate_falls():

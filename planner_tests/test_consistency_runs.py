@@ -13,7 +13,7 @@ import training
 from asa.errors import UsageError
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint
-from asa.executor.training.ahead import Ahead
+from asa.executor.training.prefetch import Prefetcher
 from asa.ir.consistency import parse
 from asa.ir.plan import Plan
 from asa.launch import faults
@@ -102,9 +102,9 @@ def test_one_worker_alone_has_nobody_to_wait_for_and_writes_its_log(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_workers_that_do_not_wait_have_their_samples_gathered_ahead(tmp_path, monkeypatch, ranks):
     taken: list[bool] = []
-    usual = Ahead.take
+    usual = Prefetcher.take
 
-    def take(self: Ahead, indices: Any) -> Any:
+    def take(self: Prefetcher, indices: Any) -> Any:
         found = usual(self, indices)
         taken.append(found is not None)
         return found
@@ -113,11 +113,11 @@ def test_workers_that_do_not_wait_have_their_samples_gathered_ahead(tmp_path, mo
         yield from adapt(executor, epochs, announce)
         announce({"event": "taken", "taken": taken})
 
-    monkeypatch.setattr(Ahead, "take", take)
+    monkeypatch.setattr(Prefetcher, "take", take)
     whole: list[dict[str, Any]] = []
     for ahead in (False, True):
         if ahead:
-            monkeypatch.setattr(Ahead, "of", staticmethod(lambda images, _device: Ahead(images, pin=False)))
+            monkeypatch.setattr(Prefetcher, "of", staticmethod(lambda images, _device: Prefetcher(images, pin=False)))
         events: list[dict[str, Any]] = []
         settings = training.settings(tmp_path / str(ahead), steps_per_epoch=5, observe=False)
         train(under("ps_async", ranks), settings, strategies=offered(), adapt=told, on_event=events.append)

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from asa import reading
 from asa.cli import entry
 from asa.errors import AsaError, InvalidInputError, UsageError
-from asa.executor.running import given, outdir
+from asa.executor.running import outdir, stored_settings
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint
 from asa.executor.training.logs import RunLog
@@ -257,7 +257,7 @@ def test_a_run_without_its_log_goes_on_with_what_it_was_given(
     for also in ((), ("settings.json",)):
         for name in also:
             (run / name).unlink()
-        given_before, notes = given.recalled(run)
+        given_before, notes = stored_settings.recalled(run)
         assert (given_before["epochs"], given_before["lr"], given_before["data"]) == (1, 0.05, "digits")
         assert not notes
         code, _ = _said(capsys, *RESUME)
@@ -284,7 +284,7 @@ def test_a_run_of_an_older_version_is_still_resumed_and_asks_for_what_nobody_kno
     step = run / outdir.CHECKPOINTS / "step_00000002"
     _resigned(step, lambda data: [data.pop("settings"), data.pop("moments")])
     (run / "settings.json").unlink()
-    assert given.recalled(run)[0]["lr"] == 0.05, "from the log"
+    assert stored_settings.recalled(run)[0]["lr"] == 0.05, "from the log"
     assert _said(capsys, *RESUME)[0] == 0
     (run / "settings.json").unlink()
     (run / "log.jsonl").write_text('{"event": "start", "settings": {"epochs": "many", "lr": [1]}}\n')
@@ -376,7 +376,10 @@ def test_any_value_anywhere_in_what_a_run_left_is_taken_or_refused_with_its_plac
     """Every leaf of every document of a run, replaced by each of many values, one at a time, drawn by a fixed seed."""
     draw = random.Random(1)
     step = run / outdir.CHECKPOINTS / "step_00000002"
-    for path, cls in ((step / "manifest.json", checkpoint.Manifest), (run / "settings.json", given.TrainSettings)):
+    for path, cls in (
+        (step / "manifest.json", checkpoint.Manifest),
+        (run / "settings.json", stored_settings.TrainSettings),
+    ):
         whole = json.loads(path.read_text())
         del whole["fingerprint"]
         for leaf in list(_leaves(whole))[1:]:
@@ -407,7 +410,7 @@ def test_any_value_anywhere_in_a_log_is_passed_over(run: Path) -> None:
     log.recall(10)
     log.finish(exit_code=0)
     (run / "settings.json").unlink()
-    assert given.recalled(run)[0]["epochs"] == 1
+    assert stored_settings.recalled(run)[0]["epochs"] == 1
 
 
 def test_a_regular_file_is_read_and_nothing_else(tmp_path: Path) -> None:

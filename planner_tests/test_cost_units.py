@@ -14,7 +14,7 @@ from torch import nn
 
 from asa.cost.planned import price_plan
 from asa.executor.measuring.benchmark import BenchOptions, Entrant, _memory
-from asa.executor.model.step import _left
+from asa.executor.model.step import _flight_of
 from asa.executor.model.votes import Votes
 from asa.executor.observing.noise import noise
 from asa.instruments.allocations import Event, completed, peak
@@ -228,7 +228,7 @@ def test_parameters_that_are_shared_out_together_are_priced_together(sizes: list
 def test_what_has_left_a_stage_is_not_held_nor_is_the_gradient_that_came_for_it() -> None:
     entry = torch.ones(4, requires_grad=True)
     value = entry + 1
-    flight, sent = _left(entry, value), weakref.ref(value)
+    flight, sent = _flight_of(entry, value), weakref.ref(value)
     del value
     assert sent() is None
     flight.arrived.append(torch.arange(4.0))

@@ -14,7 +14,7 @@ from asa.errors import WorkersFailedError
 from asa.executor.running import exhausted, outdir
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint, worker
-from asa.executor.training.ahead import Ahead
+from asa.executor.training.prefetch import Prefetcher
 from asa.ir.shortage import asked, is_exhaustion
 from asa.scheduler import adapt
 from asa.strategies import offered
@@ -24,7 +24,7 @@ from asa.zoo.data import fetch, open_split
 def test_what_was_expected_is_there_and_what_was_not_is_fetched_as_ever() -> None:
     images = open_split("digits", split="train", root=None)
     wanted, other = torch.tensor([5, 900, 17]), torch.tensor([1, 2])
-    feed = Ahead(images, pin=False)
+    feed = Prefetcher(images, pin=False)
     feed.expect(wanted)
     assert feed.take(other) is None
     gathered = feed.take(wanted)
@@ -43,7 +43,7 @@ def test_what_was_expected_is_there_and_what_was_not_is_fetched_as_ever() -> Non
     feed.expect(wanted + 1)
     assert feed.take(other) is None, "forgotten"
     assert feed.take(wanted) is not None
-    assert Ahead.of(images, torch.device("cpu")) is None
+    assert Prefetcher.of(images, torch.device("cpu")) is None
 
 
 def test_a_run_fed_ahead_ends_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,15 +59,15 @@ def test_a_run_fed_ahead_ends_with_the_same_weights(tmp_path: Path, monkeypatch:
             announce({"event": "note", "message": f"taken {found}"})
 
     plain = run(tmp_path / "plain")
-    usual = Ahead.take
+    usual = Prefetcher.take
 
-    def take(self: Ahead, indices: torch.Tensor) -> Any:
+    def take(self: Prefetcher, indices: torch.Tensor) -> Any:
         found = usual(self, indices)
         taken.append(found is not None)
         return found
 
-    monkeypatch.setattr(Ahead, "of", staticmethod(lambda images, _device: Ahead(images, pin=False)))
-    monkeypatch.setattr(Ahead, "take", take)
+    monkeypatch.setattr(Prefetcher, "of", staticmethod(lambda images, _device: Prefetcher(images, pin=False)))
+    monkeypatch.setattr(Prefetcher, "take", take)
     fed = run(tmp_path / "fed")
     assert all(torch.equal(fed[n], plain[n]) for n in plain)
     log = (tmp_path / "fed" / "log.jsonl").read_text()
@@ -108,6 +108,6 @@ def test_only_memory_is_called_memory() -> None:
     assert asked(MemoryError()) == 0
     with (
         pytest.raises(RuntimeError, match="shapes differ"),
-        exhausted.explained(exhausted.Watch(0, torch.device("cpu")), lambda: (training.plan(), 1)),
+        exhausted.explained(exhausted.MemoryWatch(0, torch.device("cpu")), lambda: (training.plan(), 1)),
     ):
         raise RuntimeError("shapes differ")

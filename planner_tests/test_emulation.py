@@ -53,7 +53,7 @@ def _third_step(rank: int, plan: Plan, name: str) -> tuple[dict[str, int], bool]
     for step in range(3):
         recorder.seen.clear()
         with recorder:
-            worker.train(images, torch.arange(plan.global_batch), epoch=0, step=step, tally=tally)
+            worker.train(images, torch.arange(plan.global_batch), epoch=0, step=step, counter=tally)
     first = dict(build(name, even=True).named_parameters())
     same = all(torch.equal(p, first[n]) for c in model.components for n, p in c.named_parameters())
     return dict(recorder.seen), same
@@ -134,7 +134,7 @@ def test_the_host_of_a_device_apart_launches_ahead(
     monkeypatch.setattr(emulation.time, "sleep", sleep)
     monkeypatch.setattr(emulation.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(emulation, "_host_s", lambda: worked[0])
-    clock = emulation.DeviceClock(apart=apart)
+    clock = emulation.DeviceClock(asynchronous=apart)
     host(0.3, 0.2)
     clock.busy(1.0)
     host(0.3, 0.2)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from asa.executor.measuring.equivalence import settled, verify
+from asa.executor.measuring.equivalence import confirmed, verify
 from asa.ir.equivalence import Equivalence
 from asa.ir.layout import Boundary
 from asa.sharding import batchnorm, boundary, replicated
@@ -164,9 +164,9 @@ def test_fp32_gradients_that_differ_on_one_batch_alone_are_forgiven(monkeypatch:
         asked.append(first)
         return (1e-6, 1e-4, "w") if len(asked) == 2 else (1e-2, 1e-4, "w")
 
-    second = settled(found, gradients)
+    second = confirmed(found, gradients)
     assert (second.equivalent, second.gradient_batches, second.gradient_error_fp32) == (True, 3, 1e-6)
     assert asked == [5, 10]
     drifted = replace(found, loss_error=1e-3)
-    assert settled(drifted, gradients) is drifted
+    assert confirmed(drifted, gradients) is drifted
     assert len(asked) == 2, "what differs in float64 is wrong, whatever fp32 says"

@@ -19,8 +19,8 @@ import asa
 from asa.cli.replanning import regroup as planned_again
 from asa.errors import InfeasibleError, UsageError, WorkersFailedError
 from asa.executor.running import outdir
-from asa.executor.running.losses import Losses
 from asa.executor.running.member import Job
+from asa.executor.running.rank_losses import RankLosses
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint, worker
 from asa.executor.training.logs import RunLog
@@ -250,10 +250,10 @@ def test_ranks_lost_by_chance_are_started_again_and_one_lost_for_good_is_not(
     log = RunLog(tmp_path)
     plan, settings = training.plan("logistic", ranks=2), training.settings(tmp_path)
     job = Job(plan=plan, settings=settings, strategies=offered(), adapt=_no_epochs, device_type="cpu")
-    answers, seen = Losses(_fewer), []
+    answers, seen = RankLosses(_fewer), []
     for rank, step in losses:
         failure = WorkersFailedError(f"rank {rank} of 2 was killed", rank=rank, step=step, signal=9, lost=True)
-        seen.append(answers.answered(job, job.plan, failure, log).plan.num_ranks)
+        seen.append(answers.next_job(job, job.plan, failure, log).plan.num_ranks)
     assert seen == [2] * starts + ([1] if ends else [])
 
 

@@ -26,7 +26,7 @@ from asa.executor.model.votes import Votes
 from asa.executor.training import migration
 from asa.executor.training.checkpointer import Checkpointer
 from asa.executor.training.clock import StepClock
-from asa.executor.training.migration import Moved, _rounds, _split, _Transfer, move, parts_of, wanted_by
+from asa.executor.training.migration import Traffic, _rounds, _split, _Transfer, move, parts_of, target_parts
 from asa.executor.training.optimizer import build_optimizer
 from asa.executor.training.precision import LossScale
 from asa.executor.training.settings import TrainSettings
@@ -178,7 +178,7 @@ def test_fused_attention_and_stages_on_three_ranks_to_the_bit(tmp_path: Path) ->
     _moves("vision_transformer", 3, random.Random(1).sample(range(count), 6), tmp_path)
 
 
-def _bytes_moved(rank: int, out: Path) -> list[tuple[Moved, int, int]]:
+def _bytes_moved(rank: int, out: Path) -> list[tuple[Traffic, int, int]]:
     """From replicas to halves of every linear layer, back, and to one process alone; bytes held before and after."""
     plans = _plans("vision_transformer", 2)
     replicas, halves, alone = plans[1], plans[5], plans[0]
@@ -188,7 +188,7 @@ def _bytes_moved(rank: int, out: Path) -> list[tuple[Moved, int, int]]:
     for plan in (halves[0], replicas[0], alone[0]):
         old, new = run.worker, run.made((plan, (0, 1)[: plan.num_ranks]))
         before = parts_of(old.model, old.optimizer)
-        moved = move(before, wanted_by(new.model), new.model, new.optimizer, run.votes)
+        moved = move(before, target_parts(new.model), new.model, new.optimizer, run.votes)
         after = parts_of(new.model, new.optimizer)
         found.append((moved, sum(p.tensor.nbytes for p in before), sum(p.tensor.nbytes for p in after)))
         run.worker = new

@@ -301,5 +301,5 @@ def test_an_interrupted_run_says_so_in_its_result():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run._concluded(Log(), interrupted)
+        run._run_and_log(Log(), interrupted)
     assert seen["exit_code"] == 130

@@ -229,7 +229,7 @@ def _left(rank: int) -> str:
             pace.rows([3.0])
         torch.distributed.barrier()
         torch.distributed.barrier()
-        return f"{stopped.value}|{pace._apart()}"
+        return f"{stopped.value}|{pace._conflict()}"
 
 
 def test_a_rank_that_waits_for_one_that_stopped_with_an_error_stops_too() -> None:

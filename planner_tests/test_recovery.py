@@ -24,7 +24,7 @@ from asa.cost.machine.heavier import heavier_profile
 from asa.cost.memory.peak import reserved
 from asa.errors import ExhaustedError, InfeasibleError, WorkersFailedError
 from asa.executor.running import exhausted, outdir, recovery
-from asa.executor.running.recovery import told
+from asa.executor.running.recovery import shortage_line
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint, worker
 from asa.instruments import room
@@ -226,7 +226,7 @@ def test_the_model_is_corrected_to_what_was_needed_and_the_next_plan_to_less() -
         plan=plan, rank=1, step=3, cause="exhausted", asked_bytes=promised // 4, room_bytes=None,
         used_bytes=reserved(cluster.device, 1.5 * promised),
     )  # fmt: skip
-    assert "512 KiB asked for" in told(dataclasses.replace(found, asked_bytes=2**19)), "not 0.00 GiB"
+    assert "512 KiB asked for" in shortage_line(dataclasses.replace(found, asked_bytes=2**19)), "not 0.00 GiB"
     first = corrected(found, 1, profile, cluster, offered())
     assert first.scale == pytest.approx(1.75, rel=0.1), "nearly all of it is activations"
     assert first.memory_bytes is not None

@@ -88,8 +88,8 @@ def test_ranks_of_a_users_own_program_measure_no_links_for_nothing(words, wishes
 
     place = SimpleNamespace(ranks=4, rank=0, device=torch.device("cpu"))
     place.votes = SimpleNamespace(once=once, tell=lambda value: value, everyone=lambda value: value)
-    monkeypatch.setattr(planned, "_measured_here", lambda _: None)
-    wanted = planned.Wishes(global_batch=8, optimizer="sgd", pipelines=False, **wishes)
+    monkeypatch.setattr(planned, "_measured_cluster", lambda _: None)
+    wanted = planned.PlanOptions(global_batch=8, optimizer="sgd", pipelines=False, **wishes)
     with pytest.raises(AsaError, match=words):
         planned.agreed_plan(place, torch.nn.Linear(4, 2), torch.zeros(2, 4), wanted)
 

@@ -15,7 +15,7 @@ from asa.executor.running import outdir
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint
 from asa.executor.training.migration import Part
-from asa.executor.training.snapshots import Keeping, Snapshot, files, newest, read
+from asa.executor.training.snapshots import Snapshot, SnapshotFile, files, newest, read
 from asa.launch import faults
 from asa.scheduler import adapt
 from asa.strategies import offered
@@ -39,7 +39,7 @@ def _snapshot(step: int, rows: int = 3, plan: str = PLAN) -> Snapshot:
 
 def test_the_newest_step_is_one_that_all_ranks_have_whole(two) -> None:
     assert newest(two, PLAN) == 0
-    one, other = (Keeping(f) for f in two)
+    one, other = (SnapshotFile(f) for f in two)
     for step in (1, 2, 3):
         one.write(_snapshot(step))
         if step < 3:
@@ -56,12 +56,12 @@ def test_the_newest_step_is_one_that_all_ranks_have_whole(two) -> None:
 
 def test_one_that_was_begun_is_none_and_what_was_left_stays_until_there_is_newer(two) -> None:
     for file in two:
-        mine = Keeping(file)
+        mine = SnapshotFile(file)
         mine.write(_snapshot(1))
         mine.write(_snapshot(2))
     os.pwrite(two[0], bytes(8), 64)  # the second is being written again
     assert newest(two, PLAN) == 1
-    again = Keeping(two[1])
+    again = SnapshotFile(two[1])
     assert newest(two, PLAN) == 1
     again.write(_snapshot(3))
     assert newest(two[1:], PLAN) == 3
@@ -70,15 +70,15 @@ def test_one_that_was_begun_is_none_and_what_was_left_stays_until_there_is_newer
 
 
 def test_a_rank_that_holds_nothing_has_a_snapshot_too(two) -> None:
-    Keeping(two[0]).write(Snapshot(step=7, position=1, plan=PLAN, loss_scale=1.0, parts=[]))
+    SnapshotFile(two[0]).write(Snapshot(step=7, position=1, plan=PLAN, loss_scale=1.0, parts=[]))
     assert newest(two[:1], PLAN) == 7
     assert read(two[0], 7).parts == []
 
 
 def test_they_come_as_seldom_as_their_cost_wants_it(two) -> None:
-    keeping = Keeping(two[0])
+    keeping = SnapshotFile(two[0])
     assert keeping.due(1)
-    keeping.paced(0.01, 0.1)
+    keeping.set_interval(0.01, 0.1)
     assert keeping.every == 5
     keeping.write(_snapshot(10))
     assert [keeping.due(s) for s in (11, 14, 15)] == [False, False, True]

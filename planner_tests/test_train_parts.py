@@ -22,9 +22,9 @@ from asa.executor.model.materialize import _check, materialize
 from asa.executor.model.state import full_optimizer_state, full_state
 from asa.executor.model.votes import Votes
 from asa.executor.running import outdir, prepare
-from asa.executor.running.given import keep, recalled
 from asa.executor.running.loop import TrainingExecutor
 from asa.executor.running.run import train
+from asa.executor.running.stored_settings import keep, recalled
 from asa.executor.training import checkpoint
 from asa.executor.training.clock import StepClock
 from asa.executor.training.logs import RunLog
@@ -322,7 +322,7 @@ def test_a_batch_larger_than_the_data_or_too_small_for_the_ranks(out: Path) -> N
     def body(rank: int) -> tuple[int, int]:
         executor = _executor(rank, str(out), training.plan(batch=1436))
         # 1437 = 1436 + 1: BatchNorm cannot train on the one that is left.
-        return executor.left_out, executor.steps_per_epoch
+        return executor.unused_samples, executor.steps_per_epoch
 
     assert run_ranks(1, body, threads=1) == [(1, 1)]
 
@@ -336,7 +336,7 @@ def test_a_batch_larger_than_the_data_or_too_small_for_the_ranks(out: Path) -> N
 def test_stopping_before_the_first_step_saves_and_says_so(out: Path) -> None:
     def body(rank: int) -> tuple[str, int]:
         stop = StopRequest()
-        stop.asked = rank == 1
+        stop.requested = rank == 1
         executor = _executor(rank, str(out), DDP, stop)
         with pytest.raises(PreemptedError) as caught:
             executor.run_epoch(0)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from asa.errors import WorkersFailedError
-from asa.executor.measuring import plainly
+from asa.executor.measuring import plain_training
 from asa.executor.measuring.equivalence import verify
 from asa.executor.model import step
 from asa.executor.training import worker
@@ -295,7 +295,7 @@ def test_what_is_silent_drops_nothing_and_other_functions_stay() -> None:
     x = torch.randn(4, 5)
     assert torch.equal(SampleDropout(0.5, site="a", context=context).train()(x), x)
     rrelu = samples.SampleRReLU(0.1, 0.3, site="b", context=context).train()
-    with plainly.NothingDropped():
+    with plain_training.NothingDropped():
         assert torch.equal(nn.functional.dropout(x, 0.5, True), x)
         assert torch.equal(nn.Dropout(0.9).train()(x), x)
         torch.testing.assert_close(nn.functional.rrelu(x, 0.1, 0.3, True), rrelu(x))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from asa.executor.observing.warmup import SETTLED_BYTES, warm_up
+from asa.executor.observing.warmup import NEGLIGIBLE_BYTES, warm_up
 
 
 class Ranks:
@@ -45,11 +45,11 @@ def run(
      ([9, 9, 9, 9], True, 5.0, 5), ([9] * 20, False, 0.1, 10)],
 )  # fmt: skip
 def test_until_nothing_new_is_touched(new, hurried, seconds, steps):
-    touched = [n * SETTLED_BYTES for n in new] + [0] * 20
+    touched = [n * NEGLIGIBLE_BYTES for n in new] + [0] * 20
     assert run(touched, [0] * 40, seconds, hurried=hurried) == steps
     assert run([0] * 40, touched, seconds, hurried=hurried) == steps
 
 
 def test_plans_that_are_warm_are_asked_for_one_more_step_and_for_more_where_they_take_memory_from_each_other():
     assert run([0] * 20, [0] * 20, least=1) == 1
-    assert run([9 * SETTLED_BYTES, 0, 0], [0] * 20, least=1) == 2
+    assert run([9 * NEGLIGIBLE_BYTES, 0, 0], [0] * 20, least=1) == 2

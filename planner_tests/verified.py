@@ -8,7 +8,7 @@ from functools import cache
 
 from torch import nn
 
-from asa.executor.measuring.equivalence import OneDevice, alone, default_samples, one_device, verify
+from asa.executor.measuring.equivalence import OneDevice, default_samples, on_one_device, one_device, verify
 from asa.ir.equivalence import Equivalence
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
@@ -35,7 +35,7 @@ def _build(name: str, even: bool) -> Callable[[], nn.Module]:
 def _training_alone(plan: Plan, samples: int) -> Plan:
     """The plan of one device, without what does not reach its numbers."""
     prediction = replace(plan.prediction, memory_bytes_per_rank=(1,))
-    return replace(alone(plan, samples), gpus=1, global_batch=samples, prediction=prediction)
+    return replace(on_one_device(plan, samples), gpus=1, global_batch=samples, prediction=prediction)
 
 
 @cache

@@ -25,34 +25,34 @@ def _plain(x: Tensor) -> Tensor:
     return x.as_subclass(Tensor) if isinstance(x, Watched) else x
 
 
-def _written(result: Tensor, given: Tensor, alone: Callable[[Tensor], Tensor]) -> Tensor:
-    """``result``, recorded on the tape of ``given`` as ``alone(given)``, the same operation in one process."""
-    if not isinstance(given, Watched) or given.tape.closed or given.tape.strange:
+def _recorded_as(result: Tensor, source: Tensor, local_op: Callable[[Tensor], Tensor]) -> Tensor:
+    """``result``, recorded on the tape of ``source`` as ``local_op(source)``, the same operation in one process."""
+    if not isinstance(source, Watched) or source.tape.closed or source.tape.problem:
         return result
-    found: Tensor = given.tape.note(alone, (given,), {}, result)
-    return found
+    recorded: Tensor = source.tape.note(local_op, (source,), {}, result)
+    return recorded
 
 
-def _spread(*, differentiated: bool) -> LearningModel | None:
+def _distributed_model(*, differentiated: bool) -> LearningModel | None:
     """The model whose batch is being processed; None if there is one rank. ``differentiated``: whether the result
     enters a loss, so that the program handles its loss itself.
 
     Raises:
         UsageError: there are several ranks, and no model was called yet.
     """
-    placed = current()
-    if placed is None:
+    model = current()
+    if model is None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise UsageError("no model of asa.parallelize was called yet: call it first, in this very step")
         return None
-    if placed.parallel is None or placed.place.ranks == 1:
+    if model.parallel is None or model.rank_context.ranks == 1:
         return None
-    if placed.trial is not None and differentiated:
-        placed.trial.trusted = True
-    return placed
+    if model.trial is not None and differentiated:
+        model.trial.trusted = True
+    return model
 
 
-def _as_it_is(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x.clone()
 
 
@@ -61,16 +61,16 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, votes: Votes, weight: float) -> Tensor:
-        own = x.detach().cpu() if weight else x.detach().cpu()[:0]
-        parts = gathered(votes, own)
+        counted_rows = x.detach().cpu() if weight else x.detach().cpu()[:0]
+        parts = gathered(votes, counted_rows)
         ctx.votes, ctx.weight, ctx.shape = votes, weight, x.shape
         ctx.first = sum(len(p) for p in parts[: votes.rank])
-        ctx.rows = len(own)
+        ctx.rows = len(counted_rows)
         return torch.cat(parts).to(x.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        total = _summed(ctx.votes, gradient * ctx.weight)
+        total = _summed_over_ranks(ctx.votes, gradient * ctx.weight)
         if not ctx.rows:
             return gradient.new_zeros(ctx.shape), None, None
         return total[ctx.first : ctx.first + ctx.rows] / ctx.weight, None, None
@@ -82,15 +82,15 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, votes: Votes, weight: float) -> Tensor:
         ctx.votes, ctx.weight = votes, weight
-        return _summed(votes, x.detach())
+        return _summed_over_ranks(votes, x.detach())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        total = _summed(ctx.votes, gradient * ctx.weight)
+        total = _summed_over_ranks(ctx.votes, gradient * ctx.weight)
         return total / ctx.weight if ctx.weight else torch.zeros_like(total), None, None
 
 
-def _summed(votes: Votes, x: Tensor) -> Tensor:
+def _summed_over_ranks(votes: Votes, x: Tensor) -> Tensor:
     wire = x.detach().cpu().contiguous().clone()
     dist.all_reduce(wire, group=votes.group)
     return wire.to(x.device)
@@ -108,10 +108,10 @@ def gather(x: Tensor) -> Tensor:
     Raises:
         UsageError: no model was called yet.
     """
-    placed = _spread(differentiated=True)
-    if placed is None:
+    model = _distributed_model(differentiated=True)
+    if model is None:
         return x
-    return _written(_Rows.apply(_plain(x), placed.place.votes, placed.weight_now()), x, _as_it_is)
+    return _recorded_as(_Rows.apply(_plain(x), model.rank_context.votes, model.weight_now()), x, _identity)
 
 
 def reduce(x: Tensor | float, op: Literal["mean", "sum"] = "mean") -> Tensor:
@@ -125,18 +125,18 @@ def reduce(x: Tensor | float, op: Literal["mean", "sum"] = "mean") -> Tensor:
     """
     if op not in ("mean", "sum"):
         raise UsageError(f"no reduction {op!r}; one of mean, sum")
-    placed = _spread(differentiated=isinstance(x, Tensor) and x.requires_grad)
+    model = _distributed_model(differentiated=isinstance(x, Tensor) and x.requires_grad)
     value = x if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
-    if placed is None:
+    if model is None:
         return value
-    weight = placed.weight_now()
-    share = weight / placed.place.ranks if op == "mean" else float(weight > 0)
-    given, value = value, _plain(value)
-    if op == "mean" and not value.dim() and placed.terms is not None and placed.terms.counting:
-        placed.terms.tell_of_means(placed.place)
+    weight = model.weight_now()
+    share = weight / model.rank_context.ranks if op == "mean" else float(weight > 0)
+    source, value = value, _plain(value)
+    if op == "mean" and not value.dim() and model.terms is not None and model.terms.counting:
+        model.terms.tell_of_means(model.rank_context)
     if share != 1:
         value = value * share if op == "mean" or value.is_floating_point() else value * int(share)
-    return _written(_Sum.apply(value, placed.place.votes, weight), given, _as_it_is)
+    return _recorded_as(_Sum.apply(value, model.rank_context.votes, weight), source, _identity)
 
 
 def mean_over(total: Tensor, count: Tensor | float) -> Tensor:
@@ -150,12 +150,12 @@ def mean_over(total: Tensor, count: Tensor | float) -> Tensor:
     Raises:
         UsageError: no model was called yet.
     """
-    placed = _spread(differentiated=True)
+    model = _distributed_model(differentiated=True)
     number = float(_plain(count) if isinstance(count, Tensor) else count)
-    if placed is None:
+    if model is None:
         return total / number
-    weight, ranks = placed.weight_now(), placed.place.ranks
-    counts = placed.place.votes.gather([number if weight else 0.0])
-    whole = sum(c[0] for c in counts)
-    mine = _plain(total) * (ranks / (whole * weight) if weight and whole else 0.0)
-    return _written(mine, total, lambda sums: sums / whole if whole else sums * 0.0)
+    weight, ranks = model.weight_now(), model.rank_context.ranks
+    counts = model.rank_context.votes.gather([number if weight else 0.0])
+    denominator = sum(c[0] for c in counts)
+    scaled = _plain(total) * (ranks / (denominator * weight) if weight and denominator else 0.0)
+    return _recorded_as(scaled, total, lambda sums: sums / denominator if denominator else sums * 0.0)

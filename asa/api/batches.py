@@ -19,7 +19,7 @@ from asa.errors import UsageError
 from asa.executor.model.votes import Votes
 from asa.tracing.tracer import reason_of
 
-_LOOKED_AT = 4096
+_COMPARED_ELEMENTS = 4096
 """Number of elements of each tensor by which batches are compared."""
 
 Rows = Callable[[int], list[int]]
@@ -58,19 +58,19 @@ def rows_of(batch: Any, rows: Sequence[int], total: int | None = None) -> Any:
     Raises:
         UsageError: no tensor has ``total`` rows.
     """
-    wanted = list(rows)
+    indices = list(rows)
     if total is None:
         total = samples_in(batch)
     elif not any(isinstance(leaf, Tensor) and leaf.shape[:1] == (total,) for leaf in pytree.tree_leaves(batch)):
         raise UsageError(f"labels of type {type(batch).__name__} have no tensor with a row for each of {total} samples")
-    consecutive = wanted == list(range(wanted[0], wanted[0] + len(wanted))) if wanted else False
+    consecutive = indices == list(range(indices[0], indices[0] + len(indices))) if indices else False
 
-    def taken(leaf: Any) -> Any:
+    def selected(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != total:
             return leaf
-        return leaf[wanted[0] : wanted[0] + len(wanted)] if consecutive else leaf[wanted]
+        return leaf[indices[0] : indices[0] + len(indices)] if consecutive else leaf[indices]
 
-    return pytree.tree_map(taken, batch)
+    return pytree.tree_map(selected, batch)
 
 
 def moved(batch: Any, device: torch.device) -> Any:
@@ -81,27 +81,27 @@ def moved(batch: Any, device: torch.device) -> Any:
 def fingerprints(batch: Any) -> tuple[float, float]:
     """Two checksums of a batch: over tensors of all types, and over those of whole numbers; 0 if there are none.
     Batches that are bitwise equal have equal checksums."""
-    everything = whole = 0
+    everything = integers = 0
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.numel() and leaf.layout is torch.strided:
-            part = leaf.detach().reshape(-1)[:_LOOKED_AT].contiguous().cpu()
+            part = leaf.detach().reshape(-1)[:_COMPARED_ELEMENTS].contiguous().cpu()
             number = 1 + zlib.crc32(part.view(torch.uint8).numpy().tobytes())
             everything += number
             if not leaf.is_floating_point() and leaf.dtype is not torch.uint8:
-                whole += number
-    return float(everything), float(whole)
+                integers += number
+    return float(everything), float(integers)
 
 
 @contextmanager
-def unmoved(loader: Any) -> Iterator[None]:
+def restored_afterwards(loader: Any) -> Iterator[None]:
     """Context in which a loader can be read without lasting effect: generators and workers are restored afterwards."""
     import random
 
     import numpy
 
     holders = (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")))
-    known = {id(g): g for g in (getattr(h, "generator", None) for h in holders) if isinstance(g, torch.Generator)}
-    states = [(g, g.get_state()) for g in known.values()]
+    generators = {id(g): g for g in (getattr(h, "generator", None) for h in holders) if isinstance(g, torch.Generator)}
+    states = [(g, g.get_state()) for g in generators.values()]
     python, arrays = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -115,7 +115,7 @@ def unmoved(loader: Any) -> Iterator[None]:
             loader._iterator = None
 
 
-class _Picked:
+class _PresetBatches:
     """A batch sampler whose batches are set before each epoch."""
 
     def __init__(self) -> None:
@@ -139,9 +139,9 @@ class GlobalBatches:
         self.loader, self.votes, self._rows = loader, votes, rows
         self.indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         self.indexed = self.indexed and loader.batch_sampler is not None
-        self._ahead: list[Any] = []
+        self._unread: list[Any] = []
         self._epochs = 0
-        self.own_collate = self._together = self._draws = False
+        self.custom_collate = self._collates_whole = self._draws = False
         if self.indexed:
             sampler = getattr(loader, "sampler", None)
             if isinstance(sampler, DistributedSampler):
@@ -149,30 +149,30 @@ class GlobalBatches:
                     "the loader has a DistributedSampler: hand in the loader of one device, with the global batch; asa "
                     "gives each rank its share"
                 )
-            self._picked = _Picked()
+            self._preset = _PresetBatches()
             self._seeding = torch.get_rng_state()
-            self._own = _with_sampler(loader, self._picked, votes.rank)
-            self.own_collate = loader.collate_fn is not default_collate
+            self._local_loader = _with_sampler(loader, self._preset, votes.rank)
+            self.custom_collate = loader.collate_fn is not default_collate
             if votes.num_ranks > 1:
                 cuts = self._cuts_into_rows()
-                self._together = votes.everyone(cuts) and self.own_collate
+                self._collates_whole = votes.everyone(cuts) and self.custom_collate
                 self._draws = votes.anyone(self._draws)
 
     @property
-    def apart(self) -> bool:
+    def collates_locally(self) -> bool:
         """Whether each rank collates its own samples only, so that the shapes of batches may differ between ranks."""
-        return self.own_collate and not self._together
+        return self.custom_collate and not self._collates_whole
 
     @property
-    def draws_apart(self) -> bool:
+    def draws_locally(self) -> bool:
         """Whether the data set or the ``collate_fn`` draws random numbers, different on each rank."""
-        return self._draws and not self._together
+        return self._draws and not self._collates_whole
 
     def example(self, samples: int = 2) -> Any:
         """A batch of a few samples, taken if possible without advancing samplers or generators."""
         if self.indexed:
             dataset, collate = self.loader.dataset, self.loader.collate_fn
-            with unmoved(self.loader):
+            with restored_afterwards(self.loader):
                 keys: list[Any] = list(range(min(samples, len(dataset)))) if hasattr(dataset, "__len__") else []
                 if not keys:
                     raise UsageError("the loader's dataset is empty")
@@ -183,19 +183,19 @@ class GlobalBatches:
     def _cuts_into_rows(self) -> bool:
         """Whether a whole batch can be collated as on one device and then cut into rows: every tensor has one row per
         sample, or the same shape for any number of samples. Also records whether random numbers are drawn."""
-        found = []
+        shapes = []
         try:
-            with unmoved(self.loader):
+            with restored_afterwards(self.loader):
                 before = generators_now()
-                for samples in (2, 3) if self.own_collate else (2,):
+                for samples in (2, 3) if self.custom_collate else (2,):
                     batch = self.loader.collate_fn([self.loader.dataset[k] for k in range(samples)])
                     self._draws = self._draws or generators_now() != before
                     self._draws = self._draws or not self._reads_alike()
                     leaves = pytree.tree_leaves(batch)
-                    found.append([(tuple(t.shape) if isinstance(t, Tensor) else None, samples) for t in leaves])
+                    shapes.append([(tuple(t.shape) if isinstance(t, Tensor) else None, samples) for t in leaves])
         except Exception:  # any error of the data set or the collate_fn: each rank collates its own samples
             return False
-        small, large = found[0], found[-1]
+        small, large = shapes[0], shapes[-1]
         rows = [a == b or (a and b and (a[0], b[0]) == (n, m)) for (a, n), (b, m) in zip(small, large, strict=False)]
         return len(small) == len(large) and all(rows) and any(a and a[0] == n for a, n in small)
 
@@ -207,16 +207,16 @@ class GlobalBatches:
 
     def _first(self) -> Any:
         """The first batch; it is kept for the epoch if the loader can be iterated only once (a generator)."""
-        if self._ahead:
-            return self._ahead[0]
-        with unmoved(self.loader):
-            return self._begun()
+        if self._unread:
+            return self._unread[0]
+        with restored_afterwards(self.loader):
+            return self._first_of_iterator()
 
-    def _begun(self) -> Any:
+    def _first_of_iterator(self) -> Any:
         batches = iter(self.loader)
         for batch in batches:
             if batches is self.loader:
-                self._ahead.append(batch)
+                self._unread.append(batch)
             return batch
         raise UsageError("the loader yields no batch")
 
@@ -249,26 +249,26 @@ class GlobalBatches:
         state of torch's generator; the first ``skip`` batches are left out."""
         if not self.indexed:
             first = 0
-            ahead, self._ahead = self._ahead, []
+            ahead, self._unread = self._unread, []
             for i, batch in enumerate(chain(ahead, self.loader)):
                 total = samples_in(batch)
-                self._alike(total, batch)
+                self._check_alike(total, batch)
                 if i >= skip:
                     rows = self._rows(total)
                     yield Share(total=total, rows=rows, first=first, batch=rows_of(batch, rows))
                 first += total
-            self._alike(None)
+            self._check_alike(None)
             return
-        batches = self._agreed(order_seed)
-        if self._together and self._draws and self.loader.num_workers and order_seed is None:
+        batches = self._agreed_order(order_seed)
+        if self._collates_whole and self._draws and self.loader.num_workers and order_seed is None:
             # Workers with equal seeds draw the same numbers on all ranks, and the same as on one device.
             state = self._seeding if self.votes.rank == 0 else torch.empty_like(torch.get_rng_state())
             self.votes.broadcast(state)
-            self._own.generator.set_state(state)
+            self._local_loader.generator.set_state(state)
         starts = [0]
         for one in batches:
             starts.append(starts[-1] + len(one))
-        together, decided = self._together, dict[int, list[int]]()
+        together, decided = self._collates_whole, dict[int, list[int]]()
 
         def rows_of_batch(number: int) -> list[int]:
             """Rows of batch ``number``, computed when the batch is read, because the rows needed may change in an
@@ -282,8 +282,8 @@ class GlobalBatches:
                 if rows := rows_of_batch(number):
                     yield batches[number] if together else [batches[number][r] for r in rows]
 
-        self._picked.batches = picked()
-        loaded = iter(self._own)
+        self._preset.batches = picked()
+        loaded = iter(self._local_loader)
         for number in range(skip, len(batches)):
             one, rows, first = batches[number], rows_of_batch(number), starts[number]
             # A rank without rows loads nothing, because a batch of no samples cannot be collated.
@@ -306,9 +306,9 @@ class GlobalBatches:
             raise
         except Exception as error:  # whatever a data set or a collate_fn raises
             try:
-                if self._together or len(rows) == len(one):
+                if self._collates_whole or len(rows) == len(one):
                     raise error
-                with unmoved(self.loader):
+                with restored_afterwards(self.loader):
                     self.loader.collate_fn([self.loader.dataset[k] for k in one])
             except Exception:
                 raise error from None
@@ -317,7 +317,7 @@ class GlobalBatches:
                 f"{len(one)} ({reason_of(error)}): have it take any number of samples, or use drop_last=True"
             ) from error
 
-    def _alike(self, total: int | None, batch: Any = None) -> None:
+    def _check_alike(self, total: int | None, batch: Any = None) -> None:
         """Check that every rank has the same batch of ``total`` samples next (None: no more). Otherwise ranks would
         hang, or combine different samples.
 
@@ -326,16 +326,16 @@ class GlobalBatches:
         """
         if self.votes.num_ranks == 1:
             return
-        mine = (-1.0, 0.0, 0.0) if total is None else (float(total), *fingerprints(batch))
-        found = self.votes.gather(mine)
-        counts = [int(each[0]) for each in found]
+        figures = (-1.0, 0.0, 0.0) if total is None else (float(total), *fingerprints(batch))
+        by_rank = self.votes.gather(figures)
+        counts = [int(each[0]) for each in by_rank]
         if len(set(counts)) > 1:
-            said = ", ".join(f"{n} samples" if n >= 0 else "none" for n in counts)
+            counts_text = ", ".join(f"{n} samples" if n >= 0 else "none" for n in counts)
             raise UsageError(
-                f"the loaders of the ranks differ: the next batch has, by rank, {said}; a loader without indices is "
-                "read by every rank and must yield the same on all"
+                f"the loaders of the ranks differ: the next batch has, by rank, {counts_text}; a loader without "
+                "indices is read by every rank and must yield the same on all"
             )
-        others, numbers = ({each[i] for each in found} for i in (1, 2))
+        others, numbers = ({each[i] for each in by_rank} for i in (1, 2))
         # With random augmentation, ranks have the same labels but different pixels; so whole numbers decide.
         if len(others) > 1 and (len(numbers) > 1 or numbers == {0.0}):
             raise UsageError(
@@ -344,30 +344,30 @@ class GlobalBatches:
                 "the same seed on every rank"
             )
 
-    def _agreed(self, seed: int | None) -> list[list[Any]]:
+    def _agreed_order(self, seed: int | None) -> list[list[Any]]:
         """Rank 0's batches of indices, on every rank."""
         alike = seed is None and self.votes.num_ranks > 1 and self._generators_alike()
-        drawn = self.votes.once(lambda: self._draw(seed))
+        batches = self.votes.once(lambda: self._draw(seed))
         if self.votes.num_ranks == 1:
-            assert drawn is not None
-            return drawn
+            assert batches is not None
+            return batches
         if alike:  # so that the generators stay equal on all ranks
             state = torch.get_rng_state()
             self.votes.broadcast(state)
             torch.set_rng_state(state)
-        if not self.votes.tell(drawn is not None and all(type(k) is int for one in drawn for k in one)):
-            found: list[list[Any]] = self.votes.tell(drawn)  # JSON keeps only some types of keys
-            return found
-        sizes = self.votes.tell(None if drawn is None else [len(one) for one in drawn])
-        flat = torch.tensor([k for one in drawn or [] for k in one], dtype=torch.int64)
-        if drawn is None:
+        if not self.votes.tell(batches is not None and all(type(k) is int for one in batches for k in one)):
+            received: list[list[Any]] = self.votes.tell(batches)  # JSON keeps only some types of keys
+            return received
+        sizes = self.votes.tell(None if batches is None else [len(one) for one in batches])
+        flat = torch.tensor([k for one in batches or [] for k in one], dtype=torch.int64)
+        if batches is None:
             flat = torch.empty(sum(sizes), dtype=torch.int64)
         self.votes.broadcast(flat)
         return [part.tolist() for part in flat.split(sizes)] if sizes else []
 
     def _generators_alike(self) -> bool:
-        mine = float(zlib.crc32(torch.get_rng_state().numpy().tobytes()))
-        return len({each[0] for each in self.votes.gather([mine])}) == 1
+        checksum = float(zlib.crc32(torch.get_rng_state().numpy().tobytes()))
+        return len({each[0] for each in self.votes.gather([checksum])}) == 1
 
     def _draw(self, seed: int | None) -> list[list[Any]]:
         sampler = self.loader.batch_sampler

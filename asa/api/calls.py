@@ -33,11 +33,14 @@ class Call:
         return self.args[0]
 
     def __str__(self) -> str:
-        said = [*map(_said, self.args), *(f"{name}={_said(value)}" for name, value in self.options.items())]
-        return f"({', '.join(said)})"
+        items = [
+            *map(_shortened, self.args),
+            *(f"{name}={_shortened(value)}" for name, value in self.options.items()),
+        ]
+        return f"({', '.join(items)})"
 
 
-def _said(value: Any) -> str:
+def _shortened(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"tensor {list(value.shape)}"
     return type(value).__name__ if isinstance(value, Sequence | Mapping | PackedSequence) else repr(value)[:24]
@@ -54,12 +57,14 @@ def _parameters(model: nn.Module) -> list[inspect.Parameter]:
 def plain(model: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Call:
     """The call in its shortest form: without arguments that are None by default, and with a single argument for the
     first parameter passed by position."""
-    known = {p.name: p for p in _parameters(model)}
-    short = {n: v for n, v in options.items() if v is not None or n not in known or known[n].default is not None}
-    optional = [p.default is None for p in known.values()]
+    parameters = {p.name: p for p in _parameters(model)}
+    short = {
+        n: v for n, v in options.items() if v is not None or n not in parameters or parameters[n].default is not None
+    }
+    optional = [p.default is None for p in parameters.values()]
     while len(args) > 1 and args[-1] is None and len(args) <= len(optional) and optional[len(args) - 1]:
         args = args[:-1]
-    first = next(iter(known.values()), None)
+    first = next(iter(parameters.values()), None)
     if not args and len(short) == 1 and first is not None and first.name in short and first.kind != first.KEYWORD_ONLY:
         return Call((short[first.name],))
     return Call(args, short)
@@ -72,9 +77,9 @@ def guesses(model: nn.Module, batch: Any) -> Iterator[Call]:
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if isinstance(batch, Mapping):
         names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        taken = {name: value for name, value in batch.items() if name in names}
-        if taken:
-            yield plain(model, (), taken)
+        named = {name: value for name, value in batch.items() if name in names}
+        if named:
+            yield plain(model, (), named)
             if any(p.kind == p.VAR_KEYWORD for p in parameters):
                 yield Call((), dict(batch))
         yield Call((batch,))
@@ -93,8 +98,8 @@ def why_not(model: nn.Module, call: Call) -> str:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with preserved(model), torch.no_grad():
         try:
-            here = pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, (call.args, call.options))
-            model(*here[0], **here[1])
+            moved = pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, (call.args, call.options))
+            model(*moved[0], **moved[1])
         except Exception as error:  # whatever a model's code may raise
             return reason_of(error)
     return ""
@@ -110,24 +115,24 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def lengths(values: Any) -> list[int]:
     """Candidates for the number of samples in a call or a batch, in order: first dimensions of tensors, lengths of
     lists, the largest batch size of a packed sequence."""
-    found: list[int] = []
+    result: list[int] = []
 
     def look(value: Any) -> None:
         if isinstance(value, PackedSequence):
-            found.append(int(value.batch_sizes[0]))
+            result.append(int(value.batch_sizes[0]))
         elif isinstance(value, Tensor):
-            found.extend(value.shape[:1])
+            result.extend(value.shape[:1])
         elif isinstance(value, Mapping):
             for one in value.values():
                 look(one)
         elif isinstance(value, tuple | list):
             if isinstance(value, list) and value:
-                found.append(len(value))
+                result.append(len(value))
             for one in value:
                 look(one)
 
     look(values)
-    return found
+    return result
 
 
 def samples_of(call: Call) -> int:
@@ -136,10 +141,10 @@ def samples_of(call: Call) -> int:
     Raises:
         UsageError: there is no tensor and no list in it.
     """
-    found = lengths((call.args, call.options))
-    if not found:
+    counts = lengths((call.args, call.options))
+    if not counts:
         raise UsageError(f"a call {call} holds nothing with one item per sample")
-    return found[0]
+    return counts[0]
 
 
 class Numbered(nn.Module):
@@ -156,7 +161,7 @@ class Numbered(nn.Module):
         rows = (numbers[:, 0] % self._samples).tolist()
         device = numbers.device
 
-        def taken(leaf: Any) -> Any:
+        def selected(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             return (leaf[rows] if leaf.shape[:1] == (self._samples,) else leaf).to(device)
@@ -168,6 +173,6 @@ class Numbered(nn.Module):
                 return {name: entries(one) for name, one in value.items()}
             if isinstance(value, tuple) and type(value) is tuple:
                 return tuple(entries(one) for one in value)
-            return pytree.tree_map(taken, value)
+            return pytree.tree_map(selected, value)
 
         return self.model(*(entries(a) for a in self._example.args), **entries(self._example.options))

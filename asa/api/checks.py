@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from asa.api.comparison import Comparison
-from asa.api.losses import found_below
-from asa.api.placed import every_placed
+from asa.api.distributed_model import distributed_models
+from asa.api.losses import search_graph
 from asa.api.tape import Watched
-from asa.api.trial import Trial, told
+from asa.api.trial import Trial, sentences
 from asa.errors import UsageError
 
 
@@ -44,7 +44,7 @@ def check(step: Callable[..., Tensor], *batch: Any) -> Check:
     Raises:
         UsageError: ``step`` calls no such model, or returns no loss from it.
     """
-    models = [m for m in every_placed() if m.parallel is not None and m.place.ranks > 1]
+    models = [m for m in distributed_models() if m.parallel is not None and m.rank_context.ranks > 1]
     before = {id(m): m.trial for m in models}
     trials = {id(m): Trial(m) for m in models}
     paused = [t for t in before.values() if t is not None]
@@ -62,26 +62,26 @@ def check(step: Callable[..., Tensor], *batch: Any) -> Check:
         raise UsageError(f"step returned {type(loss).__name__}, not a loss of one number")
     if not models:
         return Check(True, "one rank has the whole batch: there is nothing to compare")
-    placed, nodes, _ = found_below([loss])
-    if placed is None or placed.terms is None:
+    model, nodes, _ = search_graph([loss])
+    if model is None or model.terms is None:
         raise UsageError("the loss of step was not computed by a model of asa.parallelize in training mode")
     tape = loss.tape if isinstance(loss, Watched) and hasattr(loss, "tape") else None
-    if not placed.place.votes.everyone(tape is not None) or tape is None:
-        if trials[id(placed)].trusted:
+    if not model.rank_context.votes.everyone(tape is not None) or tape is None:
+        if trials[id(model)].trusted:
             return Check(True, "not compared: the loss states its denominator, or contains the whole batch")
         return Check(
             False, "not known: the loss is computed inside the model, or by operations that cannot be recorded"
         )
     with torch._C.DisableTorchFunctionSubclass():
-        after = placed.terms.before(nodes, placed.weight, placed.rows)
+        after = model.terms.before(nodes, model.weight, model.rows)
         received = torch.autograd.grad(loss, tape.outputs, allow_unused=True, retain_graph=True)
         after()
-    found = Comparison(placed.place.votes, tape, loss, placed.weight).difference(list(received))
-    if found.unknown:
-        return Check(False, f"not known: {found.unknown}")
-    lines = told(found, loss.dtype)
-    if not lines and found.doubt:
-        return Check(False, f"not known: {found.doubt}")
+    difference = Comparison(model.rank_context.votes, tape, loss, model.weight).difference(list(received))
+    if difference.unknown:
+        return Check(False, f"not known: {difference.unknown}")
+    lines = sentences(difference, loss.dtype)
+    if not lines and difference.doubt:
+        return Check(False, f"not known: {difference.doubt}")
     if not lines:
-        return Check(True, f"the loss is that of one device: gradients differ by {found.gradients:.1e}")
+        return Check(True, f"the loss is that of one device: gradients differ by {difference.gradients:.1e}")
     return Check(False, "; ".join(lines))

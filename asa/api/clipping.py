@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad
 
 from asa.errors import UsageError
 from asa.executor.model.parallel import ParallelModel
-from asa.executor.model.state import held
+from asa.executor.model.state import local_tensors
 from asa.sharding.split import held_of
 
 _split: WeakSet[ParallelModel] = WeakSet()
@@ -29,12 +29,14 @@ def total_norm(model: ParallelModel, norm_type: float = 2.0, only: set[int] | No
     """Norm of all gradients over ranks and shards, as a float64 scalar on the CPU (collective). ``only``: ``id`` of the
     parameters whose gradients count; None for all."""
     total, most = torch.zeros((), dtype=torch.float64), norm_type == math.inf
-    place = {id(t): layout for c, layout in zip(model.components, model.layouts, strict=True) for t in c.parameters()}
-    for item in held(model):
+    layout_of = {
+        id(t): layout for c, layout in zip(model.components, model.layouts, strict=True) for t in c.parameters()
+    }
+    for item in local_tensors(model):
         gradient = item.tensor.grad if isinstance(item.tensor, nn.Parameter) else None
         if gradient is None or (only is not None and id(item.tensor) not in only):
             continue
-        layout = place[id(item.tensor)]
+        layout = layout_of[id(item.tensor)]
         parts = item.axis.size if item.shard is not None else 1
         local = gradient
         if isinstance(gradient, DTensor):
@@ -48,8 +50,8 @@ def total_norm(model: ParallelModel, norm_type: float = 2.0, only: set[int] | No
     if model.plan.num_ranks > 1:
         sums = torch.stack([total.masked_fill(total.isnan(), 0), total.isnan().double()]).to(model.device)
         dist.all_reduce(sums, op=dist.ReduceOp.MAX if most else dist.ReduceOp.SUM)
-        total, strange = sums.cpu()  # NaN is sent as a flag: a maximum over ranks may ignore it
-        total = total.masked_fill(strange > 0, math.nan)
+        total, nan_flag = sums.cpu()  # NaN is sent as a flag: a maximum over ranks may ignore it
+        total = total.masked_fill(nan_flag > 0, math.nan)
     return total if most else total.pow(1 / norm_type)
 
 
@@ -74,20 +76,20 @@ def understood_by_torch(model: ParallelModel, *, job: bool = False) -> None:
     """Patch ``torch.nn.utils.clip_grad_norm_`` so that parameters of ``model`` are clipped by the norm over all ranks.
     Without this, each rank would use the norm of its own shards. Other calls are unchanged. ``job``: the model is that
     of a job, whose optimizer has only the parameters that this rank updates."""
-    whole = all(a.data.strategy == "replicate" and a.tensor.degree == 1 for a in model.plan.components)
-    if whole and len(model.plan.stages) == 1:
+    replicated = all(a.data.strategy == "replicate" and a.tensor.degree == 1 for a in model.plan.components)
+    if replicated and len(model.plan.stages) == 1:
         return
     _split.add(model)
     if job:
         _of_jobs.add(model)
     for where, before in ((clip_grad, "_"), (nn.utils, "")):  # the names inside torch and the public ones
-        for name, ours in ((f"{before}get_total_norm", _norm), (f"{before}clip_grads_with_norm_", _scaled)):
-            theirs = getattr(where, name, None)
-            if theirs is not None and not hasattr(theirs, "asa"):
-                setattr(where, name, ours(theirs))
-        theirs = getattr(where, "clip_grad_value_", None)
-        if theirs is not None and not hasattr(theirs, "asa"):
-            where.clip_grad_value_ = _clamped(theirs)  # type: ignore[attr-defined]
+        for name, replacement in ((f"{before}get_total_norm", _norm), (f"{before}clip_grads_with_norm_", _scaled)):
+            original = getattr(where, name, None)
+            if original is not None and not hasattr(original, "asa"):
+                setattr(where, name, replacement(original))
+        original = getattr(where, "clip_grad_value_", None)
+        if original is not None and not hasattr(original, "asa"):
+            where.clip_grad_value_ = _clamped(original)  # type: ignore[attr-defined]
 
 
 def _checked(norm: Tensor, error_if_nonfinite: bool, gradients: list[Tensor], model: ParallelModel) -> Tensor:
@@ -96,37 +98,37 @@ def _checked(norm: Tensor, error_if_nonfinite: bool, gradients: list[Tensor], mo
     return norm.to(device=model.device, dtype=gradients[0].dtype if gradients else torch.float32)
 
 
-def _norm(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None) -> Tensor:
         listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        wanted = {id(held_of(t)) for t in listed}
+        requested = {id(held_of(t)) for t in listed}
         for model in _of_jobs:
-            mine = {id(p.grad) for p in model.updated if p.grad is not None}
-            if wanted == mine:
+            updated = {id(p.grad) for p in model.updated if p.grad is not None}
+            if requested == updated:
                 return _checked(total_norm(model, float(norm_type)), error_if_nonfinite, listed, model)
-            if wanted & mine:
+            if requested & updated:
                 raise UsageError(
                     "a Job cannot clip some of its parameters, of which ranks update different ones: clip all of them "
                     "at once, or give asa.Job max_norm"
                 )
-        for model in _split if wanted else ():
-            only = {id(p) for p in model.parameters() if p.grad is not None and id(p.grad) in wanted}
+        for model in _split if requested else ():
+            only = {id(p) for p in model.parameters() if p.grad is not None and id(p.grad) in requested}
             if only:
                 return _checked(total_norm(model, float(norm_type), only), error_if_nonfinite, listed, model)
-        return theirs(listed, norm_type, error_if_nonfinite, foreach)
+        return original(listed, norm_type, error_if_nonfinite, foreach)
 
     norm.asa = True  # type: ignore[attr-defined]
     return norm
 
 
-def _clamped(theirs: Callable[..., None]) -> Callable[..., None]:
+def _clamped(original: Callable[..., None]) -> Callable[..., None]:
     @torch.no_grad()
     def clamped(parameters: Any, clip_value: float, foreach: Any = None) -> None:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        known = {id(p) for model in _split for p in model.parameters()}
-        if others := [p for p in listed if id(held_of(p)) not in known]:
-            theirs(others, clip_value, foreach)
-        for gradient in (held_of(p).grad for p in listed if id(held_of(p)) in known):
+        sharded = {id(p) for model in _split for p in model.parameters()}
+        if others := [p for p in listed if id(held_of(p)) not in sharded]:
+            original(others, clip_value, foreach)
+        for gradient in (held_of(p).grad for p in listed if id(held_of(p)) in sharded):
             if gradient is not None:  # elementwise, so each rank clamps its own part
                 (gradient.to_local() if isinstance(gradient, DTensor) else gradient).clamp_(-clip_value, clip_value)
 
@@ -134,14 +136,14 @@ def _clamped(theirs: Callable[..., None]) -> Callable[..., None]:
     return clamped
 
 
-def _scaled(theirs: Callable[..., None]) -> Callable[..., None]:
+def _scaled(original: Callable[..., None]) -> Callable[..., None]:
     def scaled(parameters: Any, max_norm: float, norm: Tensor, foreach: Any = None) -> None:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        known = {id(p) for model in _split for p in model.parameters()}
-        if any(id(held_of(p)) in known for p in listed):
+        sharded = {id(p) for model in _split for p in model.parameters()}
+        if any(id(held_of(p)) in sharded for p in listed):
             scale(listed, float(max_norm), norm)
         else:
-            theirs(listed, max_norm, norm, foreach)
+            original(listed, max_norm, norm, foreach)
 
     scaled.asa = True  # type: ignore[attr-defined]
     return scaled

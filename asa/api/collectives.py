@@ -19,7 +19,7 @@ from asa.sharding.split import TensorPart
 _SAME = (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN)
 
 
-class _Done:
+class _CompletedWork:
     """Handle of a completed collective."""
 
     def wait(self, *_: Any) -> bool:
@@ -35,40 +35,40 @@ def understood_by_torch() -> None:
     """Patch ``all_reduce`` and ``broadcast``: on a shard they have the same effect as on a whole tensor that is equal
     on all ranks. Operations that torch does not support for shards raise a UsageError."""
     for name in ("all_reduce", "broadcast"):
-        theirs = getattr(dist, name)
-        if not hasattr(theirs, "asa"):
-            setattr(dist, name, _of_wholes(theirs))
+        original = getattr(dist, name)
+        if not hasattr(original, "asa"):
+            setattr(dist, name, _on_whole_tensors(original))
     rule: Any = ShardingPropagator.propagate_op_sharding_non_cached
     if not hasattr(rule, "asa"):
-        ShardingPropagator.propagate_op_sharding_non_cached = _in_a_line(rule)  # type: ignore[method-assign]
+        ShardingPropagator.propagate_op_sharding_non_cached = _with_remedy(rule)  # type: ignore[method-assign]
 
 
-def _of_wholes(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    known = inspect.signature(theirs)
+def _on_whole_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
 
     def collective(*args: Any, **options: Any) -> Any:
-        given = known.bind(*args, **options).arguments
-        tensor = given.get("tensor")
+        arguments = signature.bind(*args, **options).arguments
+        tensor = arguments.get("tensor")
         if not isinstance(tensor, TensorPart | DTensor):
-            return theirs(*args, **options)
-        held = tensor.held if isinstance(tensor, TensorPart) else tensor
-        op = given.get("op", dist.ReduceOp.SUM)
-        if theirs.__name__ == "all_reduce" and op not in _SAME:
+            return original(*args, **options)
+        shard = tensor.held if isinstance(tensor, TensorPart) else tensor
+        op = arguments.get("op", dist.ReduceOp.SUM)
+        if original.__name__ == "all_reduce" and op not in _SAME:
             if op != dist.ReduceOp.SUM:
                 raise UsageError(
                     f"all_reduce with {op} of a tensor that ranks hold in shards; sums, means and extremes are to be "
                     "had, or plan with strategies=('ddp',)"
                 )
-            local: Tensor = held.to_local() if isinstance(held, DTensor) else held
+            local: Tensor = shard.to_local() if isinstance(shard, DTensor) else shard
             with torch.no_grad():
-                local.mul_(dist.get_world_size(given.get("group")))
-        return _Done() if given.get("async_op") else None
+                local.mul_(dist.get_world_size(arguments.get("group")))
+        return _CompletedWork() if arguments.get("async_op") else None
 
     collective.asa = True  # type: ignore[attr-defined]
     return collective
 
 
-def _in_a_line(rule: Callable[..., Any]) -> Callable[..., Any]:
+def _with_remedy(rule: Callable[..., Any]) -> Callable[..., Any]:
     def propagate(self: Any, schema: Any) -> Any:
         try:
             return rule(self, schema)

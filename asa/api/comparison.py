@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from asa.api.tape import MOST_BYTES, Tape, cut, grown
+from asa.api.tape import MOST_BYTES, Tape, is_batched, number_mappings
 from asa.executor.model.votes import Votes
 
-_TAKEN = "it is computed with tensors that are made of what was taken out of torch (numpy(), tolist())"
+_READ_OUT = "it is computed with tensors that are made of what was taken out of torch (numpy(), tolist())"
 _ARITHMETIC = {f"{before}{name}{after}" for name in ("mul", "add", "sub", "div", "truediv", "floordiv", "pow", "mod")
                for before, after in (("", ""), ("__", "__"), ("__r", "__"), ("__i", "__"), ("", "_"))}  # fmt: skip
-_SURELY = 1e-3
+_DISTINCT = 1e-3
 """Least relative difference of two interpretations that are told apart."""
 _ROUNDING = 1e-10
 """Difference by which an interpretation must be closer than a preferred one."""
@@ -28,7 +28,7 @@ class Difference:
 
     ``loss_parts``: mean of the ranks' losses, weighted by samples; ``loss_whole``: loss of the whole batch.
     ``gradients``, ``inputs``: largest relative distance of an output's gradient, and of an input of the model.
-    ``own``: a number in the program that differs between ranks.
+    ``differing_number``: a number in the program that differs between ranks.
     ``repeated``: whether a tensor with one row per sample, not from the batch, is the same on every rank; ``stepped``:
     whether such a tensor was interpreted as continued from rank to rank.
     ``doubt``: why a difference may have been missed. ``unknown``: why nothing could be compared."""
@@ -37,7 +37,7 @@ class Difference:
     loss_whole: float = 0.0
     gradients: float = 0.0
     inputs: float = 0.0
-    own: float | None = None
+    differing_number: float | None = None
     repeated: bool = False
     stepped: bool = False
     doubt: str = ""
@@ -49,11 +49,10 @@ class Comparison:
 
     def __init__(self, votes: Votes, tape: Tape, loss: Tensor, weight: float) -> None:
         self._votes, self._tape, self._loss, self._weight = votes, tape, loss, weight
-        self._seen: dict[int, Tensor] = {}
-        self._wholes: list[tuple[dict[int, Tensor], bool, bool]] = []
+        self._interpretations: list[tuple[dict[int, Tensor], bool, bool]] = []
         self._repeated = self._stepped = self._counts = False
         self._doubt = ""
-        self._apart_by: float | None = None
+        self._differing_value: float | None = None
         """Value on rank 0 of a tensor without rows that differs between ranks."""
         self.unknown = self._prepare()
 
@@ -66,79 +65,81 @@ class Comparison:
         if any(o._version != v for o, v in zip(tape.outputs, tape.changed, strict=True)):
             reason = "an output of the model is changed in place"
         leaves = [*tape.values, *tape.leaves]
-        places = [tape.place_of(t) for t in (*tape.outputs, *tape.leaves)]
-        batched = [cut(t, tape.rows) for t in leaves]
+        positions = [tape.index_of(t) for t in (*tape.outputs, *tape.leaves)]
+        batched = [is_batched(t, tape.rows) for t in leaves]
         size = sum(t.nbytes for t, b in zip(leaves, batched, strict=True) if b) * votes.num_ranks
         if not reason and size > MOST_BYTES:
             reason = f"its whole batch has {size / 2**20:.0f} MiB of outputs"
-        if not reason and any(not cut(t, tape.rows) for t in tape.values):
+        if not reason and any(not is_batched(t, tape.rows) for t in tape.values):
             reason = "an output of the model has no row for each sample: one over pairs of samples has each rank's own"
-        mine = [float(tape.rows), float(tape.rows if self._weight else 0), float(tape.taken_whole)]
-        found = votes.gather([float(bool(reason)), float(len(leaves)), *mine])
-        if any(f[0] for f in found):
+        figures = [float(tape.rows), float(tape.rows if self._weight else 0), float(tape.array_read)]
+        by_rank = votes.gather([float(bool(reason)), float(len(leaves)), *figures])
+        if any(f[0] for f in by_rank):
             return reason or "another rank could not follow it"
-        if len({f[1] for f in found}) > 1:
+        if len({f[1] for f in by_rank}) > 1:
             return "ranks compute it in different ways"
-        rows = [int(f[3]) for f in found]
-        self._own = self._own_number([f[2] for f in found])
-        taken = any(f[4] for f in found)
+        rows = [int(f[3]) for f in by_rank]
+        self._differing_number = self._find_differing_number([f[2] for f in by_rank])
+        read_out = any(f[4] for f in by_rank)
         fixed: dict[int, Tensor] = {}
         alike: dict[int, Tensor] = {}
         summed: dict[int, Tensor] = {}
-        wholes: dict[int, Tensor] = {}
-        others = False
-        made = len(tape.outputs) + tape.read
+        whole_tensors: dict[int, Tensor] = {}
+        others_differ = False
+        num_from_batch = len(tape.outputs) + tape.read
         for number, (tensor, split) in enumerate(zip(leaves, batched, strict=True)):
-            at = places[number]
+            at = positions[number]
             plain = tensor.detach().as_subclass(Tensor)
-            if votes.everyone(number >= made and tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] == tape.rows):
-                square = _grown(gathered(votes, plain.cpu()), sum(rows))
+            if votes.everyone(
+                number >= num_from_batch and tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] == tape.rows
+            ):
+                square = _extended(gathered(votes, plain.cpu()), sum(rows))
                 if square is not None:
-                    wholes[at] = square.to(device)
+                    whole_tensors[at] = square.to(device)
                     continue
             if votes.everyone(split):
                 parts = gathered(votes, plain.cpu() if self._weight else plain.cpu()[:0])
                 if len({p.shape[1:] for p in parts}) > 1:
                     return "something beside the batch has other sizes on other ranks"
-                wholes[at] = torch.cat(parts).to(device)
+                whole_tensors[at] = torch.cat(parts).to(device)
                 parts = [p for p, count in zip(parts, rows, strict=True) if count]
                 if number >= len(tape.outputs) and all(
                     p.shape == parts[0].shape and torch.equal(p, parts[0]) for p in parts
                 ):
                     alike[at] = plain
-                if number >= made and len(parts) > 1:
-                    whole = self._by_place(parts, len(wholes[at]), taken=taken)
-                    wholes[at] = wholes[at] if whole is None else whole.to(device)
+                if number >= num_from_batch and len(parts) > 1:
+                    stepped_tensor = self._by_index(parts, len(whole_tensors[at]), read_out=read_out)
+                    whole_tensors[at] = whole_tensors[at] if stepped_tensor is None else stepped_tensor.to(device)
             else:
                 fixed[at] = plain
-                known = plain.double().reshape(-1) if type(plain) is Tensor and plain.layout is torch.strided else None
-                every = [v[0] for v in votes.gather([0.0 if known is None else float(known.abs().sum())])]
-                from_loader = len(tape.outputs) <= number < made and bool(tensor.dim())
+                flat = plain.double().reshape(-1) if type(plain) is Tensor and plain.layout is torch.strided else None
+                every = [v[0] for v in votes.gather([0.0 if flat is None else float(flat.abs().sum())])]
+                from_loader = len(tape.outputs) <= number < num_from_batch and bool(tensor.dim())
                 if (
-                    len(set(every)) > 1 and known is not None and not from_loader
+                    len(set(every)) > 1 and flat is not None and not from_loader
                 ):  # it may be this rank's number of samples
-                    self._apart_by = every[0]
-                    others = others or bool(tensor.dim())
+                    self._differing_value = every[0]
+                    others_differ = others_differ or bool(tensor.dim())
                     if not tensor.dim():
                         summed[at] = torch.full_like(plain, sum(v[0] for v in votes.gather([float(plain)])))
-        base = fixed | wholes
+        base = fixed | whole_tensors
         readings = ((base | alike | summed, False), (base | summed, False), (base | alike, True), (base, True))
-        self._wholes = [
-            (r, others or (own and bool(summed)), self._repeated and bool(i % 2))
-            for i, (r, own) in enumerate(readings)
+        self._interpretations = [
+            (r, others_differ or (assumes_local and bool(summed)), self._repeated and bool(i % 2))
+            for i, (r, assumes_local) in enumerate(readings)
             if (summed or i > 1) and (alike or i % 2)
         ]
         self._rows = rows
         return ""
 
-    def _by_place(self, parts: list[Tensor], count: int, *, taken: bool) -> Tensor | None:
+    def _by_index(self, parts: list[Tensor], count: int, *, read_out: bool) -> Tensor | None:
         """The whole tensor [count, ...] of ``parts``, one per rank, that were not made from the batch, if their values
         depend on a sample's index in equal steps; otherwise None. Also records other findings about the tensor.
-        ``taken``: whether it may have been made from numbers of the batch outside of torch."""
+        ``read_out``: whether it may have been made from numbers of the batch outside of torch."""
         longest = max(parts, key=len)
         fewest = min(map(len, parts))
         if not all(p.shape[1:] == longest.shape[1:] and torch.equal(p, longest[: len(p)]) for p in parts):
-            self._doubt = self._doubt or (_TAKEN if taken else "")
+            self._doubt = self._doubt or (_READ_OUT if read_out else "")
             return None
         if len(longest) == 1:
             self._doubt = self._doubt or (
@@ -147,8 +148,8 @@ class Comparison:
             return None
         if not bool((longest != longest[:1]).any()):
             return None
-        if taken and not bool((longest[:fewest] != longest[:1]).any()):
-            self._doubt = self._doubt or _TAKEN
+        if read_out and not bool((longest[:fewest] != longest[:1]).any()):
+            self._doubt = self._doubt or _READ_OUT
             return None
         steps = longest[1:] - longest[:-1] if longest.dtype is not torch.bool else longest
         if longest.dim() == 1 and longest.dtype is not torch.bool and bool((steps == steps[0]).all()):
@@ -157,13 +158,13 @@ class Comparison:
         self._repeated = True
         return None
 
-    def _own_number(self, rows: list[float]) -> float | None:
+    def _find_differing_number(self, rows: list[float]) -> float | None:
         """The first number in the program that differs between ranks (collective); None if there is none. ``rows``:
         samples of each rank. If these differ, whole numbers and their reciprocals may differ, too."""
         kinds = (float, int) if len(set(rows)) == 1 else (float,)
         every = [
             n
-            for function, args, options, _ in self._tape.needed([self._loss, *self._tape.given])[0]
+            for function, args, options, _ in self._tape.needed([self._loss, *self._tape.model_inputs])[0]
             for n in pytree.tree_leaves((args, options))
             if type(n) is float or (type(n) is int and getattr(function, "__name__", "") in _ARITHMETIC)
         ]
@@ -173,53 +174,62 @@ class Comparison:
             return None
         by_rank = self._votes.exchange([repr(n) for n in numbers])
         parts = [repr(1 / r) for r in rows]
-        apart = (i for i, n in enumerate(zip(*by_rank, strict=False)) if len(set(n)) > 1 and list(n) != parts)
-        at = next(apart, None)
+        differing = (i for i, n in enumerate(zip(*by_rank, strict=False)) if len(set(n)) > 1 and list(n) != parts)
+        at = next(differing, None)
         return None if at is None else float(by_rank[0][at])
 
-    def whole(self) -> list[tuple[float, list[Tensor], list[tuple[Tensor, Tensor]], bool, bool, int]]:
+    def _whole_batch_results(self) -> list[tuple[float, list[Tensor], list[tuple[Tensor, Tensor]], bool, bool, int]]:
         """For every interpretation of the program that runs: the loss of the whole batch, the gradients of this rank's
         rows of the outputs, pairs of its rows of the model's inputs and their actual values, and whether it assumes
         that tensors which differ between ranks are as on this rank."""
         tape = self._tape
         first, total = sum(self._rows[: self._votes.rank]), sum(self._rows)
-        at = tape.place_of(self._loss)
-        own = {id(t) for t in tape.leaves}
-        given = [t for t in tape.given if id(t) not in own and cut(t, tape.rows)]
-        found = []
+        at = tape.index_of(self._loss)
+        leaf_ids = {id(t) for t in tape.leaves}
+        inputs = [t for t in tape.model_inputs if id(t) not in leaf_ids and is_batched(t, tape.rows)]
+        results = []
 
         counted = self._rows[self._votes.rank]
 
-        def mine(whole: Tensor) -> Tensor:
-            per = len(whole) // total
-            return whole[first * per : (first + counted) * per]
+        def local_rows(tensor: Tensor) -> Tensor:
+            per = len(tensor) // total
+            return tensor[first * per : (first + counted) * per]
 
-        for values, own_ones, repeated in self._wholes:
-            for reading, number in enumerate(grown(tape, sum(self._rows))):
-                held = {k: v.clone() for k, v in values.items()}
+        for values, assumes_local, repeated in self._interpretations:
+            for reading, number in enumerate(number_mappings(tape, sum(self._rows))):
+                tensors = {k: v.clone() for k, v in values.items()}
                 outputs = []
                 for o in tape.outputs:
-                    place = tape.place_of(o)
-                    entry = held[place].requires_grad_(o.is_floating_point())
+                    index = tape.index_of(o)
+                    entry = tensors[index].requires_grad_(o.is_floating_point())
                     outputs.append(entry)
-                    held[place] = entry.clone()
+                    tensors[index] = entry.clone()
                 try:
                     with torch.enable_grad():
-                        done = tape.again(held, number)
-                        gradients = torch.autograd.grad(done[at].sum(), outputs, allow_unused=True)
+                        replayed = tape.replay(tensors, number)
+                        output_gradients = torch.autograd.grad(replayed[at].sum(), outputs, allow_unused=True)
                 except Exception:  # numbers that do not fit the shapes
                     continue
                 pairs = []
-                if any(tape.place_of(t) not in done for t in given):  # an operation in between could not be repeated
+                if any(
+                    tape.index_of(t) not in replayed for t in inputs
+                ):  # an operation in between could not be repeated
                     continue
-                for t in given:
-                    there = done.get(tape.place_of(t))
-                    if there is not None and there.dim() and len(there) * tape.rows == len(t) * total:
+                for t in inputs:
+                    replayed_input = replayed.get(tape.index_of(t))
+                    if (
+                        replayed_input is not None
+                        and replayed_input.dim()
+                        and len(replayed_input) * tape.rows == len(t) * total
+                    ):
                         plain = t.detach().as_subclass(Tensor)
-                        pairs.append((mine(there.detach()), plain if counted else plain[:0]))
-                rows = [mine(torch.zeros_like(e) if g is None else g) for e, g in zip(outputs, gradients, strict=True)]
-                found.append((float(done[at].detach().sum()), rows, pairs, own_ones, repeated, reading))
-        return found
+                        pairs.append((local_rows(replayed_input.detach()), plain if counted else plain[:0]))
+                rows = [
+                    local_rows(torch.zeros_like(e) if g is None else g)
+                    for e, g in zip(outputs, output_gradients, strict=True)
+                ]
+                results.append((float(replayed[at].detach().sum()), rows, pairs, assumes_local, repeated, reading))
+        return results
 
     def difference(self, received: list[Tensor | None]) -> Difference:
         """The difference between parts and whole. ``received``: gradients of the outputs in the loop's own backward,
@@ -230,60 +240,70 @@ class Comparison:
         share = self._weight / ranks
         best: Difference | None = None
         parts = sum(p[0] for p in votes.gather([float(self._loss.detach().sum()) * share]))
-        readings = self.whole()
+        readings = self._whole_batch_results()
         count = int(min(v[0] for v in votes.gather([float(len(readings))])))
         if not count:
             return Difference(unknown="it cannot be done again with a whole batch")
         by_grown: dict[int, float] = {}
-        taken = 0
-        for value, rows, pairs, own_ones, repeated, reading in readings[:count]:
+        chosen = 0
+        for value, rows, pairs, assumes_local, repeated, reading in readings[:count]:
             gradients = [
-                (torch.zeros_like(want) if got is None or not share else got.detach().to(want) * share, want)
-                for got, want in zip(received, rows, strict=True)
+                (
+                    torch.zeros_like(expected) if actual is None or not share else actual.detach().to(expected) * share,
+                    expected,
+                )
+                for actual, expected in zip(received, rows, strict=True)
             ]
-            found = Difference(
-                loss_parts=parts, loss_whole=value, gradients=self._apart(gradients),
-                inputs=self._apart([(t, want) for want, t in pairs]),
-                own=self._apart_by if own_ones and self._own is None else self._own,
-                repeated=repeated,
+            number = self._differing_number
+            if number is None and assumes_local:
+                number = self._differing_value
+            candidate = Difference(
+                loss_parts=parts, loss_whole=value, gradients=self._relative_distance(gradients),
+                inputs=self._relative_distance([(t, expected) for expected, t in pairs]),
+                differing_number=number, repeated=repeated,
             )  # fmt: skip
-            by_grown[reading] = min(found.gradients, by_grown.get(reading, found.gradients))
-            if best is None or max(found.gradients, found.inputs) < max(best.gradients, best.inputs) - _ROUNDING:
-                best, taken = found, reading
+            by_grown[reading] = min(candidate.gradients, by_grown.get(reading, candidate.gradients))
+            if (
+                best is None
+                or max(candidate.gradients, candidate.inputs) < max(best.gradients, best.inputs) - _ROUNDING
+            ):
+                best, chosen = candidate, reading
         assert best is not None
         if best.loss_parts != best.loss_parts and best.loss_whole != best.loss_whole:
             return Difference(unknown="it is no number")
-        if self._counts and taken == 0 and by_grown.get(1, 0.0) > best.gradients + _SURELY:
+        if self._counts and chosen == 0 and by_grown.get(1, 0.0) > best.gradients + _DISTINCT:
             self._doubt = self._doubt or (
                 f"it is computed with the number {self._tape.rows}, which is also that of this rank's samples, of "
                 "which one device has more"
             )
-        if max(self._rows) == 1 and taken and by_grown.get(0, 0.0) > best.gradients + _SURELY:
+        if max(self._rows) == 1 and chosen and by_grown.get(0, 0.0) > best.gradients + _DISTINCT:
             self._doubt = self._doubt or (
                 "every rank has one sample, and a number 1 that it is computed with may be that of samples or not"
             )
         return replace(best, stepped=self._stepped, doubt=self._doubt)
 
-    def _apart(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
+    def _relative_distance(self, pairs: list[tuple[Tensor, Tensor]]) -> float:
         """Relative distance of all ranks' tensors from the desired ones (collective)."""
-        off = size = strange = 0.0
-        for mine, want in pairs:
-            if mine.shape != want.shape:
+        off = size = nans = 0.0
+        for actual, expected in pairs:
+            if actual.shape != expected.shape:
                 off = size = 1.0
                 continue
-            kind = torch.complex128 if want.is_complex() else torch.float64
-            gap = (mine.to(kind) - want.to(kind)).abs().square().masked_fill(mine.isnan() & want.isnan(), 0.0)
-            strange += float(gap.isnan().any())
+            kind = torch.complex128 if expected.is_complex() else torch.float64
+            gap = (
+                (actual.to(kind) - expected.to(kind)).abs().square().masked_fill(actual.isnan() & expected.isnan(), 0.0)
+            )
+            nans += float(gap.isnan().any())
             off += float(gap.nan_to_num(nan=0.0).sum())
-            size += float(want.to(kind).abs().square().nan_to_num(nan=0.0).sum())
-        sums = self._votes.gather([off, size, strange])
+            size += float(expected.to(kind).abs().square().nan_to_num(nan=0.0).sum())
+        sums = self._votes.gather([off, size, nans])
         total, scale = sum(s[0] for s in sums), sum(s[1] for s in sums)
         if any(s[2] for s in sums):  # NaN on one side only
             return 1.0
         return (total / scale) ** 0.5 if scale > 0 else float(total > 0)
 
 
-def _grown(parts: list[Tensor], count: int) -> Tensor | None:
+def _extended(parts: list[Tensor], count: int) -> Tensor | None:
     """The matrix [count, count] that extends the square matrices ``parts`` of all ranks, if these are constant along
     diagonals (``torch.eye``, ``tril``); the outermost diagonals are repeated. Otherwise, or for a single row, None."""
     longest = max(parts, key=len)
@@ -302,10 +322,10 @@ def gathered(votes: Votes, part: Tensor) -> list[Tensor]:
     if votes.num_ranks == 1:
         return [part]
     shapes = [tuple(int(n) for n in s) for s in votes.gather([float(n) for n in part.shape])]
-    found = []
+    tensors = []
     for rank, shape in enumerate(shapes):
         tensor = part.contiguous().clone() if rank == votes.rank else torch.empty(shape, dtype=part.dtype)
         wire = tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
         dist.broadcast(wire, rank, group=votes.group)
-        found.append(tensor)
-    return found
+        tensors.append(tensor)
+    return tensors

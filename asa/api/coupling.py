@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from asa.api.calls import Call, arguments, samples_of
 from asa.api.generators import generators_now
-from asa.api.losses import found_below
+from asa.api.losses import search_graph
 from asa.api.planning import device_of
 from asa.errors import UsageError
 from asa.ir.plan import Plan
@@ -29,7 +29,7 @@ _LOOSER, _SCALE, _ELEMENTS, _FEWEST = 10.0, 1000.0, 1 << 22, 2
 samples; largest number of elements for gradients; least number of samples in a half."""
 
 
-class _Each(TorchFunctionMode):
+class _WithoutBatchStatistics(TorchFunctionMode):
     """Context in which ``torch.nn.functional.batch_norm`` uses no batch statistics, so that samples are independent."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,15 +54,15 @@ def coupled(model: nn.Module, call: Call | None, *, exact: bool = False) -> floa
         samples = samples_of(call)
         if samples < 2 * _FEWEST:  # a single sample has no batch statistics
             call, samples = _doubled(call, samples), 2 * samples
-        with preserved(model), torch.no_grad(), _Each() if exact else nullcontext():
+        with preserved(model), torch.no_grad(), _WithoutBatchStatistics() if exact else nullcontext():
             for module in model.modules():
                 if isinstance(module, _NormBase) or "drop" in type(module).__name__.lower():
                     module.eval()
-            apart = _apart(model, call, samples)
-            if apart is None:
+            change = _change(model, call, samples)
+            if change is None:
                 model.eval()
-                apart = _apart(model, call, samples)
-        return apart or 0.0
+                change = _change(model, call, samples)
+        return change or 0.0
     except Exception:  # any error of the model on another batch size
         return 0.0
 
@@ -81,7 +81,12 @@ def fewest_rows(model: nn.Module, call: Call | None, *, exact: bool = False) -> 
 
     def runs(count: int) -> bool:
         try:
-            with preserved(model), torch.no_grad(), _Each() if exact else nullcontext(), warnings.catch_warnings():
+            with (
+                preserved(model),
+                torch.no_grad(),
+                _WithoutBatchStatistics() if exact else nullcontext(),
+                warnings.catch_warnings(),
+            ):
                 warnings.simplefilter("ignore")
                 for module in model.modules():
                     if isinstance(module, _NormBase):
@@ -89,8 +94,8 @@ def fewest_rows(model: nn.Module, call: Call | None, *, exact: bool = False) -> 
                 output = _run(model, call, samples, slice(0, count), device)
         except Exception:  # any error of the model on so few samples
             return False
-        found = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
-        return all(bool(t.isfinite().all()) for t in found)
+        outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+        return all(bool(t.isfinite().all()) for t in outputs)
 
     if runs(1):
         return 1
@@ -107,8 +112,8 @@ class Scored(nn.Module):
     def forward(self, inputs: Any, labels: Any) -> Tensor:
         """The loss."""
         args, options = arguments(inputs)
-        found: Tensor = self._loss_fn(self.model(*args, **options), labels)
-        return found
+        loss: Tensor = self._loss_fn(self.model(*args, **options), labels)
+        return loss
 
 
 def keeps_rows(model: nn.Module, call: Call) -> bool:
@@ -130,24 +135,24 @@ def keeps_rows(model: nn.Module, call: Call) -> bool:
     return (fails(all_, one) or fails(one, all_)) and not fails(one)
 
 
-def warning_of(apart: float, plan: Plan) -> list[str]:
-    """Warnings about a model with the result ``apart`` of :func:`coupled`, under ``plan``."""
-    if apart == KEEPS and plan.num_microbatches > 1:
+def warning_of(change: float, plan: Plan) -> list[str]:
+    """Warnings about a model with the result ``change`` of :func:`coupled`, under ``plan``."""
+    if change == KEEPS and plan.num_microbatches > 1:
         return [
             f"the model keeps something from call to call, and its output moves by that: {plan.num_microbatches} times "
             "a step here, once on one device"
         ]
     shared = max(layout.data for layout in plan.layouts()) * plan.num_microbatches > 1
-    if apart <= 0 or not shared:
+    if change <= 0 or not shared:
         return []
     return [
-        f"the model computes a sample's output, or its gradient, from other samples of the batch, too ({apart:.1%} "
+        f"the model computes a sample's output, or its gradient, from other samples of the batch, too ({change:.1%} "
         "apart when a batch is halved): a rank has its own samples, and gets other numbers than one device; have "
         "outputs depend on one sample each, take BatchNorm with batch_norm='exact', or plan with strategies=('tensor',)"
     ]
 
 
-def _apart(model: nn.Module, call: Call, samples: int) -> float | None:
+def _change(model: nn.Module, call: Call, samples: int) -> float | None:
     """Change of outputs as in :func:`coupled`; None if the model draws random numbers."""
     half = samples // 2
     if not half:
@@ -155,39 +160,39 @@ def _apart(model: nn.Module, call: Call, samples: int) -> float | None:
     device = device_of(model)
     torch.manual_seed(0)
     before = generators_now()
-    whole, first, second, again = (
+    full, first, second, repeated = (
         pytree.tree_leaves(_run(model, call, samples, slice(*ends), device))
         for ends in ((0, samples), (0, half), (half, samples), (0, samples))
     )
     if generators_now() != before:
         return None
-    if any(isinstance(a, Tensor) and not torch.equal(a, b) for a, b in zip(whole, again, strict=True)):
+    if any(isinstance(a, Tensor) and not torch.equal(a, b) for a, b in zip(full, repeated, strict=True)):
         return KEEPS
     worst = 0.0
-    for all_, a, b in zip(whole, first, second, strict=True):
+    for all_, a, b in zip(full, first, second, strict=True):
         if not isinstance(all_, Tensor) or not all_.is_floating_point() or not all_.dim():
             continue
         if len(all_) % samples or a.shape[1:] != all_.shape[1:] or len(a) + len(b) != len(all_):
             continue
         off = float((torch.cat([a, b]) - all_).double().norm() / all_.double().norm().clamp(min=1e-12))
         worst = max(worst, off if off > _TOLERANCES.get(all_.dtype, 0.1) else 0.0)
-    worst = max(worst, _totals_apart(model, call, samples, device))
-    return worst or _gradients_apart(model, call, samples, device)
+    worst = max(worst, _scalar_change(model, call, samples, device))
+    return worst or _gradient_change(model, call, samples, device)
 
 
-def _totals_apart(model: nn.Module, call: Call, samples: int, device: torch.device) -> float:
+def _scalar_change(model: nn.Module, call: Call, samples: int, device: torch.device) -> float:
     """Relative distance of the model's scalars with gradients (a loss that it returns or stores in an attribute) from
     the means of those of two halves. Cross-entropies are excluded, because their denominators are summed over ranks."""
     half = samples // 2
     with torch.enable_grad():
-        whole, first, second = (
+        full, first, second = (
             _numbers(model, _run(model, call, samples, slice(*ends), device))
             for ends in ((0, samples), (0, half), (half, samples))
         )
     worst = 0.0
-    for name, all_ in whole.items():
+    for name, all_ in full.items():
         a, b = first.get(name), second.get(name)
-        if a is None or b is None or found_below([all_])[1]:
+        if a is None or b is None or search_graph([all_])[1]:
             continue
         mean = (float(a.detach()) * half + float(b.detach()) * (samples - half)) / samples
         size = max(abs(float(all_.detach())), abs(mean), 1e-12)
@@ -198,9 +203,9 @@ def _totals_apart(model: nn.Module, call: Call, samples: int, device: torch.devi
 
 def _numbers(model: nn.Module, output: Any) -> dict[str, Tensor]:
     """Single numbers with gradients in ``output`` and in attributes of modules."""
-    found = {str(i): t for i, t in enumerate(pytree.tree_leaves(output))}
-    found |= {f"{path}.{k}": t for path, m in model.named_modules() for k, t in vars(m).items()}
-    return {k: t for k, t in found.items() if isinstance(t, Tensor) and not t.dim() and t.grad_fn is not None}
+    candidates = {str(i): t for i, t in enumerate(pytree.tree_leaves(output))}
+    candidates |= {f"{path}.{k}": t for path, m in model.named_modules() for k, t in vars(m).items()}
+    return {k: t for k, t in candidates.items() if isinstance(t, Tensor) and not t.dim() and t.grad_fn is not None}
 
 
 def _doubled(call: Call, samples: int) -> Call:
@@ -216,41 +221,41 @@ def _doubled(call: Call, samples: int) -> Call:
     return Call(tuple(map(twice, call.args)), {name: twice(value) for name, value in call.options.items()})
 
 
-def _gradients_apart(model: nn.Module, call: Call, samples: int, device: torch.device) -> float:
-    asked, left = [], _ELEMENTS
+def _gradient_change(model: nn.Module, call: Call, samples: int, device: torch.device) -> float:
+    parameters, remaining = [], _ELEMENTS
     for p in sorted((p for p in model.parameters() if p.requires_grad), key=Tensor.numel):
-        if (left := left - p.numel()) > 0:
-            asked.append(p)
+        if (remaining := remaining - p.numel()) > 0:
+            parameters.append(p)
     half = samples // 2
 
     def gradients(rows: slice, scale: float) -> list[Tensor]:
         with torch.enable_grad():
             out = pytree.tree_leaves(_run(model, call, samples, rows, device))
-            here = range(*rows.indices(samples))
+            indices = range(*rows.indices(samples))
             total = sum(
-                (scale * t * _slopes(samples, t)[here[0] : here[-1] + 1]).sum()
+                (scale * t * _slopes(samples, t)[indices[0] : indices[-1] + 1]).sum()
                 for t in out
-                if isinstance(t, Tensor) and t.requires_grad and t.shape[:1] == (len(here),)
+                if isinstance(t, Tensor) and t.requires_grad and t.shape[:1] == (len(indices),)
             )
         if not isinstance(total, Tensor):
             return []
-        found = torch.autograd.grad(total, asked, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(asked, found, strict=True)]
+        grads = torch.autograd.grad(total, parameters, allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(parameters, grads, strict=True)]
 
     try:
-        whole, first, second = (
+        full, first, second = (
             gradients(slice(*ends), scale)
             for ends, scale in (((0, samples), 1.0), ((0, half), _SCALE), ((half, samples), _SCALE))
         )
     except Exception:  # whatever a model's own code raises in backward
         return 0.0
     off = sum(
-        float(((a + b) / _SCALE - w).double().square().sum()) for w, a, b in zip(whole, first, second, strict=True)
+        float(((a + b) / _SCALE - w).double().square().sum()) for w, a, b in zip(full, first, second, strict=True)
     )
-    size = sum(float(w.double().square().sum()) for w in whole)
-    apart = (off / size) ** 0.5 if size else 0.0
-    kind = next((w.dtype for w in whole), torch.float32)
-    return apart if apart > min(_LOOSER * _TOLERANCES.get(kind, 0.1), 0.3) else 0.0
+    size = sum(float(w.double().square().sum()) for w in full)
+    change = (off / size) ** 0.5 if size else 0.0
+    kind = next((w.dtype for w in full), torch.float32)
+    return change if change > min(_LOOSER * _TOLERANCES.get(kind, 0.1), 0.3) else 0.0
 
 
 def _slopes(samples: int, like: Tensor) -> Tensor:
@@ -261,20 +266,20 @@ def _slopes(samples: int, like: Tensor) -> Tensor:
 
 
 def _run(model: nn.Module, call: Call, samples: int, rows: slice, device: torch.device) -> Any:
-    def taken(value: Any) -> Any:
+    def selected(value: Any) -> Any:
         if isinstance(value, Tensor):
             return (value[rows] if value.shape[:1] == (samples,) else value).to(device)
         if isinstance(value, list) and len(value) == samples:
             return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value[rows])
         if type(value) is tuple:
-            return tuple(taken(one) for one in value)
+            return tuple(selected(one) for one in value)
         if value is None or isinstance(value, bool | int | float | str):
             return value
         raise UsageError(f"a {type(value).__name__} cannot be halved")
 
-    held = [(b, b.detach().clone()) for b in model.buffers()]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
     try:
-        return model(*map(taken, call.args), **{name: taken(value) for name, value in call.options.items()})
+        return model(*map(selected, call.args), **{name: selected(value) for name, value in call.options.items()})
     finally:  # buffers changed by forward must not affect the next run
-        for buffer, value in held:
+        for buffer, value in buffers:
             buffer.copy_(value)

@@ -75,7 +75,7 @@ class UserExecutor(PlannedExecutor):
         *,
         rebinding: Rebinding,
         data: UserData,
-        place: RankContext,
+        context: RankContext,
         announce: Announce,
         folder: Path | None,
         run: str,
@@ -85,19 +85,19 @@ class UserExecutor(PlannedExecutor):
     ) -> None:
         self._max_norm, self._schedules = max_norm, schedules
         self._build, self._settings, self._rebinding, self._data = build, settings, rebinding, data
-        self._place, self._votes, self.announce, self._folder = place, place.votes, announce, folder
+        self._context, self._votes, self.announce, self._folder = context, context.votes, announce, folder
         self.stop = StopRequest()
         self._samples = data.batches.epoch_samples or _UNCOUNTED
-        self._epoch = self._done = self._step = self._warm = 0
+        self._epoch = self._samples_done = self._step = self._warm = 0
         self._saved: tuple[int, Path] | None = None
         self._saving = SaveClock(settings.save_every_s)
         self._running: Iterator[Share] | None = None
         waits.on = settings.observe
-        self._keeper = Checkpointer(
+        self._checkpointer = Checkpointer(
             folder=folder or Path(), run=run, settings=settings, num_samples=self._samples, votes=self._votes,
             announce=announce, more=lambda: {FILE: schedules.state()},
         )  # fmt: skip
-        self._loss = JobLoss(data.loss_fn, data.weight, place)
+        self._loss = JobLoss(data.loss_fn, data.weight, context)
         began = time.perf_counter()
         self._fewest = needs
         self._worker = self._worker_of(build(plan, tuple(range(plan.num_ranks))), LossScale(plan.precision))
@@ -150,11 +150,11 @@ class UserExecutor(PlannedExecutor):
 
     def rows(self, total: int) -> list[int]:
         """Rows of a batch of ``total`` samples that this rank reads, or for which it needs labels."""
-        found: set[int] = set()
+        rows_read: set[int] = set()
         for part in microbatch_rows(self.model, total):
             for rows in (part.read, part.kept):
-                found.update(range(rows.start, rows.stop))
-        return sorted(found)
+                rows_read.update(range(rows.start, rows.stop))
+        return sorted(rows_read)
 
     def trainable(self, total: int) -> bool:
         """Whether a batch of ``total`` samples gives every rank a sample of every microbatch, or two for BatchNorm
@@ -177,12 +177,12 @@ class UserExecutor(PlannedExecutor):
             share = Share(total=samples_in(batch), rows=rows, first=0, batch=rows_of(batch, rows))
         if not self.trainable(share.total):
             raise UsageError(f"{share.total} samples are too few to give every rank something to compute on")
-        tally = LossCounter(self.model.device)
-        self._train(share, tally)
+        counter = LossCounter(self.model.device)
+        self._train(share, counter)
         self._worker.clock.collect()
-        with self._meeting():
-            found = self._votes.gather(tally.take())
-        return math.fsum(rank[0] for rank in found) / max(1.0, math.fsum(rank[2] for rank in found))
+        with self._discipline_paused():
+            totals = self._votes.gather(counter.take())
+        return math.fsum(rank[0] for rank in totals) / max(1.0, math.fsum(rank[2] for rank in totals))
 
     def _next(self) -> Share:
         """The loader's next sufficiently large batch, from the next epoch if this one has ended."""
@@ -191,28 +191,28 @@ class UserExecutor(PlannedExecutor):
                 self._running = self._batches()
             share = next(self._running, None)
             if share is None:
-                if not self._done:
+                if not self._samples_done:
                     raise UsageError("the loader yields no batch that is large enough for all ranks")
-                self._running, self._epoch, self._done = None, self._epoch + 1, 0
+                self._running, self._epoch, self._samples_done = None, self._epoch + 1, 0
                 self._schedules.epoch_ended(math.nan)
                 continue
-            self._done += share.total
+            self._samples_done += share.total
             if self.trainable(share.total):
                 return share
             message = f"{share.total} samples of epoch {self._epoch} are left out: too few for a batch on all ranks"
             self.announce({"event": "note", "message": message})
 
     @property
-    def _behind(self) -> int:
+    def _batches_done(self) -> int:
         """Number of batches of the epoch that are done; all but the last are full."""
-        return -(-self._done // self._data.batches.batch_size)
+        return -(-self._samples_done // self._data.batches.batch_size)
 
     def _batches(self, skip: int | None = None) -> Iterator[Share]:
         """The rest of the epoch after its first ``skip`` batches (None: after those that are done)."""
         seed = self._settings.seed * 1_000_003 + self._epoch
-        return self._data.batches.epoch(order_seed=seed, skip=self._behind if skip is None else skip)
+        return self._data.batches.epoch(order_seed=seed, skip=self._batches_done if skip is None else skip)
 
-    def _train(self, share: Share, tally: LossCounter) -> None:
+    def _train(self, share: Share, loss_counter: LossCounter) -> None:
         # Random numbers of other modules come from torch's generators: seed them by the step.
         torch.manual_seed(self._settings.seed * 1_000_003 + self._step)
         worker, model, scale = self._worker, self.model, self._worker.scale
@@ -222,19 +222,19 @@ class UserExecutor(PlannedExecutor):
         inputs, labels = self._data.split(moved(share.batch, model.device)) if share.rows else (torch.empty(0), None)
         worker.clock.mark()
 
-        def here(rows: slice) -> range:
+        def positions(rows: slice) -> range:
             first = bisect_left(share.rows, rows.start)
             return range(first, first + rows.stop - rows.start)
 
         def labels_of(rows: slice) -> Any:
             counted.rows = rows.stop - rows.start
             everything = rows.stop - rows.start == share.total  # any structure is allowed, as on one device
-            return labels if everything else rows_of(labels, here(rows), len(share.rows))
+            return labels if everything else rows_of(labels, positions(rows), len(share.rows))
 
         def read(rows: slice) -> Any:
             everything = rows.stop - rows.start == len(share.rows)
-            mine = inputs if everything else rows_of(inputs, here(rows), len(share.rows))
-            return arguments(mine) if model.called else mine
+            local_inputs = inputs if everything else rows_of(inputs, positions(rows), len(share.rows))
+            return arguments(local_inputs) if model.called else local_inputs
 
         counted, counts = self._loss, bool(model.counts_rows())
         counted.begin()
@@ -246,7 +246,7 @@ class UserExecutor(PlannedExecutor):
                 self._step,
                 read,
                 labels_of,
-                loss_fn=lambda output, wanted: scale.scaled(counted(output, wanted, counts)),
+                loss_fn=lambda output, target: scale.scaled(counted(output, target, counts)),
                 precision=lambda: autocast(worker.precision, model.device),
             )
         factor = counted.factor(share.total)
@@ -256,14 +256,16 @@ class UserExecutor(PlannedExecutor):
                 if p.grad is not None:
                     p.grad.mul_(factor)
         if not counted.tried:
-            mine = float(loss / scale.value) if counts else 0.0
-            total = math.fsum(v[0] for v in self._votes.gather([mine]))
+            loss_share = float(loss / scale.value) if counts else 0.0
+            total = math.fsum(v[0] for v in self._votes.gather([loss_share]))
             kind = next(
                 (p.dtype for p in model.parameters()), torch.float32
             )  # a process without components may use any dtype
             kind = torch.bfloat16 if worker.precision in DTYPE else kind
             counted.checked(total, counts, kind)
-        tally.note(loss / scale.value * share.total * float(model.counts_rows()), share.total if self.leads else 0)
+        loss_counter.note(
+            loss / scale.value * share.total * float(model.counts_rows()), share.total if self.leads else 0
+        )
         faults.reached("all_reduce")
         if scale.unscale(model.parameters(), self._votes):
             if self._max_norm is not None:
@@ -287,63 +289,63 @@ class UserExecutor(PlannedExecutor):
         if epoch != self.next_epoch:
             raise UsageError(f"epoch {epoch} cannot run: training stands in epoch {self.next_epoch}")
         began, first = time.perf_counter(), self._step
-        if self._votes.anyone(self.stop.asked):
+        if self._votes.anyone(self.stop.requested):
             self._preempt()
         self.model.train()
-        self._loss.look_again()
-        tally = LossCounter(self.model.device)
-        pace = EpochTimer(
+        self._loss.check_again()
+        counter = LossCounter(self.model.device)
+        timer = EpochTimer(
             self.plan, self.processes, self._votes, self._worker.clock, self._settings.log_every, self._warm
         )
-        left_out = 0
-        shares, behind = self._running or self._batches(), self._behind
+        skipped = 0
+        shares, behind = self._running or self._batches(), self._batches_done
         while (share := next(shares, None)) is not None:
-            self._done += share.total
+            self._samples_done += share.total
             behind += 1
             if not self.trainable(share.total):
-                left_out += share.total
+                skipped += share.total
                 continue
-            self._train(share, tally)
-            if pace.stepped(full=share.total == self.plan.global_batch):
-                interval, worker = self._exchange(pace, tally), self._worker
+            self._train(share, counter)
+            if timer.stepped(full=share.total == self.plan.global_batch):
+                interval, worker = self._exchange(timer, counter), self._worker
                 if interval.stopping:
                     self._preempt()
                 if look is not None and interval.measured is not None:
                     look(interval.measured, self._step)
                 if self._worker is worker:
-                    pace.resume()
+                    timer.resume()
                 else:
                     self.model.train()
-                    pace.under(self.plan, self.processes, self._worker.clock)
+                    timer.under(self.plan, self.processes, self._worker.clock)
                     if self._data.batches.indexed:  # prefetched rows belong to the previous plan
                         shares = self._batches(behind)
         self._running = None
-        stopping = pace.pending and self._exchange(pace, tally).stopping
+        stopping = timer.pending and self._exchange(timer, counter).stopping
         if self._step == first:
             raise UsageError("the loader yields no batch that is large enough for all ranks")
-        if left_out:
-            message = f"{left_out} samples of epoch {epoch} were left out: too few for a batch on all ranks"
+        if skipped:
+            message = f"{skipped} samples of epoch {epoch} were left out: too few for a batch on all ranks"
             self.announce({"event": "note", "message": message})
-        self._epoch, self._done, self._warm = epoch + 1, 0, pace.warm
+        self._epoch, self._samples_done, self._warm = epoch + 1, 0, timer.warm
         self._worker.settle()
         if stopping:  # the sender of the signal may not wait for a validation
-            self._schedules.epoch_ended(pace.train_loss)
+            self._schedules.epoch_ended(timer.train_loss)
             self.save(epoch)
         loss = self._validate()
         if not stopping:
-            self._schedules.epoch_ended(pace.train_loss if math.isnan(loss) else loss)
+            self._schedules.epoch_ended(timer.train_loss if math.isnan(loss) else loss)
         return EpochOutcome(
             step=self._step,
             seconds=time.perf_counter() - began,
-            train_loss=pace.train_loss,
+            train_loss=timer.train_loss,
             validation_loss=loss,
             validation_accuracy=math.nan,
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
-            measurements=pace.measurements(None),
+            measurements=timer.measurements(None),
         )
 
     @contextmanager
-    def _meeting(self) -> Iterator[None]:
+    def _discipline_paused(self) -> Iterator[None]:
         """Context in which workers of a discipline do not wait for this one, because it waits for all of them."""
         conduct = self._worker.conduct
         if conduct is None:
@@ -353,10 +355,10 @@ class UserExecutor(PlannedExecutor):
         yield
         conduct.go_on()
 
-    def _exchange(self, pace: EpochTimer, tally: LossCounter) -> Interval:
+    def _exchange(self, timer: EpochTimer, counter: LossCounter) -> Interval:
         """Combine the figures of all ranks since the last exchange, and announce them."""
-        with self._meeting():
-            interval = pace.exchange(tally, step=self._step, stop=self.stop.asked)
+        with self._discipline_paused():
+            interval = timer.exchange(counter, step=self._step, stop=self.stop.requested)
         if isinstance(self._votes, StarVotes) and self._votes.coordinator is not None:
             for rank, how in self._votes.coordinator.lost_since():
                 message = f"rank {rank} {how}; the others go on without it, and without its share of every batch"
@@ -365,9 +367,9 @@ class UserExecutor(PlannedExecutor):
         self.announce({"event": "steps", "epoch": self._epoch, "step": self._step, "loss": interval.loss,
                        "step_time_s": (interval.seconds - interval.data_wait_s) / interval.steps,
                        **who_is_late(interval.measured)})  # fmt: skip
-        due = self._saving.trained(interval.seconds)  # equal on all ranks, so that all ranks save or none does
-        pace.every_s = min(VOTE_EVERY_S, self._saving.interval_s)
-        if due and not interval.stopping and self._folder is not None:
+        save_due = self._saving.trained(interval.seconds)  # equal on all ranks, so that all ranks save or none does
+        timer.every_s = min(VOTE_EVERY_S, self._saving.interval_s)
+        if save_due and not interval.stopping and self._folder is not None:
             self.commit()
         return interval
 
@@ -402,8 +404,8 @@ class UserExecutor(PlannedExecutor):
         if self._folder is None:
             raise UsageError("nothing can be saved without out, the folder of the run")
         if self._saved is None or self._saved[0] != self._step:
-            position = self._epoch * self._samples + min(self._done, self._samples)
-            self._saved = (self._step, self._keeper.save(self._worker, step=self._step, position=position))
+            position = self._epoch * self._samples + min(self._samples_done, self._samples)
+            self._saved = (self._step, self._checkpointer.save(self._worker, step=self._step, position=position))
             self._saving.saved()
         return self._saved[1]
 
@@ -413,27 +415,29 @@ class UserExecutor(PlannedExecutor):
         Raises:
             UsageError: it was made with another loader or optimizer. InvalidInputError: with another model.
         """
-        for name, mine in (("num_samples", self._samples), ("optimizer", self._settings.optimizer)):
-            if getattr(manifest, name) != mine:
-                raise UsageError(f"the checkpoint was made with {name} {getattr(manifest, name)}, this job has {mine}")
-        self._keeper.restore(self._worker, path, manifest)
+        for name, expected in (("num_samples", self._samples), ("optimizer", self._settings.optimizer)):
+            if getattr(manifest, name) != expected:
+                raise UsageError(
+                    f"the checkpoint was made with {name} {getattr(manifest, name)}, this job has {expected}"
+                )
+        self._checkpointer.restore(self._worker, path, manifest)
         if any(file.name == FILE for file in manifest.files):
             self._schedules.restore(checkpoint.read(path, FILE))
-        self._epoch, self._done = divmod(manifest.position, self._samples)
+        self._epoch, self._samples_done = divmod(manifest.position, self._samples)
         self._step, self._saved, self._running = manifest.step, (manifest.step, path), None
         self.advance()
 
     def advance(self) -> None:
         """Move to the next epoch if all batches of the current one are done (collective)."""
-        if not self._done:
+        if not self._samples_done:
             return
         running = self._running or self._batches()
         for share in running:
             if self.trainable(share.total):
                 self._running = chain((share,), running)
                 return
-            self._done += share.total
-        self._running, self._epoch, self._done = None, self._epoch + 1, 0
+            self._samples_done += share.total
+        self._running, self._epoch, self._samples_done = None, self._epoch + 1, 0
         self._schedules.epoch_ended(math.nan)
 
     def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
@@ -448,7 +452,7 @@ class UserExecutor(PlannedExecutor):
         old_worker, scale = self._worker, self._worker.scale
         state = dict(self.optimizer.state)
         try:
-            self._worker = self._keeper.move(old_worker, lambda: self._worker_of(self._build(plan, runs), scale))
+            self._worker = self._checkpointer.move(old_worker, lambda: self._worker_of(self._build(plan, runs), scale))
         except AsaError:
             self._rebinding.apply(old_worker.model)
             self.optimizer.state.update(state)

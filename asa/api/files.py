@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from asa.api.rank_context import known_votes
+from asa.api.rank_context import current_votes
 from asa.errors import InvalidInputError, UnavailableError, UsageError
-from asa.executor.model.state import Held, cut, gather
+from asa.executor.model.state import LocalTensor, cut, gather
 from asa.sharding.axis import SOLO
 from asa.sharding.split import TensorPart
 
@@ -30,18 +30,18 @@ def save(state: Any, path: Path | str) -> None:
     Raises:
         UnavailableError: it cannot be written; raised on every rank.
     """
-    whole = _mapped(state, _saved)
+    full = _map(state, _full)
     target = Path(path)
 
     def write() -> None:
         partial = target.with_name(f"{target.name}.partial")
         try:
-            torch.save(whole, partial)
+            torch.save(full, partial)
             os.replace(partial, target)
         except OSError as error:
             raise UnavailableError(f"{target} cannot be written: {error.strerror or error}") from None
 
-    known_votes().once(write)
+    current_votes().once(write)
 
 
 def load(path: Path | str, into: Any = None) -> Any:
@@ -57,59 +57,59 @@ def load(path: Path | str, into: Any = None) -> Any:
             form.
     """
     try:
-        found = torch.load(Path(path), map_location="cpu", weights_only=True)
+        state = torch.load(Path(path), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever pickle does
         raise InvalidInputError(f"{path} cannot be loaded: {' '.join(str(error).split())[:160]}") from None
     if into is not None:
-        _fill(into, found, "the file")
-    return found
+        _fill(into, state, "the file")
+    return state
 
 
-def _saved(value: Any) -> Any:
+def _full(value: Any) -> Any:
     if isinstance(value, nn.Module | Optimizer):
-        return _mapped(value.state_dict(), _saved)
+        return _map(value.state_dict(), _full)
     if callable(getattr(value, "state_dict", None)):
         return value.state_dict()
     if isinstance(value, TensorPart):
-        return gather(_held(value), value.held)
+        return gather(_local_tensor(value), value.held)
     if isinstance(value, DTensor):
         return value.full_tensor().detach().cpu()
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
-def _held(value: TensorPart) -> Held:
-    return Held("", value.held, value.parted.shard, value.parted.axis, 0)
+def _local_tensor(value: TensorPart) -> LocalTensor:
+    return LocalTensor("", value.held, value.parted.shard, value.parted.axis, 0)
 
 
-def _mapped(value: Any, of: Callable[[Any], Any]) -> Any:
+def _map(value: Any, of: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping) and not isinstance(value, nn.Module):
-        return {key: _mapped(one, of) for key, one in value.items()}
+        return {key: _map(one, of) for key, one in value.items()}
     if isinstance(value, tuple | list) and not isinstance(value, nn.Module):
-        return type(value)(_mapped(one, of) for one in value) if type(value) in (tuple, list) else of(value)
+        return type(value)(_map(one, of) for one in value) if type(value) in (tuple, list) else of(value)
     return of(value)
 
 
 @torch.no_grad()
-def _fill(into: Any, found: Any, where: str) -> None:
+def _fill(into: Any, value: Any, where: str) -> None:
     if isinstance(into, nn.Module | Optimizer) or callable(getattr(into, "load_state_dict", None)):
-        into.load_state_dict(found)
+        into.load_state_dict(value)
     elif isinstance(into, Tensor):
-        if not isinstance(found, Tensor) or found.shape != into.shape:
-            said = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise UsageError(f"{where} has {said} for a tensor of shape {list(into.shape)}")
+        if not isinstance(value, Tensor) or value.shape != into.shape:
+            actual = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise UsageError(f"{where} has {actual} for a tensor of shape {list(into.shape)}")
         if isinstance(into, TensorPart):
-            into.held.copy_(cut(_held(into), found))
+            into.held.copy_(cut(_local_tensor(into), value))
         elif isinstance(into, DTensor):
-            into.copy_(cut(Held("", into, None, SOLO, 0), found))
+            into.copy_(cut(LocalTensor("", into, None, SOLO, 0), value))
         else:
-            into.copy_(found)
+            into.copy_(value)
     elif isinstance(into, Mapping):
         for key, one in into.items():
-            if not isinstance(found, Mapping) or key not in found:
+            if not isinstance(value, Mapping) or key not in value:
                 raise UsageError(f"{where} has no {key!r}")
-            _fill(one, found[key], f"{where}[{key!r}]")
+            _fill(one, value[key], f"{where}[{key!r}]")
     elif isinstance(into, tuple | list):
-        if not isinstance(found, tuple | list) or len(found) != len(into):
+        if not isinstance(value, tuple | list) or len(value) != len(into):
             raise UsageError(f"{where} has another number of entries than {len(into)}")
         for i, one in enumerate(into):
-            _fill(one, found[i], f"{where}[{i}]")
+            _fill(one, value[i], f"{where}[{i}]")

@@ -25,11 +25,11 @@ def as_on_rank_0(votes: Votes) -> None:
     votes.broadcast(state)
     torch.set_rng_state(state)
     numpy = sys.modules.get("numpy")
-    mine: list[Any] = [random.getstate()]
+    states: list[Any] = [random.getstate()]
     if numpy is not None:
         kind, words, *more = numpy.random.get_state()
-        mine.append([kind, words.tolist(), *more])
-    version, words, gauss = (found := votes.tell(mine))[0]
+        states.append([kind, words.tolist(), *more])
+    version, words, gauss = (received := votes.tell(states))[0]
     random.setstate((version, tuple(words), gauss))
-    if numpy is not None and len(found) > 1:
-        numpy.random.set_state(tuple(found[1]))
+    if numpy is not None and len(received) > 1:
+        numpy.random.set_state(tuple(received[1]))

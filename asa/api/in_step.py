@@ -34,7 +34,7 @@ _LOOKS = 3
 """Number of batches of an epoch after which weights are compared, too."""
 _ELEMENTS = 64
 """Number of elements of each parameter that are compared."""
-_SAID = ("lr", "momentum", "betas", "weight_decay")
+_COMPARED_SETTINGS = ("lr", "momentum", "betas", "weight_decay")
 _TRUSTED = 3
 """Number of batches after which ranks stop exchanging the numbers of samples in their calls of the model, if all
 samples so far came from the loader."""
@@ -42,7 +42,7 @@ _PATIENCE_S = 3.0
 """Seconds in a forward or backward before a rank writes its position to the store, and of waiting before it reads
 others'."""
 FORWARD, BACKWARD, UPDATE = "a call of the model", "a backward", "an update"
-_LEFT = "no pass any more"
+_STOPPED = "no pass any more"
 _OTHER_ROWS = "a call of the model with other samples than the loader's"
 REMEDY = (
     "a branch of the loop took another way on some ranks, by a number of a rank's own (its loss, its metric): decide "
@@ -65,8 +65,8 @@ class InStep:
         self._pending: tuple[Any, list[Tensor]] | None = None
         self._since: float | None = None
         self._kind = ""
-        self._told: set[str] = set()
-        self._left = False
+        self._warned: set[str] = set()
+        self._stopped = False
         self.derived = False
         """Whether an input of the model since the last batch was not a tensor of the loader."""
         self._trusted = 0
@@ -106,21 +106,21 @@ class InStep:
         """Whether ranks exchange the numbers of samples in their calls of the model; equal on all ranks."""
         return self._trusted < _TRUSTED
 
-    def rows(self, mine: Sequence[float]) -> list[list[float]]:
-        """The figures ``mine`` of every rank about the samples in its call of the model, by rank (collective).
+    def rows(self, figures: Sequence[float]) -> list[list[float]]:
+        """The ``figures`` of every rank about the samples in its call of the model, by rank (collective).
 
         Raises:
             UsageError: another rank does something else. WorkersFailedError: a rank does not arrive in time.
         """
-        wire = torch.tensor(mine, dtype=torch.float64)
-        found = [torch.empty_like(wire) for _ in range(self.ranks)]
+        wire = torch.tensor(figures, dtype=torch.float64)
+        by_rank = [torch.empty_like(wire) for _ in range(self.ranks)]
         with self.together(_OTHER_ROWS):
-            work: Any = dist.all_gather(found, wire, group=self._sizes, async_op=True)
+            work: Any = dist.all_gather(by_rank, wire, group=self._sizes, async_op=True)
             self._wait(work)
             work.wait()
-        return [each.tolist() for each in found]
+        return [each.tolist() for each in by_rank]
 
-    def behind_batch(
+    def after_batch(
         self, model: ParallelModel | None, optimizers: Sequence[Optimizer], number: int, *, asks: bool, wait: bool
     ) -> bool:
         """Exchange counts after batch ``number`` of an epoch (collective). They are checked at once with ``wait``,
@@ -129,10 +129,10 @@ class InStep:
         Raises:
             UsageError: ranks made different calls. WorkersFailedError: a rank does not arrive in time.
         """
-        settings = tuple(_plain(g.get(k)) for o in optimizers for g in o.param_groups for k in _SAID)
+        settings = tuple(_plain(g.get(k)) for o in optimizers for g in o.param_groups for k in _COMPARED_SETTINGS)
         rates = [_plain(g.get("lr")) for o in optimizers for g in o.param_groups[:1]]
         weights = _size(model) if model is not None and number < _LOOKS else 0.0
-        mine = torch.tensor(
+        figures = torch.tensor(
             [
                 self.shared,
                 self.updates,
@@ -145,27 +145,27 @@ class InStep:
             dtype=torch.float64,
         )
         self.derived = False
-        asked = self._hear()
-        found = [torch.empty_like(mine) for _ in range(self.ranks)]
-        self._pending = dist.all_gather(found, mine, group=self._group, async_op=True), found
+        requested = self._check_pending()
+        by_rank = [torch.empty_like(figures) for _ in range(self.ranks)]
+        self._pending = dist.all_gather(by_rank, figures, group=self._group, async_op=True), by_rank
         if wait:
-            asked = self._hear() or asked
-        return asked
+            requested = self._check_pending() or requested
+        return requested
 
-    def _hear(self) -> bool:
+    def _check_pending(self) -> bool:
         if self._pending is None:
             return False
-        work, found = self._pending
+        work, by_rank = self._pending
         self._pending = None
         if not work.is_completed():
             self._wait(work)
         with others_may_leave():
             work.wait()
-        every = [each.tolist() for each in found]
+        every = [each.tolist() for each in by_rank]
         if len({tuple(e[:2]) for e in every}) > 1:
-            said = ", ".join(f"rank {r} {int(e[0])} and {int(e[1])}" for r, e in enumerate(every))
+            counts = ", ".join(f"rank {r} {int(e[0])} and {int(e[1])}" for r, e in enumerate(every))
             self.leave()
-            raise UsageError(f"ranks differ in how many passes they shared and updates they made: {said}; {REMEDY}")
+            raise UsageError(f"ranks differ in how many passes they shared and updates they made: {counts}; {REMEDY}")
         if len({e[2] for e in every}) > 1:
             self._warn(
                 f"hyperparameters of the optimizer differ between ranks (the first learning rate is "
@@ -186,81 +186,87 @@ class InStep:
         work.get_future().add_done_callback(lambda _: arrived.set())
         began = time.monotonic()
         while not arrived.wait(_PATIENCE_S):
-            if apart := self._apart():
+            if conflict := self._conflict():
                 self.leave()
-                raise UsageError(apart)
+                raise UsageError(conflict)
             if time.monotonic() - began > self._timeout_s:
                 raise WorkersFailedError(f"a rank did not come to where the others are within {self._timeout_s:g} s")
 
     def leave(self) -> None:
         """Write to the store that this rank stops, so that a rank that waits for it in a pass ends, too."""
-        self._left = True
+        self._stopped = True
         with contextlib.suppress(Exception):
-            self._store.set(f"asa/pass/{self.rank}", f"0 {_LEFT}")
+            self._store.set(f"asa/pass/{self.rank}", f"0 {_STOPPED}")
 
     def begin(self) -> None:
         """Reset the counts for another program (on all ranks)."""
-        self._told.clear()
+        self._warned.clear()
         self._trusted, self.derived = 0, False
-        if self._left:
-            self._left = False
+        if self._stopped:
+            self._stopped = False
             self._store.set(f"asa/pass/{self.rank}", "0 ")
 
-    def _apart(self) -> str:
+    def _conflict(self) -> str:
         """Description of what another rank waits in, if this one cannot join it; empty if there is no such rank."""
         for rank in range(self.ranks):
             key = f"asa/pass/{rank}"
             if rank == self.rank or not self._store.check([key]):
                 continue
             number, kind = self._store.get(key).decode().split(" ", 1)
-            if kind == _LEFT:
+            if kind == _STOPPED:
                 return f"rank {rank} stopped with an error, and rank {self.rank} waits for it; {REMEDY}"
             if self._since is None:
-                apart, here = int(number) > self.shared, f"went on to the end of the batch with {self.shared}"
+                in_conflict, doing = int(number) > self.shared, f"went on to the end of the batch with {self.shared}"
             else:
                 # No rank leaves an exchange of sizes before all have joined it, so a rank that is ahead was in another
                 # pass.
                 ahead = self._kind == _OTHER_ROWS and int(number) > self.shared
-                apart = ahead or (int(number) == self.shared and kind != self._kind)
-                here = f"is in {self._kind}"
-            if apart:
-                return f"rank {rank} waits in {kind}, its {number}th pass, for rank {self.rank}, which {here}; {REMEDY}"
+                in_conflict = ahead or (int(number) == self.shared and kind != self._kind)
+                doing = f"is in {self._kind}"
+            if in_conflict:
+                return (
+                    f"rank {rank} waits in {kind}, its {number}th pass, for rank {self.rank}, which {doing}; {REMEDY}"
+                )
         return ""
 
     def _watch(self) -> None:
         """Run in a thread: write to the store if this rank is in one forward or backward for long. If another rank
         waits in a pass of another kind, neither can continue, and this process ends."""
-        said = 0
+        written = 0
         with contextlib.suppress(Exception):  # the store is gone, and so are its readers
             while True:
                 time.sleep(min(1.0, _PATIENCE_S))
                 since, number = self._since, self.shared
                 if since is None or time.monotonic() - since < _PATIENCE_S:
                     continue
-                if number != said:
+                if number != written:
                     self._store.set(f"asa/pass/{self.rank}", f"{number} {self._kind}")
-                    said = number
-                elif time.monotonic() - since > 2 * _PATIENCE_S and (apart := self._apart()) and self._since == since:
-                    sys.stderr.write(f"asa: error: {apart}\n")
+                    written = number
+                elif (
+                    time.monotonic() - since > 2 * _PATIENCE_S
+                    and (conflict := self._conflict())
+                    and self._since == since
+                ):
+                    sys.stderr.write(f"asa: error: {conflict}\n")
                     sys.stderr.flush()
                     os._exit(UsageError.exit_code)
 
     def _warn(self, text: str) -> None:
         kind = text[:20]
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(text, stacklevel=5)
 
 
-_one: list[InStep] = []
+_current: list[InStep] = []
 
 
 def in_step(timeout_s: float) -> InStep:
     """The counter of this process, created at the first call (collective then)."""
-    if not _one or _one[0].world is not dist.group.WORLD:  # the program may have created another group
-        _one[:] = [InStep(timeout_s)]
-    _one[0].begin()
-    return _one[0]
+    if not _current or _current[0].world is not dist.group.WORLD:  # the program may have created another group
+        _current[:] = [InStep(timeout_s)]
+    _current[0].begin()
+    return _current[0]
 
 
 def number_of(settings: object) -> int:
@@ -276,10 +282,10 @@ def _plain(value: Any) -> Any:
 def _size(model: ParallelModel) -> float:
     """Sum of magnitudes of some elements of each parameter that all ranks hold and that must be equal."""
     total = 0.0
-    whole = (c for c, layout in zip(model.components, model.layouts, strict=True) if layout.data == layout.width)
+    replicated = (c for c, layout in zip(model.components, model.layouts, strict=True) if layout.data == layout.width)
     parts = [
         p.detach().reshape(-1)[:_ELEMENTS].abs().sum(dtype=torch.float64)
-        for component in whole
+        for component in replicated
         for p in component.parameters()
         if not isinstance(p, DTensor) and not p.is_complex()
     ]

@@ -16,23 +16,23 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from asa.api.batches import GlobalBatches
-from asa.api.blank import Blank
 from asa.api.calls import Call
 from asa.api.coupling import Scored, coupled, fewest_rows, warning_of
 from asa.api.executor import UserData, UserExecutor
 from asa.api.job_loss import LossWeight, copied
-from asa.api.loop import SEVERAL, cache_folder, how_called
+from asa.api.loop import SEVERAL, cache_folder, find_call
+from asa.api.messages import say
+from asa.api.model_interface import MEETING_S
 from asa.api.names import StateNames
 from asa.api.notes import check_exact, differing, drawing, trained_norms
-from asa.api.optimizers import Rebinding, check_shared, whole_because
+from asa.api.optimizers import Rebinding, check_shared, no_shards_because
 from asa.api.optimizers import elementwise as known_elementwise
-from asa.api.placed import MEETING_S
-from asa.api.planned import Wishes, agreed_plan, checked_plan, would_be
+from asa.api.planned import PlanOptions, agreed_plan, checked_plan, cost_model
 from asa.api.planning import check_plain, device_of, shaped, spec_of
-from asa.api.rank_context import find_place, same_weights
-from asa.api.said import say
+from asa.api.rank_context import join_ranks, same_weights
 from asa.api.schedules import Schedules
-from asa.api.wholes import whole_plan
+from asa.api.template import ModelTemplate
+from asa.api.whole_model import whole_plan
 from asa.errors import UsageError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.materialize import materialize
@@ -149,105 +149,105 @@ class Job:
         if without_torch_groups(model):
             batch_norm = "exact"
         schedules = Schedules(optimizer, scheduler, scheduler_every)
-        self._place = place = find_place(device, timeout_s)
+        self._context = context = join_ranks(device, timeout_s)
         self._stack = ExitStack()
         self._replan = replan
-        votes = place.votes
+        votes = context.votes
         batches = GlobalBatches(loader, votes, lambda total: self._executor.rows(total))
         shaped(model)
         check_shared(optimizer)
         rebinding = Rebinding(optimizer, model, elementwise=known_elementwise(optimizer, elementwise))
-        same_weights(place, model)
-        wishes = Wishes(
+        same_weights(context, model)
+        options = PlanOptions(
             global_batch=batches.batch_size, optimizer=planned_as(type(optimizer).__name__), pipelines=True,
             strategies=strategies, pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision,
             time_limit_s=time_limit_s, cache=cache_folder(cache),
-            whole_because=whole_because(optimizer, model, elementwise),
+            no_shards_because=no_shards_because(optimizer, model, elementwise),
             at_once=batch_norm == "exact" and bool(trained_norms(model)),
         )  # fmt: skip
-        self._wishes, self._origins = wishes, None
+        self._options, self._origins = options, None
         divide = split or _pair
         if example_input is None:
             example_input = divide(batches.example())[0]
-        call, why = how_called(place, model, batches, example_input)
+        call, why = find_call(context, model, batches, example_input)
         example = torch.zeros(2, 1) if call is None or call.tensor is None else call.tensor
 
         def subject(of: nn.Module) -> nn.Module | TracedModel:
             return called(of, name=spec_of(model), reason=why) if why else of
 
-        whole = subject(model)
+        undivided = subject(model)
         if plan != "auto":
-            chosen = checked_plan(place, plan)
-        elif isinstance(whole, TracedModel):
-            chosen = whole_plan(place, model, whole, call, wishes, why)
-            say(place, f"the model runs whole under {chosen.strategy}: {why}")
+            chosen = checked_plan(context, plan)
+        elif isinstance(undivided, TracedModel):
+            chosen = whole_plan(context, model, undivided, call, options, why)
+            say(context, f"the model runs whole under {chosen.strategy}: {why}")
         else:
-            chosen, self._origins = agreed_plan(place, model, example, wishes)
+            chosen, self._origins = agreed_plan(context, model, example, options)
 
         settings = TrainSettings(
             out=str(out or ""), data="loader", seed=seed, batch_norm=batch_norm, log_every=log_every, keep=keep,
-            timeout_s=timeout_s, optimizer=wishes.optimizer, observe=observe, save_every_s=saving,
+            timeout_s=timeout_s, optimizer=options.optimizer, observe=observe, save_every_s=saving,
         )  # fmt: skip
 
-        if replan and place.rank == 0 and place.ranks > 1 and self._origins is None and chosen.consistency is None:
-            why_kept = "the model runs whole" if plan == "auto" else "it was handed in; plan='auto' adapts"
-            say(place, f"the plan stays, whatever steps take ({why_kept})")
+        if replan and context.rank == 0 and context.ranks > 1 and self._origins is None and chosen.consistency is None:
+            why_fixed = "the model runs whole" if plan == "auto" else "it was handed in; plan='auto' adapts"
+            say(context, f"the plan stays, whatever steps take ({why_fixed})")
         norms = trained_norms(model)
         if batch_norm == "exact":
             check_exact(chosen, norms)
-        apart = coupled(model, call, exact=batch_norm == "exact") if place.rank == 0 else 0.0
-        for line in warning_of(apart, chosen):
+        change = coupled(model, call, exact=batch_norm == "exact") if context.rank == 0 else 0.0
+        for line in warning_of(change, chosen):
             warnings.warn(line, stacklevel=2)
         trial = copied(loss_fn)
         several = None if trial is None or chosen.num_ranks == 1 else _several(batches, divide)
-        needs = int(votes.tell(fewest_rows(Scored(model, trial), several) if place.rank == 0 else 1))
-        least = chosen.fewest(wishes.global_batch, microbatches_of(chosen, wishes.global_batch, needs))
-        if least < needs <= wishes.global_batch:
+        needs = int(votes.tell(fewest_rows(Scored(model, trial), several) if context.rank == 0 else 1))
+        least = chosen.fewest(options.global_batch, microbatches_of(chosen, options.global_batch, needs))
+        if least < needs <= options.global_batch:
             raise UsageError(
                 f"the loss cannot be computed of fewer than {needs} samples, and this plan has a rank compute it of "
-                f"{least} of a batch of {wishes.global_batch}: use larger batches, or a plan with fewer ranks"
+                f"{least} of a batch of {options.global_batch}: use larger batches, or a plan with fewer ranks"
             )
         self._names = StateNames(model)
         discipline = chosen.consistency
         if discipline is not None and not discipline.lockstep:
             votes = batches.votes = StarVotes(timeout_s)  # the others continue without a lost rank
-            self._place = place = replace(place, votes=votes)
-        spare = Blank(model) if replan and discipline is None and place.ranks > 1 else None
+            self._context = context = replace(context, votes=votes)
+        spare = ModelTemplate(model) if replan and discipline is None and context.ranks > 1 else None
         plain = [model]
 
-        def build(wanted: Plan, processes: tuple[int, ...]) -> ParallelModel:
+        def build(new_plan: Plan, processes: tuple[int, ...]) -> ParallelModel:
             """Build the model under a plan: from the model itself the first time, later from a copy whose weights are
             loaded afterwards."""
             if not plain and spare is None:
                 raise UsageError("this job was made without re-planning")
             first = bool(plain)
             fresh = plain.pop() if plain or spare is None else spare.copy()
-            made = materialize(
-                wanted, subject(fresh), example.to(device_of(fresh)), rank=place.rank, strategies=offered(),
-                device=place.device, seed=seed, batch_norm=batch_norm, timeout_s=timeout_s, processes=processes,
-                keyed_draws=True, apart=True,
+            built = materialize(
+                new_plan, subject(fresh), example.to(device_of(fresh)), rank=context.rank, strategies=offered(),
+                device=context.device, seed=seed, batch_norm=batch_norm, timeout_s=timeout_s, processes=processes,
+                keyed_draws=True, runs_discipline=True,
             )  # fmt: skip
-            made.meet = votes.meet
-            for line in differing(wanted, norms, made.changed, batch_norm) if place.rank == 0 else ():
+            built.meet = votes.meet
+            for line in differing(new_plan, norms, built.changed, batch_norm) if context.rank == 0 else ():
                 warnings.warn(line, stacklevel=4)
-            if first and (names := next(filter(None, votes.exchange(drawing(made))), "")):
-                say(place, f"{names} draws random numbers by sample and step: the same under every plan, and others "
+            if first and (names := next(filter(None, votes.exchange(drawing(built))), "")):
+                say(context, f"{names} draws random numbers by sample and step: the same under every plan, and others "
                     "than without asa")  # fmt: skip
-            return made
+            return built
 
-        found: tuple[Path, Manifest] | None = None
+        resumed_from: tuple[Path, Manifest] | None = None
         if out is not None:
             votes.once(lambda: self._stack.enter_context(owned(Path(out), resume=resume)))
             if resume:
-                found = self._chosen_checkpoint(Path(out) / CHECKPOINTS)
+                resumed_from = self._chosen_checkpoint(Path(out) / CHECKPOINTS)
         self._executor = UserExecutor(
             chosen,
             build,
             settings,
             rebinding=rebinding,
             data=UserData(batches=batches, split=divide, validation=validation, loss_fn=loss_fn, weight=weight),
-            place=place,
-            announce=(on_event or (lambda _: None)) if place.rank == 0 else (lambda _: None),
+            context=context,
+            announce=(on_event or (lambda _: None)) if context.rank == 0 else (lambda _: None),
             folder=None if out is None else Path(out) / CHECKPOINTS,
             run=str(votes.tell(secrets.token_hex(4))),
             schedules=schedules,
@@ -255,13 +255,13 @@ class Job:
             needs=needs,
         )
         give_back_freed_memory()  # tracing used much memory
-        if found is not None:
-            self._executor.restore(*found)
+        if resumed_from is not None:
+            self._executor.restore(*resumed_from)
 
     def _chosen_checkpoint(self, folder: Path) -> tuple[Path, Manifest]:
-        votes = self._place.votes
-        found = votes.once(lambda: checkpoint.find(folder))
-        path = Path(votes.tell(None if found is None else str(found.path)))
+        votes = self._context.votes
+        newest = votes.once(lambda: checkpoint.find(folder))
+        path = Path(votes.tell(None if newest is None else str(newest.path)))
         return path, codec.load(Manifest, path / checkpoint.MANIFEST)
 
     @property
@@ -309,7 +309,9 @@ class Job:
         executor = self._executor
         with others_may_leave(), executor.stop.listening():
             executor.advance()
-            able = self._replan and self.plan.consistency is None and self._place.votes.tell(self._origins is not None)
+            able = (
+                self._replan and self.plan.consistency is None and self._context.votes.tell(self._origins is not None)
+            )
             model = self._model() if able else None
             rounds = range(executor.next_epoch, epochs)
             yield from adapt(executor, rounds, executor.announce, model=model, following=able)
@@ -318,7 +320,7 @@ class Job:
         """The cost model for re-planning on rank 0, which has the plan's profile and cluster; None on other ranks."""
         if self._origins is None:
             return None
-        return would_be(self._origins, self._wishes)
+        return cost_model(self._origins, self._options)
 
     def save(self) -> Path:
         """Commit a checkpoint now (collective); returns its path.
@@ -333,7 +335,7 @@ class Job:
         """Full weights and buffers under the model's own names, on the CPU of every rank (collective)."""
         self.model.meet("job.state_dict()", within_s=MEETING_S)
         self._executor.settle()
-        return self._names.full(self.model, self._place.votes)
+        return self._names.full(self.model, self._context.votes)
 
     def close(self) -> None:
         """Destroy the plan's process groups and release the folder (collective)."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from asa.api.messages import say
 from asa.api.rank_context import RankContext
-from asa.api.said import say
 from asa.api.tape import MOST_BYTES
 from asa.api.trial import tolerance
 from asa.errors import UsageError
@@ -29,37 +29,37 @@ class JobLoss:
     """``loss_fn``, computed by microbatches. ``weight``: function from the labels to the denominator of a mean loss;
     ``sum`` if the loss is a sum; None for a mean over samples, or for a cross-entropy, whose denominator is known."""
 
-    def __init__(self, loss_fn: Callable[[Any, Any], Tensor], weight: LossWeight, place: RankContext) -> None:
+    def __init__(self, loss_fn: Callable[[Any, Any], Tensor], weight: LossWeight, context: RankContext) -> None:
         if weight is not None and weight != "sum" and not callable(weight):
             raise UsageError(f"weight is {weight!r}: a function of the labels, or 'sum'")
-        self._loss_fn, self._weight, self._place, self._votes = loss_fn, weight, place, place.votes
+        self._loss_fn, self._weight, self._context, self._votes = loss_fn, weight, context, context.votes
         self._counting: bool | None = None if weight is None else True
-        self.tried = self._warned = self._told = False
+        self.tried = self._warned = self._reported = False
         self._epochs = self._steps = 0
         self._sum = 0.0
-        self._seen: list[tuple[Any, Any]] = []
+        self._recorded: list[tuple[Any, Any]] = []
         self.rows = 0
         """Number of samples in the microbatch whose loss comes next."""
 
     def begin(self) -> None:
         """Begin a step."""
         self._sum = 0.0
-        self._seen.clear()
+        self._recorded.clear()
 
     def __call__(self, output: Any, labels: Any, counts: bool) -> Tensor:
         """The loss of a microbatch, as a mean over its samples. ``counts``: whether this rank is the one that counts
         these rows."""
         loss = self._loss_fn(output, labels)
         if not self.tried:
-            self._seen.append(pytree.tree_map(_detached, (output, labels)))
+            self._recorded.append(pytree.tree_map(_detached, (output, labels)))
         if self._weight == "sum":
             return loss / max(1, self.rows)
-        seen = _denominator(loss) if self._weight is None else float(self._weight(labels))
-        if self._weight is None and seen is None:
+        denominator = _denominator(loss) if self._weight is None else float(self._weight(labels))
+        if self._weight is None and denominator is None:
             return loss
-        assert seen is not None
+        assert denominator is not None
         if self._counting is False:
-            if seen != self.rows and not self._warned:
+            if denominator != self.rows and not self._warned:
                 self._warned = True
                 warnings.warn(
                     "targets are ignored by the loss, or weighed, for the first time now: microbatches and ranks count "
@@ -67,10 +67,10 @@ class JobLoss:
                     stacklevel=4,
                 )
             return loss
-        self._sum += seen if counts else 0.0
-        if not seen:  # a mean over no samples is 0/0 and does not contribute to the batch
+        self._sum += denominator if counts else 0.0
+        if not denominator:  # a mean over no samples is 0/0 and does not contribute to the batch
             return torch.nan_to_num(loss) * 0.0
-        return loss if seen == self.rows else loss * (seen / max(1, self.rows))
+        return loss if denominator == self.rows else loss * (denominator / max(1, self.rows))
 
     def weighed(self, output: Any, labels: Any, rows: int) -> tuple[float, float]:
         """The loss of ``rows`` samples without training, times its denominator, and the denominator."""
@@ -81,8 +81,8 @@ class JobLoss:
             loss = self._loss_fn(output, labels)
         if self._weight == "sum":
             return float(loss.detach()), float(rows)
-        found = _denominator(loss) if self._weight is None else float(self._weight(labels))
-        weight = float(rows) if found is None else found
+        denominator = _denominator(loss) if self._weight is None else float(self._weight(labels))
+        weight = float(rows) if denominator is None else denominator
         return (float(loss.detach()) * weight if weight else 0.0), weight
 
     def factor(self, batch: int) -> float:
@@ -108,19 +108,22 @@ class JobLoss:
         first = not self._epochs and not self._steps
         self._steps += 1
         self.tried = self._steps >= _STEPS
-        found, why = self._whole(counts)
-        self._seen.clear()
-        if found is None or found[0] != found[0]:
-            if not self._told:
-                say(self._place, f"whether the loss is a mean over samples was not checked: {why or 'it is no number'}")
-            self._told = True
+        result, why = self._whole_batch_loss(counts)
+        self._recorded.clear()
+        if result is None or result[0] != result[0]:
+            if not self._reported:
+                say(
+                    self._context,
+                    f"whether the loss is a mean over samples was not checked: {why or 'it is no number'}",
+                )
+            self._reported = True
             return
-        whole, gradients = found
-        off = abs(whole - loss) / max(abs(whole), abs(loss), 1e-30)
+        whole_loss, gradients = result
+        off = abs(whole_loss - loss) / max(abs(whole_loss), abs(loss), 1e-30)
         if max(off, gradients) <= tolerance(dtype):
             return
         text = (
-            f"the loss is not a mean over samples: over the whole batch it is {whole:.6g}, put together from "
+            f"the loss is not a mean over samples: over the whole batch it is {whole_loss:.6g}, put together from "
             f"microbatches and ranks it would be {loss:.6g} ({off:.1%} apart), and gradients of the outputs differ by "
             f"{gradients:.1%}; say weight=, a function of the labels that gives what the mean divides by, or "
             "weight='sum'; a loss that compares samples needs a plan of one rank and one microbatch"
@@ -130,18 +133,18 @@ class JobLoss:
         self.tried, self._epochs = True, _EPOCHS
         warnings.warn(text, stacklevel=4)
 
-    def look_again(self) -> None:
+    def check_again(self) -> None:
         """Check again in a new epoch, because a loss may change between epochs."""
         if self._steps:
             self._epochs, self._steps = self._epochs + 1, 0
         self.tried = self._epochs >= _EPOCHS
 
-    def _whole(self, counts: bool) -> tuple[tuple[float, float] | None, str]:
+    def _whole_batch_loss(self, counts: bool) -> tuple[tuple[float, float] | None, str]:
         """The loss of the whole batch and the distance of its gradients from those of the parts; or why they are
         unknown."""
         votes = self._votes
-        mine = self._seen if counts else []
-        flat = [pytree.tree_flatten(one) for one in mine]
+        local = self._recorded if counts else []
+        flat = [pytree.tree_flatten(one) for one in local]
         leaves = [[leaf for leaf in one if isinstance(leaf, Tensor)] for one, _ in flat]
         size = sum(t.nbytes for one in leaves for t in one)
         if sum(s[0] for s in votes.gather([float(size)])) > MOST_BYTES:
@@ -149,8 +152,8 @@ class JobLoss:
         specs: list[list[list[Any]]] = []
         parts: list[list[Tensor]] = []
         for rank in range(votes.num_ranks):
-            own = [[[str(t.dtype)[6:], list(t.shape)] for t in one] for one in leaves]
-            spec = votes.tell(own, source=rank)
+            descriptions = [[[str(t.dtype)[6:], list(t.shape)] for t in one] for one in leaves]
+            spec = votes.tell(descriptions, source=rank)
             specs += spec
             for i, one in enumerate(spec):
                 row = []
@@ -162,7 +165,7 @@ class JobLoss:
                     votes.broadcast(wire, source=rank)
                     row.append(tensor)
                 parts.append(row)
-        first = next((r for r, s in enumerate(votes.gather([float(bool(mine))])) if s[0]), None)
+        first = next((r for r, s in enumerate(votes.gather([float(bool(local))])) if s[0]), None)
         if first is None or len({len(one) for one in specs}) > 1:
             return None, "ranks have outputs of different forms"
         value: tuple[float, float] | None = None
@@ -173,8 +176,8 @@ class JobLoss:
                 value = self._by_parts(loss_fn, parts, flat[0][1], flat[0][0], leaves[0][0].device)
             except Exception as error:  # a loss that cannot take more samples than a microbatch has
                 why = f"it does not take the whole batch ({type(error).__name__}: {str(error)[:80]})"
-        found, why = votes.tell([value, why], source=first)
-        return (None if found is None else (float(found[0]), float(found[1]))), str(why)
+        answer, why = votes.tell([value, why], source=first)
+        return (None if answer is None else (float(answer[0]), float(answer[1]))), str(why)
 
     def _by_parts(
         self, loss_fn: Any, parts: list[list[Tensor]], structure: Any, like: list[Any], device: torch.device
@@ -182,9 +185,9 @@ class JobLoss:
         """The loss over all ``parts`` together, and the distance of the outputs' gradients from those of the parts."""
 
         def computed(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor], float]:
-            given = iter([t.to(device) for t in tensors])
+            values = iter([t.to(device) for t in tensors])
             output, labels = pytree.tree_unflatten(
-                [next(given) if isinstance(v, Tensor) else v for v in like], structure
+                [next(values) if isinstance(v, Tensor) else v for v in like], structure
             )
             outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
             for t in outputs:
@@ -198,20 +201,20 @@ class JobLoss:
             elif self._weight is not None:
                 divided = float(self._weight(labels))
             rows = float(len(outputs[0])) if outputs and outputs[0].dim() else 1.0
-            found = [torch.zeros_like(t) if g is None else g for t, g in zip(outputs, slopes, strict=False)]
-            return loss, found, rows if divided is None else divided
+            gradients = [torch.zeros_like(t) if g is None else g for t, g in zip(outputs, slopes, strict=False)]
+            return loss, gradients, rows if divided is None else divided
 
         fresh = [[t.clone() for t in row] for row in parts]
         value, slopes, _ = computed([_joined([row[k] for row in fresh]) for k in range(len(fresh[0]))])
-        found, weights = zip(*(computed(row)[1:] for row in fresh), strict=True)
+        gradients, weights = zip(*(computed(row)[1:] for row in fresh), strict=True)
         total = 1.0 if self._weight == "sum" else sum(weights) or 1.0
         off = size = 0.0
-        for k, want in enumerate(slopes):
-            got = [mine[k] * (w / total) for mine, w in zip(found, weights, strict=True)]
-            if not want.dim() or sum(map(len, got)) != len(want):
+        for k, expected in enumerate(slopes):
+            combined = [slopes_of_part[k] * (w / total) for slopes_of_part, w in zip(gradients, weights, strict=True)]
+            if not expected.dim() or sum(map(len, combined)) != len(expected):
                 continue
-            off += float((torch.nan_to_num(torch.cat(got)) - want).double().square().sum())
-            size += float(want.double().square().sum())
+            off += float((torch.nan_to_num(torch.cat(combined)) - expected).double().square().sum())
+            size += float(expected.double().square().sum())
         return float(value.detach()), (off / size) ** 0.5 if size else 0.0
 
 

@@ -15,19 +15,19 @@ from torch.optim import Optimizer
 from asa.api.batches import GlobalBatches
 from asa.api.calls import Call, guesses, plain, why_not
 from asa.api.coupling import coupled, fewest_rows, keeps_rows, warning_of
+from asa.api.distributed_loader import DistributedLoader
+from asa.api.distributed_model import DistributedModel, local_rows
 from asa.api.in_step import in_step
+from asa.api.messages import say
 from asa.api.names import StateNames
 from asa.api.notes import differing, drawing, trained_norms
-from asa.api.optimizers import Rebinding, check_shared, others_over, whole_because
+from asa.api.optimizers import Rebinding, check_shared, no_shards_because, others_over
 from asa.api.optimizers import elementwise as known_elementwise
-from asa.api.placed import PlacedModel, rows_here
-from asa.api.placed_loader import PlacedLoader
-from asa.api.planned import Origins, Wishes, agreed_plan, checked_plan, usual_cache, would_be
+from asa.api.planned import Origins, PlanOptions, agreed_plan, checked_plan, cost_model, usual_cache
 from asa.api.planning import check_plain, device_of, one_tensor, shaped, spec_of
-from asa.api.rank_context import RankContext, find_place, same_weights
-from asa.api.said import say
-from asa.api.watch import Watch
-from asa.api.wholes import DATA, anew, spare_of, whole_plan
+from asa.api.rank_context import RankContext, join_ranks, same_weights
+from asa.api.watch import StepWatch
+from asa.api.whole_model import DATA, rebuild, spare_of, whole_plan
 from asa.errors import InvalidInputError, UsageError
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
@@ -66,7 +66,7 @@ def parallelize(
     time_limit_s: float = 15.0,
     cache: Path | str | None = "auto",
     timeout_s: float = 300.0,
-) -> tuple[PlacedModel, Optimizer, PlacedLoader]:
+) -> tuple[DistributedModel, Optimizer, DistributedLoader]:
     """Distribute ``model``, ``optimizer`` and ``loader`` over the available ranks; every rank calls this.
 
     Ranks are those of ``torchrun`` (or another launcher), or of an existing process group; alone, nothing is
@@ -115,45 +115,45 @@ def parallelize(
     check_plain(model)
     if without_torch_groups(model):
         batch_norm = "exact"
-    place = find_place(device, timeout_s)
+    context = join_ranks(device, timeout_s)
     least = [2 if trained_norms(model) and batch_norm == "local" else 1]
-    spread: list[PlacedModel] = []
+    models: list[DistributedModel] = []
 
     def rows(total: int) -> list[int]:
-        learning = not spread or spread[0].training
-        return rows_here(total, place.ranks, place.rank, least[0] if learning else 1)
+        learning = not models or models[0].training
+        return local_rows(total, context.ranks, context.rank, least[0] if learning else 1)
 
-    batches = GlobalBatches(loader, place.votes, rows)
+    batches = GlobalBatches(loader, context.votes, rows)
     optimizers = [optimizer, *others_over(model, optimizer)]
     rebindings = [Rebinding(o, model, elementwise=known_elementwise(o, elementwise)) for o in optimizers]
-    if place.ranks == 1 and plan == "auto":
-        model.to(place.device)
+    if context.ranks == 1 and plan == "auto":
+        model.to(context.device)
         if not launched():
             warnings.warn(
                 "1 process: nothing is spread; start several with torchrun --nproc-per-node N SCRIPT", stacklevel=2
             )
-        alone = PlacedModel(None, place, origin=model)
-        return alone, optimizer, PlacedLoader(batches, alone)
+        undistributed = DistributedModel(None, context, origin=model)
+        return undistributed, optimizer, DistributedLoader(batches, undistributed)
     shaped(model)
     for each in optimizers:
         check_shared(each)
-    same_weights(place, model)
-    wishes = Wishes(
+    same_weights(context, model)
+    options = PlanOptions(
         global_batch=batches.batch_size, optimizer=planned_as(type(optimizer).__name__), pipelines=False,
         strategies=strategies, pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision,
         time_limit_s=time_limit_s, cache=cache_folder(cache),
-        whole_because=next(filter(None, (whole_because(o, model, elementwise) for o in optimizers)), ""),
+        no_shards_because=next(filter(None, (no_shards_because(o, model, elementwise) for o in optimizers)), ""),
     )  # fmt: skip
-    call, why = how_called(place, model, batches, example_input)
+    call, why = find_call(context, model, batches, example_input)
     subject: nn.Module | TracedModel = model
     example = torch.zeros(2, 1)
-    chosen = checked_plan(place, plan) if plan != "auto" else None
+    chosen = checked_plan(context, plan) if plan != "auto" else None
     if chosen is not None and why == KEEPS_ROWS:  # the plan was made for components of the model
-        say(place, f"the model keeps{KEEPS_ROWS.removeprefix('it keeps')}")
+        say(context, f"the model keeps{KEEPS_ROWS.removeprefix('it keeps')}")
         why = ""
     if why:
         subject = called(model, name=spec_of(model), reason=why)
-        if chosen is not None and {layout.data for layout in chosen.layouts()} != {place.ranks}:
+        if chosen is not None and {layout.data for layout in chosen.layouts()} != {context.ranks}:
             raise UsageError(
                 f"the plan has ranks compute the same samples, and the model can only run whole, each rank on its own: "
                 f"{why}; leave out plan=, or hand in one of ddp, zero1, zero2 or fsdp"
@@ -163,15 +163,15 @@ def parallelize(
     origins: Origins | None = None
     if chosen is None and not isinstance(subject, TracedModel):
         try:
-            chosen, origins = agreed_plan(place, model, example, wishes)
-            say(place, chosen.summary())
+            chosen, origins = agreed_plan(context, model, example, options)
+            say(context, chosen.summary())
         except InvalidInputError as error:  # a model that cannot be measured or cut can still be trained as a whole
             why, call = str(error), None
             subject = called(model, name=spec_of(model), reason=why)
     if chosen is None:
         assert isinstance(subject, TracedModel)
-        chosen = whole_plan(place, model, subject, call, wishes, why)
-        say(place, f"the model runs whole under {chosen.strategy}: {why}")
+        chosen = whole_plan(context, model, subject, call, options, why)
+        say(context, f"the model runs whole under {chosen.strategy}: {why}")
     if len(chosen.stages) > 1 or chosen.num_microbatches > 1:
         raise UsageError(
             f"the plan has {len(chosen.stages)} stages and {chosen.num_microbatches} microbatches: a loop of one's own "
@@ -179,67 +179,73 @@ def parallelize(
         )
     names, normalised = StateNames(model), trained_norms(model)
 
-    def build(wanted: Plan, of: nn.Module | TracedModel) -> ParallelModel:
-        made = materialize(
-            wanted, of, example.to(device_of(model)), rank=place.rank, strategies=offered(), device=place.device,
-            seed=seed, batch_norm=batch_norm, timeout_s=timeout_s, keyed_draws=True,
-            outer=Layout(width=place.ranks, data=place.ranks, tensor=1),
+    def build(new_plan: Plan, subject_of_plan: nn.Module | TracedModel) -> ParallelModel:
+        built = materialize(
+            new_plan, subject_of_plan, example.to(device_of(model)), rank=context.rank, strategies=offered(),
+            device=context.device, seed=seed, batch_norm=batch_norm, timeout_s=timeout_s, keyed_draws=True,
+            outer=Layout(width=context.ranks, data=context.ranks, tensor=1),
         )  # fmt: skip
-        made.meet = place.votes.meet
-        return made
+        built.meet = context.votes.meet
+        return built
 
     spare = spare_of(model) if not why else None
-    several = wider(model, batches, call)
-    apart = coupled(model, several, exact=batch_norm == "exact") if place.rank == 0 else 0.0
+    several = with_more_samples(model, batches, call)
+    change = coupled(model, several, exact=batch_norm == "exact") if context.rank == 0 else 0.0
     degrees = {layout.data for layout in chosen.layouts()}
     if degrees == {1}:  # every rank computes on all samples
         least[:] = [1]
-    all_apart = degrees == {place.ranks}
-    samples_meet = bool(place.votes.tell(apart > 0))
-    fewest = int(place.votes.tell(fewest_rows(model, several, exact=batch_norm == "exact") if place.rank == 0 else 1))
+    all_independent = degrees == {context.ranks}
+    samples_meet = bool(context.votes.tell(change > 0))
+    fewest = int(
+        context.votes.tell(fewest_rows(model, several, exact=batch_norm == "exact") if context.rank == 0 else 1)
+    )
     if degrees != {1}:  # BatchNorm needs more than one sample
-        least[:] = [max(*least, fewest, 2 if samples_meet and all_apart else 1)]
+        least[:] = [max(*least, fewest, 2 if samples_meet and all_independent else 1)]
     parallel = build(chosen, subject)
     for line in (
-        (*differing(chosen, normalised, parallel.changed, batch_norm), *warning_of(apart, chosen))
-        if place.rank == 0
+        (*differing(chosen, normalised, parallel.changed, batch_norm), *warning_of(change, chosen))
+        if context.rank == 0
         else ()
     ):
         warnings.warn(line, stacklevel=2)
     if names_drawing := drawing(parallel):
-        say(place, f"{names_drawing} draws random numbers by sample and step: the same under every plan, and others "
+        say(context, f"{names_drawing} draws random numbers by sample and step: the same under every plan, and others "
             "than without asa")  # fmt: skip
-    if place.ranks > 1 and batches.draws_apart:
-        say(place, "the loader's data set or collate_fn draws random numbers, or gives other numbers each time a "
+    if context.ranks > 1 and batches.draws_locally:
+        say(context, "the loader's data set or collate_fn draws random numbers, or gives other numbers each time a "
             "sample is read: each rank draws its own, and one process others")  # fmt: skip
 
-    def again(placed: PlacedModel, reason: str) -> ParallelModel:
-        """Build the model anew as a whole under data parallelism, with current weights and optimizer state."""
+    def run_whole_instead(model: DistributedModel, reason: str) -> ParallelModel:
+        """Rebuild the model to run as a whole under data parallelism, with current weights and optimizer state."""
         assert spare is not None
-        return anew(placed, reason, spare.copy(), build, wishes, rebindings)
+        return rebuild(model, reason, spare.copy(), build, options, rebindings)
 
-    placed = PlacedModel(parallel, place, origin=model, names=names, again=None if spare is None else again)
-    spread.append(placed)
-    placed.begin(model.training)
-    if observe and Watch.wanted(place, chosen):
-        placed.__dict__["watch"] = Watch(place, chosen, None if origins is None else would_be(origins, wishes))
-    pace = in_step(timeout_s)
-    pace.count(optimizers)
-    placed.__dict__.update(pace=pace, optimizers=optimizers, coupled=samples_meet, least=least)
+    distributed = DistributedModel(
+        parallel, context, origin=model, names=names, rebuild_whole=None if spare is None else run_whole_instead
+    )
+    models.append(distributed)
+    distributed.begin(model.training)
+    if observe and StepWatch.applies(context, chosen):
+        distributed.__dict__["watch"] = StepWatch(
+            context, chosen, None if origins is None else cost_model(origins, options)
+        )
+    counter = in_step(timeout_s)
+    counter.count(optimizers)
+    distributed.__dict__.update(in_step=counter, optimizers=optimizers, coupled=samples_meet, least=least)
     outside = [name for rebinding in rebindings for name in rebinding.outside(parallel)]
     for rebinding in rebindings:
-        rebinding.apply(parallel, placed.seen)
+        rebinding.apply(parallel, distributed.views)
     if outside and plan == "auto" and spare is not None and (not strategies or set(strategies) & set(DATA)):
-        placed.run_whole(f"its forward does not read {outside[0]}, which the optimizer updates")
+        distributed.run_whole(f"its forward does not read {outside[0]}, which the optimizer updates")
     elif outside:
         warnings.warn(
             f"{outside[0]} is not updated: the model's forward does not read it, and the plan cuts the model into "
             "components; leave out plan= and strategies= to have the model run whole",
             stacklevel=2,
         )
-    placed.remember()
+    distributed.remember()
     give_back_freed_memory()  # the model was traced and cut up
-    return placed, optimizer, PlacedLoader(batches, placed)
+    return distributed, optimizer, DistributedLoader(batches, distributed)
 
 
 def cache_folder(cache: Path | str | None) -> Path | None:
@@ -247,7 +253,7 @@ def cache_folder(cache: Path | str | None) -> Path | None:
     return usual_cache() if cache == "auto" else None if cache is None else Path(cache)
 
 
-def wider(model: nn.Module, batches: GlobalBatches, call: Call | None) -> Call | None:
+def with_more_samples(model: nn.Module, batches: GlobalBatches, call: Call | None) -> Call | None:
     """``call`` with more samples of the loader; None if the loader cannot provide them."""
     if call is None:
         return None
@@ -255,19 +261,21 @@ def wider(model: nn.Module, batches: GlobalBatches, call: Call | None) -> Call |
         batch = batches.example(min(SEVERAL, batches.batch_size))
     except Exception:  # whatever a data set or a collate_fn raises
         return call
-    ways = (
+    candidates = (
         w for w in guesses(model, batch) if len(w.args) == len(call.args) and w.options.keys() == call.options.keys()
     )
-    found = next(ways, call)
+    wider_call = next(candidates, call)
     same = all(
         isinstance(a, Tensor) == isinstance(b, Tensor) and (not isinstance(a, Tensor) or a.shape[1:] == b.shape[1:])
-        for a, b in zip((*found.args, *found.options.values()), (*call.args, *call.options.values()), strict=True)
+        for a, b in zip(
+            (*wider_call.args, *wider_call.options.values()), (*call.args, *call.options.values()), strict=True
+        )
     )
-    return found if same and not why_not(model, found) else call
+    return wider_call if same and not why_not(model, wider_call) else call
 
 
-def how_called(
-    place: RankContext, model: nn.Module, batches: GlobalBatches, example_input: Any
+def find_call(
+    context: RankContext, model: nn.Module, batches: GlobalBatches, example_input: Any
 ) -> tuple[Call | None, str]:
     """The arguments of the model, if known, and the reason why it cannot be cut into components (collective). The
     reason is empty if the model takes one tensor.
@@ -283,23 +291,23 @@ def how_called(
         else:
             call = Call((one_tensor(example_input),))
         return call, "" if call.tensor is not None else f"it is called with {call}"
-    ways = list(guesses(model, batches.example()))
+    candidates = list(guesses(model, batches.example()))
 
     def choose() -> tuple[int, str]:
         reasons = []
-        for i, way in enumerate(ways):
+        for i, way in enumerate(candidates):
             reason = why_not(model, way)
             if not reason:
                 return i, KEEPS_ROWS if keeps_rows(model, way) else ""
             reasons.append(reason)
         return -1, reasons[0]
 
-    found = place.votes.tell(place.votes.once(choose))
-    index, reason = int(found[0]), str(found[1])
+    choice = context.votes.tell(context.votes.once(choose))
+    index, reason = int(choice[0]), str(choice[1])
     if index < 0:
-        asked = "it does not run on the loader's batches"
-        return None, f"{asked} ({reason[:160]}), so how it is called is not known; say so with example_input"
-    call = ways[index]
+        cause = "it does not run on the loader's batches"
+        return None, f"{cause} ({reason[:160]}), so how it is called is not known; say so with example_input"
+    call = candidates[index]
     tensor = call.tensor
     if tensor is None or reason:
         return call, reason or f"it is called with {call}"

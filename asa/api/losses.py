@@ -17,10 +17,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from asa.api.distributed_model_base import DistributedModelBase
 from asa.api.in_step import BACKWARD
+from asa.api.messages import say
 from asa.api.rank_context import RankContext
-from asa.api.said import say
-from asa.api.spread_model import SpreadModel
 from asa.api.trial import Trial
 from asa.errors import UsageError
 from asa.executor.model.votes import Votes
@@ -37,7 +37,7 @@ class Terms:
     def __init__(self, votes: Votes) -> None:
         self._votes = votes
         self._counting: bool | None = None
-        self._warned = self._told = False
+        self._warned = self._warned_of_means = False
 
     @property
     def counting(self) -> bool:
@@ -48,19 +48,19 @@ class Terms:
         """Weigh cross-entropies by their targets from now on (on all ranks)."""
         self._counting = True
 
-    def tell_of_means(self, place: RankContext) -> None:
+    def tell_of_means(self, context: RankContext) -> None:
         """Print once that ``asa.reduce`` does not give the mean of such a loss over the batch."""
-        if not self._told:
-            self._told = True
-            say(place, "the loss divides by its targets (weights, ignored ones), and asa.reduce(x) weighs the mean of "
-                "a rank by its samples: for the loss of the whole batch, divide asa.reduce(loss_sum, 'sum') by "
+        if not self._warned_of_means:
+            self._warned_of_means = True
+            say(context, "the loss divides by its targets (weights, ignored ones), and asa.reduce(x) weighs the mean "
+                "of a rank by its samples: for the loss of the whole batch, divide asa.reduce(loss_sum, 'sum') by "
                 "asa.reduce(weight, 'sum')")  # fmt: skip
 
     def before(self, nodes: list[Any], weight: float, rows: int) -> Callable[[], None]:
         """Prepare a backward through ``nodes``; every rank calls this. ``weight``: weight of this rank's mean;
         ``rows``: number of its samples. Call the returned function after the backward."""
         if self._counting is None:
-            odd = len(nodes) > 0 and any(_odd(node, rows) for node in nodes)
+            odd = len(nodes) > 0 and any(_differs_from_rows(node, rows) for node in nodes)
             self._counting = self._votes.anyone(odd)
         if not self._counting:
             if not self._warned and any(_weight(n) != n._saved_target.numel() for n in nodes):
@@ -72,24 +72,24 @@ class Terms:
                     stacklevel=5,
                 )
             return lambda: None
-        mine = [0.0] * (1 + _MOST_TERMS)
-        mine[0] = float(len(nodes))
+        weights = [0.0] * (1 + _MOST_TERMS)
+        weights[0] = float(len(nodes))
         for i, node in enumerate(nodes[:_MOST_TERMS]):
-            mine[1 + i] = _weight(node) if weight else 0.0
-        found = self._votes.gather(mine)
+            weights[1 + i] = _weight(node) if weight else 0.0
+        by_rank = self._votes.gather(weights)
         # A rank without counted samples may have computed something else, such as 0 * outputs.
-        if len({f[0] for f in found if f[0]}) > 1 or not nodes or len(nodes) > _MOST_TERMS:
+        if len({f[0] for f in by_rank if f[0]}) > 1 or not nodes or len(nodes) > _MOST_TERMS:
             return lambda: None
         handles = []
         for i, node in enumerate(nodes):
-            total = sum(f[1 + i] for f in found)
+            total = sum(f[1 + i] for f in by_rank)
             if total > 0 and weight:
-                factor = mine[1 + i] * self._votes.num_ranks / (total * weight)
+                factor = weights[1 + i] * self._votes.num_ranks / (total * weight)
                 # Without counted targets a rank's mean is 0/0; it contributes nothing to the batch's loss.
                 handles += [n.register_prehook(_times(factor)) for n in (node, *_smoothing(node))]
-        if not all(mine[1 : 1 + len(nodes)]) and weight:
-            for node, own in zip(nodes, mine[1:], strict=False):
-                if not own:
+        if not all(weights[1 : 1 + len(nodes)]) and weight:
+            for node, own_weight in zip(nodes, weights[1:], strict=False):
+                if not own_weight:
                     handles += [n.register_hook(_nothing) for n in (node, *_smoothing(node))]
 
         def after() -> None:
@@ -99,9 +99,9 @@ class Terms:
         return after
 
 
-class LearningModel(SpreadModel):
-    """A spread model whose losses are weighed by :class:`Terms` and compared by :class:`asa.api.trial.Trial`; both are
-    None for a single rank."""
+class LearningModel(DistributedModelBase):
+    """A distributed model whose losses are weighed by :class:`Terms` and compared by :class:`asa.api.trial.Trial`; both
+    are None for a single rank."""
 
     trial: Trial | None
     terms: Terms | None
@@ -116,13 +116,13 @@ def _nothing(inputs: Any, _outputs: Any) -> Any:
 
 
 _SMOOTHED = ("DivBackward0", "SumBackward0", "MaskedFillBackward0", "NegBackward0", "SumBackward1")
-_BESIDE, _FOLLOWED = "asa_beside", "AliasBackward0"
+_RELATED, _FOLLOWED = "asa_beside", "AliasBackward0"
 """Key in a node's metadata for related nodes; name of the node that recording a tensor (:mod:`asa.api.tape`) adds."""
 
 
 def _smoothing(node: Any) -> list[Any]:
     """The division nodes that label smoothing adds to a cross-entropy; they have the same denominator."""
-    return [n for n in node.metadata.get(_BESIDE, ()) if isclose(float(n._saved_other), _weight(node), rel_tol=1e-5)]
+    return [n for n in node.metadata.get(_RELATED, ()) if isclose(float(n._saved_other), _weight(node), rel_tol=1e-5)]
 
 
 def _smoothed(node: Any) -> Any:
@@ -134,27 +134,27 @@ def _smoothed(node: Any) -> Any:
     return node.next_functions[0][0] if node is not None and node.name() == "MulBackward0" else node
 
 
-def mark(output: Tensor, placed: LearningModel) -> None:
-    """Mark ``output`` in autograd's graph as one of ``placed``; if it is a loss, the search continues below it."""
+def mark_output(output: Tensor, model: LearningModel) -> None:
+    """Mark ``output`` in autograd's graph as one of ``model``; if it is a loss, the search continues below it."""
     node: Any = output.grad_fn
     if node is not None:
-        node.metadata[_MARK] = (ref(placed), not output.dim())
+        node.metadata[_MARK] = (ref(model), not output.dim())
 
 
-def found_below(roots: Iterable[Tensor]) -> tuple[LearningModel | None, list[Any], int]:
-    """The placed model from which ``roots`` come (None if there is none); the nodes of mean ``nll_loss`` and
+def search_graph(roots: Iterable[Tensor]) -> tuple[LearningModel | None, list[Any], int]:
+    """The distributed model from which ``roots`` come (None if there is none); the nodes of mean ``nll_loss`` and
     ``cross_entropy`` on the way to it, in a fixed order; and a number for the form of the graph."""
     pending = deque(r.grad_fn for r in roots if isinstance(r, Tensor) and r.grad_fn is not None)
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     model: LearningModel | None = None
     terms: list[Any] = []
     names: list[str] = []
-    beside: dict[Any, list[Any]] = {}
-    while pending and (len(seen) < _MOST_NODES or model is None):
+    related: dict[Any, list[Any]] = {}
+    while pending and (len(visited) < _MOST_NODES or model is None):
         node: Any = pending.popleft()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         marked = node.metadata.get(_MARK)
         if marked is not None:
             model = model or marked[0]()
@@ -164,10 +164,10 @@ def found_below(roots: Iterable[Tensor]) -> tuple[LearningModel | None, list[Any
         if names[-1] in _MEANS and node._saved_reduction == _MEAN:
             terms.append(node)
         elif names[-1] == _SMOOTHED[0] and (of := _smoothed(node)) is not None:
-            beside.setdefault(of, []).append(node)
+            related.setdefault(of, []).append(node)
         pending.extend(following for following, _ in node.next_functions)
-    for term in terms if beside else ():
-        term.metadata[_BESIDE] = beside.get(term.next_functions[0][0], [])
+    for term in terms if related else ():
+        term.metadata[_RELATED] = related.get(term.next_functions[0][0], [])
     return model, terms, hash(tuple(n for n in names if n != _FOLLOWED))
 
 
@@ -176,17 +176,17 @@ def _weight(node: Any) -> float:
     return float(node._saved_total_weight)
 
 
-def _odd(node: Any, rows: int) -> bool:
+def _differs_from_rows(node: Any, rows: int) -> bool:
     targets = node._saved_target
     return node._saved_weight is not None or targets.numel() != rows or _weight(node) != targets.numel()
 
 
-def _other_batches(placed: LearningModel) -> None:
+def _other_batches(model: LearningModel) -> None:
     """Let gradients of a batch in evaluation mode that is not the loader's be averaged; print a note once."""
-    if placed.parallel is not None:
-        placed.parallel.reduction.begin()
-    if not placed.told_of_others and placed.place.ranks > 1:
-        placed.__dict__["told_of_others"] = True
+    if model.parallel is not None:
+        model.parallel.reduction.begin()
+    if not model.warned_of_other_batches and model.rank_context.ranks > 1:
+        model.__dict__["warned_of_other_batches"] = True
         warnings.warn(
             "gradients are taken in evaluation of other samples than the loader yielded last: the mean of every rank "
             "counts alike, however many samples it is of, and whether the loss is a mean over samples was not checked",
@@ -194,47 +194,47 @@ def _other_batches(placed: LearningModel) -> None:
         )
 
 
-_heard: list[Any] = []
+_last_called: list[Any] = []
 """The model that was called last."""
 
 
 def current() -> LearningModel | None:
     """The model that was called last, if it still exists; otherwise None."""
-    found: LearningModel | None = _heard[0]() if _heard else None
-    return found
+    model: LearningModel | None = _last_called[0]() if _last_called else None
+    return model
 
 
-def listen(placed: LearningModel) -> None:
-    """Let later backward passes use ``placed``, the model that was called last."""
-    if not _heard or _heard[0]() is not placed:
-        _heard[:] = [ref(placed)]
-    theirs = torch.autograd.backward
-    if hasattr(theirs, "asa"):
+def record_call(model: LearningModel) -> None:
+    """Let later backward passes use ``model``, the model that was called last."""
+    if not _last_called or _last_called[0]() is not model:
+        _last_called[:] = [ref(model)]
+    original = torch.autograd.backward
+    if hasattr(original, "asa"):
         return
 
     def backward(tensors: Any, *args: Any, **options: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         with torch._C.DisableTorchFunctionSubclass():
-            found, nodes, graph = found_below(roots)
-        if found is None or found.terms is None:
-            theirs(tensors, *args, **options)
+            called, nodes, graph = search_graph(roots)
+        if called is None or called.terms is None:
+            original(tensors, *args, **options)
             return
-        if not found.learned:
-            _other_batches(found)
-            theirs(tensors, *args, **options)
+        if not called.learned:
+            _other_batches(called)
+            original(tensors, *args, **options)
             return
-        with nullcontext() if found.pace is None else found.pace.together(BACKWARD):
-            after = found.terms.before(nodes, found.weight, found.rows)
+        with nullcontext() if called.in_step is None else called.in_step.together(BACKWARD):
+            after = called.terms.before(nodes, called.weight, called.rows)
             try:
-                if found.trial is None:
-                    theirs(tensors, *args, **options)
+                if called.trial is None:
+                    original(tensors, *args, **options)
                 else:
                     handed = next(iter(args), options.get("grad_tensors"))
-                    strange = "several losses are differentiated at once" if len(roots) > 1 else ""
+                    problem = "several losses are differentiated at once" if len(roots) > 1 else ""
                     if handed is not None or roots[0].dim():
-                        strange = "gradients are handed to backward"
-                    found.trial.note(graph)
-                    found.trial.around(roots[0], lambda: theirs(tensors, *args, **options), strange)
+                        problem = "gradients are handed to backward"
+                    called.trial.note(graph)
+                    called.trial.around(roots[0], lambda: original(tensors, *args, **options), problem)
             except RuntimeError as error:
                 if "mixed torch.Tensor and DTensor" in str(error):
                     raise UsageError(
@@ -244,8 +244,8 @@ def listen(placed: LearningModel) -> None:
                 raise
             finally:
                 after()
-            if found.watch is not None:
-                found.watch.stepped(full=found.full)
+            if called.watch is not None:
+                called.watch.stepped(full=called.full)
 
     backward.asa = True  # type: ignore[attr-defined]
     torch.autograd.backward = backward

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from asa.executor.model.exchange import told
+from asa.executor.model.exchange import broadcast_tensors
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.state import full_state
 from asa.executor.model.votes import Votes
@@ -25,15 +25,15 @@ class StateNames:
     def full(self, model: ParallelModel, votes: Votes | None = None) -> dict[str, Tensor]:
         """All tensors in full, on the CPU of every rank (collective). ``votes``: of all processes of the run, if some
         of them run no rank of the plan."""
-        found = full_state(model)
+        tensors = full_state(model)
         if votes is not None and len(model.processes) < votes.num_ranks:
-            found = told(found, votes, model.processes[0])
+            tensors = broadcast_tensors(tensors, votes, model.processes[0])
         if self._unused is None:  # tensors that no forward reads are still in the original model
-            idle = (n for n, names in self._names.items() if not any(a in found for a in names))
+            idle = (n for n, names in self._names.items() if not any(a in tensors for a in names))
             self._unused = {n: self._values[n] for n in idle}
             self._values = {}
         state = {}
         for name, names in self._names.items():
-            held = next((a for a in names if a in found), None)
-            state[name] = self._unused[name].detach().cpu().clone() if held is None else found[held]
+            source = next((a for a in names if a in tensors), None)
+            state[name] = self._unused[name].detach().cpu().clone() if source is None else tensors[source]
         return state

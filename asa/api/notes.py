@@ -16,8 +16,8 @@ from asa.sharding.samples import BySample
 
 def trained_norms(model: nn.Module) -> list[str]:
     """Names of BatchNorm modules that normalize with batch statistics; those in evaluation mode are excluded."""
-    whole = not model.training
-    return [n for n, m in model.named_modules() if isinstance(m, _BatchNorm) and (m.training or whole)]
+    evaluating = not model.training
+    return [n for n, m in model.named_modules() if isinstance(m, _BatchNorm) and (m.training or evaluating)]
 
 
 def check_exact(plan: Plan, norms: Sequence[str]) -> None:
@@ -38,22 +38,22 @@ def differing(
     plan: Plan, norms: Sequence[str], changed: Sequence[str], batch_norm: Literal["local", "exact"]
 ) -> list[str]:
     """Sentences about ``norms`` (:func:`trained_norms`) and other buffers that forward ``changed``."""
-    said = []
+    notes = []
     ranks, parts = max(layout.data for layout in plan.layouts()), plan.num_microbatches
     share = max(1, plan.global_batch // (ranks * parts))
     if norms and batch_norm == "local" and ranks * parts > 1:
-        said.append(
+        notes.append(
             f"BatchNorm ({_several(norms)}) normalises over the {share} samples that a rank computes at once, not over "
             f"the {plan.global_batch} of a batch" + ("; batch_norm='exact' does that" if parts == 1 else "")
         )
     if changed and parts > 1:
-        said.append(f"forward changes {_several(changed)}: {parts} times a step, once for each microbatch")
+        notes.append(f"forward changes {_several(changed)}: {parts} times a step, once for each microbatch")
     if changed and ranks > 1:
-        said.append(
+        notes.append(
             f"forward changes {_several(changed)}: on each rank by the samples it computes, and averaged when the "
             "loader is through"
         )
-    return said
+    return notes
 
 
 def drawing(model: ParallelModel) -> str:

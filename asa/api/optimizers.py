@@ -13,11 +13,11 @@ from torch.optim import LBFGS, Optimizer
 
 from asa.api.optimizer_states import load_states, plain_states
 from asa.api.scaling import understood_by_scalers
-from asa.api.seen import Seen
+from asa.api.views import TensorViews
 from asa.errors import UsageError
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.parameter_hooks import hooked
-from asa.executor.model.state import held, stored
+from asa.executor.model.state import local_tensors, stored
 from asa.executor.training.optimizer import cut_parameters, doubt_about_parts, updates_parts
 from asa.sharding.parts import step_over_parts
 from asa.sharding.split import TensorPart
@@ -46,13 +46,15 @@ def check_shared(optimizer: Optimizer) -> None:
 
 def others_over(model: nn.Module, optimizer: Optimizer) -> list[Optimizer]:
     """Other optimizers in this process with parameters of ``model``; a program may use several in its loop."""
-    own = {id(p) for p in model.parameters()}
+    model_ids = {id(p) for p in model.parameters()}
     # ``type``, because ``isinstance`` may initialise a lazy object.
-    found = [o for o in gc.get_objects() if issubclass(type(o), Optimizer) and o is not optimizer]
-    return [o for o in found if any(id(p) in own for g in getattr(o, "param_groups", ()) for p in g["params"])]
+    optimizers = [o for o in gc.get_objects() if issubclass(type(o), Optimizer) and o is not optimizer]
+    return [
+        o for o in optimizers if any(id(p) in model_ids for g in getattr(o, "param_groups", ()) for p in g["params"])
+    ]
 
 
-def whole_because(optimizer: Optimizer, model: nn.Module, declared: bool | None) -> str:
+def no_shards_because(optimizer: Optimizer, model: nn.Module, declared: bool | None) -> str:
     """Why no rank may update a shard of a parameter; empty if shards are allowed."""
     name = next((name for name, p in model.named_parameters() if hooked(p)), None)
     if name is not None:
@@ -99,14 +101,14 @@ class Rebinding:
     def outside(self, model: ParallelModel) -> list[str]:
         """Names of the optimizer's trained parameters that are in no component of ``model``, because no forward reads
         them."""
-        here = {item.name for item in held(model)}
-        asked = [names for group in self._names for names in group if names]
-        return [names[0] for names in asked if names[0] in self._trained and not here.intersection(names)]
+        local_names = {item.name for item in local_tensors(model)}
+        optimized = [names for group in self._names for names in group if names]
+        return [names[0] for names in optimized if names[0] in self._trained and not local_names.intersection(names)]
 
-    def apply(self, model: ParallelModel, seen: Seen | None = None) -> Optimizer:
+    def apply(self, model: ParallelModel, views: TensorViews | None = None) -> Optimizer:
         """Let the optimizer update what this rank updates of ``model``, keeping its state.
 
-        ``seen``: the user's program's view of the parameters. The groups then contain everything that this rank holds.
+        ``views``: the user's program's view of the parameters. The groups then contain everything that this rank holds.
 
         Raises:
             UsageError: the rank holds shards, and the optimizer needs whole parameters.
@@ -118,30 +120,30 @@ class Rebinding:
             warnings.warn(doubt_about_parts(optimizer, cut, remedy), stacklevel=2)
         while self._undo:
             self._undo.pop()()
-        found: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+        parameters_of_groups: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
         elsewhere: list[Tensor] = []
-        for item in held(model):
+        for item in local_tensors(model):
             if not isinstance(item.tensor, nn.Parameter) or item.name not in self._group:
                 continue
             if id(item.tensor) not in updated:
-                if seen is None:
+                if views is None:
                     continue
                 elsewhere.append(item.tensor)
-            found[self._group[item.name]].append(item.tensor if seen is None else seen.item(item))
-        for group, parameters in zip(optimizer.param_groups, found, strict=True):
+            parameters_of_groups[self._group[item.name]].append(item.tensor if views is None else views.item(item))
+        for group, parameters in zip(optimizer.param_groups, parameters_of_groups, strict=True):
             group["params"] = parameters
         optimizer.state.clear()
         if self._state:
-            known = {item.name for item in held(model)} | model.elsewhere
-            state = {key: value for key, value in self._state.items() if key.rsplit("/", 1)[0] in known}
+            names = {item.name for item in local_tensors(model)} | model.elsewhere
+            state = {key: value for key, value in self._state.items() if key.rsplit("/", 1)[0] in names}
             load_states(model, optimizer, state)
             self._state = {}  # later moves take the state from the optimizer
         self._undo.append(plain_states(optimizer, model, self._names))
         if model.owner:
             self._undo.append(_share_updates(optimizer, model))
-        if elsewhere or any(isinstance(p, DTensor | TensorPart) for group in found for p in group):
+        if elsewhere or any(isinstance(p, DTensor | TensorPart) for group in parameters_of_groups for p in group):
             self._undo.append(step_over_parts(optimizer, elsewhere))
-        if seen is not None:
+        if views is not None:
             understood_by_scalers(optimizer, model)
         return optimizer
 

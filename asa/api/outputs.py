@@ -19,8 +19,8 @@ class Demands:
 
     def __init__(self, model: ParallelModel) -> None:
         exchanged = any(layout.data != model.plan.num_ranks for layout in model.layouts)
-        self._apart = any(replaced(a) for a in model.plan.components) or exchanged
-        self._all = model.components
+        self._divided = any(replaced(a) for a in model.plan.components) or exchanged
+        self._every_component = model.components
         wide = any(a.data.degree > 1 for a in model.plan.components)
         self._components = model.components if wide else []
 
@@ -31,12 +31,12 @@ class Demands:
             UsageError: gradients of gradients are requested while ranks hold shards, or gradients that are not sums.
         """
         if torch.is_grad_enabled():  # a second derivative is neither weighted nor summed over ranks
-            if self._apart:
+            if self._divided:
                 raise UsageError(
                     "a gradient of a gradient (create_graph=True) does not cross ranks that hold parts of a model; "
                     "plan with strategies=('ddp',)"
                 )
-            if any(map(synchronised, self._all)):
+            if any(map(synchronised, self._every_component)):
                 raise UsageError(
                     "a gradient of a gradient (create_graph=True) does not cross a BatchNorm over all ranks; leave out "
                     "batch_norm='exact', or use a norm of single samples (GroupNorm, LayerNorm)"
@@ -53,11 +53,11 @@ class Demands:
         ):  # a shard is not in the graph: torch raises its own error
             return
         with torch.enable_grad():
-            made: Any = p.view_as(p).grad_fn
+            node: Any = p.view_as(p).grad_fn
         try:
-            if made is None:  # inside a transform of torch.func, which differentiates by other tensors
+            if node is None:  # inside a transform of torch.func, which differentiates by other tensors
                 raise RuntimeError("autograd.grad")
-            ask(made.next_functions[0][0])
+            ask(node.next_functions[0][0])
         except RuntimeError as error:
             if "autograd.grad" in str(error):
                 raise UsageError(
@@ -88,11 +88,11 @@ def leaving(x: Tensor, weight: float, demands: Demands) -> Tensor:
     """The output ``x``, whose gradient is multiplied by ``weight``; this is 1 unless batches are uneven."""
     if not x.requires_grad:
         return x
-    left = x if weight == 1 else _weighed(x, weight)
-    if not left.is_leaf:
+    output = x if weight == 1 else _weighed(x, weight)
+    if not output.is_leaf:
         with torch._C.DisableTorchFunctionSubclass():  # a tape records hooks, but only those of the program
-            left.register_hook(lambda _gradient: demands.check(weight))
-    return left
+            output.register_hook(lambda _gradient: demands.check(weight))
+    return output
 
 
 def entering(x: Tensor, weight: float) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import asa
+from asa.api.messages import say
 from asa.api.planning import (
     device_of,
     known_clusters,
@@ -27,7 +28,6 @@ from asa.api.planning import (
     spec_of,
 )
 from asa.api.rank_context import RankContext
-from asa.api.said import say
 from asa.errors import AsaError, InfeasibleError, InvalidInputError, UsageError, place_of
 from asa.interfaces.strategy import Strategies
 from asa.ir import codec
@@ -51,7 +51,7 @@ _LEAST_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wishes:
+class PlanOptions:
     """Requirements on a plan."""
 
     global_batch: int
@@ -64,7 +64,7 @@ class Wishes:
     precision: Precision = "fp32"
     time_limit_s: float = 75.0
     cache: Path | None = None
-    whole_because: str = ""
+    no_shards_because: str = ""
     """Why every parameter must stay whole; empty if ranks may hold shards."""
     at_once: bool = False
     """Whether a batch must be computed as a whole, without microbatches."""
@@ -78,89 +78,96 @@ class Origins:
     cluster: Cluster
 
 
-def agreed_plan(place: RankContext, model: nn.Module, example: Tensor, wishes: Wishes) -> tuple[Plan, Origins | None]:
+def agreed_plan(
+    context: RankContext, model: nn.Module, example: Tensor, options: PlanOptions
+) -> tuple[Plan, Origins | None]:
     """(plan, origins) for all ranks: rank 0 profiles and plans, or reads the plan from the cache, and sends it to the
     others (collective).
 
     Raises:
         AsaError: raised on rank 0, and then on every rank.
     """
-    votes, started = place.votes, time.perf_counter()
-    kept = votes.once(lambda: Kept.of(place, model, example, wishes))
-    made = kept.read() if kept is not None else None
-    if not votes.tell(made is not None):
-        votes.once(lambda: _admitted(place, wishes))
-        cluster = _cluster(place, wishes)
-        left = replace(wishes, time_limit_s=max(_LEAST_S, wishes.time_limit_s - (time.perf_counter() - started)))
-        say(place, f"measuring the model, for up to {left.time_limit_s:.0f} s; the plan is kept for the next time")
-        made = votes.once(lambda: _solved(place, model, example, left, cluster))
-        if made is not None and kept is not None:
-            kept.write(*made)
-    text = votes.tell(None if made is None else codec.dumps(made[0]))
+    votes, started = context.votes, time.perf_counter()
+    stored = votes.once(lambda: StoredPlan.of(context, model, example, options))
+    result = stored.read() if stored is not None else None
+    if not votes.tell(result is not None):
+        votes.once(lambda: _check_request(context, options))
+        cluster = _cluster(context, options)
+        remaining = replace(options, time_limit_s=max(_LEAST_S, options.time_limit_s - (time.perf_counter() - started)))
+        say(
+            context,
+            f"measuring the model, for up to {remaining.time_limit_s:.0f} s; the plan is kept for the next time",
+        )
+        result = votes.once(lambda: _measure_and_plan(context, model, example, remaining, cluster))
+        if result is not None and stored is not None:
+            stored.write(*result)
+    text = votes.tell(None if result is None else codec.dumps(result[0]))
     agreed = codec.loads(Plan, text, source="the plan from rank 0")
-    if place.rank == 0:
-        for line in _to_be_said(agreed, wishes):
+    if context.rank == 0:
+        for line in _notes_on(agreed, options):
             warnings.warn(line, stacklevel=3)
-    return agreed, None if made is None else made[1]
+    return agreed, None if result is None else result[1]
 
 
-def _to_be_said(plan: Plan, wishes: Wishes) -> list[str]:
+def _notes_on(plan: Plan, options: PlanOptions) -> list[str]:
     """Notes on what the plan does not provide."""
-    said = []
-    if wishes.whole_because and wishes.strategies is None and plan.num_ranks > 1:
-        said.append(f"{wishes.whole_because}, so every rank keeps all parameters whole, and its state too")
+    notes = []
+    if options.no_shards_because and options.strategies is None and plan.num_ranks > 1:
+        notes.append(f"{options.no_shards_because}, so every rank keeps all parameters whole, and its state too")
     idle = plan.num_ranks > 1 and all(layout.data == layout.tensor == 1 for layout in plan.layouts())
-    if idle and len(plan.stages) == 1 and wishes.strategies != ("single",):
-        said.append(
+    if idle and len(plan.stages) == 1 and options.strategies != ("single",):
+        notes.append(
             f"the plan is for one device: each of the {plan.num_ranks} ranks computes the whole batch, which is faster "
             "than sharing it would be; strategies=('ddp',) shares it all the same"
         )
-    return said
+    return notes
 
 
-def _admitted(place: RankContext, wishes: Wishes) -> None:
+def _check_request(context: RankContext, options: PlanOptions) -> None:
     """Check requests that must be refused whatever a measurement of links or model would show."""
-    pins = tuple(parse_pin(text) for text in wishes.pins)
-    asked = Request(gpus=place.ranks, global_batch=wishes.global_batch, strategies=wishes.strategies, pins=pins)
-    named = None if wishes.cluster is None or place.ranks == 1 else named_cluster(wishes.cluster, place.ranks)
-    check_request(named, offered(), asked)
+    pins = tuple(parse_pin(text) for text in options.pins)
+    request = Request(gpus=context.ranks, global_batch=options.global_batch, strategies=options.strategies, pins=pins)
+    named = None if options.cluster is None or context.ranks == 1 else named_cluster(options.cluster, context.ranks)
+    check_request(named, offered(), request)
 
 
-def _cluster(place: RankContext, wishes: Wishes) -> Cluster | None:
+def _cluster(context: RankContext, options: PlanOptions) -> Cluster | None:
     """The links; if nothing is known of them, they are measured now between these ranks (collective)."""
-    if place.ranks == 1:
+    if context.ranks == 1:
         return None
-    kept = links_file(place, wishes)
-    stored = _read_links(kept) if place.rank == 0 and wishes.cluster is None else None
-    known = place.rank != 0 or wishes.cluster is not None or stored is not None or _measured_here(place) is not None
-    if place.votes.everyone(known):
+    path = links_file(context, options)
+    stored = _read_links(path) if context.rank == 0 and options.cluster is None else None
+    is_known = (
+        context.rank != 0 or options.cluster is not None or stored is not None or _measured_cluster(context) is not None
+    )
+    if context.votes.everyone(is_known):
         return stored
     from asa.profiler.interconnect import measure_group
 
-    limit = min(_LINKS_S, _LINKS_SHARE * wishes.time_limit_s)
-    say(place, f"measuring the links between {place.ranks} ranks, for about {limit:.0f} s, once per machine")
+    limit = min(_LINKS_S, _LINKS_SHARE * options.time_limit_s)
+    say(context, f"measuring the links between {context.ranks} ranks, for about {limit:.0f} s, once per machine")
     threads = torch.get_num_threads()
-    if place.device.type == "cpu":
+    if context.device.type == "cpu":
         torch.set_num_threads(1)
     try:
-        measured_now = measure_group(backend="nccl" if place.device.type == "cuda" else "gloo", time_limit_s=limit)
+        measured_now = measure_group(backend="nccl" if context.device.type == "cuda" else "gloo", time_limit_s=limit)
     finally:
         torch.set_num_threads(threads)
-    if place.rank == 0 and kept is not None:
+    if context.rank == 0 and path is not None:
         with contextlib.suppress(OSError):
-            codec.save(measured_now, kept)
+            codec.save(measured_now, path)
     return measured_now
 
 
-def links_file(place: RankContext, wishes: Wishes) -> Path | None:
+def links_file(context: RankContext, options: PlanOptions) -> Path | None:
     """Path of the stored links between this number of ranks on such a machine; None without a cache."""
-    if wishes.cache is None:
+    if options.cache is None:
         return None
     from asa.profiler.machine import device_record
 
-    where = [device_record(place.device).name, place.ranks, place.device.type, platform.node(), torch.__version__]
+    where = [device_record(context.device).name, context.ranks, context.device.type, platform.node(), torch.__version__]
     key = hashlib.sha256(json.dumps(where).encode()).hexdigest()[:16]
-    return wishes.cache / f"links.{key}.cluster.json"
+    return options.cache / f"links.{key}.cluster.json"
 
 
 def _read_links(path: Path | None) -> Cluster | None:
@@ -172,22 +179,22 @@ def _read_links(path: Path | None) -> Cluster | None:
         return None
 
 
-def _measured_here(place: RankContext) -> Cluster | None:
+def _measured_cluster(context: RankContext) -> Cluster | None:
     """A stored cluster that was measured on such devices and has enough of them; None if there is none."""
     from asa.profiler.machine import device_record
 
-    name = device_record(place.device).name
-    fits = [c for c in known_clusters() if c.device.name == name and c.num_devices >= place.ranks]
+    name = device_record(context.device).name
+    fits = [c for c in known_clusters() if c.device.name == name and c.num_devices >= context.ranks]
     return min(fits, key=lambda c: c.num_devices, default=None)
 
 
-def _solved(
-    place: RankContext, model: nn.Module, example: Tensor, wishes: Wishes, cluster: Cluster | None
+def _measure_and_plan(
+    context: RankContext, model: nn.Module, example: Tensor, options: PlanOptions, cluster: Cluster | None
 ) -> tuple[Plan, Origins]:
     try:
         profile = measured(
-            model, example, num_classes=None, global_batch=wishes.global_batch, precision=wishes.precision,
-            limit_s=wishes.time_limit_s, max_degree=place.ranks, device=place.device,
+            model, example, num_classes=None, global_batch=options.global_batch, precision=options.precision,
+            limit_s=options.time_limit_s, max_degree=context.ranks, device=context.device,
         )  # fmt: skip
     except AsaError:
         raise
@@ -196,135 +203,135 @@ def _solved(
             f"the model cannot be measured on batches of several sizes: {reason_of(error)}{place_of(error)}; have it "
             "take any number of samples, whatever it was given before"
         ) from error
-    cluster = _links(place, wishes, cluster, profile)
-    return on_all_ranks(profile, cluster, place.ranks, wishes), Origins(profile=profile, cluster=cluster)
+    cluster = _links(context, options, cluster, profile)
+    return on_all_ranks(profile, cluster, context.ranks, options), Origins(profile=profile, cluster=cluster)
 
 
-def _links(place: RankContext, wishes: Wishes, cluster: Cluster | None, profile: Profile) -> Cluster:
+def _links(context: RankContext, options: PlanOptions, cluster: Cluster | None, profile: Profile) -> Cluster:
     """The links: just measured (``cluster``), named, measured before, or those of the most similar machine."""
     if cluster is not None:
         return cluster
-    if place.ranks == 1:
-        here = profile.device
-        return alone(Device(name=here.name, type=here.type, memory_bytes=here.memory_bytes))
-    if wishes.cluster is not None:
-        return named_cluster(wishes.cluster)
-    return _measured_here(place) or nearest_cluster(profile.device, place.ranks)
+    if context.ranks == 1:
+        device = profile.device
+        return alone(Device(name=device.name, type=device.type, memory_bytes=device.memory_bytes))
+    if options.cluster is not None:
+        return named_cluster(options.cluster)
+    return _measured_cluster(context) or nearest_cluster(profile.device, context.ranks)
 
 
-def named_or_measured(place: RankContext, wishes: Wishes) -> Callable[[Profile], Cluster]:
+def named_or_measured(context: RankContext, options: PlanOptions) -> Callable[[Profile], Cluster]:
     """A function that returns the links for a profile. Links that are unknown are measured now (collective). The
     function is called on rank 0."""
-    cluster = _cluster(place, wishes)
-    return lambda profile: _links(place, wishes, cluster, profile)
+    cluster = _cluster(context, options)
+    return lambda profile: _links(context, options, cluster, profile)
 
 
-def _asked(ranks: int, wishes: Wishes, limit_s: float) -> tuple[Strategies, Request]:
+def _request_of(ranks: int, options: PlanOptions, limit_s: float) -> tuple[Strategies, Request]:
     """Strategies and request for the planner."""
     # The user's optimizer determines where its state is.
     strategies: Strategies = replace(offered(), offload=False)
-    if not wishes.pipelines:
+    if not options.pipelines:
         strategies = replace(strategies, schedules={})
-    wanted = wishes.strategies if not wishes.whole_because else _of_wholes(wishes)
+    names = options.strategies if not options.no_shards_because else _unsharded(options)
     request = Request(
         gpus=ranks,
-        global_batch=wishes.global_batch,
-        memory_bytes=wishes.memory_bytes,
-        strategies=wanted,
-        pins=tuple(parse_pin(text) for text in wishes.pins),
-        optimizer=wishes.optimizer,
+        global_batch=options.global_batch,
+        memory_bytes=options.memory_bytes,
+        strategies=names,
+        pins=tuple(parse_pin(text) for text in options.pins),
+        optimizer=options.optimizer,
         time_limit_s=limit_s,
         top_k=8,
-        uneven=wishes.pipelines,
+        uneven=options.pipelines,
     )
     return strategies, request
 
 
-def _runnable(plans: list[Plan], wishes: Wishes) -> list[Plan]:
+def _runnable(plans: list[Plan], options: PlanOptions) -> list[Plan]:
     """Plans, out of ``plans``, that compute a batch as a whole, if that is required; otherwise all of them."""
-    any_parts = wishes.pipelines and not wishes.at_once
+    any_parts = options.pipelines and not options.at_once
     return [plan for plan in plans if any_parts or plan.num_microbatches == 1]
 
 
-def on_ranks_that_pay(profile: Profile, cluster: Cluster, ranks: int, wishes: Wishes, limit_s: float) -> Plan:
+def on_ranks_that_pay(profile: Profile, cluster: Cluster, ranks: int, options: PlanOptions, limit_s: float) -> Plan:
     """The best plan for at most ``ranks`` ranks; others may be idle. The search takes at most ``limit_s`` seconds.
 
     Raises:
         InfeasibleError: no plan fits.
     """
-    plans = _runnable(solve(profile, cluster, *_asked(ranks, wishes, limit_s)), wishes)
+    plans = _runnable(solve(profile, cluster, *_request_of(ranks, options, limit_s)), options)
     if not plans:
         raise InfeasibleError("every plan that fits computes a batch in several parts")
     return plans[0]
 
 
-def would_be(origins: Origins, wishes: Wishes) -> Model:
+def cost_model(origins: Origins, options: PlanOptions) -> Model:
     """The cost model of a plan, with a function by which :class:`asa.Job` plans again. Its plans may have stages and
     idle ranks."""
     return Model(
         profile=origins.profile, cluster=origins.cluster, strategies=offered(),
-        solve=partial(_solve_again, replace(wishes, pipelines=True)),
+        solve=partial(_replan, replace(options, pipelines=True)),
     )  # fmt: skip
 
 
-def _solve_again(
-    wishes: Wishes, _plan: Plan, _measured: Measurements, profile: Profile, cluster: Cluster, ranks: int
+def _replan(
+    options: PlanOptions, _plan: Plan, _measured: Measurements, profile: Profile, cluster: Cluster, ranks: int
 ) -> Plan:  # fmt: skip
-    return on_ranks_that_pay(profile, cluster, ranks, wishes, SOLVE_S)
+    return on_ranks_that_pay(profile, cluster, ranks, options, SOLVE_S)
 
 
-def on_all_ranks(profile: Profile, cluster: Cluster, ranks: int, wishes: Wishes) -> Plan:
+def on_all_ranks(profile: Profile, cluster: Cluster, ranks: int, options: PlanOptions) -> Plan:
     """The best plan in which every rank takes part, because ranks that were started cannot be dismissed.
 
     Raises:
         InfeasibleError: no plan fits.
     """
-    strategies, request = _asked(ranks, wishes, usual_limit(ranks))
+    strategies, request = _request_of(ranks, options, usual_limit(ranks))
     plans = solve(profile, cluster, strategies, request)
-    fitting = next((plan for plan in (_whole(p, ranks) for p in _runnable(plans, wishes)) if plan is not None), None)
+    fitting = next((plan for plan in (_widened(p, ranks) for p in _runnable(plans, options)) if plan is not None), None)
     if fitting is not None:
         return fitting
 
     def plain() -> Plan:
-        if wishes.strategies is not None and "ddp" not in wishes.strategies:
-            asked = ", ".join(wishes.strategies)
+        if options.strategies is not None and "ddp" not in options.strategies:
+            names = ", ".join(options.strategies)
             raise UsageError(
-                f"no plan of {asked} gives work to all {ranks} ranks, and none can be dismissed: start fewer, or allow "
+                f"no plan of {names} gives work to all {ranks} ranks, and none can be dismissed: start fewer, or allow "
                 "ddp too"
             )
         return solve(profile, cluster, strategies, replace(request, strategies=("ddp",), top_k=1))[0]
 
-    if wishes.pipelines:
+    if options.pipelines:
         return plain()
     # The best plan accumulates over microbatches, which a loop of the user's own does not.
-    first = next((p for p in (_whole(plan, ranks) for plan in plans) if p is not None), None)
+    first = next((p for p in (_widened(plan, ranks) for plan in plans) if p is not None), None)
     if first is None:
         first = plain()
     note = f"planned with {first.num_microbatches} microbatches for their memory; a loop of your own runs them as one"
     return replace(first, num_microbatches=1, notes=(*first.notes, note))
 
 
-_WHOLE = ("single", "ddp")
+_UNSHARDED = ("single", "ddp")
 """Strategies that keep every parameter whole on every rank."""
 
 
-def _of_wholes(wishes: Wishes) -> tuple[str, ...]:
+def _unsharded(options: PlanOptions) -> tuple[str, ...]:
     """Requested strategies that keep parameters whole.
 
     Raises:
         UsageError: there are none.
     """
-    wanted = wishes.strategies or _WHOLE
-    allowed = tuple(s for s in wanted if s in _WHOLE)
+    requested = options.strategies or _UNSHARDED
+    allowed = tuple(s for s in requested if s in _UNSHARDED)
     if not allowed:
         raise UsageError(
-            f"{wishes.whole_because}, so parameters stay whole: strategies=('ddp',) does that, but none of those "
-            f"asked for ({', '.join(wanted)})"
+            f"{options.no_shards_because}, so parameters stay whole: strategies=('ddp',) does that, but none of those "
+            f"asked for ({', '.join(requested)})"
         )
     return allowed
 
 
-def _whole(plan: Plan, ranks: int) -> Plan | None:
+def _widened(plan: Plan, ranks: int) -> Plan | None:
     """``plan`` on all ranks. A plan of one stage may be widened: the extra ranks repeat its work. None if that is not
     possible."""
     if plan.num_ranks == ranks:
@@ -340,40 +347,40 @@ def _whole(plan: Plan, ranks: int) -> Plan | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class StoredPlan:
     """A stored plan with its origins; without ``path`` nothing is stored."""
 
     path: Path | None
 
     @staticmethod
-    def of(place: RankContext, model: nn.Module, example: Tensor, wishes: Wishes) -> Kept:
+    def of(context: RankContext, model: nn.Module, example: Tensor, options: PlanOptions) -> StoredPlan:
         """Where the plan for this request is stored."""
-        if wishes.cache is None:
-            return Kept(path=None)
+        if options.cache is None:
+            return StoredPlan(path=None)
         from asa.profiler.machine import device_record
 
         # Traced on its own device, with two samples and without timing.
         traced = trace(model, example.to(device_of(model)), name=spec_of(model))
-        cluster = wishes.cluster
-        question = {
+        cluster = options.cluster
+        request = {
             "model": traced.model_fingerprint,
             "input": list(example.shape[1:]),
-            "ranks": place.ranks,
-            "batch": wishes.global_batch,
-            "optimizer": wishes.optimizer,
-            "at_once": wishes.at_once,
-            "elementwise": not wishes.whole_because,
-            "pipelines": wishes.pipelines,
-            "strategies": wishes.strategies,
-            "pins": wishes.pins,
-            "memory": wishes.memory_bytes,
-            "precision": wishes.precision,
+            "ranks": context.ranks,
+            "batch": options.global_batch,
+            "optimizer": options.optimizer,
+            "at_once": options.at_once,
+            "elementwise": not options.no_shards_because,
+            "pipelines": options.pipelines,
+            "strategies": options.strategies,
+            "pins": options.pins,
+            "memory": options.memory_bytes,
+            "precision": options.precision,
             "cluster": codec.fingerprint(cluster) if isinstance(cluster, Cluster) else str(cluster),
-            "device": device_record(place.device).name,
+            "device": device_record(context.device).name,
             "versions": [asa.__version__, torch.__version__],
         }
-        key = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:24]
-        return Kept(path=wishes.cache / key)
+        key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:24]
+        return StoredPlan(path=options.cache / key)
 
     def read(self) -> tuple[Plan, Origins] | None:
         """The stored plan and its origins, if all of them can be used; otherwise None."""
@@ -405,9 +412,9 @@ def usual_cache() -> Path:
     return Path(platformdirs.user_cache_dir("asa")) / "plans"
 
 
-def plan_of_one(model: nn.Module, traced: TracedModel, wishes: Wishes) -> Plan:
+def plan_of_one(model: nn.Module, traced: TracedModel, options: PlanOptions) -> Plan:
     """The plan for one rank of a model called as a whole. There is no choice, so nothing is measured."""
-    whole = tuple(
+    components = tuple(
         Assignment(
             name=c.name,
             stage=0,
@@ -419,9 +426,9 @@ def plan_of_one(model: nn.Module, traced: TracedModel, wishes: Wishes) -> Plan:
     return Plan(
         model_spec=spec_of(model), model_fingerprint=traced.model_fingerprint, profile_fingerprint="0" * 16,
         cluster="alone", cluster_fingerprint="0" * 16, input_shape=(1,),
-        num_classes=1, strategy="single", gpus=1, global_batch=wishes.global_batch,
-        precision=wishes.precision, optimizer=wishes.optimizer,
-        device_type="cuda" if device_of(model).type == "cuda" else "cpu", components=whole,
+        num_classes=1, strategy="single", gpus=1, global_batch=options.global_batch,
+        precision=options.precision, optimizer=options.optimizer,
+        device_type="cuda" if device_of(model).type == "cuda" else "cpu", components=components,
         stages=(Stage(ranks=(0,)),), schedule="none", num_microbatches=1,
         prediction=Prediction(
             step_time_s=0.0, step_time_low_s=0.0, step_time_high_s=0.0, compute_s=0.0, exposed_communication_s=0.0,
@@ -434,7 +441,7 @@ def plan_of_one(model: nn.Module, traced: TracedModel, wishes: Wishes) -> Plan:
     )  # fmt: skip
 
 
-def checked_plan(place: RankContext, plan: Plan | Path | str) -> Plan:
+def checked_plan(context: RankContext, plan: Plan | Path | str) -> Plan:
     """The plan that rank 0 was given, checked, on all ranks.
 
     Raises:
@@ -442,16 +449,16 @@ def checked_plan(place: RankContext, plan: Plan | Path | str) -> Plan:
         InvalidInputError: the file cannot be used.
     """
     error: AsaError | None = None
-    own: Plan | None = None
+    local_plan: Plan | None = None
     try:
-        own = plan if isinstance(plan, Plan) else codec.load(Plan, Path(plan))
+        local_plan = plan if isinstance(plan, Plan) else codec.load(Plan, Path(plan))
     except AsaError as caught:
         error = caught
-    if own is not None and own.num_ranks != place.ranks:
+    if local_plan is not None and local_plan.num_ranks != context.ranks:
         error = UsageError(
-            f"the plan is for {own.num_ranks} ranks, there are {place.ranks}; start {own.num_ranks} "
-            f"(torchrun --nproc-per-node {own.num_ranks}), or plan with gpus={place.ranks}"
+            f"the plan is for {local_plan.num_ranks} ranks, there are {context.ranks}; start {local_plan.num_ranks} "
+            f"(torchrun --nproc-per-node {local_plan.num_ranks}), or plan with gpus={context.ranks}"
         )
-    place.votes.agree(error)
-    text: Any = place.votes.tell(None if own is None else codec.dumps(own))
+    context.votes.agree(error)
+    text: Any = context.votes.tell(None if local_plan is None else codec.dumps(local_plan))
     return codec.loads(Plan, text, source="the plan from rank 0")

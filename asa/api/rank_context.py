@@ -43,14 +43,14 @@ _votes: list[Votes] = []
 """Votes of the last context."""
 
 
-def known_votes() -> Votes:
+def current_votes() -> Votes:
     """The votes between the ranks: those created last, or new ones (collective then)."""
     if not _votes or _votes[0].num_ranks != (dist.get_world_size() if dist.is_initialized() else 1):
         _votes[:] = [Votes()]
     return _votes[0]
 
 
-def find_place(device: str, timeout_s: float) -> RankContext:
+def join_ranks(device: str, timeout_s: float) -> RankContext:
     """Join the ranks that a launcher started, or those of the user's process group; or run alone.
 
     Raises:
@@ -66,11 +66,11 @@ def find_place(device: str, timeout_s: float) -> RankContext:
         if dist.is_initialized() and device == "auto" and "nccl" not in dist.get_backend_config():
             cuda = False  # the user's own group tells what it is for
         if not dist.is_initialized():
-            place = _open.enter_context(join(backend="nccl" if cuda else "gloo", timeout_s=timeout_s))
+            worker = _open.enter_context(join(backend="nccl" if cuda else "gloo", timeout_s=timeout_s))
         else:
-            with join() as place:
+            with join() as worker:
                 pass
-        local = place.local_rank
+        local = worker.local_rank
     if cuda:
         torch.cuda.set_device(local)
     votes = Votes(timeout_s)
@@ -80,10 +80,10 @@ def find_place(device: str, timeout_s: float) -> RankContext:
 
 
 @torch.no_grad()
-def same_weights(place: RankContext, model: nn.Module) -> None:
+def same_weights(context: RankContext, model: nn.Module) -> None:
     """Copy rank 0's parameters and buffers to every rank (collective)."""
-    if place.ranks > 1:
+    if context.ranks > 1:
         for tensor in (*model.parameters(), *model.buffers()):
             copy = tensor.detach().cpu().contiguous()
-            place.votes.broadcast(copy)
+            context.votes.broadcast(copy)
             tensor.copy_(copy.to(tensor.device))

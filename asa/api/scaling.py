@@ -14,31 +14,31 @@ from torch.optim import Optimizer
 
 from asa.executor.model.parallel import ParallelModel
 
-_known: WeakKeyDictionary[Optimizer, ParallelModel] = WeakKeyDictionary()
+_sharded: WeakKeyDictionary[Optimizer, ParallelModel] = WeakKeyDictionary()
 """Optimizers over shards of a model."""
 
 
 def understood_by_scalers(optimizer: Optimizer, model: ParallelModel) -> None:
     """Let scalers treat ``optimizer`` as one over all ranks."""
-    _known.pop(optimizer, None)
+    _sharded.pop(optimizer, None)
     if all(a.data.strategy == "replicate" and a.tensor.degree == 1 for a in model.plan.components):
         return  # every rank has all gradients, and finds the same
-    _known[optimizer] = model
-    theirs = GradScaler._unscale_grads_
-    if not hasattr(theirs, "asa"):
-        GradScaler._unscale_grads_ = _unscaled(theirs)  # type: ignore[method-assign]
+    _sharded[optimizer] = model
+    original = GradScaler._unscale_grads_
+    if not hasattr(original, "asa"):
+        GradScaler._unscale_grads_ = _unscaled(original)  # type: ignore[method-assign]
 
 
-def _unscaled(theirs: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
+def _unscaled(original: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
     def unscale(
         scaler: GradScaler, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        found = theirs(scaler, optimizer, inv_scale, found_inf, allow_fp16)
-        if optimizer not in _known:
-            return found
-        model = _known[optimizer]
+        overflows = original(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+        if optimizer not in _sharded:
+            return overflows
+        model = _sharded[optimizer]
         worst = torch.zeros(1, dtype=torch.float32, device=model.device)
-        for value in found.values():
+        for value in overflows.values():
             worst = torch.maximum(worst, value.detach().view(1).to(worst))
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         return {model.device: worst.view(())}

@@ -33,13 +33,13 @@ class Schedules:
         """
         if every not in ("epoch", "step"):
             raise UsageError(f"a schedule steps every 'epoch' or every 'step', asked {every!r}")
-        given = [] if schedulers is None else [schedulers] if isinstance(schedulers, LRScheduler) else list(schedulers)
-        for each in given:
+        listed = [] if schedulers is None else [schedulers] if isinstance(schedulers, LRScheduler) else list(schedulers)
+        for each in listed:
             if each.optimizer is not optimizer:
                 raise UsageError(f"{type(each).__name__} is a schedule of another optimizer than the Job's")
             if isinstance(each, ReduceLROnPlateau) and every == "step":
                 raise UsageError("ReduceLROnPlateau looks at the loss of an epoch: scheduler_every='epoch'")
-        self._optimizer, self._schedulers, self._every = optimizer, given, every
+        self._optimizer, self._schedulers, self._every = optimizer, listed, every
 
     def stepped(self) -> None:
         """Step after an update."""
@@ -71,14 +71,14 @@ class Schedules:
         Raises:
             UsageError: it has other schedules or groups.
         """
-        found: dict[str, Any] = torch.load(io.BytesIO(state["schedules"].numpy().tobytes()), weights_only=True)
-        groups, schedules = self._optimizer.param_groups, found["schedules"]
-        if len(schedules) != len(self._schedulers) or len(groups) != len(found["groups"]):
+        content: dict[str, Any] = torch.load(io.BytesIO(state["schedules"].numpy().tobytes()), weights_only=True)
+        groups, schedules = self._optimizer.param_groups, content["schedules"]
+        if len(schedules) != len(self._schedulers) or len(groups) != len(content["groups"]):
             raise UsageError(
-                f"the checkpoint has {len(schedules)} schedules and {len(found['groups'])} groups of parameters, this "
-                f"job has {len(self._schedulers)} and {len(groups)}"
+                f"the checkpoint has {len(schedules)} schedules and {len(content['groups'])} groups of parameters, "
+                f"this job has {len(self._schedulers)} and {len(groups)}"
             )
-        for group, kept in zip(groups, found["groups"], strict=True):
-            group.update({k: v for k, v in kept.items() if k not in ("foreach", "fused", "capturable")})
-        for each, kept in zip(self._schedulers, schedules, strict=True):
-            each.load_state_dict(kept)
+        for group, saved in zip(groups, content["groups"], strict=True):
+            group.update({k: v for k, v in saved.items() if k not in ("foreach", "fused", "capturable")})
+        for each, saved in zip(self._schedulers, schedules, strict=True):
+            each.load_state_dict(saved)

@@ -24,7 +24,7 @@ MOST_BYTES = 1 << 28
 a tape."""
 _MOST_OPERATIONS = 4096
 _WINDOWS, _MOST_FEWEST = 4, 8
-"""Number of places in a batch at which small sets of samples are tried, and the largest size of such a set."""
+"""Number of positions in a batch at which small sets of samples are tried, and the largest size of such a set."""
 
 
 @dataclass
@@ -51,23 +51,23 @@ class Tape:
     leaves: list[Tensor] = field(default_factory=list)
     read: int = 0
     """Number of leaves that come from the loader."""
-    given: list[Tensor] = field(default_factory=list)
+    model_inputs: list[Tensor] = field(default_factory=list)
     """Tensors made from the batch and passed to the model."""
-    places: dict[int, int] = field(default_factory=dict)
-    kept: list[Any] = field(default_factory=list)
-    """Values by place. Places number outputs, leaves and results."""
-    apart: set[int] = field(default_factory=set)
-    """Places of single samples that were taken from a batch."""
+    positions: dict[int, int] = field(default_factory=dict)
+    tensors: list[Any] = field(default_factory=list)
+    """Tensors by position: outputs, leaves and results."""
+    single_samples: set[int] = field(default_factory=set)
+    """Positions of single samples that were taken from a batch."""
     bytes: int = 0
-    strange: str = ""
+    problem: str = ""
     """Why the record is incomplete; empty if it is complete."""
     closed: bool = False
     """Whether its batch is over. Later uses of its tensors belong to another record."""
-    taken: bool = False
+    value_read: bool = False
     """Whether a number was read out as a Python value."""
-    taken_whole: bool = False
+    array_read: bool = False
     """Whether all numbers of a tensor were."""
-    asked: bool = False
+    size_read: bool = False
     """Whether the program read sizes of a tensor on the tape."""
     hooked: bool = False
     """Whether a gradient hook was added to a tensor on the tape."""
@@ -76,15 +76,15 @@ class Tape:
         """``output`` as a tensor whose operations are recorded from now on."""
         watched = output.as_subclass(Watched)
         watched.tape = self
-        self._place(watched)
+        self._add(watched)
         number = len(self.outputs)
         self.outputs.append(watched)
         self.values.append(output.detach().clone())
         self.changed.append(watched._version)
 
         def received(gradient: Tensor) -> None:
-            plain, known = gradient.detach().as_subclass(Tensor), self.received.get(number)
-            self.received[number] = plain.clone() if known is None else known + plain
+            plain, earlier = gradient.detach().as_subclass(Tensor), self.received.get(number)
+            self.received[number] = plain.clone() if earlier is None else earlier + plain
 
         with torch._C.DisableTorchFunctionSubclass():
             watched.register_hook(received)
@@ -111,8 +111,8 @@ class Tape:
         def plain(leaf: Any) -> Any:
             if not isinstance(leaf, Watched):
                 return leaf
-            if getattr(leaf, "tape", None) is self and id(leaf) in self.places:
-                self.given.append(leaf)
+            if getattr(leaf, "tape", None) is self and id(leaf) in self.positions:
+                self.model_inputs.append(leaf)
             return leaf.as_subclass(Tensor)
 
         return pytree.tree_map(plain, inputs)
@@ -126,137 +126,147 @@ class Tape:
 
     def why_not(self, loss: Tensor) -> str:
         """Why the operations from which ``loss`` is computed are not known; empty if they are."""
-        if not self.strange and id(loss) not in self.places:
+        if not self.problem and id(loss) not in self.positions:
             return "part of it is computed where it cannot be followed"
-        if not self.strange and self.apart and self.needed([loss])[1] & self.apart:
+        if not self.problem and self.single_samples and self.needed([loss])[1] & self.single_samples:
             return "it is computed sample by sample"
-        return self.strange
+        return self.problem
 
     def needed(self, tensors: Iterable[Tensor]) -> tuple[list[tuple[Callable[..., Any], Any, Any, Any]], set[int]]:
-        """(operations, places): the operations from which ``tensors`` are computed, in order, and the places of all
-        their inputs."""
-        places = {self.places[id(t)] for t in tensors if id(t) in self.places}
+        """(operations, positions): the operations from which ``tensors`` are computed, in order, and the positions of
+        all their inputs."""
+        indices = {self.positions[id(t)] for t in tensors if id(t) in self.positions}
         operations = []
         for operation in reversed(self.operations):
-            if any(p.index in places for p in pytree.tree_leaves(operation[3]) if isinstance(p, Place)):
+            if any(p.index in indices for p in pytree.tree_leaves(operation[3]) if isinstance(p, TapeRef)):
                 operations.append(operation)
-                places |= {p.index for p in pytree.tree_leaves(operation[1:3]) if isinstance(p, Place)}
-        return operations[::-1], places
+                indices |= {p.index for p in pytree.tree_leaves(operation[1:3]) if isinstance(p, TapeRef)}
+        return operations[::-1], indices
 
-    def _place(self, tensor: Tensor) -> int:
-        self.places[id(tensor)] = len(self.kept)
-        self.kept.append(tensor)
-        return len(self.kept) - 1
+    def _add(self, tensor: Tensor) -> int:
+        self.positions[id(tensor)] = len(self.tensors)
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
 
     def note(self, function: Callable[..., Any], args: Any, options: Any, result: Any) -> Any:
         """Record one operation."""
-        spec = pytree.tree_map(self._named, (args, options))
-        given = [leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, Tensor)]
+        spec = pytree.tree_map(self._reference, (args, options))
+        inputs = [leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, Tensor)]
 
         def watched(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            same = next((g for g in given if g is leaf), None)
-            if same is None and not isinstance(leaf, Watched) and type(leaf) not in (Tensor, nn.Parameter):
-                self.strange = f"part of it is a {type(leaf).__name__}, which cannot be followed"
+            input_tensor = next((g for g in inputs if g is leaf), None)
+            if input_tensor is None and not isinstance(leaf, Watched) and type(leaf) not in (Tensor, nn.Parameter):
+                self.problem = f"part of it is a {type(leaf).__name__}, which cannot be followed"
                 return leaf
-            if same is None:
-                same = leaf.as_subclass(Watched)
-                same.tape = self  # type: ignore[attr-defined]
+            if input_tensor is None:
+                input_tensor = leaf.as_subclass(Watched)
+                input_tensor.tape = self  # type: ignore[attr-defined]
                 self.bytes += leaf.nbytes if leaf.layout is torch.strided else 0
-            return same
+            return input_tensor
 
         wrapped = pytree.tree_map(watched, result)
-        places = pytree.tree_map(
+        refs = pytree.tree_map(
             lambda leaf: (
-                Place(self.places[id(leaf)] if id(leaf) in self.places else self._place(leaf))
+                TapeRef(self.positions[id(leaf)] if id(leaf) in self.positions else self._add(leaf))
                 if isinstance(leaf, Tensor)
                 else None
             ),
             wrapped,
         )
-        self.operations.append((function, *spec, places))
+        self.operations.append((function, *spec, refs))
         if self.bytes > MOST_BYTES or len(self.operations) > _MOST_OPERATIONS:
             self.forget("more is computed from the batch than can be recorded")
         return wrapped
 
     def forget(self, why: str) -> None:
         """Drop everything, and stop recording, because of ``why``."""
-        self.strange = why
-        for held in (self.operations, self.leaves, self.versions, self.outputs, self.values, self.changed, self.given):
-            held.clear()
-        self.kept.clear()
-        self.places.clear()
+        self.problem = why
+        for entries in (
+            self.operations,
+            self.leaves,
+            self.versions,
+            self.outputs,
+            self.values,
+            self.changed,
+            self.model_inputs,
+        ):
+            entries.clear()
+        self.tensors.clear()
+        self.positions.clear()
         self.received.clear()
-        self.apart.clear()
+        self.single_samples.clear()
 
     def _leaf(self, leaf: Tensor) -> None:
         self.leaves.append(leaf)
         self.versions.append(leaf._version)
-        self._place(leaf)
+        self._add(leaf)
 
-    def _named(self, leaf: Any) -> Any:
+    def _reference(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if id(leaf) not in self.places:
-            if isinstance(leaf, Watched) and not leaf.tape.strange and (not leaf.tape.closed or leaf.requires_grad):
-                self.strange = "part of it is computed where it cannot be followed"
+        if id(leaf) not in self.positions:
+            if isinstance(leaf, Watched) and not leaf.tape.problem and (not leaf.tape.closed or leaf.requires_grad):
+                self.problem = "part of it is computed where it cannot be followed"
             self._leaf(leaf)
-        return Place(self.places[id(leaf)])
+        return TapeRef(self.positions[id(leaf)])
 
-    def again(
+    def replay(
         self, values: dict[int, Tensor], number: Callable[[Any], Any], *, strict: bool = False
     ) -> dict[int, Tensor]:
-        """Values at all places if those of outputs and leaves are ``values``. Whole numbers are mapped by ``number``.
+        """Values at all positions if those of outputs and leaves are ``values``; ``number`` maps whole numbers.
 
         Operations that fail are left out, with everything computed from them, unless ``strict``.
         """
-        made_values = dict(values)
-        for function, args, options, places in self.operations:
+        replayed = dict(values)
+        for function, args, options, refs in self.operations:
             try:
-                new_args, new_options = pytree.tree_map(lambda leaf: _given(leaf, made_values, number), (args, options))
+                new_args, new_options = pytree.tree_map(
+                    lambda leaf: _substituted(leaf, replayed, number), (args, options)
+                )
                 result = function(*new_args, **new_options)
             except Exception:  # numbers that fit no shape
                 if strict:
                     raise
                 continue
-            made = pytree.tree_leaves(places), pytree.tree_leaves(result)
-            if len(made[0]) != len(made[1]):  # another number of pieces than before
+            flattened = pytree.tree_leaves(refs), pytree.tree_leaves(result)
+            if len(flattened[0]) != len(flattened[1]):  # another number of pieces than before
                 if strict:
                     raise UsageError("a batch is split into another number of pieces")
                 continue
-            for place, value in zip(*made, strict=True):
-                if isinstance(place, Place):
-                    made_values[place.index] = value
-        return made_values
+            for ref, value in zip(*flattened, strict=True):
+                if isinstance(ref, TapeRef):
+                    replayed[ref.index] = value
+        return replayed
 
     def with_rows(self, rows: slice | Tensor) -> dict[int, Tensor]:
-        """Values of outputs and leaves with other ``rows`` than the recorded ones, for :meth:`again`."""
+        """Values of outputs and leaves with other ``rows`` than the recorded ones, for :meth:`replay`."""
         values = {}
         for tensor, value in (*zip(self.outputs, self.values, strict=True), *((t, t) for t in self.leaves)):
             plain = value.detach().as_subclass(Tensor)
             if value is tensor and plain.shape == (self.rows, self.rows):  # torch.eye(len(x))
                 plain = plain[rows][:, rows]
-            elif cut(plain, self.rows):
+            elif is_batched(plain, self.rows):
                 plain = plain.reshape(self.rows, -1, *plain.shape[1:])[rows].flatten(0, 1)
-            values[self.place_of(tensor)] = plain.clone()
+            values[self.index_of(tensor)] = plain.clone()
         return values
 
     def fewest(self, loss: Tensor) -> int:
         """Smallest number of this rank's samples from which ``loss`` can be computed again and is a number; 1 if
         unknown."""
-        at = self.place_of(loss)
+        index = self.index_of(loss)
         finite = bool(loss.detach().as_subclass(Tensor).isfinite().all())
 
         def works(count: int) -> bool:
             for first in range(min(self.rows - count + 1, _WINDOWS)):
-                for number in grown(self, count):
+                for number in number_mappings(self, count):
                     try:
                         values = self.with_rows(slice(first, first + count))
-                        again = self.again(values, number, strict=True).get(at)
+                        recomputed = self.replay(values, number, strict=True).get(index)
                     except Exception:  # a program's own code may raise anything on few samples
                         continue
-                    if again is not None and (not finite or bool(again.isfinite().all())):
+                    if recomputed is not None and (not finite or bool(recomputed.isfinite().all())):
                         return True
             return False
 
@@ -267,60 +277,60 @@ class Tape:
 
     def too_few(self, func: Any, args: Any, options: Any) -> bool:
         """Whether ``func``, which has failed, would succeed with as many samples as the whole batch has."""
-        if self.strange or not 0 < self.rows < self.total:
+        if self.problem or not 0 < self.rows < self.total:
             return False
         rows = torch.arange(self.total) % self.rows
 
-        def more(leaf: Any, found: dict[int, Tensor], number: Callable[[Any], Any]) -> Any:
+        def more(leaf: Any, replayed: dict[int, Tensor], number: Callable[[Any], Any]) -> Any:
             if isinstance(leaf, Tensor):
-                if id(leaf) in self.places:
-                    return found[self.places[id(leaf)]]
+                if id(leaf) in self.positions:
+                    return replayed[self.positions[id(leaf)]]
                 return leaf.as_subclass(Tensor)[rows] if leaf.shape[:1] == (self.rows,) else leaf
-            return _given(leaf, found, number)
+            return _substituted(leaf, replayed, number)
 
         def runs(number: Callable[[Any], Any]) -> bool:
             try:
-                found = self.again(self.with_rows(rows), number)
-                new_args, new_options = pytree.tree_map(lambda leaf: more(leaf, found, number), (args, options))
+                replayed = self.replay(self.with_rows(rows), number)
+                new_args, new_options = pytree.tree_map(lambda leaf: more(leaf, replayed, number), (args, options))
                 func(*new_args, **new_options)
             except Exception:  # whatever a program's own code raises
                 return False
             return True
 
-        return any(map(runs, grown(self, self.total)))
+        return any(map(runs, number_mappings(self, self.total)))
 
-    def place_of(self, tensor: Tensor) -> int:
+    def index_of(self, tensor: Tensor) -> int:
         """Index of ``tensor`` on the tape."""
-        return self.places[id(tensor)]
+        return self.positions[id(tensor)]
 
 
-def cut(tensor: Tensor, rows: int) -> bool:
+def is_batched(tensor: Tensor, rows: int) -> bool:
     """Whether ``tensor`` has ``rows`` rows, or a multiple of them."""
     return bool(tensor.dim()) and rows > 0 and tensor.shape[0] > 0 and tensor.shape[0] % rows == 0
 
 
-def grown(tape: Tape, total: int) -> list[Callable[[Any], Any]]:
+def number_mappings(tape: Tape, total: int) -> list[Callable[[Any], Any]]:
     """Functions that map a number in a program to its value with ``total`` samples instead of this rank's.
 
     The first keeps the number. The second replaces this rank's number of samples, or its inverse, by the total. The
     others replace a multiple of this rank's number by the same multiple of ``total``: the third for lengths of recorded
     tensors, the fourth for their numbers of elements.
     """
-    mine = tape.rows
-    tensors = [t for t in tape.kept if isinstance(t, Tensor) and t.dim()]
+    rows = tape.rows
+    tensors = [t for t in tape.tensors if isinstance(t, Tensor) and t.dim()]
     sizes, numbers = {int(t.shape[0]) for t in tensors}, {t.numel() for t in tensors}
     return [
         lambda n: n,
-        lambda n: total if n == mine else 1 / total if type(n) is float and n == 1 / mine else n,
-        lambda n: n // mine * total if type(n) is int and n in sizes and n % mine == 0 else n,
-        lambda n: n // mine * total if type(n) is int and n in numbers and n % mine == 0 else n,
+        lambda n: total if n == rows else 1 / total if type(n) is float and n == 1 / rows else n,
+        lambda n: n // rows * total if type(n) is int and n in sizes and n % rows == 0 else n,
+        lambda n: n // rows * total if type(n) is int and n in numbers and n % rows == 0 else n,
     ]
 
 
-def _given(leaf: Any, found: dict[int, Tensor], number: Callable[[Any], Any]) -> Any:
-    """An argument of an operation, with tensors from ``found`` and with numbers mapped by ``number``."""
-    if isinstance(leaf, Place):
-        return found[leaf.index]
+def _substituted(leaf: Any, values: dict[int, Tensor], number: Callable[[Any], Any]) -> Any:
+    """An argument of an operation, with tensors from ``values`` and with numbers mapped by ``number``."""
+    if isinstance(leaf, TapeRef):
+        return values[leaf.index]
     if isinstance(leaf, slice):
         first, last = (number(n) if type(n) is int else n for n in (leaf.start, leaf.stop))
         return slice(first, last, leaf.step)
@@ -330,7 +340,7 @@ def _given(leaf: Any, found: dict[int, Tensor], number: Callable[[Any], Any]) ->
 
 
 @dataclass(frozen=True)
-class Place:
+class TapeRef:
     """Reference to a tensor on a tape."""
 
     index: int
@@ -349,9 +359,9 @@ class Watched(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         tapes = [t.tape for t in watched_in((args, options)) if not t.tape.closed]
-        tape = min(tapes, key=lambda t: bool(t.strange), default=None)
+        tape = min(tapes, key=lambda t: bool(t.problem), default=None)
         try:
-            result = _plainly(func, args, options)
+            result = _run_plain(func, args, options)
         except AsaError:
             raise
         except Exception as error:  # torch may raise anything on few samples
@@ -365,64 +375,66 @@ class Watched(Tensor):
             ) from error
         for each in tapes:
             each.hooked = each.hooked or func is Tensor.register_hook
-            each.asked = each.asked or func in _SIZES
-        if tape is None or tape.strange:
+            each.size_read = each.size_read or func in _SIZES
+        if tape is None or tape.problem:
             return _unwatched(result, args, options)
         if func is Tensor.register_hook:
-            tape.strange = "a hook changes gradients before they reach the model"
-        apart = _sample_by_sample(func, args, tape.rows, result)
+            tape.problem = "a hook changes gradients before they reach the model"
+        splits_samples = _sample_by_sample(func, args, tape.rows, result)
         if func is torch.autograd.grad or (func == _GRAD and isinstance(result, Tensor)):
-            tape.strange = "gradients of the model's inputs are those of a rank's mean, not of the batch's"
+            tape.problem = "gradients of the model's inputs are those of a rank's mean, not of the batch's"
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
             return result
-        if getattr(func, "__name__", "") == "__get__" and not _shown(result, args):
+        if getattr(func, "__name__", "") == "__get__" and not _is_computed(result, args):
             return result
-        noted = tape.note(func, args, options, result)
-        if apart:
-            tape.apart.update(tape.places[id(leaf)] for leaf in pytree.tree_leaves(noted) if id(leaf) in tape.places)
-        return noted
+        recorded = tape.note(func, args, options, result)
+        if splits_samples:
+            tape.single_samples.update(
+                tape.positions[id(leaf)] for leaf in pytree.tree_leaves(recorded) if id(leaf) in tape.positions
+            )
+        return recorded
 
-    def _taken(self, *, whole: bool = False) -> Tensor:
+    def _read_out(self, *, all_values: bool = False) -> Tensor:
         tape = getattr(self, "tape", None)
         if tape is not None:
-            tape.taken = True
-            tape.taken_whole = tape.taken_whole or whole
+            tape.value_read = True
+            tape.array_read = tape.array_read or all_values
         return self.as_subclass(Tensor)
 
     def item(self) -> Any:
         """The value as a Python number. Operations on it are not recorded."""
-        return self._taken().item()
+        return self._read_out().item()
 
     def tolist(self) -> Any:
         """The values as Python numbers."""
-        return self._taken(whole=bool(self.dim())).tolist()
+        return self._read_out(all_values=bool(self.dim())).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """The values as an array."""
-        return self._taken(whole=True).numpy(force=force)
+        return self._read_out(all_values=True).numpy(force=force)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        array = self._taken(whole=True).numpy()
+        array = self._read_out(all_values=True).numpy()
         return array if dtype is None and not copy else array.astype(dtype or array.dtype, copy=bool(copy))
 
     def __float__(self) -> float:
-        return float(self._taken())
+        return float(self._read_out())
 
     def __int__(self) -> int:
-        return int(self._taken())
+        return int(self._read_out())
 
     def __index__(self) -> int:
-        return self._taken().__index__()
+        return self._read_out().__index__()
 
     def __complex__(self) -> complex:
-        return complex(self._taken())
+        return complex(self._read_out())
 
     def __bool__(self) -> bool:
         by = sys._getframe(1).f_globals.get("__name__", "")
-        return bool(self.as_subclass(Tensor) if by.partition(".")[0] == "torch" else self._taken())
+        return bool(self.as_subclass(Tensor) if by.partition(".")[0] == "torch" else self._read_out())
 
     def __format__(self, spec: str) -> str:
-        return format(self._taken(), spec)
+        return format(self._read_out(), spec)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return self.as_subclass(Tensor).__repr__(**options)
@@ -435,36 +447,36 @@ class Watched(Tensor):
 
 def _unwatched(result: Any, args: Any, options: Any) -> Any:
     """``result`` with plain tensors, except those that were passed in."""
-    given = {id(leaf) for leaf in pytree.tree_leaves((args, options))}
+    inputs = {id(leaf) for leaf in pytree.tree_leaves((args, options))}
 
     def plain(leaf: Any) -> Any:
-        return leaf.as_subclass(Tensor) if isinstance(leaf, Watched) and id(leaf) not in given else leaf
+        return leaf.as_subclass(Tensor) if isinstance(leaf, Watched) and id(leaf) not in inputs else leaf
 
     return pytree.tree_map(plain, result)
 
 
-_APART = ("unbind", "__iter__", "split", "chunk", "tensor_split", "vsplit", "unsafe_chunk", "unsafe_split")
+_SPLITTING = ("unbind", "__iter__", "split", "chunk", "tensor_split", "vsplit", "unsafe_chunk", "unsafe_split")
 
 
 def _sample_by_sample(func: Any, args: Any, rows: int, result: Any) -> bool:
     """Whether an operation splits a batch into samples, so that later operations exist once for each of this rank's
     samples."""
     name = getattr(func, "__name__", "")
-    if name in _APART:
-        pieces = isinstance(result, tuple | list) and rows > 1 and len(result) == rows
-        return pieces and (result[0].dim() < args[0].dim() or len(result[0]) < len(args[0]))
+    if name in _SPLITTING:
+        per_sample = isinstance(result, tuple | list) and rows > 1 and len(result) == rows
+        return per_sample and (result[0].dim() < args[0].dim() or len(result[0]) < len(args[0]))
     if name != "__getitem__" or not args[0].dim() or len(args[0]) != rows:
         return False
     key = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
     return type(key) is int or (isinstance(key, slice) and rows > 1 and len(result) == 1)
 
 
-def _shown(result: Any, args: Any) -> bool:
+def _is_computed(result: Any, args: Any) -> bool:
     """Whether an attribute is part of the computation (``x.T``), and not information about it (``x.grad``)."""
     return isinstance(result, Tensor) and result.requires_grad == args[0].requires_grad
 
 
-def _plainly(func: Any, args: Any, options: Any) -> Any:
+def _run_plain(func: Any, args: Any, options: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **options)
 
@@ -476,17 +488,17 @@ def watched_in(values: Any) -> Iterator[Watched]:
             yield leaf
 
 
-def _run_as_written() -> None:
+def _skip_in_compile() -> None:
     """Make ``torch.compile``, where a program uses it, skip functions that get recorded tensors."""
     module = sys.modules.get("torch._dynamo.convert_frame")
     wrapper: Any = getattr(module, "CatchErrorsWrapper", None)
     if wrapper is None or hasattr(wrapper.__call__, "asa"):
         return
-    theirs = wrapper.__call__
+    original = wrapper.__call__
 
     def run(self: Any, frame: Any, *rest: Any) -> Any:
         if next(watched_in(list(frame.f_locals.values())), None) is None:
-            return theirs(self, frame, *rest)
+            return original(self, frame, *rest)
         kinds: Any = sys.modules["torch._dynamo.types"]
         once = kinds.FrameExecStrategy(kinds.FrameAction.SKIP, kinds.FrameAction.SKIP)
         why = "a tensor in it is written down"
@@ -498,24 +510,24 @@ def _run_as_written() -> None:
 
 def functions_followed(on: bool) -> None:
     """Record each call of a program's own autograd function as one operation, or stop doing so."""
-    _run_as_written()
+    _skip_in_compile()
     base: Any = torch.autograd.Function
-    theirs = base.__dict__["apply"]
-    if hasattr(theirs, "asa"):
+    original = base.__dict__["apply"]
+    if hasattr(original, "asa"):
         if not on:
-            base.apply = theirs.asa
+            base.apply = original.asa
         return
     if not on:
         return
 
     def apply(cls: Any, *args: Any, **options: Any) -> Any:
-        run = theirs.__get__(None, cls)
+        run = original.__get__(None, cls)
         tape = next((t.tape for t in watched_in((args, options))), None)
         if tape is None:
             return run(*args, **options)
-        result = _plainly(run, args, options)
-        return result if tape.strange else tape.note(run, args, options, result)
+        result = _run_plain(run, args, options)
+        return result if tape.problem else tape.note(run, args, options, result)
 
     wrapped: Any = classmethod(apply)
-    wrapped.asa = theirs
+    wrapped.asa = original
     base.apply = wrapped

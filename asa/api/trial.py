@@ -16,9 +16,9 @@ from torch import Tensor
 
 from asa.api.batches import Share
 from asa.api.comparison import Comparison, Difference
+from asa.api.distributed_model_base import DistributedModelBase
 from asa.api.in_step import REMEDY
-from asa.api.said import say
-from asa.api.spread_model import SpreadModel
+from asa.api.messages import say
 from asa.api.tape import Tape, Watched, functions_followed
 from asa.errors import UsageError
 
@@ -26,7 +26,7 @@ _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
 _WINDOW, _TIMES, _MOST_COMPARED, _MOST_UNFINISHED = 12, 3, 18, 64
 """Number of backwards checked after the last new form of a loss; number of batches on which each form is compared (on
 one, it may agree by chance); largest number of comparisons; largest number of outputs followed without a backward."""
-_MOST_ASKED = 8
+_MOST_RESTARTS = 8
 """Largest number of times that checking starts again because of a new form of loss."""
 _SMALL = 8
 """Number of samples per rank below which every loss is checked, if batches usually have more."""
@@ -36,22 +36,22 @@ _TRUSTED = "trusted"
 class Trial:
     """Checks the losses of a distributed model. All ranks check the same backwards, and agree on what to do."""
 
-    def __init__(self, placed: SpreadModel) -> None:
-        self._placed, self._ranks = ref(placed), placed.place.ranks
-        self._left = _WINDOW
-        self._seen: Counter[tuple[float, ...]] = Counter()
+    def __init__(self, model: DistributedModelBase) -> None:
+        self._model, self._ranks = ref(model), model.rank_context.ranks
+        self._remaining = _WINDOW
+        self._occurrences: Counter[tuple[float, ...]] = Counter()
         self._sized: set[tuple[tuple[float, ...], tuple[float, ...]]] = set()
-        self._told: set[tuple[float, ...]] = set()
+        self._reported_forms: set[tuple[float, ...]] = set()
         self._sizes: set[int] = set()
         self._total = 0
-        self._odd = False
+        self._unusual_size = False
         """Whether the batch is small, or of a size for which no loss was compared (equal on all ranks)."""
         self._compared = self._unfinished = 0
-        self._said: set[str] = set()
-        self._hooks = self._said_own = self._said_samples = False
+        self._reported_reasons: set[str] = set()
+        self._hooks = self._warned_of_values = self._warned_of_sizes = False
         self._tape: Tape | None = None
         self._graphs: set[int] = set()
-        self._asked = 0
+        self._restarts = 0
         self.sized = False
         """Whether the program read the number of samples."""
         self.asks = False
@@ -67,24 +67,24 @@ class Trial:
         elif graph not in self._graphs:
             self.asks = True
 
-    def look_again(self) -> None:
+    def check_again(self) -> None:
         """Check the next backwards, because a rank requested it (called on all ranks); up to a limit."""
         self.asks = False
-        if self._asked < _MOST_ASKED:
-            self._asked += 1
-            self._left = max(self._left, _WINDOW)
-        elif self._asked == _MOST_ASKED:
-            self._asked += 1
-            self._tell(Difference(unknown="its form keeps changing"), torch.float32, self._placed())
+        if self._restarts < _MOST_RESTARTS:
+            self._restarts += 1
+            self._remaining = max(self._remaining, _WINDOW)
+        elif self._restarts == _MOST_RESTARTS:
+            self._restarts += 1
+            self._report(Difference(unknown="its form keeps changing"), torch.float32, self._model())
 
     @property
     def watching(self) -> bool:
         """Whether the next backward is checked."""
-        return (self._left > 0 or self._odd) and self._unfinished < _MOST_UNFINISHED
+        return (self._remaining > 0 or self._unusual_size) and self._unfinished < _MOST_UNFINISHED
 
     def epoch_began(self) -> None:
         """Check again, because a program may have another loss in another epoch."""
-        self._left = max(self._left, 2) if self._compared < _MOST_COMPARED else self._left
+        self._remaining = max(self._remaining, 2) if self._compared < _MOST_COMPARED else self._remaining
         self._unfinished = 0
 
     def begin(self, batch: Any, share: Share) -> Any:
@@ -92,13 +92,13 @@ class Trial:
         self._close()
         rows = len(share.rows)
         self._total, small = share.total, _SMALL * self._ranks
-        self._odd = share.total not in self._sizes or share.total < min(small, max(self._sizes))
+        self._unusual_size = share.total not in self._sizes or share.total < min(small, max(self._sizes))
         if not self.watching or not rows:
             functions_followed(False)
             return batch
         functions_followed(True)
-        placed = self._placed()
-        leave = placed.pace.leave if placed is not None and placed.pace is not None else _stay
+        model = self._model()
+        leave = model.in_step.leave if model is not None and model.in_step is not None else _do_nothing
         self._tape = Tape(rows, share.total, leave)
         return self._tape.begin(batch)
 
@@ -109,11 +109,11 @@ class Trial:
         if tape is None:
             yield
             return
-        strange, tape.strange = tape.strange, "something else is looked at"
+        problem, tape.problem = tape.problem, "something else is looked at"
         try:
             yield
         finally:
-            tape.strange = strange
+            tape.problem = problem
 
     def handed(self, inputs: Any) -> Any:
         """The model's inputs as plain tensors."""
@@ -128,35 +128,35 @@ class Trial:
             functions_followed(True)
             self._tape = Tape(rows)
         if self._tape.rows != rows:
-            self._tape.strange = self._tape.strange or "the model is called with other samples than those of a batch"
-        return output if self._tape.strange else self._tape.follow(output)
+            self._tape.problem = self._tape.problem or "the model is called with other samples than those of a batch"
+        return output if self._tape.problem else self._tape.follow(output)
 
-    def around(self, loss: Tensor, backward: Callable[[], None], strange: str = "") -> None:
-        """Run ``backward`` of ``loss``, and compare the loss if its form is new (collective). ``strange`` says why it
+    def around(self, loss: Tensor, backward: Callable[[], None], problem: str = "") -> None:
+        """Run ``backward`` of ``loss``, and compare the loss if its form is new (collective). ``problem`` says why it
         cannot be compared."""
-        placed = self._placed()
-        if placed is None or not self.watching:
-            if self._left > 0 and self._unfinished >= _MOST_UNFINISHED:
+        model = self._model()
+        if model is None or not self.watching:
+            if self._remaining > 0 and self._unfinished >= _MOST_UNFINISHED:
                 unseen = f"of more than {_MOST_UNFINISHED} calls of the model before it, none had a backward"
-                self._tell(Difference(unknown=unseen), loss.dtype, placed)
+                self._report(Difference(unknown=unseen), loss.dtype, model)
                 self._unfinished = 0
             backward()
             return
-        self._left = max(0, self._left - 1)
+        self._remaining = max(0, self._remaining - 1)
         self._unfinished = 0
-        self._hooks = self._hooks or _look_for_hooks(placed)
+        self._hooks = self._hooks or _look_for_hooks(model)
         tape = loss.tape if isinstance(loss, Watched) and hasattr(loss, "tape") else None
         if tape is not None:
-            tape.strange = tape.strange or strange
+            tape.problem = tape.problem or problem
         if self._tape is not None and self._tape.hooked and not self._hooks:
             self._hooks = True
-            warnings.warn(f"an output of the model has a hook on its gradient, {_SEES_ITS_OWN}", stacklevel=5)
-        form = "" if tape is None or strange else tape.form(loss)
-        why = strange or ("" if self._tape is None else self._tape.strange) if tape is None else tape.why_not(loss)
+            warnings.warn(f"an output of the model has a hook on its gradient, {_HOOK_WARNING}", stacklevel=5)
+        form = "" if tape is None or problem else tape.form(loss)
+        why = problem or ("" if self._tape is None else self._tape.problem) if tape is None else tape.why_not(loss)
         form, self.trusted = form or (_TRUSTED if self.trusted else ""), False
         number = float(zlib.crc32(form.encode())) if form else 0.0
-        at = -1.0 if placed.share is None else float(placed.share.first)
-        every = placed.place.votes.gather([number, placed.weight, at, float(placed.rows)])
+        at = -1.0 if model.share is None else float(model.share.first)
+        every = model.rank_context.votes.gather([number, model.weight, at, float(model.rows)])
         if len({f[2] for f in every}) > 1:
             raise UsageError(
                 f"ranks compute gradients of different batches (from sample {', '.join(f'{f[2]:.0f}' for f in every)} "
@@ -164,33 +164,37 @@ class Trial:
             )
         forms = tuple(f[0] for f in every)
         sized = forms, tuple(f[3] for f in every)
-        again = self._seen[forms] >= _TIMES
-        new = (not again or sized not in self._sized) and self._compared < _MOST_COMPARED and forms not in self._told
+        repeated = self._occurrences[forms] >= _TIMES
+        new = (
+            (not repeated or sized not in self._sized)
+            and self._compared < _MOST_COMPARED
+            and forms not in self._reported_forms
+        )
         self._sized.add(sized)
         self._sizes.add(self._total)
-        if self._compared >= _MOST_COMPARED and not self._seen[forms]:
-            self._tell(Difference(unknown="it has more forms than are compared"), loss.dtype, placed)
-        if not self._seen[forms]:
-            self._left = max(self._left, _WINDOW)
-        self._seen[forms] += 1
+        if self._compared >= _MOST_COMPARED and not self._occurrences[forms]:
+            self._report(Difference(unknown="it has more forms than are compared"), loss.dtype, model)
+        if not self._occurrences[forms]:
+            self._remaining = max(self._remaining, _WINDOW)
+        self._occurrences[forms] += 1
         if not new or form == _TRUSTED or tape is None or len(set(forms)) > 1 or not form:
             backward()
-            if new and not again and set(forms) != {float(zlib.crc32(_TRUSTED.encode()))}:
+            if new and not repeated and set(forms) != {float(zlib.crc32(_TRUSTED.encode()))}:
                 unlike = "ranks compute it in different ways" if all(forms) and len(set(forms)) > 1 else ""
-                self._tell(Difference(unknown=why or unlike or "it cannot be followed"), loss.dtype, placed)
+                self._report(Difference(unknown=why or unlike or "it cannot be followed"), loss.dtype, model)
         else:
             self._compared += 1
-            least = max(f[0] for f in placed.place.votes.gather([float(tape.fewest(loss))]))
-            placed.least[:] = [max(*placed.least, int(least))]
-            comparison = Comparison(placed.place.votes, tape, loss, placed.weight)
+            least = max(f[0] for f in model.rank_context.votes.gather([float(tape.fewest(loss))]))
+            model.least[:] = [max(*model.least, int(least))]
+            comparison = Comparison(model.rank_context.votes, tape, loss, model.weight)
             tape.received.clear()
             backward()
             compared = comparison.difference([tape.received.get(i) for i in range(len(tape.outputs))])
-            if again:
+            if repeated:
                 compared = replace(compared, unknown="", doubt="")
-            if self._tell(compared, loss.dtype, placed):
-                self._told.add(forms)
-        self._rest()
+            if self._report(compared, loss.dtype, model):
+                self._reported_forms.add(forms)
+        self._stop_if_finished()
 
     def batch_over(self) -> None:
         """Record that a batch of the loader is over."""
@@ -199,64 +203,72 @@ class Trial:
     def by_samples(self, share: Share, *, learned: bool) -> None:
         """Say, once per batch, that the program may take another path with this rank's ``share`` of it than on one
         device. ``learned`` says whether the batch had a backward."""
-        mine, placed = len(share.rows), self._placed()
-        sized = self.sized or (self._tape is not None and self._tape.asked)
-        if self._said_samples or placed is None or not sized or mine >= share.total or (learned and mine > 1):
+        num_samples, model = len(share.rows), self._model()
+        sized = self.sized or (self._tape is not None and self._tape.size_read)
+        if (
+            self._warned_of_sizes
+            or model is None
+            or not sized
+            or num_samples >= share.total
+            or (learned and num_samples > 1)
+        ):
             return
-        self._said_samples = True
-        say(placed.place, f"a batch of {share.total} samples {'is one a rank' if learned else 'had no backward'}, and "
-            f"the program asks how many there are: what it decides by that (len(x) > 1, len(x) == batch_size) one "
-            f"device decides by {share.total}, and this rank by its {mine}")  # fmt: skip
+        self._warned_of_sizes = True
+        say(model.rank_context, f"a batch of {share.total} samples "
+            f"{'is one a rank' if learned else 'had no backward'}, and the program asks how many there are: what it "
+            f"decides by that (len(x) > 1, len(x) == batch_size) one device decides by {share.total}, and this rank by "
+            f"its {num_samples}")  # fmt: skip
 
     def _close(self) -> None:
         """Stop recording. Tensors of the batch behave like any others from here on."""
         if self._tape is not None:
             self._tape.closed = True
-            self._said_own = self._said_own or self._tape.taken
-            self.sized = self.sized or self._tape.asked
+            self._warned_of_values = self._warned_of_values or self._tape.value_read
+            self.sized = self.sized or self._tape.size_read
             self._tape = None
 
-    def _rest(self) -> None:
+    def _stop_if_finished(self) -> None:
         """Drop the record if no further backward is checked."""
-        if self._tape is not None and self._tape.taken and not self._said_own:
-            self._said_own = True
-            placed = self._placed()
-            if placed is not None:
-                say(placed.place, "a number that is taken out of a tensor (loss.item()) is of this rank's samples; "
-                    "asa.reduce(loss) is of the whole batch, by which a loop that branches is to decide")  # fmt: skip
+        if self._tape is not None and self._tape.value_read and not self._warned_of_values:
+            self._warned_of_values = True
+            model = self._model()
+            if model is not None:
+                say(model.rank_context, "a number that is taken out of a tensor (loss.item()) is of this rank's "
+                    "samples; asa.reduce(loss) is of the whole batch, by which a loop that branches is to "
+                    "decide")  # fmt: skip
         if not self.watching:
             self._close()
             functions_followed(False)
 
-    def _tell(self, found: Difference, dtype: torch.dtype, placed: SpreadModel | None) -> bool:
+    def _report(self, difference: Difference, dtype: torch.dtype, model: DistributedModelBase | None) -> bool:
         """Warn of a difference; if it could not be determined, say so once. Returns whether there was anything to
         say."""
-        lines = [] if found.unknown else told(found, dtype)
-        why = found.unknown or ("" if lines else found.doubt)
-        if why and why not in self._said and placed is not None:
-            self._said.add(why)
-            say(placed.place, f"whether the loss is a mean over samples was not checked: {why}")
+        lines = [] if difference.unknown else sentences(difference, dtype)
+        why = difference.unknown or ("" if lines else difference.doubt)
+        if why and why not in self._reported_reasons and model is not None:
+            self._reported_reasons.add(why)
+            say(model.rank_context, f"whether the loss is a mean over samples was not checked: {why}")
         for line in lines:
             warnings.warn(line, stacklevel=6)
-        return bool(lines or found.unknown)
+        return bool(lines or difference.unknown)
 
 
-def _stay() -> None:
+def _do_nothing() -> None:
     """Do nothing, because no other rank waits for this one."""
 
 
-_SEES_ITS_OWN = (
+_HOOK_WARNING = (
     "which sees this rank's gradient before ranks have added theirs: one that is not linear (clamping, signs) gives "
     "other numbers than one device"
 )
 
 
-def _look_for_hooks(placed: SpreadModel) -> bool:
+def _look_for_hooks(model: DistributedModelBase) -> bool:
     """Warn of a hook on the gradient of a parameter. Returns whether there is one."""
     with torch._C.DisableTorchFunctionSubclass():  # a part of a parameter refuses what it does not know
-        name = next((n for n, p in placed.named_parameters() if p._backward_hooks), None)
-    if name is not None and placed.place.rank == 0:
-        warnings.warn(f"{name} has a hook on its gradient, {_SEES_ITS_OWN}; change p.grad after backward", stacklevel=6)
+        name = next((n for n, p in model.named_parameters() if p._backward_hooks), None)
+    if name is not None and model.rank_context.rank == 0:
+        warnings.warn(f"{name} has a hook on its gradient, {_HOOK_WARNING}; change p.grad after backward", stacklevel=6)
     return name is not None
 
 
@@ -265,34 +277,37 @@ def tolerance(dtype: torch.dtype) -> float:
     return _TOLERANCES.get(dtype, 5e-2)
 
 
-def told(found: Difference, dtype: torch.dtype) -> list[str]:
+def sentences(difference: Difference, dtype: torch.dtype) -> list[str]:
     """Sentences on what differs; empty if nothing does."""
-    said = []
-    differs = found.gradients > tolerance(dtype)
-    if found.own is not None and not (differs and found.own.is_integer()):  # a count of samples is named below
-        said.append(
-            f"a number that differs between ranks ({found.own:.6g} on rank 0) goes into the loss or the inputs: one "
-            "that was taken out of torch (.item()) is of a rank's own samples, and one that is drawn is a rank's own; "
-            "asa.reduce makes it that of the batch"
+    lines = []
+    differs = difference.gradients > tolerance(dtype)
+    if difference.differing_number is not None and not (
+        differs and difference.differing_number.is_integer()
+    ):  # a count of samples is named below
+        lines.append(
+            f"a number that differs between ranks ({difference.differing_number:.6g} on rank 0) goes into the loss or "
+            "the inputs: one that was taken out of torch (.item()) is of a rank's own samples, and one that is drawn "
+            "is a rank's own; asa.reduce makes it that of the batch"
         )
-    if found.repeated or (found.stepped and differs):
-        said.append(
+    if difference.repeated or (difference.stepped and differs):
+        lines.append(
             "a tensor with a row for each sample is made beside the batch, by the sample's place in it, and is the "
             "same on all ranks: one device has one for the whole batch; make it in the loader's collate_fn"
         )
-    if found.inputs > tolerance(dtype):
-        said.append(
-            f"what the model is given differs by {found.inputs:.1%} from what one device would give it: it is made of "
-            "other samples of the batch, or drawn, and each rank has its own; make it in the loader's collate_fn"
+    if difference.inputs > tolerance(dtype):
+        lines.append(
+            f"what the model is given differs by {difference.inputs:.1%} from what one device would give it: it is "
+            "made of other samples of the batch, or drawn, and each rank has its own; make it in the loader's "
+            "collate_fn"
         )
     elif differs:
-        sizes = (abs(found.loss_whole), abs(found.loss_parts), 1e-30)
-        loss = abs(found.loss_whole - found.loss_parts) / max(sizes)
+        sizes = (abs(difference.loss_whole), abs(difference.loss_parts), 1e-30)
+        loss = abs(difference.loss_whole - difference.loss_parts) / max(sizes)
         far = f"{loss:.1%} apart" if loss == loss else "one of them is no number"
-        said.append(
-            f"the loss is not a mean over samples: over the whole batch it is {found.loss_whole:.6g}, the mean over "
-            f"ranks is {found.loss_parts:.6g} ({far}), and gradients of the outputs differ by "
-            f"{found.gradients:.1%} from those of one device; use asa.mean_over(loss_sum, count) for sums and ratios, "
-            "asa.gather(outputs) for a loss that compares samples"
+        lines.append(
+            f"the loss is not a mean over samples: over the whole batch it is {difference.loss_whole:.6g}, the mean "
+            f"over ranks is {difference.loss_parts:.6g} ({far}), and gradients of the outputs differ by "
+            f"{difference.gradients:.1%} from those of one device; use asa.mean_over(loss_sum, count) for sums and "
+            "ratios, asa.gather(outputs) for a loss that compares samples"
         )
-    return said
+    return lines

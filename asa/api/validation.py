@@ -19,7 +19,7 @@ from asa.ir.profile import Precision
 from asa.launch import faults
 
 
-def _wanted(model: ParallelModel, total: int) -> list[int]:
+def _needed_rows(model: ParallelModel, total: int) -> list[int]:
     """Rows of a batch that this rank reads, or whose outputs it gets."""
     return sorted({*range(*model.input_rows(total)), *range(*model.output_rows(total))})
 
@@ -38,7 +38,7 @@ def mean_loss(
     widest = max(layout.least for layout in model.plan.layouts())
 
     def rows(total: int) -> list[int]:
-        return [min(row, total - 1) for row in _wanted(model, max(total, widest))]
+        return [min(row, total - 1) for row in _needed_rows(model, max(total, widest))]
 
     model.eval()
     sums = [0.0, 0.0]
@@ -46,21 +46,21 @@ def mean_loss(
         faults.reached("validation")
         total = max(share.total, widest)
         inputs, labels = split(moved(share.batch, model.device)) if share.rows else (torch.empty(0), None)
-        wanted = _wanted(model, total)
-        read, kept = (slice(*r) for r in (model.input_rows(total), model.output_rows(total)))
-        at = bisect_left(wanted, read.start)
-        x = rows_of(inputs, range(at, at + read.stop - read.start), len(wanted)) if model.reads else None
+        indices = _needed_rows(model, total)
+        input_rows, output_rows = (slice(*r) for r in (model.input_rows(total), model.output_rows(total)))
+        at = bisect_left(indices, input_rows.start)
+        x = rows_of(inputs, range(at, at + input_rows.stop - input_rows.start), len(indices)) if model.reads else None
         x = arguments(x) if model.called else x
         with autocast(precision, model.device):
             output = model(x, torch.arange(total), 0)
-        count = max(0, min(kept.stop, share.total) - kept.start)
+        count = max(0, min(output_rows.stop, share.total) - output_rows.start)
         if model.counts_rows() and count:
-            at = bisect_left(wanted, kept.start)
-            mine = rows_of(labels, range(at, at + count), len(wanted))
-            loss, weight = loss_fn.weighed(rows_of(output, range(count)), mine, count)
+            at = bisect_left(indices, output_rows.start)
+            local_labels = rows_of(labels, range(at, at + count), len(indices))
+            loss, weight = loss_fn.weighed(rows_of(output, range(count)), local_labels, count)
             sums[0] += loss
             sums[1] += weight
     model.links.settle()
     model.train()
-    found = votes.gather(sums)
-    return math.fsum(rank[0] for rank in found) / max(1.0, math.fsum(rank[1] for rank in found))
+    totals = votes.gather(sums)
+    return math.fsum(rank[0] for rank in totals) / max(1.0, math.fsum(rank[1] for rank in totals))

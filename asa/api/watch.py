@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from asa.api.messages import say
 from asa.api.rank_context import RankContext
-from asa.api.said import say
 from asa.executor.model.votes import Votes
 from asa.executor.training.clock import StepClock, StepTimes
 from asa.executor.training.epoch_timer import EpochTimer
@@ -50,35 +50,35 @@ class _LoopClock(StepClock):
 
     def collect(self) -> list[StepTimes]:
         """Times of all steps since the last call."""
-        found, waited = super().collect(), self._data
+        times, waited = super().collect(), self._data
         self._data = []
         return [
-            t._replace(data=data, work=max(t.work - data, t.blocked)) for t, data in zip(found, waited, strict=True)
+            t._replace(data=data, work=max(t.work - data, t.blocked)) for t, data in zip(times, waited, strict=True)
         ]
 
 
-class Watch:
+class StepWatch:
     """Observes one model's steps under ``plan``. ``model``: on rank 0, the cost model of the plan, if there is one;
     without it ranks are only compared with each other."""
 
-    def __init__(self, place: RankContext, plan: Plan, model: Model | None) -> None:
+    def __init__(self, context: RankContext, plan: Plan, model: Model | None) -> None:
         global _watches
         _watches += 1
-        self._mine = _watches
-        self._place = place
+        self._number = _watches
+        self._context = context
         self._placement = Placement(plan=plan, processes=tuple(range(plan.num_ranks)))
-        self._decider = None if model is None else Decider(model, place.ranks, Policy())
-        self._compared = Compared(place.ranks)
-        self._clock = _LoopClock(place.device)
-        self._tally = LossCounter(place.device)
-        self._timer = self._timer_of(place.votes, plan)
+        self._decider = None if model is None else Decider(model, context.ranks, Policy())
+        self._compared = Compared(context.ranks)
+        self._clock = _LoopClock(context.device)
+        self._loss_counter = LossCounter(context.device)
+        self._timer = self._timer_of(context.votes, plan)
         self._steps = 0
         self._alike = False
 
     @staticmethod
-    def wanted(place: RankContext, plan: Plan) -> bool:
+    def applies(context: RankContext, plan: Plan) -> bool:
         """Whether a step involves all ranks together; not if each computes independently."""
-        return place.ranks > 1 and any(layout.data * layout.tensor > 1 for layout in plan.layouts())
+        return context.ranks > 1 and any(layout.data * layout.tensor > 1 for layout in plan.layouts())
 
     def _timer_of(self, votes: Votes, plan: Plan, before: EpochTimer | None = None) -> EpochTimer:
         """A timer for one observation, which is not used afterwards."""
@@ -97,7 +97,7 @@ class Watch:
 
     def stepped(self, *, full: bool) -> None:
         """Record that a backward has averaged gradients (collective); ``full``: the batch has the plan's size."""
-        if self._mine != _watches:
+        if self._number != _watches:
             return
         first, alike = self._steps == 0, self._alike
         self._alike, self._steps = True, self._steps + 1
@@ -105,22 +105,22 @@ class Watch:
         if first or not self._timer.stepped(full=full and alike):
             return
         timer = self._timer
-        interval = timer.exchange(self._tally, step=self._steps, stop=False)
-        if self._place.rank == 0 and interval.measured is not None:
+        interval = timer.exchange(self._loss_counter, step=self._steps, stop=False)
+        if self._context.rank == 0 and interval.measured is not None:
             for line in self._lines(interval.measured, interval.steps):
-                say(self._place, line)
+                say(self._context, line)
         timer.resume()
-        self._timer = self._timer_of(self._place.votes, timer.plan, timer)
+        self._timer = self._timer_of(self._context.votes, timer.plan, timer)
 
     def _lines(self, measured: Measurements, steps: int) -> Sequence[str]:
         """Lines about a window of ``steps`` steps."""
         decider = self._decider
-        found = self._compared.window(measured, steps)
+        notes = self._compared.window(measured, steps)
         if decider is None:
-            return found
+            return notes
         change = decider.window(self._placement, measured, steps=steps, left=None)
-        told = [f"{'over' if f.ended else 'slow'}: {f.line}" for f in decider.found if f.where is not None]
-        return told + ([] if change is None else [offer(change)])
+        lines = [f"{'over' if f.ended else 'slow'}: {f.line}" for f in decider.found if f.where is not None]
+        return lines + ([] if change is None else [offer(change)])
 
 
 def offer(change: Change) -> str:

@@ -230,7 +230,7 @@ _RECALLED = (
 def recall(args: Arguments, out: Path, console: Console) -> None:
     """Fill in settings that command line and environment leave open from the run in ``out``. They take precedence over
     a configuration file, which is for new runs."""
-    from asa.executor.running.given import recalled
+    from asa.executor.running.stored_settings import recalled
 
     known, notes = recalled(out)
     for note in notes:

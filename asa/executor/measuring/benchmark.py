@@ -48,18 +48,18 @@ _MAX_ROUNDS = 200
 _STRETCH_S, _STRETCH_SHARE, _MOST_STRETCH = 1.0, 0.1, 16
 """Limits of the time for which a plan runs alone while its devices are observed: seconds, share of the budget,
 steps."""
-_APART_STEPS, _MOST_APART_STEPS = 8, 64
+_ASYNC_STEPS, _MOST_ASYNC_STEPS = 8, 64
 """Steps per turn if workers of some plan do not synchronize in every step: the usual and the largest number."""
 
 
 def turn_steps(plans: Sequence[Plan]) -> int:
     """Number of steps per turn. It is 1 if the workers of every plan synchronize in every step. Otherwise it is large
     enough to show the effect of the period, and a multiple of all periods if that is below the limit."""
-    apart = [p.consistency for p in plans if p.consistency is not None]
-    if not apart:
+    disciplines = [p.consistency for p in plans if p.consistency is not None]
+    if not disciplines:
         return 1
-    period = math.lcm(*(d.period for d in apart))
-    return min(_MOST_APART_STEPS, period * max(1, _APART_STEPS // period))
+    period = math.lcm(*(d.period for d in disciplines))
+    return min(_MOST_ASYNC_STEPS, period * max(1, _ASYNC_STEPS // period))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ class Entrant:
             return
         model = materialize(
             plan, build(), example(plan.input_shape), rank=rank, strategies=strategies, device=device,
-            seed=options.seed, apart=True,
+            seed=options.seed, runs_discipline=True,
         )  # fmt: skip
         model.train()
         optimizer = build_optimizer(plan.optimizer, model.updated, lr=options.lr, offloaded=model.offloaded)
@@ -140,7 +140,7 @@ class Entrant:
             model=model, optimizer=optimizer, scale=LossScale(plan.precision), votes=votes, clock=StepClock(device),
             precision=plan.precision, seed=options.seed, label_smoothing=0.0, conduct=conduct,
         )  # fmt: skip
-        self.tally = LossCounter(device)
+        self.counter = LossCounter(device)
 
     def turn(self, images: ImageSet, order: GlobalOrder, steps: int) -> list[tuple[float, float]]:
         """Train ``steps`` steps. Returns (data, step) seconds of each on this rank."""
@@ -150,7 +150,7 @@ class Entrant:
             if self.worker is not None:
                 if self.rate is not None:
                     set_learning_rate(self.worker.optimizer, self.rate(self.step))
-                self.worker.train(images, order.batch(epoch, at), epoch=epoch, step=self.step, tally=self.tally)
+                self.worker.train(images, order.batch(epoch, at), epoch=epoch, step=self.step, counter=self.counter)
             self.step += 1
         if self.worker is None:
             return [(0.0, 0.0)] * steps
@@ -165,7 +165,7 @@ def _rates(plan: Plan, options: BenchOptions, steps: int) -> Callable[[int], flo
     """Learning rate by step, as in ``asa train`` for a run of ``steps`` steps; 0 after its end."""
     settings = TrainSettings(out="", lr=options.lr)
     peak, warmup = settings.peak_learning_rate(plan.optimizer), settings.warm_up(steps)
-    return lambda done: learning_rate(min(1.0, done / steps), peak, warmup=warmup, step=1 / steps)
+    return lambda number: learning_rate(min(1.0, number / steps), peak, warmup=warmup, step=1 / steps)
 
 
 def slowest(votes: Votes, times: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -195,7 +195,7 @@ def _memory(entrant: Entrant, images: ImageSet, order: GlobalOrder) -> int:
     return active_peak(worker, lambda: entrant.turn(images, order, 1))
 
 
-def _held(entrant: Entrant, images: ImageSet, order: GlobalOrder) -> list[float]:
+def _memory_figures(entrant: Entrant, images: ImageSet, order: GlobalOrder) -> list[float]:
     """Memory of this rank in bytes; all 0 on a rank outside the plan.
 
     The values are the peak of active memory in a step, the state that outlives a step, and the memory reserved by the
@@ -253,23 +253,23 @@ def _communication(entrant: Entrant, images: ImageSet, order: GlobalOrder, votes
     differences = []
     for _ in range(steps):
         barrier(votes)
-        (whole,) = slowest(votes, entrant.turn(images, order, 1))
+        (communicating,) = slowest(votes, entrant.turn(images, order, 1))
         barrier(votes)
         with ExitStack() as stack:
             stack.enter_context(silenced())
             if entrant.worker is not None:
                 stack.enter_context(entrant.worker.model.no_sync())
             (silent,) = slowest(votes, entrant.turn(images, order, 1))
-        differences.append(whole[1] - silent[1])
+        differences.append(communicating[1] - silent[1])
     return differences
 
 
 def _evaluate(entrant: Entrant, test: ImageSet, votes: Votes, seconds: float, epoch: float) -> AccuracyPoint:
     figures = [0.0] * 6
     if entrant.worker is not None:
-        tally = entrant.worker.validate(test, min(len(test), entrant.plan.global_batch))
-        assert tally is not None  # None only if validation may be given up
-        figures = [*tally.take(), *entrant.tally.take()]
+        counter = entrant.worker.validate(test, min(len(test), entrant.plan.global_batch))
+        assert counter is not None  # None only if validation may be given up
+        figures = [*counter.take(), *entrant.counter.take()]
     loss, hits, rows, train_loss, _, train_rows = (sum(c) for c in zip(*votes.gather(figures), strict=True))
     return AccuracyPoint(
         epoch=epoch, seconds=seconds, train_loss=train_loss / max(train_rows, 1.0),
@@ -306,16 +306,16 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
     validating = validations * 0.5 * options.evaluation_samples / plans[0].global_batch
     stretch = min(_STRETCH_S, _STRETCH_SHARE * options.budget_s / len(plans))
     fixed = (validating + 2 * silent + 7) * sum(warm) + sum(max(stretch, 2 * w) for w in warm)
-    left = options.budget_s - (time.monotonic() - began) - fixed
-    done = entrants[0].step
-    most = _MAX_ROUNDS if options.epochs is None else -(-(options.epochs * per_epoch - done) // options.steps_per_turn)
-    rounds = int(votes.tell(max(options.least_rounds, min(most, int(left / max(per_round, 1e-9))))))
+    remaining_s = options.budget_s - (time.monotonic() - began) - fixed
+    first = entrants[0].step
+    most = _MAX_ROUNDS if options.epochs is None else -(-(options.epochs * per_epoch - first) // options.steps_per_turn)
+    rounds = int(votes.tell(max(options.least_rounds, min(most, int(remaining_s / max(per_round, 1e-9))))))
     # Every plan is validated after the same number of its own steps, also the one with two turns per round.
-    last = done + rounds * options.steps_per_turn
+    last = first + rounds * options.steps_per_turn
     if options.epochs is None:
-        marks = {done + options.steps_per_turn * (rounds * (i + 1) // options.evaluations) for i in range(validations)}
+        marks = {first + options.steps_per_turn * (rounds * (i + 1) // options.evaluations) for i in range(validations)}
     else:
-        marks = {last} | {e * per_epoch for e in range(1, options.epochs + 1) if done < e * per_epoch <= last}
+        marks = {last} | {e * per_epoch for e in range(1, options.epochs + 1) if first < e * per_epoch <= last}
     spent = dict.fromkeys(range(len(entrants)), 0.0)
     for number in range(1, rounds + 1):
         shift = number % len(turns)
@@ -341,7 +341,7 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
         entrant.cell.samples_per_epoch = len(train)
         _usage(entrant, train, order, votes, stretch)
     for entrant in entrants:
-        memory = votes.gather(_held(entrant, train, order))[: entrant.plan.num_ranks]
+        memory = votes.gather(_memory_figures(entrant, train, order))[: entrant.plan.num_ranks]
         entrant.cell.peak_memory_bytes = tuple(int(f[0]) for f in memory)
         entrant.cell.state_memory_bytes = tuple(int(f[1]) for f in memory)
         entrant.cell.reserved_memory_bytes = None if memory[0][2] < 0 else tuple(int(f[2]) for f in memory)

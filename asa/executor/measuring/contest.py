@@ -54,20 +54,20 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
     rounds: list[dict[int, float]] = []
     longest = 0.0
     while True:
-        wanted = votes.tell(list(policy.next(rounds, ends - time.monotonic(), longest)) if rank == 0 else None)
-        if not wanted:
+        chosen = votes.tell(list(policy.next(rounds, ends - time.monotonic(), longest)) if rank == 0 else None)
+        if not chosen:
             break
-        if new := [i for i in wanted if i not in entrants]:
+        if new := [i for i in chosen if i not in entrants]:
             began = time.monotonic()
             for index in new:
                 entrants[index] = Entrant(plans[index], build, strategies, rank, votes, options, device)
                 warm_up(partial(one_step, entrants[index], train, order, votes), votes, hurried=True)
-            among = [entrants[i] for i in wanted]
+            among = [entrants[i] for i in chosen]
             warm_up(partial(_each, among, train, order, votes), votes, least=1)
             longest = max(longest, (time.monotonic() - began) / len(new))
-        shift = len(rounds) % len(wanted)
+        shift = len(rounds) % len(chosen)
         seconds: dict[int, float] = {}
-        for index in (*wanted[shift:], *wanted[:shift]):
+        for index in (*chosen[shift:], *chosen[:shift]):
             barrier(votes)
             entrant = entrants[index]
             times = slowest(votes, entrant.turn(train, order, options.steps_per_turn))

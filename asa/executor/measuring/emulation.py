@@ -57,13 +57,13 @@ class DeviceClock:
     """Simulates by sleeping the time for which a device is busy. If it sleeps too long, the excess is subtracted from
     the next sleep.
 
-    ``apart`` says that the device is asynchronous, so that its host launches work in advance. Then the processor time
-    of the host since the device was last busy is subtracted as well, but not time spent waiting. (Hosts of many ranks
-    on few cores slow each other down.) ``last`` says that the current backward is the last of its step.
+    ``asynchronous`` says that the device is asynchronous, so that its host launches work in advance. Then the processor
+    time of the host since the device was last busy is subtracted as well, but not time spent waiting. (Hosts of many
+    ranks on few cores slow each other down.) ``last`` says that the current backward is the last of its step.
     """
 
-    def __init__(self, *, apart: bool) -> None:
-        self._apart, self._late, self._worked = apart, 0.0, float("inf")
+    def __init__(self, *, asynchronous: bool) -> None:
+        self._asynchronous, self._late, self._worked = asynchronous, 0.0, float("inf")
         self.last = True
 
     def start(self) -> None:
@@ -72,15 +72,15 @@ class DeviceClock:
 
     def busy(self, seconds: float) -> None:
         """Sleep until the device has worked for ``seconds``."""
-        if self._apart:
+        if self._asynchronous:
             self._late += max(0.0, _host_s() - self._worked)
-        left = seconds - self._late
-        if left > 0:
+        remaining = seconds - self._late
+        if remaining > 0:
             start = time.perf_counter()
-            time.sleep(left)
-            left -= time.perf_counter() - start
-        self._late = -left
-        if self._apart:
+            time.sleep(remaining)
+            remaining -= time.perf_counter() - start
+        self._late = -remaining
+        if self._asynchronous:
             self._worked = _host_s()
 
 
@@ -153,8 +153,8 @@ class _Sleeper:
     def _gradient(self, p: nn.Parameter) -> Tensor:
         """The gradient of the last step if it is a view of a bucket, so that nothing is copied there; otherwise
         zeros."""
-        known = self.views.get(p)
-        return self._zeros.of(p.shape, p.dtype) if known is None else known.detach()
+        view = self.views.get(p)
+        return self._zeros.of(p.shape, p.dtype) if view is None else view.detach()
 
     def remember(self) -> None:
         """Record where the step's gradients are stored."""
@@ -191,8 +191,8 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
-        mine, *others = ctx.sleeper.backward(x, ctx.parameters)
-        return (mine if ctx.needs_input_grad[0] else None, None, *others)
+        gradient, *others = ctx.sleeper.backward(x, ctx.parameters)
+        return (gradient if ctx.needs_input_grad[0] else None, None, *others)
 
 
 class _Stream:
@@ -260,7 +260,7 @@ class EmulatedDevice:
 
 class Emulation:
     """One rank's emulated device under one plan. Pass :meth:`hooks` to
-    :func:`asa.executor.model.materialize.materialize`, then call :meth:`settle` with its result."""
+    :func:`asa.executor.model.materialize.materialize`, then call :meth:`optimizer_of` with its result."""
 
     def __init__(self, device: EmulatedDevice, strategies: Strategies, plan: Plan) -> None:
         forgo()
@@ -272,7 +272,7 @@ class Emulation:
         self._forms: dict[str, _Form] = {}
         self._sleepers: list[_Sleeper] = []
         self._update_s = 0.0
-        self.clock, self._zeros = DeviceClock(apart=self._streams), Zeros()
+        self.clock, self._zeros = DeviceClock(asynchronous=self._streams), Zeros()
 
     def hooks(self) -> dict[str, Any]:
         """Callbacks for ``materialize``, as keyword arguments."""
@@ -296,15 +296,15 @@ class Emulation:
         page = self._strategies.data[assignment.data.strategy].of(assignment.data)
         memory = page.memory(share, assignment.data.degree, self._plan.optimizer)
         full = OPTIMIZER_WORDS[self._plan.optimizer] * share.parameter_bytes
-        whole_s = self._times.update(
+        full_update_s = self._times.update(
             component, assignment.tensor.degree, self._plan.optimizer, share.parameter_bytes, self._bandwidth
         )  # fmt: skip
         if full > 0:
-            self._update_s += memory.optimizer / full * whole_s
+            self._update_s += memory.optimizer / full * full_update_s
         copied = self._copied(page.traffic(share, assignment.data.degree, 1))
         copied["gradient"] += constant("ddp_bucket_passes") * memory.buckets
         copied = {phase: size / self._bandwidth if self._bandwidth > 0 else 0.0 for phase, size in copied.items()}
-        copied["backward"] += adding(whole_s, self._plan.optimizer, self._plan.num_microbatches)
+        copied["backward"] += adding(full_update_s, self._plan.optimizer, self._plan.num_microbatches)
         self._update_s += copied["update"]
         sleeper = _Sleeper(
             component, traced, self._forms[traced.name], assignment, axis, self._times, self.clock, self._zeros,
@@ -321,7 +321,7 @@ class Emulation:
                 copied[c.phase] += constant("fsdp_copy_passes") * c.bytes
         return copied
 
-    def settle(self, model: ParallelModel) -> SleepingUpdate:
+    def optimizer_of(self, model: ParallelModel) -> SleepingUpdate:
         """Replace the computation of the wrappers of ``model``, too. Returns the optimizer to train it with."""
         if self._plan.compression == "none":
             for replica in model.reduction.replicas:

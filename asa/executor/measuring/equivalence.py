@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from asa.errors import UsageError
 from asa.executor.consistency import conduct_of
 from asa.executor.consistency.conduct import Conduct
-from asa.executor.measuring import plainly
+from asa.executor.measuring import plain_training
 from asa.executor.measuring.tolerance import DRIFT, compressed, distance
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
@@ -65,12 +65,12 @@ class Trace:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def alone(plan: Plan, samples: int | None = None) -> Plan:
+def on_one_device(plan: Plan, samples: int | None = None) -> Plan:
     """The plan of the same training on one device: the same microbatches, with every component whole.
 
     ``samples`` is the number of samples of the batch, if it may be too small for all of the plan's microbatches.
     """
-    whole = tuple(
+    components = tuple(
         replace(
             c,
             stage=0,
@@ -81,10 +81,10 @@ def alone(plan: Plan, samples: int | None = None) -> Plan:
         )
         for c in plan.components
     )
-    cut = plan.num_microbatches if samples is None else microbatches_of(plan, samples)
+    microbatches = plan.num_microbatches if samples is None else microbatches_of(plan, samples)
     return replace(
-        plan, components=whole, stages=(Stage(ranks=(0,)),), schedule="none", compression="none", num_microbatches=cut,
-        consistency=None,
+        plan, components=components, stages=(Stage(ranks=(0,)),), schedule="none", compression="none",
+        num_microbatches=microbatches, consistency=None,
     )  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def _run(
     microbatch."""
     model = materialize(
         plan, build(), example(plan.input_shape), rank=rank, strategies=strategies, device=device, batch_norm="exact",
-        prepare=lambda traced: _convert(traced, dtype), apart=True,
+        prepare=lambda traced: _convert(traced, dtype), runs_discipline=True,
     )  # fmt: skip
     optimizer = build_optimizer(
         plan.optimizer, model.updated, lr=LEARNING_RATE[plan.optimizer], offloaded=model.offloaded
@@ -204,19 +204,19 @@ class _Outcome:
     plan64: Trace
     plan32: Trace
     one: OneDevice
-    training: plainly.Apart | None = None
+    training: plain_training.Deviation | None = None
 
 
 def one_device(
     rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: str, samples: int
 ) -> OneDevice:
     """The reference for ``plan``: its training on the one device of ``rank``. It is the same for all plans with equal
-    :func:`alone`."""
-    place = device_of_rank(device, rank)
-    one = alone(plan, samples)
+    :func:`on_one_device`."""
+    local_device = device_of_rank(device, rank)
+    one = on_one_device(plan, samples)
 
     def run(dtype: torch.dtype, steps: int, permute: bool = False) -> Trace:
-        return _run(one, build, strategies, 0, place, samples=samples, dtype=dtype, steps=steps, permute=permute)
+        return _run(one, build, strategies, 0, local_device, samples=samples, dtype=dtype, steps=steps, permute=permute)
 
     return OneDevice(
         run(torch.float64, STEPS),
@@ -230,13 +230,13 @@ def _measure(
     rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: str, samples: int,
     reference: OneDevice | None, trained: bool,
 ) -> Equivalence | None:  # fmt: skip
-    place = device_of_rank(device, rank)
+    local_device = device_of_rank(device, rank)
 
     def run(dtype: torch.dtype, steps: int) -> Trace:
-        return _run(plan, build, strategies, rank, place, samples=samples, dtype=dtype, steps=steps)
+        return _run(plan, build, strategies, rank, local_device, samples=samples, dtype=dtype, steps=steps)
 
     plan64, plan32 = run(torch.float64, STEPS), run(torch.float32, 1)
-    training = _training(rank, plan, build, strategies, place, samples) if trained else None
+    training = _training(rank, plan, build, strategies, local_device, samples) if trained else None
     if rank:
         return None
     one = reference or one_device(rank, plan, build, strategies, device, samples)
@@ -245,34 +245,34 @@ def _measure(
 
 def _training(
     rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: torch.device, samples: int
-) -> plainly.Apart | None:
+) -> plain_training.Deviation | None:
     """Error of the training code compared with a plain loop. None if inputs are not images, and on all ranks but 0."""
     if len(plan.input_shape) != 3:
         return None
-    images = plainly.images_for(plan, samples, STEPS)
-    order, rate = plainly.order_of(images, samples), LEARNING_RATE[plan.optimizer]
+    images = plain_training.images_for(plan, samples, STEPS)
+    order, rate = plain_training.order_of(images, samples), LEARNING_RATE[plan.optimizer]
     example = torch.zeros((2, *plan.input_shape), dtype=torch.float32)
     model = materialize(
         plan, build(), example, rank=rank, strategies=strategies, device=device, batch_norm="exact",
-        prepare=lambda traced: _convert(traced, torch.float64), apart=True,
+        prepare=lambda traced: _convert(traced, torch.float64), runs_discipline=True,
     )  # fmt: skip
     votes = Votes()
-    trained = plainly.trained_steps(model, images, order, votes, lr=rate)
-    dropout = plainly.worst_dropout(model, votes)
+    trained = plain_training.trained_steps(model, images, order, votes, lr=rate)
+    dropout = plain_training.worst_dropout(model, votes)
     model.close()
     del model
     gc.collect()
     if rank:
         return None
     plain = partial(
-        plainly.plain_steps, plan, images=images, order=order, device=device,
+        plain_training.plain_steps, plan, images=images, order=order, device=device,
         microbatches=microbatches_of(plan, samples), lr=rate,
     )  # fmt: skip
-    apart = plainly.compared(
+    deviation = plain_training.compared(
         trained, plain(build()), plain(build(), turned=True), floor_factor=FLOOR_FACTOR, tolerance=WEIGHT_TOLERANCE,
         drift=None if plan.compression == "none" else DRIFT,
     )  # fmt: skip
-    return max((apart, dropout), key=lambda a: a.error / a.allowed)
+    return max((deviation, dropout), key=lambda a: a.error / a.allowed)
 
 
 def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
@@ -290,7 +290,7 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
         ((abs(a - b) / abs(b), max(WEIGHT_TOLERANCE, FLOOR_FACTOR * abs(c - b) / abs(b))) for a, b, c in losses),
         key=lambda loss: loss[0] / loss[1],
     )
-    error, allowed, name = _gradients_apart(outcome.plan32, one.one32, one.one64, one.permuted32)
+    error, allowed, name = _worst_gradient(outcome.plan32, one.one32, one.one64, one.permuted32)
     training = outcome.training
     fine = all(t.error <= t.allowed for t in tensors) and loss_error <= loss_allowed and error <= allowed
     fine = fine and (training is None or training.error <= training.allowed)
@@ -320,7 +320,7 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
     )  # fmt: skip
 
 
-def _gradients_apart(plan32: Trace, one32: Trace, one64: Trace, permuted32: Trace) -> tuple[float, float, str]:
+def _worst_gradient(plan32: Trace, one32: Trace, one64: Trace, permuted32: Trace) -> tuple[float, float, str]:
     """(error, allowed, name) of the first-step gradient with the largest ratio of error to allowed error."""
     # Some gradients are zero up to rounding (a bias before BatchNorm); their errors are relative to the norm of all.
     least = _SMALL_GRADIENT * sum(_norm(g) ** 2 for g in one32.gradients.values()) ** 0.5
@@ -337,22 +337,31 @@ def first_gradients(
     rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: str, samples: int, first: int
 ) -> tuple[float, float, str]:
     """On one rank: (error, allowed, name) of the worst fp32 gradient of step ``first``; zeros on all ranks but 0."""
-    place = device_of_rank(device, rank)
+    target = device_of_rank(device, rank)
 
     def run(p: Plan, dtype: torch.dtype, permute: bool = False) -> Trace:
         return _run(
-            p, build, strategies, rank, place, samples=samples, dtype=dtype, steps=1, permute=permute, first=first
+            p,
+            build,
+            strategies,
+            rank,
+            target,
+            samples=samples,
+            dtype=dtype,
+            steps=1,
+            permute=permute,
+            first=first,
         )
 
-    spread, one = run(plan, torch.float32), alone(plan, samples)
+    spread, one = run(plan, torch.float32), on_one_device(plan, samples)
     if rank:
         return 0.0, 0.0, ""
-    return _gradients_apart(
+    return _worst_gradient(
         spread, run(one, torch.float32), run(one, torch.float64), run(one, torch.float32, permute=True)
     )
 
 
-def settled(verdict: Equivalence, gradients: Callable[[int], tuple[float, float, str]]) -> Equivalence:
+def confirmed(verdict: Equivalence, gradients: Callable[[int], tuple[float, float, str]]) -> Equivalence:
     """``verdict``; if only fp32 gradients differ, the verdict with the gradients of another batch on which they agree.
 
     ``gradients`` is :func:`first_gradients` of a given step. Two further batches are tried.
@@ -406,7 +415,7 @@ def verify(
     )
     verdict = start(_measure, plan, build, strategies, device, count, reference, trained)[0]
     assert verdict is not None
-    outcome = settled(verdict, lambda first: start(first_gradients, plan, build, strategies, device, count, first)[0])
+    outcome = confirmed(verdict, lambda first: start(first_gradients, plan, build, strategies, device, count, first)[0])
     # If the noise floor exceeds the tolerance, even one device differs from itself; find the reasons on one rank.
     if (
         outcome.compression != "none"
@@ -414,5 +423,5 @@ def verify(
         or (outcome.equivalent and outcome.noise_floor <= WEIGHT_TOLERANCE)
     ):
         return outcome
-    alone_on = run_ranks(1, reasons, build, plan.input_shape, plan.num_classes, threads=1, timeout_s=timeout_s)
-    return replace(outcome, reasons=alone_on[0])
+    reasons_of_model = run_ranks(1, reasons, build, plan.input_shape, plan.num_classes, threads=1, timeout_s=timeout_s)
+    return replace(outcome, reasons=reasons_of_model[0])

@@ -23,7 +23,7 @@ from asa.executor.model.parallel import Links, ParallelModel
 from asa.executor.model.votes import Votes
 from asa.executor.observing.footprint import active_peak
 from asa.executor.observing.noise import noise
-from asa.executor.observing.spans import Watch
+from asa.executor.observing.spans import ComponentTimer
 from asa.executor.training.clock import StepClock
 from asa.executor.training.optimizer import build_optimizer
 from asa.executor.training.precision import DTYPE, LossScale
@@ -70,7 +70,7 @@ class _Supplied(Link):
     def __init__(self, link: Link, precision: Precision) -> None:
         self._ends, self._rank, self._messages = link._ends, link._rank, link._messages
         self._dtype = DTYPE.get(precision, torch.float32)
-        self._drawn: dict[tuple[int, ...], Tensor] = {}
+        self._samples: dict[tuple[int, ...], Tensor] = {}
 
     def send(self, x: Tensor, rows: int) -> None:
         x.detach().contiguous()
@@ -78,9 +78,9 @@ class _Supplied(Link):
     def receive(self, rows: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Arrival:
         count, _ = self._own(rows)
         form = (count, *shape)
-        if form not in self._drawn:
-            self._drawn[form] = torch.randn(form, dtype=dtype, device=device) / max(1, count)
-        return Arrival(self._drawn[form].clone(), [])
+        if form not in self._samples:
+            self._samples[form] = torch.randn(form, dtype=dtype, device=device) / max(1, count)
+        return Arrival(self._samples[form].clone(), [])
 
     def tell_dtype(self, training: bool, dtype: torch.dtype, device: torch.device) -> None:
         pass
@@ -144,7 +144,7 @@ def rehearse(
             train()
             say((1 + _WARM_UP + i) / (2 * steps + _WARM_UP + 2), "steps")
         times = [step.work for step in clock.collect()]
-        watch = Watch(worker)
+        watch = ComponentTimer(worker)
         with watch.timing() as laps:
             for i in range(steps):
                 train()
@@ -162,16 +162,16 @@ def _worker(
     plan: Plan, model: nn.Module, rank: int, strategies: Strategies, device: torch.device, seed: int, votes: Votes
 ) -> Worker:
     plan = replace(plan, compression="none")
-    made = materialize(
+    parallel = materialize(
         plan, model, example(plan.input_shape), rank=rank, strategies=strategies, device=device, seed=seed
     )
-    made.train()
-    for replica in made.reduction.replicas:
+    parallel.train()
+    for replica in parallel.reduction.replicas:
         replica.send = _at_once
-    made.links = _supplied(made.links, plan.precision)
-    optimizer = build_optimizer(plan.optimizer, made.updated, offloaded=made.offloaded)
+    parallel.links = _supplied(parallel.links, plan.precision)
+    optimizer = build_optimizer(plan.optimizer, parallel.updated, offloaded=parallel.offloaded)
     return Worker(
-        model=made, optimizer=optimizer, scale=LossScale(plan.precision), votes=votes, clock=StepClock(device),
+        model=parallel, optimizer=optimizer, scale=LossScale(plan.precision), votes=votes, clock=StepClock(device),
         precision=plan.precision, seed=seed, label_smoothing=0.0,
     )  # fmt: skip
 
@@ -183,7 +183,7 @@ def _at_once(_bucket: Bucket) -> Wait:
 
 def _trainer(worker: Worker, plan: Plan) -> Callable[[], None]:
     images, indices = noise(plan, worker.model.device), torch.arange(plan.global_batch)
-    tally = LossCounter(worker.model.device)
+    counter = LossCounter(worker.model.device)
 
     def clean(*_: Any) -> None:
         _cleanse(worker.model)
@@ -191,6 +191,6 @@ def _trainer(worker: Worker, plan: Plan) -> Callable[[], None]:
     worker.optimizer.register_step_pre_hook(clean)
 
     def train() -> None:
-        worker.train(images, indices, epoch=0, step=0, tally=tally)
+        worker.train(images, indices, epoch=0, step=0, counter=counter)
 
     return train

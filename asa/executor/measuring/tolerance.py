@@ -24,13 +24,15 @@ DRIFT = 0.1
 """Relative tolerance of losses and weights after all steps, because training amplifies differences of the gradients."""
 
 
-def distance(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+def distance(actual: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
     """Norm of the difference of all real tensors as one vector, over the norm of ``reference``. Equal infinities differ
     by 0."""
-    kept = [n for n, t in reference.items() if t.is_floating_point()]
-    apart = (torch.where(found[n] == reference[n], 0.0, found[n].double() - reference[n].double()) for n in kept)
-    whole = (torch.where(reference[n].isinf(), 0.0, reference[n].double()) for n in kept)
-    delta, total = (sum(float(torch.sum(t**2)) for t in each) for each in (apart, whole))
+    names = [n for n, t in reference.items() if t.is_floating_point()]
+    differences = (
+        torch.where(actual[n] == reference[n], 0.0, actual[n].double() - reference[n].double()) for n in names
+    )
+    references = (torch.where(reference[n].isinf(), 0.0, reference[n].double()) for n in names)
+    delta, total = (sum(float(torch.sum(t**2)) for t in each) for each in (differences, references))
     return float((delta / max(total, 1e-300)) ** 0.5)
 
 
@@ -42,8 +44,8 @@ def compressed(
     ``rounding``: difference of fp32 gradients that is allowed without any compression.
     """
     allowed = max(TOLERANCE[name], rounding)
-    near = gradients <= allowed and max(weights, verdict.loss_error) <= DRIFT
-    near = near and (verdict.training_error or 0.0) <= (verdict.training_allowed or 0.0)
+    within = gradients <= allowed and max(weights, verdict.loss_error) <= DRIFT
+    within = within and (verdict.training_error or 0.0) <= (verdict.training_allowed or 0.0)
     return replace(
         verdict,
         equivalent=False,
@@ -54,5 +56,5 @@ def compressed(
         worst_gradient="all gradients",
         gradient_allowed_fp32=allowed,
         compression=name,
-        within_tolerance=near,
+        within_tolerance=within,
     )

@@ -13,15 +13,15 @@ from asa.executor.model.votes import Votes
 from asa.sharding.axis import Axis
 
 
-def united(mine: Mapping[str, Tensor], axis: Axis | None) -> dict[str, Tensor]:
+def united(local: Mapping[str, Tensor], axis: Axis | None) -> dict[str, Tensor]:
     """Union of the named CPU tensors that the ranks of ``axis`` pass, on all of them; each name comes from one rank
     (collective).
 
     Without an axis, a copy of this rank's own tensors. Names and shapes are sent as JSON, never as pickles.
     """
     if axis is None or axis.group is None:
-        return dict(mine)
-    described = json.dumps([[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in mine.items()]).encode()
+        return dict(local)
+    described = json.dumps([[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in local.items()]).encode()
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(axis.size)]
     dist.all_gather(sizes, torch.tensor([len(described)]), group=axis.group)
     tensors: dict[str, Tensor] = {}
@@ -31,19 +31,19 @@ def united(mine: Mapping[str, Tensor], axis: Axis | None) -> dict[str, Tensor]:
             header = torch.frombuffer(bytearray(described), dtype=torch.uint8)
         dist.broadcast(header, group_src=index, group=axis.group)
         for name, dtype, shape in json.loads(header.numpy().tobytes()):
-            own = index == axis.index
-            tensor = mine[name].contiguous() if own else torch.empty(shape, dtype=getattr(torch, dtype))
+            is_source = index == axis.index
+            tensor = local[name].contiguous() if is_source else torch.empty(shape, dtype=getattr(torch, dtype))
             dist.broadcast(tensor, group_src=index, group=axis.group)
             tensors[name] = tensor
     return tensors
 
 
-def told(mine: Mapping[str, Tensor], votes: Votes, source: int) -> dict[str, Tensor]:
+def broadcast_tensors(local: Mapping[str, Tensor], votes: Votes, source: int) -> dict[str, Tensor]:
     """Send the named CPU tensors of process ``source`` to every process of the run, and return them (collective)."""
-    described = [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in mine.items()]
+    described = [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in local.items()]
     tensors: dict[str, Tensor] = {}
     for name, dtype, shape in votes.tell(described, source=source):
-        own = votes.rank == source
-        tensors[name] = mine[name].contiguous() if own else torch.empty(shape, dtype=getattr(torch, dtype))
+        is_source = votes.rank == source
+        tensors[name] = local[name].contiguous() if is_source else torch.empty(shape, dtype=getattr(torch, dtype))
         votes.broadcast(tensors[name], source=source)
     return tensors

@@ -25,23 +25,23 @@ class Grouped:
     def __init__(self, plan: Plan, rank: int, timeout_s: float) -> None:
         self.plan, self.count = plan, plan.groups
         each = plan.num_ranks
-        self.index, place = divmod(rank, each)
+        self.index, inner_rank = divmod(rank, each)
         self.processes = tuple(range(self.index * each, (self.index + 1) * each))
         self.all_processes = tuple(range(plan.num_processes))
         inner = plan.of_group()
-        wanted = groups_of(inner)
-        self.own: Groups | None = None
-        for g in range(self.count if wanted else 0):
+        needed = groups_of(inner)
+        self.inner_groups: Groups | None = None
+        for g in range(self.count if needed else 0):
             members = tuple(range(g * each, (g + 1) * each))
-            made = Groups(place if g == self.index else None, wanted, timeout_s, members)
-            self.own = made if g == self.index else self.own
+            groups = Groups(inner_rank if g == self.index else None, needed, timeout_s, members)
+            self.inner_groups = groups if g == self.index else self.inner_groups
         meeting: list[tuple[Purpose, tuple[int, ...]]] = [("gradient", self._everywhere((p,))) for p in range(each)]
         for stage in inner.stages:
             position = Position.of(inner, stage.ranks[0])
             for layout in dict.fromkeys(position.layouts):
                 meeting += [("gradient", self._everywhere(position.world(g))) for g in layout.data_groups()]
         self._outside = Groups(rank, list(dict.fromkeys(meeting)), timeout_s)
-        self.axis = self.all_of((place,))
+        self.axis = self.all_of((inner_rank,))
 
     def _everywhere(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Processes of all groups that run one of the ranks ``ranks`` of their group's plan."""
@@ -52,11 +52,11 @@ class Grouped:
         plan."""
         return self._outside.axis("gradient", self._everywhere(ranks)) if self.count > 1 else SOLO
 
-    def united(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def united(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Union of the named CPU tensors that all ranks of this group pass; each name comes from one rank
         (collective)."""
         everyone = tuple(range(len(self.processes)))
-        return united(mine, None if self.own is None else self.own.axis("state", everyone))
+        return united(tensors, None if self.inner_groups is None else self.inner_groups.axis("state", everyone))
 
     def rows(self, batch: int) -> slice:
         """Rows of a batch of ``batch`` samples that belong to this group."""

@@ -36,13 +36,13 @@ class Groups:
     """
 
     def __init__(
-        self, rank: int | None, wanted: Sequence[tuple[Purpose, tuple[int, ...]]], timeout_s: float = 600.0,
+        self, rank: int | None, needed: Sequence[tuple[Purpose, tuple[int, ...]]], timeout_s: float = 600.0,
         processes: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.rank = rank
         self._axes: dict[tuple[Purpose, tuple[int, ...]], Axis] = {}
         host = None if rehearsed() else "gloo"
-        for purpose, ranks in wanted:
+        for purpose, ranks in needed:
             backend = host if purpose == "state" else None
             members = list(ranks) if processes is None else [processes[r] for r in ranks]
             group = dist.new_group(members, timeout=timedelta(seconds=timeout_s), backend=backend, **_in_order(members))
@@ -94,7 +94,7 @@ def groups_of(plan: Plan, outer: Layout | None = None) -> list[tuple[Purpose, tu
     ``outer`` is for a plan of one stage: the layout of the model's input and output, if it is not that of its first and
     last components.
     """
-    wanted: list[tuple[Purpose, tuple[int, ...]]] = []
+    needed: list[tuple[Purpose, tuple[int, ...]]] = []
     for stage in plan.stages:
         position = Position.of(plan, stage.ranks[0])
         layouts = position.layouts
@@ -102,18 +102,18 @@ def groups_of(plan: Plan, outer: Layout | None = None) -> list[tuple[Purpose, tu
         if outer is not None:
             pairs += [(outer, layouts[0]), *((layout, outer) for layout in layouts)]
         for layout in dict.fromkeys(layouts):
-            wanted += [("gradient", position.world(group)) for group in layout.data_groups()]
-            wanted += [("activation", position.world(group)) for group in layout.tensor_groups()]
+            needed += [("gradient", position.world(group)) for group in layout.data_groups()]
+            needed += [("activation", position.world(group)) for group in layout.tensor_groups()]
         for layout, a in zip(layouts, position.assignments(plan), strict=True):
             for cut in (layout.inside_group, layout.across_group) if a.data.shards else ():
-                wanted += [("gradient", position.world(cut(r, a.data.shards or 1))) for r in range(layout.width)]
+                needed += [("gradient", position.world(cut(r, a.data.shards or 1))) for r in range(layout.width)]
         for source, target in dict.fromkeys(pairs):
             meeting = Boundary(source=source, target=target).meeting
             for end in (source, target):
                 groups = gather_groups(end.width, end.data, meeting)
-                wanted += [("activation", position.world(group)) for group in groups]
+                needed += [("activation", position.world(group)) for group in groups]
     for hop in hops(plan):
         both = (*hop.source_ranks, *hop.target_ranks)
-        wanted += [("ahead", both), ("back", both)]
-    wanted.append(("state", all_ranks(plan)))
-    return list(dict.fromkeys(g for g in wanted if len(g[1]) > 1))
+        needed += [("ahead", both), ("back", both)]
+    needed.append(("state", all_ranks(plan)))
+    return list(dict.fromkeys(g for g in needed if len(g[1]) > 1))

@@ -47,9 +47,9 @@ def labels_for(logits: Tensor, labels: Tensor) -> Tensor:
     if logits.dim() == 2 and labels.dim() == 2:
         return labels[:, -1]
     if labels.dim() > 1 and (logits.dim() == 2 or labels.shape[1:] != logits.shape[2:]):
-        wanted, have = ("x".join(map(str, t)) or "one" for t in (labels.shape[1:], logits.shape[2:]))
+        expected, have = ("x".join(map(str, t)) or "one" for t in (labels.shape[1:], logits.shape[2:]))
         raise UsageError(
-            f"a sample has {wanted} labels, the model gives {have} prediction{'s' * (have != 'one')} for it; labels "
+            f"a sample has {expected} labels, the model gives {have} prediction{'s' * (have != 'one')} for it; labels "
             "for every pixel need a segmentation model, as unet or fcn_resnet50"
         )
     if labels.dim() == logits.dim() - 1:

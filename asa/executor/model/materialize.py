@@ -21,7 +21,7 @@ from asa.errors import InvalidInputError, UsageError
 from asa.executor.model.grouped import Grouped
 from asa.executor.model.groups import Groups, Purpose, groups_of
 from asa.executor.model.modes import Modes
-from asa.executor.model.parallel import Links, ParallelModel, Placed, Segment
+from asa.executor.model.parallel import Links, ParallelModel, PlacedSegment, Segment
 from asa.executor.model.parameter_hooks import check_hooks
 from asa.executor.model.position import Position
 from asa.instruments import execution
@@ -57,19 +57,19 @@ class _Surroundings:
 
     def __init__(
         self, plan: Plan, rank: int, timeout_s: float, outer: Layout | None, alike: bool, processes: tuple[int, ...],
-        groups: Grouped | None, alone: bool = False,
+        groups: Grouped | None, isolated: bool = False,
     ) -> None:  # fmt: skip
         self.alike = alike
         self.position = Position.of(plan, rank)
         self.rank, self.processes = rank, processes
-        self.groups = None if groups is None else groups.own
-        if groups is None and not alone:
+        self.groups = None if groups is None else groups.inner_groups
+        if groups is None and not isolated:
             self.groups = _groups(plan, rank, timeout_s, outer, processes)
         self._across = groups
         self.outer = outer or whole(self.position.layouts[-1])
 
-    def axis(self, places: tuple[int, ...], purpose: Purpose = "activation") -> Axis:
-        return SOLO if self.groups is None else self.groups.axis(purpose, self.position.world(places))
+    def axis(self, positions: tuple[int, ...], purpose: Purpose = "activation") -> Axis:
+        return SOLO if self.groups is None else self.groups.axis(purpose, self.position.world(positions))
 
     def crossing(self, boundary: Boundary) -> Crossing | None:
         built = Crossing.build(boundary, self.position.place, self.axis)
@@ -86,9 +86,9 @@ class _Surroundings:
 
     def gradient_axis(self, layout: Layout, choice: DataDegree, compression: CompressionName) -> Axis:
         """Axis over which gradients of ``layout`` are reduced, in the form that :mod:`asa.strategies` take."""
-        parts, place = None, self.position.place
+        parts, position = None, self.position.place
         if choice.shards is not None:
-            inside, across = layout.inside_group(place, choice.shards), layout.across_group(place, choice.shards)
+            inside, across = layout.inside_group(position, choice.shards), layout.across_group(position, choice.shards)
             parts = (self.axis(inside, "gradient"), self.axis(across, "gradient"))
         return replace(self.data_axis(layout), parts=parts, compression=compression, alike=self.alike)
 
@@ -203,12 +203,12 @@ def _orders(plan: Plan, strategies: Strategies, stage: int) -> dict[int, tuple[A
     count = range(1, plan.num_microbatches + 1)
     if len(plan.stages) == 1:
         return {m: tuple(a for k in range(m) for a in (_ahead(k), _back(k))) for m in count}
-    known = {**schedules(), **strategies.schedules}
-    schedule = known.get(plan.schedule)
+    available = {**schedules(), **strategies.schedules}
+    schedule = available.get(plan.schedule)
     if schedule is None:
         raise InvalidInputError(
             f"the plan has {len(plan.stages)} stages and schedule {plan.schedule!r}; this executor runs "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(sorted(available))}"
         )
     refusal = schedule.refusal(len(plan.stages), plan.num_microbatches)
     if refusal:
@@ -241,8 +241,8 @@ def materialize(
     alike: bool = False,
     processes: tuple[int, ...] | None = None,
     keyed_draws: bool = False,
-    apart: bool = False,
-    alone: bool = False,
+    runs_discipline: bool = False,
+    isolated: bool = False,
 ) -> ParallelModel:
     """Build the part of ``model`` that process ``rank`` of the run computes under ``plan`` (collective).
 
@@ -260,15 +260,15 @@ def materialize(
         processes: ``processes[i]`` runs rank i; process i if None.
         keyed_draws: whether random numbers drawn by the model's own code become a function of seed, step and sample.
             ``example`` is run once more for that.
-        apart: whether the caller implements the plan's consistency discipline, if it has one.
-        alone: whether this process is in no process group with the others. It never meets them in a collective of the
-            model, and they do not call this.
+        runs_discipline: whether the caller implements the plan's consistency discipline, if it has one.
+        isolated: whether this process is in no process group with the others. It never meets them in a collective of
+            the model, and they do not call this.
 
     Raises:
         InvalidInputError: the plan's components are not the model's.
         UsageError: the plan needs something that this executor does not run.
     """
-    if plan.consistency is not None and not apart:
+    if plan.consistency is not None and not runs_discipline:
         raise UsageError(
             f"the plan's workers train under {plan.consistency}, which only `asa train`, `asa verify`, "
             "`asa bench` and asa.Job run; use one of those, or plan with other strategies"
@@ -283,8 +283,8 @@ def materialize(
     else:
         modes = Modes.of(model)
         # A profile that was measured compared the trace with the model; an estimate did not.
-        known = plan.model_fingerprint if plan.origin == "measured" else ""
-        traced = trace(model, example, name=plan.model_spec, known=known)
+        known_fingerprint = plan.model_fingerprint if plan.origin == "measured" else ""
+        traced = trace(model, example, name=plan.model_spec, known=known_fingerprint)
     _check(plan, traced, strategies)
     if outer is not None and outer.weights != (plan.stages[0].weights or ()):
         raise UsageError(
@@ -293,32 +293,34 @@ def materialize(
         )
     runs = tuple(range(plan.num_ranks)) if processes is None else processes
     if rank not in runs:
-        groups = None if alone else _groups(plan, None, timeout_s, outer, runs)
+        groups = None if isolated else _groups(plan, None, timeout_s, outer, runs)
         return _idle(plan, traced, groups, runs, device)
-    own = runs.index(rank)
-    position = Position.of(plan, own)
+    own_rank = runs.index(rank)
+    position = Position.of(plan, own_rank)
     order = _orders(plan, strategies, position.stage)
     if prepare is not None:
         prepare(traced)
-    around = _Surroundings(plan, own, timeout_s, outer, alike, runs, grouped, alone)
-    links = _links(around, traced)
+    surroundings = _Surroundings(plan, own_rank, timeout_s, outer, alike, runs, grouped, isolated)
+    links = _links(surroundings, traced)
     context = SampleContext(seed=seed)
     drawing_components: dict[str, tuple[str, ...]] = {}
     changed: tuple[str, ...] = ()
     if keyed_draws and not isinstance(model, TracedModel):
         make_reproducible(traced.components, context)
-        drawing_components, changed = _looked_at(model, traced, example, context)
-        traced, elsewhere = _own_part(traced, position)
+        drawing_components, changed = _test_run(model, traced, example, context)
+        traced, elsewhere = _components_of_stage(traced, position)
     else:
-        traced, elsewhere = _own_part(traced, position)
+        traced, elsewhere = _components_of_stage(traced, position)
         make_reproducible(traced.components, context)
-    crossings = [None if b is None else around.crossing(b) for b in _boundaries(position, traced.components, outer)]
+    crossings = [
+        None if b is None else surroundings.crossing(b) for b in _boundaries(position, traced.components, outer)
+    ]
     assignments = position.assignments(plan)
     for component, assignment, layout in zip(traced.components, assignments, position.layouts, strict=True):
-        tensor_axis = around.axis(layout.tensor_group(position.place))
+        tensor_axis = surroundings.axis(layout.tensor_group(position.place))
         strategies.tensor[assignment.tensor.strategy].apply(component, tensor_axis)
         if batch_norm == "exact":
-            synchronise(component, around.samples_axis(layout))
+            synchronise(component, surroundings.samples_axis(layout))
         if stand_in is not None:
             stand_in(component, assignment, tensor_axis)
         if component.name in drawing_components:
@@ -330,17 +332,17 @@ def materialize(
     execution.require(device, plan.compiled)
     execution.settle_kernels(device, plan.precision)
     execution.apply(traced.components, plan.compiled, eager=BySample)
-    placed = _place(plan, traced, crossings, context, strategies, around)
-    made = ParallelModel(
-        plan, traced, placed, crossings[-1], context, around.groups, runs, device,
+    segments = _wrap_segments(plan, traced, crossings, context, strategies, surroundings)
+    parallel = ParallelModel(
+        plan, traced, segments, crossings[-1], context, surroundings.groups, runs, device,
         position=position, links=links, order=order, elsewhere=elsewhere,
     )  # fmt: skip
-    made.modes, made.changed = modes, changed
-    made.grouped = grouped
-    made.drawing = tuple(drawing_components)
-    modes.restore(made.components)
-    modes.check(made.components)
-    return made
+    parallel.modes, parallel.changed = modes, changed
+    parallel.grouped = grouped
+    parallel.drawing = tuple(drawing_components)
+    modes.restore(parallel.components)
+    modes.check(parallel.components)
+    return parallel
 
 
 def _idle(
@@ -349,14 +351,14 @@ def _idle(
     """The model of a process that runs no rank of ``plan``: it has no components."""
     position = Position.nowhere()
     order: dict[int, tuple[Action, ...]] = dict.fromkeys(range(1, plan.num_microbatches + 1), ())
-    traced, elsewhere = _own_part(traced, position)
+    traced, elsewhere = _components_of_stage(traced, position)
     return ParallelModel(
         plan, traced, [], None, SampleContext(), groups, processes, device,
         position=position, links=Links(), order=order, elsewhere=elsewhere,
     )  # fmt: skip
 
 
-def _looked_at(
+def _test_run(
     model: nn.Module, traced: TracedModel, example: Tensor, context: SampleContext
 ) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
     """(drawing, changed) from a run of two samples of ``example``: the components that draw random numbers in training,
@@ -376,51 +378,53 @@ def _looked_at(
         return draws, tuple(changed)
 
 
-def _own_part(traced: TracedModel, position: Position) -> tuple[TracedModel, frozenset[str]]:
+def _components_of_stage(traced: TracedModel, position: Position) -> tuple[TracedModel, frozenset[str]]:
     """The components of the rank's stage, and the names of the tensors of other stages, whose memory is freed."""
     elsewhere: set[str] = set()
-    own = traced.components[position.components.start : position.components.stop]
+    components = traced.components[position.components.start : position.components.stop]
     for i, component in enumerate(traced.components):
         if i not in position.components:
             elsewhere |= {n for n, _ in (*component.named_parameters(), *component.named_buffers())}
             component.to("meta")
-    return replace(traced, components=own), frozenset(elsewhere)
+    return replace(traced, components=components), frozenset(elsewhere)
 
 
-def _links(around: _Surroundings, traced: TracedModel) -> Links:
-    position = around.position
+def _links(surroundings: _Surroundings, traced: TracedModel) -> Links:
+    position = surroundings.position
 
     def trained(until: int) -> bool:
         return any(p.requires_grad for c in traced.components[:until] for p in c.parameters())
 
     before, behind = position.arriving, position.leaving
     return Links(
-        arriving=around.link(before, "ahead") if before else None,
-        leaving=around.link(behind, "ahead") if behind else None,
-        gradient_out=around.link(before, "back") if before and trained(position.components.start) else None,
-        gradient_in=around.link(behind, "back") if behind and trained(position.components.stop) else None,
+        arriving=surroundings.link(before, "ahead") if before else None,
+        leaving=surroundings.link(behind, "ahead") if behind else None,
+        gradient_out=surroundings.link(before, "back") if before and trained(position.components.start) else None,
+        gradient_in=surroundings.link(behind, "back") if behind and trained(position.components.stop) else None,
         input_shape=traced.components[position.components.start].input_shape,
     )
 
 
-def _place(
+def _wrap_segments(
     plan: Plan, traced: TracedModel, crossings: list[Crossing | None], context: SampleContext, strategies: Strategies,
-    around: _Surroundings,
-) -> list[Placed]:  # fmt: skip
-    layouts, assignments = around.position.layouts, around.position.assignments(plan)
+    surroundings: _Surroundings,
+) -> list[PlacedSegment]:  # fmt: skip
+    layouts, assignments = surroundings.position.layouts, surroundings.position.assignments(plan)
 
     def key(i: int) -> tuple[Layout, DataDegree]:
         return layouts[i], assignments[i].data
 
-    placed = []
+    wrapped = []
     for (layout, choice), members in groupby(range(len(layouts)), key):
         indices = list(members)
         inner = [None, *(crossings[i] for i in indices[1:])]
         segment = Segment([traced.components[i] for i in indices], inner, context)
         page = strategies.data[choice.strategy].of(choice)
-        module = page.apply(segment, around.gradient_axis(layout, choice, plan.compression))
+        module = page.apply(segment, surroundings.gradient_axis(layout, choice, plan.compression))
         side_exit = None
         if segment.side_names() or any(traced.components[i].has_sides() for i in indices):
-            side_exit = around.crossing(Boundary(source=replace(layout, sequence=False), target=around.outer))
-        placed.append(Placed(module, segment, layout, crossings[indices[0]], side_exit))
-    return placed
+            side_exit = surroundings.crossing(
+                Boundary(source=replace(layout, sequence=False), target=surroundings.outer)
+            )
+        wrapped.append(PlacedSegment(module, segment, layout, crossings[indices[0]], side_exit))
+    return wrapped

@@ -24,17 +24,17 @@ class HostCopies:
     @torch.no_grad()
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.of: dict[nn.Parameter, nn.Parameter] = {}
-        self._seen: dict[nn.Parameter, tuple[int, int]] = {}
+        self._copied_state: dict[nn.Parameter, tuple[int, int]] = {}
         for p in parameters:
-            held = local(p.detach())
-            copy = torch.empty(held.shape, dtype=held.dtype, device="cpu", pin_memory=held.is_cuda)
+            shard = local(p.detach())
+            copy = torch.empty(shard.shape, dtype=shard.dtype, device="cpu", pin_memory=shard.is_cuda)
             self.of[p] = nn.Parameter(copy)
 
     @torch.no_grad()
     def take(self, *_: Any) -> None:
         """Copy gradients to the host, and parameters too if anything except :meth:`give` has written to them."""
         for p, copy in self.of.items():
-            if self._seen.get(p) != _state(p):
+            if self._copied_state.get(p) != _state(p):
                 copy.copy_(local(p.detach()), non_blocking=True)
             if p.grad is None:
                 copy.grad = None
@@ -51,13 +51,13 @@ class HostCopies:
         for p, copy in self.of.items():
             if copy.grad is not None:
                 local(p.detach()).copy_(copy, non_blocking=True)
-            self._seen[p] = _state(p)
+            self._copied_state[p] = _state(p)
 
 
 def _state(parameter: nn.Parameter) -> tuple[int, int]:
     """Address and version of the parameter's data; they change whenever it is written to or replaced."""
-    held = local(parameter.detach())
-    return held.data_ptr(), held._version
+    shard = local(parameter.detach())
+    return shard.data_ptr(), shard._version
 
 
 def attach(optimizer: torch.optim.Optimizer, copies: HostCopies) -> None:

@@ -81,7 +81,7 @@ class Segment(nn.Module):
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedSegment:
     """A segment with its layout, the crossing by which data enters it, and the crossing that converts side outputs to
     the last layout."""
 
@@ -133,9 +133,9 @@ class ParallelModel:
     """
 
     def __init__(
-        self, plan: Plan, traced: TracedModel, placed: list[Placed], last: Crossing | None, context: SampleContext,
-        groups: Groups | None, processes: tuple[int, ...], device: torch.device, *, position: Position, links: Links,
-        order: dict[int, tuple[Action, ...]], elsewhere: frozenset[str],
+        self, plan: Plan, traced: TracedModel, segments: list[PlacedSegment], last: Crossing | None,
+        context: SampleContext, groups: Groups | None, processes: tuple[int, ...], device: torch.device, *,
+        position: Position, links: Links, order: dict[int, tuple[Action, ...]], elsewhere: frozenset[str],
     ) -> None:  # fmt: skip
         self.plan, self.processes, self.device = plan, processes, device
         self.grouped: Grouped | None = None
@@ -143,8 +143,8 @@ class ParallelModel:
         self.traced, self.context = traced, context
         self.position, self.links, self.elsewhere = position, links, elsewhere
         self.layouts = position.layouts
-        self._placed, self._last, self._groups, self._order = placed, last, groups, order
-        modules = [p.module for p in placed]
+        self._segments, self._last, self._groups, self._order = segments, last, groups, order
+        modules = [p.module for p in segments]
         self.reduction = Reduction(modules)
         self._updates = [u for u in map(shared_update, modules) if u is not None]
         self.owner = {p: i for u in self._updates for p, i in zip(u.parameters, u.owner, strict=True)}
@@ -182,9 +182,9 @@ class ParallelModel:
         """The components of this rank's stage, as this rank holds them."""
         return self.traced.components
 
-    def axis(self, purpose: Purpose, places: tuple[int, ...]) -> Axis:
-        """This rank's axis among the ranks at ``places`` of its stage."""
-        return SOLO if self._groups is None else self._groups.axis(purpose, self.position.world(places))
+    def axis(self, purpose: Purpose, positions: tuple[int, ...]) -> Axis:
+        """This rank's axis among the ranks at ``positions`` of its stage."""
+        return SOLO if self._groups is None else self._groups.axis(purpose, self.position.world(positions))
 
     @property
     def state_axis(self) -> Axis | None:
@@ -232,8 +232,8 @@ class ParallelModel:
         stay there, unless ``all_alike``, which is what a program's own ``train()`` means."""
         self.training = mode
         self.reduction.release()
-        for place in self._placed:
-            place.module.train(mode)
+        for segment in self._segments:
+            segment.module.train(mode)
         if mode and not all_alike:
             self.modes.restore(self.components)
 
@@ -288,7 +288,7 @@ class ParallelModel:
         """This rank's rows, in every segment, of a microbatch of ``total`` samples. Cached, because every step needs
         the same few."""
         if total not in self._rows:
-            self._rows[total] = [slice(*p.layout.rows_of(total, self.position.place)) for p in self._placed]
+            self._rows[total] = [slice(*p.layout.rows_of(total, self.position.place)) for p in self._segments]
         return self._rows[total]
 
     def compute(self, value: Any, samples: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -308,16 +308,16 @@ class ParallelModel:
         if self.reads:
             value = laid_out(value, self.plan.memory_format)
         sides: dict[str, Tensor] = {}
-        for place, rows in zip(self._placed, self._rows_of(total), strict=True):
-            if place.entry is not None:
-                value = place.entry(value, total)
+        for part, rows in zip(self._segments, self._rows_of(total), strict=True):
+            if part.entry is not None:
+                value = part.entry(value, total)
             context.samples, context.rows = samples[rows], rows
-            value, *extra = place.module(value)
+            value, *extra = part.module(value)
             if extra:
-                for name, side in zip(place.segment.side_names(), extra, strict=True):
-                    sides[name] = self._left(place.side_exit, side, total, name)
+                for name, side in zip(part.segment.side_names(), extra, strict=True):
+                    sides[name] = self._converted(part.side_exit, side, total, name)
         if self.concludes:
-            return self._left(self._last, value, total, ""), sides
+            return self._converted(self._last, value, total, ""), sides
         return value if self._last is None else self._last(value, total), sides
 
     @property
@@ -332,18 +332,18 @@ class ParallelModel:
         """
         self.context.step, self.context.total, self.context.samples = step, total, samples
         if not self.training:
-            return self._placed[0].module(*args, **options)
+            return self._segments[0].module(*args, **options)
         self.reduction.begin()
         # Random numbers drawn by the model's own code are seeded by the rank's first sample and the step.
         first = int(samples[0]) if len(samples) and samples.device.type == "cpu" else 0
         with seeded(draws.key(self.context.seed, step, first, _MODEL_DRAWS), foreign=True):
             before = torch.get_rng_state() if step < _LOOKS else None
-            output = self._placed[0].module(*args, **options)
+            output = self._segments[0].module(*args, **options)
             if before is not None and not torch.equal(before, torch.get_rng_state()):
                 self.draws = True
         return output
 
-    def _left(self, crossing: Crossing | None, output: Tensor, total: int, name: str) -> Tensor:
+    def _converted(self, crossing: Crossing | None, output: Tensor, total: int, name: str) -> Tensor:
         """An output of the model, converted to the layout in which outputs are returned."""
         return output if crossing is None else crossing.leave(output, total, self.traced.batch_dims.get(name, 0))
 
@@ -375,13 +375,13 @@ class ParallelModel:
 
     def gather_across(self) -> None:
         """Make each segment start gathering the weights of the next one, as components do inside a segment."""
-        segments = [p.segment for p in self._placed]
+        segments = [p.segment for p in self._segments]
         acquaint(segments, [s.neighbours for s in segments])
 
     @property
     def sharded(self) -> list[FSDPModule]:
         """FSDP modules: the units whose weights are gathered and whose gradients are reduce-scattered."""
-        return [m for p in self._placed for m in p.module.modules() if isinstance(m, FSDPModule)]
+        return [m for p in self._segments for m in p.module.modules() if isinstance(m, FSDPModule)]
 
     def bucket_gradients(self) -> list[Tensor]:
         """Gradients that are views of communication buckets, which outlive the step (known after the first
@@ -407,9 +407,9 @@ class ParallelModel:
             axis = self.axis("gradient", layout.data_group(self.position.place))
             if axis.group is None or not floats:
                 continue
-            known = torch.tensor([float(b.shape in shapes) for b in floats], device=self.device)
-            dist.all_reduce(known, op=dist.ReduceOp.MIN, group=axis.group)
-            floats = [b for b, same in zip(floats, known.tolist(), strict=True) if same]
+            same_shape = torch.tensor([float(b.shape in shapes) for b in floats], device=self.device)
+            dist.all_reduce(same_shape, op=dist.ReduceOp.MIN, group=axis.group)
+            floats = [b for b, same in zip(floats, same_shape.tolist(), strict=True) if same]
             if not floats:
                 continue
             flat = torch.cat([b.reshape(-1) for b in floats])

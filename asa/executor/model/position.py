@@ -60,6 +60,6 @@ class Position:
         """The assignments of the stage's components, from ``plan.components``."""
         return plan.components[self.components.start : self.components.stop]
 
-    def world(self, places: Sequence[int]) -> tuple[int, ...]:
-        """Ranks of the plan at ``places`` of the stage."""
-        return tuple(self.ranks[p] for p in places)
+    def world(self, positions: Sequence[int]) -> tuple[int, ...]:
+        """Ranks of the plan at ``positions`` of the stage."""
+        return tuple(self.ranks[p] for p in positions)

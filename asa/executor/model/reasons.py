@@ -38,10 +38,10 @@ def _mixing(model: nn.Module, batch: Tensor) -> tuple[str, ...]:
             together, first, second = (outcome(model, rows)[0] for rows in (batch, batch[:1], batch[1:]))
     except InvalidInputError:  # it does not run on one sample, or not in float64
         return ()
-    apart = torch.cat((first, second)) if first.dim() else first
-    if apart.shape != together.shape:
+    separate = torch.cat((first, second)) if first.dim() else first
+    if separate.shape != together.shape:
         return ()
-    error = float((together - apart).abs().max() / apart.abs().max().clamp_min(1e-300))
+    error = float((together - separate).abs().max() / separate.abs().max().clamp_min(1e-300))
     if error <= _ROUNDING:
         return ()
     return (

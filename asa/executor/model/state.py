@@ -26,59 +26,59 @@ _NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True)
-class Held:
-    """One named tensor as this rank holds it: whole (``shard`` is None), or a shard over ``axis``. ``speaker`` is the
-    index in the stage of the rank that provides its optimizer state."""
+class LocalTensor:
+    """One named tensor as this rank holds it: whole (``shard`` is None), or a shard over ``axis``. ``state_source`` is
+    the index in the stage of the rank that provides its optimizer state."""
 
     name: str
     tensor: Tensor
     shard: ParameterShard | None
     axis: Axis
-    speaker: int
+    state_source: int
 
 
-def held(model: ParallelModel) -> Iterator[Held]:
+def local_tensors(model: ParallelModel) -> Iterator[LocalTensor]:
     """Parameters and buffers of ``model``, in the same order on every rank. Shared tensors appear once."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     for component, axis, layout in zip(model.components, model.tensor_axes, model.layouts, strict=True):
         shards = shards_of(component)
         for name, tensor in (*component.named_parameters(), *component.named_buffers()):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
+            if id(tensor) not in visited:
+                visited.add(id(tensor))
                 owner = model.owner.get(tensor, 0) if isinstance(tensor, nn.Parameter) else 0
-                yield Held(name, tensor, shards.get(name), axis, owner * layout.inner)
+                yield LocalTensor(name, tensor, shards.get(name), axis, owner * layout.inner)
 
 
-def gather(item: Held, value: Tensor, *, kept: bool = True, lent: bool = False) -> Tensor:
+def gather(item: LocalTensor, value: Tensor, *, keep: bool = True, alias: bool = False) -> Tensor:
     """The full form of ``value``, a tensor that is sharded like ``item``: its data, gradient or optimizer state
     (collective).
 
-    Without ``kept``, returns an empty tensor. With ``lent``, a whole tensor on the CPU is not copied; the caller must
+    Without ``keep``, returns an empty tensor. With ``alias``, a whole tensor on the CPU is not copied; the caller must
     not use it after training continues.
     """
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if item.shard is None or item.axis.size == 1:
-        return value.detach().to("cpu", copy=not lent) if kept else _NOTHING
+        return value.detach().to("cpu", copy=not alias) if keep else _NOTHING
     shard, axis = item.shard, item.axis
     sizes = [int(shard.index(i).numel()) for i in range(axis.size)]
     longest = max(sizes)
     part = value.detach().movedim(shard.dim, 0)
     padded = part.new_zeros((longest, *part.shape[1:]))
     padded[: part.shape[0]] = part
-    pieces = padded.new_empty((axis.size * longest, *padded.shape[1:]))
-    dist.all_gather_into_tensor(pieces, padded, group=axis.group)
-    if not kept:
+    shards = padded.new_empty((axis.size * longest, *padded.shape[1:]))
+    dist.all_gather_into_tensor(shards, padded, group=axis.group)
+    if not keep:
         return _NOTHING
     shape = list(value.shape)
     shape[shard.dim] = sum(sizes)
     full = torch.empty(shape, dtype=value.dtype)
     for i, size in enumerate(sizes):
-        shard.paste(full, pieces[i * longest : i * longest + size].movedim(0, shard.dim).cpu(), i)
+        shard.paste(full, shards[i * longest : i * longest + size].movedim(0, shard.dim).cpu(), i)
     return full
 
 
-def cut(item: Held, full: Tensor) -> Tensor:
+def cut(item: LocalTensor, full: Tensor) -> Tensor:
     """This rank's shard of a full tensor, in the form in which this rank holds ``item``."""
     part = full if item.shard is None or item.axis.size == 1 else item.shard.cut(full, item.axis.index)
     if isinstance(item.tensor, DTensor):
@@ -88,27 +88,27 @@ def cut(item: Held, full: Tensor) -> Tensor:
     return part
 
 
-def full_state(model: ParallelModel, *, kept: bool = True, lent: bool = False) -> dict[str, Tensor]:
+def full_state(model: ParallelModel, *, keep: bool = True, alias: bool = False) -> dict[str, Tensor]:
     """Full parameters and buffers on the CPU, by name, on every rank (collective).
 
-    ``kept`` and ``lent`` are those of :func:`gather`. A rank with ``kept`` False gets names with empty tensors.
+    ``keep`` and ``alias`` are those of :func:`gather`. A rank with ``keep`` False gets names with empty tensors.
     """
-    kept = kept or len(model.plan.stages) > 1
-    tensors = {item.name: gather(item, item.tensor, kept=kept, lent=lent) for item in held(model)}
+    keep = keep or len(model.plan.stages) > 1
+    tensors = {item.name: gather(item, item.tensor, keep=keep, alias=alias) for item in local_tensors(model)}
     return _of_all_stages(model, tensors)
 
 
-def _of_all_stages(model: ParallelModel, mine: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Full tensors of all stages on every rank; ``mine`` has those of this rank's stage (collective)."""
+def _of_all_stages(model: ParallelModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Full tensors of all stages on every rank; ``tensors`` are those of this rank's stage (collective)."""
     if len(model.plan.stages) == 1:
-        return mine
-    return united(mine if model.position.place == 0 else {}, model.state_axis)
+        return tensors
+    return united(tensors if model.position.place == 0 else {}, model.state_axis)
 
 
 def full_gradients(model: ParallelModel) -> dict[str, Tensor]:
     """Full gradients of the mean loss over the global batch on every rank, by parameter name (collective)."""
     gradients = {}
-    for item in held(model):
+    for item in local_tensors(model):
         if isinstance(item.tensor, nn.Parameter) and item.tensor.requires_grad:
             gradient = item.tensor.grad
             gradients[item.name] = gather(item, torch.zeros_like(item.tensor) if gradient is None else gradient)
@@ -122,7 +122,7 @@ def load_full_state(model: ParallelModel, state: dict[str, Tensor]) -> None:
     Raises:
         KeyError: a name is missing; nothing has been changed then.
     """
-    items = list(held(model))
+    items = list(local_tensors(model))
     missing = [item.name for item in items if item.name not in state]
     if missing:
         raise KeyError(missing[0])
@@ -158,34 +158,34 @@ def restored(key: str, tensor: Tensor) -> tuple[str, object]:
 
 
 def full_optimizer_state(
-    model: ParallelModel, optimizer: torch.optim.Optimizer, *, kept: bool = True, lent: bool = False
+    model: ParallelModel, optimizer: torch.optim.Optimizer, *, keep: bool = True, alias: bool = False
 ) -> dict[str, Tensor]:
-    """Optimizer state as full tensors with keys ``name/key``, on every rank (collective). ``kept`` and ``lent`` are
+    """Optimizer state as full tensors with keys ``name/key``, on every rank (collective). ``keep`` and ``alias`` are
     those of :func:`full_state`."""
-    entries, spoken = {}, {}
-    kept = kept or model.state_axis is not None
-    for item in held(model):
-        known = updated_in(optimizer, item.tensor)
-        for key, value in sorted((stored(*e) for e in optimizer.state.get(known, {}).items()), key=lambda e: e[0]):
-            alike = value.shape == known.shape
-            if alike and known is not item.tensor:
+    entries, provided = {}, {}
+    keep = keep or model.state_axis is not None
+    for item in local_tensors(model):
+        parameter = updated_in(optimizer, item.tensor)
+        for key, value in sorted((stored(*e) for e in optimizer.state.get(parameter, {}).items()), key=lambda e: e[0]):
+            shaped_alike = value.shape == parameter.shape
+            if shaped_alike and parameter is not item.tensor:
                 value = as_held(item.tensor, value)
-            full = gather(item, value, kept=kept, lent=lent) if alike else value.detach().cpu().clone()
+            full = gather(item, value, keep=keep, alias=alias) if shaped_alike else value.detach().cpu().clone()
             entries[f"{item.name}/{key}"] = full
-            if item.speaker == model.position.place:
-                spoken[f"{item.name}/{key}"] = full
-    return entries if model.state_axis is None else united(spoken, model.state_axis)
+            if item.state_source == model.position.place:
+                provided[f"{item.name}/{key}"] = full
+    return entries if model.state_axis is None else united(provided, model.state_axis)
 
 
 @torch.no_grad()
 def load_full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
     """Replace the optimizer's state by full tensors, for the parameters that this rank updates. Other parameters get no
     state."""
-    shapes = {item.name: item for item in held(model)}
+    shapes = {item.name: item for item in local_tensors(model)}
     updated = {id(p) for p in model.updated}
     # Fused kernels read AdamW's step on the device; loops read it on the host.
-    there = [g["params"] for g in optimizer.param_groups if g.get("fused") or g.get("capturable")]
-    counted_there = {id(p) for parameters in there for p in parameters}
+    on_device = [g["params"] for g in optimizer.param_groups if g.get("fused") or g.get("capturable")]
+    counted_on_device = {id(p) for parameters in on_device for p in parameters}
     optimizer.state.clear()
     for full_key, full in state.items():
         name, key = full_key.rsplit("/", 1)
@@ -194,14 +194,14 @@ def load_full_optimizer_state(model: ParallelModel, optimizer: torch.optim.Optim
         item = shapes[name]
         if id(item.tensor) not in updated:
             continue
-        known = updated_in(optimizer, item.tensor)
+        parameter = updated_in(optimizer, item.tensor)
         plain_key, number = restored(key, full)
         if plain_key != key:
-            optimizer.state[known][plain_key] = number
+            optimizer.state[parameter][plain_key] = number
             continue
         # A full tensor of the parameter's own shape is cut like it; scalars (AdamW's step) are the same everywhere.
         value = full if full.dim() == 0 and item.tensor.dim() else cut(item, full)
-        if known is not item.tensor:
+        if parameter is not item.tensor:
             value = local(value)
-        place = value.to(known.device) if value.dim() or id(known) in counted_there else value
-        optimizer.state[known][key] = place.clone()
+        moved = value.to(parameter.device) if value.dim() or id(parameter) in counted_on_device else value
+        optimizer.state[parameter][key] = moved.clone()

@@ -72,11 +72,11 @@ _scripts: WeakKeyDictionary[ParallelModel, dict[int, _Script]] = WeakKeyDictiona
 
 
 def _script(model: ParallelModel, batch: int) -> _Script:
-    known = _scripts.setdefault(model, {})
-    script = known.get(batch)
+    scripts = _scripts.setdefault(model, {})
+    script = scripts.get(batch)
     if script is None:
         rows = _microbatch_rows(model, batch)
-        script = known[batch] = _Script(rows, _turns(model.order(len(rows))) if rows else ())
+        script = scripts[batch] = _Script(rows, _turns(model.order(len(rows))) if rows else ())
     return script
 
 
@@ -92,8 +92,8 @@ def _microbatch_rows(model: ParallelModel, batch: int) -> list[MicrobatchRows]:
         start, stop = bounds(batch, count, j)
         size = stop - start
         if size:
-            read, kept = (slice(start + a, start + b) for a, b in (model.input_rows(size), model.output_rows(size)))
-            parts.append(MicrobatchRows(start, stop, read, kept, model.loss_scale(size) * size / batch))
+            read, counted = (slice(start + a, start + b) for a, b in (model.input_rows(size), model.output_rows(size)))
+            parts.append(MicrobatchRows(start, stop, read, counted, model.loss_scale(size) * size / batch))
     return parts
 
 
@@ -106,7 +106,7 @@ def _turns(order: tuple[Action, ...]) -> tuple[_Turn, ...]:
     return tuple(turns)
 
 
-class _Left(torch.autograd.Function):
+class _StageExit(torch.autograd.Function):
     """Marks where a value left the stage. Backward starts here, with the gradient popped from ``arrived``.
 
     It keeps neither the gradient nor the value. Both would otherwise live until the stage's whole backward is over.
@@ -137,10 +137,10 @@ class _Flight:
     arrived: list[Tensor] = field(default_factory=list)
 
 
-def _left(entry: Tensor, value: Tensor) -> _Flight:
+def _flight_of(entry: Tensor, value: Tensor) -> _Flight:
     """Make the :class:`_Flight` of a microbatch whose output ``value`` has left the stage."""
     arrived: list[Tensor] = []
-    end = _Left.apply(value, arrived) if value.requires_grad else value.new_zeros(())
+    end = _StageExit.apply(value, arrived) if value.requires_grad else value.new_zeros(())
     return _Flight(entry, end, tuple(value.shape[1:]), value.dtype, arrived)
 
 
@@ -202,8 +202,8 @@ class Step:
                 size = self.rows[j].size
                 self.coming[j] = links.arriving.receive(size, links.input_shape, dtype, model.device)
         elif links.gradient_in is not None and j in self.flights and j not in self.gradients:
-            left, size = self.flights[j], self.rows[j].size
-            self.gradients[j] = links.gradient_in.receive(size, left.shape, left.dtype, model.device)
+            flight, size = self.flights[j], self.rows[j].size
+            self.gradients[j] = links.gradient_in.receive(size, flight.shape, flight.dtype, model.device)
 
     def forward(self, j: int) -> None:
         """Run microbatch ``j`` forward, and send its output to the next stage or compute its loss."""
@@ -220,7 +220,7 @@ class Step:
         if links.leaving is not None:
             links.leaving.tell_dtype(model.training, value.dtype, model.device)
             links.leaving.send(value, part.size)
-            self.flights[j] = _left(entry, value)
+            self.flights[j] = _flight_of(entry, value)
             return
         self.losses.append((loss.detach(), part.weight))
         self.flights[j] = _Flight(entry, loss if part.weight == 1 else loss * part.weight)
@@ -238,7 +238,7 @@ class Step:
         if links.leaving is not None:
             # The last transfer has arrived or soon will, so its buffer need not be kept.
             links.leaving.settle(keep=self._in_flight)
-        sent = self._send_when_known(flight.entry, size)
+        sent = self._send_when_computed(flight.entry, size)
         with model.reduction.backward(last=last, in_flight=self._in_flight):
             if flight.exit.requires_grad:
                 flight.exit.backward()
@@ -247,7 +247,7 @@ class Step:
                 links.gradient_out.send(torch.zeros_like(flight.entry), size)
             links.gradient_out.settle(keep=UNDER_WAY)
 
-    def _send_when_known(self, entry: Tensor, size: int) -> list[Tensor]:
+    def _send_when_computed(self, entry: Tensor, size: int) -> list[Tensor]:
         """Send the gradient of the stage's input as soon as autograd has computed it. Returns a list that is filled
         when it is sent.
 
@@ -284,12 +284,12 @@ def played(
     """
     script = _script(model, len(samples))
     begin_step()
-    made = Step(
+    running = Step(
         model=model, samples=samples, step=step, inputs=inputs, labels=labels, loss_fn=loss_fn, precision=precision,
         rows=script.rows,
     )  # fmt: skip
-    made.play(script.turns)
-    return made
+    running.play(script.turns)
+    return running
 
 
 def forward_backward(

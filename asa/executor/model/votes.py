@@ -67,9 +67,9 @@ class Votes:
         """The ``values`` of all ranks, by rank; every rank passes the same number of them."""
         if self.num_ranks == 1:
             return [list(values)]
-        mine = torch.tensor(values, dtype=torch.float64)
-        rows = [torch.empty_like(mine) for _ in range(self.num_ranks)]
-        dist.all_gather(rows, mine, group=self._group)
+        wire = torch.tensor(values, dtype=torch.float64)
+        rows = [torch.empty_like(wire) for _ in range(self.num_ranks)]
+        dist.all_gather(rows, wire, group=self._group)
         return [f.tolist() for f in rows]
 
     def everyone(self, yes: bool) -> bool:
@@ -99,10 +99,10 @@ class Votes:
         sizes = [int(rank[0]) for rank in self.gather([float(len(text))])]
         if self.num_ranks == 1:
             return [json.loads(text)]
-        mine = torch.zeros(max(sizes), dtype=torch.uint8)
-        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        rows = [torch.empty_like(mine) for _ in sizes]
-        dist.all_gather(rows, mine, group=self._group)
+        wire = torch.zeros(max(sizes), dtype=torch.uint8)
+        wire[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = [torch.empty_like(wire) for _ in sizes]
+        dist.all_gather(rows, wire, group=self._group)
         return [json.loads(data[:size].numpy().tobytes()) for data, size in zip(rows, sizes, strict=True)]
 
     def started(

@@ -25,28 +25,28 @@ def active_peak(worker: Worker, step: Callable[[], object]) -> int:
         torch.cuda.reset_peak_memory_stats(device)
         step()
         return int(torch.cuda.max_memory_allocated(device))
-    kept = [*model.parameters(), *(b for c in model.components for b in c.buffers())]
-    away = {
+    lasting = [*model.parameters(), *(b for c in model.components for b in c.buffers())]
+    on_host = {
         updated_in(worker.optimizer, p) for p in model.offloaded
     }  # on the host, even if the device uses the same memory
-    states = [s for p, s in worker.optimizer.state.items() if p not in away]
-    kept += [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
+    states = [s for p, s in worker.optimizer.state.items() if p not in on_host]
+    lasting += [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
     # Gradients of a wrapped segment are views of buckets that outlive the step; the others are released by it.
-    kept += model.bucket_gradients()
-    base = bytes_of(map(local, kept))
-    del kept  # a bucket is not used again while references to its gradients exist
+    lasting += model.bucket_gradients()
+    base = bytes_of(map(local, lasting))
+    del lasting  # a bucket is not used again while references to its gradients exist
     model.zero_grad()
     events, _ = record(step, device)
-    made = (local(p.grad) for p in model.parameters() if p.grad is not None)
-    return base + peak(completed(events, {g.untyped_storage().data_ptr() for g in made}))
+    gradients = (local(p.grad) for p in model.parameters() if p.grad is not None)
+    return base + peak(completed(events, {g.untyped_storage().data_ptr() for g in gradients}))
 
 
 def state_bytes(worker: Worker) -> int:
     """Bytes that a rank keeps on its device between steps: weights, buffers, gradients and optimizer state."""
     model = worker.model
-    away = {updated_in(worker.optimizer, p) for p in model.offloaded}
-    states = [s for p, s in worker.optimizer.state.items() if p not in away]
-    kept = [*model.parameters(), *(b for c in model.components for b in c.buffers())]
-    kept += [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
-    kept += [*model.bucket_gradients(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    return bytes_of(map(local, kept))
+    on_host = {updated_in(worker.optimizer, p) for p in model.offloaded}
+    states = [s for p, s in worker.optimizer.state.items() if p not in on_host]
+    lasting = [*model.parameters(), *(b for c in model.components for b in c.buffers())]
+    lasting += [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
+    lasting += [*model.bucket_gradients(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    return bytes_of(map(local, lasting))

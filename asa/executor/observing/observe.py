@@ -31,7 +31,7 @@ class Observer:
 
     def __init__(self, votes: Votes, folder: Path, trace_steps: int) -> None:
         self.peak_bytes: int | None = None
-        self._votes, self._folder, self._left = votes, folder, trace_steps
+        self._votes, self._folder, self._remaining = votes, folder, trace_steps
         self._recording: tuple[Recorder, ExitStack] | None = None
 
     def forget(self) -> None:
@@ -43,7 +43,7 @@ class Observer:
         if number == _MEMORY_STEP and worker.model.device.type == "cpu":
             self.peak_bytes = active_peak(worker, step)
             return True
-        if not self._left or number < WARM_UP_STEPS:
+        if not self._remaining or number < WARM_UP_STEPS:
             step()
             return False
         if self._recording is None:
@@ -53,8 +53,8 @@ class Observer:
             self._recording = recorder, stack
         with self._recording[0].step():
             step()
-        self._left -= 1
-        if not self._left:
+        self._remaining -= 1
+        if not self._remaining:
             self.finish()
         return True
 
@@ -67,7 +67,7 @@ class Observer:
         if self._recording is None:
             return
         recorder, stack = self._recording
-        self._recording, self._left = None, 0
+        self._recording, self._remaining = None, 0
         stack.close()
         error: Exception | None = None
         path = trace_path(self._folder, self._votes.rank)

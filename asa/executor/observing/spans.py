@@ -28,7 +28,7 @@ _Key = tuple[str, int]
 _Read = Callable[[Sequence[int]], tuple[tuple[ComponentSpan, ...], float]]
 
 
-class Watch:
+class ComponentTimer:
     """Hooks on the components of a worker while one of its contexts is open."""
 
     def __init__(self, worker: Worker) -> None:
@@ -54,22 +54,22 @@ class Watch:
         handles: list[RemovableHandle] = []
         for i, component in enumerate(self._components):
 
-            def enter(_: Any, args: tuple[Any, ...], i: int = i) -> None:
+            def begin_forward(_: Any, args: tuple[Any, ...], i: int = i) -> None:
                 note("enter", i)
                 if args[0].requires_grad:
                     args[0].register_hook(lambda _: note("through", i))
 
-            def left(_m: Any, _a: Any, _o: Any, i: int = i) -> None:
+            def end_forward(_m: Any, _a: Any, _o: Any, i: int = i) -> None:
                 note("leave", i)
 
-            def leave(_m: Any, _a: Any, out: tuple[Tensor, ...], i: int = i) -> None:
+            def watch_output(_m: Any, _a: Any, out: tuple[Tensor, ...], i: int = i) -> None:
                 if out[0].requires_grad:
                     out[0].register_hook(lambda _: note("back", i))
 
-            handles.append(component.register_forward_pre_hook(enter))
+            handles.append(component.register_forward_pre_hook(begin_forward))
             # Hooks before and after those of wrappers, which gather weights for backward.
-            handles.append(component.register_forward_hook(left, prepend=True))
-            handles.append(component.register_forward_hook(leave))
+            handles.append(component.register_forward_hook(end_forward, prepend=True))
+            handles.append(component.register_forward_hook(watch_output))
         optimizer = self._worker.optimizer
         handles.append(optimizer.register_step_pre_hook(lambda *_: note("update", -1)))
         handles.append(optimizer.register_step_post_hook(lambda *_: note("updated", -1)))

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.profiler import profile, record_function
 
-from asa.executor.observing.spans import Watch
+from asa.executor.observing.spans import ComponentTimer
 from asa.executor.training.worker import Worker
 from asa.instruments.allocations import quiet
 from asa.ir.streams import Stream, piece, process
@@ -48,7 +48,7 @@ class Span:
     microbatch: int | None = None
 
 
-class Recorder(Watch):
+class Recorder(ComponentTimer):
     """Records what a worker does inside :meth:`recording`."""
 
     def __init__(self, worker: Worker) -> None:
@@ -59,7 +59,7 @@ class Recorder(Watch):
         self.steps: list[tuple[float, float]] = []
         self._marks: list[tuple[str, int, Any]] = []
         self._blocking: list[tuple[str, str, float, float]] = []
-        self._sent: list[Stream] = []
+        self._directions: list[Stream] = []
         self._depth = 0
 
     @contextmanager
@@ -127,7 +127,7 @@ class Recorder(Watch):
         usual = link._started
 
         def started(work: dist.Work | None) -> dist.Work:
-            self._sent.append(stream)
+            self._directions.append(stream)
             return usual(work)
 
         link._started = started  # type: ignore[method-assign, assignment]
@@ -140,14 +140,14 @@ class Recorder(Watch):
         return self._seconds(self._began, mark)
 
     def _read_all(self, recorded: Any) -> None:
-        beside = self._profiled(recorded)
+        profiled = self._profiled(recorded)
         blocking = [
             Span(name=n, kind=k, stream="communication", start_s=a - self._began, end_s=b - self._began)
             for n, k, a, b in self._blocking
         ]
-        computed = [part for span in _in_turn(self._computed()) for part in _without(span, blocking)]
-        alone = [s for s in beside if not any(_same(s, b) for b in blocking)]
-        spans = [s for s in (*computed, *blocking, *alone) if any(a <= s.start_s < b for a, b in self.steps)]
+        computed = [part for span in _without_overlaps(self._computed()) for part in _without(span, blocking)]
+        additional = [s for s in profiled if not any(_same(s, b) for b in blocking)]
+        spans = [s for s in (*computed, *blocking, *additional) if any(a <= s.start_s < b for a, b in self.steps)]
         self.spans = sorted(spans, key=lambda s: s.start_s)
 
     def _computed(self) -> list[Span]:
@@ -189,7 +189,7 @@ class Recorder(Watch):
         begin = next((e.start_ns() for e in events if e.name() == _BEGIN), None)
         if begin is None:
             return []
-        sent = iter(self._sent)
+        directions = iter(self._directions)
         spans = []
         for e in sorted(events, key=lambda e: e.start_ns()):
             name = _operation(e.name())
@@ -198,7 +198,7 @@ class Recorder(Watch):
             start = (e.start_ns() - begin) / 1e9
             stream, kind = ("communication", "gradient")
             if name == "send":
-                stream, kind = next(sent, "sending on"), "transfer"
+                stream, kind = next(directions, "sending on"), "transfer"
                 name = f"to stage {self._model.position.stage + (1 if stream == 'sending on' else -1)}"
             elif name == "recv":
                 continue
@@ -251,15 +251,15 @@ def _operation(name: str) -> str | None:
     return None
 
 
-def _in_turn(spans: list[Span]) -> list[Span]:
+def _without_overlaps(spans: list[Span]) -> list[Span]:
     """``spans`` without overlaps. The hook of the next component may run before the end of the previous one is
     recorded."""
-    apart: list[Span] = []
+    disjoint: list[Span] = []
     for span in sorted(spans, key=lambda s: s.start_s):
-        start = max(span.start_s, apart[-1].end_s) if apart else span.start_s
+        start = max(span.start_s, disjoint[-1].end_s) if disjoint else span.start_s
         if start < span.end_s:
-            apart.append(replace(span, start_s=start))
-    return apart
+            disjoint.append(replace(span, start_s=start))
+    return disjoint
 
 
 def _without(span: Span, blocking: list[Span]) -> list[Span]:

@@ -18,7 +18,7 @@ from asa.executor.model.votes import Votes
 _MOST = 10
 _FEW_LONG, _LONG_S = 2, 2.0
 """Number of steps that suffices if they take longer than these seconds and touch no new memory."""
-SETTLED_BYTES = 32 * 2**20
+NEGLIGIBLE_BYTES = 32 * 2**20
 """New memory in one step that can be neglected; it takes 10 to 50 ms."""
 
 
@@ -47,6 +47,6 @@ def warm_up(
         spent += seconds
         new = max(row[0] for row in votes.gather([float(memory() - before)]))
         enough = number >= least or (hurried and number >= _FEW_LONG and spent > _LONG_S)
-        if enough and new < SETTLED_BYTES:
+        if enough and new < NEGLIGIBLE_BYTES:
             break
     return seconds

@@ -68,8 +68,8 @@ def emulated_worker(
     )  # fmt: skip
     model.train()
     return Worker(
-        model=model, optimizer=emulation.settle(model), scale=LossScale("fp32"), votes=votes, clock=StepClock(host),
-        precision="fp32", seed=0, label_smoothing=0.0,
+        model=model, optimizer=emulation.optimizer_of(model), scale=LossScale("fp32"), votes=votes,
+        clock=StepClock(host), precision="fp32", seed=0, label_smoothing=0.0,
     )  # fmt: skip
 
 
@@ -97,18 +97,18 @@ def _steps(
             plan, borrowed(traced), device, strategies, rank, votes, options.timeout_s
         )  # fmt: skip
         images, indices = noise(plan, worker.model.device), torch.arange(plan.global_batch)
-        tally = LossCounter(worker.model.device)
+        counter = LossCounter(worker.model.device)
     elif plan.num_ranks > 1:
         Groups(rank, groups_of(plan))
     times: list[float] = []
     steps = options.warm_up
     while len(times) < steps:
         barrier(votes)
-        mine = [(0.0, 0.0)]
+        step_times = [(0.0, 0.0)]
         if worker is not None:
-            worker.train(images, indices, epoch=0, step=len(times), tally=tally)
-            mine = [(t.data, t.work) for t in worker.clock.collect()]
-        times.append(slowest(votes, mine)[0][1])
+            worker.train(images, indices, epoch=0, step=len(times), counter=counter)
+            step_times = [(t.data, t.work) for t in worker.clock.collect()]
+        times.append(slowest(votes, step_times)[0][1])
         if len(times) == options.warm_up:
             fit = int(options.budget_s / max(times[-1], 1e-6))
             steps += max(options.least_steps, min(options.most_steps, fit))
@@ -133,14 +133,14 @@ def measure_emulated(
         WorkersFailedError: a rank died.
     """
 
-    def hear(_rank: int, message: tuple[int, list[float]]) -> None:
+    def forward(_rank: int, message: tuple[int, list[float]]) -> None:
         if on_plan is not None:
             on_plan(*message)
 
     ranks = max(p.num_ranks for p in plans)
     results = run_ranks(
         ranks, _rank, list(plans), traced, device, strategies, options, threads=1, timeout_s=options.timeout_s,
-        limit_s=options.limit_s, on_message=hear,
+        limit_s=options.limit_s, on_message=forward,
     )  # fmt: skip
     return [Stat.of(times) for times in results[0]]
 
@@ -155,7 +155,7 @@ class EmulatedExecutor(TrainingExecutor):
 
     def _worker_of(self, model: ParallelModel, scale: LossScale) -> Worker:
         worker = super()._worker_of(model, LossScale("fp32"))
-        worker.optimizer = self._emulation().settle(model)
+        worker.optimizer = self._emulation().optimizer_of(model)
         return worker
 
     def _validate(self) -> tuple[float, float]:

@@ -30,7 +30,7 @@ NEARLY = 0.97
 
 
 @dataclass
-class Watch:
+class MemoryWatch:
     """Memory of one rank, observed from before its model is built. ``votes`` says whether ranks compare their memory
     between steps."""
 
@@ -49,8 +49,8 @@ class Watch:
 
     def shortage(self, plan: Plan, step: int, error: BaseException | None = None) -> Shortage:
         """Description of the shortage that raised ``error``; with None, of memory that is nearly full."""
-        wanted = 0 if error is None else asked(error)
-        room = tightest(self.device, wanted)
+        requested_bytes = 0 if error is None else asked(error)
+        room = tightest(self.device, requested_bytes)
         base = 0 if room is None else self.before.get(room.kind, 0)
         return Shortage(
             plan=plan,
@@ -58,7 +58,7 @@ class Watch:
             step=step,
             cause="tight" if error is None else "exhausted",
             used_bytes=None if room is None else max(0, room.used - base),
-            asked_bytes=wanted,
+            asked_bytes=requested_bytes,
             room_bytes=None if room is None else max(0, room.limit - base),
         )
 
@@ -68,7 +68,7 @@ class NearlyExhausted(Exception):
 
 
 @contextmanager
-def explained(watch: Watch, where: Callable[[], tuple[Plan, int]], note: Path | None = None) -> Iterator[None]:
+def explained(watch: MemoryWatch, where: Callable[[], tuple[Plan, int]], note: Path | None = None) -> Iterator[None]:
     """Context that turns running out of memory into one line with a remedy. ``where`` returns the current plan and
     step.
 
@@ -89,16 +89,16 @@ def explained(watch: Watch, where: Callable[[], tuple[Plan, int]], note: Path | 
         raise ExhaustedError(_line(shortage, watch.device), rank=watch.rank, shortage=shortage) from error
 
 
-def _line(found: Shortage, device: torch.device) -> str:
-    used, room = found.used_bytes, found.room_bytes
+def _line(shortage: Shortage, device: torch.device) -> str:
+    used, room = shortage.used_bytes, shortage.room_bytes
     if used is None or room is None:
-        there, remedy = "the host has no more", "plan again with a lower --memory, or with fewer --gpus here"
+        usage, remedy = "the host has no more", "plan again with a lower --memory, or with fewer --gpus here"
     else:
-        there = f"{binary(used)} were in use and {binary(found.asked_bytes)} asked for, of {binary(room)}"
+        usage = f"{binary(used)} were in use and {binary(shortage.asked_bytes)} asked for, of {binary(room)}"
         remedy = f"plan again with --memory {max(0.1, 0.9 * room / GIB):.1f}"
         if device.type != "cuda":
             remedy += ", or with fewer --gpus here"
     return (
-        f"rank {found.rank} ran out of memory in step {found.step}: the plan promised "
-        f"{binary(found.promised_bytes)}, {there}; {remedy}, then --resume"
+        f"rank {shortage.rank} ran out of memory in step {shortage.step}: the plan promised "
+        f"{binary(shortage.promised_bytes)}, {usage}; {remedy}, then --resume"
     )

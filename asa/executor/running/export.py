@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from asa.errors import InvalidInputError, NoCheckpointError, UnavailableError
 from asa.executor.running.outdir import CHECKPOINTS
 from asa.executor.training import checkpoint
-from asa.executor.training.checkpoint import Found
+from asa.executor.training.checkpoint import CheckedCheckpoint
 from asa.ir.codec import noun
 from asa.ir.plan import Plan
 from asa.zoo.models import build
@@ -41,10 +41,10 @@ def export_weights(run: Path, output: Path, *, step: int | None = None) -> Expor
         InvalidInputError: it does not fit the model.
         UnavailableError: the file cannot be written.
     """
-    source = _found(run / CHECKPOINTS, step)
+    source = _find(run / CHECKPOINTS, step)
     manifest = source.manifest
     state = plain_state(plain_model(manifest.plan), checkpoint.read(source.path, checkpoint.MODEL))
-    said = {
+    metadata = {
         "format": "pt",
         "model": manifest.model_spec,
         "num_classes": str(manifest.plan.num_classes),
@@ -55,7 +55,7 @@ def export_weights(run: Path, output: Path, *, step: int | None = None) -> Expor
     temporary = output.with_name(f".{output.name}.tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        save_file(state, temporary, metadata=said)
+        save_file(state, temporary, metadata=metadata)
         os.chmod(temporary, 0o644)  # safetensors creates files that only their owner can read
         os.replace(temporary, output)
     except (OSError, SafetensorError) as error:
@@ -73,14 +73,14 @@ def export_weights(run: Path, output: Path, *, step: int | None = None) -> Expor
     )
 
 
-def _found(folder: Path, step: int | None) -> Found:
+def _find(folder: Path, step: int | None) -> CheckedCheckpoint:
     if step is None:
         return checkpoint.find(folder)
     path = folder / f"step_{step:08d}"
     if not path.is_dir():
-        there = ", ".join(p.name for p in sorted(folder.glob("step_*")) if p.is_dir()) or "none"
-        raise NoCheckpointError(f"no checkpoint after step {step} in {folder}; there is {there}")
-    return Found(path=path, manifest=checkpoint.check(path), notes=())
+        available = ", ".join(p.name for p in sorted(folder.glob("step_*")) if p.is_dir()) or "none"
+        raise NoCheckpointError(f"no checkpoint after step {step} in {folder}; there is {available}")
+    return CheckedCheckpoint(path=path, manifest=checkpoint.check(path), notes=())
 
 
 def plain_model(plan: Plan) -> nn.Module:
@@ -101,13 +101,13 @@ def plain_state(model: nn.Module, stored: dict[str, Tensor]) -> dict[str, Tensor
         names.setdefault(id(tensor), []).append(name)
     of = {name: group for group in names.values() for name in group}
     state: dict[str, Tensor] = {}
-    for name, wanted in model.state_dict().items():
-        if not isinstance(wanted, Tensor):
+    for name, expected in model.state_dict().items():
+        if not isinstance(expected, Tensor):
             continue
         source = next((n for n in (name, *of.get(name, ())) if n in stored), None)
-        if source is None or stored[source].shape != wanted.shape:
+        if source is None or stored[source].shape != expected.shape:
             lacks = "lacks it" if source is None else f"holds {list(stored[source].shape)}"
-            raise InvalidInputError(f"the checkpoint is of another model: {name} is {list(wanted.shape)}, it {lacks}")
+            raise InvalidInputError(f"the checkpoint is of another model: {name} is {list(expected.shape)}, it {lacks}")
         # Files have no aliases: each name gets bytes of its own.
         state[name] = stored[source].contiguous() if source == name else stored[source].clone()
     return state

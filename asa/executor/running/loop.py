@@ -19,16 +19,15 @@ from asa.executor.consistency import conduct_of
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
 from asa.executor.observing.observe import Observer
-from asa.executor.running.exhausted import NEARLY, NearlyExhausted, Watch
+from asa.executor.running.exhausted import NEARLY, MemoryWatch, NearlyExhausted
 from asa.executor.running.planned import PlannedExecutor
-from asa.executor.training.ahead import Ahead
 from asa.executor.training.aims import Aims
 from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.checkpointer import Checkpointer
 from asa.executor.training.clock import StepClock
 from asa.executor.training.epoch_timer import EpochTimer, Interval, who_is_late
 from asa.executor.training.logs import Announce
-from asa.executor.training.migration import move, parts_of, wanted_by
+from asa.executor.training.migration import move, parts_of, target_parts
 from asa.executor.training.optimizer import (
     build_optimizer,
     cut_parameters,
@@ -37,9 +36,10 @@ from asa.executor.training.optimizer import (
     updates_parts,
 )  # fmt: skip
 from asa.executor.training.precision import LossScale
+from asa.executor.training.prefetch import Prefetcher
 from asa.executor.training.saving import SaveClock
 from asa.executor.training.settings import TrainSettings
-from asa.executor.training.snapshots import Keeping, Snapshot, scarce
+from asa.executor.training.snapshots import Snapshot, SnapshotFile, lacks_memory
 from asa.executor.training.stopping import VOTE_EVERY_S, Patience, StopRequest
 from asa.executor.training.worker import LossCounter, Worker
 from asa.instruments.nvml import Meter, card_of
@@ -64,7 +64,7 @@ class TrainingExecutor(PlannedExecutor):
         announce: receives events; all ranks but the first pass a function that does nothing.
         watch: observes this rank's memory.
         between_losses_s: see :class:`asa.executor.training.saving.SaveClock`.
-        keeping: writes snapshots.
+        snapshot_file: where this rank writes snapshots.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class TrainingExecutor(PlannedExecutor):
         announce: Announce,
         folder: Path,
         run: str,
-        watch: Watch | None = None,
+        watch: MemoryWatch | None = None,
         between_losses_s: float | None = None,
-        keeping: Keeping | None = None,
+        snapshot_file: SnapshotFile | None = None,
     ) -> None:
         self._build, self._settings, self._votes, self._stop = build, settings, votes, stop
         self._watch = watch
@@ -93,9 +93,9 @@ class TrainingExecutor(PlannedExecutor):
         self._position = self._step = 0
         self._steps: int | None = None
         self._saved: tuple[int, Path] | None = None
-        self._saving = SaveClock(settings.save_every_s, between_losses_s if keeping is None else None)
-        self._keeping = keeping
-        self._keeper = Checkpointer(
+        self._saving = SaveClock(settings.save_every_s, between_losses_s if snapshot_file is None else None)
+        self._snapshot_file = snapshot_file
+        self._checkpointer = Checkpointer(
             folder=folder, run=run, settings=settings, num_samples=len(train), votes=votes, announce=self._announce
         )
         self._warm = 0
@@ -122,7 +122,7 @@ class TrainingExecutor(PlannedExecutor):
                 self._announce({"event": "note", "message": doubt})
         self._peaks = [float(group["lr"]) for group in optimizer.param_groups]
         aims = Aims.of(settings, model.plan.num_classes, model.device)
-        self._falling = aims.schedule
+        self._schedule = aims.schedule
         conduct = conduct_of(model, optimizer, self._votes)
         if conduct is not None:
             conduct.begin()
@@ -138,7 +138,7 @@ class TrainingExecutor(PlannedExecutor):
             label_smoothing=settings.label_smoothing,
             criterion=aims.criterion,
             score=aims.score,
-            ahead=Ahead.of(self._train, model.device),
+            prefetcher=Prefetcher.of(self._train, model.device),
         )
 
     @property
@@ -152,7 +152,7 @@ class TrainingExecutor(PlannedExecutor):
         return self._step
 
     @property
-    def left_out(self) -> int:
+    def unused_samples(self) -> int:
         """Number of samples in the last batch of each epoch that are not used, because they are too few for all
         ranks."""
         short = self._order.samples_per_epoch % self.plan.global_batch
@@ -163,7 +163,7 @@ class TrainingExecutor(PlannedExecutor):
         """Optimizer steps in a whole epoch."""
         if self._steps is not None:  # needed in every step
             return self._steps
-        steps = self._order.steps(0) - (1 if self.left_out else 0)
+        steps = self._order.steps(0) - (1 if self.unused_samples else 0)
         if steps == 0:
             raise UsageError(
                 f"a global batch of {self.plan.global_batch} is larger than the {len(self._train)} training images, "
@@ -185,105 +185,105 @@ class TrainingExecutor(PlannedExecutor):
         began, device = time.perf_counter(), self.model.device
         self._meter = Meter(card_of(device))
         energy = Meter(card_of(device))
-        if self._votes.anyone(self._stop.asked):
+        if self._votes.anyone(self._stop.requested):
             self._preempt()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         self.model.train()
-        tally = LossCounter(device)
-        pace = EpochTimer(
+        counter = LossCounter(device)
+        timer = EpochTimer(
             self.plan, self.processes, self._votes, self._worker.clock, self._settings.log_every, self._warm
         )
         rate = 0.0
         for indices in self._batches(epoch):
             worker = self._worker  # a new one after a change of plan
             rate = self._set_rate(epoch, len(indices))
-            if self._more(epoch, len(indices)):
+            if self._has_steps_left(epoch, len(indices)):
                 worker.expect(partial(self._order.at, self._position + len(indices)))
-            step = partial(worker.train, self._train, indices, epoch=epoch, step=self._step, tally=tally)
-            disturbed = self._observer.run(worker, pace.warm, step)
+            step = partial(worker.train, self._train, indices, epoch=epoch, step=self._step, counter=counter)
+            disturbed = self._observer.run(worker, timer.warm, step)
             self._step += 1
             self._position += len(indices)
-            if self._keeping is not None and self._keeping.due(self._step) and self._more(epoch):
-                self._keep(self._keeping)
-            if pace.stepped(full=len(indices) == self.plan.global_batch, disturbed=disturbed):
-                measured = self._exchange(epoch, pace, tally, rate).measured
-                if look is not None and measured is not None and self._more(epoch):
+            if self._snapshot_file is not None and self._snapshot_file.due(self._step) and self._has_steps_left(epoch):
+                self._write_snapshot(self._snapshot_file)
+            if timer.stepped(full=len(indices) == self.plan.global_batch, disturbed=disturbed):
+                measured = self._exchange(epoch, timer, counter, rate).measured
+                if look is not None and measured is not None and self._has_steps_left(epoch):
                     look(measured, self._step)
                     if self._worker is not worker:
                         self.model.train()
-                        pace.under(self.plan, self.processes, self._worker.clock)
+                        timer.under(self.plan, self.processes, self._worker.clock)
                         continue
-                pace.resume()
+                timer.resume()
         self._observer.finish()
-        if pace.pending:
-            self._exchange(epoch, pace, tally, rate)
-        self._position, self._warm = (epoch + 1) * self._order.samples_per_epoch, pace.warm
+        if timer.pending:
+            self._exchange(epoch, timer, counter, rate)
+        self._position, self._warm = (epoch + 1) * self._order.samples_per_epoch, timer.warm
         loss, accuracy = self._validate()
         return EpochOutcome(
             step=self._step,
             seconds=time.perf_counter() - began,
-            train_loss=pace.train_loss,
+            train_loss=timer.train_loss,
             validation_loss=loss,
             validation_accuracy=accuracy,
             learning_rate=rate,
-            measurements=replace(pace.measurements(self._peak_memory()), energy_j=self._energy(energy)),
+            measurements=replace(timer.measurements(self._peak_memory()), energy_j=self._energy(energy)),
         )
 
-    def _more(self, epoch: int, after: int = 0) -> bool:
+    def _has_steps_left(self, epoch: int, after: int = 0) -> bool:
         """Whether steps are left in ``epoch`` after ``after`` more samples. An epoch need not use all of its
         samples."""
-        done = self._position + after - epoch * self._order.samples_per_epoch
-        return -(-done // self.plan.global_batch) < self.steps_per_epoch
+        used = self._position + after - epoch * self._order.samples_per_epoch
+        return -(-used // self.plan.global_batch) < self.steps_per_epoch
 
     def _batches(self, epoch: int) -> Iterator[Tensor]:
         """Global sample indices of each remaining step in ``epoch``; the caller advances the position."""
-        while self._more(epoch):
+        while self._has_steps_left(epoch):
             yield self._order.at(self._position)
 
     def _set_rate(self, epoch: int, rows: int) -> float:
         """Set and return the learning rate. It follows samples, not steps, so that a change of the global batch does
         not affect it."""
         in_epoch = min(self._order.samples_per_epoch, self.steps_per_epoch * self.plan.global_batch)
-        done = epoch * in_epoch + self._position - epoch * self._order.samples_per_epoch
+        used = epoch * in_epoch + self._position - epoch * self._order.samples_per_epoch
         total = in_epoch * self._settings.epochs
         warmup = self._settings.warm_up(self.steps_per_epoch * self._settings.epochs)
-        share = learning_rate(done / total, 1.0, warmup=warmup, step=rows / total, falling=self._falling)
+        share = learning_rate(used / total, 1.0, warmup=warmup, step=rows / total, schedule=self._schedule)
         for group, peak in zip(self._worker.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * share
         return self._peaks[0] * share
 
-    def _keep(self, keeping: Keeping) -> None:
+    def _write_snapshot(self, file: SnapshotFile) -> None:
         """Write a snapshot for a restart after a lost rank. The first one, on all ranks, shows how long it takes."""
-        worker, first, began = self._worker, keeping.step == 0, time.monotonic()
+        worker, first, began = self._worker, file.step == 0, time.monotonic()
         parts = parts_of(worker.model, worker.optimizer)
-        if first and any(r[0] for r in self._votes.gather([float(scarce(parts, self.model.device))])):
-            self._keeping = None
+        if first and any(r[0] for r in self._votes.gather([float(lacks_memory(parts, self.model.device))])):
+            self._snapshot_file = None
             return
-        keeping.write(
+        file.write(
             Snapshot(
                 step=self._step, position=self._position, plan=fingerprint(self.plan), loss_scale=worker.scale.value,
                 parts=parts,
             )
         )  # fmt: skip
         if first:
-            took_s = time.monotonic() - began
-            keeping.paced(max(r[0] for r in self._votes.gather([took_s])), self.plan.prediction.step_time_s)
+            write_s = time.monotonic() - began
+            file.set_interval(max(r[0] for r in self._votes.gather([write_s])), self.plan.prediction.step_time_s)
 
-    def _exchange(self, epoch: int, pace: EpochTimer, tally: LossCounter, rate: float) -> Interval:
+    def _exchange(self, epoch: int, timer: EpochTimer, counter: LossCounter, rate: float) -> Interval:
         full = 0.0 if self._watch is None else self._watch.full()
-        interval = pace.exchange(tally, step=self._step, stop=self._stop.asked, full=full)
+        interval = timer.exchange(counter, step=self._step, stop=self._stop.requested, full=full)
         self._report(interval, rate)
-        if interval.stopping and self._more(epoch):
+        if interval.stopping and self._has_steps_left(epoch):
             self._preempt()
-        if interval.full > NEARLY and self._more(epoch):
+        if interval.full > NEARLY and self._has_steps_left(epoch):
             self._save()
             raise NearlyExhausted
-        if self._saving.trained(interval.seconds) and self._more(
+        if self._saving.trained(interval.seconds) and self._has_steps_left(
             epoch
         ):  # the number is equal on all ranks, so all save or none does
             self._save()
-        pace.every_s = min(VOTE_EVERY_S, self._saving.interval_s)
+        timer.every_s = min(VOTE_EVERY_S, self._saving.interval_s)
         return interval
 
     def _report(self, interval: Interval, rate: float) -> None:
@@ -310,11 +310,11 @@ class TrainingExecutor(PlannedExecutor):
 
     def _validate(self) -> tuple[float, float]:
         """(loss, accuracy): means over the test images. Running statistics are averaged over ranks first."""
-        patience = Patience(self._votes, lambda: self._stop.asked, self._save)
-        tally = self._worker.validate(self._test, self.plan.global_batch, patience.exhausted)
-        if tally is None:
+        patience = Patience(self._votes, lambda: self._stop.requested, self._save)
+        counter = self._worker.validate(self._test, self.plan.global_batch, patience.exhausted)
+        if counter is None:
             self._preempt()
-        rows_of_ranks = self._votes.gather(tally.take())
+        rows_of_ranks = self._votes.gather(counter.take())
         loss, hits, rows = (math.fsum(rank[i] for rank in rows_of_ranks) for i in range(3))
         if rows != len(self._test):
             raise WorkersFailedError(f"{rows:.0f} of {len(self._test)} test images were counted")
@@ -371,11 +371,11 @@ class TrainingExecutor(PlannedExecutor):
     def _save(self) -> Path:
         if self._saved is None or self._saved[0] != self._step:
             began = time.monotonic()
-            self._saved = (self._step, self._keeper.save(self._worker, step=self._step, position=self._position))
-            took_s = time.monotonic() - began
+            self._saved = (self._step, self._checkpointer.save(self._worker, step=self._step, position=self._position))
+            write_s = time.monotonic() - began
             if self._saving.between_losses_s is not None:
-                took_s = max(rank[0] for rank in self._votes.gather([took_s]))
-            self._saving.saved(took_s)
+                write_s = max(rank[0] for rank in self._votes.gather([write_s]))
+            self._saving.saved(write_s)
         return self._saved[1]
 
     def restore(self, path: Path, manifest: Manifest) -> None:
@@ -384,18 +384,18 @@ class TrainingExecutor(PlannedExecutor):
         Raises:
             InvalidInputError: its tensors are not those of this model.
         """
-        self._keeper.restore(self._worker, path, manifest)
+        self._checkpointer.restore(self._worker, path, manifest)
         self._position, self._step = manifest.position, manifest.step
-        if not self._more(self.next_epoch):  # the batch, or the limit of steps, has changed
+        if not self._has_steps_left(self.next_epoch):  # the batch, or the limit of steps, has changed
             self._position = (self.next_epoch + 1) * self._order.samples_per_epoch
         self._saved = (manifest.step, path)
 
-    def recall(self, kept: Snapshot) -> None:
+    def recall(self, snapshot: Snapshot) -> None:
         """Continue from the snapshots of the previous ranks (collective)."""
         worker = self._worker
-        move(kept.parts, wanted_by(worker.model), worker.model, worker.optimizer, self._votes)
-        worker.scale = LossScale(worker.precision, kept.loss_scale)
-        self._position, self._step = kept.position, kept.step
+        move(snapshot.parts, target_parts(worker.model), worker.model, worker.optimizer, self._votes)
+        worker.scale = LossScale(worker.precision, snapshot.loss_scale)
+        self._position, self._step = snapshot.position, snapshot.step
 
     def migrate(self, plan: Plan, processes: tuple[int, ...] | None = None) -> None:
         """Continue under ``plan`` with the same weights, optimizer state and sample order. Either all processes change
@@ -407,7 +407,7 @@ class TrainingExecutor(PlannedExecutor):
         """
         runs = self._continues(plan, processes)
         old_worker, scale = self._worker, self._worker.scale
-        self._worker = self._keeper.move(old_worker, lambda: self._worker_of(self._build(plan, runs), scale))
+        self._worker = self._checkpointer.move(old_worker, lambda: self._worker_of(self._build(plan, runs), scale))
         self._warm, self._steps = 0, None
         self._observer.forget()
         old_worker.model.close()

@@ -14,15 +14,15 @@ from asa.executor.measuring.emulation import EmulatedDevice, Emulation
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
+from asa.executor.running.asynchronous import AsynchronousExecutor
 from asa.executor.running.emulated import EmulatedExecutor
-from asa.executor.running.exhausted import NOTE, NearlyExhausted, Watch, explained
+from asa.executor.running.exhausted import NOTE, MemoryWatch, NearlyExhausted, explained
 from asa.executor.running.loop import TrainingExecutor
-from asa.executor.running.loose import LooseExecutor
 from asa.executor.running.outdir import CHECKPOINTS, check_space
 from asa.executor.running.prepare import Material
 from asa.executor.training.logs import Announce
 from asa.executor.training.settings import TrainSettings
-from asa.executor.training.snapshots import Keeping, newest, read
+from asa.executor.training.snapshots import SnapshotFile, newest, read
 from asa.executor.training.stopping import StopRequest
 from asa.instruments.devices import device_of_rank
 from asa.interfaces.executor import Executor
@@ -103,19 +103,19 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
         AsaError: see :func:`asa.executor.running.run.train`.
     """
     device = device_of_rank(job.device_type, local_rank)
-    watch = Watch(votes.rank, device, votes=job.watchful)
-    made: list[TrainingExecutor] = []
+    watch = MemoryWatch(votes.rank, device, votes=job.watchful)
+    executors: list[TrainingExecutor] = []
 
     def where() -> tuple[Plan, int]:
-        return (made[0].plan, made[0].step) if made else (job.plan, 0)
+        return (executors[0].plan, executors[0].step) if executors else (job.plan, 0)
 
     with explained(watch, where, Path(job.settings.out) / NOTE):
-        return _work(job, material, votes, device, announce, watch, made)
+        return _work(job, material, votes, device, announce, watch, executors)
 
 
 def _work(
-    job: Job, material: Material, votes: Votes, device: torch.device, announce: Announce, watch: Watch,
-    made: list[TrainingExecutor],
+    job: Job, material: Material, votes: Votes, device: torch.device, announce: Announce, watch: MemoryWatch,
+    executors: list[TrainingExecutor],
 ) -> Ending:  # fmt: skip
     settings = job.settings
     say: Announce = announce if votes.rank == 0 else lambda _: None
@@ -126,9 +126,11 @@ def _work(
         shape = plan.sample_shape
         model = None if job.model is None else job.model.take()
         if model is None:
-            known = job.model is not None or bool(sizes)  # the plan is for such inputs, or the model was built before
+            runnable = job.model is not None or bool(
+                sizes
+            )  # the plan is for such inputs, or the model was built before
             model = build(
-                plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=settings.seed, tried=known
+                plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=settings.seed, tried=runnable
             )
         alive.beat()
         sizes.append(sum(p.nbytes for p in model.parameters()))
@@ -146,8 +148,8 @@ def _work(
             timeout_s=settings.timeout_s,
             alike=job.alike,
             processes=processes,
-            apart=job.emulated is None,
-            alone=latecomer() is not None,
+            runs_discipline=job.emulated is None,
+            isolated=latecomer() is not None,
             **(emulations[-1].hooks() if emulations else {}),
         )
         del model
@@ -161,7 +163,7 @@ def _work(
     with StopRequest().listening() as stop:
         folder = Path(settings.out) / CHECKPOINTS
         loose = job.plan.consistency is not None and not job.plan.consistency.lockstep
-        usual = LooseExecutor if loose else TrainingExecutor
+        usual = AsynchronousExecutor if loose else TrainingExecutor
         kind = usual if job.emulated is None else partial(EmulatedExecutor, emulation=lambda: emulations[-1])
         executor = kind(
             job.plan,
@@ -176,30 +178,30 @@ def _work(
             run=material.run,
             watch=watch,
             between_losses_s=job.between_losses_s,
-            keeping=Keeping(job.snapshots[votes.rank]) if job.snapshots else None,
+            snapshot_file=SnapshotFile(job.snapshots[votes.rank]) if job.snapshots else None,
         )
-        made.append(executor)
-        if isinstance(executor, LooseExecutor) and latecomer() is not None:
+        executors.append(executor)
+        if isinstance(executor, AsynchronousExecutor) and latecomer() is not None:
             if not executor.enter():
                 return Ending()
             return _to_the_end(job, executor, say, watch)
         words = 1 + OPTIMIZER_WORDS[planned_as(settings.optimizer or job.plan.optimizer)]
         votes.once(lambda: check_space(folder.parent, words * sizes[0], settings.keep))
-        kept = newest(job.snapshots, fingerprint(job.plan))
-        if kept > (0 if material.resume is None else material.resume[1].step):
-            executor.recall(read(job.snapshots[votes.rank], kept))
+        snapshot_step = newest(job.snapshots, fingerprint(job.plan))
+        if snapshot_step > (0 if material.resume is None else material.resume[1].step):
+            executor.recall(read(job.snapshots[votes.rank], snapshot_step))
         elif material.resume is not None:
             executor.restore(*material.resume)
         if device.type == "cuda" and material.train.images.nbytes > _RESIDENT_BYTES:
             size = material.train.images.nbytes / GIB
             say({"event": "note", "message": f"the images ({size:.1f} GiB) stay on the host, gathered a batch ahead"})
-        if executor.left_out:
-            message = f"{executor.left_out} samples of every epoch are left out: too few for a batch on all ranks"
+        if executor.unused_samples:
+            message = f"{executor.unused_samples} samples of every epoch are left out: too few for a batch on all ranks"
             say({"event": "note", "message": message})
         return _to_the_end(job, executor, say, watch)
 
 
-def _to_the_end(job: Job, executor: TrainingExecutor, say: Announce, watch: Watch) -> Ending:
+def _to_the_end(job: Job, executor: TrainingExecutor, say: Announce, watch: MemoryWatch) -> Ending:
     try:
         for _ in job.adapt(executor, range(executor.next_epoch, job.settings.epochs), say):
             pass

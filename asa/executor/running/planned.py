@@ -80,12 +80,12 @@ class PlannedExecutor(Executor):
             if new != old:
                 raise UsageError(f"cannot continue under a plan with {what} {new}: this run has {old}")
         runs = tuple(range(plan.num_ranks)) if processes is None else tuple(processes)
-        there = range(self.num_processes)
-        if plan.num_ranks > len(there):
-            raise UsageError(f"cannot continue under a plan for {plan.num_ranks} ranks: this run has {len(there)}")
-        if len(set(runs)) != plan.num_ranks or len(runs) != plan.num_ranks or not all(p in there for p in runs):
+        available = range(self.num_processes)
+        if plan.num_ranks > len(available):
+            raise UsageError(f"cannot continue under a plan for {plan.num_ranks} ranks: this run has {len(available)}")
+        if len(set(runs)) != plan.num_ranks or len(runs) != plan.num_ranks or not all(p in available for p in runs):
             raise UsageError(
-                f"cannot continue under a plan for {plan.num_ranks} ranks on processes {list(runs)} of {len(there)}"
+                f"cannot continue under a plan for {plan.num_ranks} ranks on processes {list(runs)} of {len(available)}"
             )
         return runs
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from asa.errors import AsaError, InvalidInputError, UnavailableError, UsageError
-from asa.executor.running import given
+from asa.executor.running import stored_settings
 from asa.executor.running.outdir import CHECKPOINTS, owned
 from asa.executor.training import checkpoint
 from asa.executor.training.aims import Aims
@@ -78,10 +78,10 @@ def prepare(
             epoch = newest.manifest.position // len(train)
             log.recall(epoch)
             log.checkpoint = str(newest.path)
-            done = f"; all {epoch} epochs are done" if epoch >= settings.epochs else ""
-            notes += [*newest.notes, f"continuing after step {newest.manifest.step} ({newest.path.name}){done}"]
+            finished = f"; all {epoch} epochs are done" if epoch >= settings.epochs else ""
+            notes += [*newest.notes, f"continuing after step {newest.manifest.step} ({newest.path.name}){finished}"]
         write_plan(plan, out)
-        given.keep(settings, out)
+        stored_settings.keep(settings, out)
         log(
             {
                 "event": "start",
@@ -102,15 +102,15 @@ def prepare(
     except AsaError as error:
         log.finish(exit_code=error.exit_code, message=str(error))
         raise
-    left = None if newest is None else (newest.path, newest.manifest)
-    return log, Material(train=train, test=test, run=secrets.token_hex(4), resume=left)
+    start_from = None if newest is None else (newest.path, newest.manifest)
+    return log, Material(train=train, test=test, run=secrets.token_hex(4), resume=start_from)
 
 
 def _restarted(out: Path) -> bool:
     """Whether torchrun has restarted all ranks after a failure; then the checkpoints in ``out`` are those of this
     run."""
-    again = launched() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    return again and any((out / CHECKPOINTS).glob("step_*"))
+    restarted = launched() and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return restarted and any((out / CHECKPOINTS).glob("step_*"))
 
 
 def open_images(plan: Plan, settings: TrainSettings) -> tuple[ImageSet, ImageSet]:
@@ -168,13 +168,13 @@ def _late(plan: Plan, settings: TrainSettings) -> list[str]:
     if not pipelined or (settings.optimizer or plan.optimizer) != "sgd":
         return []
     share = bearable_one_late(settings.momentum)
-    known = f"SGD with momentum {settings.momentum:g} bears 1/{1 / share:.0f} of the learning rate it bears in step"
+    effect = f"SGD with momentum {settings.momentum:g} bears 1/{1 / share:.0f} of the learning rate it bears in step"
     if settings.lr is not None:
         end = f"--lr {settings.lr:g} is stable if {settings.lr / share:.2g} is in step"
-        return [f"{plan.consistency}: gradients are one update old, and {known}; {end}"]
+        return [f"{plan.consistency}: gradients are one update old, and {effect}; {end}"]
     rate = settings.peak_learning_rate("sgd")
     return [
-        f"{plan.consistency}: gradients are one update old, and {known}; it is {rate:g}: where the loss stays high, "
+        f"{plan.consistency}: gradients are one update old, and {effect}; it is {rate:g}: where the loss stays high, "
         f"take --lr {rate * share:.2g}"
     ]
 
@@ -191,13 +191,13 @@ def _check_resumable(manifest: Manifest, plan: Plan, settings: TrainSettings, nu
             f"the checkpoint is of {manifest.model_spec} ({manifest.model_fingerprint}), the plan of "
             f"{plan.model_spec} ({plan.model_fingerprint})"
         )
-    asked = {
+    expected = {
         "data": settings.data,
         "num_samples": num_samples,
         "seed": settings.seed,
         "optimizer": settings.optimizer or plan.optimizer,
     }
-    for name, value in asked.items():
+    for name, value in expected.items():
         if getattr(manifest, name) != value:
             raise UsageError(
                 f"the checkpoint was made with {name} {getattr(manifest, name)}, this run has {value}; "

@@ -25,10 +25,10 @@ from asa.errors import (
     WorkersFailedError,
 )
 from asa.executor.running.exhausted import NOTE
-from asa.executor.running.losses import Losses, Regroup, forgotten, regrouped
 from asa.executor.running.member import Ending, Job
 from asa.executor.running.outdir import CHECKPOINTS
 from asa.executor.running.prepare import Material, write_plan
+from asa.executor.running.rank_losses import RankLosses, Regroup, regroup_event, without_snapshots
 from asa.executor.training import checkpoint
 from asa.executor.training.logs import Event, RunLog
 from asa.executor.training.snapshots import newest
@@ -51,7 +51,7 @@ MOST_ATTEMPTS = 3
 """Largest number of successive plans under which no further epoch was completed."""
 
 
-def outlast(
+def run_with_recovery(
     job: Job, material: Material, log: RunLog, relieve: Relieve | None, regroup: Regroup | None, start: Start
 ) -> Ending:  # fmt: skip
     """Run ``start``, and run it again after each shortage of memory and each loss of a rank from which recovery is
@@ -62,7 +62,7 @@ def outlast(
         AsaError: what ``start`` raised.
     """
     job = replace(job, watchful=relieve is not None)
-    attempt, losses = 0, Losses(regroup)
+    attempt, losses = 0, RankLosses(regroup)
     while True:
         kills, epochs = kernel_kills(), len(log.epochs)
         failure: WorkersFailedError | None = None
@@ -70,19 +70,19 @@ def outlast(
             ending = start(job, material)
             shortage = ending.tight
             if shortage is None:
-                forgotten(job)
+                without_snapshots(job)
                 return ending
         except WorkersFailedError as error:
             shortage, failure = _shortage(error, job, log, kernel_kills() > kills), error
             if shortage is None:
-                job = losses.answered(job, _in_force(job, log), error, log)
+                job = losses.next_job(job, _current_plan(job, log), error, log)
                 material = _newest(material, log, Path(job.settings.out), newest(job.snapshots, fingerprint(job.plan)))
                 continue
         attempt = 1 + (0 if len(log.epochs) > epochs else attempt)
         if shortage is None or relieve is None or attempt > MOST_ATTEMPTS:
             assert failure is not None
             raise failure
-        job = _answer(forgotten(job), shortage, failure, attempt, log, relieve)
+        job = _replan(without_snapshots(job), shortage, failure, attempt, log, relieve)
         material = _newest(material, log, Path(job.settings.out))
 
 
@@ -94,12 +94,12 @@ def _shortage(error: WorkersFailedError, job: Job, log: RunLog, kernel: bool) ->
     if error.signal != signal.SIGKILL or not kernel or error.rank is None:
         return None
     return Shortage(
-        plan=_in_force(job, log), rank=error.rank, step=0, cause="killed", used_bytes=None, asked_bytes=0,
+        plan=_current_plan(job, log), rank=error.rank, step=0, cause="killed", used_bytes=None, asked_bytes=0,
         room_bytes=None, free_bytes=free_on_host() if job.device_type == "cpu" else None,
     )  # fmt: skip
 
 
-def _in_force(job: Job, log: RunLog) -> Plan:
+def _current_plan(job: Job, log: RunLog) -> Plan:
     """The plan of a killed rank: that of the newest checkpoint if the plan has changed since the start."""
     if log.changed:
         try:
@@ -109,8 +109,8 @@ def _in_force(job: Job, log: RunLog) -> Plan:
     return job.plan
 
 
-def _answer(
-    job: Job, found: Shortage, failure: WorkersFailedError | None, attempt: int, log: RunLog, relieve: Relieve
+def _replan(
+    job: Job, shortage: Shortage, failure: WorkersFailedError | None, attempt: int, log: RunLog, relieve: Relieve
 ) -> Job:
     """The job under another plan. If memory was only nearly full and no other plan is better, the same job, whose ranks
     do not compare their memory any more.
@@ -120,17 +120,17 @@ def _answer(
         WorkersFailedError: ``failure``, if no plan could be made.
     """
     try:
-        plan = relieve(found, attempt, most_ranks(job))
+        plan = relieve(shortage, attempt, most_ranks(job))
     except AsaError as error:
         if failure is None:
             log({"event": "note", "message": f"the plan stays: {error}"})
-            return replace(job, plan=found.plan, watchful=False)
+            return replace(job, plan=shortage.plan, watchful=False)
         if isinstance(error, InfeasibleError):
-            raise InfeasibleError(f"{told(found)}; no other plan fits: {error}") from failure
+            raise InfeasibleError(f"{shortage_line(shortage)}; no other plan fits: {error}") from failure
         log({"event": "note", "message": f"no other plan: {error}"})
         raise failure from error
-    log(change(found, plan, attempt))
-    settle(Path(job.settings.out), plan)
+    log(shortage_event(shortage, plan, attempt))
+    record_plan(Path(job.settings.out), plan)
     return replace(job, plan=plan, watchful=attempt < MOST_ATTEMPTS)
 
 
@@ -162,37 +162,37 @@ def pending(job: Job, relieve: Relieve | None) -> Pending | None:
     attempt = int(os.environ.get(RESTARTS, "0")) if launched() else 0
     if not attempt and not job.settings.resume:
         return None
-    own = _kept(Plan, out / "plan.json")
-    mine = own is not None and own.model_fingerprint == job.plan.model_fingerprint
-    plan = own if attempt and mine and own is not None else job.plan
-    shortage = None if relieve is None else _kept(Shortage, out / NOTE)
-    of_this = shortage is not None and (plan in (shortage.plan, own))
+    recorded = _load_or_none(Plan, out / "plan.json")
+    same_model = recorded is not None and recorded.model_fingerprint == job.plan.model_fingerprint
+    plan = recorded if attempt and same_model and recorded is not None else job.plan
+    shortage = None if relieve is None else _load_or_none(Shortage, out / NOTE)
+    of_this = shortage is not None and (plan in (shortage.plan, recorded))
     if relieve is None or shortage is None or not of_this:
         return None if plan is job.plan else Pending(plan=plan)
     gpus = int(os.environ["WORLD_SIZE"]) if attempt else most_ranks(job)
     try:
         answer = relieve(shortage, max(1, attempt), gpus)
     except InfeasibleError as error:
-        raise InfeasibleError(f"{told(shortage)}; no other plan fits: {error}") from None
-    return Pending(plan=answer, event=change(shortage, answer, max(1, attempt)))
+        raise InfeasibleError(f"{shortage_line(shortage)}; no other plan fits: {error}") from None
+    return Pending(plan=answer, event=shortage_event(shortage, answer, max(1, attempt)))
 
 
-def resized(left: Pending | None, job: Job, ranks: int, regroup: Regroup | None) -> Pending | None:
-    """``left``, unless the run continues with a number of ``ranks`` that differs from its plan's. Then a plan for that
-    number: the one given with the job, if it fits."""
-    old = job.plan if left is None else left.plan
-    again = job.settings.resume or os.environ.get(RESTARTS, "0") != "0"
-    short_of_memory = left is not None and left.event is not None and old.num_processes < ranks
-    if regroup is None or not again or old.num_processes == ranks or old.consistency is not None or short_of_memory:
-        return left
+def plan_for_ranks(restart: Pending | None, job: Job, ranks: int, regroup: Regroup | None) -> Pending | None:
+    """``restart``, unless the run continues with a number of ``ranks`` that differs from its plan's. Then a plan for
+    that number: the one given with the job, if it fits."""
+    old = job.plan if restart is None else restart.plan
+    restarted = job.settings.resume or os.environ.get(RESTARTS, "0") != "0"
+    short_of_memory = restart is not None and restart.event is not None and old.num_processes < ranks
+    if regroup is None or not restarted or old.num_processes == ranks or old.consistency is not None or short_of_memory:
+        return restart
     try:
         new = job.plan if job.plan.num_processes == ranks else regroup(job.plan, ranks)
     except InvalidInputError:  # the plan's files are gone; the later check of the number of ranks says what to do
-        return left
-    return Pending(plan=new, event=regrouped(old, new, f"{ranks} ranks are here now"))
+        return restart
+    return Pending(plan=new, event=regroup_event(old, new, f"{ranks} ranks are here now"))
 
 
-def _kept(kind: type[T], path: Path) -> T | None:
+def _load_or_none(kind: type[T], path: Path) -> T | None:
     """The record at ``path``; None if it is missing or unreadable."""
     try:
         return codec.load(kind, path) if path.is_file() else None
@@ -200,37 +200,37 @@ def _kept(kind: type[T], path: Path) -> T | None:
         return None
 
 
-def settle(out: Path, plan: Plan) -> None:
+def record_plan(out: Path, plan: Plan) -> None:
     """Record that the run continues under ``plan``, and remove the note of the shortage."""
     write_plan(plan, out)
     (out / NOTE).unlink(missing_ok=True)
 
 
-def told(found: Shortage) -> str:
+def shortage_line(shortage: Shortage) -> str:
     """Description of a shortage in one line."""
-    used = "" if found.used_bytes is None else f", {binary(found.used_bytes)} were in use"
-    more = f" and {binary(found.asked_bytes)} asked for" if found.asked_bytes else ""
-    room = "" if found.room_bytes is None else f", of {binary(found.room_bytes)}"
+    used = "" if shortage.used_bytes is None else f", {binary(shortage.used_bytes)} were in use"
+    more = f" and {binary(shortage.asked_bytes)} asked for" if shortage.asked_bytes else ""
+    room = "" if shortage.room_bytes is None else f", of {binary(shortage.room_bytes)}"
     what = {
-        "exhausted": f"ran out of memory in step {found.step}",
+        "exhausted": f"ran out of memory in step {shortage.step}",
         "killed": "was killed by the kernel for its memory",
-        "tight": f"was about to run out of memory before step {found.step}",
-    }[found.cause]
-    return f"rank {found.rank} {what}: {binary(found.promised_bytes)} were promised{used}{more}{room}"
+        "tight": f"was about to run out of memory before step {shortage.step}",
+    }[shortage.cause]
+    return f"rank {shortage.rank} {what}: {binary(shortage.promised_bytes)} were promised{used}{more}{room}"
 
 
-def change(found: Shortage, plan: Plan, attempt: int) -> Event:
+def shortage_event(shortage: Shortage, plan: Plan, attempt: int) -> Event:
     """Event for a change of plan after a shortage of memory."""
     return {
         "event": "replan",
         "kind": "memory",
         "attempt": attempt,
-        "why": told(found),
-        "old": fingerprint(found.plan),
+        "why": shortage_line(shortage),
+        "old": fingerprint(shortage.plan),
         "new": fingerprint(plan),
         "predicted_gain": None,
-        "shortage": {k: v for k, v in codec.to_data(found).items() if k != "plan"}
-        | {"promised_bytes": found.promised_bytes},
+        "shortage": {k: v for k, v in codec.to_data(shortage).items() if k != "plan"}
+        | {"promised_bytes": shortage.promised_bytes},
         "strategy": plan.strategy,
         "ranks": plan.num_ranks,
         "memory_bytes": plan.memory_bytes,
@@ -239,9 +239,9 @@ def change(found: Shortage, plan: Plan, attempt: int) -> Event:
     }
 
 
-def _newest(material: Material, log: RunLog, out: Path, kept: int = 0) -> Material:
-    """``material`` with the newest complete checkpoint, or none to start anew. ``kept`` is the step of the ranks'
-    snapshots, which are used if they are newer."""
+def _newest(material: Material, log: RunLog, out: Path, snapshot_step: int = 0) -> Material:
+    """``material`` with the newest complete checkpoint, or none to start anew. ``snapshot_step`` is the step of the
+    ranks' snapshots, which are used if they are newer."""
     folder = out / CHECKPOINTS
     checkpoint.sweep(folder)
     resume = None
@@ -252,6 +252,10 @@ def _newest(material: Material, log: RunLog, out: Path, kept: int = 0) -> Materi
             log({"event": "note", "message": note})
     step, epoch = (0, 0) if resume is None else (resume[1].step, resume[1].position // len(material.train))
     log.recall(epoch)
-    message = f"continuing after step {max(step, kept)}" if step or kept else "starting again: nothing was saved yet"
+    message = (
+        f"continuing after step {max(step, snapshot_step)}"
+        if step or snapshot_step
+        else "starting again: nothing was saved yet"
+    )
     log({"event": "note", "message": message})
     return replace(material, resume=resume, run=secrets.token_hex(4))

@@ -16,11 +16,19 @@ from asa.errors import AsaError, PreemptedError, UsageError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.measuring.emulation import EmulatedDevice
 from asa.executor.model.votes import Votes
-from asa.executor.running.losses import Regroup
 from asa.executor.running.member import Adapt, Ending, Job, work
 from asa.executor.running.outdir import begin, begun_by
 from asa.executor.running.prepare import Material, open_images, prepare
-from asa.executor.running.recovery import RESTARTS, Pending, Relieve, outlast, pending, resized, settle
+from asa.executor.running.rank_losses import Regroup
+from asa.executor.running.recovery import (
+    RESTARTS,
+    Pending,
+    Relieve,
+    pending,
+    plan_for_ranks,
+    record_plan,
+    run_with_recovery,
+)
 from asa.executor.training import checkpoint, snapshots
 from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.logs import Announce, Event, RunLog, Work
@@ -91,7 +99,11 @@ def train(
                 stack, plan, settings, device_type=device_type, on_event=on_event, command=command, work=work
             )
 
-        return _as_member(job, ready, relieve, regroup) if launched() else _as_owner(job, ready, relieve, regroup)
+        return (
+            _run_as_rank(job, ready, relieve, regroup)
+            if launched()
+            else _start_ranks_and_run(job, ready, relieve, regroup)
+        )
 
 
 def _threads(job: Job) -> int | None:
@@ -99,25 +111,25 @@ def _threads(job: Job) -> int | None:
     return 1 if job.settings.threads is None and job.device_type == "cpu" else job.settings.threads
 
 
-def _bind(job: Job, local_rank: int, ranks_here: int) -> None:
+def _bind(job: Job, local_rank: int, local_ranks: int) -> None:
     """Bind a rank that computes on one core to a core."""
     if job.device_type == "cpu" and job.emulated is None and _threads(job) == 1:
-        bind_to_core(local_rank, ranks_here)
+        bind_to_core(local_rank, local_ranks)
 
 
 def _backend(job: Job) -> str:
     return "nccl" if job.device_type == "cuda" else "gloo"
 
 
-def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regroup | None) -> Event:
+def _start_ranks_and_run(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regroup | None) -> Event:
     """Start the ranks, and receive their messages."""
-    left = pending(job, relieve)
-    log, material = ready(job.plan if left is None else left.plan)
-    if left is not None:
-        job = replace(job, plan=left.plan)
-        _note(log, left, job)
+    restart = pending(job, relieve)
+    log, material = ready(job.plan if restart is None else restart.plan)
+    if restart is not None:
+        job = replace(job, plan=restart.plan)
+        _note(log, restart, job)
 
-    def given_away() -> None:
+    def release_model() -> None:
         if job.model is not None:
             job.model.take()  # the ranks have their copies
 
@@ -142,30 +154,30 @@ def _as_owner(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regrou
             watched=True,
             forward_sigterm=True,
             on_message=lambda _, event: log(event),
-            spare=_spare(job.plan),
-            returns=partial(_returns, job.plan, files),
-            once_started=given_away,
+            spare=_expendable_ranks(job.plan),
+            returns=partial(_can_be_restarted, job.plan, files),
+            once_started=release_model,
         )
         return max((e for e in endings if e is not None), key=lambda ending: ending.pressure)
 
-    return _concluded(log, lambda: outlast(job, material, log, relieve, regroup, start))
+    return _run_and_log(log, lambda: run_with_recovery(job, material, log, relieve, regroup, start))
 
 
 def _rank(rank: int, job: Job, material: Material, files: dict[int, int]) -> Ending:
     plan = job.plan
     _bind(job, rank, plan.num_processes)
-    kept = RowSnapshots(files[rank], fingerprint(plan)) if rank in files else None
-    returning = [r for r in range(plan.num_processes) if _returns(plan, files, r)]
-    votes = _votes(plan, job.settings.timeout_s, returning=returning, snapshots=kept)
+    own_snapshots = RowSnapshots(files[rank], fingerprint(plan)) if rank in files else None
+    returning = [r for r in range(plan.num_processes) if _can_be_restarted(plan, files, r)]
+    votes = _votes(plan, job.settings.timeout_s, returning=returning, snapshots=own_snapshots)
     return work(job, material, votes, rank, tell)
 
 
 def _votes(plan: Plan, timeout_s: float, **returns: Any) -> Votes:
     """Votes of the run's ranks; :class:`StarVotes`, with the options ``returns``, if the plan tolerates lost ranks."""
-    return StarVotes(timeout_s, **returns) if _loose(plan) else Votes(timeout_s)
+    return StarVotes(timeout_s, **returns) if _tolerates_lost_ranks(plan) else Votes(timeout_s)
 
 
-def _loose(plan: Plan) -> bool:
+def _tolerates_lost_ranks(plan: Plan) -> bool:
     return plan.consistency is not None and not plan.consistency.lockstep
 
 
@@ -178,44 +190,44 @@ def _files_of_servers(job: Job) -> dict[int, int]:
     """An open file for the snapshots of each rank that serves and can be started again while the others continue. Rank
     0 cannot, because all ranks ask it for samples."""
     ranks = [r for r in _servers(job.plan) if r]
-    if not ranks or not _loose(job.plan) or job.device_type != "cpu" or not ranks_can_fork():
+    if not ranks or not _tolerates_lost_ranks(job.plan) or job.device_type != "cpu" or not ranks_can_fork():
         return {}
     return dict(zip(ranks, snapshots.files(len(ranks)), strict=False))
 
 
-def _returns(plan: Plan, files: Collection[int], rank: int) -> bool:
+def _can_be_restarted(plan: Plan, files: Collection[int], rank: int) -> bool:
     """Whether ``rank`` is started again while the others continue. Under hogwild it needs Linux, to find the memory of
     the weights in the files of rank 0."""
     d = plan.consistency
-    if d is None or not _loose(plan) or rank == 0 or (rank in _servers(plan) and rank not in files):
+    if d is None or not _tolerates_lost_ranks(plan) or rank == 0 or (rank in _servers(plan) and rank not in files):
         return False
     return d.name != "hogwild" or Path("/proc/self/fd").is_dir()
 
 
-def _spare(plan: Plan) -> Callable[[int], bool] | None:
+def _expendable_ranks(plan: Plan) -> Callable[[int], bool] | None:
     """Predicate for ranks that may be lost: workers for which no rank waits and that serve no other. None if there are
     none."""
-    if not _loose(plan):
+    if not _tolerates_lost_ranks(plan):
         return None
     needed = {0, *_servers(plan)}
     return lambda rank: rank not in needed
 
 
-def _as_member(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regroup | None) -> Event:
+def _run_as_rank(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regroup | None) -> Event:
     """Run as a rank that a launcher started. Rank 0 owns the run, and its errors are raised on all ranks."""
     settings = job.settings
-    with join(backend=_backend(job), timeout_s=settings.timeout_s) as place:
+    with join(backend=_backend(job), timeout_s=settings.timeout_s) as worker:
         if (threads := _threads(job)) is not None:
             torch.set_num_threads(threads)
-        _bind(job, place.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE") or 0))
+        _bind(job, worker.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE") or 0))
         votes = _votes(job.plan, settings.timeout_s)
         # An elastic launcher counts the restarts of each node separately, and counts none if a node has joined or left.
         # Then the agent that began the run is the one that continues it.
-        mine = max(int(os.environ.get(RESTARTS, "0")), int(begun_by(Path(settings.out)) == (agent() or "")))
-        restarts = max(int(rank[0]) for rank in votes.gather([float(mine)]))
+        local_restarts = max(int(os.environ.get(RESTARTS, "0")), int(begun_by(Path(settings.out)) == (agent() or "")))
+        restarts = max(int(rank[0]) for rank in votes.gather([float(local_restarts)]))
         os.environ[RESTARTS] = str(restarts)
-        left = votes.once(lambda: resized(pending(job, relieve), job, votes.num_ranks, regroup))
-        text = votes.tell(None if left is None else codec.dumps(left.plan))
+        restart = votes.once(lambda: plan_for_ranks(pending(job, relieve), job, votes.num_ranks, regroup))
+        text = votes.tell(None if restart is None else codec.dumps(restart.plan))
         plan = job.plan if text is None else codec.loads(Plan, text, source="the plan from rank 0")
         job = replace(job, plan=plan)
         wrong = None
@@ -227,31 +239,31 @@ def _as_member(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Regro
             )
         votes.agree(wrong)
         owner = votes.once(lambda: ready(plan))
-        material = _shared(job, votes, owner[1] if owner is not None else None)
+        material = _agree_on_material(job, votes, owner[1] if owner is not None else None)
         if owner is not None:
             log = owner[0]
             begin(Path(settings.out), agent())
-            if left is not None:
-                _note(log, left, job)
-            return _concluded(log, lambda: work(job, material, votes, place.local_rank, log))
-        return {"exit_code": _ended(lambda: work(job, material, votes, place.local_rank, lambda _: None))}
+            if restart is not None:
+                _note(log, restart, job)
+            return _run_and_log(log, lambda: work(job, material, votes, worker.local_rank, log))
+        return {"exit_code": _run_to_end(lambda: work(job, material, votes, worker.local_rank, lambda _: None))}
 
 
-def _note(log: RunLog, left: Pending, job: Job) -> None:
+def _note(log: RunLog, restart: Pending, job: Job) -> None:
     """Log the change of plan after a shortage that ended this run before."""
-    if left.event is not None:
-        log(left.event)
-        settle(Path(job.settings.out), left.plan)
+    if restart.event is not None:
+        log(restart.event)
+        record_plan(Path(job.settings.out), restart.plan)
 
 
-def _shared(job: Job, votes: Votes, mine: Material | None) -> Material:
+def _agree_on_material(job: Job, votes: Votes, own_material: Material | None) -> Material:
     """Rank 0's choice of checkpoint, on every rank. The other ranks read the same files themselves."""
     choice = None
-    if mine is not None:
-        choice = [mine.run, None if mine.resume is None else str(mine.resume[0])]
+    if own_material is not None:
+        choice = [own_material.run, None if own_material.resume is None else str(own_material.resume[0])]
     run, path = votes.tell(choice)
     error: Exception | None = None
-    material = mine
+    material = own_material
     if material is None:
         try:
             train, test = open_images(job.plan, job.settings)
@@ -266,14 +278,14 @@ def _shared(job: Job, votes: Votes, mine: Material | None) -> Material:
     return material
 
 
-def _concluded(log: RunLog, body: Callable[[], Ending]) -> Event:
+def _run_and_log(log: RunLog, body: Callable[[], Ending]) -> Event:
     """Run ``body`` and write its outcome to the log.
 
     Raises:
         AsaError: what ``body`` raised, or that it was preempted.
     """
     try:
-        _ended(body)
+        _run_to_end(body)
     except AsaError as error:
         log.finish(exit_code=error.exit_code, message=str(error), rank=getattr(error, "rank", None))
         raise
@@ -286,7 +298,7 @@ def _concluded(log: RunLog, body: Callable[[], Ending]) -> Event:
     return log.finish(exit_code=0)
 
 
-def _ended(body: Callable[[], Ending]) -> int:
+def _run_to_end(body: Callable[[], Ending]) -> int:
     """Run ``body`` and return exit code 0. An error of a collective after a lost rank becomes one line.
 
     Raises:

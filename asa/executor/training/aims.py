@@ -48,9 +48,9 @@ LOSSES: Mapping[str, Criterion | None] = {
 METRICS: Mapping[str, Score] = {"accuracy": hits_of, "top5": _top5}
 SCHEDULES: Mapping[str, Callable[[float], float]] = {
     "cosine": cosine,
-    "linear": lambda done: 1 - done,
+    "linear": lambda progress: 1 - progress,
     "constant": lambda _: 1.0,
-    "step": lambda done: 0.1 ** min(2, int(3 * done)),
+    "step": lambda progress: 0.1 ** min(2, int(3 * progress)),
 }
 """Schedules by name. A schedule maps the fraction of the run after warm-up, 0 to 1, to the fraction of the peak
 rate."""
@@ -72,11 +72,11 @@ class Aims:
             UsageError: an unknown name.
             InvalidInputError: a module that cannot be imported, or a factory that fails.
         """
-        made = partial(_made, num_classes=num_classes, device=device)
+        resolve = partial(_resolve, num_classes=num_classes, device=device)
         return cls(
-            criterion=made("loss", settings.loss, LOSSES),
-            score=made("metric", settings.metric, METRICS),
-            schedule=made("schedule", settings.schedule, SCHEDULES),
+            criterion=resolve("loss", settings.loss, LOSSES),
+            score=resolve("metric", settings.metric, METRICS),
+            schedule=resolve("schedule", settings.schedule, SCHEDULES),
         )
 
     def try_out(self, settings: TrainSettings, labels: Tensor, num_classes: int) -> None:
@@ -99,29 +99,31 @@ class Aims:
                 return float(value.detach())
 
             parts = [loss(slice(i, i + 1)) for i in range(len(labels))]
-            whole, mean = loss(slice(None)), sum(parts) / len(parts)
-            if not abs(whole - mean) <= 1e-4 * max(1e-3, abs(mean)):
+            whole_loss, mean = loss(slice(None)), sum(parts) / len(parts)
+            if not abs(whole_loss - mean) <= 1e-4 * max(1e-3, abs(mean)):
                 raise InvalidInputError(
-                    f"loss {spec!r} is not a mean over samples: {whole:.6g} for {len(parts)} of them, {mean:.6g} for "
-                    "each by itself on average, so microbatches and ranks would not add up; asa.Job takes any loss"
+                    f"loss {spec!r} is not a mean over samples: {whole_loss:.6g} for {len(parts)} of them, {mean:.6g} "
+                    "for each by itself on average, so microbatches and ranks would not add up; asa.Job takes any loss"
                 )
         if self.score is not hits_of and self.score is not _top5:
             figures = _tried("metric", settings.metric, self.score, logits, labels)
             if not isinstance(figures, Tensor) or figures.shape != labels.shape[:1]:
                 raise InvalidInputError(f"metric {settings.metric!r} does not give one figure for each of the samples")
-        for done in (0.0, 0.5, 1.0):
-            share = _tried("schedule", settings.schedule, self.schedule, done)
+        for progress in (0.0, 0.5, 1.0):
+            share = _tried("schedule", settings.schedule, self.schedule, progress)
             if not isinstance(share, int | float) or not 0 <= share < math.inf:
-                raise InvalidInputError(f"schedule {settings.schedule!r} gives {share!r} at {done}; a share from 0 up")
+                raise InvalidInputError(
+                    f"schedule {settings.schedule!r} gives {share!r} at {progress}; a share from 0 up"
+                )
 
 
-def _made(
-    what: str, spec: str, known: Mapping[str, Any], *, num_classes: int, device: torch.device | None
+def _resolve(
+    what: str, spec: str, choices: Mapping[str, Any], *, num_classes: int, device: torch.device | None
 ) -> Any:  # fmt: skip
     if ":" not in spec:
-        if spec not in known:
-            raise UsageError(f"no {what} is called {spec!r}; there are {', '.join(known)} and package.module:factory")
-        return known[spec]
+        if spec not in choices:
+            raise UsageError(f"no {what} is called {spec!r}; there are {', '.join(choices)} and package.module:factory")
+        return choices[spec]
     with at_home():
         function = factory(spec, what)
         result = _tried(what, spec, function, **accepted(function, {"num_classes": num_classes}))
@@ -130,8 +132,8 @@ def _made(
     return result.to(device) if isinstance(result, nn.Module) and device is not None else result
 
 
-def _tried(what: str, spec: str, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+def _tried(what: str, spec: str, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
     try:
-        return function(*given, **named)
+        return function(*args, **named)
     except (Exception, SystemExit) as error:
         raise InvalidInputError(f"{what} {spec!r} failed with {first_line(error)}") from None

@@ -92,14 +92,14 @@ class Manifest:
             if value is not None and value < bound:
                 raise InvalidInputError(f"{name} is {value}, it must be at least {bound}", where=f"$.{name}")
         if self.position // self.num_samples > self.step:
-            said = f"{self.position} samples, of {self.num_samples} an epoch, after {self.step} steps"
-            raise InvalidInputError(said, where="$.position")
+            message = f"{self.position} samples, of {self.num_samples} an epoch, after {self.step} steps"
+            raise InvalidInputError(message, where="$.position")
         if not self.loss_scale > 0:
             raise InvalidInputError(f"loss_scale is {self.loss_scale}, it must be above 0", where="$.loss_scale")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class CheckedCheckpoint:
     """A checkpoint of which every byte was checked. ``notes`` are newer checkpoints that were skipped, with the
     reason."""
 
@@ -136,7 +136,7 @@ def write(
         faults.reached("checkpoint.files")
         moments = len(tensors[OPTIMIZER]) if OPTIMIZER in tensors else None
         text = codec.dumps(replace(manifest, files=files, moments=moments))
-        _put(temporary / MANIFEST, text)
+        _write_text(temporary / MANIFEST, text)
         _flush(temporary)
         faults.reached("checkpoint.manifest")
         commit()
@@ -163,7 +163,7 @@ def write(
     return final
 
 
-def find(folder: Path) -> Found:
+def find(folder: Path) -> CheckedCheckpoint:
     """The newest complete checkpoint in ``folder``.
 
     Raises:
@@ -176,7 +176,7 @@ def find(folder: Path) -> Found:
         except InvalidInputError as error:
             notes.append(f"skipped checkpoint {path.name}: {error}")
         else:
-            return Found(path=path, manifest=manifest, notes=tuple(notes))
+            return CheckedCheckpoint(path=path, manifest=manifest, notes=tuple(notes))
     if notes:
         raise NoCheckpointError(f"none of {len(notes)} checkpoints in {folder} is whole; {notes[0]}")
     raise NoCheckpointError(f"no checkpoint in {folder}; `asa train` without --resume starts anew")
@@ -289,20 +289,20 @@ def _remove(path: Path) -> None:
 
 
 def _store(path: Path, named: Mapping[str, Tensor]) -> StoredFile:
-    whole: dict[str, Tensor] = {}
+    separate: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in named.items():
         value = tensor.detach().contiguous()
         start = value.untyped_storage().data_ptr()
         # Tensors that share memory (a buffer that is a view of another) are stored as separate copies.
-        whole[name] = value.clone() if start in storages else value
+        separate[name] = value.clone() if start in storages else value
         storages.add(start)
-    save_file(whole, path)
+    save_file(separate, path)
     _flush(path)
     return StoredFile(name=path.name, bytes=path.stat().st_size, sha256=_sum(path))
 
 
-def _put(path: Path, text: str) -> None:
+def _write_text(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
@@ -323,7 +323,7 @@ def _point_to(newest: Path) -> None:
     rename."""
     folder = newest.parent
     with contextlib.suppress(OSError):
-        _put(folder / f".{LATEST}.tmp", newest.name + "\n")
+        _write_text(folder / f".{LATEST}.tmp", newest.name + "\n")
         os.replace(folder / f".{LATEST}.tmp", folder / LATEST)
         _flush(folder)
 
@@ -331,6 +331,6 @@ def _point_to(newest: Path) -> None:
 def _sum(path: Path) -> str:
     digest = hashlib.sha256()
     with open_regular(path) as stream:
-        while piece := stream.read(1 << 20):
-            digest.update(piece)
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()

@@ -16,7 +16,7 @@ from asa.executor.training import checkpoint
 from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.loadable import check_optimizer_state, check_weights
 from asa.executor.training.logs import Announce
-from asa.executor.training.migration import move, parts_of, wanted_by
+from asa.executor.training.migration import move, parts_of, target_parts
 from asa.executor.training.precision import LossScale
 from asa.executor.training.settings import TrainSettings
 from asa.executor.training.worker import Worker
@@ -49,9 +49,9 @@ class Checkpointer:
         writer = worker.model.all_processes[0]
         writes = self.votes.rank == writer
         tensors = {
-            checkpoint.MODEL: full_state(worker.model, kept=writes, lent=True),
-            checkpoint.OPTIMIZER: full_optimizer_state(worker.model, worker.optimizer, kept=writes, lent=True),
-            **({checkpoint.DISCIPLINE: apart} if (apart := worker.apart()) else {}),
+            checkpoint.MODEL: full_state(worker.model, keep=writes, alias=True),
+            checkpoint.OPTIMIZER: full_optimizer_state(worker.model, worker.optimizer, keep=writes, alias=True),
+            **({checkpoint.DISCIPLINE: discipline_state} if (discipline_state := worker.discipline_state()) else {}),
             **self.more(),
         }
         path = self.folder
@@ -146,7 +146,7 @@ class Checkpointer:
             before = parts_of(old.model, old.optimizer)
             faults.reached("replan.build")
             new = build()
-            after = wanted_by(new.model)
+            after = target_parts(new.model)
             faults.reached("replan.move")
         except Exception as caught:
             error = caught

@@ -54,8 +54,8 @@ class StepClock:
         if self._cuda and self._steps:
             torch.cuda.synchronize()
         times = [
-            StepTimes(_between(s, r), _between(r, e), *(held if isinstance(held, Held) else held_by(held)))
-            for s, r, e, held in self._steps
+            StepTimes(_between(s, r), _between(r, e), *(waited if isinstance(waited, Held) else held_by(waited)))
+            for s, r, e, waited in self._steps
         ]
         self._steps = []
         return times

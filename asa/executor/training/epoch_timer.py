@@ -10,7 +10,7 @@ from itertools import compress
 from asa.errors import WorkersFailedError
 from asa.executor.model.votes import Votes
 from asa.executor.training.clock import StepClock, StepTimes
-from asa.executor.training.rank_times import TRANSFER_FIGURES, RankTimes, Stolen, own_core, packed
+from asa.executor.training.rank_times import TRANSFER_FIGURES, RankTimes, Stolen, packed, pinned_core
 from asa.executor.training.stopping import VOTE_EVERY_S
 from asa.executor.training.worker import LossCounter
 from asa.ir.codec import fingerprint
@@ -76,7 +76,7 @@ class EpochTimer:
     warm: int
     interval: int = 1
     every_s: float = VOTE_EVERY_S
-    _asked_at: float = 0.0
+    _exchange_began: float = 0.0
     _cost_s: tuple[float, float] = (0.0, 0.0)
     _measured: list[bool] = field(default_factory=list)
     _times: list[tuple[float, float]] = field(default_factory=list)
@@ -111,26 +111,26 @@ class EpochTimer:
 
     def resume(self) -> None:
         """Record that training goes on after an exchange and what was decided from it, whose cost this ends."""
-        self._cost_s = self._cost_s[1], time.perf_counter() - self._asked_at
+        self._cost_s = self._cost_s[1], time.perf_counter() - self._exchange_began
 
     @property
     def pending(self) -> bool:
         """Whether there were steps since the last exchange."""
         return bool(self._measured)
 
-    def exchange(self, tally: LossCounter, *, step: int, stop: bool, full: float = 0.0) -> Interval:
+    def exchange(self, counter: LossCounter, *, step: int, stop: bool, full: float = 0.0) -> Interval:
         """Combine the figures of all ranks since the last exchange (collective).
 
         Raises:
             WorkersFailedError: ranks are at different steps or under different plans, or the loss is not finite.
         """
-        self._asked_at = time.perf_counter()
+        self._exchange_began = time.perf_counter()
         times = self.clock.collect()
-        loss, hits, rows = tally.take()
+        loss, hits, rows = counter.take()
         # 48 bits of the plan's fingerprint, which a float64 represents exactly.
         plan = float(int(fingerprint(self.plan)[:12], 16))
         head = [
-            loss, hits, rows, float(stop), float(step), plan, full, self._stolen.share(), own_core(self.votes.rank),
+            loss, hits, rows, float(stop), float(step), plan, full, self._stolen.share(), pinned_core(self.votes.rank),
             max(self._cost_s),
         ]  # fmt: skip
         flat = [figure for each in times for figure in each]
@@ -180,13 +180,13 @@ class EpochTimer:
         few = max(_LOOK_STEPS, math.ceil(cost_s / (_LOOK_SHARE * step_s)))
         return max(1, min(self.log_every, int(self.every_s / step_s), few))
 
-    def _check(self, found: list[list[float]], step: int) -> None:
+    def _check(self, figures_of_ranks: list[list[float]], step: int) -> None:
         for rank in self.votes.live:
-            figures = found[rank]
-            if figures[4:6] != found[0][4:6]:
+            figures = figures_of_ranks[rank]
+            if figures[4:6] != figures_of_ranks[0][4:6]:
                 raise WorkersFailedError(
-                    f"rank {rank} is at step {figures[4]:.0f} where rank 0 is at {found[0][4]:.0f}, or under another "
-                    f"plan (this is step {step})",
+                    f"rank {rank} is at step {figures[4]:.0f} where rank 0 is at {figures_of_ranks[0][4]:.0f}, or "
+                    f"under another plan (this is step {step})",
                     rank=rank,
                 )
 

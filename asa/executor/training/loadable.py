@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from asa.executor.model.parallel import ParallelModel
-from asa.executor.model.state import Held, held
+from asa.executor.model.state import LocalTensor, local_tensors
 
 _SHAPED = frozenset(
     {"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg", "acc_delta"}
@@ -22,8 +22,8 @@ def check_weights(model: ParallelModel, state: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: names the first tensor that is missing, foreign or different.
     """
-    mine = {item.name: item for item in held(model)}
-    for name, item in mine.items():
+    local = {item.name: item for item in local_tensors(model)}
+    for name, item in local.items():
         if name not in state:
             raise ValueError(f"{name} is missing")
         stored, shape = state[name], _full_shape(item)
@@ -31,7 +31,7 @@ def check_weights(model: ParallelModel, state: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{name} is {list(stored.shape)}, the model's {list(shape)}")
         if stored.dtype != item.tensor.dtype:
             raise ValueError(f"{name} is {_name(stored)}, the model's {_name(item.tensor)}")
-    _check_names(model, mine, state)
+    _check_names(model, local, state)
 
 
 def check_optimizer_state(model: ParallelModel, state: Mapping[str, Tensor], count: int | None) -> None:
@@ -41,13 +41,13 @@ def check_optimizer_state(model: ParallelModel, state: Mapping[str, Tensor], cou
     Raises:
         ValueError: names the first entry that is foreign or different, or gives the number of entries.
     """
-    mine = {item.name: item for item in held(model) if isinstance(item.tensor, nn.Parameter)}
-    _check_names(model, mine, {full_key.rpartition("/")[0]: value for full_key, value in state.items()})
+    local = {item.name: item for item in local_tensors(model) if isinstance(item.tensor, nn.Parameter)}
+    _check_names(model, local, {full_key.rpartition("/")[0]: value for full_key, value in state.items()})
     for full_key, value in state.items():
         name, _, key = full_key.rpartition("/")
-        if name not in mine:
+        if name not in local:
             continue
-        shape = _full_shape(mine[name])
+        shape = _full_shape(local[name])
         if key in _SHAPED and (tuple(value.shape) != shape or not (value.is_floating_point() or value.is_complex())):
             raise ValueError(f"{key} of {name} is {_name(value)} {list(value.shape)}, the parameter {list(shape)}")
         if key == "step" and value.numel() != 1:
@@ -56,13 +56,13 @@ def check_optimizer_state(model: ParallelModel, state: Mapping[str, Tensor], cou
         raise ValueError(f"the optimizer has {len(state)} tensors, its manifest says {count}")
 
 
-def _check_names(model: ParallelModel, mine: Mapping[str, Held], names: Mapping[str, Tensor]) -> None:
-    foreign = next((name for name in names if name not in mine and name not in model.elsewhere), None)
+def _check_names(model: ParallelModel, local: Mapping[str, LocalTensor], names: Mapping[str, Tensor]) -> None:
+    foreign = next((name for name in names if name not in local and name not in model.elsewhere), None)
     if foreign is not None:
         raise ValueError(f"{foreign!r} is not a tensor of the model")
 
 
-def _full_shape(item: Held) -> tuple[int, ...]:
+def _full_shape(item: LocalTensor) -> tuple[int, ...]:
     """Shape of the full tensor of which ``item`` may be a shard."""
     shape = list(item.tensor.shape)
     if item.shard is not None and item.axis.size > 1:

@@ -56,9 +56,9 @@ class Work:
 
     def rate(self, samples_per_s: float, ranks: int) -> Event:
         """Fields of a ``steps`` event: TFLOP/s of all ``ranks``, and MFU if the peak is known."""
-        done = self.flops_per_sample * samples_per_s
+        flops_per_s = self.flops_per_sample * samples_per_s
         peak = self.peak_flops_per_s * ranks
-        return {"tflops_per_s": done / 1e12, **({"mfu": done / peak} if peak else {})}
+        return {"tflops_per_s": flops_per_s / 1e12, **({"mfu": flops_per_s / peak} if peak else {})}
 
 
 class RunLog:
@@ -129,17 +129,17 @@ class RunLog:
     def recall(self, before: int) -> None:
         """Load the epochs before ``before``, and all memory shortages, from the log of the run that is continued.
         Incomplete lines at its end are skipped."""
-        known: dict[int, Event] = {}
+        records: dict[int, Event] = {}
         shortages: list[Event] = []
         for event in _events(self._folder):
             with contextlib.suppress(ValueError, KeyError, TypeError, InvalidInputError):
                 if event["event"] == "epoch" and event["epoch"] < before:
                     record = _record(event)
                     codec.build(EpochRecord, record, source=LOG)
-                    known[record["epoch"]] = record
+                    records[record["epoch"]] = record
                 elif event["event"] == "replan" and event["kind"] == "memory":
                     shortages.append(_without(event, "time", "event", "kind", "predicted_gain"))
-        self.epochs = [known[epoch] for epoch in sorted(known)]
+        self.epochs = [records[epoch] for epoch in sorted(records)]
         self.shortages = shortages
 
     def _draw(self, event: Event) -> None:
@@ -177,7 +177,7 @@ class RunLog:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
         for tracker in self._trackers:
-            tracker.close(done=exit_code == 0)
+            tracker.close(succeeded=exit_code == 0)
         with contextlib.suppress(UnavailableError, InvalidInputError):
             self({"event": "end", "exit_code": exit_code, "status": status, "message": message})
         return document

@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from asa.errors import WorkersFailedError
 from asa.executor.model.offload import updated_in
 from asa.executor.model.parallel import ParallelModel
-from asa.executor.model.state import Held, held, restored, stored
+from asa.executor.model.state import LocalTensor, local_tensors, restored, stored
 from asa.executor.model.votes import Votes
 from asa.ir.region import Box, Region, everything, extent, narrowed, places, size, transfers
 from asa.ir.units import MIB
@@ -47,7 +47,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Moved:
+class Traffic:
     """Traffic of one migration on this process: bytes sent, received and copied locally, and the number of buckets."""
 
     sent_bytes: int = 0
@@ -67,7 +67,7 @@ class _Transfer:
     num_bytes: int
 
 
-def region_of(item: Held) -> tuple[tuple[int, ...], Region]:
+def region_of(item: LocalTensor) -> tuple[tuple[int, ...], Region]:
     """Shape of the full tensor, and the region of it that this rank holds."""
     tensor = item.tensor
     shape, region = list(tensor.shape), list(everything(tensor.shape))
@@ -99,21 +99,21 @@ def _runs(indices: Sequence[int]) -> tuple[tuple[int, int], ...]:
 def parts_of(model: ParallelModel, optimizer: torch.optim.Optimizer) -> list[Part]:
     """Weights, buffers and existing optimizer state (``name/key``) as this process holds them; not copied."""
     parts = []
-    for item in held(model):
+    for item in local_tensors(model):
         shape, region = region_of(item)
         parts.append(Part(item.name, shape, region, local(item.tensor.detach())))
-        known = updated_in(optimizer, item.tensor)
-        for key, value in (stored(*entry) for entry in optimizer.state.get(known, {}).items()):
-            follows = value.shape in (known.shape, item.tensor.shape)
+        parameter = updated_in(optimizer, item.tensor)
+        for key, value in (stored(*entry) for entry in optimizer.state.get(parameter, {}).items()):
+            follows = value.shape in (parameter.shape, item.tensor.shape)
             value = local(value.detach())
-            whole = shape if follows else tuple(value.shape)
-            of_it = region if follows else everything(value.shape)
-            parts.append(Part(f"{item.name}/{key}", whole, of_it, value, follows))
+            value_shape = shape if follows else tuple(value.shape)
+            value_region = region if follows else everything(value.shape)
+            parts.append(Part(f"{item.name}/{key}", value_shape, value_region, value, follows))
     return parts
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TargetPart:
     """The part of one parameter or buffer that this process will hold. ``updates`` says whether it also updates it."""
 
     name: str
@@ -122,45 +122,47 @@ class Wanted:
     updates: bool
 
 
-def wanted_by(model: ParallelModel) -> list[Wanted]:
+def target_parts(model: ParallelModel) -> list[TargetPart]:
     """All parts that this process holds under the plan of ``model``."""
     updated = {id(p) for p in model.updated}
-    return [Wanted(item.name, *region_of(item), id(item.tensor) in updated) for item in held(model)]
+    return [TargetPart(item.name, *region_of(item), id(item.tensor) in updated) for item in local_tensors(model)]
 
 
 @torch.no_grad()
 def move(
-    before: Sequence[Part], after: Sequence[Wanted], model: ParallelModel, optimizer: torch.optim.Optimizer,
+    before: Sequence[Part], after: Sequence[TargetPart], model: ParallelModel, optimizer: torch.optim.Optimizer,
     votes: Votes,
-) -> Moved:  # fmt: skip
+) -> Traffic:  # fmt: skip
     """Fill ``model`` (whose parts are ``after``) and the state of ``optimizer`` with what all processes of the run held
     ``before`` (collective).
 
     Raises:
         AsaError: no process has a needed part, or data was corrupted in transfer; raised on every process.
     """
-    told = votes.exchange(
+    descriptions = votes.exchange(
         [
             [[p.name, str(p.tensor.dtype).removeprefix("torch."), p.shape, p.region, p.follows] for p in before],
             [[w.name, w.shape, w.region, w.updates] for w in after],
         ]
     )
-    items = {item.name: item for item in held(model)}
+    items = {item.name: item for item in local_tensors(model)}
     error: Exception | None = None
-    made: dict[str, Part] = {}
+    targets: dict[str, Part] = {}
     try:
-        tensors, plan = _planned(told)
+        tensors, plan = _plan_transfers(descriptions)
         for one in tensors:
-            region = one.wanted.get(votes.rank)
+            region = one.destinations.get(votes.rank)
             if region is not None:
-                made[one.name] = Part(one.name, one.shape, region, _room(one, region, items, optimizer), one.follows)
+                targets[one.name] = Part(
+                    one.name, one.shape, region, _memory_for(one, region, items, optimizer), one.follows
+                )
     except Exception as caught:
         error = caught
     votes.agree(error)  # all agree before any rank waits for a message
-    moved = Moved()
+    moved = Traffic()
     try:
-        moved = _Mover(votes, tensors, {p.name: p for p in before}, made).carry(plan)
-        _install(made, items, optimizer)
+        moved = _Mover(votes, tensors, {p.name: p for p in before}, targets).carry(plan)
+        _install(targets, items, optimizer)
     except Exception as caught:
         error = caught
     votes.agree(error)
@@ -175,45 +177,45 @@ class _Tensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     follows: bool
-    held: dict[int, Region]
-    wanted: dict[int, Region]
+    sources: dict[int, Region]
+    destinations: dict[int, Region]
 
 
-def _planned(told: Sequence[Any]) -> tuple[list[_Tensor], list[_Transfer]]:
+def _plan_transfers(descriptions: Sequence[Any]) -> tuple[list[_Tensor], list[_Transfer]]:
     """All tensors and all transfers, in the same order on every process."""
-    holds: dict[str, _Tensor] = {}
-    for process, (before, _) in enumerate(told):
+    by_name: dict[str, _Tensor] = {}
+    for process, (before, _) in enumerate(descriptions):
         for name, dtype, shape, region, follows in before:
             kind = getattr(torch, dtype)
-            one = holds.setdefault(name, _Tensor(name, kind, tuple(shape), follows, {}, {}))
+            one = by_name.setdefault(name, _Tensor(name, kind, tuple(shape), follows, {}, {}))
             if (one.dtype, one.shape, one.follows) != (kind, tuple(shape), follows):
                 raise WorkersFailedError(f"ranks hold {name} in different forms")
-            one.held[process] = _region(region)
+            one.sources[process] = _region(region)
     keys: dict[str, list[_Tensor]] = {}
-    for one in holds.values():
+    for one in by_name.values():
         keys.setdefault(one.name.rsplit("/", 1)[0], []).append(one)
-    for process, (_, wants) in enumerate(told):
+    for process, (_, wants) in enumerate(descriptions):
         for name, shape, region, updates in wants:
-            if name not in holds:
+            if name not in by_name:
                 raise WorkersFailedError(f"no rank holds {name}")
-            if holds[name].shape != tuple(shape):
-                raise WorkersFailedError(f"{name} is {shape} under the new plan, {list(holds[name].shape)} before")
+            if by_name[name].shape != tuple(shape):
+                raise WorkersFailedError(f"{name} is {shape} under the new plan, {list(by_name[name].shape)} before")
             for one in keys[name]:
                 if one.name == name or updates:
-                    one.wanted[process] = _region(region) if one.follows else everything(one.shape)
-    tensors = list(holds.values())
-    sent = dict.fromkeys(range(len(told)), 0)
+                    one.destinations[process] = _region(region) if one.follows else everything(one.shape)
+    tensors = list(by_name.values())
+    sent_bytes = dict.fromkeys(range(len(descriptions)), 0)
     moves = []
     for index, one in enumerate(tensors):
         width = one.dtype.itemsize
-        for source, target, box in transfers(one.held, one.wanted, sent, width):
-            for piece in _split(box, BUCKET_BYTES // width) if source != target else (box,):
-                moves.append(_Transfer(source, target, index, piece, size(piece) * width))
+        for source, target, box in transfers(one.sources, one.destinations, sent_bytes, width):
+            for part in _split(box, BUCKET_BYTES // width) if source != target else (box,):
+                moves.append(_Transfer(source, target, index, part, size(part) * width))
     return tensors, moves
 
 
-def _region(told: Any) -> Region:
-    return tuple(tuple((start, stop) for start, stop in runs) for runs in told)
+def _region(dims: Any) -> Region:
+    return tuple(tuple((start, stop) for start, stop in runs) for runs in dims)
 
 
 def _split(box: Box, most: int) -> Iterator[Box]:
@@ -227,36 +229,38 @@ def _split(box: Box, most: int) -> Iterator[Box]:
         yield ((first, min(stop, first + rows)), *rest)
 
 
-def _room(one: _Tensor, region: Region, items: dict[str, Held], optimizer: torch.optim.Optimizer) -> Tensor:
+def _memory_for(
+    one: _Tensor, region: Region, items: dict[str, LocalTensor], optimizer: torch.optim.Optimizer
+) -> Tensor:
     """Memory for ``region``: the parameter or buffer itself, or a new tensor for optimizer state."""
     if one.name in items:
         return local(items[one.name].tensor.detach())
     name, key = one.name.rsplit("/", 1)
-    known = updated_in(optimizer, items[name].tensor)
+    parameter = updated_in(optimizer, items[name].tensor)
     # Fused kernels read AdamW's step on the device; loops read it on the host.
-    there = [g["params"] for g in optimizer.param_groups if g.get("fused") or g.get("capturable")]
-    counted_there = any(p is known for parameters in there for p in parameters)
-    away = restored(key, torch.zeros((), dtype=one.dtype))[0] != key or not (one.shape or counted_there)
-    return torch.empty(extent(region), dtype=one.dtype, device="cpu" if away else local(known).device)
+    on_device = [g["params"] for g in optimizer.param_groups if g.get("fused") or g.get("capturable")]
+    counted_on_device = any(p is parameter for parameters in on_device for p in parameters)
+    on_host = restored(key, torch.zeros((), dtype=one.dtype))[0] != key or not (one.shape or counted_on_device)
+    return torch.empty(extent(region), dtype=one.dtype, device="cpu" if on_host else local(parameter).device)
 
 
-def _install(made: dict[str, Part], items: dict[str, Held], optimizer: torch.optim.Optimizer) -> None:
-    """Replace the optimizer's state by ``made``, in the form in which its parameters are held."""
+def _install(targets: dict[str, Part], items: dict[str, LocalTensor], optimizer: torch.optim.Optimizer) -> None:
+    """Replace the optimizer's state by ``targets``, in the form in which its parameters are held."""
     optimizer.state.clear()
-    for part in made.values():
+    for part in targets.values():
         if part.name in items:
             continue
         name, key = part.name.rsplit("/", 1)
         item = items[name]
-        known = updated_in(optimizer, item.tensor)
+        parameter = updated_in(optimizer, item.tensor)
         plain, value = restored(key, part.tensor)
-        if plain == key and part.follows and known is item.tensor:
+        if plain == key and part.follows and parameter is item.tensor:
             value = as_held(item.tensor, part.tensor)
-        optimizer.state[known][plain] = value
+        optimizer.state[parameter][plain] = value
 
 
 @dataclass(frozen=True)
-class _UnderWay:
+class _PendingRound:
     """Messages of one round: what is sent (kept until it is delivered), and where each bucket arrives."""
 
     going: dist.Work | None
@@ -274,7 +278,7 @@ class _Mover:
         self._before, self._after = before, after
         self._broken = False
 
-    def carry(self, plan: list[_Transfer]) -> Moved:
+    def carry(self, plan: list[_Transfer]) -> Traffic:
         """Perform all transfers in ``plan``: local copies first, then bucket by bucket.
 
         Raises:
@@ -285,9 +289,9 @@ class _Mover:
         copied = sent = received = buckets = 0
         for one in plan:
             if one.source == one.target == me:
-                self._there(one).copy_(self._here(one))
+                self._target_view(one).copy_(self._source_view(one))
                 copied += one.num_bytes
-        under_way: _UnderWay | None = None
+        pending: _PendingRound | None = None
         for turn in _rounds(plan):
             out = next((b for b in turn if b[0].source == me), None)
             into = next((b for b in turn if b[0].target == me), None)
@@ -295,49 +299,49 @@ class _Mover:
             message = None if out is None else (self._packed(out), out[0].target)
             room = None if into is None else torch.empty(_length(into) + _CHECK_BYTES, dtype=torch.uint8)
             works = self._votes.started(message, None if room is None or into is None else (room, into[0].source))
-            self._finish(under_way)
-            under_way = _UnderWay(*works, message, room, into)
+            self._finish(pending)
+            pending = _PendingRound(*works, message, room, into)
             sent += 0 if out is None else _length(out)
             received += 0 if into is None else _length(into)
             buckets += (out is not None) + (into is not None)
-        self._finish(under_way)
+        self._finish(pending)
         if self._broken:
             raise WorkersFailedError("weights were corrupted on their way to the new plan; the old plan stays")
-        return Moved(sent, received, copied, buckets)
+        return Traffic(sent, received, copied, buckets)
 
-    def _finish(self, under_way: _UnderWay | None) -> None:
+    def _finish(self, pending: _PendingRound | None) -> None:
         """Wait for the messages of a round, and unpack what arrived."""
-        if under_way is None:
+        if pending is None:
             return
-        if under_way.coming is not None and under_way.room is not None and under_way.into is not None:
-            under_way.coming.wait()
-            self._unpack(under_way.room, under_way.into)
-        if under_way.going is not None:
-            under_way.going.wait()
+        if pending.coming is not None and pending.room is not None and pending.into is not None:
+            pending.coming.wait()
+            self._unpack(pending.room, pending.into)
+        if pending.going is not None:
+            pending.going.wait()
 
-    def _here(self, one: _Transfer) -> Tensor:
+    def _source_view(self, one: _Transfer) -> Tensor:
         part = self._before[self._tensors[one.index].name]
         return _view(part.tensor, part.region, one.box)
 
-    def _there(self, one: _Transfer) -> Tensor:
+    def _target_view(self, one: _Transfer) -> Tensor:
         part = self._after[self._tensors[one.index].name]
         return _view(part.tensor, part.region, one.box)
 
     def _packed(self, bucket: list[_Transfer]) -> Tensor:
         flat = torch.empty(_length(bucket) + _CHECK_BYTES, dtype=torch.uint8)
-        for one, room in self._rooms(bucket, flat):
-            room.copy_(self._here(one))
-        flat[-_CHECK_BYTES:] = _checked(flat)
+        for one, room in self._entries(bucket, flat):
+            room.copy_(self._source_view(one))
+        flat[-_CHECK_BYTES:] = _checksum(flat)
         return flat
 
     def _unpack(self, flat: Tensor, bucket: list[_Transfer]) -> None:
-        if not torch.equal(flat[-_CHECK_BYTES:], _checked(flat)):
+        if not torch.equal(flat[-_CHECK_BYTES:], _checksum(flat)):
             self._broken = True
             return
-        for one, room in self._rooms(bucket, flat):
-            self._there(one).copy_(room)
+        for one, room in self._entries(bucket, flat):
+            self._target_view(one).copy_(room)
 
-    def _rooms(self, bucket: list[_Transfer], flat: Tensor) -> Iterator[tuple[_Transfer, Tensor]]:
+    def _entries(self, bucket: list[_Transfer], flat: Tensor) -> Iterator[tuple[_Transfer, Tensor]]:
         at = 0
         for one in bucket:
             dtype = self._tensors[one.index].dtype
@@ -358,7 +362,7 @@ def _length(bucket: Sequence[_Transfer]) -> int:
     return sum(_aligned(one.num_bytes) for one in bucket)
 
 
-def _checked(flat: Tensor) -> Tensor:
+def _checksum(flat: Tensor) -> Tensor:
     """CRC-32 of a message without the bytes reserved for its checksum, uint8."""
     checksum = zlib.crc32(flat[:-_CHECK_BYTES].numpy().data)
     return torch.frombuffer(bytearray(checksum.to_bytes(_CHECK_BYTES, "little")), dtype=torch.uint8)

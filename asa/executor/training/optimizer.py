@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from asa.errors import InvalidInputError, UsageError
 from asa.executor.model.offload import HostCopies, attach
 from asa.executor.model.parallel import ParallelModel
-from asa.executor.model.state import held
+from asa.executor.model.state import local_tensors
 from asa.executor.training.settings import LEARNING_RATE, WEIGHT_DECAY
 from asa.ir.optimizers import OPTIMIZERS, check_optimizer
 from asa.sharding.parts import step_over_parts
@@ -42,36 +42,38 @@ def build_optimizer(
         InvalidInputError: the factory fails, or returns no torch optimizer.
     """
     trained = [p for p in parameters if p.requires_grad]
-    away = [p for p in trained if p in offloaded]
-    here = [p for p in trained if p not in offloaded] or [nn.Parameter(torch.empty(0))]
+    on_host = [p for p in trained if p in offloaded]
+    on_device = [p for p in trained if p not in offloaded] or [nn.Parameter(torch.empty(0))]
     # One fused kernel updates everything and allocates nothing; torch has none for complex numbers.
     fused = {"fused": all(p.is_floating_point() for p in trained)} if name in LEARNING_RATE else {}
-    groups: list[dict[str, Any]] = [{"params": here, **fused}]
-    copies = HostCopies(away)
-    if away:
+    groups: list[dict[str, Any]] = [{"params": on_device, **fused}]
+    copies = HostCopies(on_host)
+    if on_host:
         groups.append({"params": list(copies.of.values()), **fused})
-    made = _made(name, groups, lr=lr, momentum=momentum, weight_decay=weight_decay)
-    if away:
-        attach(made, copies)
-    if any(isinstance(p, DTensor) for p in here):
-        step_over_parts(made)
-    return made
+    optimizer = _make(name, groups, lr=lr, momentum=momentum, weight_decay=weight_decay)
+    if on_host:
+        attach(optimizer, copies)
+    if any(isinstance(p, DTensor) for p in on_device):
+        step_over_parts(optimizer)
+    return optimizer
 
 
-def _made(name: str, groups: list[dict[str, Any]], *, momentum: float, **given: float | None) -> torch.optim.Optimizer:
-    asked = {key: value for key, value in given.items() if value is not None}
+def _make(
+    name: str, groups: list[dict[str, Any]], *, momentum: float, **settings: float | None
+) -> torch.optim.Optimizer:
+    options = {key: value for key, value in settings.items() if value is not None}
     if name == "sgd":
         usual = {"lr": LEARNING_RATE["sgd"], "weight_decay": WEIGHT_DECAY["sgd"], "momentum": momentum}
-        return torch.optim.SGD(groups, **usual | asked)  # type: ignore[arg-type]
+        return torch.optim.SGD(groups, **usual | options)  # type: ignore[arg-type]
     if name == "adamw":
         usual = {"lr": LEARNING_RATE["adamw"], "weight_decay": WEIGHT_DECAY["adamw"]}
-        return torch.optim.AdamW(groups, **usual | asked)  # type: ignore[arg-type]
+        return torch.optim.AdamW(groups, **usual | options)  # type: ignore[arg-type]
     if ":" not in name:
-        return getattr(torch.optim, OPTIMIZERS[check_optimizer(name)])(groups, **asked)  # type: ignore[no-any-return]
+        return getattr(torch.optim, OPTIMIZERS[check_optimizer(name)])(groups, **options)  # type: ignore[no-any-return]
     with at_home():
         make = factory(name, "optimizer")
         try:
-            result = make([p for group in groups for p in group["params"]], **accepted(make, asked))
+            result = make([p for group in groups for p in group["params"]], **accepted(make, options))
         except (Exception, SystemExit) as error:
             raise InvalidInputError(f"optimizer {name!r} failed with {first_line(error)}") from None
     if not isinstance(result, torch.optim.Optimizer):
@@ -87,7 +89,7 @@ def updates_parts(optimizer: torch.optim.Optimizer) -> bool:
 
 def cut_parameters(model: ParallelModel) -> Iterator[str]:
     """Names of parameters of which this rank updates only a shard."""
-    for item in held(model):
+    for item in local_tensors(model):
         cut = isinstance(item.tensor, DTensor) or (item.shard is not None and item.axis.size > 1)
         if cut and isinstance(item.tensor, nn.Parameter):
             yield item.name
@@ -115,25 +117,25 @@ def try_out(name: str) -> None:
         InvalidInputError: the optimizer fails.
     """
     p = nn.Parameter(torch.zeros(2, 2))
-    made = build_optimizer(name, [p])
+    optimizer = build_optimizer(name, [p])
     p.grad = torch.ones_like(p)
     try:
-        made.step()
+        optimizer.step()
     except Exception as error:
         raise InvalidInputError(f"optimizer {name!r}: a step failed with {first_line(error)}") from None
 
 
-def cosine(done: float) -> float:
-    """Half a cosine, from 1 at ``done`` = 0 to 0 at ``done`` = 1 (Loshchilov & Hutter 2017)."""
-    return 0.5 * (1 + math.cos(math.pi * done))
+def cosine(progress: float) -> float:
+    """Half a cosine, from 1 at ``progress`` = 0 to 0 at ``progress`` = 1 (Loshchilov & Hutter 2017)."""
+    return 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def learning_rate(
-    progress: float, peak: float, *, warmup: float, step: float, falling: Callable[[float], float] = cosine
+    progress: float, peak: float, *, warmup: float, step: float, schedule: Callable[[float], float] = cosine
 ) -> float:
     """Learning rate of the step that begins after the fraction ``progress`` of the run, 0 to 1.
 
-    It rises linearly to ``peak`` over the fraction ``warmup``, and then follows ``falling`` over the rest of the run.
+    It rises linearly to ``peak`` over the fraction ``warmup``, and then follows ``schedule`` over the rest of the run.
     ``step`` is the progress of one step. The rate is that at the end of the step, so that no step has a rate of 0.
 
     >>> [learning_rate(p / 10, 1.0, warmup=0.2, step=0.1) for p in (0, 1, 2, 6)]
@@ -141,7 +143,7 @@ def learning_rate(
     """
     if progress < warmup:
         return peak * min(1.0, (progress + step) / warmup)
-    return peak * falling((progress - warmup) / (1 - warmup))
+    return peak * schedule((progress - warmup) / (1 - warmup))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -25,9 +25,9 @@ _MESSAGES = 5
 def probe(votes: Votes, device: torch.device) -> Probe:
     """Measure computation and messages of all processes at the same time (collective)."""
     votes.gather([0.0])
-    mine = _computing(device)
+    computing_s = _computing(device)
     messages = _messages(device) if votes.num_ranks > 1 else []
-    rows_of_ranks = votes.gather([mine, *messages])
+    rows_of_ranks = votes.gather([computing_s, *messages])
     links: tuple[Transfer, ...] = ()
     if messages:
         # All wait for the last rank to arrive, which waits for none: the shortest time is that of the transfer itself.
@@ -48,11 +48,11 @@ def _computing(device: torch.device) -> float:
     x = torch.full((size, size), 1 / size, device=device)
     y = torch.empty_like(x)
     torch.mm(x, x, out=y)
-    _done(device)
+    _synchronise(device)
     began = time.perf_counter()
     for _ in range(_TIMES[device.type]):
         torch.mm(x, x, out=y)
-    _done(device)
+    _synchronise(device)
     return time.perf_counter() - began
 
 
@@ -64,11 +64,11 @@ def _messages(device: torch.device) -> list[float]:
     for _ in range(1 + _MESSAGES):
         began = time.perf_counter()
         direct.all_reduce(x, group=dist.group.WORLD)
-        _done(device)
+        _synchronise(device)
         seconds.append(time.perf_counter() - began)
     return seconds[1:]
 
 
-def _done(device: torch.device) -> None:
+def _synchronise(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

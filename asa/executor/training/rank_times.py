@@ -26,11 +26,11 @@ _MOST_STEPS = 1024
 """Number of newest steps whose times are kept for each rank."""
 
 
-def packed(found: Sequence[tuple[Kind, float, int]]) -> list[float]:
+def packed(transfers: Sequence[tuple[Kind, float, int]]) -> list[float]:
     """The first kinds of transfers, with seconds and count, as a list of numbers. Its length is fixed, as a gather
     requires."""
     flat: list[float] = []
-    for kind, seconds, n in found[:_KINDS]:
+    for kind, seconds, n in transfers[:_KINDS]:
         flat += [COLLECTIVE_OPS.index(kind.op), kind.level, kind.group_size, kind.num_bytes, seconds, n]
     return flat + [0.0] * (TRANSFER_FIGURES - len(flat))
 
@@ -64,27 +64,27 @@ class RankTimes:
             self._cold = times
 
     @property
-    def _known(self) -> Sequence[list[StepTimes]]:
+    def _counted_steps(self) -> Sequence[list[StepTimes]]:
         return self._steps or ([] if self._cold is None else [self._cold])
 
     def interval(
         self, transfers: Sequence[Sequence[float]], stolen: list[float], cores: Sequence[float] = ()
     ) -> None:  # fmt: skip
         """Add the values of every process since the last call: its :func:`packed` transfers; the fraction of time in
-        which other programs had its core (negative if unknown); and its :func:`own_core`."""
+        which other programs had its core (negative if unknown); and its :func:`pinned_core`."""
         self._stolen.append(stolen)
         self._cores = cores
-        seen: dict[Kind, list[tuple[float, int]]] = {}
+        by_kind: dict[Kind, list[tuple[float, int]]] = {}
         for figures in transfers:
             for kind, seconds, n in _unpacked(figures):
-                seen.setdefault(kind, []).append((seconds, n))
-        for kind, every in seen.items():
+                by_kind.setdefault(kind, []).append((seconds, n))
+        for kind, every in by_kind.items():
             # A rank may be unable to tell a transfer from waiting for a later rank; the last to arrive waited for none.
             self._transfers.setdefault(kind, []).append((min(s for s, _ in every), max(n for _, n in every)))
 
     def timings(self) -> tuple[RankTiming, ...]:
         """Medians over the steps, by process; zeros for an idle process. Empty without steps."""
-        steps = self._known
+        steps = self._counted_steps
         if not steps:
             return ()
         waiting = [self._waiting(step) for step in steps]
@@ -94,16 +94,16 @@ class RankTimes:
             if process not in self.processes:
                 medians.append(RankTiming(own_s=0.0, waiting_s=0.0, data_wait_s=0.0, core=core))
                 continue
-            mine = [step[process] for step in steps]
-            own = [max(0.0, t.work - t.blocked) for t in mine]
-            known = [interval[process] for interval in self._stolen if interval[process] >= 0]
+            step_times = [step[process] for step in steps]
+            computing = [max(0.0, t.work - t.blocked) for t in step_times]
+            shares = [interval[process] for interval in self._stolen if interval[process] >= 0]
             medians.append(
                 RankTiming(
-                    own_s=median(own),
-                    mean_own_s=fmean(own),
+                    own_s=median(computing),
+                    mean_own_s=fmean(computing),
                     waiting_s=median(each[process] for each in waiting),
-                    data_wait_s=median(t.data for t in mine),
-                    stolen_share=sum(known) / len(known) if known else None,
+                    data_wait_s=median(t.data for t in step_times),
+                    stolen_share=sum(shares) / len(shares) if shares else None,
                     core=core,
                 )
             )
@@ -119,10 +119,10 @@ class RankTimes:
 
         In each step it is the blocked time of the rank with the longest computation, less its waiting for others.
         """
-        if len(self.processes) < 2 or not self._known:
+        if len(self.processes) < 2 or not self._counted_steps:
             return None
         seconds = []
-        for step in self._known:
+        for step in self._counted_steps:
             last = max(self.processes, key=lambda p: step[p].work - step[p].blocked)
             seconds.append(max(0.0, step[last].blocked - self._waiting(step)[last]))
         return median(seconds)
@@ -151,7 +151,7 @@ def _middle(every: Sequence[tuple[float, int]], n: int) -> float:
 _MOST_CORES = 1 << 16
 
 
-def own_core(rank: int) -> int:
+def pinned_core(rank: int) -> int:
     """The only core that this thread of process ``rank`` may use, numbered over all hosts. It is -1 if the thread may
     use several, or if the system does not report it."""
     if not hasattr(os, "sched_getaffinity"):

@@ -18,7 +18,7 @@ class SaveClock:
     every_s: float | None = None
     between_losses_s: float | None = None
     _since_s: float = 0.0
-    _took_s: float | None = None
+    _write_s: float | None = None
 
     @property
     def interval_s(self) -> float:
@@ -26,16 +26,16 @@ class SaveClock:
         limit = math.inf if self.every_s is None else self.every_s
         if self.between_losses_s is None:
             return limit
-        if self._took_s is None:  # the first checkpoint shows how long they take
+        if self._write_s is None:  # the first checkpoint shows how long they take
             return min(limit, self.between_losses_s / 10)
-        return min(limit, math.sqrt(2 * self._took_s * self.between_losses_s))
+        return min(limit, math.sqrt(2 * self._write_s * self.between_losses_s))
 
     def trained(self, seconds: float) -> bool:
         """Add ``seconds`` of training. Returns whether a checkpoint is due."""
         self._since_s += seconds
         return self._since_s >= self.interval_s
 
-    def saved(self, took_s: float | None = None) -> None:
+    def saved(self, write_s: float | None = None) -> None:
         """Record that a checkpoint was written, and how long it took if that is known."""
         self._since_s = 0.0
-        self._took_s = took_s if took_s is not None else self._took_s
+        self._write_s = write_s if write_s is not None else self._write_s

@@ -71,8 +71,8 @@ def read(file: int, step: int) -> Snapshot:
     head = json.loads(os.pread(file, size, at + 8))
     data = torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8)
     parts, start = [], at + head["data"]
-    for name, dtype, shape, region, follows, held, size in head["parts"]:
-        tensor = data[start : start + size].clone().view(getattr(torch, dtype)).reshape(held)
+    for name, dtype, shape, region, follows, local_shape, size in head["parts"]:
+        tensor = data[start : start + size].clone().view(getattr(torch, dtype)).reshape(local_shape)
         start += -(-size // 16) * 16
         parts.append(Part(name, tuple(shape), _region(region), tensor, follows))
     return Snapshot(
@@ -80,7 +80,7 @@ def read(file: int, step: int) -> Snapshot:
     )  # fmt: skip
 
 
-def scarce(parts: Sequence[Part], device: torch.device) -> bool:
+def lacks_memory(parts: Sequence[Part], device: torch.device) -> bool:
     """Whether two snapshots of ``parts`` would take more than half of the memory that is still free for ``device``."""
     size = 2 * sum(p.tensor.nbytes for p in parts)
     return any(2 * size > (1 - room.full) * room.limit for room in rooms(device))
@@ -95,21 +95,21 @@ class RowSnapshots:
     plan: str
 
     def __post_init__(self) -> None:
-        self._keeping: Keeping | None = None
+        self._snapshot_file: SnapshotFile | None = None
 
     def due(self, step: int) -> bool:
         """Whether the next snapshot is due after ``step``."""
-        return self._keeping is None or self._keeping.due(step)
+        return self._snapshot_file is None or self._snapshot_file.due(step)
 
     def write(self, step: int, rows: dict[str, Tensor], step_s: float) -> None:
         """Store ``rows`` as the state after ``step`` (counted from 1). A step takes ``step_s`` seconds."""
-        if self._keeping is None:
-            self._keeping = Keeping(self.file)
+        if self._snapshot_file is None:
+            self._snapshot_file = SnapshotFile(self.file)
         began = time.monotonic()
         parts = [Part(name, tuple(row.shape), (), row) for name, row in rows.items()]
-        self._keeping.write(Snapshot(step=step, position=0, plan=self.plan, loss_scale=1.0, parts=parts))
+        self._snapshot_file.write(Snapshot(step=step, position=0, plan=self.plan, loss_scale=1.0, parts=parts))
         if step_s:
-            self._keeping.paced(time.monotonic() - began, step_s)
+            self._snapshot_file.set_interval(time.monotonic() - began, step_s)
 
     def read(self) -> dict[str, Tensor] | None:
         """The newest rows; None if there are none."""
@@ -117,12 +117,12 @@ class RowSnapshots:
         return {part.name: part.tensor for part in read(self.file, step).parts} if step else None
 
 
-def _region(told: Sequence[Sequence[Sequence[int]]]) -> Region:
-    return tuple(tuple((a, b) for a, b in runs) for runs in told)
+def _region(dims: Sequence[Sequence[Sequence[int]]]) -> Region:
+    return tuple(tuple((a, b) for a, b in runs) for runs in dims)
 
 
 @dataclass
-class Keeping:
+class SnapshotFile:
     """A rank's own snapshot ``file``, and how often it writes to it. Snapshots take at most the fraction :data:`_COST`
     of the time."""
 
@@ -142,19 +142,19 @@ class Keeping:
         """Whether a snapshot is due after ``step``; equal on all ranks."""
         return step - self.step >= self.every
 
-    def paced(self, took_s: float, step_s: float) -> None:
-        """Set the interval: the slowest rank takes ``took_s`` for a snapshot, and a step takes ``step_s``."""
-        self.every = max(1, math.ceil(took_s / (_COST * max(step_s, 1e-9))))
+    def set_interval(self, write_s: float, step_s: float) -> None:
+        """Set the interval: the slowest rank takes ``write_s`` for a snapshot, and a step takes ``step_s``."""
+        self.every = max(1, math.ceil(write_s / (_COST * max(step_s, 1e-9))))
 
     @torch.no_grad()
     def write(self, snapshot: Snapshot) -> None:
         """Write ``snapshot``, and keep the one before it."""
-        told, size = [], 0
+        entries, size = [], 0
         for p in snapshot.parts:
             dtype = str(p.tensor.dtype).removeprefix("torch.")
-            told.append([p.name, dtype, p.shape, p.region, p.follows, list(p.tensor.shape), p.tensor.nbytes])
+            entries.append([p.name, dtype, p.shape, p.region, p.follows, list(p.tensor.shape), p.tensor.nbytes])
             size += -(-p.tensor.nbytes // 16) * 16
-        head = {"position": snapshot.position, "plan": snapshot.plan, "scale": snapshot.loss_scale, "parts": told}
+        head = {"position": snapshot.position, "plan": snapshot.plan, "scale": snapshot.loss_scale, "parts": entries}
         text = json.dumps(head | {"data": 10**9}).encode()
         data = -(-(8 + len(text)) // _HEAD) * _HEAD
         text = json.dumps(head | {"data": data}).encode()
@@ -168,12 +168,12 @@ class Keeping:
         memory[first : first + 8] = bytes(8)
         memory[at : at + 8] = len(text).to_bytes(8, "little")
         memory[at + 8 : at + 8 + len(text)] = text
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
         start = at + data
         for p in snapshot.parts:
             if p.tensor.nbytes:
                 flat = p.tensor.contiguous().view(-1).view(torch.uint8)
-                whole[start : start + p.tensor.nbytes].copy_(flat)
+                buffer[start : start + p.tensor.nbytes].copy_(flat)
             start += -(-p.tensor.nbytes // 16) * 16
         words = (at, size, _number(snapshot.plan))
         memory[first + 8 : first + 32] = b"".join(word.to_bytes(8, "little") for word in words)

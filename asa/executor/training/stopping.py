@@ -25,14 +25,14 @@ PATIENCE_S = 10.0
 
 
 class Patience:
-    """Handles a request to stop during validation. When ``asked`` to stop, the ranks save at once, continue, and give
-    up if validation takes too long.
+    """Handles a request to stop during validation. When ``stop_requested`` returns True, the ranks save at once,
+    continue, and give up if validation takes too long.
 
     ``save`` is collective, and so is :meth:`exhausted`, which is called once per batch.
     """
 
-    def __init__(self, votes: Votes, asked: Callable[[], bool], save: Callable[[], object]) -> None:
-        self._votes, self._asked, self._save = votes, asked, save
+    def __init__(self, votes: Votes, stop_requested: Callable[[], bool], save: Callable[[], object]) -> None:
+        self._votes, self._stop_requested, self._save = votes, stop_requested, save
         self._batches, self._until_vote, self._since = 0, 1, time.monotonic()
         self._saved: float | None = None
 
@@ -43,7 +43,7 @@ class Patience:
             return False
         now = time.monotonic()
         waited = 0.0 if self._saved is None else now - self._saved
-        votes = self._votes.gather([float(self._asked()), (now - self._since) / self._batches, waited])
+        votes = self._votes.gather([float(self._stop_requested()), (now - self._since) / self._batches, waited])
         self._batches, self._since = 0, now
         self._until_vote = max(1, int(VOTE_EVERY_S / max(1e-6, *(rank[1] for rank in votes))))
         if self._saved is None and any(rank[0] for rank in votes):
@@ -56,15 +56,15 @@ class StopRequest:
     """Records whether this rank was asked to stop."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._since = 0.0
 
     def _note(self, number: int, _frame: object) -> None:
         now = time.monotonic()
-        if self.asked and now > self._since + _IMPATIENT_S:
+        if self.requested and now > self._since + _IMPATIENT_S:
             os._exit(128 + number)  # second request: exit at once without saving
-        if not self.asked:
-            self.asked, self._since = True, now
+        if not self.requested:
+            self.requested, self._since = True, now
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:

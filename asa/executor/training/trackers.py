@@ -45,8 +45,8 @@ class Tracker(Protocol):
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Record figures, by the name of their curve, after ``step`` optimizer steps."""
 
-    def close(self, *, done: bool) -> None:
-        """End the run. ``done`` says whether it succeeded."""
+    def close(self, *, succeeded: bool) -> None:
+        """End the run. ``succeeded`` says whether it succeeded."""
 
 
 def figures(event: Mapping[str, Any]) -> dict[str, float]:
@@ -65,7 +65,7 @@ class TensorBoard:
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
 
-    def close(self, *, done: bool) -> None:
+    def close(self, *, succeeded: bool) -> None:
         self._writer.close()
 
 
@@ -85,8 +85,8 @@ class WeightsAndBiases:
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
 
-    def close(self, *, done: bool) -> None:
-        self._run.finish(exit_code=0 if done else 1)
+    def close(self, *, succeeded: bool) -> None:
+        self._run.finish(exit_code=0 if succeeded else 1)
 
 
 class MLflow:
@@ -98,9 +98,9 @@ class MLflow:
         uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
         self._client = tracking.MlflowClient(tracking_uri=uri)
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "asa")
-        known = self._client.get_experiment_by_name(experiment)
-        place = self._client.create_experiment(experiment) if known is None else known.experiment_id
-        self._run = self._client.create_run(place, run_name=name).info.run_id
+        existing = self._client.get_experiment_by_name(experiment)
+        experiment_id = self._client.create_experiment(experiment) if existing is None else existing.experiment_id
+        self._run = self._client.create_run(experiment_id, run_name=name).info.run_id
         for key, value in facts.items():
             self._client.log_param(self._run, key, value)
 
@@ -108,8 +108,8 @@ class MLflow:
         for tag, value in values.items():
             self._client.log_metric(self._run, tag, value, step=step)
 
-    def close(self, *, done: bool) -> None:
-        self._client.set_terminated(self._run, "FINISHED" if done else "FAILED")
+    def close(self, *, succeeded: bool) -> None:
+        self._client.set_terminated(self._run, "FINISHED" if succeeded else "FAILED")
 
 
 def check(names: tuple[str, ...]) -> None:

@@ -14,9 +14,9 @@ from asa.executor.model.loss import Criterion, hits_of, logits_of, loss_of
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.step import MicrobatchRows, microbatch_rows, played
 from asa.executor.model.votes import Votes
-from asa.executor.training.ahead import Ahead
 from asa.executor.training.clock import StepClock
 from asa.executor.training.precision import LossScale, autocast
+from asa.executor.training.prefetch import Prefetcher
 from asa.ir.profile import Precision
 from asa.launch import faults
 from asa.zoo.data import ImageSet, fetch
@@ -82,10 +82,10 @@ class Worker:
     label_smoothing: float
     criterion: Criterion | None = None
     score: Callable[[Any, Tensor], Tensor] = hits_of
-    ahead: Ahead | None = None
+    prefetcher: Prefetcher | None = None
     dtype: torch.dtype = torch.float32
     conduct: Conduct | None = None
-    _held: list[nn.Parameter] = field(default_factory=list)
+    _parameters: list[nn.Parameter] = field(default_factory=list)
 
     def trainable(self, rows: int) -> bool:
         """Whether a last, short batch of ``rows`` samples is large enough to train on. Every rank needs at least two
@@ -93,7 +93,7 @@ class Worker:
         plan, rows = self.model.plan, rows // self.model.whole_plan.groups
         return plan.fewest(rows) >= min(2, plan.fewest(plan.global_batch)) > 0
 
-    def train(self, images: ImageSet, indices: Tensor, *, epoch: int, step: int, tally: LossCounter) -> bool:
+    def train(self, images: ImageSet, indices: Tensor, *, epoch: int, step: int, counter: LossCounter) -> bool:
         """Train one step on the samples ``indices`` (int64 [rows], global, equal on all ranks). Returns whether it
         updated.
 
@@ -121,15 +121,15 @@ class Worker:
 
         counts = model.counts_rows()
 
-        def scaled_loss(output: object, wanted: Tensor) -> Tensor:
-            loss = loss_of(output, wanted, self.label_smoothing, self.criterion)
+        def scaled_loss(output: object, targets: Tensor) -> Tensor:
+            loss = loss_of(output, targets, self.label_smoothing, self.criterion)
             if counts:
-                tally.add(loss, output, wanted, self.score)
+                counter.add(loss, output, targets, self.score)
             return self.scale.scaled(loss)
 
-        if not self._held:  # a walk over all modules takes as long as a small kernel, and its result does not change
-            self._held = model.parameters()
-        for p in self._held:
+        if not self._parameters:  # a walk over all modules takes as long as a small kernel; the result stays the same
+            self._parameters = model.parameters()
+        for p in self._parameters:
             p.grad = None
         (played if self.conduct is None else self.conduct.played)(
             model,
@@ -141,7 +141,7 @@ class Worker:
             precision=lambda: autocast(self.precision, model.device),
         )
         faults.reached("all_reduce")
-        updated = self.scale.unscale(self._held, self.votes)
+        updated = self.scale.unscale(self._parameters, self.votes)
         if updated and self.conduct is not None:
             faults.reached("optimizer")
             self.conduct.step(batch)
@@ -163,9 +163,9 @@ class Worker:
         """This rank's rows of a batch of ``batch`` samples, by microbatch."""
         return [part.read for part in microbatch_rows(self.model, batch)]
 
-    def validate_alone(self, images: ImageSet, batch: int) -> LossCounter:
-        """Loss and hits over every image, computed on this rank alone. Workers must have settled."""
-        tally = LossCounter(self.model.device)
+    def validate_locally(self, images: ImageSet, batch: int) -> LossCounter:
+        """Loss and hits over every image, computed on this rank alone; call :meth:`settle` on all workers before."""
+        counter = LossCounter(self.model.device)
         self.model.eval()
         with torch.no_grad():
             for start in range(0, len(images), batch):
@@ -174,87 +174,87 @@ class Worker:
                 x, labels = fetch(images, rows, train=False, seed=self.seed, epoch=0, device=self.model.device)
                 with autocast(self.precision, self.model.device):
                     logits = logits_of(self.model(x, rows, 0)).float()
-                tally.add(loss_of(logits, labels, 0.0, self.criterion), logits, labels, self.score)
+                counter.add(loss_of(logits, labels, 0.0, self.criterion), logits, labels, self.score)
         self.model.train()
-        return tally
+        return counter
 
-    def apart(self) -> dict[str, Tensor]:
+    def discipline_state(self) -> dict[str, Tensor]:
         """State of the consistency discipline beside weights and optimizer, by name; empty without a discipline."""
         return {} if self.conduct is None else self.conduct.state()
 
     @property
     def prefetches(self) -> bool:
         """Whether :meth:`expect` prefetches anything on this rank."""
-        own = self.conduct is not None and self.conduct.draws_own
-        return self.ahead is not None and self.model.reads and not own
+        draws_own = self.conduct is not None and self.conduct.draws_own
+        return self.prefetcher is not None and self.model.reads and not draws_own
 
     def expect(self, following: Callable[[], Tensor]) -> None:
         """Start to prefetch the next step's samples for this rank. ``following`` returns their indices."""
-        if self.ahead is not None and self.prefetches:
+        if self.prefetcher is not None and self.prefetches:
             indices = following() if self.conduct is None else self.conduct.share(following())
-            self.ahead.expect(_rows_read(indices, microbatch_rows(self.model, len(indices))))
+            self.prefetcher.expect(_rows_read(indices, microbatch_rows(self.model, len(indices))))
 
     def _fetch(self, images: ImageSet, indices: Tensor, epoch: int) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """(inputs, labels): this rank's inputs and labels of every microbatch, by the microbatch's first row in the
         batch."""
         model, parts = self.model, microbatch_rows(self.model, len(indices))
         inputs: dict[int, Tensor] = {}
-        wanted: Tensor | None = None
+        labels: Tensor | None = None
         if model.reads:
-            mine = _rows_read(indices, parts)
-            gathered = None if self.ahead is None else self.ahead.take(mine)
+            rows_read = _rows_read(indices, parts)
+            gathered = None if self.prefetcher is None else self.prefetcher.take(rows_read)
             x, y = fetch(
-                images, mine, train=True, seed=self.seed, epoch=epoch, device=model.device, dtype=self.dtype,
+                images, rows_read, train=True, seed=self.seed, epoch=epoch, device=model.device, dtype=self.dtype,
                 gathered=gathered,
             )  # fmt: skip
             if len(parts) == 1:
                 inputs[parts[0].read.start] = x
-                wanted = y if parts[0].read == parts[0].kept else None
+                labels = y if parts[0].read == parts[0].kept else None
             else:
                 rows = x.split([part.read.stop - part.read.start for part in parts])  # views, in one go
                 inputs = {part.read.start: r for part, r in zip(parts, rows, strict=True)}
         if not model.concludes:
             return inputs, {}
-        if wanted is not None:
-            return inputs, {parts[0].kept.start: wanted}
-        wanted = images.labels[indices.to(images.labels.device)].to(model.device)
-        return inputs, {part.kept.start: wanted[part.kept] for part in parts}
+        if labels is not None:
+            return inputs, {parts[0].kept.start: labels}
+        labels = images.labels[indices.to(images.labels.device)].to(model.device)
+        return inputs, {part.kept.start: labels[part.kept] for part in parts}
 
     @torch.no_grad()
     def validate(
-        self, images: ImageSet, batch: int, given_up: Callable[[], bool] = lambda: False
+        self, images: ImageSet, batch: int, should_stop: Callable[[], bool] = lambda: False
     ) -> LossCounter | None:
         """Loss and hits over every image, each counted once over all ranks. Each group of ranks takes a share of the
         images.
 
-        All batches have one size; the last one is padded with images that are not counted. ``given_up`` is called after
-        every batch on all ranks, and must return the same on all. If it returns True, the result is None.
+        All batches have one size; the last one is padded with images that are not counted. ``should_stop`` is called
+        after every batch on all ranks, and must return the same on all. If it returns True, the result is None.
         """
         model, total = self.model, len(images)
-        mine = slice(0, total) if model.grouped is None else model.grouped.rows(total)
-        tally = LossCounter(model.device)
+        group_rows = slice(0, total) if model.grouped is None else model.grouped.rows(total)
+        counter = LossCounter(model.device)
         self.settle()
         model.eval()
         most = -(
             -total // model.whole_plan.groups
         )  # the largest share of a group: all ranks need the same number of batches
-        for start in range(mine.start, mine.start + most, batch):
+        for start in range(group_rows.start, group_rows.start + most, batch):
             faults.reached("validation")
-            rows = torch.arange(start, start + batch).clamp_(max=mine.stop - 1)
-            read, kept = (slice(*r) for r in (model.input_rows(batch), model.output_rows(batch)))
+            rows = torch.arange(start, start + batch).clamp_(max=group_rows.stop - 1)
+            input_rows, output_rows = (slice(*r) for r in (model.input_rows(batch), model.output_rows(batch)))
             x = None
             if model.reads:
-                x, _ = fetch(images, rows[read], train=False, seed=self.seed, epoch=0, device=model.device)
+                x, _ = fetch(images, rows[input_rows], train=False, seed=self.seed, epoch=0, device=model.device)
             with autocast(self.precision, model.device):
                 output = model(x, rows, 0)
-            count = max(0, min(kept.stop, mine.stop - start) - kept.start)
+            count = max(0, min(output_rows.stop, group_rows.stop - start) - output_rows.start)
             if model.counts_rows() and count:
-                labels = images.labels[start + kept.start : start + kept.start + count].to(model.device)
+                labels = images.labels[start + output_rows.start : start + output_rows.start + count].to(model.device)
                 logits = logits_of(output)[:count].float()
-                tally.add(loss_of(logits, labels, 0.0, self.criterion), logits, labels, self.score)
-            if given_up():
+                counter.add(loss_of(logits, labels, 0.0, self.criterion), logits, labels, self.score)
+            if should_stop():
                 model.links.settle()
                 return None
         model.links.settle()
         model.train()
-        return tally
+        return counter

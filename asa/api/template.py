@@ -10,7 +10,7 @@ from torch import nn
 from asa.tracing import histories
 
 
-class Blank:
+class ModelTemplate:
     """A model without its weights, as a template for complete ones."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -20,8 +20,8 @@ class Blank:
     def copy(self) -> nn.Module:
         """A model with small random weights (a trace compares outputs, which must not all be equal)."""
         generator = torch.Generator().manual_seed(0)
-        made = {
+        weights = {
             id(p): nn.Parameter(torch.randn(p.shape, generator=generator).mul_(0.02).to(p.dtype), p.requires_grad)
             for p in self._model.parameters()
         }
-        return copy.deepcopy(self._model, {**histories(self._model), **made})
+        return copy.deepcopy(self._model, {**histories(self._model), **weights})

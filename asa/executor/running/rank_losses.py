@@ -36,7 +36,7 @@ MOST_STARTS = 20
 
 
 @dataclass
-class Losses:
+class RankLosses:
     """Record of lost ranks, which determines what is done about the next loss. Without ``regroup``, any loss ends the
     run.
 
@@ -58,7 +58,7 @@ class Losses:
     _rank: int | None = None
     _starts: int = 0
 
-    def answered(self, job: Job, plan: Plan, failure: WorkersFailedError, log: RunLog) -> Job:
+    def next_job(self, job: Job, plan: Plan, failure: WorkersFailedError, log: RunLog) -> Job:
         """The job to continue with after ``failure`` under ``plan``.
 
         Raises:
@@ -70,8 +70,8 @@ class Losses:
         self._began = time.monotonic()
         job = replace(job, between_losses_s=fmean(self._ran_s[-_LATELY:]))
         manifest = checkpoint.newest_manifest(Path(job.settings.out) / CHECKPOINTS)
-        kept = snapshots.newest(job.snapshots, fingerprint(plan))
-        saved = max(kept, -1 if manifest is None else manifest.step) if kept or manifest is not None else -1
+        snapshot = snapshots.newest(job.snapshots, fingerprint(plan))
+        saved = max(snapshot, -1 if manifest is None else manifest.step) if snapshot or manifest is not None else -1
         same = (failure.step, failure.rank) == (self._step, self._rank)
         chance = failure.step != self._step or (failure.rank != self._rank and not failure.raised)
         if not self._starts or (saved > self._saved and not same):
@@ -81,7 +81,7 @@ class Losses:
             self._starts += 1
             log({"event": "note", "message": f"{failure}; all {plan.num_processes} ranks are started again"})
             if len(job.snapshots) != plan.num_processes:
-                job = forgotten(job)
+                job = without_snapshots(job)
             return replace(job, plan=plan, snapshots=job.snapshots or _files(job, plan))
         if failure.raised or plan.num_ranks == 1 or failure.rank is None:
             raise failure
@@ -93,26 +93,26 @@ class Losses:
         if job.device_type == "cuda":
             leave_device_out(failure.rank)
         self._starts = 0
-        log(regrouped(plan, fewer, str(failure), failure.rank))
+        log(regroup_event(plan, fewer, str(failure), failure.rank))
         write_plan(fewer, Path(job.settings.out))
-        return replace(forgotten(job), plan=fewer, snapshots=_files(job, fewer))
+        return replace(without_snapshots(job), plan=fewer, snapshots=_files(job, fewer))
 
 
 def _files(job: Job, plan: Plan) -> tuple[int, ...]:
     """Files for the ranks' snapshots. None if workers run independently, on emulated devices or on CUDA, or under a
     launcher."""
-    apart = plan.consistency is not None or job.emulated is not None or job.device_type != "cpu" or launched()
-    return () if apart else snapshots.files(plan.num_processes)
+    unsupported = plan.consistency is not None or job.emulated is not None or job.device_type != "cpu" or launched()
+    return () if unsupported else snapshots.files(plan.num_processes)
 
 
-def forgotten(job: Job) -> Job:
+def without_snapshots(job: Job) -> Job:
     """``job`` without snapshots; closes their files."""
     for file in job.snapshots:
         os.close(file)
     return replace(job, snapshots=())
 
 
-def regrouped(old: Plan, new: Plan, why: str, rank: int | None = None) -> Event:
+def regroup_event(old: Plan, new: Plan, why: str, rank: int | None = None) -> Event:
     """Event for a change to a plan for the ranks that are available. ``rank`` is the one that was lost."""
     return {
         "event": "replan",

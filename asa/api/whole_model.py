@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import asa
-from asa.api.blank import Blank
 from asa.api.calls import Call, Numbered, samples_of
+from asa.api.messages import say
 from asa.api.names import StateNames
-from asa.api.optimizer_states import load_states, of_held
+from asa.api.optimizer_states import load_states, over_local_tensors
 from asa.api.optimizers import Rebinding
-from asa.api.planned import Kept, Origins, Wishes, named_or_measured, plan_of_one
+from asa.api.planned import Origins, PlanOptions, StoredPlan, named_or_measured, plan_of_one
 from asa.api.planning import measured, spec_of
 from asa.api.rank_context import RankContext
-from asa.api.said import say
-from asa.api.seen import Seen
+from asa.api.template import ModelTemplate
+from asa.api.views import TensorViews
 from asa.errors import AsaError, UsageError
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.state import full_optimizer_state
@@ -40,7 +40,7 @@ from asa.strategies import offered
 from asa.tracing import TracedModel, called
 
 if TYPE_CHECKING:
-    from asa.api.placed import PlacedModel
+    from asa.api.distributed_model import DistributedModel
 
 DATA: dict[str, DataStrategyName] = {"ddp": "replicate", "zero1": "zero1", "zero2": "zero2", "fsdp": "zero3"}
 """Data strategies for a whole model, by the names that users give."""
@@ -49,26 +49,26 @@ _FULL = 0.7
 _SAMPLES = 2
 
 
-def wanted(wishes: Wishes, why: str) -> tuple[str, ...] | None:
+def allowed_strategies(options: PlanOptions, why: str) -> tuple[str, ...] | None:
     """Requested strategies that run a whole model; None if all are allowed.
 
     Raises:
         UsageError: there are none among the requested ones.
     """
-    allowed = ("ddp",) if wishes.whole_because else tuple(DATA)
-    if wishes.strategies is None:
-        return allowed if wishes.whole_because else None
-    possible = tuple(s for s in wishes.strategies if s in allowed)
+    allowed = ("ddp",) if options.no_shards_because else tuple(DATA)
+    if options.strategies is None:
+        return allowed if options.no_shards_because else None
+    possible = tuple(s for s in options.strategies if s in allowed)
     if not possible:
         raise UsageError(
-            f"strategies {', '.join(wishes.strategies)} cannot be had: the model runs whole, because {why}"
-            f"{'; ' * bool(wishes.whole_because)}{wishes.whole_because}; choose among {', '.join(allowed)}"
+            f"strategies {', '.join(options.strategies)} cannot be had: the model runs whole, because {why}"
+            f"{'; ' * bool(options.no_shards_because)}{options.no_shards_because}; choose among {', '.join(allowed)}"
         )
     return possible
 
 
 def whole_plan(
-    place: RankContext, model: nn.Module, traced: TracedModel, call: Call | None, wishes: Wishes, why: str
+    context: RankContext, model: nn.Module, traced: TracedModel, call: Call | None, options: PlanOptions, why: str
 ) -> Plan:  # fmt: skip
     """The plan for all ranks of a model that is called as a whole, traced as ``traced`` (collective).
 
@@ -77,60 +77,60 @@ def whole_plan(
     Raises:
         AsaError: raised on rank 0, and then on every rank.
     """
-    votes = place.votes
-    kept = votes.once(lambda: _kept(place, traced, call, wishes))
-    made = kept.read() if kept is not None else None
-    plan: Plan | None = made[0] if made is not None else None
+    votes = context.votes
+    stored = votes.once(lambda: _stored_plan(context, traced, call, options))
+    stored_result = stored.read() if stored is not None else None
+    plan: Plan | None = stored_result[0] if stored_result is not None else None
     if not votes.tell(plan is not None):
-        known = votes.tell(call is not None) and place.ranks > 1
-        measuring = named_or_measured(place, wishes) if known else (lambda _profile: None)
-        answer = votes.once(lambda: _decided(place, model, traced, call, wishes, why, measuring))
+        measurable = votes.tell(call is not None) and context.ranks > 1
+        measuring = named_or_measured(context, options) if measurable else (lambda _profile: None)
+        answer = votes.once(lambda: _choose_plan(context, model, traced, call, options, why, measuring))
         if answer is not None:
             plan, origins = answer
-            if origins is not None and kept is not None:
-                kept.write(plan, origins)
+            if origins is not None and stored is not None:
+                stored.write(plan, origins)
     text = votes.tell(None if plan is None else codec.dumps(plan))
     return codec.loads(Plan, text, source="the plan from rank 0")
 
 
-def _decided(
-    place: RankContext, model: nn.Module, traced: TracedModel, call: Call | None, wishes: Wishes, why: str,
+def _choose_plan(
+    context: RankContext, model: nn.Module, traced: TracedModel, call: Call | None, options: PlanOptions, why: str,
     cluster: Callable[[Any], Cluster | None],
 ) -> tuple[Plan, Origins | None]:  # fmt: skip
-    names = wanted(wishes, why)
+    names = allowed_strategies(options, why)
     unmeasured = "nothing was measured"
-    if call is not None and place.ranks > 1 and names != ("ddp",):
+    if call is not None and context.ranks > 1 and names != ("ddp",):
         try:
-            return _solved(place, model, traced, call, wishes, names, cluster)
+            return _measure_and_plan(context, model, traced, call, options, names, cluster)
         except UsageError:
             raise
         except Exception as error:  # a model that cannot be measured may still be trained
             unmeasured = f"it could not be measured ({' '.join(str(error).split())[:120]})"
-    return by_hand(place, model, traced, wishes, names, f"{why}; {unmeasured}"), None
+    return by_hand(context, model, traced, options, names, f"{why}; {unmeasured}"), None
 
 
-def _solved(
-    place: RankContext, model: nn.Module, traced: TracedModel, call: Call, wishes: Wishes,
+def _measure_and_plan(
+    context: RankContext, model: nn.Module, traced: TracedModel, call: Call, options: PlanOptions,
     names: tuple[str, ...] | None, cluster: Callable[[Any], Cluster | None],
 ) -> tuple[Plan, Origins]:  # fmt: skip
     numbers = torch.arange(max(_SAMPLES, samples_of(call))).view(-1, 1)
     profile = measured(
-        Numbered(model, call), numbers, num_classes=1, global_batch=wishes.global_batch, precision=wishes.precision,
-        limit_s=wishes.time_limit_s, max_degree=1, device=place.device,
+        Numbered(model, call), numbers, num_classes=1, global_batch=options.global_batch, precision=options.precision,
+        limit_s=options.time_limit_s, max_degree=1, device=context.device,
     )  # fmt: skip
     links = cluster(profile)
     assert links is not None
     strategies: Strategies = replace(offered(), offload=False, schedules={})
     request = Request(
-        gpus=place.ranks, global_batch=wishes.global_batch, memory_bytes=wishes.memory_bytes,
-        strategies=names or tuple(DATA), pins=tuple(parse_pin(text) for text in wishes.pins),
-        optimizer=wishes.optimizer, time_limit_s=usual_limit(place.ranks), top_k=8, uneven=False,
+        gpus=context.ranks, global_batch=options.global_batch, memory_bytes=options.memory_bytes,
+        strategies=names or tuple(DATA), pins=tuple(parse_pin(text) for text in options.pins),
+        optimizer=options.optimizer, time_limit_s=usual_limit(context.ranks), top_k=8, uneven=False,
     )  # fmt: skip
     plans = solve(profile, links, strategies, request)
     for plan in plans:
         (only,) = plan.components
-        if only.data.degree == place.ranks and not only.checkpoint:
-            whole = replace(
+        if only.data.degree == context.ranks and not only.checkpoint:
+            plan_of_model = replace(
                 plan,
                 model_spec=spec_of(model),
                 model_fingerprint=traced.model_fingerprint,
@@ -138,92 +138,93 @@ def _solved(
                 num_microbatches=1,
                 notes=(*plan.notes, *traced.notes),
             )
-            return whole, Origins(profile=profile, cluster=links)
+            return plan_of_model, Origins(profile=profile, cluster=links)
     raise AsaError("no plan has the whole model on every rank")
 
 
 def by_hand(
-    place: RankContext, model: nn.Module, traced: TracedModel, wishes: Wishes, names: tuple[str, ...] | None, why: str
+    context: RankContext, model: nn.Module, traced: TracedModel, options: PlanOptions,
+    names: tuple[str, ...] | None, why: str,
 ) -> Plan:  # fmt: skip
     """A plan without measurements: the requested strategy; otherwise replicas, or shards if weights and optimizer state
     would fill a device."""
     from asa.profiler.machine import device_record
 
-    room = wishes.memory_bytes or device_record(place.device).memory_bytes
-    state = sum(p.nbytes for p in model.parameters()) * (2 + OPTIMIZER_WORDS[wishes.optimizer])
+    room = options.memory_bytes or device_record(context.device).memory_bytes
+    state = sum(p.nbytes for p in model.parameters()) * (2 + OPTIMIZER_WORDS[options.optimizer])
     full = state > _FULL * room
     name = next(iter(names or (("fsdp",) if full else ("ddp",))))
-    base = plan_of_one(model, traced, wishes)
+    base = plan_of_one(model, traced, options)
     only = Assignment(
-        name="model", stage=0, data=DataDegree(strategy=DATA[name], degree=place.ranks),
+        name="model", stage=0, data=DataDegree(strategy=DATA[name], degree=context.ranks),
         tensor=TensorDegree(strategy="none", degree=1),
     )  # fmt: skip
-    memory = base.prediction.memory_bytes_per_rank * place.ranks
+    memory = base.prediction.memory_bytes_per_rank * context.ranks
     return replace(
-        base, strategy=name, gpus=place.ranks, components=(only,), stages=(Stage(ranks=tuple(range(place.ranks))),),
+        base, strategy=name, gpus=context.ranks, components=(only,), stages=(Stage(ranks=tuple(range(context.ranks))),),
         prediction=replace(base.prediction, memory_bytes_per_rank=memory), notes=(f"the model runs whole: {why}",),
     )  # fmt: skip
 
 
-def _kept(place: RankContext, traced: TracedModel, call: Call | None, wishes: Wishes) -> Kept:
-    if wishes.cache is None or call is None:
-        return Kept(path=None)
+def _stored_plan(context: RankContext, traced: TracedModel, call: Call | None, options: PlanOptions) -> StoredPlan:
+    if options.cache is None or call is None:
+        return StoredPlan(path=None)
     from asa.profiler.machine import device_record
 
     leaves = pytree.tree_leaves((call.args, call.options))
-    cluster = wishes.cluster
+    cluster = options.cluster
     question = {
         "whole": traced.model_fingerprint,
         "call": [[str(t.dtype), *t.shape[1:]] if isinstance(t, Tensor) else type(t).__name__ for t in leaves],
         "names": sorted(call.options),
-        "ranks": place.ranks,
-        "batch": wishes.global_batch,
-        "optimizer": wishes.optimizer,
-        "parts": not wishes.whole_because,
-        "strategies": wishes.strategies,
-        "pins": wishes.pins,
-        "memory": wishes.memory_bytes,
-        "precision": wishes.precision,
+        "ranks": context.ranks,
+        "batch": options.global_batch,
+        "optimizer": options.optimizer,
+        "parts": not options.no_shards_because,
+        "strategies": options.strategies,
+        "pins": options.pins,
+        "memory": options.memory_bytes,
+        "precision": options.precision,
         "cluster": codec.fingerprint(cluster) if isinstance(cluster, Cluster) else str(cluster),
-        "device": device_record(place.device).name,
+        "device": device_record(context.device).name,
         "versions": [asa.__version__, torch.__version__],
     }
     key = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:24]
-    return Kept(path=wishes.cache / key)
+    return StoredPlan(path=options.cache / key)
 
 
-def spare_of(model: nn.Module) -> Blank | None:
-    """A template of the model, in case it must be distributed anew; None if it cannot be copied. It is needed if
+def spare_of(model: nn.Module) -> ModelTemplate | None:
+    """A template of the model, in case it must be distributed again; None if it cannot be copied. It is needed if
     ``forward`` takes more than one input, or if the model has methods of its own."""
     try:
-        return Blank(model)
+        return ModelTemplate(model)
     except Exception:  # a model's own code may raise anything when it is copied
         return None
 
 
-def anew(
-    placed: PlacedModel, why: str, fresh: nn.Module, build: Callable[[Plan, TracedModel], ParallelModel],
-    wishes: Wishes, rebindings: Sequence[Rebinding],
+def rebuild(
+    model: DistributedModel, why: str, fresh: nn.Module, build: Callable[[Plan, TracedModel], ParallelModel],
+    options: PlanOptions, rebindings: Sequence[Rebinding],
 ) -> ParallelModel:  # fmt: skip
-    """Convert the placed model to one component, under the form of data parallelism closest to its plan (collective).
-    Weights and the optimizer's state are kept; parameters are new objects."""
-    place, old = placed.place, placed.parallel
+    """Convert the distributed model to one component, under the form of data parallelism closest to its plan
+    (collective). Weights and the optimizer's state are kept; parameters are new objects."""
+    context, old = model.rank_context, model.parallel
     assert old is not None
-    assert placed.names is not None
-    fresh.train(placed.training)
-    weights = placed.names.full(old)
-    moments = [full_optimizer_state(old, of_held(r.optimizer)) for r in rebindings]
-    traced = called(fresh, name=spec_of(placed.origin), reason=why)
+    assert model.names is not None
+    fresh.train(model.training)
+    weights = model.names.full(old)
+    moments = [full_optimizer_state(old, over_local_tensors(r.optimizer)) for r in rebindings]
+    traced = called(fresh, name=spec_of(model.origin), reason=why)
     sharded = any(a.data.strategy in ("zero2", "zero3", "hsdp") for a in old.plan.components)
-    names = wanted(wishes, why) or (("fsdp",) if sharded else ("ddp",))
-    plan = by_hand(place, fresh, traced, wishes, names, why)
-    say(place, f"the model runs whole under {plan.strategy} from now on: {why}")
+    names = allowed_strategies(options, why) or (("fsdp",) if sharded else ("ddp",))
+    plan = by_hand(context, fresh, traced, options, names, why)
+    say(context, f"the model runs whole under {plan.strategy} from now on: {why}")
     fresh.load_state_dict({name: value for name, value in weights.items() if name in fresh.state_dict()}, strict=False)
     parallel = build(plan, traced)
-    placed.__dict__["origin"] = fresh
-    placed.__dict__["names"] = StateNames(fresh)
+    model.__dict__["origin"] = fresh
+    model.__dict__["names"] = StateNames(fresh)
     for rebinding, full in zip(rebindings, moments, strict=True):
-        rebinding.apply(parallel, Seen(parallel))
+        rebinding.apply(parallel, TensorViews(parallel))
         load_states(parallel, rebinding.optimizer, full)
     old.close()
     return parallel

@@ -35,25 +35,25 @@ def recalled(out: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     log and checkpoints. Unknown settings are missing.
     """
     notes: list[str] = []
-    kept = out / SETTINGS
-    if kept.exists() or kept.is_symlink():
+    path = out / SETTINGS
+    if path.exists() or path.is_symlink():
         try:
-            return _values(codec.load(TrainSettings, kept)), ()
+            return _values(codec.load(TrainSettings, path)), ()
         except AsaError as error:
             notes.append(f"passed over: {error}")
     manifest = checkpoint.newest_manifest(out / CHECKPOINTS)
     if manifest is not None and manifest.settings is not None:
         return _values(manifest.settings), tuple(notes)
-    known: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if manifest is not None:
-        known = {"data": manifest.data, "seed": manifest.seed, "optimizer": manifest.optimizer}
+        values = {"data": manifest.data, "seed": manifest.seed, "optimizer": manifest.optimizer}
     logged = {name: value for name, value in last_settings(out).items() if name in TrainSettings.__annotations__}
     if logged:
         try:
-            known = _values(codec.build(TrainSettings, logged, source="the log")) | known
+            values = _values(codec.build(TrainSettings, logged, source="the log")) | values
         except AsaError as error:
             notes.append(f"passed over: {error}")
-    return known, tuple(notes)
+    return values, tuple(notes)
 
 
 def _values(settings: TrainSettings) -> dict[str, Any]:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from asa.executor.model.parallel import ParallelModel
-from asa.executor.model.state import Held
+from asa.executor.model.state import LocalTensor
 from asa.sharding.axis import Axis
 from asa.sharding.modules import ParameterShard, shards_of
 from asa.sharding.split import Split, TensorPart
 
 
-class Seen:
+class TensorViews:
     """Keeps one permanent object for every tensor of a model, which a program can hold on to."""
 
     def __init__(self, model: ParallelModel) -> None:
         self._device = model.device
-        self._made: dict[int, TensorPart] = {}
+        self._views: dict[int, TensorPart] = {}
         axes = zip(model.components, model.tensor_axes, strict=True)
         self.splits = [{name: self._split(s, axis) for name, s in shards_of(c).items()} for c, axis in axes]
         """Splits of each component's tensors, by name."""
@@ -28,11 +28,11 @@ class Seen:
         """The object for ``tensor``, of which this rank has a part if it is split."""
         if split is None:
             return tensor
-        known = self._made.get(id(tensor))
-        if known is None:
-            known = self._made[id(tensor)] = TensorPart(tensor, split)
-        return known
+        view = self._views.get(id(tensor))
+        if view is None:
+            view = self._views[id(tensor)] = TensorPart(tensor, split)
+        return view
 
-    def item(self, item: Held) -> Tensor:
+    def item(self, item: LocalTensor) -> Tensor:
         """The tensor that a program sees for an entry of the executor's list."""
         return self.of(item.tensor, None if item.shard is None else self._split(item.shard, item.axis))

@@ -7,8 +7,8 @@ import sys
 from asa.api.rank_context import RankContext
 
 
-def say(place: RankContext, text: str) -> None:
+def say(context: RankContext, text: str) -> None:
     """Write one line to standard error, on rank 0."""
-    if place.rank == 0:
+    if context.rank == 0:
         sys.stderr.write(f"asa: {' '.join(text.split())}\n")
         sys.stderr.flush()

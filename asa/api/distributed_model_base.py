@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from asa.api.batches import Share
 from asa.api.in_step import InStep
 from asa.api.rank_context import RankContext
-from asa.api.watch import Watch
+from asa.api.watch import StepWatch
 from asa.executor.model.parallel import ParallelModel
 from asa.ir.plan import Plan
 
 
-class SpreadModel(nn.Module):
+class DistributedModelBase(nn.Module):
     """One rank's part of a model, and how much this rank's samples count. ``origin`` is the original model, whose
     weights may have been moved; ``plan`` is the plan it runs under."""
 
     parallel: ParallelModel | None
     plan: Plan | None
-    place: RankContext
+    rank_context: RankContext
     origin: nn.Module
     share: Share | None
     """The batch that the loader yielded last."""
@@ -30,13 +30,13 @@ class SpreadModel(nn.Module):
     """Weight of this rank's mean loss, and its number of samples, in the last call in training."""
     least: list[int]
     """The fewest samples that a rank is to have of a batch; with fewer, every rank computes the whole batch."""
-    watch: Watch | None
+    watch: StepWatch | None
     """Observer of step times; None if there is none."""
-    pace: InStep | None
+    in_step: InStep | None
     """Exchange between ranks after every batch; None for a single rank."""
     learned: bool
     """Whether the call made last with gradients was of a batch whose mean is weighed."""
-    told_of_others: bool
+    warned_of_other_batches: bool
     """Whether the user was told that gradients come of other samples than the loader's."""
 
     @abstractmethod
@@ -44,7 +44,7 @@ class SpreadModel(nn.Module):
         """Result of a method (None: ``forward``) of a model that runs whole, for this rank's samples."""
 
     @abstractmethod
-    def beside(self, value: Tensor) -> Tensor:
+    def as_output(self, value: Tensor) -> Tensor:
         """A tensor that the last call left in an attribute of the model, treated as one of its outputs."""
 
     @abstractmethod
@@ -62,7 +62,7 @@ class SpreadModel(nn.Module):
 
     def weight_now(self) -> float:
         """Weight of this rank's mean over the batch that the loader yielded last; the average over ranks is 1."""
-        share, ranks, rank = self.share, self.place.ranks, self.place.rank
+        share, ranks, rank = self.share, self.rank_context.ranks, self.rank_context.rank
         if share is None:
             return self.weight
         if ranks > 1 and len(share.rows) == share.total:  # every rank has all of it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -16,34 +16,31 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from asa.api import attributes, collectives
+from asa.api import collectives
 from asa.api.batches import GlobalBatches, Share, moved
 from asa.api.calls import Call, lengths, plain
-from asa.api.clipping import clip, understood_by_torch
+from asa.api.clipping import understood_by_torch
 from asa.api.in_step import FORWARD, UPDATE
-from asa.api.losses import LearningModel, Terms, listen, mark
+from asa.api.losses import Terms, mark_output, record_call
+from asa.api.messages import say
+from asa.api.model_interface import ModelInterface
 from asa.api.names import StateNames
-from asa.api.numbers import numbers_of_wholes
+from asa.api.numbers import patch_sharded_tensors
 from asa.api.outputs import Demands, entering, leaving
 from asa.api.rank_context import RankContext
-from asa.api.said import say
-from asa.api.seen import Seen
 from asa.api.trial import Trial
+from asa.api.views import TensorViews
 from asa.errors import AsaError, UsageError, place_of
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.parameter_hooks import refuse_hooks, replaced
-from asa.executor.model.state import load_full_state
 from asa.ir.layout import bounds
 from asa.ir.plan import Plan
 from asa.sharding.batchnorm import counted, synchronised
 from asa.tracing.preserve import preserved
 from asa.tracing.tracer import reason_of
 
-MEETING_S = 30.0
-"""Seconds to wait for all ranks in calls that a program easily makes on one rank only."""
 
-
-def rows_here(total: int, ranks: int, rank: int, least: int = 1) -> list[int]:
+def local_rows(total: int, ranks: int, rank: int, least: int = 1) -> list[int]:
     """Rows of a batch of ``total`` samples that a rank computes: its share, or a single row if there are fewer samples
     than ranks. If a share had fewer than ``least`` rows, every rank computes the whole batch, which counts once."""
     if 1 < least <= total < least * ranks:
@@ -53,28 +50,25 @@ def rows_here(total: int, ranks: int, rank: int, least: int = 1) -> list[int]:
     return list(range(*bounds(total, ranks, rank)))
 
 
-def every_placed() -> list[PlacedModel]:
-    """All models that are currently placed."""
-    return list(_placed)
+def distributed_models() -> list[DistributedModel]:
+    """All distributed models of this process that are in use."""
+    return list(_models)
 
 
-class PlacedModel(LearningModel):
+class DistributedModel(ModelInterface):
     """One rank's part of a model, called like the model: ``model(x)`` with this rank's samples returns their outputs.
 
     Collective unless every rank computes independently: all ranks must make the same calls. ``plan``: the plan it runs
-    under. Attributes that it does not have are the model's own (:mod:`asa.api.attributes`); ``origin`` is the original
-    model, whose weights may have been moved.
+    under; ``origin`` is the original model, whose weights may have been moved.
     """
 
     calls: int
-    names: StateNames | None
     demands: Demands | None
-    seen: Seen | None
-    again: Callable[[PlacedModel, str], ParallelModel] | None
-    """Function that places the model anew as a whole, given a reason; None if that is impossible."""
-    left: float
+    rebuild_whole: Callable[[DistributedModel, str], ParallelModel] | None
+    """Function that rebuilds the model to run as a whole, given a reason; None if that is impossible."""
+    output_factor: float
     """Weight of the outputs in the last call."""
-    held: list[tuple[int, ...]] | None
+    parameter_ids: list[tuple[int, ...]] | None
     """Identities of the parameters at the time when the model was distributed."""
     optimizers: Sequence[Optimizer]
     coupled: bool
@@ -85,49 +79,53 @@ class PlacedModel(LearningModel):
     def __init__(
         self,
         parallel: ParallelModel | None,
-        place: RankContext,
+        context: RankContext,
         *,
         origin: nn.Module,
         names: StateNames | None = None,
-        again: Callable[[PlacedModel, str], ParallelModel] | None = None,
+        rebuild_whole: Callable[[DistributedModel, str], ParallelModel] | None = None,
     ) -> None:
         super().__init__()
-        self.__dict__.update(place=place, share=None, calls=0, names=names, again=again, weight=1.0, rows=0, watch=None)
-        self.__dict__.update(pace=None, optimizers=(), left=1.0, learned=True, told_of_others=False, held=None)
-        self.__dict__.update(coupled=False, least=[1], most=0)
+        self.__dict__.update(rank_context=context, names=names, rebuild_whole=rebuild_whole, parameter_ids=None)
+        self.__dict__.update(share=None, calls=0, weight=1.0, rows=0, watch=None, in_step=None, optimizers=(), most=0)
+        self.__dict__.update(output_factor=1.0, learned=True, warned_of_other_batches=False, coupled=False, least=[1])
         self.plan: Plan | None = None
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
-        self._averages = self._alone = self._told_of_pieces = self._told_of_norms = False
+        self._averages = self._computes_alone = self._warned_of_parts = self._warned_of_norms = False
         self.adopt(parallel)
-        self.__dict__["trial"] = Trial(self) if parallel is not None and place.ranks > 1 else None
-        self.__dict__["terms"] = Terms(place.votes) if parallel is not None and place.ranks > 1 else None
+        self.__dict__["trial"] = Trial(self) if parallel is not None and context.ranks > 1 else None
+        self.__dict__["terms"] = Terms(context.votes) if parallel is not None and context.ranks > 1 else None
         self.__dict__["origin"] = origin
-        _placed.add(self)
+        _models.add(self)
 
     def adopt(self, parallel: ParallelModel | None) -> None:
         """Use ``parallel`` from now on."""
-        demands, seen = (None, None) if parallel is None else (Demands(parallel), Seen(parallel))
-        self.__dict__.update(parallel=parallel, demands=demands, seen=seen)
+        demands, views = (None, None) if parallel is None else (Demands(parallel), TensorViews(parallel))
+        self.__dict__.update(parallel=parallel, demands=demands, views=views)
         if parallel is not None:
             self.plan = parallel.plan
             parallel.updating = self._updating
             self.parts = nn.ModuleList(parallel.components)
             understood_by_torch(parallel)
             collectives.understood_by_torch()
-            numbers_of_wholes(parallel.parameters())
+            patch_sharded_tensors(parallel.parameters())
             refuse_hooks(parallel.parameters())
-            self._independent = all(layout.data == self.place.ranks for layout in parallel.layouts)
+            self._independent = all(layout.data == self.rank_context.ranks for layout in parallel.layouts)
             self.__dict__["_averages"] = self._independent and not any(map(replaced, parallel.plan.components))
-            self.__dict__["_alone"] = self._averages and not any(
+            self.__dict__["_computes_alone"] = self._averages and not any(
                 synchronised(c, perhaps=True) for c in parallel.components
             )
 
     def forward(self, *args: Any, **options: Any) -> Any:
         """The model's own output for this rank's samples, with any inputs. A model that is cut into components takes
         one tensor; if called with anything else it runs whole from then on."""
-        parallel, device = self.parallel, self.place.device
-        if parallel is not None and self.place.ranks > 1 and torch._C._functorch.peek_interpreter_stack() is not None:
+        parallel, device = self.parallel, self.rank_context.device
+        if (
+            parallel is not None
+            and self.rank_context.ranks > 1
+            and torch._C._functorch.peek_interpreter_stack() is not None
+        ):
             raise UsageError(
                 "torch.func transforms (grad, vmap, jvp) give a rank what its own samples make of its own part of the "
                 "model; use loss.backward() and p.grad, or compute that in a plain copy: load model.state_dict()"
@@ -135,7 +133,7 @@ class PlacedModel(LearningModel):
         args, options = self._handed(args, options)
         args, options = moved(args, device), moved(options, device)
         if parallel is None:
-            listen(self)
+            record_call(self)
             return self.parts[0](*args, **options)
         self._prepared()
         if parallel.called:
@@ -157,17 +155,17 @@ class PlacedModel(LearningModel):
         except Uneven as error:
             self.run_whole(str(error))
             return self.call(None, args, options)
-        left = self._weight_of_outputs(weight, total)
-        self.__dict__["left"] = left
+        factor = self._weight_of_outputs(weight, total)
+        self.__dict__["output_factor"] = factor
         self._count(total, weight)
         samples = torch.arange(total)
         samples = first + (samples % self.share.total if self._whole and self.share is not None else samples)
         with self._together(), self._few(len(x), (x,), {}):
-            value, sides = parallel.compute(entering(x, left), samples, self.calls)
+            value, sides = parallel.compute(entering(x, factor), samples, self.calls)
         self._called(weight, len(x))
 
         def weighed(tensor: Tensor) -> Tensor:
-            return self._weighed(tensor, left, len(x))
+            return self._weighed(tensor, factor, len(x))
 
         return parallel.traced.assemble(weighed(value), {name: weighed(side) for name, side in sides.items()})
 
@@ -184,31 +182,35 @@ class PlacedModel(LearningModel):
         assert parallel is not None
         args, options = self._handed(args, options)
         self._prepared()
-        found = lengths((args, options))
-        mine = None if share is None or not self.learns else len(share.rows)
-        rows = mine if mine is not None and (mine in found or not found) else next(iter(found), 1)
+        candidates = lengths((args, options))
+        share_rows = None if share is None or not self.learns else len(share.rows)
+        rows = (
+            share_rows
+            if share_rows is not None and (share_rows in candidates or not candidates)
+            else next(iter(candidates), 1)
+        )
         total, weight, first = self._total(rows, (args, options))
-        if share is not None and rows == mine:
+        if share is not None and rows == share_rows:
             samples = torch.tensor(share.rows) + share.first
         else:
             samples = torch.arange(first, first + rows)
-        left = self._weight_of_outputs(weight, total)
+        factor = self._weight_of_outputs(weight, total)
         args, options = pytree.tree_map(
-            lambda leaf: entering(leaf, left) if isinstance(leaf, Tensor) else leaf, (args, options)
+            lambda leaf: entering(leaf, factor) if isinstance(leaf, Tensor) else leaf, (args, options)
         )
         if method is not None:
             options = {**options, "method": method}
-        known = parallel.draws
+        drew = parallel.draws
         self._count(total, weight)
         with self._together(), self._few(rows, args, options):
             output = parallel.call(samples, self.calls, total, *args, **options)
-        if parallel.draws and not known:
-            say(self.place, "the model draws random numbers in forward, others for other samples: the same under every "
-                "plan, and others than without asa")  # fmt: skip
+        if parallel.draws and not drew:
+            say(self.rank_context, "the model draws random numbers in forward, others for other samples: the same "
+                "under every plan, and others than without asa")  # fmt: skip
         self._called(weight, rows)
-        self.__dict__["left"] = left
+        self.__dict__["output_factor"] = factor
         return pytree.tree_map(
-            lambda leaf: self._weighed(leaf, left, rows) if isinstance(leaf, Tensor) else leaf, output
+            lambda leaf: self._weighed(leaf, factor, rows) if isinstance(leaf, Tensor) else leaf, output
         )  # fmt: skip
 
     def _count(self, total: int, weight: float) -> None:
@@ -216,16 +218,16 @@ class PlacedModel(LearningModel):
         impossible."""
         counted(weight > 0 or not self._independent)
         total = total if self.share is None else self.share.total
-        few = total < self.place.ranks or self._whole
-        if self._independent or not few or not self.training or self._told_of_norms:
+        few = total < self.rank_context.ranks or self._whole
+        if self._independent or not few or not self.training or self._warned_of_norms:
             return
         norms = any(isinstance(m, _BatchNorm) and m.training for m in self.modules())
         if norms or self.coupled:
-            self._told_of_norms = True
+            self._warned_of_norms = True
             what = "BatchNorm over all ranks" if norms else "what the model computes over its batch"
             warnings.warn(
-                f"a batch of {total} samples on {self.place.ranks} ranks: {what} counts some of them twice under this "
-                "plan, which one device does not; use drop_last=True, or strategies=('ddp',)",
+                f"a batch of {total} samples on {self.rank_context.ranks} ranks: {what} counts some of them twice "
+                "under this plan, which one device does not; use drop_last=True, or strategies=('ddp',)",
                 stacklevel=5,
             )
 
@@ -243,7 +245,9 @@ class PlacedModel(LearningModel):
     def _together(self) -> contextlib.AbstractContextManager[None]:
         """Context for a forward. Ranks wait for each other in it if they hold parts of the model, or if norms are
         global."""
-        return contextlib.nullcontext() if self._alone or self.pace is None else self.pace.together(FORWARD)
+        return (
+            contextlib.nullcontext() if self._computes_alone or self.in_step is None else self.in_step.together(FORWARD)
+        )
 
     @contextlib.contextmanager
     def _few(self, rows: int, args: tuple[Any, ...], options: dict[str, Any]) -> Iterator[None]:
@@ -258,20 +262,25 @@ class PlacedModel(LearningModel):
             raise
         except Exception as error:  # whatever a model's own code raises
             share = self.share
-            if share is None or rows != len(share.rows) or rows >= share.total or not self._does(args, options, share):
+            if (
+                share is None
+                or rows != len(share.rows)
+                or rows >= share.total
+                or not self._runs_on_whole_batch(args, options, share)
+            ):
                 raise
-            if self.pace is not None:
-                self.pace.leave()
+            if self.in_step is not None:
+                self.in_step.leave()
             raise UsageError(
                 f"the model fails on {rows} samples ({reason_of(error)}{place_of(error)}), which this rank has of a "
                 f"batch of {share.total}, and not on as many as one device has: use larger batches, or drop_last=True"
             ) from error
 
-    def _does(self, args: tuple[Any, ...], options: dict[str, Any], share: Share) -> bool:
+    def _runs_on_whole_batch(self, args: tuple[Any, ...], options: dict[str, Any], share: Share) -> bool:
         """Whether the model runs on the number of samples of the whole batch. If ranks hold parts of it, this is not
         tried: the result is whether an earlier call had more samples than this rank has now."""
         rows, total = len(share.rows), share.total
-        if not self._alone:
+        if not self._computes_alone:
             return self.most > rows
 
         def more(leaf: Any) -> Any:
@@ -298,11 +307,11 @@ class PlacedModel(LearningModel):
 
     def _updating(self) -> contextlib.AbstractContextManager[None]:
         """Context for an exchange of updates, in which ranks wait for each other."""
-        return contextlib.nullcontext() if self.pace is None else self.pace.together(UPDATE)
+        return contextlib.nullcontext() if self.in_step is None else self.in_step.together(UPDATE)
 
-    def beside(self, value: Tensor) -> Tensor:
+    def as_output(self, value: Tensor) -> Tensor:
         """A tensor that the last call left in an attribute of the model, treated as one of its outputs."""
-        return self._weighed(value, self.left, self.rows)
+        return self._weighed(value, self.output_factor, self.rows)
 
     def run_whole(self, why: str) -> None:
         """Continue as one component that is called like the model (collective).
@@ -310,20 +319,20 @@ class PlacedModel(LearningModel):
         Raises:
             UsageError: that is not possible.
         """
-        if self.again is None:
+        if self.rebuild_whole is None:
             raise UsageError(
                 f"the plan cuts the model into components, which take one tensor, and {why}: say so before with "
                 "example_input (a tuple of inputs, or a dictionary of them by name)"
             )
         assert self.parallel is not None
         gradients = [p.grad for p in self.parallel.parameters() if p.grad is not None]
-        if self.place.votes.anyone(any(bool(numbers_here(g).any()) for g in gradients)):
+        if self.rank_context.votes.anyone(any(bool(local_part(g).any()) for g in gradients)):
             raise UsageError(
                 f"{why}, so the model is to run whole, and has gradients: call zero_grad() before the model"
             )
         training = self.training
-        self.adopt(self.again(self, why))
-        self.__dict__["again"] = None
+        self.adopt(self.rebuild_whole(self, why))
+        self.__dict__["rebuild_whole"] = None
         self.remember()
         self.train(training)
 
@@ -331,11 +340,11 @@ class PlacedModel(LearningModel):
         """Factor for outputs, if gradients are not weighted as a whole when they are averaged."""
         if not self._averages or not torch.is_grad_enabled() or self.parallel is None:
             return weight
-        apart = self.share is not None and (self.share.total < self.place.ranks or self._whole)
-        counted = self.share.total if self.share is not None and apart else total
+        samples_repeat = self.share is not None and (self.share.total < self.rank_context.ranks or self._whole)
+        counted = self.share.total if self.share is not None and samples_repeat else total
         meet = weight != 1 and any(map(synchronised, self.parallel.components))
-        left = self.parallel.reduction.weighed(1.0 if meet else weight, counted, not apart)
-        return weight if meet else left  # gradients that are reduced inside the model must be weighted before
+        factor = self.parallel.reduction.weighed(1.0 if meet else weight, counted, not samples_repeat)
+        return weight if meet else factor  # gradients that are reduced inside the model must be weighted before
 
     def _called(self, weight: float, rows: int) -> None:
         if self.training:
@@ -344,19 +353,19 @@ class PlacedModel(LearningModel):
             self.__dict__.update(weight=weight, rows=rows, most=max(rows, self.most))
         if torch.is_grad_enabled():
             self.__dict__["learned"] = self.training or (self.share is not None and len(self.share.rows) == rows)
-        listen(self)
+        record_call(self)
 
     def _weighed(self, tensor: Tensor, weight: float, rows: int) -> Tensor:
         assert self.demands is not None
-        left = leaving(tensor, weight, self.demands)
-        mark(left, self)
+        weighted = leaving(tensor, weight, self.demands)
+        mark_output(weighted, self)
         followed = self.trial is not None and self.learns and torch.is_grad_enabled()
-        return self.trial.follow(left, rows) if followed and self.trial is not None else left
+        return self.trial.follow(weighted, rows) if followed and self.trial is not None else weighted
 
     @property
     def _whole(self) -> bool:
         """Whether every rank has all samples of the batch, which count once."""
-        return self.share is not None and self.place.ranks > 1 and len(self.share.rows) == self.share.total > 1
+        return self.share is not None and self.rank_context.ranks > 1 and len(self.share.rows) == self.share.total > 1
 
     def _total(self, rows: int, inputs: Any) -> tuple[int, float, int]:
         """Number of rows that all ranks compute now, weight of this rank's mean loss, and number of the first row.
@@ -367,58 +376,62 @@ class PlacedModel(LearningModel):
         Raises:
             Uneven: ranks have other numbers of samples than the plan gives them (raised on all ranks).
         """
-        share, ranks = self.share, self.place.ranks
-        own = share is not None and self.learns and len(share.rows) == rows
-        own = own and (self.training or not self._whole or self._independent)
-        asks = self.pace is not None and share is not None and self.training and torch.is_grad_enabled()
-        if self.pace is not None and asks:
-            self.pace.derived = self.pace.derived or not self._from_loader(inputs)
-            asks = self.pace.exchanging
-        if own and not asks:
+        share, ranks = self.share, self.rank_context.ranks
+        from_loader = share is not None and self.learns and len(share.rows) == rows
+        from_loader = from_loader and (self.training or not self._whole or self._independent)
+        asks = self.in_step is not None and share is not None and self.training and torch.is_grad_enabled()
+        if self.in_step is not None and asks:
+            self.in_step.derived = self.in_step.derived or not self._from_loader(inputs)
+            asks = self.in_step.exchanging
+        if from_loader and not asks:
             return self._total_of(share)
         if self._independent and not self.training:
             return rows * ranks, 1.0, 0
         counted = 0.0 if share is not None and not self.weight_now() else 1.0
-        found = [[rows, counted, float(own)]] if self.pace is None else self.pace.rows([rows, counted, float(own)])
-        if own and all(f[2] for f in found):
+        by_rank = (
+            [[rows, counted, float(from_loader)]]
+            if self.in_step is None
+            else self.in_step.rows([rows, counted, float(from_loader)])
+        )
+        if from_loader and all(f[2] for f in by_rank):
             return self._total_of(share)
-        if any(f[2] for f in found) and self.terms is not None:
+        if any(f[2] for f in by_rank) and self.terms is not None:
             self.terms.count()
-        sizes = [int(f[0]) for f in found]
+        sizes = [int(f[0]) for f in by_rank]
         if share is not None and self.training and torch.is_grad_enabled() and rows < len(share.rows):
-            self._tell_of_pieces(rows, len(share.rows))
+            self._warn_of_parts(rows, len(share.rows))
         total = sum(sizes)
-        wanted = [stop - start for start, stop in (bounds(total, ranks, r) for r in range(ranks))]
-        if sizes != wanted and not self._independent:
-            raise Uneven(f"ranks compute on {sizes} samples at once, and its plan shares {total} as {wanted}")
-        counting = sum(f[0] * f[1] for f in found)
+        planned = [stop - start for start, stop in (bounds(total, ranks, r) for r in range(ranks))]
+        if sizes != planned and not self._independent:
+            raise Uneven(f"ranks compute on {sizes} samples at once, and its plan shares {total} as {planned}")
+        counting = sum(f[0] * f[1] for f in by_rank)
         return total, counted * rows * ranks / max(counting, 1), 0
 
     def _total_of(self, share: Share | None) -> tuple[int, float, int]:
         """The result of :meth:`_total` for the loader's batch. In a small batch, some ranks compute a sample that
         counts on another rank."""
         assert share is not None
-        ranks = self.place.ranks
+        ranks = self.rank_context.ranks
         return share.total * ranks if self._whole else max(ranks, share.total), self.weight_now(), share.first
 
     def _from_loader(self, inputs: Any) -> bool:
         """Whether the inputs of the model are unchanged tensors of the loader."""
-        known = self.__dict__.get("yielded", ())
-        return any(isinstance(t, Tensor) and _where(t) in known for t in pytree.tree_leaves(inputs))
+        yielded = self.__dict__.get("yielded", ())
+        return any(isinstance(t, Tensor) and _where(t) in yielded for t in pytree.tree_leaves(inputs))
 
     def yields(self, batch: Any) -> None:
         """Record the batch that the loop receives."""
         self.__dict__["yielded"] = {_where(t) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()}
 
-    def _tell_of_pieces(self, rows: int, mine: int) -> None:
+    def _warn_of_parts(self, rows: int, share_rows: int) -> None:
         """Warn once that a piece of a rank's samples does not correspond to a piece on one device."""
-        if not self._told_of_pieces:
-            self.__dict__["_told_of_pieces"] = True
+        if not self._warned_of_parts:
+            self.__dict__["_warned_of_parts"] = True
             warnings.warn(
-                f"the model is called with pieces of a batch ({rows} of this rank's {mine} samples): one device's "
-                "pieces hold other samples. A sum of means over pieces is another where ranks have unlike numbers of "
-                "samples, and what goes over the samples of a piece (BatchNorm, weighted losses, ratios) always is: "
-                "call the model with all that the loader yields, and have that yield less",
+                f"the model is called with pieces of a batch ({rows} of this rank's {share_rows} samples): one "
+                "device's pieces hold other samples. A sum of means over pieces is another where ranks have unlike "
+                "numbers of samples, and what goes over the samples of a piece (BatchNorm, weighted losses, ratios) "
+                "always is: call the model with all that the loader yields, and have that yield less",
                 stacklevel=5,
             )
 
@@ -428,144 +441,37 @@ class PlacedModel(LearningModel):
         if self.parallel is not None:
             self.parallel.train(mode)
 
-    def train(self, mode: bool = True) -> PlacedModel:
-        """Set the mode, as for any module."""
-        parallel = self.parallel
-        if parallel is None:
-            super().train(mode)
-            return self
-        self.__dict__["training"] = mode
-        parallel.train(mode, all_alike=True)
-        return self
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that this rank holds, under the names of the model; for split ones, views of the whole."""
-        return self._named("named_parameters", prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Buffers, in the form in which :meth:`named_parameters` yields parameters."""
-        return self._named("named_buffers", prefix, recurse, remove_duplicate)
-
-    def _named(self, kind: str, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
-        found: set[int] = set()
-        for i, part in enumerate(self.parts):
-            for name, tensor in getattr(part, kind)("", recurse, remove_duplicate):
-                if remove_duplicate and id(tensor) in found:
-                    continue
-                found.add(id(tensor))
-                seen = self.seen
-                yield (
-                    f"{prefix}.{name}" if prefix else name,
-                    (tensor if seen is None else seen.of(tensor, seen.splits[i].get(name))),
-                )
-
-    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Full tensors under the model's own names, on the CPU, for loading into the plain model. Collective if the
-        plan splits or shards anything, so call it on every rank."""
-        parallel = self.parallel
-        if parallel is None:
-            return self.parts[0].state_dict(*args, **options)
-        assert self.names is not None
-        if any(map(replaced, parallel.plan.components)):
-            parallel.meet("model.state_dict() of a plan that splits the model", within_s=MEETING_S)
-        return self.names.full(parallel)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load full tensors from :meth:`state_dict` or the plain model; every rank must pass all of them.
-
-        Raises:
-            UsageError: a name is missing.
-        """
-        parallel = self.parallel
-        if parallel is None:
-            return self.parts[0].load_state_dict(state_dict, strict=strict, assign=assign)
-        try:
-            load_full_state(parallel, dict(state_dict))
-        except KeyError as error:
-            raise UsageError(f"the state lacks {error.args[0]}") from None
-        return None
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Clip gradients like ``torch.nn.utils.clip_grad_norm_``, over all ranks and shards (collective)."""
-        parallel = self.parallel
-        if parallel is None:
-            return nn.utils.clip_grad_norm_(self.parts[0].parameters(), max_norm)
-        return clip(parallel, max_norm)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.parallel is None:
-            return super().__reduce_ex__(protocol)
-        raise UsageError(
-            "a model that ranks share cannot be copied or pickled as a whole: save model.state_dict(), and average "
-            "weights in copies of model.parameters()"
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("__") or "origin" not in self.__dict__:
-                raise
-        return attributes.found(self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        known = name in self.__dict__ or name in self.__dict__.get("_modules", ()) or hasattr(type(self), name)
-        if known or "origin" not in self.__dict__ or not attributes.changed(self, name, value):
-            super().__setattr__(name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        """A module of a model that is a sequence, or whatever the model has at ``key``."""
-        return attributes.at(self, self.origin[key])  # type: ignore[index]
-
-    def __len__(self) -> int:
-        return len(self.origin)  # type: ignore[arg-type]
-
-    def __bool__(self) -> bool:
-        return True
-
-    @property
-    def module(self) -> PlacedModel:
-        """This model itself, for programs that were written for ``DistributedDataParallel``."""
-        return self
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """A context that does nothing: gradients may accumulate over several backwards, and are reduced after each."""
-        return contextlib.nullcontext()
-
     def alike_in_shape(self, batches: GlobalBatches, batch: Any) -> None:
         """Check that batches have the same shape on all ranks if these exchange activations (collective).
 
         Raises:
             UsageError: they have not.
         """
-        if self._independent or self.parallel is None or not batches.apart:
+        if self._independent or self.parallel is None or not batches.collates_locally:
             return
         shapes = [tuple(t.shape[1:]) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
-        found = self.place.votes.gather([float(zlib.crc32(repr(shapes).encode()))])
-        if len({f[0] for f in found}) > 1:
+        checksums = self.rank_context.votes.gather([float(zlib.crc32(repr(shapes).encode()))])
+        if len({f[0] for f in checksums}) > 1:
             raise UsageError(
                 f"ranks have samples of other shapes than each other (here {shapes}), and this plan has them exchange "
                 "activations: pad batches to one length in collate_fn, or plan with strategies=('ddp',)"
             )
 
-    def _held(self) -> list[tuple[int, ...]]:
+    def _parameter_ids(self) -> list[tuple[int, ...]]:
         """Identities of the parameters of the original model and of the distributed one."""
         assert self.parallel is not None
-        apart = any(map(replaced, self.parallel.plan.components))  # their parameter objects are replaced in each step
+        # Parameter objects that ranks hold in shards are replaced in each step.
+        sharded = any(map(replaced, self.parallel.plan.components))
         return [
             (sum(1 for _ in m.parameters()),)
-            if apart
+            if sharded
             else tuple(id(p) for _, p in m.named_parameters(remove_duplicate=False))
             for m in (self.origin, *self.parallel.components)
         ]
 
     def remember(self) -> None:
         """Record the current parameters."""
-        self.__dict__["held"] = self._held()
+        self.__dict__["parameter_ids"] = self._parameter_ids()
 
     def unchanged(self) -> None:
         """Check that no parameter was replaced since the model was distributed.
@@ -573,7 +479,12 @@ class PlacedModel(LearningModel):
         Raises:
             UsageError: one was replaced or tied.
         """
-        if self.parallel is not None and self.training and self.held is not None and self.held != self._held():
+        if (
+            self.parallel is not None
+            and self.training
+            and self.parameter_ids is not None
+            and self.parameter_ids != self._parameter_ids()
+        ):
             raise UsageError(
                 "a parameter of the model was replaced or tied behind asa.parallelize, and what runs on the ranks was "
                 "made before: do it before the call"
@@ -581,22 +492,22 @@ class PlacedModel(LearningModel):
 
     def batch_ended(self, number: int, *, last: bool, indexed: bool) -> None:
         """Check that all ranks made the same calls for batch ``number`` of an epoch (collective)."""
-        if self.pace is None or self.parallel is None:
+        if self.in_step is None or self.parallel is None:
             return
         # A rank that is ahead checks the counts first, so that it does not enter another collective.
-        wait = last or not indexed or not self._alone
+        wait = last or not indexed or not self._computes_alone
         asks = self.trial is not None and self.trial.asks
-        if self.pace.behind_batch(
+        if self.in_step.after_batch(
             self.parallel if self._independent else None, self.optimizers, number, asks=asks, wait=wait
         ):
-            for placed in every_placed():
-                if placed.trial is not None:
-                    placed.trial.look_again()
+            for model in distributed_models():
+                if model.trial is not None:
+                    model.trial.check_again()
 
     @property
     def backwards(self) -> int:
         """Number of backwards in this process."""
-        return 0 if self.pace is None else self.pace.backwards
+        return 0 if self.in_step is None else self.in_step.backwards
 
     def epoch_ended(self) -> None:
         """Average running statistics over all ranks; called by the loader at its end (collective)."""
@@ -615,7 +526,7 @@ class Uneven(AsaError):
     """Ranks have samples in other proportions than their plan."""
 
 
-def numbers_here(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """The elements of ``tensor`` that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -625,4 +536,4 @@ def _where(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     return plain.data_ptr(), tuple(plain.shape), plain.stride()
 
 
-_placed: WeakSet[PlacedModel] = WeakSet()
+_models: WeakSet[DistributedModel] = WeakSet()

@@ -34,7 +34,7 @@ from asa.ir.profile import Stat
 from asa.zoo.data import ImageSet
 
 
-class LooseExecutor(TrainingExecutor):
+class AsynchronousExecutor(TrainingExecutor):
     """Trains under a discipline whose workers run independently. Its votes are :class:`StarVotes`."""
 
     _votes: StarVotes
@@ -66,12 +66,12 @@ class LooseExecutor(TrainingExecutor):
         if votes.coordinator is not None:
             votes.coordinator.begin(epoch, start, end, step=self._step, statistics=statistics_of(self.model))
         self.model.train()
-        tally = LossCounter(self.model.device)
-        steps = self._take(epoch, start, end, tally)
+        counter = LossCounter(self.model.device)
+        steps = self._take(epoch, start, end, counter)
         self._worker.settle()
         seconds = time.perf_counter() - began
-        loss, hits, rows = tally.take()
-        stopping = self._stop.asked
+        loss, hits, rows = counter.take()
+        stopping = self._stop.requested
         rows_of_ranks = votes.gather([loss, hits, rows, float(stopping), float(steps), seconds])
         position = int(votes.tell(votes.coordinator.position if votes.coordinator is not None else None))
         loss, hits, rows = (math.fsum(rank[i] for rank in rows_of_ranks) for i in range(3))
@@ -98,18 +98,18 @@ class LooseExecutor(TrainingExecutor):
             ),
         )
 
-    def _take(self, epoch: int, start: int, end: int, tally: LossCounter) -> int:
+    def _take(self, epoch: int, start: int, end: int, counter: LossCounter) -> int:
         """Train on samples until none are left. Returns the number of steps."""
         if self.model.idle:
             return 0
-        steps, told = 0, time.monotonic()
+        steps, announced_at = 0, time.monotonic()
         for at, count, indices in self._tickets(epoch, end):
             self._rate_at(at, count)
-            self._worker.train(self._train, indices, epoch=epoch, step=self._step + steps, tally=tally)
+            self._worker.train(self._train, indices, epoch=epoch, step=self._step + steps, counter=counter)
             steps += 1
             self._say_who_was_lost()
-            if time.monotonic() - told > VOTE_EVERY_S:
-                told = time.monotonic()
+            if time.monotonic() - announced_at > VOTE_EVERY_S:
+                announced_at = time.monotonic()
                 self._announce(
                     {
                         "event": "note",
@@ -140,8 +140,8 @@ class LooseExecutor(TrainingExecutor):
         """The next ticket with which this worker can take a step; None if there is none."""
         most = self._rows(self.plan.global_batch)
         while True:
-            at, count = self._votes.ticket(epoch, most, stop=self._stop.asked, ahead=ahead)
-            indices = self._placed(self._order.at(at)[:count]) if count else None
+            at, count = self._votes.ticket(epoch, most, stop=self._stop.requested, ahead=ahead)
+            indices = self._batch_of(self._order.at(at)[:count]) if count else None
             if indices is not None or not count:  # else too few are left for a step of this worker
                 return None if indices is None else (at, count, indices)
 
@@ -157,7 +157,7 @@ class LooseExecutor(TrainingExecutor):
         assert self._worker.conduct is not None
         return self._worker.conduct.rows(batch)
 
-    def _placed(self, samples: Tensor) -> Tensor | None:
+    def _batch_of(self, samples: Tensor) -> Tensor | None:
         """A global batch in which this worker's rows are ``samples``. None if they are too few for a step.
 
         A worker reads only its own rows of a batch, so the other rows are zeros.
@@ -219,7 +219,7 @@ class LooseExecutor(TrainingExecutor):
         if votes.rank in workers:
             a, b = bounds(len(self._test), len(workers), workers.index(votes.rank))
             if a < b:
-                figures = self._worker.validate_alone(_part(self._test, a, b), self.plan.global_batch).take()
+                figures = self._worker.validate_locally(_part(self._test, a, b), self.plan.global_batch).take()
         rows_of_ranks = votes.gather(figures)
         loss, hits, rows = (math.fsum(rank[i] for rank in rows_of_ranks) for i in range(3))
         if not rows or not math.isfinite(loss):

@@ -23,10 +23,10 @@ from asa.executor.model.loss import loss_of
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.state import full_state
 from asa.executor.model.votes import Votes
-from asa.executor.training.ahead import Ahead
 from asa.executor.training.clock import StepClock
 from asa.executor.training.optimizer import build_optimizer
 from asa.executor.training.precision import LossScale
+from asa.executor.training.prefetch import Prefetcher
 from asa.executor.training.settings import WEIGHT_DECAY
 from asa.executor.training.worker import LossCounter, Worker
 from asa.ir.layout import bounds
@@ -183,18 +183,18 @@ def trained_steps(
         precision="fp32",
         seed=_SEED,
         label_smoothing=0.0,
-        ahead=Ahead(images, pin=False),
+        prefetcher=Prefetcher(images, pin=False),
         dtype=torch.float64,
     )
     model.train()
-    tally = LossCounter(model.device)
+    counter = LossCounter(model.device)
     losses = []
     with NothingDropped():
         for step, indices in enumerate(order):
             if step + 1 < len(order):
                 worker.expect(lambda following=order[step + 1]: following)  # type: ignore[misc]
-            worker.train(images, indices, epoch=epoch, step=step, tally=tally)
-            sums = votes.gather(tally.take())
+            worker.train(images, indices, epoch=epoch, step=step, counter=counter)
+            sums = votes.gather(counter.take())
             losses.append(math.fsum(rank[0] for rank in sums) / max(1.0, math.fsum(rank[2] for rank in sums)))
     worker.settle()
     if conduct is not None:
@@ -205,13 +205,13 @@ def trained_steps(
 def dropout_errors(model: ParallelModel) -> Iterator[tuple[str, float, float]]:
     """(what, error, allowed) for every kind of dropout in ``model``: the error of the mean of its output over one
     tensor, and the error allowed for the random spread of that mean."""
-    seen = set()
+    kinds = set()
     for component in model.components:
         for module in component.modules():
             for dropout in (module, getattr(module.__dict__.get("forward"), "_dropout", None)):
                 if isinstance(dropout, SampleDropout) and 0 < dropout.p < 1:
-                    seen.add((type(dropout), dropout.p, dropout.whole_from, dropout.scaled))
-    for kind, p, whole_from, scaled in sorted(seen, key=str):
+                    kinds.add((type(dropout), dropout.p, dropout.whole_from, dropout.scaled))
+    for kind, p, whole_from, scaled in sorted(kinds, key=str):
         yield (f"mean of dropout p={p:g}", *_mean_error(kind, p, whole_from, scaled))
 
 
@@ -226,13 +226,13 @@ def _mean_error(kind: type[SampleDropout], p: float, whole_from: int | None, sca
     y = dropout(x)
     if kind is SampleAlphaDropout:  # keeps mean and variance of a standard normal input
         return abs(float(y.mean()) - float(x.mean())) + abs(float(y.var()) - 1), _SIGMAS * 4 / math.sqrt(_DRAWS)
-    wanted = 1.0 if scaled else 1 - p
+    expected = 1.0 if scaled else 1 - p
     spread = math.sqrt(p / (1 - p)) if scaled else math.sqrt(p * (1 - p))
-    return abs(float(y.mean()) - wanted), _SIGMAS * spread / math.sqrt(_DRAWS)
+    return abs(float(y.mean()) - expected), _SIGMAS * spread / math.sqrt(_DRAWS)
 
 
 @dataclass(frozen=True)
-class Apart:
+class Deviation:
     """Difference of two runs at the tensor ``name``, the one with the largest ratio of ``error`` to ``allowed``."""
 
     name: str
@@ -244,8 +244,8 @@ Run = tuple[list[float], dict[str, Tensor]]
 
 
 def compared(
-    found: Run, plain: Run, turned: Run, *, floor_factor: float, tolerance: float, drift: float | None
-) -> Apart:  # fmt: skip
+    trained: Run, plain: Run, turned: Run, *, floor_factor: float, tolerance: float, drift: float | None
+) -> Deviation:  # fmt: skip
     """Difference between the training of a plan and the plain one. The noise of the plain one is its difference from
     the run with ``turned`` samples.
 
@@ -254,38 +254,40 @@ def compared(
     """
     losses = max(
         (
-            Apart("losses", abs(a - b) / abs(b), max(tolerance, floor_factor * abs(c - b) / abs(b)))
-            for a, b, c in zip(found[0], plain[0], turned[0], strict=True)
+            Deviation("losses", abs(a - b) / abs(b), max(tolerance, floor_factor * abs(c - b) / abs(b)))
+            for a, b, c in zip(trained[0], plain[0], turned[0], strict=True)
         ),
         key=_share,
     )
     if drift is not None:
-        kept = {n: t for n, t in plain[1].items() if n in found[1]}
-        return max(Apart("all weights", distance(found[1], kept), drift), replace(losses, allowed=drift), key=_share)
+        common = {n: t for n, t in plain[1].items() if n in trained[1]}
+        return max(
+            Deviation("all weights", distance(trained[1], common), drift), replace(losses, allowed=drift), key=_share
+        )
     tensors = [losses]
     for name, reference in plain[1].items():
         if not (reference.is_floating_point() or reference.is_complex()):
             continue
         floor = _error(turned[1][name], reference)
         # Tensors that a trace does not use are not in the plan, and training does not change them.
-        error = _error(found[1][name], reference) if name in found[1] else 0.0
-        tensors.append(Apart(name, error, max(tolerance, floor_factor * floor)))
+        error = _error(trained[1][name], reference) if name in trained[1] else 0.0
+        tensors.append(Deviation(name, error, max(tolerance, floor_factor * floor)))
     return max(tensors, key=_share)
 
 
-def _share(apart: Apart) -> float:
-    return math.inf if math.isnan(apart.error) else apart.error / apart.allowed
+def _share(deviation: Deviation) -> float:
+    return math.inf if math.isnan(deviation.error) else deviation.error / deviation.allowed
 
 
 def _error(value: Tensor, reference: Tensor) -> float:
-    apart = torch.where(value == reference, 0.0, value - reference)
+    difference = torch.where(value == reference, 0.0, value - reference)
     finite = torch.where(reference.isinf(), 0.0, reference)
-    return float(torch.linalg.vector_norm(apart)) / max(float(torch.linalg.vector_norm(finite)), 1e-300)
+    return float(torch.linalg.vector_norm(difference)) / max(float(torch.linalg.vector_norm(finite)), 1e-300)
 
 
-def worst_dropout(model: ParallelModel, votes: Votes) -> Apart:
+def worst_dropout(model: ParallelModel, votes: Votes) -> Deviation:
     """The dropout, over all ranks, with the largest ratio of error to allowed error (collective)."""
-    mine = max((Apart(*entry) for entry in dropout_errors(model)), key=_share, default=Apart("", 0.0, 1.0))
-    shares = [rank[0] for rank in votes.gather([_share(mine)])]
-    name, error, allowed = votes.tell([mine.name, mine.error, mine.allowed], source=shares.index(max(shares)))
-    return Apart(name, error, allowed)
+    worst = max((Deviation(*entry) for entry in dropout_errors(model)), key=_share, default=Deviation("", 0.0, 1.0))
+    shares = [rank[0] for rank in votes.gather([_share(worst)])]
+    name, error, allowed = votes.tell([worst.name, worst.error, worst.allowed], source=shares.index(max(shares)))
+    return Deviation(name, error, allowed)

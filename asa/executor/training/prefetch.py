@@ -14,7 +14,7 @@ Gathered = tuple[Tensor, Tensor]
 """Pixels uint8 [B, C, H, W] and labels int64 [B], on the host."""
 
 
-class Ahead:
+class Prefetcher:
     """Prefetches batches of ``images`` in host memory. With ``pin`` they are in page-locked memory, from which a copy
     to the device is asynchronous."""
 
@@ -24,10 +24,10 @@ class Ahead:
         self._coming: deque[tuple[Tensor, Future[Gathered]]] = deque(maxlen=2)
 
     @staticmethod
-    def of(images: ImageSet, device: torch.device) -> Ahead | None:
+    def of(images: ImageSet, device: torch.device) -> Prefetcher | None:
         """A prefetcher from ``images`` to ``device``; None if the images are already there, or the device is a CPU."""
         away = device.type == "cuda" and images.images.device.type == "cpu"
-        return Ahead(images, pin=True) if away else None
+        return Prefetcher(images, pin=True) if away else None
 
     def expect(self, indices: Tensor) -> None:
         """Start to gather the samples ``indices`` for the step after this one. The two latest batches are kept."""

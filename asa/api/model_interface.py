@@ -1,0 +1,141 @@
+"""The interface of a distributed model as a torch module: parameters, ``state_dict`` and attributes of the original."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from asa.api import attributes
+from asa.api.clipping import clip
+from asa.api.losses import LearningModel
+from asa.api.names import StateNames
+from asa.api.views import TensorViews
+from asa.errors import UsageError
+from asa.executor.model.parameter_hooks import replaced
+from asa.executor.model.state import load_full_state
+
+MEETING_S = 30.0
+"""Seconds to wait for all ranks in calls that a program easily makes on one rank only."""
+
+
+class ModelInterface(LearningModel):
+    """What a program reads, sets and calls on a distributed model apart from ``forward``, as on the original one.
+
+    Attributes that it does not have are the model's own (:mod:`asa.api.attributes`).
+    """
+
+    parts: nn.ModuleList
+    """This rank's components, or the original model if nothing is distributed."""
+    names: StateNames | None
+    views: TensorViews | None
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, as for any module."""
+        parallel = self.parallel
+        if parallel is None:
+            super().train(mode)
+            return self
+        self.__dict__["training"] = mode
+        parallel.train(mode, all_alike=True)
+        return self
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that this rank holds, under the names of the model; for split ones, views of the whole."""
+        return self._named("named_parameters", prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Buffers, in the form in which :meth:`named_parameters` yields parameters."""
+        return self._named("named_buffers", prefix, recurse, remove_duplicate)
+
+    def _named(self, kind: str, prefix: str, recurse: bool, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
+        yielded: set[int] = set()
+        for i, part in enumerate(self.parts):
+            for name, tensor in getattr(part, kind)("", recurse, remove_duplicate):
+                if remove_duplicate and id(tensor) in yielded:
+                    continue
+                yielded.add(id(tensor))
+                views = self.views
+                yield (
+                    f"{prefix}.{name}" if prefix else name,
+                    (tensor if views is None else views.of(tensor, views.splits[i].get(name))),
+                )
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Full tensors under the model's own names, on the CPU, for loading into the plain model. Collective if the
+        plan splits or shards anything, so call it on every rank."""
+        parallel = self.parallel
+        if parallel is None:
+            return self.parts[0].state_dict(*args, **options)
+        assert self.names is not None
+        if any(map(replaced, parallel.plan.components)):
+            parallel.meet("model.state_dict() of a plan that splits the model", within_s=MEETING_S)
+        return self.names.full(parallel)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load full tensors from :meth:`state_dict` or the plain model; every rank must pass all of them.
+
+        Raises:
+            UsageError: a name is missing.
+        """
+        parallel = self.parallel
+        if parallel is None:
+            return self.parts[0].load_state_dict(state_dict, strict=strict, assign=assign)
+        try:
+            load_full_state(parallel, dict(state_dict))
+        except KeyError as error:
+            raise UsageError(f"the state lacks {error.args[0]}") from None
+        return None
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip gradients like ``torch.nn.utils.clip_grad_norm_``, over all ranks and shards (collective)."""
+        parallel = self.parallel
+        if parallel is None:
+            return nn.utils.clip_grad_norm_(self.parts[0].parameters(), max_norm)
+        return clip(parallel, max_norm)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.parallel is None:
+            return super().__reduce_ex__(protocol)
+        raise UsageError(
+            "a model that ranks share cannot be copied or pickled as a whole: save model.state_dict(), and average "
+            "weights in copies of model.parameters()"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "origin" not in self.__dict__:
+                raise
+        return attributes.get_attribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_own = name in self.__dict__ or name in self.__dict__.get("_modules", ()) or hasattr(type(self), name)
+        if is_own or "origin" not in self.__dict__ or not attributes.set_attribute(self, name, value):
+            super().__setattr__(name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        """A module of a model that is a sequence, or whatever the model has at ``key``."""
+        return attributes.part_of(self, self.origin[key])  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self.origin)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def module(self) -> Self:
+        """This model itself, for programs that were written for ``DistributedDataParallel``."""
+        return self
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """A context that does nothing: gradients may accumulate over several backwards, and are reduced after each."""
+        return contextlib.nullcontext()
