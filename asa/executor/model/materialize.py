@@ -284,7 +284,7 @@ def materialize(
         modes = Modes.of(model)
         # A profile that was measured compared the trace with the model; an estimate did not.
         known = plan.model_fingerprint if plan.origin == "measured" else ""
-        traced = trace(model, example, name=plan.model_spec, known=known)
+        traced = trace(model, example, name=plan.model_spec, known_fingerprint=known)
     _check(plan, traced, strategies)
     if outer is not None and outer.weights != (plan.stages[0].weights or ()):
         raise UsageError(
@@ -326,7 +326,7 @@ def materialize(
         if assignment.checkpoint:
             recompute(component, context)
         component.to(device)
-        component.settle()
+        component.cache_lookups()
     execution.require(device, plan.compiled)
     execution.settle_kernels(device, plan.precision)
     execution.apply(traced.components, plan.compiled, eager=BySample)
