@@ -23,17 +23,17 @@ def between(bench: Bench, model: str, one: str, other: str) -> str:
 
 def busy(bench: Bench, model: str) -> str:
     """Text on the cores that other processes used while ``model`` was measured, if too many; otherwise empty."""
-    taken = next((c.others_cores for c in bench.comparisons if c.model == model and c.others_cores is not None), None)
+    others = next((c.others_cores for c in bench.comparisons if c.model == model and c.others_cores is not None), None)
     ranks = max((r.ranks for r in bench.of(model)), default=1)
-    return crowded(taken, bench.environment.cpu_cores, ranks)
+    return crowded(others, bench.environment.cpu_cores, ranks)
 
 
-def crowded(taken: float | None, cores: int, ranks: int) -> str:
+def crowded(others: float | None, cores: int, ranks: int) -> str:
     """Text on cores that other processes used while ``ranks`` ranks were measured, if too many; otherwise empty."""
-    if taken is None or taken <= max(0, cores - ranks) + _BUSY * min(ranks, cores):
+    if others is None or others <= max(0, cores - ranks) + _BUSY * min(ranks, cores):
         return ""
     return (
-        f"other processes kept {taken:.1f} of {cores} cores busy while {ranks} ranks were measured: no verdict; "
+        f"other processes kept {others:.1f} of {cores} cores busy while {ranks} ranks were measured: no verdict; "
         "measure again on a quiet machine"
     )
 
@@ -42,13 +42,13 @@ def against(c: Comparison, noise: Comparison | None, *, disturbed: bool = False)
     """How much less or more time the left strategy takes than the right one, in one line."""
     low, high = sorted((1 - c.low, 1 - c.high))
     spread = f"{'all' if c.pairs < FEWEST else '95 %'}: {100 * low:.1f} to {100 * high:.1f} %, {c.pairs} pairs"
-    found = verdict(c, noise, disturbed=disturbed)
-    if found in (c.left, c.right):
-        word = "faster" if found == c.left else "slower"
-        if found == c.right:
+    conclusion = verdict(c, noise, disturbed=disturbed)
+    if conclusion in (c.left, c.right):
+        word = "faster" if conclusion == c.left else "slower"
+        if conclusion == c.right:
             spread = f"95 %: {-100 * high:.1f} to {-100 * low:.1f} %, {c.pairs} pairs"
         return f"{percent(abs(1 - c.ratio))} {word} than {c.right} ({spread})"
-    return f"{c.right}: {percent(1 - c.ratio, signed=True)} ({spread}): {found or 'no verdict'}"
+    return f"{c.right}: {percent(1 - c.ratio, signed=True)} ({spread}): {conclusion or 'no verdict'}"
 
 
 def verdict(c: Comparison, noise: Comparison | None, *, disturbed: bool = False) -> str:
@@ -71,6 +71,6 @@ def comparison(c: Comparison, noise: Comparison | None, *, disturbed: bool = Fal
     interval = f"{c.ratio:.3f} ({'all' if few else '95 %'}: {c.low:.3f} to {c.high:.3f}, {c.pairs} pairs)"
     if c.left == c.right:
         return f"A/A, {c.left} against itself: {interval}: a ratio inside this says nothing"
-    found = verdict(c, noise, disturbed=disturbed)
-    faster = " is faster" if found in (c.left, c.right) else ""
-    return f"time of {c.left} over {c.right}: {interval}" + (f": {found}{faster}" if found else "")
+    conclusion = verdict(c, noise, disturbed=disturbed)
+    faster = " is faster" if conclusion in (c.left, c.right) else ""
+    return f"time of {c.left} over {c.right}: {interval}" + (f": {conclusion}{faster}" if conclusion else "")
