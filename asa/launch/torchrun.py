@@ -73,25 +73,25 @@ def join(*, backend: str = "gloo", timeout_s: float = 600) -> Iterator[TorchrunR
         return
     if not launched():
         raise UsageError("not under a launcher: RANK and WORLD_SIZE are not set; start with torchrun, or let asa start")
-    identity = TorchrunRank(rank=_number("RANK"), num_ranks=_number("WORLD_SIZE"), local_rank=_number("LOCAL_RANK", 0))
-    if not 0 <= identity.rank < identity.num_ranks:
-        raise UsageError(f"RANK={identity.rank} is not one of WORLD_SIZE={identity.num_ranks} ranks; they count from 0")
-    if backend == "nccl" and identity.local_rank >= cuda_devices():
+    place = TorchrunRank(rank=_number("RANK"), num_ranks=_number("WORLD_SIZE"), local_rank=_number("LOCAL_RANK", 0))
+    if not 0 <= place.rank < place.num_ranks:
+        raise UsageError(f"RANK={place.rank} is not one of WORLD_SIZE={place.num_ranks} ranks; they count from 0")
+    if backend == "nccl" and place.local_rank >= cuda_devices():
         raise UnavailableError(
-            f"local rank {identity.local_rank} needs a CUDA device of its own, this machine has {cuda_devices()}; "
+            f"local rank {place.local_rank} needs a CUDA device of its own, this machine has {cuda_devices()}; "
             "start fewer ranks per machine"
         )
     faults.reached("rendezvous")
     timeout = timedelta(seconds=timeout_s)
     try:
         store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
-        own_store = PrefixStore(f"asa/{_meeting(store, rank, num_ranks, timeout_s)}", store)
+        own = PrefixStore(f"asa/{_meeting(store, rank, num_ranks, timeout_s)}", store)
         keep_freed_memory()
-        form_group(backend, own_store, rank, num_ranks, identity.local_rank, timeout)
+        form_group(backend, own, rank, num_ranks, place.local_rank, timeout)
     except (dist.DistError, ValueError, OSError) as error:
         reason = " ".join(str(error).split())[:200] + _remedy(os.environ)
-        raise UnavailableError(f"rank {identity.rank} of {identity.num_ranks} found no rendezvous: {reason}") from error
-    yield identity
+        raise UnavailableError(f"rank {place.rank} of {place.num_ranks} found no rendezvous: {reason}") from error
+    yield place
     dist.destroy_process_group()
 
 
@@ -113,27 +113,27 @@ def _meeting(store: Store, rank: int, num_ranks: int, timeout_s: float) -> str:
     Raises:
         DistError: not all ranks arrived in time.
     """
-    own_name = secrets.token_hex(8)
+    mine = secrets.token_hex(8)
     if rank:
-        store.set(f"asa/asks/{rank}", own_name)
-        meeting: str = store.get(f"asa/told/{own_name}").decode()
-        store.set(f"asa/heard/{meeting}/{rank}", "")
-        return meeting
+        store.set(f"asa/asks/{rank}", mine)
+        told: str = store.get(f"asa/told/{mine}").decode()
+        store.set(f"asa/heard/{told}/{rank}", "")
+        return told
     missing, until = set(range(1, num_ranks)), time.monotonic() + timeout_s
     answered: set[str] = set()
     while missing:
         for other in sorted(missing):
-            if store.check([f"asa/heard/{own_name}/{other}"]):
+            if store.check([f"asa/heard/{mine}/{other}"]):
                 missing.discard(other)
             elif store.check([f"asa/asks/{other}"]):
                 name = store.get(f"asa/asks/{other}").decode()
                 if name not in answered:
                     answered.add(name)
-                    store.set(f"asa/told/{name}", own_name)
+                    store.set(f"asa/told/{name}", mine)
         if missing and time.monotonic() > until:
             raise dist.DistStoreError(f"rank {min(missing)} did not come within {timeout_s:g} s")
         time.sleep(_LOOK_S if missing else 0.0)
-    return own_name
+    return mine
 
 
 def _number(variable: str, otherwise: int | None = None) -> int:

@@ -207,10 +207,10 @@ def others_may_leave() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        report = failure(error)
-        if not report.collective:
+        found = failure(error)
+        if not found.collective:
             raise
-        raise WorkersFailedError(f"another rank is gone; this one {report.line}") from error
+        raise WorkersFailedError(f"another rank is gone; this one {found.line}") from error
 
 
 def _pickles(value: object) -> bool:

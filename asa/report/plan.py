@@ -26,11 +26,11 @@ def render(plan: Plan, *, verbose: bool = False, shares: Sequence[float] = ()) -
     ``shares``: of a step, per component, if known. ``verbose``: every strategy with its refusal, the parts of the step,
     the space of the certificate and the course of the search.
     """
-    lines: list[RenderableType] = [headline(plan), *standing(plan), line("")]
-    lines += [assignments(plan, shares), line(""), *baselines(plan, verbose=verbose)]
+    found: list[RenderableType] = [headline(plan), *standing(plan), line("")]
+    found += [assignments(plan, shares), line(""), *baselines(plan, verbose=verbose)]
     if verbose:
-        lines += [line(""), prediction(plan), certificate(plan), *search(plan), *doubt(plan)]
-    return [*lines, *measured(plan), *(line(f"note: {n}") for n in plan.notes)]
+        found += [line(""), prediction(plan), certificate(plan), *search(plan), *doubt(plan)]
+    return [*found, *measured(plan), *(line(f"note: {n}") for n in plan.notes)]
 
 
 def headline(plan: Plan) -> RenderableType:

@@ -157,14 +157,14 @@ def cost(points: Sequence[CostPoint]) -> Chart:
     )
 
 
-def beside(difference: Difference) -> Chart:
+def beside(found: Difference) -> Chart:
     """The step of the plan and of another one, term by term."""
-    rows: list[Row] = [("term", "this plan", difference.other)]
-    rows += [(t.name, t.plan_s, t.other_s) for t in difference.terms]
+    rows: list[Row] = [("term", "this plan", found.other)]
+    rows += [(t.name, t.plan_s, t.other_s) for t in found.terms]
     return Chart(
         name="beside",
-        title=f"This plan beside {difference.other}",
-        caption=f"Terms of the step, foretold: {seconds(difference.plan_s)} here, {seconds(difference.other_s)} there.",
+        title=f"This plan beside {found.other}",
+        caption=f"Terms of the step, foretold: {seconds(found.plan_s)} here, {seconds(found.other_s)} there.",
         columns=("term", "plan_s", "other_s"),
         rows=tuple(rows),
         draw=plan_drawing.beside,

@@ -29,10 +29,10 @@ def render(check: SealedCheck) -> list[RenderableType]:
             )
         ]
     columns = ("model", "strategy", "batch", "sealed", "foretold", "measured", "error", "in 90 %", "memory error")
-    result = table(f"Sealed predictions on {machine}", columns, left=2)
+    made = table(f"Sealed predictions on {machine}", columns, left=2)
     for c in check.cells:
         m = c.measured
-        result.add_row(
+        made.add_row(
             f"{c.model} at {'x'.join(map(str, c.input_shape))}",
             c.strategy,
             str(c.global_batch),
@@ -45,7 +45,7 @@ def render(check: SealedCheck) -> list[RenderableType]:
         )
     s = scores(check)
     return [
-        result,
+        made,
         line(""),
         line(
             f"{s['measured']} of {s['cells']} cells measured, {s['failed']} failed; mean absolute error "

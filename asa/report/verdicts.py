@@ -28,12 +28,12 @@ def busy(bench: Bench, model: str) -> str:
     return crowded(others, bench.environment.cpu_cores, ranks)
 
 
-def crowded(others: float | None, cores: int, ranks: int) -> str:
+def crowded(taken: float | None, cores: int, ranks: int) -> str:
     """Text on cores that other processes used while ``ranks`` ranks were measured, if too many; otherwise empty."""
-    if others is None or others <= max(0, cores - ranks) + _BUSY * min(ranks, cores):
+    if taken is None or taken <= max(0, cores - ranks) + _BUSY * min(ranks, cores):
         return ""
     return (
-        f"other processes kept {others:.1f} of {cores} cores busy while {ranks} ranks were measured: no verdict; "
+        f"other processes kept {taken:.1f} of {cores} cores busy while {ranks} ranks were measured: no verdict; "
         "measure again on a quiet machine"
     )
 
@@ -42,13 +42,13 @@ def against(c: Comparison, noise: Comparison | None, *, disturbed: bool = False)
     """How much less or more time the left strategy takes than the right one, in one line."""
     low, high = sorted((1 - c.low, 1 - c.high))
     spread = f"{'all' if c.pairs < FEWEST else '95 %'}: {100 * low:.1f} to {100 * high:.1f} %, {c.pairs} pairs"
-    conclusion = verdict(c, noise, disturbed=disturbed)
-    if conclusion in (c.left, c.right):
-        word = "faster" if conclusion == c.left else "slower"
-        if conclusion == c.right:
+    found = verdict(c, noise, disturbed=disturbed)
+    if found in (c.left, c.right):
+        word = "faster" if found == c.left else "slower"
+        if found == c.right:
             spread = f"95 %: {-100 * high:.1f} to {-100 * low:.1f} %, {c.pairs} pairs"
         return f"{percent(abs(1 - c.ratio))} {word} than {c.right} ({spread})"
-    return f"{c.right}: {percent(1 - c.ratio, signed=True)} ({spread}): {conclusion or 'no verdict'}"
+    return f"{c.right}: {percent(1 - c.ratio, signed=True)} ({spread}): {found or 'no verdict'}"
 
 
 def verdict(c: Comparison, noise: Comparison | None, *, disturbed: bool = False) -> str:
