@@ -130,7 +130,7 @@ def _tables_on(rank: int, sizes: Sequence[int], limit_s: float, source: str) -> 
             assert isinstance(group, dist.ProcessGroup)
             found += measure_tables(
                 group, device, clock_of(device), sizes=sizes, slice_s=limit_s / len(counts), source=source,
-                say=lambda *_: None,
+                report=lambda *_: None,
             )  # fmt: skip
         agree()
     return tuple(found)

@@ -37,7 +37,7 @@ class _Beside:
     def goes_on(self) -> bool:
         return self.looks < _TAKES and not self.stopped
 
-    def found(self) -> Answer | None:
+    def result(self) -> Answer | None:
         self.looks += 1
         if self.goes_on:
             return None
@@ -134,14 +134,14 @@ def _asked(cluster: Cluster) -> tuple[BackgroundSearch, Question]:
 
 
 def _answer(search: BackgroundSearch) -> Answer:
-    while (found := search.found()) is None:
+    while (found := search.result()) is None:
         time.sleep(0.02)
     return found
 
 
 def test_another_process_finds_what_this_one_would() -> None:
     search, question = _asked(nouns.cluster(2))
-    assert search.found() is None
+    assert search.result() is None
     model = Model(profile=PROFILE, cluster=nouns.cluster(2), strategies=offered(), solve=solve_again)
     here, there = model.answer(question), _answer(search)
     assert [len(a.placements) for a in (here, there)] == [1 + len(here.found)] * 2

@@ -288,13 +288,13 @@ def test_the_newest_profile_is_the_one_with_the_latest_date_inside(elsewhere, mo
 def test_a_profile_of_another_input_leaves_the_first_where_it_is(tmp_path):
     first, path = nouns.profile(), tmp_path / "tiny.cpu.fp32.json"
     larger = replace(first, graph=replace(first.graph, input_shape=(3, 9, 9)))
-    assert places.beside(path, first) == path
+    assert places.path_for(path, first) == path
     codec.save(first, path)
-    assert places.beside(path, nouns.profile(created="2026-01-02T03:04:05+00:00")) == path
-    other = places.beside(path, larger)
+    assert places.path_for(path, nouns.profile(created="2026-01-02T03:04:05+00:00")) == path
+    other = places.path_for(path, larger)
     assert other.name == f"tiny.3x9x9-{first.graph.num_classes}.cpu.fp32.json"
     path.write_text("torn")
-    assert places.beside(path, larger) == path
+    assert places.path_for(path, larger) == path
 
 
 def test_profiles_beside_the_source_are_found_from_anywhere(elsewhere, monkeypatch):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import asa
 from asa.executor.measuring.equivalence import verify
 from asa.profiler.measure import profile_module
-from asa.sharding.generators import drawing, told
+from asa.sharding.generators import drawing, draws_note
 from asa.sharding.randomness import make_reproducible
 from asa.sharding.samples import SampleAlphaDropout, SampleContext, SampleRReLU
 from asa.strategies import offered
@@ -138,7 +138,7 @@ def found_in(model: nn.Module, x: Tensor) -> dict[str, tuple[str, ...]]:
 def test_what_draws_by_itself_is_found(draw: nn.Module, operator: str) -> None:
     found = found_in(Noisy(draw), torch.zeros(2, 4))
     assert [o for operators in found.values() for o in operators] == [operator] * bool(operator)
-    assert ("depends on the plan" in " ".join(told(found))) == bool(operator)
+    assert ("depends on the plan" in " ".join(draws_note(found))) == bool(operator)
 
 
 def test_a_note_goes_from_the_profile_into_the_plan() -> None:

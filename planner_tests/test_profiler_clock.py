@@ -57,7 +57,7 @@ def test_one_interrupted_repeat_in_twenty_does_not_count():
 def _rounds(repeats: Repeats, value) -> int:
     samples: list[float] = []
     for n in count():
-        if not repeats.again([samples]):
+        if not repeats.goes_on([samples]):
             return n
         samples.append(value(n))
     raise AssertionError
@@ -79,8 +79,8 @@ def test_repeats_end_when_settled_out_of_time_or_at_the_most(slice_s, value, exp
 
 def test_repeats_wait_for_the_worst_series():
     repeats = Repeats(slice_s=1e9, most=100, now=lambda: 0.0)
-    assert repeats.again([[1.0] * 9, [1.0, 2.0] * 5])
-    assert not repeats.again([[1.0] * 9, [2.0] * 9])
+    assert repeats.goes_on([[1.0] * 9, [1.0, 2.0] * 5])
+    assert not repeats.goes_on([[1.0] * 9, [2.0] * 9])
 
 
 def test_a_scaled_stat_keeps_its_shape():

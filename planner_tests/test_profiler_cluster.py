@@ -163,7 +163,7 @@ def _over_slow_links(rank: int) -> tuple[list[int], dict[str, int]]:
         setattr(direct, name, slow(name))
     within = [message_within(1 << 24, group, device, clock, seconds=s) for s in (0.02, 1 / 3, 1e-9)]
     tables = measure_tables(
-        group, device, clock, sizes=[4**k for k in range(6, 12)], slice_s=1.0, source="a test", say=lambda *_: None,
+        group, device, clock, sizes=[4**k for k in range(6, 12)], slice_s=1.0, source="a test", report=lambda *_: None,
         between=lambda: time.sleep(1 / 6),
     )  # fmt: skip
     return within, {t.op: t.points[-1][0] for t in tables}

@@ -135,10 +135,10 @@ def test_the_command_compares_with_a_rank_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``asa train --rehearse``: contention, interference and spread are the plan's, not the rehearsal's."""
-    from asa.cli.rehearse import alone
+    from asa.cli.rehearse import without_contention
 
     profile, cluster = nouns.profile(), nouns.cluster()
-    calm, quiet = alone(profile, cluster)
+    calm, quiet = without_contention(profile, cluster)
     assert all(t.forward.p90 == t.forward.median for t in calm.timings)
     assert quiet.contention == ()
     assert quiet.overlap.saving == 1

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from asa.errors import UsageError
 from asa.executor.model.loss import hits_of, loss_of
-from asa.zoo.admission import told_classes
+from asa.zoo.admission import num_classes_of
 from asa.zoo.data import fetch, open_split
 from asa.zoo.models import build
 from asa.zoo.names import check
@@ -82,4 +82,4 @@ def test_images_are_refused_for_a_model_of_tokens():
 
 
 def test_classes_of_tokens_are_not_the_length_of_the_sequence():
-    assert told_classes(build("gpt2:tiny", num_classes=50, input_shape=(16,)), "gpt2:tiny", (16,)) == 50
+    assert num_classes_of(build("gpt2:tiny", num_classes=50, input_shape=(16,)), "gpt2:tiny", (16,)) == 50

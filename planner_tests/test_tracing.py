@@ -169,7 +169,7 @@ def test_a_settled_component_computes_the_same_with_whatever_parameters_it_has_b
     x = torch.rand(2, 3, 8, 8)
     first = trace(model, x, name="vit").components[0].eval()
     wanted = first(x)[0]
-    first.settle()
+    first.cache_lookups()
     assert torch.equal(first(x)[0], wanted)
     assert copy.deepcopy(first)(x)[0].equal(wanted)
     first.register_parameter("class_token", nn.Parameter(first.class_token + 1))  # as fully_shard puts others there
@@ -185,7 +185,7 @@ def test_a_settled_component_still_has_two_modes() -> None:
     model, x = build("googlenet")
     components = trace(model, x, name="g").components
     component = next(c for c in components if c.name == "inception4a")
-    component.settle()
+    component.cache_lookups()
     value = torch.randn(2, 480, 4, 4)
     assert len(component.train()(value)) == 2
     assert len(component.eval()(value)) == 1

@@ -157,8 +157,8 @@ def test_what_was_compared_before_is_not_compared_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(tracing, "disagreement", compare)
     model = Plain()
     first = trace(model, X, name="net")
-    again = trace(model, X, name="net", known=first.model_fingerprint)
-    other = trace(model, X, name="net", known="0" * 16)
+    again = trace(model, X, name="net", known_fingerprint=first.model_fingerprint)
+    other = trace(model, X, name="net", known_fingerprint="0" * 16)
     assert len(asked) == 2
     assert again.facts == []
     assert again.model_fingerprint == other.model_fingerprint == first.model_fingerprint

@@ -87,7 +87,7 @@ def measured_plan() -> Plan:
     before = Belief(p_best=(0.7, 0.3), expected_regret=(0.05, 0.2))
     after = Belief(p_best=(0.01, 0.99), expected_regret=(0.3, 0.001))
     made = verify_plans._measured([first, other], cells, [5, 6], 9.0, 1, before, after, nouns.cluster(2))
-    chosen = verify_plans._as_answer(first, other, verify_plans._said([first, other], 1, made))
+    chosen = verify_plans._as_answer(first, other, verify_plans._verdict([first, other], 1, made))
     return replace(chosen, measured=made)
 
 

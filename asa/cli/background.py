@@ -41,16 +41,16 @@ class BackgroundSearch:
         faults.reached("replan.solve")
         self._began = time.monotonic()
         self._answer = tempfile.TemporaryFile()  # noqa: SIM115
-        with tempfile.TemporaryFile() as asked:
-            pickle.dump((os.getpid(), _cores(), profile, cluster, question), asked)
-            asked.seek(0)
+        with tempfile.TemporaryFile() as question_file:
+            pickle.dump((os.getpid(), _cores(), profile, cluster, question), question_file)
+            question_file.seek(0)
             environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "asa.cli.background"], stdin=asked, stdout=self._answer,
+                [sys.executable, "-m", "asa.cli.background"], stdin=question_file, stdout=self._answer,
                 stderr=subprocess.DEVNULL, env=environment,
             )  # fmt: skip
 
-    def found(self) -> Answer | None:
+    def result(self) -> Answer | None:
         """The answer; None while the search is running.
 
         Raises:
@@ -66,10 +66,10 @@ class BackgroundSearch:
             data = self._answer.read()
         if self._process.returncode != 0 or not data:
             raise UnavailableError(f"the search broke (exit status {self._process.returncode})")
-        found: Answer | str = pickle.loads(data)  # safe: written by this program's child to an unnamed file
-        if isinstance(found, str):
-            raise InfeasibleError(found)
-        return found
+        answer: Answer | str = pickle.loads(data)  # safe: written by this program's child to an unnamed file
+        if isinstance(answer, str):
+            raise InfeasibleError(answer)
+        return answer
 
     def stop(self) -> None:
         """End the search, whose answer is no longer needed."""
@@ -115,13 +115,13 @@ def main() -> None:
     from asa.scheduler.model import Model
     from asa.strategies import offered
 
-    found: Answer | str
+    answer: Answer | str
     try:
         model = Model(profile=profile, cluster=cluster, strategies=offered(), solve=solve_again)
-        found = model.answer(question)
+        answer = model.answer(question)
     except AsaError as error:
-        found = str(error)
-    sys.stdout.buffer.write(pickle.dumps(found))
+        answer = str(error)
+    sys.stdout.buffer.write(pickle.dumps(answer))
 
 
 if __name__ == "__main__":

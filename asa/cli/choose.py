@@ -86,16 +86,16 @@ def profile(
             )
         return _for_cluster(named, cluster, f"profile {model}")
     every = places.profiles(console)
-    known = [(path, p) for path, p in every if fits(p, args, model)]
-    for path, p in known:
+    matches = [(path, p) for path, p in every if fits(p, args, model)]
+    for path, p in matches:
         if cluster is None or p.device.type == cluster.device.type:
-            better = fastest(p, known)
+            better = fastest(p, matches)
             if better is None:
-                return p, f"profile {places.shown(path)}{_others(p, known)}"
-            said = f"{better[1].execution or 'plain'}, measured {p.step_s / better[1].step_s:.2f} times as fast"
-            return better[1], f"profile {places.shown(better[0])}: {said} as {p.execution or 'plain'}"
-    if known:
-        path, p = known[0]
+                return p, f"profile {places.shown(path)}{_others(p, matches)}"
+            reason = f"{better[1].execution or 'plain'}, measured {p.step_s / better[1].step_s:.2f} times as fast"
+            return better[1], f"profile {places.shown(better[0])}: {reason} as {p.execution or 'plain'}"
+    if matches:
+        path, p = matches[0]
         return _for_cluster(p, cluster, f"profile {places.shown(path)}")
     if model is None and every:
         raise InvalidInputError(
@@ -111,17 +111,17 @@ def profile(
         known_models = ", ".join(sorted({p.model_spec for _, p in every}))
         raise UnavailableError(f"{lacking('torch', f'to look at {model}')}; there are profiles of {known_models}")
     if cluster is None or cluster.device.type == "cpu" or _has_cuda():
-        here = _device_here(cluster.device.type if cluster else "auto")
-        admit(cluster or default_cluster(console, here, args.gpus))
-        return measured(args, console, model, here.type)
+        device = _local_device(cluster.device.type if cluster else "auto")
+        admit(cluster or default_cluster(console, device, args.gpus))
+        return measured(args, console, model, device.type)
     return estimated(args, model, cluster)
 
 
-def _device_here(asked: str) -> DeviceRecord:
+def _local_device(kind: str) -> DeviceRecord:
     """Description of the device on which a measurement would run."""
     from asa.profiler.machine import choose_device, device_record
 
-    return device_record(choose_device(asked))
+    return device_record(choose_device(kind))
 
 
 def profile_here(
@@ -129,9 +129,9 @@ def profile_here(
 ) -> tuple[Profile, str]:
     """A profile for this device, up to the requested batch (at the model's own input size by default): the newest
     stored one, or a new measurement."""
-    found = known_here(args, console, model, device)
-    if found is not None:
-        return found
+    stored = known_here(args, console, model, device)
+    if stored is not None:
+        return stored
     return measured(args, console, model, device, limit_s=limit_s, max_degree=max(8, gpus))
 
 
@@ -139,11 +139,11 @@ def known_here(args: Arguments, console: Console, model: str, device: str) -> tu
     """The newest fitting profile measured on this device, and a sentence about it; None if there is none."""
     from asa.zoo.models import default_input
 
-    name = _device_here(device).name
+    name = _local_device(device).name
     shape, _ = default_input(model, input_shape(args), args.classes)
     for path, p in places.profiles(console):
-        here = p.device.name == name and p.graph.input_shape == shape
-        if here and fits(p, args, model) and p.global_batch >= (args.global_batch or 1):
+        is_local = p.device.name == name and p.graph.input_shape == shape
+        if is_local and fits(p, args, model) and p.global_batch >= (args.global_batch or 1):
             return p, f"profile {places.shown(path)}"
     return None
 
@@ -169,7 +169,7 @@ def measured(
     shape, classes = default_input(model, input_shape(args), args.classes)
     chosen = choose_device(device).type
     with console.progress(f"profiling {model}") as report:
-        made = profile_model(
+        new = profile_model(
             model,
             input_shape=shape,
             num_classes=classes,
@@ -182,9 +182,9 @@ def measured(
             max_tensor_degree=max_degree,
             progress=report,
         )
-    path = output or places.beside(profile_path(made, places.PROFILES), made)
-    codec.save(made, path)
-    return made, f"profile {path}, measured now"
+    path = output or places.path_for(profile_path(new, places.PROFILES), new)
+    codec.save(new, path)
+    return new, f"profile {path}, measured now"
 
 
 def origins(plan: Plan, console: Console, args: Arguments | None = None) -> tuple[Profile, Cluster]:
@@ -203,13 +203,13 @@ def origins(plan: Plan, console: Console, args: Arguments | None = None) -> tupl
         profiles = places.origin(Profile, plan.profile_fingerprint)
         profiles = profiles or [p for _, p in places.profiles(console)] + places.estimates(console)
         profiles += places.corrected(Profile, console)
-    found = next((p for p in profiles if codec.fingerprint(p) == plan.profile_fingerprint), None)
-    if found is None and profile_file is not None:
+    base = next((p for p in profiles if codec.fingerprint(p) == plan.profile_fingerprint), None)
+    if base is None and profile_file is not None:
         raise InvalidInputError(
             f"{profile_file} ({codec.fingerprint(profiles[0])}) is not the profile the plan was made from "
             f"({plan.profile_fingerprint}); name that one, or plan again"
         )
-    if found is None:
+    if base is None:
         raise InvalidInputError(
             f"the profile the plan was made from ({plan.profile_fingerprint}) is not in {places.PROFILES}/; "
             f"{remedy.format('--profile')}, or plan again"
@@ -225,7 +225,7 @@ def origins(plan: Plan, console: Console, args: Arguments | None = None) -> tupl
     clusters += [widen.widened(c, plan.gpus) for c in clusters if widen.possible(c, plan.gpus)]
     for cluster in clusters:
         if codec.fingerprint(cluster) == plan.cluster_fingerprint:
-            return found, cluster
+            return base, cluster
     raise InvalidInputError(
         f"the cluster the plan was made for ({plan.cluster}, {plan.cluster_fingerprint}) is not in {places.PROFILES}/; "
         f"{remedy.format('--cluster')}, or plan again"
@@ -239,12 +239,12 @@ def fits(p: Profile, args: Arguments, model: str | None) -> bool:
         and (input_shape(args) is None or p.graph.input_shape == input_shape(args))
         and (args.classes is None or p.graph.num_classes == args.classes)
         and (not args.given("precision") or p.precision == args.precision)
-        and (not _given(args, "memory_format") or p.memory_format == args.memory_format)
-        and (not _given(args, "compile") or p.compiled == args.compile)
+        and (not _is_set(args, "memory_format") or p.memory_format == args.memory_format)
+        and (not _is_set(args, "compile") or p.compiled == args.compile)
     )
 
 
-def _given(args: Arguments, name: str) -> bool:
+def _is_set(args: Arguments, name: str) -> bool:
     """Whether the command has the option ``name``, and it was set."""
     return hasattr(args, name) and args.given(name)
 
@@ -257,24 +257,24 @@ def fastest(first: Profile, others: list[tuple[Path, Profile]]) -> tuple[Path, P
         same = all(getattr(p, what) == getattr(first, what) for what in ("model_fingerprint", "device", "precision"))
         if same and p.global_batch == first.global_batch and p.provenance.trusted == first.provenance.trusted:
             ways.setdefault(p.execution, (path, p))
-    best = min(ways.values(), key=lambda found: found[1].step_s, default=None)
+    best = min(ways.values(), key=lambda entry: entry[1].step_s, default=None)
     return None if best is None or best[1] is first or best[1].step_s >= first.step_s else best
 
 
-def _others(chosen: Profile, known: list[tuple[Path, Profile]]) -> str:
+def _others(chosen: Profile, profiles: list[tuple[Path, Profile]]) -> str:
     """What distinguishes the newest profile from others of the same model, of other inputs or classes."""
-    mine = (chosen.graph.input_shape, chosen.graph.num_classes)
+    own_key = (chosen.graph.input_shape, chosen.graph.num_classes)
     others = {
         (p.graph.input_shape, p.graph.num_classes)
-        for _, p in known
+        for _, p in profiles
         if p.model_spec == chosen.model_spec and p.device.type == chosen.device.type
-    } - {mine}
+    } - {own_key}
     if not others:
         return ""
     shape, classes = min(others)
     option = "--tokens" if len(shape) == 1 else "--input"
-    asked = f"{option} {'x'.join(map(str, shape))}" if shape != mine[0] else f"--classes {classes}"
-    return f", the newest of {chosen.model_spec}: {described(chosen).partition(' at ')[2]}; {asked} takes another"
+    hint = f"{option} {'x'.join(map(str, shape))}" if shape != own_key[0] else f"--classes {classes}"
+    return f", the newest of {chosen.model_spec}: {described(chosen).partition(' at ')[2]}; {hint} takes another"
 
 
 def described(p: Profile) -> str:
@@ -284,12 +284,12 @@ def described(p: Profile) -> str:
     )
 
 
-def _for_cluster(p: Profile, cluster: Cluster | None, said: str) -> tuple[Profile, str]:
+def _for_cluster(p: Profile, cluster: Cluster | None, text: str) -> tuple[Profile, str]:
     """``p`` with its sentence, extended by a warning if it was measured on another kind of device and must be
     converted."""
     if cluster is None or p.device.type == cluster.device.type:
-        return p, said
-    return p, f"{said} was taken on {p.device.name}; times on {cluster.device.name} are estimated from it, uncalibrated"
+        return p, text
+    return p, f"{text} was taken on {p.device.name}; times on {cluster.device.name} are estimated from it, uncalibrated"
 
 
 def _has_cuda() -> bool:

@@ -19,8 +19,8 @@ def run_list(_: Arguments, console: Console) -> None:
     from asa.cost.machine import presets
     from asa.report import cluster as report
 
-    found = [(places.shown(path), c) for path, c in places.clusters(console)]
-    found += [("preset", presets.load(name)) for name in presets.names()]
+    clusters = [(places.shown(path), c) for path, c in places.clusters(console)]
+    clusters += [("preset", presets.load(name)) for name in presets.names()]
     rows = [
         {
             "name": c.name,
@@ -32,10 +32,10 @@ def run_list(_: Arguments, console: Console) -> None:
             "status": c.status,
             "source": c.source,
         }
-        for origin, c in found
+        for origin, c in clusters
     ]
     data = {"schema_version": codec.SCHEMA_VERSION, "kind": "clusters", "clusters": rows}
-    console.result(data, lambda: [report.overview(found)])
+    console.result(data, lambda: [report.overview(clusters)])
 
 
 def run_show(args: Arguments, console: Console) -> None:
@@ -43,8 +43,8 @@ def run_show(args: Arguments, console: Console) -> None:
     from asa.cli.choose import named_cluster
     from asa.report import cluster as report
 
-    found = named_cluster(args.cluster)
-    console.result(codec.document(found), lambda: report.render(found))
+    cluster = named_cluster(args.cluster)
+    console.result(codec.document(cluster), lambda: report.render(cluster))
 
 
 def run_measure(args: Arguments, console: Console) -> None:
@@ -60,20 +60,20 @@ def run_measure(args: Arguments, console: Console) -> None:
     ranks = ranks if on_cuda or args.gpus else usable_cores()
     began = time.monotonic()
     with console.progress(f"measuring {ranks} ranks") as progress:
-        made = measure_cluster(
+        cluster = measure_cluster(
             ranks,
             backend="nccl" if on_cuda else "gloo",
             time_limit_s=args.time_limit,
             name=args.name,
             progress=progress,
         )
-    path = Path(args.output) if args.output else places.cluster_path(made)
-    codec.save(made, path)
-    console.result(codec.document(made), lambda: report.render(made))
-    took = time.monotonic() - began
-    if took > _NOTABLY_LONGER * args.time_limit:
+    path = Path(args.output) if args.output else places.cluster_path(cluster)
+    codec.save(cluster, path)
+    console.result(codec.document(cluster), lambda: report.render(cluster))
+    spent_s = time.monotonic() - began
+    if spent_s > _NOTABLY_LONGER * args.time_limit:
         console.say(
-            f"asa: this took {took:.0f} s, not {args.time_limit:g}: every figure is taken three times at least, and "
+            f"asa: this took {spent_s:.0f} s, not {args.time_limit:g}: every figure is taken three times at least, and "
             "other processes count"
         )
     console.say(f"asa: wrote {path}")

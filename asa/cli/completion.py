@@ -45,11 +45,11 @@ def values(verb: Verb, option: Option) -> Sequence[str]:
 
 def words(every: Sequence[Verb]) -> dict[str, list[str]]:
     """First words of commands, each with its second words, if any."""
-    found: dict[str, list[str]] = {}
+    second_words: dict[str, list[str]] = {}
     for verb in every:
         first, *rest = verb.name.split()
-        found.setdefault(first, []).extend(rest)
-    return found
+        second_words.setdefault(first, []).extend(rest)
+    return second_words
 
 
 def bash(every: Sequence[Verb]) -> str:
@@ -126,37 +126,37 @@ def zsh(every: Sequence[Verb]) -> str:
 
 
 def _zsh_option(verb: Verb, option: Option) -> list[str]:
-    known = values(verb, option)
-    action = f"({' '.join(known)})" if known else "_files"
+    choices = values(verb, option)
+    action = f"({' '.join(choices)})" if choices else "_files"
     if option.positional:
         return [f"'::{option.name}:{action}'"]
-    many, said = "*" if option.repeated else "", f"[{_quoted(option.help)}]"
-    taken = "" if option.switch else f":{option.name}:{action}"
-    return [f"'{many}{flag}{said}{taken}'" for flag in (option.short, f"--{option.name}") if flag]
+    many, description = "*" if option.repeated else "", f"[{_quoted(option.help)}]"
+    argument = "" if option.switch else f":{option.name}:{action}"
+    return [f"'{many}{flag}{description}{argument}'" for flag in (option.short, f"--{option.name}") if flag]
 
 
 def fish(every: Sequence[Verb]) -> str:
     """Script for ``asa completion fish | source``, or a file in ``~/.config/fish/completions``."""
-    found = ["# fish completion of asa: asa completion fish | source"]
+    lines = ["# fish completion of asa: asa completion fish | source"]
     for first, rest in words(every).items():
         described = _quoted(_help(first))
-        found.append(f"complete -c asa -n __fish_use_subcommand -f -a {first} -d '{described}'")
+        lines.append(f"complete -c asa -n __fish_use_subcommand -f -a {first} -d '{described}'")
         if rest:
-            seen = f"__fish_seen_subcommand_from {first}; and not __fish_seen_subcommand_from {' '.join(rest)}"
-            found.append(f"complete -c asa -n '{seen}' -f -a '{' '.join(rest)}'")
+            condition = f"__fish_seen_subcommand_from {first}; and not __fish_seen_subcommand_from {' '.join(rest)}"
+            lines.append(f"complete -c asa -n '{condition}' -f -a '{' '.join(rest)}'")
     for verb in every:
-        seen = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in verb.name.split())
+        condition = "; and ".join(f"__fish_seen_subcommand_from {word}" for word in verb.name.split())
         rest = words(every).get(verb.name, [])
-        seen += f"; and not __fish_seen_subcommand_from {' '.join(rest)}" if rest else ""
+        condition += f"; and not __fish_seen_subcommand_from {' '.join(rest)}" if rest else ""
         for opt in verb.options:
-            known = " ".join(values(verb, opt))
+            choices = " ".join(values(verb, opt))
             if opt.positional:
-                found += [f"complete -c asa -n '{seen}' -a '{known}'"] if known else []
+                lines += [f"complete -c asa -n '{condition}' -a '{choices}'"] if choices else []
                 continue
             short = f" -s {opt.short.lstrip('-')}" if opt.short else ""
-            taken = "" if opt.switch else f" -x -a '{known}'" if known else " -r"
-            found.append(f"complete -c asa -n '{seen}'{short} -l {opt.name}{taken} -d '{_quoted(opt.help)}'")
-    return "\n".join([*found, ""])
+            argument = "" if opt.switch else f" -x -a '{choices}'" if choices else " -r"
+            lines.append(f"complete -c asa -n '{condition}'{short} -l {opt.name}{argument} -d '{_quoted(opt.help)}'")
+    return "\n".join([*lines, ""])
 
 
 def _help(first: str) -> str:

@@ -24,20 +24,20 @@ def run(args: Arguments, console: Console) -> None:
         raise UsageError(f"{args.verb!r} is no command; see `asa --help`")
     for verb in chosen:
         options = [option for option in verb.options if not option.positional]
-        found = resolve(Verb(name=verb.name, help="", run=verb.run, options=tuple(options)), {}, os.environ)
-        rows += [(verb.name, opt.name, getattr(found, opt.field), found.origin[opt.field]) for opt in options]
+        resolved = resolve(Verb(name=verb.name, help="", run=verb.run, options=tuple(options)), {}, os.environ)
+        rows += [(verb.name, opt.name, getattr(resolved, opt.field), resolved.origin[opt.field]) for opt in options]
     data = {
         "schema_version": codec.SCHEMA_VERSION,
         "kind": "config",
         "settings": [{"verb": v, "name": n, "value": codec.to_data(x), "from": w} for v, n, x, w in rows],
     }
     shown = table("Settings", ("verb", "setting", "value", "from"), left=4)
-    told = [row for row in rows if args.all or row[3] != "default"]
-    for verb_name, name, value, where in told:
+    visible = [row for row in rows if args.all or row[3] != "default"]
+    for verb_name, name, value, where in visible:
         text = ", ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
         shown.add_row(verb_name, name, text, where)
-    hidden = line(f"{len(rows) - len(told)} settings have their defaults; --all shows them too")
-    console.result(data, lambda: [*([shown] if told else []), *([hidden] if len(told) < len(rows) else [])])
+    hidden = line(f"{len(rows) - len(visible)} settings have their defaults; --all shows them too")
+    console.result(data, lambda: [*([shown] if visible else []), *([hidden] if len(visible) < len(rows) else [])])
 
 
 VERBS = (

@@ -28,7 +28,7 @@ def compared(
     from asa.strategies import offered
 
     named = Path(args.model) if args.model is not None and places.looks_like_file(args.model) else None
-    curves = [found for _, found in places.staleness(console, named)] if args.target is not None else []
+    curves = [curve for _, curve in places.staleness(console, named)] if args.target is not None else []
     return compare(
         profile, cluster, offered(), request, answer, loosely=args.consistency == "any", target=args.target,
         curves=curves,

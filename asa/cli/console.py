@@ -28,7 +28,7 @@ class Console:
         self.as_json = as_json
         self.first_rank = os.environ.get("RANK", "0") == "0"
         self._document_to: TextIO | None = None
-        self._told = False
+        self._document_printed = False
         self._bars: Progress | None = None
 
     def show(self, *parts: RenderableType) -> None:
@@ -46,14 +46,14 @@ class Console:
             # Sentences that go to a pipe stay on one line.
             console.print(part, soft_wrap=isinstance(part, Text))
 
-    def say(self, message: str, *, whole: bool = False) -> None:
+    def say(self, message: str, *, verbatim: bool = False) -> None:
         """Print a message to stderr. Failure to write (a full disk, a closed terminal) is ignored.
 
-        On a terminal it is wrapped at words; ``whole``: it is not, as it contains a command that people copy.
+        On a terminal it is wrapped at words; ``verbatim``: it is not, as it contains a command that people copy.
         """
         if self.first_rank:
             console = self._bars.console if self._bars is not None else _rich(stderr=True)
-            if console.is_terminal and not whole:
+            if console.is_terminal and not verbatim:
                 from asa.report.tables import folded
 
                 message = folded(message, console.width)
@@ -73,14 +73,14 @@ class Console:
     def document(self, data: dict[str, Any]) -> None:
         """Print the one JSON document to stdout; nothing without --json, nor after the first document: the end of a
         command is then reported by its exit code."""
-        if not self.as_json or not self.first_rank or self._told:
+        if not self.as_json or not self.first_rank or self._document_printed:
             return
         text = json.dumps(data, indent=1, allow_nan=False) + "\n"
         stream = self._document_to or sys.stdout
         try:
             stream.write(text)
             stream.flush()
-            self._told = True
+            self._document_printed = True
         except BrokenPipeError:
             raise
         except OSError as error:
@@ -94,21 +94,21 @@ class Console:
             yield
             return
         sys.stdout.flush()
-        kept = os.dup(1)
+        descriptor = os.dup(1)
         os.dup2(2, 1)
-        ours = os.fdopen(kept, "w", encoding="utf-8") if _is_descriptor_1(sys.stdout) else sys.stdout
-        self._document_to = ours
+        stream = os.fdopen(descriptor, "w", encoding="utf-8") if _is_descriptor_1(sys.stdout) else sys.stdout
+        self._document_to = stream
         try:
             with redirect_stdout(sys.stderr):
                 yield
         finally:
-            os.dup2(kept, 1)
+            os.dup2(descriptor, 1)
             self._document_to = None
-            if ours is sys.stdout:
-                os.close(kept)
+            if stream is sys.stdout:
+                os.close(descriptor)
             else:
                 with suppress(OSError):  # a failure to write was reported when flushing
-                    ours.close()
+                    stream.close()
 
     def result(self, data: dict[str, Any], parts: Callable[[], Iterable[RenderableType]]) -> None:
         """Print the document with --json, tables otherwise."""
@@ -127,8 +127,8 @@ class Console:
             if now - last < LINE_EVERY_S:
                 return
             last = now
-            left = f", about {(now - began) * (1 - fraction) / fraction:.0f} s left" if 0 < fraction < 1 else ""
-            self.say(f"asa: {title}: {what}, {100 * fraction:.0f} % after {now - began:.0f} s{left}")
+            eta = f", about {(now - began) * (1 - fraction) / fraction:.0f} s left" if 0 < fraction < 1 else ""
+            self.say(f"asa: {title}: {what}, {100 * fraction:.0f} % after {now - began:.0f} s{eta}")
 
         return report
 

@@ -27,14 +27,14 @@ def run(_: Arguments, console: Console) -> int:
     """Run all checks; returns exit code 5 if something needed is missing."""
     from asa.report.checks import render
 
-    found = [_looked(look, console) for look in LOOKS]
+    results = [_looked(look, console) for look in LOOKS]
     data = {
         "schema_version": codec.SCHEMA_VERSION,
         "kind": "doctor",
-        "ok": all(c.ok for c in found if c.needed),
-        "checks": [dataclasses.asdict(c) for c in found],
+        "ok": all(c.ok for c in results if c.needed),
+        "checks": [dataclasses.asdict(c) for c in results],
     }
-    console.result(data, lambda: render(found))
+    console.result(data, lambda: render(results))
     return 0 if data["ok"] else UnavailableError.exit_code
 
 
@@ -150,14 +150,14 @@ def _solver(_: Console) -> Check:
     fix = "pip install 'pulp>=3.3.1,<5' highspy; until then --solver dp works"
     try:
         versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("pulp", "highspy"))
-        found = ilp.solve(_two_variables(), time_limit_s=10.0)
+        answer = ilp.solve(_two_variables(), time_limit_s=10.0)
     except (AsaError, metadata.PackageNotFoundError) as error:
         return Check(name="solver", ok=False, detail=str(error), fix=fix)
     except Exception as error:  # another version of the solver may raise anything
         return Check(name="solver", ok=False, detail=f"{versions}: {type(error).__name__}: {error}", fix=fix)
-    ok = found.choice == (1,) and found.proved and abs(found.value - 3.0) < 1e-6
-    told = "solved 2 variables" if ok else f"wrong answer to 2 variables: {found.choice}, {found.value:g} for 3"
-    return Check(name="solver", ok=ok, detail=f"{versions}: {told}", fix=fix)
+    ok = answer.choice == (1,) and answer.proved and abs(answer.value - 3.0) < 1e-6
+    verdict = "solved 2 variables" if ok else f"wrong answer to 2 variables: {answer.choice}, {answer.value:g} for 3"
+    return Check(name="solver", ok=ok, detail=f"{versions}: {verdict}", fix=fix)
 
 
 def _two_variables() -> Problem:

@@ -40,7 +40,7 @@ class EmulatedName:
         """Description of the dilation; empty if it is 1."""
         return f", {self.dilation:g} times slower" if self.dilation != 1 else ""
 
-    def told(self, profile: Profile) -> str:
+    def description(self, profile: Profile) -> str:
         """Description of the emulated devices, stored with results."""
         return f"emulated {profile.device.name} from {self.path}{self.slower}; nothing is trained"
 
@@ -52,8 +52,8 @@ class EmulatedName:
         """
         from asa.cost.machine.slower import slower_profile
 
-        found = codec.load(Profile, self.path)
-        return found if self.dilation == 1 else slower_profile(found, self.dilation)
+        plain = codec.load(Profile, self.path)
+        return plain if self.dilation == 1 else slower_profile(plain, self.dilation)
 
 
 def device(text: str) -> str | EmulatedName:
@@ -64,16 +64,16 @@ def device(text: str) -> str | EmulatedName:
     """
     if text in _REAL:
         return text
-    found = _FORM.fullmatch(text)
-    if found is None:
+    match = _FORM.fullmatch(text)
+    if match is None:
         raise ValueError(f"{text!r} is none of {', '.join(_REAL)}, emulated:PROFILE, emulated:PROFILE?dilation=X")
     try:
-        dilation = float(found["dilation"] or 1)
+        dilation = float(match["dilation"] or 1)
     except ValueError:
-        raise ValueError(f"a dilation of {found['dilation']!r} is no number") from None
+        raise ValueError(f"a dilation of {match['dilation']!r} is no number") from None
     if not dilation > 0:
         raise ValueError(f"a dilation of {dilation:g} is not above 0")
-    return EmulatedName(path=Path(found["path"]), dilation=dilation)
+    return EmulatedName(path=Path(match["path"]), dilation=dilation)
 
 
 def bandwidth(of: Device, dilation: float) -> float:
@@ -87,12 +87,12 @@ def joined(profile: Profile, cluster: Cluster, of: Device | None = None, dilatio
     ``of``: the known properties of the device.
     """
     record = profile.device
-    known = of if of is not None and of.type == record.type else None
+    datasheet = of if of is not None and of.type == record.type else None
     emulated = Device(
         name=f"emulated {record.name}",
         type=record.type,
         memory_bytes=record.memory_bytes,
-        memory_bandwidth=bandwidth(known, dilation) if known else 0.0,
+        memory_bandwidth=bandwidth(datasheet, dilation) if datasheet else 0.0,
     )
     return replace(cluster, device=emulated, contention=(), overlap=Overlap())
 
@@ -133,14 +133,14 @@ def pretended(name: EmulatedName, plan: Plan, console: Console) -> tuple[Emulate
     return device, replace(plan, prediction=prediction)
 
 
-def mark(result: dict[str, Any], told: str, out: Path) -> dict[str, Any]:
+def mark(result: dict[str, Any], description: str, out: Path) -> dict[str, Any]:
     """Add the field ``emulated`` to the document of a run, also in its folder: its losses and accuracies mean
     nothing."""
-    made = {**result, "emulated": told}
+    marked = {**result, "emulated": description}
     temporary = out / ".result.json.tmp"
-    temporary.write_text(json.dumps(made, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    temporary.write_text(json.dumps(marked, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     temporary.replace(out / "result.json")
-    return made
+    return marked
 
 
 def stage(args: Arguments, name: EmulatedName, model: str, cluster: Cluster) -> tuple[Profile, Cluster, str]:
@@ -157,7 +157,7 @@ def stage(args: Arguments, name: EmulatedName, model: str, cluster: Cluster) -> 
             f"{name.path} is a profile {described(profile)}; leave out --input, --classes and --precision, or profile "
             f"{model} with them"
         )
-    return profile, joined(profile, cluster, None, name.dilation), name.told(profile)
+    return profile, joined(profile, cluster, None, name.dilation), name.description(profile)
 
 
 def cells(profile: Profile, cluster: Cluster, plans: Sequence[Plan], console: Console, budget_s: float) -> list[Cell]:
@@ -178,12 +178,12 @@ def cells(profile: Profile, cluster: Cluster, plans: Sequence[Plan], console: Co
     traced = trace(model, example(shape), name=profile.model_spec)
     device = EmulatedDevice(profile=profile, memory_bandwidth=cluster.device.memory_bandwidth)
     options = EmulationOptions(budget_s=budget_s / len(plans), most_steps=200)
-    found: list[Cell] = []
+    results: list[Cell] = []
     with console.progress(f"emulating {profile.model_spec}") as report:
 
-        def heard(number: int, steps: list[float]) -> None:
-            found.append(Cell(plans[number].strategy, steps=steps))
+        def on_plan(number: int, steps: list[float]) -> None:
+            results.append(Cell(plans[number].strategy, steps=steps))
             report((number + 1) / len(plans), f"{number + 1} of {len(plans)} plans")
 
-        measure_emulated(plans, traced, device, offered(), options, on_plan=heard)
-    return found
+        measure_emulated(plans, traced, device, offered(), options, on_plan=on_plan)
+    return results

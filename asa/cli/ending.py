@@ -45,12 +45,12 @@ def left_to_ranks() -> Iterator[None]:
     everything at once, without output."""
     before = signal.getsignal(signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    taken = threading.current_thread() is threading.main_thread() and callable(before)
-    if taken:
+    handled = threading.current_thread() is threading.main_thread() and callable(before)
+    if handled:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         yield
     finally:
-        if taken:
+        if handled:
             signal.signal(signal.SIGTERM, before)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

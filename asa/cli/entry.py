@@ -79,8 +79,8 @@ def dispatch(argv: Sequence[str], console: Console) -> int | None:
         return 0
     if words[0].startswith("-"):
         raise UsageError(f"{words[0]} stands before the command; options come after it, as in `asa plan {words[0]}`")
-    found = verbs(words[0])
-    for verb in found:
+    commands = verbs(words[0])
+    for verb in commands:
         name = verb.name.split()
         if words[: len(name)] == name:
             args = arguments(verb, words[len(name) :])
@@ -88,9 +88,9 @@ def dispatch(argv: Sequence[str], console: Console) -> int | None:
                 console.say(f"asa: {sentence}")
             return verb.run(args, console)
     if words[1:2] in (["--help"], ["-h"]):
-        sys.stdout.write(_listing(f"asa {words[0]}", [(v.name, v.help) for v in found]))
+        sys.stdout.write(_listing(f"asa {words[0]}", [(v.name, v.help) for v in commands]))
         return 0
-    offered = " or ".join(v.name for v in found)
+    offered = " or ".join(v.name for v in commands)
     raise UsageError(f"`{' '.join(['asa', *words[:2]])}` is no command; there is {offered}")
 
 

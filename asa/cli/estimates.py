@@ -40,7 +40,7 @@ def estimated(args: Arguments, model: str, cluster: Cluster) -> tuple[Profile, s
     """
     key = _key(model, args)
     graph, fingerprint, on_one = (_remembered(model, key) if key else None) or _traced(model, args)
-    made = estimate(
+    profile = estimate(
         graph,
         cluster.device,
         model_spec=model,
@@ -50,10 +50,10 @@ def estimated(args: Arguments, model: str, cluster: Cluster) -> tuple[Profile, s
         max_degree=cluster.num_devices,
         trained_on_one=on_one,
     )
-    path = places.ESTIMATES / f"{places.slug(model)}.{key or 'own'}.{codec.fingerprint(made)}.json"
+    path = places.ESTIMATES / f"{places.slug(model)}.{key or 'own'}.{codec.fingerprint(profile)}.json"
     if not path.is_file():
-        codec.save(made, path)
-    return made, f"times of {model} on {cluster.device.name} are estimated from FLOPs and bytes, uncalibrated"
+        codec.save(profile, path)
+    return profile, f"times of {model} on {cluster.device.name} are estimated from FLOPs and bytes, uncalibrated"
 
 
 def _traced(model: str, args: Arguments) -> tuple[LayerGraph, str, bool]:
@@ -65,21 +65,21 @@ def _traced(model: str, args: Arguments) -> tuple[LayerGraph, str, bool]:
 
     shape, classes = default_input(model, input_shape(args), args.classes)
     make = partial(build, model, num_classes=classes, input_shape=shape)
-    found = structure_of(
+    structure = structure_of(
         partial(on_meta, make), make, example(shape), name=model, num_classes=classes, precision=args.precision
     )
-    return found.graph, found.fingerprint, found.trains_on_one
+    return structure.graph, structure.fingerprint, structure.trains_on_one
 
 
 def _remembered(model: str, key: str) -> tuple[LayerGraph, str, bool] | None:
     """Result of an earlier trace of the same model; None if there is none."""
     for path in sorted(places.ESTIMATES.glob(f"{places.slug(model)}.{key}.*.json")):
         try:
-            found = codec.load(Profile, path)
+            profile = codec.load(Profile, path)
         except InvalidInputError:
             continue
-        if found.model_spec == model:
-            return found.graph, found.model_fingerprint, trained_on_one(found)
+        if profile.model_spec == model:
+            return profile.graph, profile.model_fingerprint, trained_on_one(profile)
     return None
 
 
@@ -89,13 +89,13 @@ def _key(model: str, args: Arguments) -> str:
     origin, colon, name = model.partition(":")
     if colon and model not in SHAPES and (origin not in PACKAGES or "/" in name or Path(name).exists()):
         return ""
-    seen = hashlib.sha256(repr((model, input_shape(args), args.classes, args.precision)).encode())
+    digest = hashlib.sha256(repr((model, input_shape(args), args.classes, args.precision)).encode())
     for package in ("torch", PACKAGES.get(origin, "torchvision")):
-        seen.update(_version(package).encode() + b"\0")
+        digest.update(_version(package).encode() + b"\0")
     for room in _ROOMS:
         for path in sorted((Path(asa.__file__).parent / room).rglob("*.py")):
-            seen.update(path.name.encode() + b"\0" + path.read_bytes())
-    return seen.hexdigest()[:12]
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _version(package: str) -> str:

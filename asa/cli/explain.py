@@ -32,7 +32,7 @@ def run(args: Arguments, console: Console) -> None:
     if args.report:
         places.check_writable(Path(args.report) / "report.html", "--report")
     if args.plan is not None and Path(args.plan).is_dir():
-        _tell(args, console)
+        _show_run(args, console)
         return
     path, plan = places.newest_plan(args.plan)
     profile, cluster = origins(plan, console, args)
@@ -46,19 +46,19 @@ def run(args: Arguments, console: Console) -> None:
         if args.report:
             from asa.report import plan_page
 
-            found = explain(plan, profile, cluster, offered(), memory_bytes=args.memory)
-            console.say(f"asa: wrote {plan_page.write(plan, Path(args.report), found, other)}")
+            causes = explain(plan, profile, cluster, offered(), memory_bytes=args.memory)
+            console.say(f"asa: wrote {plan_page.write(plan, Path(args.report), causes, other)}")
     else:
-        found = explain(plan, profile, cluster, offered(), memory_bytes=args.memory)
-        data |= {"kind": "explanation", **codec.to_data(found)}
-        console.result(data, lambda: [headline(plan), *report.render(found, verbose=args.verbose), *measured(plan)])
+        causes = explain(plan, profile, cluster, offered(), memory_bytes=args.memory)
+        data |= {"kind": "explanation", **codec.to_data(causes)}
+        console.result(data, lambda: [headline(plan), *report.render(causes, verbose=args.verbose), *measured(plan)])
         if args.report:
             from asa.report import plan_page
 
-            console.say(f"asa: wrote {plan_page.write(plan, Path(args.report), found)}")
+            console.say(f"asa: wrote {plan_page.write(plan, Path(args.report), causes)}")
 
 
-def _tell(args: Arguments, console: Console) -> None:
+def _show_run(args: Arguments, console: Console) -> None:
     """Show the history of the run in a folder."""
     from asa.report.story import render, story
 
@@ -69,19 +69,19 @@ def _tell(args: Arguments, console: Console) -> None:
             )
     if not (Path(args.plan) / LOG).exists():
         raise InvalidInputError(f"{args.plan} has no {LOG}, so it is no run's folder; name one of {places.TRAINING}/")
-    found = story(events(Path(args.plan) / LOG))
-    if not found.happenings and not found.stretches:
+    history = story(events(Path(args.plan) / LOG))
+    if not history.happenings and not history.stretches:
         raise InvalidInputError(f"{Path(args.plan) / LOG} tells of no run")
-    data = {"schema_version": codec.SCHEMA_VERSION, "kind": "story", "run": str(args.plan), **codec.to_data(found)}
-    console.result(data, lambda: render(found))
+    data = {"schema_version": codec.SCHEMA_VERSION, "kind": "story", "run": str(args.plan), **codec.to_data(history)}
+    console.result(data, lambda: render(history))
     if args.report:
         from asa.ir.plan import Plan
         from asa.report import run_page
 
         run = Path(args.plan)
         begun = codec.load(Plan, run / "plan.json") if (run / "plan.json").is_file() else None
-        made = run_page.write(found, events(run / LOG), Path(args.report), begun, run.resolve().name)
-        console.say(f"asa: wrote {made}")
+        page = run_page.write(history, events(run / LOG), Path(args.report), begun, run.resolve().name)
+        console.say(f"asa: wrote {page}")
 
 
 def events(path: Path) -> Iterator[dict[str, Any]]:
@@ -93,11 +93,11 @@ def events(path: Path) -> Iterator[dict[str, Any]]:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
         with open(handle, encoding="utf-8", errors="replace") as stream:
-            known = os.fstat(handle)
-            if not stat.S_ISREG(known.st_mode):
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode):
                 raise InvalidInputError(f"cannot read {path}: not a regular file")
-            if known.st_size > _MOST_LOG:
-                raise InvalidInputError(f"{path} holds {known.st_size} bytes, the most is {_MOST_LOG}")
+            if status.st_size > _MOST_LOG:
+                raise InvalidInputError(f"{path} holds {status.st_size} bytes, the most is {_MOST_LOG}")
             for text in stream:
                 try:
                     event = json.loads(text)

@@ -29,11 +29,11 @@ def _weights(args: Arguments, console: Console) -> dict[str, Any]:
 
     from asa.executor.running.export import export_weights
 
-    found = export_weights(folder, output, step=args.step)
-    for note in found.notes:
+    exported = export_weights(folder, output, step=args.step)
+    for note in exported.notes:
         console.say(f"asa: {note}")
-    console.say(f"asa: wrote {output}: {found.model_spec} after step {found.step}, {found.tensors} tensors")
-    return {"run": str(folder), "file": str(output), **codec.to_data(found)}
+    console.say(f"asa: wrote {output}: {exported.model_spec} after step {exported.step}, {exported.tensors} tensors")
+    return {"run": str(folder), "file": str(output), **codec.to_data(exported)}
 
 
 def _run_of(args: Arguments) -> tuple[Path, Plan]:
@@ -47,15 +47,15 @@ def _run_of(args: Arguments) -> tuple[Path, Plan]:
         if not (folder / "plan.json").is_file():
             raise NoCheckpointError(f"no run in {folder}: it has no plan.json")
         return folder, codec.load(Plan, folder / "plan.json")
-    wanted = None if args.plan is None else codec.fingerprint(places.newest_plan(args.plan)[1])
+    fingerprint = None if args.plan is None else codec.fingerprint(places.newest_plan(args.plan)[1])
     runs = sorted(places.TRAINING.glob("*/plan.json"), key=lambda p: p.stat().st_mtime, reverse=True)
     for path in runs:
         if not any((path.parent / "checkpoints").glob("step_*")):
             continue  # no checkpoint: emulated devices, or ended too early
         plan = codec.load(Plan, path)
-        if wanted in (None, codec.fingerprint(plan)):
+        if fingerprint in (None, codec.fingerprint(plan)):
             return path.parent, plan
-    of = "" if wanted is None else f" of plan {args.plan}"
+    of = "" if fingerprint is None else f" of plan {args.plan}"
     raise NoCheckpointError(
         f"no run{of} with a checkpoint in {places.TRAINING}/ to export; `asa train` makes one, --run names one"
     )
@@ -68,7 +68,7 @@ def _snippet(args: Arguments, console: Console) -> dict[str, Any]:
     path, plan = places.newest_plan(args.plan)
     tool = TOOLS[args.to]
     choice = choose(plan, tool.able, args.to, recompute=tool.recompute, grids=tool.grids)
-    text = tool.write(choice.placed(plan), choice)
+    text = tool.write(choice.on_used_ranks(plan), choice)
     if args.output:
         places.check_writable(Path(args.output), "-o")
         codec.write(text, Path(args.output))

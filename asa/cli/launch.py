@@ -34,16 +34,16 @@ def run(args: Arguments, console: Console) -> None:
 
     path, plan = places.newest_plan(args.plan)
     out = args.out or str(places.TRAINING / f"{places.slug(plan.model_spec)}-{codec.fingerprint(plan)[:6]}")
-    apart = args.system == "ray"  # Ray runs in a copy of the working directory, where a run would be lost
+    in_copy = args.system == "ray"  # Ray runs in a copy of the working directory, where a run would be lost
     job = jobs.Job(
         plan=plan,
         plan_file="/plan/plan.json"
         if args.system == "k8s"
         else f"{places.PLANS}/{codec.fingerprint(plan)}.json"
-        if apart
+        if in_copy
         else str(path),
         per_node=jobs.per_node(plan, _cluster(plan, args, console), args.gpus_per_node),
-        out=str(Path(out).absolute()) if apart else out,
+        out=str(Path(out).absolute()) if in_copy else out,
         arguments=args.train,
         limit_s=args.time,
         partition=args.partition,
@@ -82,14 +82,14 @@ def _origins(plan: Plan, system: str, console: Console) -> dict[str, str]:
     from asa.cli.choose import origins
 
     try:
-        found = {codec.fingerprint(noun): codec.dumps(noun) for noun in origins(plan, console)}
+        texts = {codec.fingerprint(noun): codec.dumps(noun) for noun in origins(plan, console)}
     except AsaError as error:
         console.say(f"asa: the job will not plan again: {error}")
         return {}
-    if system == "k8s" and sum(map(len, found.values())) > _MOST_CARRIED:
+    if system == "k8s" and sum(map(len, texts.values())) > _MOST_CARRIED:
         console.say("asa: the job will not plan again: its profile is too large for a ConfigMap of 1 MiB")
         return {}
-    return found
+    return texts
 
 
 def _cluster(plan: Plan, args: Arguments, console: Console) -> Cluster | None:
@@ -127,14 +127,14 @@ def words(text: str) -> tuple[str, ...]:
         ValueError: they cannot be split, or set what the job sets.
         UsageError: ``asa train`` does not accept them.
     """
-    found = tuple(shlex.split(text))
-    for own in ("--out", "--resume", "--json"):
-        if any(w.split("=")[0] == own for w in found):
-            raise ValueError(f"{own} is the job's own; leave it out")
-    taken = arguments(train.VERBS[0], ("PLAN", *found), {})  # before a job waits for its machines
-    if taken.rehearse is not None:
+    chosen = tuple(shlex.split(text))
+    for reserved in ("--out", "--resume", "--json"):
+        if any(w.split("=")[0] == reserved for w in chosen):
+            raise ValueError(f"{reserved} is the job's own; leave it out")
+    parsed = arguments(train.VERBS[0], ("PLAN", *chosen), {})  # before a job waits for its machines
+    if parsed.rehearse is not None:
         raise ValueError("--rehearse runs one rank by itself, a job trains; leave it out")
-    return found
+    return chosen
 
 
 VERBS = (

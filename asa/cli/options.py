@@ -71,12 +71,12 @@ def price(text: str) -> float:
     >>> price("2.49"), price("2.49/gpu-h"), price("$2.49/h")
     (2.49, 2.49, 2.49)
     """
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"\s*[^\w\s.+-]?\s*([^/\s]+)\s*(?:/\s*(?:(?:gpu|device)[-\s]?)?(?:h|hr|hour))?\s*", text.lower()
     )
-    if not found:
+    if not match:
         raise ValueError(f"{text!r} is no price of a device for an hour; write 2.49 or 2.49/gpu-h")
-    return positive(found[1])
+    return positive(match[1])
 
 
 def gibibytes(text: str) -> int:
@@ -85,13 +85,13 @@ def gibibytes(text: str) -> int:
     >>> gibibytes("1.5"), gibibytes("1.5GiB"), gibibytes("512 MiB"), gibibytes("80GB")
     (1610612736, 1610612736, 536870912, 80000000000)
     """
-    found = re.fullmatch(r"\s*(.*?)\s*(TiB|GiB|MiB|KiB|TB|GB|MB|KB)?\s*", text, re.IGNORECASE | re.DOTALL)
-    assert found is not None, "every text is a number and a unit, or no unit"
+    match = re.fullmatch(r"\s*(.*?)\s*(TiB|GiB|MiB|KiB|TB|GB|MB|KB)?\s*", text, re.IGNORECASE | re.DOTALL)
+    assert match is not None, "every text is a number and a unit, or no unit"
     try:
-        float(found[1])
+        float(match[1])
     except ValueError:
         raise ValueError(f"{text!r} is no amount of memory; write 80, 80GiB or 512MiB") from None
-    value = positive(found[1]) * _UNITS[(found[2] or "GiB").lower()] / GIB
+    value = positive(match[1]) * _UNITS[(match[2] or "GiB").lower()] / GIB
     if value > _MOST_GIB:
         raise ValueError(f"{text} GiB is above {_MOST_GIB}, more than any device has")
     return int(value * GIB)
@@ -129,10 +129,10 @@ def names(text: str) -> tuple[str, ...]:
     >>> names("ddp, tensor")
     ('ddp', 'tensor')
     """
-    found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    if not found:
+    values = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not values:
         raise ValueError("the list is empty")
-    return found
+    return values
 
 
 def counts(text: str) -> tuple[int, ...]:

@@ -71,9 +71,9 @@ def no_file(path: Path) -> str:
 
 def profiles(console: Console) -> list[tuple[Path, Profile]]:
     """All readable profiles, newest first by their own date; unreadable ones are named on stderr."""
-    wanted = _files(lambda p: not p.name.startswith(CLUSTER_PREFIX) and not p.name.endswith(STALENESS_SUFFIX))
-    found = list(_readable(wanted, Profile, console))
-    return sorted(found, key=lambda item: item[1].provenance.created, reverse=True)
+    files = _files(lambda p: not p.name.startswith(CLUSTER_PREFIX) and not p.name.endswith(STALENESS_SUFFIX))
+    readable = list(_readable(files, Profile, console))
+    return sorted(readable, key=lambda item: item[1].provenance.created, reverse=True)
 
 
 def staleness_path(profile: Path, optimizer: str) -> Path:
@@ -87,10 +87,10 @@ def staleness_path(profile: Path, optimizer: str) -> Path:
 
 def staleness(console: Console, profile: Path | None = None) -> list[tuple[Path, Staleness]]:
     """All readable files of staleness curves, including those beside ``profile``, newest first by their own date."""
-    here = [] if profile is None else sorted(profile.parent.glob(f"*{STALENESS_SUFFIX}"))
-    files = [*here, *(p for p in _files(lambda p: p.name.endswith(STALENESS_SUFFIX)) if p not in here)]
-    found = list(_readable(files, Staleness, console))
-    return sorted(found, key=lambda item: item[1].created, reverse=True)
+    adjacent = [] if profile is None else sorted(profile.parent.glob(f"*{STALENESS_SUFFIX}"))
+    files = [*adjacent, *(p for p in _files(lambda p: p.name.endswith(STALENESS_SUFFIX)) if p not in adjacent)]
+    readable = list(_readable(files, Staleness, console))
+    return sorted(readable, key=lambda item: item[1].created, reverse=True)
 
 
 def estimates(console: Console) -> list[Profile]:
@@ -108,14 +108,14 @@ def clusters(console: Console) -> list[tuple[Path, Cluster]]:
     return list(_readable(_files(lambda p: p.name.startswith(CLUSTER_PREFIX)), Cluster, console))
 
 
-def beside(path: Path, profile: Profile) -> Path:
+def path_for(path: Path, profile: Profile) -> Path:
     """Path for ``profile``: ``path``, or another one if that holds a profile for other inputs or classes."""
     try:
-        kept = codec.load(Profile, path).graph
+        stored = codec.load(Profile, path).graph
     except InvalidInputError:
         return path
     shape, classes = profile.graph.input_shape, profile.graph.num_classes
-    if (kept.input_shape, kept.num_classes) == (shape, classes):
+    if (stored.input_shape, stored.num_classes) == (shape, classes):
         return path
     model, rest = path.name.split(".", 1)
     return path.with_name(f"{model}.{'x'.join(map(str, shape))}-{classes}.{rest}")
@@ -181,9 +181,9 @@ def check_unused(folder: Path) -> None:
     Raises:
         UsageError: it has checkpoints of a run.
     """
-    found = sorted(p.name for p in (folder / "checkpoints").glob("step_*"))
-    if found:
-        raise UsageError(f"{folder} contains a run, up to {found[-1]}; --resume continues it, or choose another --out")
+    steps = sorted(p.name for p in (folder / "checkpoints").glob("step_*"))
+    if steps:
+        raise UsageError(f"{folder} contains a run, up to {steps[-1]}; --resume continues it, or choose another --out")
 
 
 def newest_plan(text: str | None) -> tuple[Path, Plan]:
@@ -195,19 +195,19 @@ def newest_plan(text: str | None) -> tuple[Path, Plan]:
     if text is not None:
         path = Path(text)
     else:
-        found = sorted(PLANS.glob("*.json"), key=lambda p: p.stat().st_mtime)
-        if not found:
+        plans = sorted(PLANS.glob("*.json"), key=lambda p: p.stat().st_mtime)
+        if not plans:
             raise InvalidInputError(f"no plan in {PLANS}/; make one with `asa plan`, or name a plan file")
-        path = found[-1]
+        path = plans[-1]
     return path, codec.load(Plan, path)
 
 
-def _files(wanted: Callable[[Path], bool]) -> list[Path]:
-    found: list[Path] = []
+def _files(accept: Callable[[Path], bool]) -> list[Path]:
+    paths: list[Path] = []
     for folder in (PROFILES, SHIPPED):
-        files = [p for p in folder.glob("*.json") if wanted(p) and p.exists()]
-        found += sorted(files, key=lambda p: (-p.stat().st_mtime, p.name))
-    return shipped.each_once(found)
+        files = [p for p in folder.glob("*.json") if accept(p) and p.exists()]
+        paths += sorted(files, key=lambda p: (-p.stat().st_mtime, p.name))
+    return shipped.each_once(paths)
 
 
 def _readable(paths: list[Path], cls: type[T], console: Console) -> Iterator[tuple[Path, T]]:

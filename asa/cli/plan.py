@@ -42,13 +42,13 @@ def run(args: Arguments, console: Console) -> None:
 
     def admit(chosen: Cluster) -> None:
         """Check the request before the model is examined, which takes longer."""
-        asked = Request(
+        draft = Request(
             gpus=args.gpus or chosen.num_devices, global_batch=args.global_batch or 1, strategies=args.strategies,
             pins=pins, offload=args.offload,
         )  # fmt: skip
-        check_request(chosen, offered(), asked)
+        check_request(chosen, offered(), draft)
         if args.verify:
-            verify_plans.check(chosen, asked.gpus, console)
+            verify_plans.check(chosen, draft.gpus, console)
 
     if cluster:
         admit(cluster)
@@ -57,9 +57,9 @@ def run(args: Arguments, console: Console) -> None:
 
         profile, cluster = from_run.origins(args, console)
     else:
-        profile, said = choose.profile(args, console, args.model, cluster, admit)
-        unnamed = args.model is None and said.endswith("(shipped)")
-        console.say(f"asa: {said}{'; no MODEL was named, and none was profiled here' if unnamed else ''}")
+        profile, sentence = choose.profile(args, console, args.model, cluster, admit)
+        unnamed = args.model is None and sentence.endswith("(shipped)")
+        console.say(f"asa: {sentence}{'; no MODEL was named, and none was profiled here' if unnamed else ''}")
     device = profile.device
     cluster = cluster or choose.default_cluster(console, device, args.gpus)
     gpus = args.gpus or cluster.num_devices
@@ -93,12 +93,12 @@ def run(args: Arguments, console: Console) -> None:
     if len(plans) > 1:
         data["alternatives"] = [codec.document(p) for p in plans[1:]]
     more = [Text(), report.several(plans)] if len(plans) > 1 else []
-    found = None
+    curve = None
     if args.frontier or args.price:
         console.say("asa: the curve takes several more searches, each about as long as the first")
-        found = _frontier(args, profile, cluster, request, plans[0])
-        data["frontier"] = codec.to_data(found)
-        more += curves.render(found)
+        curve = _frontier(args, profile, cluster, request, plans[0])
+        data["frontier"] = codec.to_data(curve)
+        more += curves.render(curve)
     if args.consistency == "any" or args.target is not None:
         from asa.cli import consistency
 
@@ -112,20 +112,20 @@ def run(args: Arguments, console: Console) -> None:
         from asa.planner.questions.explain import explain
         from asa.report import plan_page
 
-        taken = explain(plans[0], profile, cluster, offered(), memory_bytes=args.memory)
-        page = plan_page.write(plans[0], Path(args.report), taken, curves=found)
+        explanation = explain(plans[0], profile, cluster, offered(), memory_bytes=args.memory)
+        page = plan_page.write(plans[0], Path(args.report), explanation, curves=curve)
         console.say(f"asa: wrote {page}")
     console.say(f"asa: next: {' | '.join(_next(cluster))}")
 
 
 def _next(cluster: Cluster) -> list[str]:
     """Commands that are useful after a plan for ``cluster``, on this machine and with this installation."""
-    asked = ["asa explain --why-not ddp"]
+    first = ["asa explain --why-not ddp"]
     if cluster.device.type == "cuda" and not driver():
-        return [*asked, "asa simulate", "asa launch slurm"]
+        return [*first, "asa simulate", "asa launch slurm"]
     if importlib.util.find_spec("torch") is None:
-        return [*asked, "asa simulate", f"pip install '{TRAINING}', then asa train"]
-    return ["asa train", *asked, "asa plan --verify 3"]
+        return [*first, "asa simulate", f"pip install '{TRAINING}', then asa train"]
+    return ["asa train", *first, "asa plan --verify 3"]
 
 
 def _frontier(args: Arguments, profile: Profile, cluster: Cluster, request: Request, answer: Plan) -> Frontier:

@@ -29,7 +29,7 @@ OPTIONS = (
 _OF_A_MODEL = tuple(option.field for option in OPTIONS)
 
 
-def wanted(args: Arguments) -> bool:
+def names_a_model(args: Arguments) -> bool:
     """Whether a model is named, rather than the file of a plan.
 
     Raises:
@@ -41,11 +41,11 @@ def wanted(args: Arguments) -> bool:
                 f"a launcher's ranks need a plan that is made: `asa plan {args.plan}` first, then its file"
             )
         return True
-    given = [f for f in _OF_A_MODEL if args.origin.get(f) == "flag"]
-    if given:
+    flags = [f for f in _OF_A_MODEL if args.origin.get(f) == "flag"]
+    if flags:
         which = args.plan or ("that of the run" if args.resume else f"the newest plan in {places.PLANS}")
         raise UsageError(
-            f"--{given[0].replace('_', '-')} decides what is planned, and {which} is planned already; name a MODEL in "
+            f"--{flags[0].replace('_', '-')} decides what is planned, and {which} is planned already; name a MODEL in "
             "its place, or plan again"
         )
     return False
@@ -53,7 +53,7 @@ def wanted(args: Arguments) -> bool:
 
 def words(args: Arguments, path: Path) -> tuple[str, ...]:
     """Command words that train under the plan at ``path`` in the same way, without the options for planning."""
-    kept: list[str] = []
+    rest: list[str] = []
     typed = iter(args.words)
     named = {f"--{option.name}" for option in OPTIONS}
     for word in typed:
@@ -62,8 +62,8 @@ def words(args: Arguments, path: Path) -> tuple[str, ...]:
             if not equals:
                 next(typed, None)
         elif word != args.plan:
-            kept.append(word)
-    return (str(path), *kept)
+            rest.append(word)
+    return (str(path), *rest)
 
 
 def _read(args: Arguments, model: str) -> None:
@@ -97,12 +97,12 @@ def planned(args: Arguments, console: Console) -> tuple[Path, Plan]:
     from asa.strategies import offered
 
     device, gpus = bench_setup.device_of(args)
-    asked = Request(gpus=gpus, global_batch=args.global_batch or 1, strategies=args.strategies)
-    check_request(None, offered(), asked)
+    draft = Request(gpus=gpus, global_batch=args.global_batch or 1, strategies=args.strategies)
+    check_request(None, offered(), draft)
     _read(args, model)
     cluster = bench_setup.cluster_here(args, console, device, gpus)
-    profile, said = choose.profile_here(args, console, model, device, gpus)
-    console.say(f"asa: {said}")
+    profile, source = choose.profile_here(args, console, model, device, gpus)
+    console.say(f"asa: {source}")
     request = Request(
         gpus=gpus,
         global_batch=args.global_batch or profile.global_batch,
@@ -110,11 +110,11 @@ def planned(args: Arguments, console: Console) -> tuple[Path, Plan]:
         optimizer=planned_as(args.optimizer or "sgd"),
         time_limit_s=usual_limit(gpus),
     )
-    found = plan(profile, cluster, offered(), request)[0]
-    path = places.plan_path(found)
-    codec.save(found, path)
+    chosen = plan(profile, cluster, offered(), request)[0]
+    path = places.plan_path(chosen)
+    codec.save(chosen, path)
     places.keep_origins(profile, cluster)
-    console.say(f"asa: {found.summary()}; wrote {path}")
-    for note in found.notes if found.consistency is not None else ():
+    console.say(f"asa: {chosen.summary()}; wrote {path}")
+    for note in chosen.notes if chosen.consistency is not None else ():
         console.say(f"asa: {note}")
-    return path, found
+    return path, chosen

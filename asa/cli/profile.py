@@ -22,7 +22,7 @@ def run(args: Arguments, console: Console) -> None:
         from asa.cli import staleness
 
         staleness.check(args)
-    made, said = measured(
+    profile, sentence = measured(
         args,
         console,
         args.model,
@@ -31,18 +31,18 @@ def run(args: Arguments, console: Console) -> None:
         max_degree=args.max_tensor_degree,
         output=Path(args.output) if args.output else None,
     )
-    data = codec.document(made)
-    path = said.removesuffix(", measured now")
+    data = codec.document(profile)
+    path = sentence.removesuffix(", measured now")
     if not args.staleness:
-        console.result(data, lambda: report.render(made, verbose=args.verbose))
+        console.result(data, lambda: report.render(profile, verbose=args.verbose))
         console.say(f"asa: wrote {path}")
         return
     from asa.report import staleness as curve_report
 
-    curves, kept = staleness.measure(args, console, made, Path(path.removeprefix("profile ")))
+    curves, curves_path = staleness.measure(args, console, profile, Path(path.removeprefix("profile ")))
     data["staleness"] = codec.document(curves)
-    console.result(data, lambda: [*report.render(made, verbose=args.verbose), *curve_report.render(curves)])
-    console.say(f"asa: wrote {path} and {kept}")
+    console.result(data, lambda: [*report.render(profile, verbose=args.verbose), *curve_report.render(curves)])
+    console.say(f"asa: wrote {path} and {curves_path}")
 
 
 VERBS = (

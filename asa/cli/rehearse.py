@@ -55,10 +55,10 @@ def rehearse(args: Arguments, console: Console, plan: Plan) -> None:
         raise UsageError(f"the plan has ranks 0 to {plan.num_ranks - 1}{idle}, asked for rank {args.rehearse}")
     profile, cluster = origins(plan, console)
     spans, device = _run(args, console, plan)
-    found = compare(plan, profile, cluster, spans, device)
+    rehearsal = compare(plan, profile, cluster, spans, device)
     from asa.report import rehearsal as report
 
-    console.result(codec.document(found), lambda: report.render(found))
+    console.result(codec.document(rehearsal), lambda: report.render(rehearsal))
 
 
 def _run(args: Arguments, console: Console, plan: Plan) -> tuple[Spans, str]:
@@ -76,7 +76,7 @@ def _run(args: Arguments, console: Console, plan: Plan) -> tuple[Spans, str]:
         torch.set_num_threads(1)  # one core per rank, as components were profiled
     model = build(plan.model_spec, num_classes=plan.num_classes, input_shape=plan.sample_shape, seed=args.seed)
     with console.progress(f"rehearsing rank {args.rehearse} of {plan.num_ranks}") as report:
-        found = run(
+        spans = run(
             plan,
             model,
             rank=args.rehearse,
@@ -86,10 +86,10 @@ def _run(args: Arguments, console: Console, plan: Plan) -> tuple[Spans, str]:
             seed=args.seed,
             say=report,
         )
-    return found, device.type
+    return spans, device.type
 
 
-def alone(profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
+def without_contention(profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
     """Profile and cluster for a rank that works alone: no contention, no interference, no spread."""
 
     def steady(s: Stat) -> Stat:
@@ -112,7 +112,7 @@ def compare(plan: Plan, profile: Profile, cluster: Cluster, spans: Spans, device
     from asa.strategies import offered
 
     stage_index = next(i for i, s in enumerate(plan.stages) if spans.rank in s.ranks)
-    stage = price_plan(plan, *alone(profile, cluster), offered()).stages[stage_index]
+    stage = price_plan(plan, *without_contention(profile, cluster), offered()).stages[stage_index]
     assignments = [c for c in plan.components if c.stage == stage_index]
     m = plan.num_microbatches
     rows = tuple(

@@ -27,11 +27,11 @@ def run(args: Arguments, console: Console) -> None:
     """Print the schema, which is made from the types."""
     from asa.ir import codec
 
-    found = of(args.kind)
+    schema = of(args.kind)
     if console.as_json:
-        console.document({"schema_version": codec.SCHEMA_VERSION, "kind": "schema", "of": args.kind, "schema": found})
+        console.document({"schema_version": codec.SCHEMA_VERSION, "kind": "schema", "of": args.kind, "schema": schema})
         return
-    for text in json.dumps(found, indent=1).split("\n"):
+    for text in json.dumps(schema, indent=1).split("\n"):
         console.line(text)
 
 

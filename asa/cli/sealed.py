@@ -35,8 +35,8 @@ def run(args: Arguments, console: Console) -> None:
     claimed = newest(every(Path(args.sealed) if args.sealed else FOLDER))
     if args.given("models"):
         claimed = of_models(claimed, args.models)
-    device, here = bench_setup.device_of(args)
-    machine = environment(device, here)
+    device, count = bench_setup.device_of(args)
+    machine = environment(device, count)
     matching = [s for s in claimed if matches(s, machine)]
     contests = [list(g) for _, g in groupby(sorted(matching, key=_order), key=_order)]
     cells: list[CheckedCell] = []
@@ -44,15 +44,15 @@ def run(args: Arguments, console: Console) -> None:
         claim = group[0].claim
         console.say(f"asa: {number} of {len(contests)}: {claim.plan.model_spec}, batch {claim.plan.global_batch}")
         cells += measured(args, group, args.budget / len(contests))
-    made = SealedCheck(
+    check = SealedCheck(
         created=now(),
         environment=machine,
         sealed=len(claimed),
         machines=tuple(dict.fromkeys(s.claim.machine for s in claimed)),
         cells=tuple(cells),
     )
-    data = {**codec.document(made), "scores": report.scores(made)}
-    console.result(data, lambda: report.render(made))
+    data = {**codec.document(check), "scores": report.scores(check)}
+    console.result(data, lambda: report.render(check))
 
 
 def of_models(seals: Sequence[Seal], models: Sequence[str]) -> list[Seal]:
@@ -61,10 +61,10 @@ def of_models(seals: Sequence[Seal], models: Sequence[str]) -> list[Seal]:
     Raises:
         UsageError: a model has none.
     """
-    known = dict.fromkeys(map(_model, seals))
+    names = dict.fromkeys(map(_model, seals))
     for model in models:
-        if model not in known:
-            raise UsageError(f"no sealed prediction is of --models {model}; they are of {', '.join(known)}")
+        if model not in names:
+            raise UsageError(f"no sealed prediction is of --models {model}; they are of {', '.join(names)}")
     return [s for s in seals if _model(s) in models]
 
 
@@ -74,10 +74,10 @@ def every(folder: Path) -> list[Seal]:
     Raises:
         InvalidInputError: there are none, or one was changed.
     """
-    found = [seal for path in sorted(folder.glob("*.jsonl")) for seal in read(path)]
-    if not found:
+    seals = [seal for path in sorted(folder.glob("*.jsonl")) for seal in read(path)]
+    if not seals:
         raise InvalidInputError(f"no sealed predictions in {folder}/; name their folder with --sealed")
-    return found
+    return seals
 
 
 def environment(device: bench_setup.DeviceType, count: int) -> BenchEnvironment:
@@ -110,13 +110,13 @@ def measured(args: Arguments, group: Sequence[Seal], budget_s: float) -> list[Ch
     options = BenchOptions(device=plan.device_type, budget_s=budget_s, seed=args.seed, threads=1)
     plans = {s.claim.plan.conduct: s.claim.plan for s in group}
     try:
-        found = measure(list(plans.values()), factory, offered(), data, options)
+        cells = measure(list(plans.values()), factory, offered(), data, options)
     except AsaError as error:
         if len(group) == 1:
             return [_failed(group[0], str(error))]
         # One failure ends the whole group, so measure each cell by itself.
         return [c for s in group for c in measured(args, [s], budget_s / len(group))]
-    by_conduct = dict(zip(plans, found, strict=True))
+    by_conduct = dict(zip(plans, cells, strict=True))
     return [
         CheckedCell(
             machine=s.claim.machine,

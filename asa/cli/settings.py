@@ -33,26 +33,26 @@ class _Formatter(argparse.HelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        whole = " ".join(text.split())
-        return textwrap.fill(whole, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+        joined = " ".join(text.split())
+        return textwrap.fill(joined, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
 class _Parser(argparse.ArgumentParser):
     """An argparse parser whose errors are one-line UsageErrors."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message[:1].lower()}{message[1:]}{self._meant(message)}; see `{self.prog} --help`")
+        raise UsageError(f"{message[:1].lower()}{message[1:]}{self._suggestion(message)}; see `{self.prog} --help`")
 
-    def _meant(self, message: str) -> str:
+    def _suggestion(self, message: str) -> str:
         """Suggestion of flags that are similar to unknown ones."""
         unknown = [word for word in message.split() if word.startswith("--")] if "unrecognized" in message else []
-        near = [match for word in unknown for match in get_close_matches(word, self._option_string_actions, n=1)]
-        return f"; did you mean {', '.join(near)}?" if near else ""
+        matches = [match for word in unknown for match in get_close_matches(word, self._option_string_actions, n=1)]
+        return f"; did you mean {', '.join(matches)}?" if matches else ""
 
 
 def parser(verb: Verb) -> argparse.ArgumentParser:
     """The argparse parser of one command; values stay text and are absent unless given."""
-    made = _Parser(
+    command = _Parser(
         prog=f"asa {verb.name}",
         usage=_usage(verb),
         description=f"{verb.help[:1].upper()}{verb.help[1:]}.",
@@ -63,26 +63,26 @@ def parser(verb: Verb) -> argparse.ArgumentParser:
     )
     for o in verb.options:
         if o.positional:
-            made.add_argument(o.field, help=_help(verb, o), metavar=o.metavar or o.name.upper(), nargs="?")
+            command.add_argument(o.field, help=_help(verb, o), metavar=o.metavar or o.name.upper(), nargs="?")
             continue
         flags = [f for f in (o.short, f"--{o.name}") if f]
         if o.switch:
-            made.add_argument(*flags, dest=o.field, help=_help(verb, o), action="store_true")
+            command.add_argument(*flags, dest=o.field, help=_help(verb, o), action="store_true")
         else:
-            made.add_argument(
+            command.add_argument(
                 *flags,
                 dest=o.field,
                 help=_help(verb, o),
                 metavar=o.metavar or ("|".join(o.choices) if o.choices else o.name.upper()),
                 action="append" if o.repeated else "store",
             )
-    return made
+    return command
 
 
 def _usage(verb: Verb) -> str:
     """The usage line of a command, with its positional arguments; options are listed below it."""
-    places = [o.shown if o.required else f"[{o.shown}]" for o in verb.options if o.positional]
-    return " ".join([f"asa {verb.name}", *places, "[options]"])
+    positionals = [o.shown if o.required else f"[{o.shown}]" for o in verb.options if o.positional]
+    return " ".join([f"asa {verb.name}", *positionals, "[options]"])
 
 
 def arguments(verb: Verb, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> Arguments:
@@ -92,10 +92,10 @@ def arguments(verb: Verb, argv: Sequence[str], environment: Mapping[str, str] | 
         UsageError: an error on the command line or in an environment variable.
         InvalidInputError: an error in the configuration file.
     """
-    given = vars(parser(verb).parse_args(list(argv)))
-    found = resolve(verb, given, os.environ if environment is None else environment, words=tuple(argv))
-    idle.check(verb, found)
-    return found
+    flags = vars(parser(verb).parse_args(list(argv)))
+    args = resolve(verb, flags, os.environ if environment is None else environment, words=tuple(argv))
+    idle.check(verb, args)
+    return args
 
 
 def misspelt(verb: Verb, environment: Mapping[str, str]) -> list[str]:
@@ -103,13 +103,13 @@ def misspelt(verb: Verb, environment: Mapping[str, str]) -> list[str]:
     unknown = [n for n in environment if n.startswith("ASA_") and n not in {o.variable for o in verb.options}]
     if not unknown:
         return []
-    known = {o.variable for word in VERBS for v in verbs(word) for o in v.options if not o.positional}
-    near = {n: get_close_matches(n, known, n=1, cutoff=0.8) for n in unknown if n not in known}
-    return [f"{name} sets no option; did you mean {match[0]}?" for name, match in near.items() if match]
+    variables = {o.variable for word in VERBS for v in verbs(word) for o in v.options if not o.positional}
+    matches = {n: get_close_matches(n, variables, n=1, cutoff=0.8) for n in unknown if n not in variables}
+    return [f"{name} sets no option; did you mean {match[0]}?" for name, match in matches.items() if match]
 
 
 def resolve(
-    verb: Verb, given: Mapping[str, Any], environment: Mapping[str, str], *, words: tuple[str, ...] = ()
+    verb: Verb, flags: Mapping[str, Any], environment: Mapping[str, str], *, words: tuple[str, ...] = ()
 ) -> Arguments:
     """Values of all options: from flags, then environment, then file, then defaults."""
     path, table = configuration(Path.cwd())
@@ -117,16 +117,16 @@ def resolve(
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for o in verb.options:
-        if o.field in given:
-            values[o.field], origin[o.field] = _value(o, given[o.field], o.shown), "flag"
+        if o.field in flags:
+            values[o.field], origin[o.field] = _value(o, flags[o.field], o.shown), "flag"
         elif not o.positional and o.variable in environment:
             values[o.field], origin[o.field] = _value(o, environment[o.variable], o.variable), f"env {o.variable}"
         elif not o.positional and o.name in from_file:
-            raw, place = from_file[o.name]
+            raw, location = from_file[o.name]
             try:
                 values[o.field] = _value(o, raw, o.name)
             except UsageError as error:
-                raise InvalidInputError(f"{path}: {error}", where=place) from None
+                raise InvalidInputError(f"{path}: {error}", where=location) from None
             origin[o.field] = f"file {path}"
         elif o.required:
             raise UsageError(f"{o.metavar or o.name} is missing; see `asa {verb.name} --help`")
@@ -144,16 +144,16 @@ def wants_json(argv: Sequence[str], environment: Mapping[str, str]) -> bool:
         return False
     if "--json" in argv:
         return True
-    said: Any = environment.get("ASA_JSON")
-    if said is None:
+    setting: Any = environment.get("ASA_JSON")
+    if setting is None:
         try:
             table: Any = configuration(Path.cwd())[1]
         except (InvalidInputError, OSError):
             return False
         for word in ("", *argv[:2]):
             table = table.get(word) if word and isinstance(table, dict) else table
-            said = table.get("json", said) if isinstance(table, dict) else said
-    return str(said).lower() in TRUE
+            setting = table.get("json", setting) if isinstance(table, dict) else setting
+    return str(setting).lower() in TRUE
 
 
 def configuration(folder: Path) -> tuple[Path | None, dict[str, Any]]:
@@ -178,35 +178,35 @@ def configuration(folder: Path) -> tuple[Path | None, dict[str, Any]]:
 
 def _for_verb(table: Mapping[str, Any], verb: Verb) -> dict[str, tuple[Any, str]]:
     """Values of a command's options by name, each with its location in the file."""
-    own: Any = table
+    section: Any = table
     for word in verb.name.split():
-        own = own.get(word, {}) if isinstance(own, dict) else {}
+        section = section.get(word, {}) if isinstance(section, dict) else {}
     top = {k: v for k, v in table.items() if not isinstance(v, dict)}
-    mine = {str(k).replace("_", "-"): v for k, v in own.items()} if isinstance(own, dict) else {}
-    known = {o.name for o in verb.options if not o.positional}
-    if any(key not in known for key in top) or len(top) < len(table):
+    options = {str(k).replace("_", "-"): v for k, v in section.items()} if isinstance(section, dict) else {}
+    names = {o.name for o in verb.options if not o.positional}
+    if any(key not in names for key in top) or len(top) < len(table):
         _check_names(table, verb)
-    for key, value in mine.items():
-        if key not in known and not isinstance(value, dict):
+    for key, value in options.items():
+        if key not in names and not isinstance(value, dict):
             raise InvalidInputError(f"[{verb.name.replace(' ', '.')}] has no option {key!r}", where=f"$.{key}")
     inside = verb.name.replace(" ", ".")
-    return {k: (v, f"$.{k}") for k, v in top.items()} | {k: (v, f"$.{inside}.{k}") for k, v in mine.items()}
+    return {k: (v, f"$.{k}") for k, v in top.items()} | {k: (v, f"$.{inside}.{k}") for k, v in options.items()}
 
 
-def _check_names(table: Mapping[str, Any], own: Verb) -> None:
+def _check_names(table: Mapping[str, Any], verb: Verb) -> None:
     """Check that every key at the top of a configuration file is an option of a command, and every table a command.
 
     Raises:
         InvalidInputError: names the one that is not, and the most similar name.
     """
-    every = [own, *(v for word in VERBS for v in verbs(word))]
+    every = [verb, *(v for word in VERBS for v in verbs(word))]
     words, options = {v.name.split()[0] for v in every}, {o.name for v in every for o in v.options if not o.positional}
     for key, value in table.items():
         inside = isinstance(value, dict)
         names = words if inside else options
         if key not in names:
-            near = get_close_matches(key, names, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            matches = get_close_matches(key, names, n=1)
+            hint = f"; did you mean {matches[0]}?" if matches else ""
             what = f"no command is called {key!r}" if inside else f"no command has an option {key!r}"
             raise InvalidInputError(f"configuration: {what}{hint}", where=f"$.{key}")
 
@@ -236,8 +236,8 @@ def _text(o: Option, raw: Any, where: str) -> str:
 
 
 def _help(verb: Verb, o: Option) -> str:
-    told = ", ".join(map(str, o.default)) if isinstance(o.default, tuple) else o.default
-    default = f"default: {told}" if told not in (None, "") and not o.switch and "default" not in o.help else ""
+    shown = ", ".join(map(str, o.default)) if isinstance(o.default, tuple) else o.default
+    default = f"default: {shown}" if shown not in (None, "") and not o.switch and "default" not in o.help else ""
     added = "; ".join(filter(None, (default, idle.condition(verb, o))))
     if added:
         added = f"; {added})" if o.help.endswith(")") else f" ({added})"

@@ -25,7 +25,7 @@ def run(args: Arguments, console: Console) -> None:
         places.check_writable(Path(args.trace), "--trace")
     path, plan = places.newest_plan(args.plan)
     profile, cluster = origins(plan, console, args)
-    found = simulate(plan, profile, cluster, offered())
+    timeline = simulate(plan, profile, cluster, offered())
     if plan.consistency is not None:
         inside = "a group's step" if plan.groups > 1 else "a step of its workers"
         console.say(
@@ -37,11 +37,11 @@ def run(args: Arguments, console: Console) -> None:
         "plan": str(path),
         "plan_fingerprint": codec.fingerprint(plan),
         "predicted_step_time_s": plan.prediction.step_time_s,
-        **codec.to_data(found),
+        **codec.to_data(timeline),
     }
     if args.trace:
-        save_trace(found, Path(args.trace))
-    console.result(data, lambda: report.render(found))
+        save_trace(timeline, Path(args.trace))
+    console.result(data, lambda: report.render(timeline))
     if args.trace:
         console.say(f"asa: wrote {args.trace}; open it in Perfetto or chrome://tracing")
 

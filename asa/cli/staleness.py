@@ -66,7 +66,7 @@ def measure(args: Arguments, console: Console, profile: Profile, profile_path: P
             task, usual_settings(args.workers, task.momentum), seeds=args.seeds, steps=args.steps, every=every,
             time_limit_s=args.staleness_limit, progress=report,
         )  # fmt: skip
-    made = Staleness(
+    staleness = Staleness(
         model_spec=profile.model_spec,
         model_fingerprint=profile.model_fingerprint,
         input_shape=profile.graph.input_shape,
@@ -88,8 +88,8 @@ def measure(args: Arguments, console: Console, profile: Profile, profile_path: P
         skipped=skipped,
     )
     path = places.staleness_path(profile_path, args.optimizer)
-    codec.save(made, path)
-    return made, path
+    codec.save(staleness, path)
+    return staleness, path
 
 
 def task_of(args: Arguments, profile: Profile) -> Task:

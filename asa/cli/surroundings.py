@@ -84,19 +84,19 @@ def gpu_modes(_: Console) -> Check:
         if n is None:
             return _without_nvml()
         every = nvml.handles(n)
-        split = [i for i, h in enumerate(every) if nvml.told(n, (0, 0), "nvmlDeviceGetMigMode", h)[0]]
-        checked = [i for i, h in enumerate(every) if nvml.told(n, (0, 0), "nvmlDeviceGetEccMode", h)[0]]
+        split = [i for i, h in enumerate(every) if nvml.query(n, (0, 0), "nvmlDeviceGetMigMode", h)[0]]
+        checked = [i for i, h in enumerate(every) if nvml.query(n, (0, 0), "nvmlDeviceGetEccMode", h)[0]]
         kind = (n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, n.NVML_VOLATILE_ECC)
-        counts = [nvml.told(n, 0, "nvmlDeviceGetTotalEccErrors", h, *kind) for h in every]
+        counts = [nvml.query(n, 0, "nvmlDeviceGetTotalEccErrors", h, *kind) for h in every]
         errors = {i: count for i, count in enumerate(counts) if count}
         now = [nvml.Card(n, h).read() for h in every]
-    found = [f"MIG {_which(split, every)}", f"ECC {_which(checked, every)}"]
-    found += [f"GPU {i}: {e} uncorrected memory errors" for i, e in errors.items()]
-    found += [f"GPU {i}: {r.others} processes" for i, r in enumerate(now) if r.others]
-    found += [f"GPU {i}: held back by {' and '.join(r.reasons)}" for i, r in enumerate(now) if r.reasons]
+    parts = [f"MIG {_which(split, every)}", f"ECC {_which(checked, every)}"]
+    parts += [f"GPU {i}: {e} uncorrected memory errors" for i, e in errors.items()]
+    parts += [f"GPU {i}: {r.others} processes" for i, r in enumerate(now) if r.others]
+    parts += [f"GPU {i}: held back by {' and '.join(r.reasons)}" for i, r in enumerate(now) if r.reasons]
     fix = "take such a GPU out of service" if errors else "a process sees one MIG instance: give ranks whole GPUs"
     ok = not split and not errors
-    return Check(name="gpus", ok=ok, detail=f"{len(every)}: {', '.join(found)}", needed=False, fix=fix)
+    return Check(name="gpus", ok=ok, detail=f"{len(every)}: {', '.join(parts)}", needed=False, fix=fix)
 
 
 def _without_nvml() -> Check:
@@ -109,13 +109,13 @@ def _without_nvml() -> Check:
 
 def topology(_: Console) -> Check:
     """Check the connection of each pair of GPUs: NVLink, or the level of PCIe at which they meet."""
-    told = nvml.topology()
+    links = nvml.topology()
     fix = "GPUs of several NUMA nodes exchange data slowly: measure with `asa cluster measure`"
-    ok = "several NUMA nodes" not in told
-    detail = told or "fewer than two GPUs: nothing to join"
+    ok = "several NUMA nodes" not in links
+    detail = links or "fewer than two GPUs: nothing to join"
     return Check(name="topology", ok=ok, detail=detail, needed=False, fix=fix)
 
 
-def _which(found: list[int], handles: list[Any]) -> str:
-    """Description of the GPUs in ``found``: off, on, or on for some."""
-    return "off" if not found else "on" if len(found) == len(handles) else f"on for {', '.join(map(str, found))}"
+def _which(indices: list[int], handles: list[Any]) -> str:
+    """Description of the GPUs in ``indices``: off, on, or on for some."""
+    return "off" if not indices else "on" if len(indices) == len(handles) else f"on for {', '.join(map(str, indices))}"

@@ -48,10 +48,10 @@ def run(args: Arguments, console: Console) -> None:
 
 
 def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path) -> None:
-    pretended, told = None, ""
+    pretended, description = None, ""
     if isinstance(args.device, emulated.EmulatedName):
         pretended, plan = emulated.pretended(args.device, plan, console)
-        told = args.device.told(pretended.profile)
+        description = args.device.description(pretended.profile)
 
     with ModelPreload(
         plan.model_spec, num_classes=plan.num_classes, input_shape=plan.sample_shape, seed=args.seed
@@ -100,14 +100,14 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
             adapt=adapt,
             relieve=relieve,
             regroup=partial(regroup, console) if settings.replan or (plan.consistency and not args.no_replan) else None,
-            on_event=lambda event: tell(event, console, progress, trained=not told),
+            on_event=lambda event: print_event(event, console, progress, trained=not description),
             command=("train", *words),
             emulated=pretended,
             model=model,
             work=None if pretended else work_of(plan, console),
         )
-    if told and "kind" in result:  # absent on a launcher's other ranks
-        result = emulated.mark(result, told, out)
+    if description and "kind" in result:  # absent on a launcher's other ranks
+        result = emulated.mark(result, description, out)
     if result.get("summary"):
         from asa.report.tables import folded
         from asa.report.training import summary
@@ -117,7 +117,7 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
     console.document(result)
     console.say(f"asa: wrote {out}/result.json")
     if args.trace and console.first_rank:
-        console.say(f"asa: {beside(plan, out, console)}")
+        console.say(f"asa: {save_timelines(plan, out, console)}")
 
 
 def work_of(plan: Plan, console: Console) -> Work | None:
@@ -133,7 +133,7 @@ def work_of(plan: Plan, console: Console) -> Work | None:
     return Work(flops_per_sample=flops_per_sample(profile), peak_flops_per_s=peak_flops(cluster, plan.precision))
 
 
-def beside(plan: Plan, out: Path, console: Console) -> str:
+def save_timelines(plan: Plan, out: Path, console: Console) -> str:
     """Combine planned and measured timelines in one trace; returns a sentence with its path."""
     from asa.cli.choose import origins
     from asa.report import trace
@@ -154,7 +154,7 @@ def beside(plan: Plan, out: Path, console: Console) -> str:
     return f"wrote {path}; open it in Perfetto: every rank as planned and as measured"
 
 
-def tell(event: dict[str, Any], console: Console, progress: Report, *, trained: bool = True) -> None:
+def print_event(event: dict[str, Any], console: Console, progress: Report, *, trained: bool = True) -> None:
     """Print one event of a run for people: epoch lines to stdout, the rest to stderr. ``trained`` False: emulated."""
     from asa.report.story import PREFIX, kind_of
     from asa.report.tables import folded
@@ -164,7 +164,7 @@ def tell(event: dict[str, Any], console: Console, progress: Report, *, trained: 
         case "start":
             console.say(f"asa: {event['model']} on {event['ranks']} ranks; {event['data'][0]}")
             if "RANK" not in os.environ:
-                console.say(f"asa: the same under torchrun: {event['torchrun']}", whole=True)
+                console.say(f"asa: the same under torchrun: {event['torchrun']}", verbatim=True)
         case "steps":
             waiting = f", {100 * event['data_wait_share']:.0f} % data" if event["data_wait_share"] >= _NOTABLE else ""
             progress(event["fraction"], f"loss {event['loss']:.3f}, {event['samples_per_s']:.0f} samples/s{waiting}")
@@ -197,13 +197,13 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
     check_trackers((*args.track, *(("tensorboard",) if args.tensorboard else ())))
     if args.data_root and not args.download and not Path(args.data_root).exists():
         raise InvalidInputError(f"--data-root {args.data_root} does not exist")
-    fresh = planned_here.wanted(args)
+    has_model = planned_here.names_a_model(args)
     if not args.resume:
         if args.out:
             places.check_writable(Path(args.out) / "plan.json", "--out")  # before minutes of profiling
             if "RANK" not in os.environ:  # a launcher's ranks may be a restart of that run
                 places.check_unused(Path(args.out))
-        path, plan = planned_here.planned(args, console) if fresh else places.newest_plan(args.plan)
+        path, plan = planned_here.planned(args, console) if has_model else places.newest_plan(args.plan)
         out = Path(args.out) if args.out else places.new_folder(places.TRAINING, places.slug(plan.model_spec))
         places.check_writable(out / "plan.json", "--out")
         return path, plan, out
@@ -213,12 +213,12 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
     out = Path(args.out) if args.out else runs[-1].parent
     if not out.exists():
         raise NoCheckpointError(f"no run in {out} to resume: there is no such folder; leave out --resume to start anew")
-    left = out / "plan.json"
-    if not args.plan and not left.is_file():
+    plan_file = out / "plan.json"
+    if not args.plan and not plan_file.is_file():
         raise NoCheckpointError(f"no run in {out} to resume: it has no plan.json; leave out --resume to start anew")
-    if fresh:  # continue under a new plan or another discipline
+    if has_model:  # continue under a new plan or another discipline
         return *planned_here.planned(args, console), out
-    path, plan = places.newest_plan(args.plan or str(left))
+    path, plan = places.newest_plan(args.plan or str(plan_file))
     return path, plan, out
 
 
@@ -232,23 +232,23 @@ def recall(args: Arguments, out: Path, console: Console) -> None:
     a configuration file, which is for new runs."""
     from asa.executor.running.stored_settings import recalled
 
-    known, notes = recalled(out)
+    earlier, notes = recalled(out)
     for note in notes:
         console.say(f"asa: {note}")
     typed = {name for name in _RECALLED if args.origin[name] == "flag" or args.origin[name].startswith("env ")}
     if "data" in typed:
         typed.add("data_root")
-    taken = {n: known[n] for n in _RECALLED if n in known and n not in typed and known[n] != getattr(args, n)}
-    lost = [n for n in ("epochs", "lr") if n not in known and n not in typed]
+    changes = {n: earlier[n] for n in _RECALLED if n in earlier and n not in typed and earlier[n] != getattr(args, n)}
+    lost = [n for n in ("epochs", "lr") if n not in earlier and n not in typed]
     if lost and (out / "checkpoints").is_dir():
         raise UsageError(
             f"what the run in {out} was given is lost: no settings.json, no checkpoint and no log tells; say "
             f"{' and '.join(f'--{n}' for n in lost)}"
         )
-    if taken:
-        args.replace(**taken)
-        told = " ".join(f"--{n.replace('_', '-')} {v}" for n, v in taken.items() if v is not None)
-        console.say(f"asa: as in the run before: {told}")
+    if changes:
+        args.replace(**changes)
+        options = " ".join(f"--{n.replace('_', '-')} {v}" for n, v in changes.items() if v is not None)
+        console.say(f"asa: as in the run before: {options}")
 
 
 def saving(text: str) -> float | None:
@@ -265,20 +265,20 @@ def trackers(text: str) -> tuple[str, ...]:
     Raises:
         UsageError: an unknown one.
     """
-    found = o.names(text)
-    for name in found:
+    chosen = o.names(text)
+    for name in chosen:
         if name not in TRACKERS:
             raise UsageError(f"no tracker {name!r}; there are {', '.join(TRACKERS)}")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(chosen))
 
 
-def check_trackers(wanted: tuple[str, ...]) -> None:
+def check_trackers(chosen: tuple[str, ...]) -> None:
     """Check that trackers are installed, without importing them.
 
     Raises:
         UnavailableError: one is not.
     """
-    for name in wanted:
+    for name in chosen:
         if name not in sys.modules and importlib.util.find_spec(name) is None:
             raise UnavailableError(
                 f"--track {name} needs a package: pip install 'asa-parallel[{name}]', or leave out --track {name}"

@@ -34,8 +34,8 @@ def verbs(word: str) -> tuple[Verb, ...]:
         UsageError: there is none; names the most similar.
     """
     if word not in VERBS:
-        near = get_close_matches(word, VERBS, n=1)
-        hint = f"did you mean `asa {near[0]}`?" if near else f"there is {', '.join(VERBS)}"
+        matches = get_close_matches(word, VERBS, n=1)
+        hint = f"did you mean `asa {matches[0]}`?" if matches else f"there is {', '.join(VERBS)}"
         raise UsageError(f"{word!r} is no command; {hint}")
-    found: tuple[Verb, ...] = import_module(VERBS[word][0]).VERBS
-    return found
+    commands: tuple[Verb, ...] = import_module(VERBS[word][0]).VERBS
+    return commands

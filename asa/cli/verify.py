@@ -35,10 +35,10 @@ def run(args: Arguments, console: Console) -> int:
     factory = partial(
         build, plan.model_spec, num_classes=plan.num_classes, input_shape=plan.sample_shape, seed=args.seed
     )
-    found = verify(plan, factory, offered(), device=device, samples=args.samples, silence_s=args.timeout)
-    data = {"schema_version": codec.SCHEMA_VERSION, "kind": "equivalence", **codec.to_data(found)}
-    console.result(data, lambda: report.render(found))
-    return 0 if found.equivalent or found.within_tolerance else 1
+    verdict = verify(plan, factory, offered(), device=device, samples=args.samples, silence_s=args.timeout)
+    data = {"schema_version": codec.SCHEMA_VERSION, "kind": "equivalence", **codec.to_data(verdict)}
+    console.result(data, lambda: report.render(verdict))
+    return 0 if verdict.equivalent or verdict.within_tolerance else 1
 
 
 VERBS = (

@@ -76,7 +76,7 @@ def verify(
     seconds = time.monotonic() - began
     best, before, after = choose(draws, rounds, stock, noise=noise)
     measured = _measured(plans, cells, steps, seconds, best, before, after, cluster)
-    chosen = replace(_as_answer(plans[0], plans[best], _said(plans, best, measured)), measured=measured)
+    chosen = replace(_as_answer(plans[0], plans[best], _verdict(plans, best, measured)), measured=measured)
     others = [p for p in plans if p.conduct != chosen.conduct]
     return [chosen, *others[: request.top_k - 1]]
 
@@ -88,16 +88,16 @@ def _side_by_side(
     from asa.profiler.machine import choose_device, free_memory
 
     free = free_memory(choose_device(cluster.device.type))
-    held, kept = 0, 0
+    memory_bytes, count = 0, 0
     for p in plans:
         peaks = p.prediction.memory_bytes_per_rank
-        held += sum(peaks) if cluster.device.type == "cpu" else max(peaks)
-        if held > 0.9 * free:
+        memory_bytes += sum(peaks) if cluster.device.type == "cpu" else max(peaks)
+        if memory_bytes > 0.9 * free:
             break
-        kept += 1
-    if kept < len(plans):
-        console.say(f"asa: {kept} of {len(plans)} finalists fit into memory side by side; the others are not measured")
-    return plans[:kept] or plans[:1], draws[: max(1, kept)]
+        count += 1
+    if count < len(plans):
+        console.say(f"asa: {count} of {len(plans)} finalists fit into memory side by side; the others are not measured")
+    return plans[:count] or plans[:1], draws[: max(1, count)]
 
 
 def _run(
@@ -114,12 +114,12 @@ def _run(
     options = BenchOptions(device=cluster.device.type, budget_s=budget_s, threads=1)
     with console.progress(f"measuring {len(plans)} plans of {profile.model_spec}") as report:
 
-        def hear(_rank: int, message: Mapping[str, float]) -> None:
+        def on_message(_rank: int, message: Mapping[str, float]) -> None:
             report(min(1.0, 1 - message["left_s"] / budget_s), f"round {message['round']:.0f}")
 
         return contest(
             plans, factory, offered(), partial(bench_setup.stand_in, shape, graph.num_classes), options, policy,
-            on_message=hear,
+            on_message=on_message,
         )  # fmt: skip
 
 
@@ -165,12 +165,12 @@ def _measured(
     )
 
 
-def _said(plans: Sequence[Plan], best: int, measured: Measured) -> str:
+def _verdict(plans: Sequence[Plan], best: int, measured: Measured) -> str:
     """Sentence on what the measurements changed."""
-    own = measured.trials[0].step_time_s
+    first = measured.trials[0].step_time_s
     verdict = "measured: the plan stays"
-    if best and own is not None:
-        longer = own.median / measured.step_time_s.median - 1
+    if best and first is not None:
+        longer = first.median / measured.step_time_s.median - 1
         name = plans[best].strategy if plans[best].strategy != "asa" else "another plan"
         verdict = f"measured: {name} instead of the plan the costs alone gave, which took {100 * longer:.2g} % longer"
     return (
@@ -193,7 +193,7 @@ def _as_answer(first: Plan, best: Plan, note: str) -> Plan:
         lower_bound_s=bound,
         gap=0.0 if gap <= 1e-6 else gap,
     )
-    kept = tuple(n for n in best.notes if not n.startswith("stay with"))
+    notes = tuple(n for n in best.notes if not n.startswith("stay with"))
     return replace(
-        best, strategy=first.strategy, certificate=certificate, baselines=first.baselines, notes=(note, *kept)
+        best, strategy=first.strategy, certificate=certificate, baselines=first.baselines, notes=(note, *notes)
     )  # fmt: skip

@@ -62,13 +62,13 @@ def _released(events: Sequence[Event]) -> list[Event]:
     a CUDA device releases the gradients of a node after recording has stopped for it."""
     starts: list[int] = []
     sizes: dict[int, int] = {}
-    found: list[Event] = []
+    result: list[Event] = []
     for event in events:
         if event.size > 0:
             i = max(0, bisect_right(starts, event.pointer) - 1)
             while i < len(starts) and starts[i] < event.pointer + event.size:
                 if starts[i] + sizes[starts[i]] > event.pointer:
-                    found.append(Event(at=event.at, pointer=starts[i], size=-sizes.pop(starts.pop(i))))
+                    result.append(Event(at=event.at, pointer=starts[i], size=-sizes.pop(starts.pop(i))))
                 else:
                     i += 1
             insort(starts, event.pointer)
@@ -76,8 +76,8 @@ def _released(events: Sequence[Event]) -> list[Event]:
         elif event.pointer in sizes:
             del sizes[event.pointer]
             starts.remove(event.pointer)
-        found.append(event)
-    return found
+        result.append(event)
+    return result
 
 
 def _walk(entries: Sequence[Any]) -> Iterator[Any]:
@@ -102,12 +102,12 @@ def completed(events: Sequence[Event], surviving: Collection[int]) -> list[Event
         else:
             last.pop(event.pointer, None)
     missing.update(i for pointer, i in last.items() if pointer not in surviving)
-    found: list[Event] = []
+    result: list[Event] = []
     for i, event in enumerate(events):
-        found.append(event)
+        result.append(event)
         if i in missing:
-            found.append(Event(at=event.at, pointer=event.pointer, size=-event.size))
-    return found
+            result.append(Event(at=event.at, pointer=event.pointer, size=-event.size))
+    return result
 
 
 def peak(events: Iterable[Event]) -> int:

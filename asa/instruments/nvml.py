@@ -49,7 +49,7 @@ def opened() -> Iterator[Any]:
         pynvml.nvmlShutdown()
 
 
-def told(n: Any, default: Any, ask: str, *about: Any) -> Any:
+def query(n: Any, default: Any, ask: str, *about: Any) -> Any:
     """Result of NVML's function ``ask``; ``default`` if the GPU, or this version of NVML, does not support it."""
     try:
         return getattr(n, ask)(*about)
@@ -72,33 +72,33 @@ def names(count: int) -> list[str]:
         if n is None:
             return []
         every = handles(n)
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if seen is not None:
-            chosen = [_named(n, every, name.strip()) for name in seen.split(",")]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            chosen = [_named(n, every, name.strip()) for name in visible.split(",")]
             every = [h for h in chosen if h is not None]
-        return [_text(told(n, "a GPU", "nvmlDeviceGetName", h)) for h in every[:count]]
+        return [_text(query(n, "a GPU", "nvmlDeviceGetName", h)) for h in every[:count]]
 
 
 def _named(n: Any, every: Sequence[Any], name: str) -> Any:
     """Handle of the GPU, or part of one, that an entry of ``CUDA_VISIBLE_DEVICES`` names; None if unknown."""
     if name.isdecimal():
         return every[int(name)] if int(name) < len(every) else None
-    return told(n, None, "nvmlDeviceGetHandleByUUID", name.encode())
+    return query(n, None, "nvmlDeviceGetHandleByUUID", name.encode())
 
 
 def joined(n: Any, every: Sequence[Any]) -> dict[str, int]:
     """Number of pairs of GPUs by their connection: NVLink, or the PCIe level that connects them."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for a, b in combinations(every, 2):
-        nvlink = told(n, None, "nvmlDeviceGetP2PStatus", a, b, n.NVML_P2P_CAPS_INDEX_NVLINK) == 0
-        level = told(n, None, "nvmlDeviceGetTopologyCommonAncestor", a, b)
-        found["NVLink" if nvlink else "unknown" if level is None else _PATHS.get(level, "several NUMA nodes")] += 1
-    return dict(found)
+        nvlink = query(n, None, "nvmlDeviceGetP2PStatus", a, b, n.NVML_P2P_CAPS_INDEX_NVLINK) == 0
+        level = query(n, None, "nvmlDeviceGetTopologyCommonAncestor", a, b)
+        counts["NVLink" if nvlink else "unknown" if level is None else _PATHS.get(level, "several NUMA nodes")] += 1
+    return dict(counts)
 
 
 def links(n: Any, gpu: Any) -> int:
     """Number of a GPU's NVLink links that are up."""
-    return sum(told(n, 0, "nvmlDeviceGetNvLinkState", gpu, link) == 1 for link in range(_MOST_LINKS))
+    return sum(query(n, 0, "nvmlDeviceGetNvLinkState", gpu, link) == 1 for link in range(_MOST_LINKS))
 
 
 def topology() -> str:
@@ -109,9 +109,9 @@ def topology() -> str:
         counts = sorted({links(n, h) for h in every} - {0})
     if not pairs:
         return ""
-    found = ", ".join(f"{count} over {where}" for where, count in sorted(pairs.items()))
+    listing = ", ".join(f"{count} over {where}" for where, count in sorted(pairs.items()))
     each = f" ({' or '.join(map(str, counts))} links each)" if counts else ""
-    return f"pairs of GPUs: {found}{each}"
+    return f"pairs of GPUs: {listing}{each}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,17 +146,17 @@ class Card:
     def read(self) -> Reading:
         """Current state of the card."""
         n, gpu = self._n, self._handle
-        rates = told(n, None, "nvmlDeviceGetUtilizationRates", gpu)
-        energy = told(n, None, "nvmlDeviceGetTotalEnergyConsumption", gpu)
-        bits = told(n, None, "nvmlDeviceGetCurrentClocksEventReasons", gpu)
+        rates = query(n, None, "nvmlDeviceGetUtilizationRates", gpu)
+        energy = query(n, None, "nvmlDeviceGetTotalEnergyConsumption", gpu)
+        bits = query(n, None, "nvmlDeviceGetCurrentClocksEventReasons", gpu)
         if bits is None:  # the name in drivers before 535
-            bits = told(n, 0, "nvmlDeviceGetCurrentClocksThrottleReasons", gpu)
-        pids = {p.pid for p in told(n, (), "nvmlDeviceGetComputeRunningProcesses", gpu)}
+            bits = query(n, 0, "nvmlDeviceGetCurrentClocksThrottleReasons", gpu)
+        pids = {p.pid for p in query(n, (), "nvmlDeviceGetComputeRunningProcesses", gpu)}
         # In a container NVML reports process numbers of the host: one of the unknown ones is this process.
         others = len(pids - {os.getpid()}) if os.getpid() in pids or not _in_container() else max(0, len(pids) - 1)
         return Reading(
-            clock_mhz=told(n, None, "nvmlDeviceGetClockInfo", gpu, _SM_CLOCK),
-            most_mhz=told(n, None, "nvmlDeviceGetMaxClockInfo", gpu, _SM_CLOCK),
+            clock_mhz=query(n, None, "nvmlDeviceGetClockInfo", gpu, _SM_CLOCK),
+            most_mhz=query(n, None, "nvmlDeviceGetMaxClockInfo", gpu, _SM_CLOCK),
             utilisation=None if rates is None else rates.gpu / 100,
             energy_j=None if energy is None else energy / 1e3,
             held_by=bits & sum(_REASONS),
@@ -218,14 +218,14 @@ class Meter:
         joules = self.joules()
         if self._last is None:
             return {}
-        found = {
+        values = {
             "utilisation": self._last.utilisation,
             "clock_mhz": self._last.clock_mhz,
             "watts": None if joules is None or seconds <= 0 else joules / seconds,
             "held_back": list(self._last.reasons) or None,
             "others": self._last.others or None,
         }
-        return {"gpu": {name: value for name, value in found.items() if value is not None}}
+        return {"gpu": {name: value for name, value in values.items() if value is not None}}
 
 
 @dataclass
@@ -249,22 +249,22 @@ class Watched:
     @property
     def disturbed(self) -> str:
         """Why measurements in this period are not representative of the card, in words; empty if they are."""
-        found = []
+        causes = []
         if slowed := [r for r in self.held_back if r not in _USUAL]:
-            found.append(f"the GPU's clocks were held back by {' and '.join(slowed)}")
+            causes.append(f"the GPU's clocks were held back by {' and '.join(slowed)}")
         if self.others:
-            found.append(f"{self.others} other process{'es were' if self.others > 1 else ' was'} on the GPU")
-        return ", and ".join(found)
+            causes.append(f"{self.others} other process{'es were' if self.others > 1 else ' was'} on the GPU")
+        return ", and ".join(causes)
 
     @property
     def clocks(self) -> str:
         """Median clock and largest clock, in words; empty if unknown."""
-        told_ = [r.clock_mhz for r in self.readings if r.clock_mhz is not None]
+        clocks = [r.clock_mhz for r in self.readings if r.clock_mhz is not None]
         most = next((r.most_mhz for r in self.readings if r.most_mhz is not None), None)
-        if not told_ or most is None:
+        if not clocks or most is None:
             return ""
         usual = [r for r in self.held_back if r in _USUAL]
-        return f"GPU clock {median(told_):.0f} of {most} MHz" + (f" (held by {usual[0]})" if usual else "")
+        return f"GPU clock {median(clocks):.0f} of {most} MHz" + (f" (held by {usual[0]})" if usual else "")
 
     @property
     def energy_j(self) -> float | None:
@@ -282,22 +282,22 @@ class Watched:
 @contextmanager
 def watching(card: Card | None) -> Iterator[Watched]:
     """Context that reads ``card`` a few times a second in a thread; no readings if None."""
-    found = Watched()
+    watched = Watched()
     if card is None:
-        yield found
+        yield watched
         return
     over = threading.Event()
 
     def look() -> None:
         while not over.wait(_EVERY_S):
-            found.readings.append(card.read())
+            watched.readings.append(card.read())
 
-    found.readings.append(card.read())
+    watched.readings.append(card.read())
     thread = threading.Thread(target=look, name="asa-nvml", daemon=True)
     thread.start()
     try:
-        yield found
+        yield watched
     finally:
         over.set()
         thread.join()
-        found.readings.append(card.read())
+        watched.readings.append(card.read())

@@ -20,12 +20,12 @@ class OthersCores:
 def watching() -> Iterator[OthersCores]:
     """Context that measures until its end. Time of this process, and of its children that have ended, is not
     counted."""
-    found = OthersCores()
-    busy, own, began = _busy_s(), _own_s(), time.monotonic()
-    yield found
+    usage = OthersCores()
+    busy, own_s, began = _busy_s(), _own_s(), time.monotonic()
+    yield usage
     seconds = time.monotonic() - began
     if seconds > 0:
-        found.cores = max(0.0, (_busy_s() - busy) - (_own_s() - own)) / seconds
+        usage.cores = max(0.0, (_busy_s() - busy) - (_own_s() - own_s)) / seconds
 
 
 def _busy_s() -> float:

@@ -28,12 +28,12 @@ class Room:
     full: float
 
 
-def tightest(device: torch.device, asked: int = 0) -> Room | None:
-    """The limit that is closest to being reached; if an allocation of ``asked`` bytes failed, one that it exceeds. None
-    if the system reports no limits."""
-    found = rooms(device)
-    in_the_way = [r for r in found if r.used + asked > r.limit] if asked else []
-    return max(in_the_way or found, key=lambda r: r.full, default=None)
+def tightest(device: torch.device, requested: int = 0) -> Room | None:
+    """The limit that is closest to being reached; if an allocation of ``requested`` bytes failed, one that it exceeds.
+    None if the system reports no limits."""
+    limits = rooms(device)
+    in_the_way = [r for r in limits if r.used + requested > r.limit] if requested else []
+    return max(in_the_way or limits, key=lambda r: r.full, default=None)
 
 
 def fullness(device: torch.device) -> float:
@@ -54,19 +54,19 @@ def rooms(device: torch.device) -> list[Room]:
     """All memory limits that apply to a rank's allocations on ``device``."""
     if device.type == "cuda":
         return [_on_cuda(device)]
-    own, found = held(device), []
-    resident = own["host"]
+    used, limits = held(device), []
+    resident = used["host"]
     for kind, which in (("data", resource.RLIMIT_DATA), ("address", resource.RLIMIT_AS)):
         limit = resource.getrlimit(which)[0]
-        if limit != resource.RLIM_INFINITY and own[kind]:
-            found.append(Room(kind=kind, used=own[kind], limit=limit, full=own[kind] / max(1, limit)))
+        if limit != resource.RLIM_INFINITY and used[kind]:
+            limits.append(Room(kind=kind, used=used[kind], limit=limit, full=used[kind] / max(1, limit)))
     host = _numbers(Path("/proc/meminfo"))
     if host.get("MemTotal") and "MemAvailable" in host:
-        found.append(_shared("host", resident, host["MemTotal"] - host["MemAvailable"], host["MemTotal"]))
+        limits.append(_shared("host", resident, host["MemTotal"] - host["MemAvailable"], host["MemTotal"]))
     group = _group()
     if group is not None and group[1] < host.get("MemTotal", 1 << 62):
-        found.append(_shared("group", resident, *group))
-    return found
+        limits.append(_shared("group", resident, *group))
+    return limits
 
 
 def free_on_host() -> int | None:
@@ -89,9 +89,9 @@ def _on_cuda(device: torch.device) -> Room:
     return Room(kind="device", used=peak, limit=limit, full=peak / max(1, limit))
 
 
-def _shared(kind: str, own: int, all_used: int, limit: int) -> Room:
+def _shared(kind: str, own_bytes: int, all_used: int, limit: int) -> Room:
     """A limit shared with other processes: the memory of this process plus what is free."""
-    return Room(kind=kind, used=own, limit=own + max(0, limit - all_used), full=all_used / max(1, limit))
+    return Room(kind=kind, used=own_bytes, limit=own_bytes + max(0, limit - all_used), full=all_used / max(1, limit))
 
 
 def _group() -> tuple[int, int] | None:
@@ -110,19 +110,19 @@ def _group() -> tuple[int, int] | None:
             continue
         root = _GROUPS / "memory" if names else _GROUPS
         top, total = ("memory.limit_in_bytes", "total_") if names else ("memory.max", "")
-        own = root / path.lstrip("/")
-        inside = root == own or root in own.parents
-        found = []
-        for folder in (own, *(p for p in own.parents if inside and (p == root or root in p.parents)), root):
+        home = root / path.lstrip("/")
+        inside = root == home or root in home.parents
+        usages = []
+        for folder in (home, *(p for p in home.parents if inside and (p == root or root in p.parents)), root):
             try:
                 limit = int((folder / top).read_text())
                 stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
                 used = int(stat[f"{total}rss" if names else "anon"]) + int(stat.get(f"{total}shmem", 0))
             except (OSError, ValueError, KeyError):
                 continue  # "max", or the path is that of another namespace
-            found.append((used, limit))
-        if found:
-            return max(found, key=lambda each: each[0] / max(1, each[1]))
+            usages.append((used, limit))
+        if usages:
+            return max(usages, key=lambda each: each[0] / max(1, each[1]))
     return None
 
 
@@ -138,7 +138,7 @@ def _numbers(path: Path) -> dict[str, int]:
 def kernel_kills() -> int:
     """Number of processes that the kernel has killed for lack of memory since boot; 0 if unknown."""
     try:
-        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+        match = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
     except OSError:
         return 0
-    return int(found.group(1)) if found else 0
+    return int(match.group(1)) if match else 0

@@ -261,8 +261,8 @@ class Cluster:
 
     def memories(self) -> tuple[int, ...]:
         """Bytes of memory of every rank's device."""
-        own = self.device.memory_bytes
-        return tuple(d.memory_bytes or own for d in self.devices) if self.devices else (own,) * self.num_devices
+        default = self.device.memory_bytes
+        return tuple(d.memory_bytes or default for d in self.devices) if self.devices else (default,) * self.num_devices
 
     @property
     def host(self) -> int:
@@ -310,14 +310,14 @@ class Cluster:
         if widths != sorted(set(widths)):
             raise InvalidInputError(f"levels of cluster {self.name} must widen", where="$.levels")
         for i, level in enumerate(self.levels):
-            known: set[tuple[str, int]] = set()
+            pairs: set[tuple[str, int]] = set()
             for j, t in enumerate(level.tables):
-                if (t.op, t.ranks) in known:
+                if (t.op, t.ranks) in pairs:
                     raise InvalidInputError(
                         f"level {level.name} has two tables of {t.op} among {t.ranks} ranks",
                         where=f"$.levels[{i}].tables[{j}]",
                     )
-                known.add((t.op, t.ranks))
+                pairs.add((t.op, t.ranks))
         for i, c in enumerate(self.contention):
             if min(c.slowdown, c.of_memory) < 1 or c.ranks < 1:
                 raise InvalidInputError("contention needs ranks >= 1 and slowdown >= 1", where=f"$.contention[{i}]")

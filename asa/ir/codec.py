@@ -41,7 +41,7 @@ def hashed(cls: type[T]) -> type[T]:
     """Make a noun class cache its hash; for classes whose objects are hashed far more often than created."""
     plain: Any = cls.__hash__
 
-    def remembered(self: Any) -> int:
+    def cached_hash(self: Any) -> int:
         cached: int | None = self.__dict__.get("_hash")
         if cached is None:
             cached = plain(self)
@@ -52,7 +52,7 @@ def hashed(cls: type[T]) -> type[T]:
         # Hashes of strings differ between processes.
         return {k: v for k, v in self.__dict__.items() if k != "_hash"}
 
-    cls.__hash__ = remembered  # type: ignore[method-assign]
+    cls.__hash__ = cached_hash  # type: ignore[method-assign]
     cls.__getstate__ = state  # type: ignore[method-assign]
     return cls
 
@@ -86,8 +86,8 @@ def to_data(value: Any) -> Any:
     if type(value) in _SCALARS:
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kept = ((name, getattr(value, name), default, late) for name, default, late in _fields(type(value)))
-        return {name: to_data(v) for name, v, default, late in kept if not late or v != default}
+        entries = ((name, getattr(value, name), default, late) for name, default, late in _fields(type(value)))
+        return {name: to_data(v) for name, v, default, late in entries if not late or v != default}
     if isinstance(value, list | tuple):
         return [to_data(v) for v in value]
     if isinstance(value, dict):
@@ -101,10 +101,10 @@ def fingerprint(value: Any) -> str:
     Fields with their default value do not count, so a new field does not change the fingerprints of older files.
     """
     key = id(value)
-    known = _FINGERPRINTS.get(key)
-    if known is None or known[0]() is not value:
-        known = _FINGERPRINTS[key] = (weakref.ref(value, lambda _: _FINGERPRINTS.pop(key, None)), _fingerprint(value))
-    return known[1]
+    cached = _FINGERPRINTS.get(key)
+    if cached is None or cached[0]() is not value:
+        cached = _FINGERPRINTS[key] = (weakref.ref(value, lambda _: _FINGERPRINTS.pop(key, None)), _fingerprint(value))
+    return cached[1]
 
 
 _FINGERPRINTS: dict[int, tuple[weakref.ref[Any], str]] = {}
@@ -153,13 +153,13 @@ def schema(cls: type[Any]) -> dict[str, Any]:
     :func:`loads` refuses every file that the schema refuses. The fingerprint is optional, as in a file written by hand.
     """
     result: dict[str, Any] = _adapter(cls).json_schema()  # type: ignore[arg-type]
-    own = {
+    envelope = {
         "schema_version": {"const": SCHEMA_VERSION},
         "kind": {"const": cls.__name__.lower()},
         "fingerprint": {"type": "string", "pattern": "^[0-9a-f]{16}$"},
     }
     result["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    result["properties"] = own | result["properties"]
+    result["properties"] = envelope | result["properties"]
     result["required"] = ["schema_version", "kind", *result.get("required", [])]
     return result
 
@@ -211,7 +211,7 @@ def _finite(token: str) -> float:
     return value
 
 
-def _whole(token: str) -> int:
+def _integer(token: str) -> int:
     if len(token) > _DIGITS:
         raise ValueError(f"{token[:_DIGITS]}... is out of range")
     return int(token)
@@ -234,7 +234,7 @@ def parse(text: str, *, source: str) -> dict[str, Any]:
     """
     try:
         data = json.loads(
-            text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole, object_pairs_hook=_unique
+            text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_integer, object_pairs_hook=_unique
         )
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError) and error.pos >= len(text.rstrip()):
@@ -262,9 +262,9 @@ def build(cls: type[T], data: Any, *, source: str) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = "$" + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"])
-        said = first["msg"].removeprefix("Value error, ")
-        said = said.lower() if said == first["msg"] else said  # what a noun says keeps its names
-        raise InvalidInputError(f"{source}: {said}", where=where) from None
+        message = first["msg"].removeprefix("Value error, ")
+        message = message.lower() if message == first["msg"] else message  # what a noun says keeps its names
+        raise InvalidInputError(f"{source}: {message}", where=where) from None
     except (InvalidInputError, UsageError) as error:  # raised by a noun, which does not know its file
         raise InvalidInputError(f"{source}: {error}") from None
     except (RecursionError, ValueError) as error:

@@ -232,15 +232,15 @@ class Discipline:
             return self.period
         return max(self.period, int((self.growth / rate) ** 2 + 1e-9)) if rate > 0 else MOST_STEPS
 
-    def momentum_at(self, own: float, workers: int) -> float:
-        """Momentum of SGD at the servers of ``workers`` workers, if the run's own is ``own``.
+    def momentum_at(self, momentum: float, workers: int) -> float:
+        """Momentum of SGD at the servers of ``workers`` workers, if the run's own is ``momentum``.
 
         >>> [round(parse("ps_async").momentum_at(0.9, n), 3) for n in (1, 2, 4, 16)]
         [0.9, 0.4, 0.15, 0.0]
         """
         if self.waiting == "bulk" or self.window == 0:
-            return own
-        return max(0.0, own - (1 - 1 / workers)) if self.momentum is None else self.momentum
+            return momentum
+        return max(0.0, momentum - (1 - 1 / workers)) if self.momentum is None else self.momentum
 
     def workers(self, ranks: int) -> int:
         """Number of workers among ``ranks`` ranks: ranks that are not servers, or groups.
@@ -254,18 +254,18 @@ class Discipline:
                 remedy = "leave groups out" if fitting is None else f"ask for groups={fitting}"
                 raise UsageError(f"{self.name}: {ranks} ranks do not make {self.groups} equal groups; {remedy}")
             return self.groups
-        own = self.servers if self.placement == "own" else 0
-        if self.servers > ranks or own >= ranks:
-            room = "ranks of their own beside at least 1 worker" if own else "ranks"
+        separate = self.servers if self.placement == "own" else 0
+        if self.servers > ranks or separate >= ranks:
+            room = "ranks of their own beside at least 1 worker" if separate else "ranks"
             raise UsageError(
                 f"{self.name}: {self.servers} servers need as many {room}, there are {ranks} ranks; "
-                f"ask for servers={max(1, ranks - (own > 0))} or more ranks"
+                f"ask for servers={max(1, ranks - (separate > 0))} or more ranks"
             )
         if self.quorum is not None and self.quorum > ranks:
             raise UsageError(
                 f"{self.name}: a quorum of {self.quorum} of {ranks} workers; ask for quorum={ranks} or less"
             )
-        return ranks - own
+        return ranks - separate
 
     def server_ranks(self, ranks: int) -> tuple[int, ...]:
         """The ranks of the servers, in order."""
@@ -277,8 +277,8 @@ class Discipline:
         usual = _filled(self.name, {} if self.window is None else {"window": self.window})
         idle = {"grace_s"} if self.quorum is None and not self.grace_s else set()
         values = ((k, getattr(self, k)) for k in PARAMETERS[self.name] if k not in idle)
-        known = {k: getattr(usual, k) for k in PARAMETERS[self.name]} | {"window": PARAMETERS[self.name].get("window")}
-        return ":".join([self.name, *(f"{k}={v}".lower() for k, v in values if v != known[k])])
+        plain = {k: getattr(usual, k) for k in PARAMETERS[self.name]} | {"window": PARAMETERS[self.name].get("window")}
+        return ":".join([self.name, *(f"{k}={v}".lower() for k, v in values if v != plain[k])])
 
 
 MOST_STEPS = 1_000_000_000
@@ -289,9 +289,9 @@ def _has(name: DisciplineName) -> str:
     return f"it has {', '.join(PARAMETERS[name])}" if PARAMETERS[name] else "it has no parameters"
 
 
-def _filled(name: DisciplineName, asked: Mapping[str, Any]) -> Discipline:
-    values = {**PARAMETERS[name], **asked}
-    if name == "ps_bounded" and values["max_age"] is None and "max_age" not in asked:
+def _filled(name: DisciplineName, parameters: Mapping[str, Any]) -> Discipline:
+    values = {**PARAMETERS[name], **parameters}
+    if name == "ps_bounded" and values["max_age"] is None and "max_age" not in parameters:
         values["max_age"] = values["window"] + 1  # Ringmaster's threshold: just above the window
     return Discipline(name=name, **values)
 
@@ -323,14 +323,14 @@ def parse(text: str) -> Discipline:
     name, *pairs = text.split(":")
     if name not in NAMES:
         raise UsageError(f"no discipline {name!r}; one of {', '.join(NAMES)}")
-    asked: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
-        if not equals or key not in PARAMETERS[name] or key in asked:
-            twice = " twice" if key in asked else ""
+        if not equals or key not in PARAMETERS[name] or key in values:
+            twice = " twice" if key in values else ""
             raise UsageError(f"{text!r}: {pair!r}{twice} is not a parameter of {name} with a value; {_has(name)}")
-        asked[key] = _value(text, key, value)
-    return _filled(name, asked)
+        values[key] = _value(text, key, value)
+    return _filled(name, values)
 
 
 def _value(text: str, key: str, value: str) -> Any:
@@ -346,5 +346,5 @@ def _value(text: str, key: str, value: str) -> Any:
     try:
         return float(value) if "float" in str(kind) else int(value)
     except ValueError:
-        said = "a number" if "float" in str(kind) else "a whole number"
-        raise UsageError(f"{text!r}: {key} is {said}, not {value!r}") from None
+        expected = "a number" if "float" in str(kind) else "a whole number"
+        raise UsageError(f"{text!r}: {key} is {expected}, not {value!r}") from None

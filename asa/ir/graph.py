@@ -186,11 +186,11 @@ class LayerGraph:
         if not self.components:
             raise InvalidInputError(f"graph of {self.model} has no component", where="$.graph.components")
         check_count(self.model, len(self.components))
-        seen: set[str] = set()
+        names: set[str] = set()
         for i, c in enumerate(self.components):
-            if c.name in seen:
+            if c.name in names:
                 raise InvalidInputError(f"component {c.name!r} appears twice", where=f"$.graph.components[{i}].name")
-            seen.add(c.name)
+            names.add(c.name)
             if c.num_parameter_tensors > _MOST_TENSORS:
                 raise InvalidInputError(
                     f"component {c.name!r} has {c.num_parameter_tensors} parameter tensors, above {_MOST_TENSORS}",

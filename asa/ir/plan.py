@@ -136,8 +136,8 @@ class Prediction:
 
     def __post_init__(self) -> None:
         if not min(self.step_time_s, self.step_time_low_s, self.step_time_high_s) >= 0:
-            said = f"a step of {self.step_time_s} s ({self.step_time_low_s} to {self.step_time_high_s}): not below 0"
-            raise InvalidInputError(said, where="$.prediction.step_time_s")
+            message = f"a step of {self.step_time_s} s ({self.step_time_low_s} to {self.step_time_high_s}): not below 0"
+            raise InvalidInputError(message, where="$.prediction.step_time_s")
         for name in ("step_time_s", "step_time_low_s", "step_time_high_s", "compute_s", "exposed_communication_s",
                      "hidden_communication_s", "update_s", "bubble_s"):  # fmt: skip
             if abs(getattr(self, name)) > MOST_SECONDS:
@@ -311,29 +311,29 @@ class Plan:
         if not 1 <= len(ranks) <= self.gpus:
             raise InvalidInputError(f"stages use {len(ranks)} ranks of {self.gpus}", where="$.stages")
         if len(ranks) * self.groups > self.gpus or self.global_batch % self.groups:
-            said = (
+            message = (
                 f"{self.groups} groups of {len(ranks)} ranks, for {self.gpus} devices and {self.global_batch} samples"
             )
-            raise InvalidInputError(said, where="$.consistency.groups")
+            raise InvalidInputError(message, where="$.consistency.groups")
         if self.num_microbatches < 1 or self.global_batch < 1:
             raise InvalidInputError("num_microbatches and global_batch are at least 1", where="$.num_microbatches")
         if self.global_batch > MOST_SAMPLES:
-            said = f"a global batch of {self.global_batch} samples is above {MOST_SAMPLES}"
-            raise InvalidInputError(said, where="$.global_batch")
+            message = f"a global batch of {self.global_batch} samples is above {MOST_SAMPLES}"
+            raise InvalidInputError(message, where="$.global_batch")
         if not 0 < self.memory_scale <= MOST_SCALE or (self.memory_bytes is not None and self.memory_bytes < 1):
-            said = f"memory_scale is above 0 and at most {MOST_SCALE:g}, memory_bytes at least 1"
-            raise InvalidInputError(said, where="$.memory_scale")
+            message = f"memory_scale is above 0 and at most {MOST_SCALE:g}, memory_bytes at least 1"
+            raise InvalidInputError(message, where="$.memory_scale")
         if self.num_microbatches > self.global_batch:
             raise InvalidInputError(
                 f"{self.num_microbatches} microbatches of {self.global_batch} samples", where="$.num_microbatches"
             )
         check_form(self.input_shape, self.num_classes, where="$")
-        seen: set[str] = set()
+        names: set[str] = set()
         for i, c in enumerate(self.components):
             where = f"$.components[{i}]"
-            if c.name in seen:
+            if c.name in names:
                 raise InvalidInputError(f"component {c.name!r} appears twice", where=f"{where}.name")
-            seen.add(c.name)
+            names.add(c.name)
             if not 0 <= c.stage < len(self.stages):
                 raise InvalidInputError(
                     f"component {c.name!r} is in stage {c.stage} of {len(self.stages)}", where=where
@@ -354,8 +354,8 @@ class Plan:
         """
         promised = len(self.prediction.memory_bytes_per_rank)
         if promised != self.num_ranks * self.groups:
-            said = f"memory of {promised} ranks is predicted, stages use {self.num_ranks * self.groups}"
-            raise InvalidInputError(said, where="$.prediction.memory_bytes_per_rank")
+            message = f"memory of {promised} ranks is predicted, stages use {self.num_ranks * self.groups}"
+            raise InvalidInputError(message, where="$.prediction.memory_bytes_per_rank")
 
     def __str__(self) -> str:
         return self.summary()
@@ -372,19 +372,19 @@ class Plan:
         """One line: strategy, model, number of ranks, predicted step time, and comparison with plain data
         parallelism."""
         stages = f", {len(self.stages)} stages" if len(self.stages) > 1 else ""
-        pieces = f", {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
+        batches = f", {self.num_microbatches} microbatches" if self.num_microbatches > 1 else ""
         ranks = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}"
-        said = (
-            f"plan {self.strategy} for {self.model_spec} on {ranks}{stages}{pieces}, global batch {self.global_batch}"
+        text = (
+            f"plan {self.strategy} for {self.model_spec} on {ranks}{stages}{batches}, global batch {self.global_batch}"
         )
         promised = self.prediction.step_time_s
         if not promised:
-            return f"{said}; nothing was measured"
-        said += f"; {1e3 * promised:.3g} ms a step predicted"
+            return f"{text}; nothing was measured"
+        text += f"; {1e3 * promised:.3g} ms a step predicted"
         plain = next((b.step_time_s for b in self.baselines if b.name == "ddp" and b.step_time_s), None)
         if plain and self.strategy != "ddp":
-            said += f", {plain / promised:.2f} times as fast as ddp"
-        return said
+            text += f", {plain / promised:.2f} times as fast as ddp"
+        return text
 
     def save(self, path: Path | str) -> Path:
         """Write the plan as JSON, for ``plan=`` of another run, ``asa explain`` and ``asa export``; returns the path.
@@ -408,8 +408,8 @@ class Plan:
             InvalidInputError: inputs are neither.
         """
         if len(self.input_shape) not in (1, 3):
-            said = f"inputs of {list(self.input_shape)} are neither images (channels, height, width) nor tokens"
-            raise InvalidInputError(said, where="$.input_shape")
+            message = f"inputs of {list(self.input_shape)} are neither images (channels, height, width) nor tokens"
+            raise InvalidInputError(message, where="$.input_shape")
         return self.input_shape
 
     @property
@@ -423,8 +423,8 @@ class Plan:
     def num_processes(self) -> int:
         """Number of ranks of all groups, plus servers with processes of their own."""
         served = self.consistency
-        own = served.servers if served is not None and served.placement == "own" else 0
-        return self.num_ranks * self.groups + own
+        servers = served.servers if served is not None and served.placement == "own" else 0
+        return self.num_ranks * self.groups + servers
 
     @property
     def groups(self) -> int:

@@ -43,13 +43,13 @@ def narrowed(runs: Sequence[Run], first: int, last: int) -> tuple[Run, ...]:
     >>> narrowed(((0, 4), (8, 12)), 2, 6)
     ((2, 4), (8, 10))
     """
-    kept, before = [], 0
+    selected, before = [], 0
     for start, stop in runs:
         low, high = max(first - before, 0), min(last - before, stop - start)
         if low < high:
-            kept.append((start + low, start + high))
+            selected.append((start + low, start + high))
         before += stop - start
-    return tuple(kept)
+    return tuple(selected)
 
 
 def places(region: Region, box: Box) -> Box:
@@ -80,9 +80,9 @@ def within(region: Region, box: Box) -> bool:
 
 
 def transfers(
-    held: Mapping[int, Region], wanted: Mapping[int, Region], sent: dict[int, int], weight: int = 1
+    current: Mapping[int, Region], requested: Mapping[int, Region], sent: dict[int, int], weight: int = 1
 ) -> list[tuple[int, int, Box]]:
-    """(source, target, box) of every part that ranks need for ``wanted``, from ranks that have it in ``held``.
+    """(source, target, box) of every part that ranks need for ``requested``, from ranks that have it in ``current``.
 
     A rank takes what it already holds from itself. Otherwise the holder that has sent least so far sends. ``sent``
     counts what each rank has sent over all tensors, in elements times ``weight``, and is updated.
@@ -95,17 +95,17 @@ def transfers(
         ValueError: no rank holds a wanted part.
     """
     parts: list[tuple[int, int, Box]] = []
-    for target, region in wanted.items():
-        mine = held.get(target)
-        if mine == region:
+    for target, region in requested.items():
+        own_region = current.get(target)
+        if own_region == region:
             parts += [(target, target, box) for box in product(*region)]
             continue
-        cut = [_cut(runs, [other[d] for other in held.values()]) for d, runs in enumerate(region)]
+        cut = [_cut(runs, [other[d] for other in current.values()]) for d, runs in enumerate(region)]
         for box in product(*cut):
-            if mine is not None and within(mine, box):
+            if own_region is not None and within(own_region, box):
                 parts.append((target, target, box))
                 continue
-            holders = [rank for rank, other in held.items() if within(other, box)]
+            holders = [rank for rank, other in current.items() if within(other, box)]
             if not holders:
                 raise ValueError(f"no rank holds {list(box)}")
             source = min(holders, key=lambda rank: (sent[rank], rank))
@@ -117,8 +117,8 @@ def transfers(
 def _cut(runs: Sequence[Run], others: Sequence[Sequence[Run]]) -> list[Run]:
     """``runs`` cut into pieces, none of which crosses the edge of a run in ``others``."""
     edges = sorted({edge for other in others for run in other for edge in run})
-    pieces = []
+    parts = []
     for start, stop in runs:
         inside = [start, *(edge for edge in edges if start < edge < stop), stop]
-        pieces += [(a, b) for a, b in pairwise(inside) if a < b]
-    return pieces
+        parts += [(a, b) for a, b in pairwise(inside) if a < b]
+    return parts

@@ -234,14 +234,14 @@ class Staleness:
         The value is interpolated between the two nearest measured ages. A gradient of an age below 1 has weight 1, so
         unweighted settings count as weighted ones there.
         """
-        known = {
+        settings = {
             c.setting.age: c.setting
             for c in sorted(self.curves, key=lambda c: c.setting.weighted)
             if not c.setting.period and c.setting.workers == self.workers
             and abs(self._momentum(c.setting) - (self.momentum if momentum is None else momentum)) < 1e-9
             and (c.setting.weighted == weighted or (weighted and c.setting.age < 1))
         }  # fmt: skip
-        return self._between(target, known, age)
+        return self._between(target, settings, age)
 
     def _momentum(self, setting: Setting) -> float:
         return self.momentum if setting.momentum is None else setting.momentum
@@ -251,20 +251,20 @@ class Staleness:
     ) -> Steps | None:
         """Global batches to ``target`` if workers average every ``period`` global batches; interpolated as in
         :meth:`at_age`."""
-        known = {
+        settings = {
             float(c.setting.period): c.setting
             for c in self.curves
             if c.setting.period and c.setting.workers == self.workers
             and (c.setting.outer_rate, c.setting.outer_momentum) == (outer_rate, outer_momentum)
         }  # fmt: skip
-        return self._between(target, known, period)
+        return self._between(target, settings, period)
 
-    def _between(self, target: Target, known: dict[float, Setting], at: float) -> Steps | None:
-        below, above = [x for x in known if x <= at + 1e-9], [x for x in known if x >= at - 1e-9]
+    def _between(self, target: Target, settings: dict[float, Setting], at: float) -> Steps | None:
+        below, above = [x for x in settings if x <= at + 1e-9], [x for x in settings if x >= at - 1e-9]
         if not below or not above:
             return None
         low, high = max(below), min(above)
-        a, b = self.steps_to(target, known[low]), self.steps_to(target, known[high])
+        a, b = self.steps_to(target, settings[low]), self.steps_to(target, settings[high])
         assert a is not None, "it was found among the curves"
         assert b is not None, "it was found among the curves"
         share = (at - low) / (high - low) if high > low else 0.0
@@ -280,9 +280,9 @@ class Staleness:
 
 
 def _of(reached: Sequence[int], seeds: int) -> Steps:
-    known = len(reached) > 0 and 2 * len(reached) >= seeds
+    is_known = len(reached) > 0 and 2 * len(reached) >= seeds
     return Steps(
-        mean=sum(reached) / len(reached) if known else None,
+        mean=sum(reached) / len(reached) if is_known else None,
         low=float(min(reached)) if reached else None,
         high=float(max(reached)) if reached and len(reached) == seeds else None,
         reached=len(reached),

@@ -55,8 +55,8 @@ def transfers(
     [(0, 2, 0, 4), (1, 2, 4, 8)]
     """
     return tuple(
-        Message(source=source_ranks[sender], target=target_ranks[place], start=low, stop=high)
-        for sender, place, low, high in messages(source, target, rows)
+        Message(source=source_ranks[sender], target=target_ranks[receiver], start=low, stop=high)
+        for sender, receiver, low, high in messages(source, target, rows)
     )
 
 
@@ -65,10 +65,10 @@ def messages(source: Layout, target: Layout, rows: int) -> Iterator[tuple[int, i
     shards = [source.rows(rows, i) for i in range(source.data)]
     ends = [stop for _, stop in shards]
     # Every rank holds one shard, so of each shard it is enough to know who of its holders has sent fewest rows.
-    holders = [[(0, place) for place in range(i * source.inner, (i + 1) * source.inner)] for i in range(source.data)]
+    holders = [[(0, rank) for rank in range(i * source.inner, (i + 1) * source.inner)] for i in range(source.data)]
     for shard in range(target.data):
         first, last = target.rows(rows, shard)
-        for place in range(shard * target.inner, (shard + 1) * target.inner):
+        for receiver in range(shard * target.inner, (shard + 1) * target.inner):
             for i in range(bisect_right(ends, first), source.data):
                 start, stop = shards[i]
                 low, high = max(first, start), min(last, stop)
@@ -76,9 +76,9 @@ def messages(source: Layout, target: Layout, rows: int) -> Iterator[tuple[int, i
                     break
                 if low >= high:
                     continue
-                sent, sender = holders[i][0]
-                heapreplace(holders[i], (sent + high - low, sender))
-                yield sender, place, low, high
+                rows_sent, sender = holders[i][0]
+                heapreplace(holders[i], (rows_sent + high - low, sender))
+                yield sender, receiver, low, high
 
 
 @noun

@@ -19,7 +19,7 @@ _LONGEST = 3.0
 timeout."""
 
 
-class _Mine:
+class _Own:
     counters: Any = None
     steps: Any = None
     rank = 0
@@ -33,19 +33,19 @@ def shared_counters(context: BaseContext, num_ranks: int) -> Any:
 def count_in(counters: Any, rank: int, steps: Any = None) -> None:
     """Let :func:`beat` count as ``rank`` in ``counters`` from now on, and :func:`at_step` write to ``steps``, unless
     None."""
-    _Mine.counters, _Mine.steps, _Mine.rank = counters, steps, rank
+    _Own.counters, _Own.steps, _Own.rank = counters, steps, rank
 
 
 def beat() -> None:
     """Record that this rank is alive and has made progress."""
-    if _Mine.counters is not None:
-        _Mine.counters[_Mine.rank] += 1
+    if _Own.counters is not None:
+        _Own.counters[_Own.rank] += 1
 
 
 def at_step(step: int) -> None:
     """Record that this rank begins ``step``."""
-    if _Mine.steps is not None:
-        _Mine.steps[_Mine.rank] = step
+    if _Own.steps is not None:
+        _Own.steps[_Own.rank] = step
 
 
 class Watch:
@@ -63,9 +63,9 @@ class Watch:
     ) -> None:
         self._counters, self._timeout_s, self._together, self._clock = counters, timeout_s, together, clock
         self.interval_s = min(1.0, max(0.05, timeout_s / 20))
-        self._seen = list(counters)
-        self._silent_s = [0.0] * len(self._seen)
-        self._longest_s = [0.0] * len(self._seen)
+        self._counts = list(counters)
+        self._silent_s = [0.0] * len(self._counts)
+        self._longest_s = [0.0] * len(self._counts)
         self._looked = clock()
 
     def late(self, ranks: Sequence[int]) -> tuple[int, float] | None:
@@ -73,18 +73,18 @@ class Watch:
         now = self._clock()
         passed, self._looked = min(now - self._looked, 2 * self.interval_s), now
         for rank, count in enumerate(self._counters):
-            if count != self._seen[rank]:
-                if self._seen[rank]:
+            if count != self._counts[rank]:
+                if self._counts[rank]:
                     self._longest_s[rank] = max(self._longest_s[rank], self._silent_s[rank])
-                self._seen[rank], self._silent_s[rank] = count, 0.0
+                self._counts[rank], self._silent_s[rank] = count, 0.0
             elif count:
                 self._silent_s[rank] += passed
-        found = max(ranks, key=lambda rank: self._silent_s[rank], default=None)
-        if found is None or self._silent_s[found] <= self._allowed_s(found):
+        longest = max(ranks, key=lambda rank: self._silent_s[rank], default=None)
+        if longest is None or self._silent_s[longest] <= self._allowed_s(longest):
             return None
         if self._together and any(self._silent_s[rank] <= self._timeout_s for rank in ranks):
             return None
-        return found, self._silent_s[found]
+        return longest, self._silent_s[longest]
 
     def _allowed_s(self, rank: int) -> float:
         return max(self._timeout_s + _SLACK_S, _LONGEST * self._longest_s[rank])

@@ -47,8 +47,8 @@ def default_threads(num_ranks: int) -> int:
 
 def leave_device_out(index: int) -> None:
     """Hide the CUDA device of rank ``index`` from ranks that are started from now on."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(i) for i in range(cuda_devices())] if seen is None else seen.split(",")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(i) for i in range(cuda_devices())] if visible is None else visible.split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(name for i, name in enumerate(names) if i != index)
 
 

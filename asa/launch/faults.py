@@ -90,8 +90,8 @@ def reached(point: str) -> None:
     if _armed.faults:
         rank = int(os.environ.get("RANK", "0"))
         for fault in _armed.faults:
-            wanted = ((fault.rank, rank), (fault.step, _armed.step), (fault.point, point))
-            if all(value in (None, now) for value, now in wanted) and _first(fault, rank, point):
+            conditions = ((fault.rank, rank), (fault.step, _armed.step), (fault.point, point))
+            if all(value in (None, now) for value, now in conditions) and _first(fault, rank, point):
                 _suffer(fault)
 
 

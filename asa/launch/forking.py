@@ -42,7 +42,7 @@ def ranks_can_fork() -> bool:
     return cuda_devices() == 0 or any(_child(torch.ones((), requires_grad=True).backward) == 0 for _ in range(2))
 
 
-def safe_threads(asked: int | None, num_ranks: int) -> int:
+def safe_threads(requested: int | None, num_ranks: int) -> int:
     """Number of threads per rank that cannot hang it.
 
     If a process has computed with several OpenMP threads, its forked children inherit a thread pool without threads. A
@@ -51,10 +51,10 @@ def safe_threads(asked: int | None, num_ranks: int) -> int:
     Raises:
         UsageError: several threads were requested and would hang.
     """
-    threads = default_threads(num_ranks) if asked is None else asked
+    threads = default_threads(num_ranks) if requested is None else requested
     if threads == 1 or torch.cuda.is_initialized() or _fork_computes(threads):
         return threads
-    if asked is None:
+    if requested is None:
         _log.warning("ranks get 1 thread instead of %d: this process has itself computed with several", threads)
         return 1
     raise UsageError(

@@ -24,9 +24,9 @@ def keep_freed_memory() -> bool:
         return False
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        wanted = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, _PAD_BYTES))
-        done = [bool(mallopt(name, value)) for name, value in wanted]
-        return all(done)
+        settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, _PAD_BYTES))
+        accepted = [bool(mallopt(name, value)) for name, value in settings]
+        return all(accepted)
     return False
 
 

@@ -104,7 +104,7 @@ def run_ranks(
             f"{num_ranks} nccl ranks need {num_ranks} CUDA devices, this machine has {cuda_devices()}; "
             "plan for fewer, or run on the CPU"
         )
-    deadline, again = None if limit_s is None else time.monotonic() + limit_s, False
+    deadline, restarted = None if limit_s is None else time.monotonic() + limit_s, False
     while True:
         limits = (timeout_s, silence_s if silence_s is not None else timeout_s if watched else None)
         crew = _Crew(
@@ -119,9 +119,9 @@ def run_ranks(
                     once_started()
                 return crew.listen(on_message, deadline)
             except WorkersFailedError:
-                if again or once_started is not None or not crew.unmet:
+                if restarted or once_started is not None or not crew.unmet:
                     raise
-                again = True
+                restarted = True
                 _log.info("ranks lost each other in coming up, and are started again")
             finally:
                 crew.end()
@@ -165,7 +165,7 @@ class _Crew:
             port = listener.getsockname()[1]
 
             def launch(rank: int, late: bool = False) -> None:
-                here, there = context.Pipe()
+                parent_end, child_end = context.Pipe()
                 setting = Setting(
                     rank=rank,
                     num_ranks=self.num_ranks,
@@ -179,15 +179,15 @@ class _Crew:
                     steps=self.steps,
                     late=late,
                 )
-                inherited = (*self.connections, here, *(() if late else (listener,))) if forking else ()
+                inherited = (*self.connections, parent_end, *(() if late else (listener,))) if forking else ()
                 process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-                    target=work, args=(setting, there, inherited, function, args), name=f"asa-rank-{rank}"
+                    target=work, args=(setting, child_end, inherited, function, args), name=f"asa-rank-{rank}"
                 )
-                self.connections[rank : rank + 1] = [here]
+                self.connections[rank : rank + 1] = [parent_end]
                 with fork_beside_threads():
                     process.start()
                 self.processes[rank : rank + 1] = [process]
-                there.close()
+                child_end.close()
 
             self.launch = launch
             for rank in range(self.num_ranks):
@@ -209,28 +209,28 @@ class _Crew:
             WorkersFailedError, AsaError: see :func:`run_ranks`.
         """
         first_failure: float | None = None
-        done: float | None = None
+        end_at: float | None = None
         while len(self.outcomes) < self.num_ranks:
             now = time.monotonic()
             if first_failure is not None and now > first_failure + _GRACE_S:
                 break
-            if done is None and self.spare is not None and self._needed_are_done():
-                done = now + _GRACE_S
-            if done is not None and now > done:
+            if end_at is None and self.spare is not None and self._needed_are_done():
+                end_at = now + _GRACE_S
+            if end_at is not None and now > end_at:
                 return [self.outcomes[r].result if r in self.outcomes else None for r in range(self.num_ranks)]
             if deadline is not None and now > deadline:
                 late = min(set(range(self.num_ranks)) - set(self.outcomes))
                 raise WorkersFailedError(f"rank {late} of {self.num_ranks} was not done within the limit", rank=late)
             look = None if self.watch is None else now + self.watch.interval_s
             grace = None if first_failure is None else first_failure + _GRACE_S
-            due = self._bring_back(now) if first_failure is None and done is None else None
-            ends = [t for t in (deadline, grace, look, done, due) if t is not None]
-            self._hear(on_message, max(0.0, min(ends) - now) + 0.001 if ends else None)
+            due = self._bring_back(now) if first_failure is None and end_at is None else None
+            ends = [t for t in (deadline, grace, look, end_at, due) if t is not None]
+            self._receive(on_message, max(0.0, min(ends) - now) + 0.001 if ends else None)
             if first_failure is None:
                 self._look()
             failed = [o.failure for r, o in self.outcomes.items() if o.failure is not None and not self._spared(r)]
             if any(not f.collective for f in failed):
-                self._settle(on_message)
+                self._receive_last(on_message)
                 break
             if failed and first_failure is None:
                 first_failure = time.monotonic()
@@ -239,7 +239,7 @@ class _Crew:
 
     def _needed_are_done(self) -> bool:
         """Whether all ranks that are not spare have a result. The spare ones are then not waited for."""
-        back = {r for r, found in self.returns.items() if found.starts}
+        back = {r for r, record in self.returns.items() if record.starts}
         needed = [r for r in range(self.num_ranks) if r not in back and (self.spare is None or not self.spare(r))]
         return all(r in self.outcomes and self.outcomes[r].failure is None for r in needed)
 
@@ -272,20 +272,20 @@ class _Crew:
     def _look(self) -> None:
         """Mark a rank as lost if it has had no heartbeat for too long."""
         running = [r for r in range(self.num_ranks) if r not in self.outcomes]
-        found = None if self.watch is None else self.watch.late(running)
-        if found is not None:
-            line = f"hung: it gave no sign of life for {found[1]:.0f} s"
-            if found[0] in self.returns or (self.spare is not None and self.spare(found[0])):
-                self.processes[found[0]].kill()  # closes its connections, so that ranks waiting for it get an error
-            self.outcomes[found[0]] = Outcome(failure=Failure(line=line, collective=False, lost=True))
+        hung = None if self.watch is None else self.watch.late(running)
+        if hung is not None:
+            line = f"hung: it gave no sign of life for {hung[1]:.0f} s"
+            if hung[0] in self.returns or (self.spare is not None and self.spare(hung[0])):
+                self.processes[hung[0]].kill()  # closes its connections, so that ranks waiting for it get an error
+            self.outcomes[hung[0]] = Outcome(failure=Failure(line=line, collective=False, lost=True))
 
-    def _settle(self, on_message: Callable[[int, Any], None] | None) -> None:
+    def _receive_last(self, on_message: Callable[[int, Any], None] | None) -> None:
         """Receive the last messages of the other ranks before they are killed."""
         until = time.monotonic() + _LAST_WORDS_S
-        while len(self.outcomes) < self.num_ranks and (left := until - time.monotonic()) > 0:
-            self._hear(on_message, left)
+        while len(self.outcomes) < self.num_ranks and (remaining_s := until - time.monotonic()) > 0:
+            self._receive(on_message, remaining_s)
 
-    def _hear(self, on_message: Callable[[int, Any], None] | None, patience: float | None) -> None:
+    def _receive(self, on_message: Callable[[int, Any], None] | None, patience: float | None) -> None:
         """Wait until a rank sends a message or dies, and handle all messages that have arrived."""
         waiting = [r for r in range(self.num_ranks) if r not in self.outcomes]
         sources = {self.connections[r]: r for r in waiting}
@@ -310,10 +310,10 @@ class _Crew:
 
     def _raise_failure(self) -> None:
         counted = {r: o for r, o in self.outcomes.items() if not self._spared(r)}
-        found = culprit(counted, self.num_ranks, self.timeout_s)
-        if found is None:
+        cause = culprit(counted, self.num_ranks, self.timeout_s)
+        if cause is None:
             return
-        rank, failure = found
+        rank, failure = cause
         _log.debug("rank %d failed:\n%s", rank, failure.trace)
         error: AsaError = failure.error or WorkersFailedError(
             f"rank {rank} of {self.num_ranks} {failure.line}",
@@ -343,8 +343,8 @@ class _Crew:
 
     def end(self) -> None:
         """Let finished ranks exit, kill the others, reap all, and free the port."""
-        done = {r for r, o in self.outcomes.items() if o.failure is None}
-        everyone = len(done) == self.num_ranks
+        finished = {r for r, o in self.outcomes.items() if o.failure is None}
+        everyone = len(finished) == self.num_ranks
         for rank, connection in enumerate(self.connections):
             if everyone:
                 with contextlib.suppress(OSError):

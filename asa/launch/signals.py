@@ -25,14 +25,14 @@ def take_sigterm() -> None:
 
 
 @contextlib.contextmanager
-def held_while_starting(held: bool) -> Iterator[None]:
-    """Context in which started processes hold SIGTERM back if ``held``; this process unblocks it afterwards."""
-    if held:
+def held_while_starting(enabled: bool) -> Iterator[None]:
+    """Context in which started processes hold SIGTERM back if ``enabled``; this process unblocks it afterwards."""
+    if enabled:
         hold_sigterm()
     try:
         yield
     finally:
-        if held:
+        if enabled:
             take_sigterm()
 
 

@@ -171,8 +171,8 @@ def failure(error: BaseException) -> Failure:
     else:
         line = f"failed with {type(error).__name__}" + (f": {text}" if text else "")
         line = (line if len(line) <= 400 else line[:397] + "...") + place_of(error)
-    said = isinstance(error, WorkersFailedError) and error.rank is None
-    collective = _in_waiting(error) or (said and _in_waiting(error.__cause__))
+    is_report = isinstance(error, WorkersFailedError) and error.rank is None
+    collective = _in_waiting(error) or (is_report and _in_waiting(error.__cause__))
     trace = "".join(traceback.format_exception(error))
     return Failure(
         line=line,
@@ -184,8 +184,8 @@ def failure(error: BaseException) -> Failure:
 
 def _first_and_last(text: str) -> str:
     """``text`` without the traceback that a data loader's worker process puts in the middle of its message."""
-    head, found, trace = text.partition("Original Traceback (most recent call last)")
-    return head + trace.strip().splitlines()[-1] if found else text
+    head, marker, trace = text.partition("Original Traceback (most recent call last)")
+    return head + trace.strip().splitlines()[-1] if marker else text
 
 
 def _in_waiting(error: BaseException | None) -> bool:
@@ -245,12 +245,12 @@ def _enter(setting: Setting) -> None:
     with open(os.devnull, "w") as nowhere, contextlib.suppress(OSError):
         os.dup2(nowhere.fileno(), 1)
     sys.stdout = sys.stderr
-    apart = setting.where.interface is not None
+    separate = setting.where.interface is not None
     os.environ.update(
         RANK=str(setting.rank),
-        LOCAL_RANK="0" if apart else str(setting.rank),
+        LOCAL_RANK="0" if separate else str(setting.rank),
         WORLD_SIZE=str(setting.num_ranks),
-        LOCAL_WORLD_SIZE="1" if apart else str(setting.num_ranks),
+        LOCAL_WORLD_SIZE="1" if separate else str(setting.num_ranks),
         MASTER_ADDR=setting.where.host,
         MASTER_PORT=str(setting.port),
     )

@@ -122,14 +122,14 @@ class Chain:
     def lap(self, x: Tensor, clock: Clock) -> Lap:
         """Run and time one step, after clearing gradients."""
         self.clear()
-        clock.settle()
+        clock.synchronize()
         return self.step(x, clock.mark).read(clock)
 
     def seconds(self, x: Tensor, clock: Clock) -> float:
         """Seconds of one step without the stamps between components, after clearing gradients. A device that waits for
         its host would also wait for the host to make those stamps."""
         self.clear()
-        clock.settle()
+        clock.synchronize()
         marks = self.step(x, clock.mark, lambda: None)
         forward, backward = marks.forward, marks.backward
         return sum(clock.seconds([forward[0], forward[-1]]) + clock.seconds([backward[-1], backward[0]]))
@@ -152,14 +152,14 @@ def whole_step(model: nn.Module, x: Tensor, clock: Clock, device: torch.device, 
     """Seconds of forward and backward of the unsplit model; gradients are cleared before and after."""
     model.zero_grad(set_to_none=True)
     begin_step()
-    clock.settle()
+    clock.synchronize()
     start = clock.mark()
     with autocast(device, precision):
         outputs = [t for t in tree_leaves(model(x)) if isinstance(t, Tensor) and t.requires_grad]
     middle = clock.mark()
     gradients = synthetic_gradients(outputs, len(x))
-    again = clock.mark()
+    resumed = clock.mark()
     torch.autograd.backward(outputs, gradients)
-    forward, _, backward = clock.seconds([start, middle, again, clock.mark()])
+    forward, _, backward = clock.seconds([start, middle, resumed, clock.mark()])
     model.zero_grad(set_to_none=True)
     return forward + backward

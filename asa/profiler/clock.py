@@ -32,7 +32,7 @@ class Clock(ABC):
         """Set a mark after all work issued so far."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all issued work is done."""
 
     @abstractmethod
@@ -51,7 +51,7 @@ class HostClock(Clock):
         """Nanoseconds of the host's monotonic clock."""
         return time.perf_counter_ns()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Do nothing, because no work is outstanding."""
 
     def seconds(self, marks: Sequence[int]) -> list[float]:
@@ -87,7 +87,7 @@ class CudaClock(Clock):
         event.record(torch.cuda.current_stream(self.device))
         return event, time.perf_counter_ns()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the device."""
         torch.cuda.synchronize(self.device)
 
@@ -152,7 +152,7 @@ class Repeats:
         self._last = now()
         self._end = self._last + slice_s
 
-    def again(self, series: Sequence[Sequence[float]]) -> bool:
+    def goes_on(self, series: Sequence[Sequence[float]]) -> bool:
         """Whether to measure another round. Call it before each round, with one sequence of samples per measured
         quantity."""
         now, rounds = self._now(), min((len(s) for s in series), default=self._most)
@@ -205,8 +205,8 @@ def time_repeatedly(
     samples: list[float] = []
     repeats = Repeats(slice_s=slice_s, least=least, most=most)
     with quiet():
-        while repeats.again([samples]):
-            clock.settle()
+        while repeats.goes_on([samples]):
+            clock.synchronize()
             start = clock.mark()
             work()
             samples.append(clock.seconds([start, clock.mark()])[0])

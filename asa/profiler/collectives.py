@@ -38,7 +38,7 @@ def measure_tables(
     sizes: Sequence[int],
     slice_s: float,
     source: str,
-    say: Callable[[float, str], None],
+    report: Callable[[float, str], None],
     between: Callable[[], None] = lambda: None,
 ) -> list[CollectiveTable]:
     """Measure tables of every collective on ``group``. All ranks of the group call it, and no others.
@@ -53,7 +53,7 @@ def measure_tables(
         points: list[tuple[int, float]] = []
         own_s = max((slice_s - spent) / (len(ops) - number), _LEAST_SHARE * slice_s / len(ops))
         started = time.perf_counter()
-        for done, size in enumerate(sorted(sizes)):
+        for index, size in enumerate(sorted(sizes)):
             words = max(1, round(size / _WORD / ranks))
             bytes_ = words * ranks * _WORD
             left_s = max(own_s - agree(time.perf_counter() - started, group=group)[0], 0.0)
@@ -62,10 +62,10 @@ def measure_tables(
             expected = line_through(*points[-2:])(bytes_) if len(points) > 1 else 0.0
             if expected * (LEAST_SAMPLES + 2) > own_s:
                 break
-            say((number + done / len(sizes)) / len(ops), f"{op} of {bytes_} bytes on {ranks} ranks")
+            report((number + index / len(sizes)) / len(ops), f"{op} of {bytes_} bytes on {ranks} ranks")
             work = operation(op, words, group, device)
             messages = 2 if op == "send_recv" else 1
-            share_s = left_s / (len(sizes) - done)
+            share_s = left_s / (len(sizes) - index)
             points.append((bytes_, time_together(work, clock, slice_s=share_s, group=group) / messages))
         tables.append(CollectiveTable(op=op, ranks=ranks, points=tuple(points), status="measured", source=source))
         spent += agree(time.perf_counter() - started, group=group)[0]
@@ -94,41 +94,41 @@ def message_within(
 
 def _once(work: Callable[[], object], clock: Clock, group: dist.ProcessGroup) -> float:
     """Seconds of ``work`` on the slowest rank, in the shorter of two runs."""
-    taken = []
+    samples = []
     for _ in range(2):
         agree(group=group)
-        clock.settle()
+        clock.synchronize()
         start = clock.mark()
         work()
-        taken.append(agree(clock.seconds([start, clock.mark()])[0], group=group)[0])
-    return min(taken)
+        samples.append(agree(clock.seconds([start, clock.mark()])[0], group=group)[0])
+    return min(samples)
 
 
 def operation(op: CollectiveOp, words: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
     """A function that runs ``op`` once on ``words`` fp32 elements per rank. For ``send_recv`` the message is sent and
     returned."""
     ranks = dist.get_world_size(group)
-    whole = torch.zeros(words * ranks, device=device)
+    full = torch.zeros(words * ranks, device=device)
     part = torch.zeros(words, device=device)
     if op == "all_reduce":
-        return lambda: direct.all_reduce(whole, group=group)
+        return lambda: direct.all_reduce(full, group=group)
     if op == "all_gather":
-        return lambda: direct.all_gather_into_tensor(whole, part, group=group)
+        return lambda: direct.all_gather_into_tensor(full, part, group=group)
     if op == "reduce_scatter":
-        return lambda: direct.reduce_scatter_tensor(part, whole, group=group)
+        return lambda: direct.reduce_scatter_tensor(part, full, group=group)
     if op == "all_to_all":
-        received = torch.zeros_like(whole)
-        return lambda: dist.all_to_all_single(received, whole, group=group)
+        received = torch.zeros_like(full)
+        return lambda: dist.all_to_all_single(received, full, group=group)
     if op == "broadcast":
-        return lambda: direct.broadcast(whole, group_src=0, group=group)
+        return lambda: direct.broadcast(full, group_src=0, group=group)
     first = dist.get_rank(group) == 0
 
-    def there_and_back() -> None:
+    def round_trip() -> None:
         if first:
-            dist.send(whole, group_dst=1, group=group)
-            dist.recv(whole, group_src=1, group=group)
+            dist.send(full, group_dst=1, group=group)
+            dist.recv(full, group_src=1, group=group)
         else:
-            dist.recv(whole, group_src=0, group=group)
-            dist.send(whole, group_dst=0, group=group)
+            dist.recv(full, group_src=0, group=group)
+            dist.send(full, group_dst=0, group=group)
 
-    return there_and_back
+    return round_trip

@@ -124,7 +124,7 @@ class Surveyor:
             slice_s = self._slice(sizes[i:], checked, first=i == 0)
             # A profile has to contain at least one check against the whole model.
             unchecked = size == sizes[-1] and not self.sweep.whole
-            chosen = [d for d in self._wanted(size, checked) if not (unchecked and d == WHOLE)]
+            chosen = [d for d in self._degrees_at(size, checked) if not (unchecked and d == WHOLE)]
             degrees, least = self._affordable(size, chosen, slice_s, first=i == 0)
             degrees = [WHOLE, *degrees] if unchecked else degrees
             try:
@@ -157,22 +157,22 @@ class Surveyor:
     def _beyond(self, size: int, smaller: Sequence[int]) -> bool:
         """Whether there is no time for ``size`` besides the smallest size, which interpolation needs; of sizes that do
         not all fit, every other one is left out."""
-        left, each = self.end - time.perf_counter(), self.forecast.cost
-        if not smaller or each(size, [1], _LEAST) + sum(each(s, [1], _LEAST) for s in smaller) <= left:
+        remaining_s, each = self.end - time.perf_counter(), self.forecast.cost
+        if not smaller or each(size, [1], _LEAST) + sum(each(s, [1], _LEAST) for s in smaller) <= remaining_s:
             return False
-        return len(smaller) % 2 == 1 or each(size, [1], _LEAST) + each(smaller[-1], [1], _LEAST) > left
+        return len(smaller) % 2 == 1 or each(size, [1], _LEAST) + each(smaller[-1], [1], _LEAST) > remaining_s
 
     def _slice(self, sizes: Sequence[int], checked: Collection[int], *, first: bool) -> float:
         """Seconds to spend on the first of the remaining ``sizes``: the cost of its least number of laps, and a share
         of the time that is left after those of all sizes; a share of all remaining time if it is too short for them."""
-        left = max(0.0, self.end - time.perf_counter())
+        remaining_s = max(0.0, self.end - time.perf_counter())
         share = self.forecast.seconds(sizes[0]) / sum(self.forecast.seconds(s) for s in sizes)
         share = min(1.0, _FIRST * share) if first else share
-        least = [self.forecast.cost(s, self._wanted(s, checked), _LEAST) for s in sizes]
-        spare = left - sum(least)
-        return least[0] + share * spare if spare > 0 else share * left
+        least = [self.forecast.cost(s, self._degrees_at(s, checked), _LEAST) for s in sizes]
+        spare = remaining_s - sum(least)
+        return least[0] + share * spare if spare > 0 else share * remaining_s
 
-    def _wanted(self, size: int, checked: Collection[int]) -> list[int]:
+    def _degrees_at(self, size: int, checked: Collection[int]) -> list[int]:
         """Degrees to measure at ``size`` if time allows. Degrees with split tokens, whose times are close to those with
         whole tokens, only if the size is ``checked`` against the whole model."""
         degrees = [
@@ -189,10 +189,10 @@ class Surveyor:
         chain, x = self.subject.chains[1], self.subject.batch(size)
 
         def lap() -> float:
-            taken = chain.lap(x, self.clock)
+            result = chain.lap(x, self.clock)
             chain.clear()
-            self._reference_share = taken.host_share
-            return taken.seconds
+            self._reference_share = result.host_share
+            return result.seconds
 
         each = _REFERENCE_LAPS * self.forecast.seconds(size)
         return Reference(lap, every_s=max(self.time_s / _READINGS, each / _REFERENCE_SHARE))
@@ -202,7 +202,7 @@ class Surveyor:
         matrix = torch.randn(_SIDE, _SIDE, device=self.subject.chains[1].device)
 
         def product() -> float:
-            self.clock.settle()
+            self.clock.synchronize()
             marks = [self.clock.mark(), matrix @ matrix, self.clock.mark()]
             return self.clock.seconds([marks[0], marks[2]])[0]
 
@@ -216,11 +216,11 @@ class Surveyor:
         """
         timings = self._steadied(self.sweep.timings, self._spans)
         by_tokens = self._steadied(self.sweep.by_tokens, self._token_spans)
-        whole = [
+        whole_steps = [
             replace(w, whole=scaled(w.whole, f), components_s=f * w.components_s)
             for w, f in zip(self.sweep.whole, map(self._factor, self._checks), strict=True)
         ]
-        return replace(self.sweep, timings=timings, by_tokens=by_tokens, whole=whole)
+        return replace(self.sweep, timings=timings, by_tokens=by_tokens, whole=whole_steps)
 
     def _factor(self, span: _Span) -> float:
         begun, ended, share = span
@@ -249,8 +249,8 @@ class Surveyor:
                 break
             x = self.subject.batch(size)
             try:
-                held = zip(self.subject.names, measure_memory(chain, x).components, strict=True)
-                saved = sum(h.saved * len(self.subject.alike(name)) for name, h in held)
+                memory = zip(self.subject.names, measure_memory(chain, x).components, strict=True)
+                saved = sum(h.saved * len(self.subject.alike(name)) for name, h in memory)
                 started = time.perf_counter()
                 lap = chain.lap(x, self.clock)
                 probes.append((size, time.perf_counter() - started))
@@ -299,17 +299,17 @@ class Surveyor:
         At the ``first`` (largest) microbatch all degrees are measured, since a planner would know nothing of the
         others; if time is too short for three laps, they get one.
         """
-        wanted, with_whole = [d for d in chosen if d != WHOLE], WHOLE in chosen
+        degrees, with_whole = [d for d in chosen if d != WHOLE], WHOLE in chosen
         fits = self.forecast.fits(size, chosen, _LEAST, slice_s)
         if first and not fits:
-            chosen = chosen if self.forecast.fits(size, chosen, 1, slice_s) else wanted
+            chosen = chosen if self.forecast.fits(size, chosen, 1, slice_s) else degrees
             if with_whole and WHOLE not in chosen:
                 self._leave_out_degree(size, WHOLE)
             return chosen, 1
-        optional = [d for d in reversed(wanted) if d < 0]
-        optional += [d for d in reversed(wanted) if size * self.largest < self.top * d > self.top]
+        optional = [d for d in reversed(degrees) if d < 0]
+        optional += [d for d in reversed(degrees) if size * self.largest < self.top * d > self.top]
         optional += [WHOLE] if with_whole else []
-        optional += [d for d in reversed(wanted) if d > 1 and d not in optional]
+        optional += [d for d in reversed(degrees) if d > 1 and d not in optional]
         while optional and not self.forecast.fits(size, chosen, _LEAST, slice_s):
             chosen.remove(optional[0])
             self._leave_out_degree(size, optional.pop(0))
@@ -327,58 +327,58 @@ class Surveyor:
         A lap depends on the state in which the last one left the allocator, so equal laps must follow each other.
         """
         x, end = self.subject.batch(size), time.perf_counter() + slice_s
-        left = sum(self.forecast.lap(size, d) for d in degrees)
+        remaining = sum(self.forecast.lap(size, d) for d in degrees)
         for degree in (d for d in degrees if d != WHOLE):
-            beside = degree == 1 and WHOLE in degrees
-            cost = self.forecast.lap(size, degree) + beside * self.forecast.lap(size, WHOLE)
-            share, left = cost / left, left - cost
+            with_whole = degree == 1 and WHOLE in degrees
+            cost = self.forecast.lap(size, degree) + with_whole * self.forecast.lap(size, WHOLE)
+            share, remaining = cost / remaining, remaining - cost
             if self._events and degree != 1 and time.perf_counter() + self.forecast.cost(size, [degree], 1) > self.end:
                 self._leave_out_degree(size, degree)  # choosing kernels took longer than was to be expected
                 continue
             finish = time.perf_counter() + (end - time.perf_counter()) * share
-            self._alternate(size, degree, x, finish, _LEAST if degree == 1 else least, beside=beside)
+            self._alternate(size, degree, x, finish, _LEAST if degree == 1 else least, with_whole=with_whole)
 
-    def _alternate(self, size: int, degree: int, x: Tensor, finish: float, least: int, *, beside: bool) -> None:
+    def _alternate(self, size: int, degree: int, x: Tensor, finish: float, least: int, *, with_whole: bool) -> None:
         self.read(due=True)
-        chain, laps, unmarked, whole = self.subject.chains[degree], list[Lap](), list[float](), list[float]()
+        chain, laps, unmarked, whole_steps = self.subject.chains[degree], list[Lap](), list[float](), list[float]()
         entered = time.perf_counter()
         if self._events:
             chain.lap(x, self.clock)  # tries kernels, whose workspaces later steps do not hold
         memory = measure_memory(chain, x)
-        if beside:
-            self._whole(x)
+        if with_whole:
+            self._time_whole(x)
         most = _MOST_OF_EVENTS if self._events else _MOST
         repeats = Repeats(slice_s=finish - time.perf_counter(), least=least, most=most)
         started, begun = time.perf_counter(), self.reference.now()
         with quiet(), stand_ins_kept() if degree < 0 else nullcontext():
-            while repeats.again([unmarked or [lap.seconds for lap in laps], *([whole] if beside else [])]):
+            while repeats.goes_on([unmarked or [lap.seconds for lap in laps], *([whole_steps] if with_whole else [])]):
                 laps.append(chain.lap(x, self.clock))
                 chain.clear()
                 if self._events:
                     unmarked.append(chain.seconds(x, self.clock))
                     chain.clear()
-                if beside:
-                    whole.append(self._whole(x))
+                if with_whole:
+                    whole_steps.append(self._time_whole(x))
         # The forecast is of wall time, which includes other processes and the overhead of the marks.
-        taken = [sum(lap.seconds for lap in laps) + sum(unmarked), sum(whole)]
-        stretch = (time.perf_counter() - started) / max(sum(taken), 1e-9) / len(laps)
-        before = (started - entered) / (1 + beside) if self._events else 0.0
-        self.forecast.learn(size, degree, taken[0] * stretch, before)
+        spent = [sum(lap.seconds for lap in laps) + sum(unmarked), sum(whole_steps)]
+        stretch = (time.perf_counter() - started) / max(sum(spent), 1e-9) / len(laps)
+        before = (started - entered) / (1 + with_whole) if self._events else 0.0
+        self.forecast.learn(size, degree, spent[0] * stretch, before)
         span = (begun, self.reference.now(), median(lap.host_share for lap in laps))
         self._record(size, degree, laps, unmarked, memory, span)
-        if beside:
-            self.forecast.learn(size, WHOLE, taken[1] * stretch, before)
-            self._check(size, whole)
+        if with_whole:
+            self.forecast.learn(size, WHOLE, spent[1] * stretch, before)
+            self._check(size, whole_steps)
             self._checks.append(span)
         if degree == 1 and size == self.top:
             self.sweep.host_share = min(lap.host_share for lap in laps)
 
-    def _check(self, size: int, whole: Sequence[float]) -> None:
+    def _check(self, size: int, whole_steps: Sequence[float]) -> None:
         parts = (t for t in self.sweep.timings if t.microbatch == size and t.tensor_degree == 1)
         total = sum(t.forward.median + t.backward.median for t in parts)
-        self.sweep.whole.append(WholeStep(microbatch=size, whole=Stat.of(whole), components_s=total))
+        self.sweep.whole.append(WholeStep(microbatch=size, whole=Stat.of(whole_steps), components_s=total))
 
-    def _whole(self, x: Tensor) -> float:
+    def _time_whole(self, x: Tensor) -> float:
         chain = self.subject.chains[1]
         return whole_step(self.subject.model, x, self.clock, chain.device, chain.precision)
 
@@ -393,11 +393,11 @@ class Surveyor:
         backward = [Stat.of(times) for times in zip(*(lap.backward for lap in laps), strict=True)]
         parts = sum(stat.median for stat in (*forward, *backward))
         factor = Stat.of(unmarked or [lap.seconds for lap in laps]).median / parts if parts else 1.0
-        found, spans = (self.sweep.timings, self._spans) if degree > 0 else (self.sweep.by_tokens, self._token_spans)
+        timings, spans = (self.sweep.timings, self._spans) if degree > 0 else (self.sweep.by_tokens, self._token_spans)
         for i, name in enumerate(self.subject.names):
             for each in self.subject.alike(name) if name in self.subject.split[degree] else ():
                 spans.append(span)
-                found.append(
+                timings.append(
                     Timing(
                         component=each,
                         microbatch=size,

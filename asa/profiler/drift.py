@@ -38,7 +38,7 @@ class Reference:
         self._work, self.every_s, self.now = work, every_s, now
         self._began = now()
         self._at: list[float] = []
-        self._taken: list[float] = []
+        self._seconds: list[float] = []
         self._squares: list[float] = []
 
     def read(self, *, due: bool = False) -> None:
@@ -49,7 +49,7 @@ class Reference:
         begun = self.now()
         runs = [max(self._work(), 1e-12) for _ in range(_REPEATS)]
         self._at.append((begun + self.now()) / 2 - self._began)
-        self._taken.append(median(runs))
+        self._seconds.append(median(runs))
         logs = [log(s) for s in runs]
         self._squares.append(sum((x - fmean(logs)) ** 2 for x in logs) / (_REPEATS - 1))
 
@@ -59,7 +59,7 @@ class Reference:
         if not self._at:
             return None
         noise = _EFFICIENCY * sqrt(fmean(self._squares) / _REPEATS)
-        return Drift(readings=tuple(zip(self._at, self._taken, strict=True)), noise=min(1.0, noise))
+        return Drift(readings=tuple(zip(self._at, self._seconds, strict=True)), noise=min(1.0, noise))
 
     def factor(self, begun: float, ended: float) -> float:
         """Factor for times measured between two moments of ``now``, which converts them to the mean speed."""
@@ -68,11 +68,11 @@ class Reference:
             return 1.0
         trust = drift.deviation**2 / (drift.deviation**2 + drift.noise**2 / 2)
         around = self._around((begun + ended) / 2 - self._began)
-        return exp(trust * (fmean(log(s) for s in self._taken) - around))
+        return exp(trust * (fmean(log(s) for s in self._seconds) - around))
 
     def _around(self, at: float) -> float:
         """Logarithm of the reference at a moment, interpolated between the readings before and after it."""
-        logs = [log(s) for s in self._taken]
+        logs = [log(s) for s in self._seconds]
         after = bisect_left(self._at, at)
         if after == 0 or after == len(logs):
             return logs[0 if after == 0 else -1]

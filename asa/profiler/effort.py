@@ -53,24 +53,24 @@ def line_through(first: tuple[int, float], second: tuple[int, float]) -> Callabl
 class Forecast:
     """Expected seconds of a lap at a microbatch and degree: from a first line, then from the laps so far."""
 
-    def __init__(self, first: tuple[int, float], second: tuple[int, float], whole: float = 1.0) -> None:
-        """``first``, ``second``: (size, seconds) of two laps. ``whole``: seconds of a whole model's step over those of
-        a lap."""
-        self.whole = whole
+    def __init__(self, first: tuple[int, float], second: tuple[int, float], whole_ratio: float = 1.0) -> None:
+        """``first``, ``second``: (size, seconds) of two laps. ``whole_ratio``: seconds of a whole model's step over
+        those of a lap."""
+        self.whole = whole_ratio
         self.seconds = line_through(first, second)
-        self._taken: dict[int, tuple[int, float]] = {}
+        self._laps: dict[int, tuple[int, float]] = {}
         self._begun: dict[int, tuple[int, float]] = {}
 
     def learn(self, size: int, degree: int, seconds: float, before: float = 0.0) -> None:
         """Record that a lap of ``degree`` took ``seconds`` at microbatch ``size``, and how many went by ``before``
         the first that was timed."""
-        self._taken[degree] = (size, seconds)
+        self._laps[degree] = (size, seconds)
         self._begun[degree] = (size, before)
 
     def lap(self, size: int, degree: int) -> float:
         """Expected seconds, scaled from the last lap of that degree; a guess if there was none."""
-        if degree in self._taken:
-            last, seconds = self._taken[degree]
+        if degree in self._laps:
+            last, seconds = self._laps[degree]
             return seconds * self.seconds(size) / self.seconds(last)
         return self.seconds(size) * (self.whole if degree == WHOLE else 0.25 + 0.75 / abs(degree))
 
@@ -84,6 +84,6 @@ class Forecast:
         return sum(laps * self.lap(size, d) + self._before(size, d) for d in degrees)
 
     def _before(self, size: int, degree: int) -> float:
-        known = degree if degree in self._begun else next(iter(self._begun), None)
-        seen = self._begun[known][1] if known is not None else 0.0
-        return max(_WARMUP_LAPS * self.lap(size, degree), seen)
+        measured = degree if degree in self._begun else next(iter(self._begun), None)
+        earlier = self._begun[measured][1] if measured is not None else 0.0
+        return max(_WARMUP_LAPS * self.lap(size, degree), earlier)

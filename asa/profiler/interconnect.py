@@ -47,7 +47,7 @@ class _Task:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Measurement:
     device: Device
     tables: tuple[CollectiveTable, ...]
     contention: tuple[Contention, ...]
@@ -98,7 +98,7 @@ def measure_cluster(
     source = f"asa cluster measure, {today}, asa {__version__}, torch {torch.__version__}, {backend}"
     task = _Task(backend=backend, sizes=chosen, time_limit_s=time_limit_s, source=source)
 
-    def hear(_rank: int, message: tuple[float, str]) -> None:
+    def on_message(_rank: int, message: tuple[float, str]) -> None:
         if progress is not None:
             progress(*message)
 
@@ -109,7 +109,7 @@ def measure_cluster(
         backend=backend,
         threads=1 if backend == "gloo" else None,
         limit_s=300 + 5 * time_limit_s,
-        on_message=hear,
+        on_message=on_message,
     )[0]
     return _cluster(results, task, num_ranks, name)
 
@@ -133,40 +133,40 @@ def measure_group(*, backend: Backend = "gloo", time_limit_s: float = 20.0, name
     return _cluster(measurement, task, dist.get_world_size(), name)
 
 
-def _cluster(found: _Found, task: _Task, num_ranks: int, name: str | None) -> Cluster:
+def _cluster(measurement: _Measurement, task: _Task, num_ranks: int, name: str | None) -> Cluster:
     level = Level(
         name="loopback" if task.backend == "gloo" else "nccl inside the machine",
         devices=num_ranks,
-        tables=found.tables,
+        tables=measurement.tables,
     )
     return Cluster(
         name=name or f"local-{task.backend}-{num_ranks}",
         backend=task.backend,
-        device=found.device,
+        device=measurement.device,
         num_devices=num_ranks,
         levels=(level,) if num_ranks > 1 else (),
-        contention=found.contention,
-        overlap=found.overlap,
-        waiting=found.waiting,
-        sharding=found.sharding,
-        status="estimated" if found.disturbed else "measured",
-        source=task.source + _circumstances(task, found),
-        devices=found.devices,
-        drift=found.drift,
-        shared_memory=found.shared_memory,
+        contention=measurement.contention,
+        overlap=measurement.overlap,
+        waiting=measurement.waiting,
+        sharding=measurement.sharding,
+        status="estimated" if measurement.disturbed else "measured",
+        source=task.source + _circumstances(task, measurement),
+        devices=measurement.devices,
+        drift=measurement.drift,
+        shared_memory=measurement.shared_memory,
     )
 
 
-def _circumstances(task: _Task, found: _Found) -> str:
+def _circumstances(task: _Task, measurement: _Measurement) -> str:
     """Connections between the GPUs, and disturbances of the measurement, in words; empty for CPUs."""
-    said = [
+    texts = [
         topology() if task.backend == "nccl" else "",
-        f"not to be trusted: {found.disturbed}" * bool(found.disturbed),
+        f"not to be trusted: {measurement.disturbed}" * bool(measurement.disturbed),
     ]
-    return "".join(f"; {text}" for text in said if text)
+    return "".join(f"; {text}" for text in texts if text)
 
 
-def _on_rank(rank: int, task: _Task) -> _Found:
+def _on_rank(rank: int, task: _Task) -> _Measurement:
     """Measurement on each rank. All results are equal, except for rank 0's device and tables."""
     if task.backend != "nccl":
         return _measured(rank, task)
@@ -178,17 +178,17 @@ def _on_rank(rank: int, task: _Task) -> _Found:
     return replace(measurement, disturbed=why)
 
 
-def _measured(rank: int, task: _Task) -> _Found:
+def _measured(rank: int, task: _Task) -> _Measurement:
     device = torch.device("cuda", torch.cuda.current_device()) if task.backend == "nccl" else torch.device("cpu")
     clock, ranks = clock_of(device), dist.get_world_size()
     brief = task.time_limit_s < _BRIEF_S
     torch.manual_seed(rank)
 
-    def say(fraction: float, what: str) -> None:
+    def report(fraction: float, what: str) -> None:
         if rank == 0:
             tell((fraction, what))
 
-    say(0.0, "the device alone")
+    report(0.0, "the device alone")
     peaks = measure_peaks(device, clock) if rank == 0 else (0.0, 0.0, 0.0)
     agree()
     contention: tuple[Contention, ...] = (Contention(ranks=1, slowdown=1.0),)
@@ -198,27 +198,27 @@ def _measured(rank: int, task: _Task) -> _Found:
     reference: Reference | None = None
     shared_memory = False
     if ranks > 1:
-        say(0.02, "computing at once")
+        report(0.02, "computing at once")
         # With a core for every rank, only caches, memory and clocks are shared; time of other processes must not count.
-        alone = solo_clock_of(device) if ranks <= usable_cores() else clock
-        contention = measure_contention(device, alone, slice_s=_CONTENTION_SHARE * task.time_limit_s, small=brief)
-        devices = measure_devices(device, device_record(device), alone)
+        solo_clock = solo_clock_of(device) if ranks <= usable_cores() else clock
+        contention = measure_contention(device, solo_clock, slice_s=_CONTENTION_SHARE * task.time_limit_s, small=brief)
+        devices = measure_devices(device, device_record(device), solo_clock)
         contention = contention if devices is None else without_speeds(contention, devices)
         groups = _nested_groups(rank, ranks)
         everybody = groups[ranks]
         assert everybody is not None
         reference = Reference(measure_together(device, clock, everybody, small=brief))
         reference.read()
-        tables, spans = _tables(task, device, groups, say, reference)
-        say(_CONTENTION_SHARE + _TABLES_SHARE, "computing while messages travel")
+        tables, spans = _tables(task, device, groups, report, reference)
+        report(_CONTENTION_SHARE + _TABLES_SHARE, "computing while messages travel")
         shared_memory = device.type == "cpu" and segment_of(everybody) is not None
         overlap = (
             _IN_TURN if shared_memory else _worst_overlap(device, groups, slice_s=_OVERLAP_SHARE * task.time_limit_s)
         )
         reference.read()
-        say(1 - _WAITING_SHARE - _SHARDING_SHARE, "waiting for each other")
+        report(1 - _WAITING_SHARE - _SHARDING_SHARE, "waiting for each other")
         waiting = measure_waiting(device, clock, groups, slice_s=_WAITING_SHARE * task.time_limit_s)
-        say(1 - _SHARDING_SHARE, "sharded units")
+        report(1 - _SHARDING_SHARE, "sharded units")
         reference.read()
         begun = reference.now()
         sharding = measure_sharding(device, clock, everybody, slice_s=_SHARDING_SHARE * task.time_limit_s)
@@ -236,8 +236,8 @@ def _measured(rank: int, task: _Task) -> _Found:
         peak_bf16_flops=peaks[1],
         memory_bandwidth=peaks[2],
     )
-    say(1.0, "done")
-    return _Found(
+    report(1.0, "done")
+    return _Measurement(
         device=own_device, tables=tables, contention=contention, overlap=overlap, waiting=waiting, sharding=sharding,
         devices=devices, drift=reference.drift if reference else None, shared_memory=shared_memory,
     )  # fmt: skip
@@ -260,7 +260,7 @@ def _tables(
     task: _Task,
     device: torch.device,
     groups: dict[int, dist.ProcessGroup | None],
-    say: Callable[[float, str], None],
+    report: Callable[[float, str], None],
     reference: Reference,
 ) -> tuple[tuple[CollectiveTable, ...], list[tuple[float, float]]]:
     """(tables, spans): tables of all groups to which this rank belongs, and when each was measured; other ranks wait.
@@ -290,7 +290,7 @@ def _tables(
                 sizes=task.sizes,
                 slice_s=part * task.time_limit_s,
                 source=task.source,
-                say=partial(_say_part, say, begun, part),
+                report=partial(_report_part, report, begun, part),
                 between=partial(between, size == max(groups)),
             )
         begun += part
@@ -301,8 +301,8 @@ def _tables(
     return tuple(tables), spans
 
 
-def _say_part(say: Callable[[float, str], None], base: float, part: float, fraction: float, what: str) -> None:
-    say(base + part * fraction, what)
+def _report_part(report: Callable[[float, str], None], base: float, part: float, fraction: float, what: str) -> None:
+    report(base + part * fraction, what)
 
 
 def _worst_overlap(device: torch.device, groups: dict[int, dist.ProcessGroup | None], *, slice_s: float) -> Overlap:

@@ -72,8 +72,8 @@ def training_kernels(device: torch.device, group: dist.ProcessGroup | None = Non
     def both_ways(module: torch.nn.Module, x: Tensor) -> Callable[[], object]:
         y = module(x)
         gradient = torch.ones_like(y)
-        wanted = [x, *module.parameters()]
-        return lambda: torch.autograd.grad(module(x), wanted, gradient)
+        inputs = [x, *module.parameters()]
+        return lambda: torch.autograd.grad(module(x), inputs, gradient)
 
     return Kernels(
         work={
@@ -113,7 +113,7 @@ def measure_contention(
         seconds = agree(_timed(run, clock, 2) if rank == 0 else 0.0)[0]
         inner[kind] = max(1, int(sample_s / max(seconds, 1e-7)))
         pause[kind] = inner[kind] * seconds
-    taken: dict[tuple[str, int], list[float]] = {}
+    samples: dict[tuple[str, int], list[float]] = {}
     started, rounds = time.perf_counter(), 0
     while rounds < 3 or (rounds < _MOST_ROUNDS and agree(time.perf_counter() - started)[0] < slice_s):
         rounds += 1
@@ -126,17 +126,17 @@ def measure_contention(
                 else:
                     # Waiting inside a collective would take processor time from the working ranks.
                     time.sleep(pause[kind])
-                taken.setdefault((kind, active), []).append(agree(seconds)[0])
+                samples.setdefault((kind, active), []).append(agree(seconds)[0])
     slowdowns = []
     for active in range(1, ranks + 1):
-        slower = {kind: max(1.0, median(taken[kind, active]) / median(taken[kind, 1])) for kind in kernels.work}
+        slower = {kind: max(1.0, median(samples[kind, active]) / median(samples[kind, 1])) for kind in kernels.work}
         memory = slower.pop("memory")
         slowdowns.append(Contention(ranks=active, slowdown=fmean(slower.values()), memory_slowdown=memory))
     return tuple(slowdowns)
 
 
 def _timed(run: Callable[[], object], clock: Clock, times: int) -> float:
-    clock.settle()
+    clock.synchronize()
     start = clock.mark()
     for _ in range(times):
         run()
@@ -161,21 +161,21 @@ def measure_overlap(device: torch.device, clock: Clock, group: dist.ProcessGroup
         agree(group=group)
         steps = [_timed(kernels.step, clock, 1) for _ in range(5)]
         alone_c.append(agree(median(steps), group=group)[0])
-        clock.settle()
+        clock.synchronize()
         agree(group=group)
         begin = time.perf_counter()
         for work in _send(buckets, group):
             work.wait()
-        clock.settle()
+        clock.synchronize()
         alone_m.append(agree(time.perf_counter() - begin, group=group)[0])
         agree(group=group)
         begin = time.perf_counter()
         pending = _send(buckets, group)
-        beside = _while_pending(pending, kernels, clock)
+        kernel_s = _while_pending(pending, kernels, clock)
         lasted = time.perf_counter() - begin
         for work in pending:
             work.wait()
-        together = agree(beside or median(steps), lasted, group=group)
+        together = agree(kernel_s or median(steps), lasted, group=group)
         both_c.append(together[0])
         both_m.append(together[1])
     return Overlap(
@@ -193,14 +193,14 @@ def _send(buckets: list[Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
 def _while_pending(pending: list[dist.Work], kernels: Kernels, clock: Clock) -> float:
     """Run kernels until all messages have arrived. Returns the seconds of one run of each kernel meanwhile, in sum; 0
     if messages were too short."""
-    taken: dict[str, list[float]] = {kind: [] for kind in kernels.work}
+    samples: dict[str, list[float]] = {kind: [] for kind in kernels.work}
     for kind, run in cycle(kernels.work.items()):
         if all(work.is_completed() for work in pending):
             break
         start = clock.mark()  # on this stream only, so that it does not wait for the messages
         run()
-        taken[kind].append(clock.seconds([start, clock.mark()])[0])
-    return sum(median(times) for times in taken.values()) if all(taken.values()) else 0.0
+        samples[kind].append(clock.seconds([start, clock.mark()])[0])
+    return sum(median(times) for times in samples.values()) if all(samples.values()) else 0.0
 
 
 def measure_together(
@@ -237,10 +237,10 @@ def measure_peaks(device: torch.device, clock: Clock) -> tuple[float, float, flo
     largest = _MATRIX * (8 if scale > 1 else 1)
 
     def best(run: Callable[[], object]) -> float:
-        taken = [_timed(run, clock, 1)]
-        while len(taken) < 2 or (len(taken) < _TRIES and sum(taken) < _TRIES_S):
-            taken.append(_timed(run, clock, 1))
-        return min(taken)
+        samples = [_timed(run, clock, 1)]
+        while len(samples) < 2 or (len(samples) < _TRIES and sum(samples) < _TRIES_S):
+            samples.append(_timed(run, clock, 1))
+        return min(samples)
 
     def rate(dtype: torch.dtype) -> float:
         side = largest // 8

@@ -25,5 +25,5 @@ class WithLoss(nn.Module):
         outputs = self.module(x)
         logits, *sides = outputs if isinstance(outputs, tuple) else (outputs,)
         rows = logits.flatten(0, 1)
-        wanted = torch.arange(len(rows), device=rows.device) % rows.shape[-1]
-        return (F.cross_entropy(rows, wanted), *sides)
+        targets = torch.arange(len(rows), device=rows.device) % rows.shape[-1]
+        return (F.cross_entropy(rows, targets), *sides)

@@ -31,7 +31,7 @@ from asa.profiler.tokens import cut_by_tokens, token_chain
 from asa.profiler.updates import measure_dispatch, measure_updates
 from asa.sharding.axis import Axis
 from asa.sharding.describe import layer_graph
-from asa.sharding.generators import drawing, told
+from asa.sharding.generators import drawing, draws_note
 from asa.sharding.randomness import make_reproducible
 from asa.sharding.samples import BySample, SampleContext
 from asa.sharding.tensor import detached_copy, split
@@ -125,23 +125,25 @@ def profile_module(
     of its normalization layers have seen random samples.
     """
     started = time.perf_counter()
-    say = progress or (lambda _fraction, _what: None)
+    report = progress or (lambda _fraction, _what: None)
     _check(global_batch, time_limit_s, max_tensor_degree)
     clock = solo_clock_of(device)
     keep_freed_memory()  # as ranks do
     with one_thread(device), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         model.to(device).train()
-        say(0.01, "tracing")
+        report(0.01, "tracing")
         traced = trace(model, example.to(device), name=spec)
         shape = tuple(example.shape[1:])
         graph = layer_graph(traced, model=spec, input_shape=shape, num_classes=num_classes)
         subject = _subject(model, traced, graph, example, device, precision, max_tensor_degree, memory_format)
-        graph = replace(graph, notes=(*graph.notes, *told(drawing(traced.components, subject.batch(_EXAMPLE_SAMPLES)))))
+        graph = replace(
+            graph, notes=(*graph.notes, *draws_note(drawing(traced.components, subject.batch(_EXAMPLE_SAMPLES))))
+        )
         execution.settle_kernels(device, precision)  # not before: tracing has batches of its own
         compile_s = None
         if compiled != "none":
-            say(0.03, "compiling")
+            report(0.03, "compiling")
             compile_s = _compiled(subject, compiled, global_batch)
         spent = time.perf_counter() - started
         surveyor = Surveyor(
@@ -150,14 +152,14 @@ def profile_module(
             global_batch=global_batch,
             time_s=max(1.0, (time_limit_s - spent) * (1 - _UPDATES_SHARE)),
             free_bytes=free_memory(device),
-            progress=lambda fraction, what: say(0.05 + 0.8 * fraction, what),
+            progress=lambda fraction, what: report(0.05 + 0.8 * fraction, what),
         )
         before = time.perf_counter(), time.process_time()
         with watching(card_of(device)) as card:
             surveyor.survey()
         lost = 1 - (time.process_time() - before[1]) / (time.perf_counter() - before[0])
-        say(0.87, "optimizer steps")
-        left = time_limit_s - (time.perf_counter() - started)
+        report(0.87, "optimizer steps")
+        remaining_s = time_limit_s - (time.perf_counter() - started)
         modules = {
             degree: {n: c for n, c in zip(subject.names, chain.components, strict=True) if n in subject.split[degree]}
             for degree, chain in subject.chains.items()
@@ -165,14 +167,14 @@ def profile_module(
         }
         reference = surveyor.reference
         begun = reference.now()
-        updates = measure_updates(modules, device, slice_s=max(0.5, min(left, _UPDATES_SHARE * time_limit_s)))
+        updates = measure_updates(modules, device, slice_s=max(0.5, min(remaining_s, _UPDATES_SHARE * time_limit_s)))
         floor = measure_dispatch(device)
         ceilings = measure_ceilings(device, precision)
         ended = reference.now()
         surveyor.read()
     sweep, factor = surveyor.steadied(), reference.factor(begun, ended)
     give_back_freed_memory()
-    say(1.0, "done")
+    report(1.0, "done")
     note = f"{time.perf_counter() - started:.0f} s of measuring"
     if device.type == "cpu" and lost > _DISTURBED:
         note += f"; other processes took {lost:.0%} of the core, not counted in the times"
@@ -266,11 +268,11 @@ def _subject(
     context = SampleContext()
     make_reproducible(traced.components, context)
     limits = {c.name: c.split.max_degree for c in graph.components if c.split is not None}
-    places = _measured_in_place_of(traced.components)
-    chosen = sorted(set(places))
+    indices = _representatives(traced.components)
+    chosen = sorted(set(indices))
     components = [traced.components[i] for i in chosen]
     names = tuple(c.name for c in components)
-    like = {graph.components[i].name: tuple(graph.components[j].name for j, p in enumerate(places) if p == i and j != i)
+    like = {graph.components[i].name: tuple(graph.components[j].name for j, k in enumerate(indices) if k == i != j)
             for i in chosen}  # fmt: skip
     words = _words(traced, example.to(device))
     ended: Callable[[list[nn.Module]], list[nn.Module]] = (
@@ -297,24 +299,24 @@ def _subject(
     def batch(samples: int) -> Tensor:
         context.samples, context.total = torch.arange(samples, device=device), samples
         if example.is_floating_point():
-            made = torch.randn(samples, *example.shape[1:], device=device, dtype=example.dtype)
-            return execution.laid_out(made, memory_format)
+            values = torch.randn(samples, *example.shape[1:], device=device, dtype=example.dtype)
+            return execution.laid_out(values, memory_format)
         if words:
             return torch.randint(0, words, (samples, *example.shape[1:]), device=device)
         return example[:1].to(device).expand(samples, *example.shape[1:]).contiguous()
 
     weight = sum(p.numel() * p.element_size() for p in model.parameters())
-    whole = WithLoss(model) if words else model
-    return Subject(model=whole, names=names, chains=chains, split=halves, batch=batch, weight=weight, like=like)
+    measured = WithLoss(model) if words else model
+    return Subject(model=measured, names=names, chains=chains, split=halves, batch=batch, weight=weight, like=like)
 
 
-def _measured_in_place_of(components: list[TracedComponent]) -> list[int]:
+def _representatives(components: list[TracedComponent]) -> list[int]:
     """For each component, the index of the one whose measurements it gets: usually its own. In long rows of equal
     components with many times more weights than a cache holds, only a few are measured; smaller weights would stay in
     the cache."""
-    places = stand_ins([signature(c) for c in components])
-    held = [sum(p.nbytes for p in components[i].parameters()) for i in set(places)]
-    return places if sum(held) > _BEYOND_CACHES else list(range(len(components)))
+    indices = stand_ins([signature(c) for c in components])
+    weight_bytes = [sum(p.nbytes for p in components[i].parameters()) for i in set(indices)]
+    return indices if sum(weight_bytes) > _BEYOND_CACHES else list(range(len(components)))
 
 
 def _words(traced: TracedModel, x: Tensor) -> int:

@@ -28,7 +28,7 @@ _MARK = "asa.mark."
 
 
 @dataclass(frozen=True)
-class Held:
+class ComponentMemory:
     """Bytes of one component in one step: ``saved`` from forward to backward; ``transient``, the largest amount beyond
     that; and ``unmade``, the reduction of ``transient`` if gradients do not exist before they are computed."""
 
@@ -41,7 +41,7 @@ class Held:
 class StepMemory:
     """Memory of every component, and the peak of all allocations of the step, in bytes."""
 
-    components: tuple[Held, ...]
+    components: tuple[ComponentMemory, ...]
     peak: int
 
 
@@ -62,36 +62,36 @@ def measure_memory(chain: Chain, x: Tensor) -> StepMemory:
         events, times = record(lambda: marked.append(chain.step(x, mark)), chain.device, _MARK)
     (marks,) = marked
     chain.clear()
-    placed = Marks(forward=[times[names[m]] for m in marks.forward], backward=[times[names[m]] for m in marks.backward])
+    timed = Marks(forward=[times[names[m]] for m in marks.forward], backward=[times[names[m]] for m in marks.backward])
     gradients = [
         sum(p.numel() * p.element_size() for p in component.parameters() if p.requires_grad)
         for component in chain.components
     ]
-    return account(events, placed, gradients)
+    return account(events, timed, gradients)
 
 
 def account(events: Sequence[Event], marks: Marks, gradients: Sequence[int]) -> StepMemory:
     """Assign ``events`` (sorted by time) to components. ``gradients`` are the bytes of each component's gradients."""
     count = len(gradients)
-    done = marks.forward[count]
-    made = _surviving(events, done)
+    forward_end = marks.forward[count]
+    gradient_events = _surviving(events, forward_end)
     living: dict[int, tuple[int, int]] = {}
     behind = [sum(gradients[k:]) for k in range(count)]
     saved, highest, highest_made, alive, peak = [0] * count, [0] * count, [0] * count, 0, 0
-    settled, lasting = False, 0
+    past_forward, lasting = False, 0
     for number, event in enumerate([*events, Event(at=1 << 63, pointer=0, size=0)]):
-        if not settled and event.at >= done:
-            settled = True
+        if not past_forward and event.at >= forward_end:
+            past_forward = True
             for at, size in living.values():
                 saved[_component(marks.forward, at)] += size
         if event.size > 0:
             living[event.pointer] = (event.at, event.size)
             alive += event.size
-            lasting += event.size * (number in made)
+            lasting += event.size * (number in gradient_events)
         elif event.pointer in living:
             alive -= living.pop(event.pointer)[1]
         peak = max(peak, alive)
-        if event.at < done:
+        if event.at < forward_end:
             k = _component(marks.forward, event.at)
         elif event.at <= marks.backward[0]:
             k = _component([-m for m in marks.backward], -event.at)
@@ -99,12 +99,13 @@ def account(events: Sequence[Event], marks: Marks, gradients: Sequence[int]) -> 
             continue
         highest[k] = max(highest[k], alive - min(lasting, behind[k]))
         highest_made[k] = max(highest_made[k], alive - behind[k])
-    held = []
+    components = []
     for k in range(count):
-        kept = sum(saved[: k + 1])
-        transient = max(highest[k] - kept, 0)
-        held.append(Held(saved=saved[k], transient=transient, unmade=transient - max(highest_made[k] - kept, 0)))
-    return StepMemory(components=tuple(held), peak=peak)
+        saved_before = sum(saved[: k + 1])
+        transient = max(highest[k] - saved_before, 0)
+        unmade = transient - max(highest_made[k] - saved_before, 0)
+        components.append(ComponentMemory(saved=saved[k], transient=transient, unmade=unmade))
+    return StepMemory(components=tuple(components), peak=peak)
 
 
 def _surviving(events: Sequence[Event], since: int) -> set[int]:

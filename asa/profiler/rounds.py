@@ -43,14 +43,14 @@ def time_together(
         agree(group=group)
         started = time.perf_counter()
         work()
-        clock.settle()
+        clock.synchronize()
         guess = min(guess, agree(time.perf_counter() - started, group=group)[0])
     inner = max(1, min(_MOST_INNER, int(_SAMPLE_S / max(guess, 1e-7))))
     count = max(LEAST_SAMPLES, min(_MOST_SAMPLES, int(slice_s / max(guess * inner, 1e-7))))
     samples = []
     for _ in range(count):
         agree(group=group)
-        clock.settle()
+        clock.synchronize()
         start = clock.mark()
         for _ in range(inner):
             work()

@@ -41,12 +41,12 @@ class Task:
     weight_decay: float
     global_batch: int
 
-    def made(self, parameters: Sequence[nn.Parameter], momentum: float | None = None) -> torch.optim.Optimizer:
+    def optimizer_for(self, parameters: Sequence[nn.Parameter], momentum: float | None = None) -> torch.optim.Optimizer:
         """Make an optimizer over ``parameters`` at the full learning rate, with ``momentum`` instead of its own if
         given."""
         if self.optimizer == "sgd":
-            own = self.momentum if momentum is None else momentum
-            return torch.optim.SGD(parameters, lr=self.lr, momentum=own, weight_decay=self.weight_decay)
+            chosen = self.momentum if momentum is None else momentum
+            return torch.optim.SGD(parameters, lr=self.lr, momentum=chosen, weight_decay=self.weight_decay)
         return torch.optim.AdamW(parameters, lr=self.lr, weight_decay=self.weight_decay)
 
     def batches(self, seed: int) -> Iterator[Tensor]:
@@ -82,8 +82,8 @@ def trained(task: Task, setting: Setting, *, seed: int, steps: int, every: int) 
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         model = task.build(seed)
-        apart = setting.period > 0
-        going = (_averaged if apart else _delayed)(task, setting, model, task.batches(seed))
+        is_local = setting.period > 0
+        going = (_averaged if is_local else _delayed)(task, setting, model, task.batches(seed))
         losses: list[float] = []
         accuracies: list[float] = []
         for step in range(1, steps + 1):
@@ -105,7 +105,7 @@ def _run(seed: int, losses: list[float], accuracies: list[float], *, diverged: b
 def _delayed(task: Task, setting: Setting, model: nn.Module, batches: Iterator[Tensor]) -> Iterator[None]:
     """Train one model with delayed updates; yields once per global batch that was *applied*."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = task.made(parameters, setting.momentum)
+    optimizer = task.optimizer_for(parameters, setting.momentum)
     weight = 1 / (1 + int(setting.age)) if setting.weighted else 1.0
     queue: deque[tuple[list[Tensor | None], float]] = deque()
     applied = 0
@@ -134,10 +134,10 @@ def _averaged(task: Task, setting: Setting, model: nn.Module, batches: Iterator[
     Running statistics are averaged like weights. Between two averages ``model`` does not change.
     """
     workers = [deepcopy(model) for _ in range(setting.workers)]
-    optimizers = [task.made([p for p in w.parameters() if p.requires_grad]) for w in workers]
-    whole = list(model.parameters())
+    optimizers = [task.optimizer_for([p for p in w.parameters() if p.requires_grad]) for w in workers]
+    mean_parameters = list(model.parameters())
     outer = torch.optim.SGD(
-        whole, lr=setting.outer_rate, momentum=setting.outer_momentum, nesterov=setting.outer_momentum > 0
+        mean_parameters, lr=setting.outer_rate, momentum=setting.outer_momentum, nesterov=setting.outer_momentum > 0
     )
     for step, batch in enumerate(batches, 1):
         for worker, optimizer, rows in zip(workers, optimizers, batch.tensor_split(setting.workers), strict=True):
@@ -151,16 +151,16 @@ def _averaged(task: Task, setting: Setting, model: nn.Module, batches: Iterator[
 
 def _meet(model: nn.Module, workers: Sequence[nn.Module], outer: torch.optim.Optimizer) -> None:
     with torch.no_grad():
-        for p, *theirs in zip(model.parameters(), *(w.parameters() for w in workers), strict=True):
-            p.grad = torch.sub(p, torch.stack(theirs).mean(0))
+        for p, *replicas in zip(model.parameters(), *(w.parameters() for w in workers), strict=True):
+            p.grad = torch.sub(p, torch.stack(replicas).mean(0))
         outer.step()
         for b, *others in zip(model.buffers(), *(w.buffers() for w in workers), strict=True):
             b.copy_(torch.stack(others).mean(0) if b.is_floating_point() else others[0])
         for w in workers:
-            for mine, its in zip(model.parameters(), w.parameters(), strict=True):
-                its.copy_(mine)
-            for held, other in zip(model.buffers(), w.buffers(), strict=True):
-                other.copy_(held)
+            for parameter, copy in zip(model.parameters(), w.parameters(), strict=True):
+                copy.copy_(parameter)
+            for buffer, other in zip(model.buffers(), w.buffers(), strict=True):
+                other.copy_(buffer)
 
 
 def measured(
@@ -172,19 +172,19 @@ def measured(
 
     All settings run with one seed before any runs with the next. The first run is made even beyond the time limit.
     """
-    began, found, skipped = time.perf_counter(), {s: [] for s in settings}, []  # type: float, dict[Setting, list[TrainingRun]], list[str]
+    began, runs_of, skipped = time.perf_counter(), {s: [] for s in settings}, []  # type: float, dict[Setting, list[TrainingRun]], list[str]
     longest = 0.0
     for seed in range(seeds):
         for i, setting in enumerate(settings):
             now = time.perf_counter()
             if (seed or i) and now - began + longest > time_limit_s:
-                left = sum(seeds - len(runs) for runs in found.values())
-                skipped.append(f"{left} of {seeds * len(settings)} runs: no time left")
+                missing = sum(seeds - len(runs) for runs in runs_of.values())
+                skipped.append(f"{missing} of {seeds * len(settings)} runs: no time left")
                 break
             if progress is not None:
                 progress((seed * len(settings) + i) / (seeds * len(settings)), f"seed {seed}, {setting.words}")
-            found[setting].append(trained(task, setting, seed=seed, steps=steps, every=every)[0])
+            runs_of[setting].append(trained(task, setting, seed=seed, steps=steps, every=every)[0])
             longest = max(longest, time.perf_counter() - now)
         if skipped:
             break
-    return tuple(Curve(setting=s, runs=tuple(runs)) for s, runs in found.items() if runs), tuple(skipped)
+    return tuple(Curve(setting=s, runs=tuple(runs)) for s, runs in runs_of.items() if runs), tuple(skipped)

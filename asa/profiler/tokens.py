@@ -15,7 +15,7 @@ from asa.sharding.tensor import detached_copy, split
 from asa.tracing.component import TracedComponent
 
 
-class _Beside(nn.Module):
+class _Unsplit(nn.Module):
     """A component that runs whole between others whose tokens are split. ``arriving`` tokens come in shards and are
     gathered before it; ``leaving`` tokens are cut after it. Either is 0 where tokens are whole."""
 
@@ -54,11 +54,12 @@ def token_chain(
     parts: list[nn.Module] = []
     for i, component in enumerate(components):
         if splits[i] is None:
-            parts.append(_Beside(component, axis, arriving=gives[i], leaving=reads[i + 1]))
+            parts.append(_Unsplit(component, axis, arriving=gives[i], leaving=reads[i + 1]))
             continue
         part: nn.Module = split(detached_copy(component, device), axis, tokens=True)
-        whole = i == 0 or (splits[i - 1] is not None and not gives[i])  # the component before does not split the tokens
-        parts.append(_Cutting(part, reads[i], axis) if whole else part)
+        # Cut unless the component before splits the tokens.
+        needs_cut = i == 0 or (splits[i - 1] is not None and not gives[i])
+        parts.append(_Cutting(part, reads[i], axis) if needs_cut else part)
     return parts
 
 

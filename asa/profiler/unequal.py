@@ -35,17 +35,17 @@ def measure_devices(device: torch.device, record: DeviceRecord, clock: Clock) ->
     return described(kinds, _seconds(device, clock))
 
 
-def described(found: Sequence[tuple[str, int]], seconds: Sequence[Sequence[float]]) -> tuple[RankDevice, ...]:
-    """Devices with the names and bytes in ``found``, and with speeds from their ``seconds`` for each kernel.
+def described(kinds: Sequence[tuple[str, int]], seconds: Sequence[Sequence[float]]) -> tuple[RankDevice, ...]:
+    """Devices with the names and bytes in ``kinds``, and with speeds from their ``seconds`` for each kernel.
 
     A speed is the geometric mean over kernels, rounded to two digits. Devices of one kind have one speed.
     """
     speeds: dict[str, float] = {}
-    for name in dict.fromkeys(n for n, _ in found):
-        own = [s for (n, _), s in zip(found, seconds, strict=True) if n == name]
-        ratios = [math.log(a / median(x)) for a, x in zip(seconds[0], zip(*own, strict=True), strict=True)]
-        speeds[name] = 1.0 if name == found[0][0] else float(f"{math.exp(sum(ratios) / len(ratios)):.2g}")
-    return tuple(RankDevice(name=n, speed=speeds[n], memory_bytes=memory) for n, memory in found)
+    for name in dict.fromkeys(n for n, _ in kinds):
+        samples = [s for (n, _), s in zip(kinds, seconds, strict=True) if n == name]
+        ratios = [math.log(a / median(x)) for a, x in zip(seconds[0], zip(*samples, strict=True), strict=True)]
+        speeds[name] = 1.0 if name == kinds[0][0] else float(f"{math.exp(sum(ratios) / len(ratios)):.2g}")
+    return tuple(RankDevice(name=n, speed=speeds[n], memory_bytes=memory) for n, memory in kinds)
 
 
 def _seconds(device: torch.device, clock: Clock) -> list[list[float]]:
@@ -55,24 +55,24 @@ def _seconds(device: torch.device, clock: Clock) -> list[list[float]]:
     kernels.step()
     medians = []
     for turn in range(ranks):
-        taken = []
+        row = []
         for run in kernels.work.values():
             agree()
             samples = [0.0]
             if rank == turn:
                 started = time.perf_counter()
                 run()
-                clock.settle()
+                clock.synchronize()
                 inner = max(1, int(_SAMPLE_S / max(time.perf_counter() - started, 1e-7)))
                 samples = []
                 for _ in range(_ROUNDS):
-                    clock.settle()
+                    clock.synchronize()
                     start = clock.mark()
                     for _ in range(inner):
                         run()
                     samples.append(clock.seconds([start, clock.mark()])[0] / inner)
-            taken.append(agree(median(samples))[0])
-        medians.append(taken)
+            row.append(agree(median(samples))[0])
+        medians.append(row)
     return medians
 
 

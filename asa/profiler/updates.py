@@ -23,12 +23,12 @@ def build_optimizer(name: OptimizerName, parameters: Iterable[Tensor]) -> torch.
 
     The arithmetic is that of a real step, but weights do not change.
     """
-    held = list(parameters)
+    tensors = list(parameters)
     # As in training, the fused kernel, which allocates nothing, if torch has it.
-    fused = bool(held) and all(p.is_floating_point() for p in held)
+    fused = bool(tensors) and all(p.is_floating_point() for p in tensors)
     if name == "sgd":
-        return torch.optim.SGD(held, lr=0.0, momentum=0.9, weight_decay=5e-4, fused=fused)
-    return torch.optim.AdamW(held, lr=0.0, weight_decay=0.05, fused=fused)
+        return torch.optim.SGD(tensors, lr=0.0, momentum=0.9, weight_decay=5e-4, fused=fused)
+    return torch.optim.AdamW(tensors, lr=0.0, weight_decay=0.05, fused=fused)
 
 
 def measure_updates(
@@ -50,20 +50,20 @@ def measure_updates(
     """
     fused = device.type != "cpu" if fused is None else fused
     clock = solo_clock_of(device)
-    held = {
+    trained = {
         degree: {n: p for n, c in shards[degree].items() if (p := [q for q in c.parameters() if q.requires_grad])}
         for degree in sorted(shards)
     }
     timings: list[UpdateTiming] = []
-    slices = len(OPTIMIZERS) * (len(held) + fused)
+    slices = len(OPTIMIZERS) * (len(trained) + fused)
     for name in OPTIMIZERS:
         factor = 1.0
-        for degree, components in held.items():  # degree 1 comes first
+        for degree, components in trained.items():  # degree 1 comes first
             stats = _sweep(name, components, clock, slice_s / slices)
             if fused and degree == 1 and stats:
                 together = {"": list(dict.fromkeys(p for ps in components.values() for p in ps))}
-                whole = _sweep(name, together, clock, slice_s / slices)[""].median
-                factor = whole / max(sum(s.median for s in stats.values()), 1e-12)
+                whole_s = _sweep(name, together, clock, slice_s / slices)[""].median
+                factor = whole_s / max(sum(s.median for s in stats.values()), 1e-12)
             timings += [
                 UpdateTiming(component=n, tensor_degree=degree, optimizer=name, step=scaled(s, factor))
                 for n, s in stats.items()
@@ -87,8 +87,8 @@ def _sweep(
             optimizer.step()
         repeats = Repeats(slice_s=slice_s, most=20)
         with quiet():
-            while repeats.again([[sum(s) for s in zip(*samples.values(), strict=True)]]):
-                clock.settle()
+            while repeats.goes_on([[sum(s) for s in zip(*samples.values(), strict=True)]]):
+                clock.synchronize()
                 marks = [clock.mark()]
                 for optimizer in optimizers.values():
                     optimizer.step()

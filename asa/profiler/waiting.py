@@ -79,7 +79,7 @@ def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: 
     each = cycle(kernels.work.values())
     words = message_within(_MESSAGE_BYTES, group, device, clock, seconds=_MESSAGE_S) // 4
     messages = cycle([torch.zeros(words, device=device) for _ in range(_MESSAGES)])
-    sent = next(messages)
+    buffer = next(messages)
 
     def work(stretch: int) -> Tensor:
         for _ in range(stretch):
@@ -88,10 +88,10 @@ def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: 
 
     def seconds(stretch: int, times: int, *, meeting: bool) -> float:
         agree(group=group)
-        clock.settle()
+        clock.synchronize()
         start = clock.mark()
         for _ in range(times):
-            message = work(stretch) if stretch else sent
+            message = work(stretch) if stretch else buffer
             if meeting:
                 direct.all_reduce(message, group=group)
         return clock.seconds([start, clock.mark()])[0] / times
@@ -99,27 +99,27 @@ def _grown(device: torch.device, clock: Clock, group: dist.ProcessGroup, ranks: 
     for _ in range(5):
         direct.all_reduce(work(1), group=group)
     step = agree(seconds(_ALONE, 1, meeting=False) / _ALONE, group=group)[0]
-    taken: dict[int, list[tuple[float, float, float]]] = {k: [] for k in _MEETINGS if k == 1 or k * step < 2 * _LONG_S}
+    rows: dict[int, list[tuple[float, float, float]]] = {k: [] for k in _MEETINGS if k == 1 or k * step < 2 * _LONG_S}
 
     def seconds_of_a_round(share: float) -> float:
-        return step * sum(k * max(1.0, share * _MEETINGS[k]) + max(k, _ALONE) for k in taken)
+        return step * sum(k * max(1.0, share * _MEETINGS[k]) + max(k, _ALONE) for k in rows)
 
-    while len(taken) > _FEWEST_STRETCHES and seconds_of_a_round(_LEAST_MEETINGS) > slice_s:
-        del taken[max(taken)]  # if time is short, drop the longest stretches, where synchronization counts least
+    while len(rows) > _FEWEST_STRETCHES and seconds_of_a_round(_LEAST_MEETINGS) > slice_s:
+        del rows[max(rows)]  # if time is short, drop the longest stretches, where synchronization counts least
     round_s = seconds_of_a_round(1.0)
     share = min(1.0, max(_LEAST_MEETINGS, slice_s / (2 * round_s)))
-    meetings = {k: max(1, round(share * _MEETINGS[k])) for k in taken}
+    meetings = {k: max(1, round(share * _MEETINGS[k])) for k in rows}
     started, rounds = time.perf_counter(), 0
     while rounds < _MOST_ROUNDS and goes_on(rounds, _LEAST_ROUNDS, started, slice_s, group):
         rounds += 1
-        for k, times in taken.items():
+        for k, times in rows.items():
             both, sums = (seconds(stretch, meetings[k], meeting=True) for stretch in (k, 0))
             worked = seconds(max(k, _ALONE), 1, meeting=False) * k / max(k, _ALONE)
             times.append((both, worked, sums))
-    medians = {k: [slowest([t[i] for t in times], group) for i in range(3)] for k, times in taken.items()}
-    longest = max(taken)
+    medians = {k: [slowest([t[i] for t in times], group) for i in range(3)] for k, times in rows.items()}
+    longest = max(rows)
     unit = medians[longest][1] / longest
-    points = [(k * unit, max(1.0, (both - alone) / worked)) for k, (both, worked, alone) in medians.items()]
+    points = [(k * unit, max(1.0, (both - exchange) / worked)) for k, (both, worked, exchange) in medians.items()]
     return Waiting(ranks=ranks, points=_falling(points))
 
 
@@ -138,13 +138,13 @@ def _falling(points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float]
     (Barlow et al. 1972). Sorted by ascending seconds."""
     pooled: list[tuple[list[float], float]] = []
     for seconds, factor in sorted(points):
-        held = [seconds]
+        members = [seconds]
         while pooled and pooled[-1][1] < factor:
             earlier, mean = pooled.pop()
-            factor = (mean * len(earlier) + factor * len(held)) / (len(earlier) + len(held))
-            held = earlier + held
-        pooled.append((held, factor))
-    return tuple((s, f) for held, f in pooled for s in held)
+            factor = (mean * len(earlier) + factor * len(members)) / (len(earlier) + len(members))
+            members = earlier + members
+        pooled.append((members, factor))
+    return tuple((s, f) for members, f in pooled for s in members)
 
 
 def measure_sharding(device: torch.device, clock: Clock, group: dist.ProcessGroup, *, slice_s: float) -> Sharding:
@@ -159,9 +159,9 @@ def measure_sharding(device: torch.device, clock: Clock, group: dist.ProcessGrou
     longest_s = min(CALM_S, large_s / (2 * _MESSAGES_A_TURN))
     side = math.isqrt(message_within(4 * _LARGE**2, group, device, clock, seconds=longest_s) // 4)
     many = _MANY if slice_s >= _BRIEF_S else _FEWER
-    small = _beside(_SMALL, (1, many), device, clock, group, slice_s=0.55 * slice_s)
+    small = _sharding_overhead(_SMALL, (1, many), device, clock, group, slice_s=0.55 * slice_s)
     one, more = median(x for x, _ in small), median(y - x for x, y in small)
-    large = median(x for (x,) in _beside(side, (1,), device, clock, group, slice_s=large_s))
+    large = median(x for (x,) in _sharding_overhead(side, (1,), device, clock, group, slice_s=large_s))
     moved = 3 * 4 * (side**2 - _SMALL**2)
     tensor_s = max(0.0, more) / (many - 1) / 3
     return Sharding(
@@ -183,11 +183,11 @@ def _update(device: torch.device, clock: Clock, group: dist.ProcessGroup, *, sli
         if chain is shards:
             step_over_parts(optimizer)  # as in the executor
         steps.append(optimizer.step)
-    taken: list[float] = []
+    differences: list[float] = []
     for _ in range(_LEAST_ROUNDS):  # alternating, so that a temporary slowdown affects both
         times = [time_together(step, clock, slice_s=slice_s / (2 * _LEAST_ROUNDS), group=group) for step in steps]
-        taken.append(times[1] - times[0])
-    return max(0.0, median(taken)) / _UNITS
+        differences.append(times[1] - times[0])
+    return max(0.0, median(differences)) / _UNITS
 
 
 def _shard(chain: nn.Sequential, mesh: DeviceMesh) -> None:
@@ -197,7 +197,7 @@ def _shard(chain: nn.Sequential, mesh: DeviceMesh) -> None:
     fully_shard(chain, mesh=mesh)
 
 
-def _beside(
+def _sharding_overhead(
     side: int, tensors: Sequence[int], device: torch.device, clock: Clock, group: dist.ProcessGroup, *, slice_s: float
 ) -> list[tuple[float, ...]]:  # fmt: skip
     """Seconds per unit and step that sharding takes besides its collectives, for units with ``tensors`` tensors; one
@@ -230,12 +230,12 @@ def _beside(
         return training(shards), training(plain), moving(max(1, count * side * side // dist.get_world_size(group)))
 
     trios = [trio(count) for count in tensors]
-    taken: list[tuple[float, ...]] = []
+    turns: list[tuple[float, ...]] = []
     started, each = time.perf_counter(), slice_s / (3 * len(trios) * _MOST_TURNS)
-    while len(taken) < _MOST_TURNS and goes_on(len(taken), _LEAST_TURNS, started, slice_s, group):
+    while len(turns) < _MOST_TURNS and goes_on(len(turns), _LEAST_TURNS, started, slice_s, group):
         turn = [[time_together(run, clock, slice_s=each, group=group) for run in runs] for runs in trios]
-        taken.append(tuple((whole - alone) / _UNITS - messages for whole, alone, messages in turn))
-    return taken
+        turns.append(tuple((split - plain) / _UNITS - messages for split, plain, messages in turn))
+    return turns
 
 
 def _chain(side: int, device: torch.device, tensors: int = 1) -> nn.Sequential:

@@ -19,18 +19,18 @@ def render(bench: Bench, *, verbose: bool = False) -> list[RenderableType]:
 
     ``verbose``: also spreads, communication, every paired ratio, and the conditions of the measurement.
     """
-    said: list[RenderableType] = []
+    lines: list[RenderableType] = []
     for model in bench.settings.models:
-        said += [line(headline(bench, model), "bold"), *(line(text) for text in standing(bench, model)), line("")]
-        said += [*(_tables(bench, model) if verbose else [_brief(bench, model)]), line("")]
+        lines += [line(headline(bench, model), "bold"), *(line(text) for text in standing(bench, model)), line("")]
+        lines += [*(_tables(bench, model) if verbose else [_brief(bench, model)]), line("")]
         if verbose:
-            said += [line(text) for text in sentences(bench, model)]
+            lines += [line(text) for text in sentences(bench, model)]
         else:
-            said += [line(f"{r.strategy} was not measured: {r.why_not}") for r in bench.of(model) if not r.step_time_s]
+            lines += [line(f"{r.strategy} was not measured: {r.why_not}") for r in bench.of(model) if not r.step_time_s]
     if verbose:
-        said += [line(f"data: {bench.settings.data_source}"), line(machine(bench))]
-    said += [line(f"note: {n}") for n in bench.notes]
-    return said if verbose else [*said, line("-v shows spreads, communication, every paired ratio, versions", "dim")]
+        lines += [line(f"data: {bench.settings.data_source}"), line(machine(bench))]
+    lines += [line(f"note: {n}") for n in bench.notes]
+    return lines if verbose else [*lines, line("-v shows spreads, communication, every paired ratio, versions", "dim")]
 
 
 def headline(bench: Bench, model: str) -> str:
@@ -50,34 +50,34 @@ def standing(bench: Bench, model: str) -> list[str]:
     best = min(timed, key=lambda r: r.step_time_s.median if r.step_time_s else 0.0)
     assert best.step_time_s is not None
     step = best.step_time_s
-    said = [
+    lines = [
         f"Fastest  {best.strategy} by median, {seconds(step.median)} a step (80 %: {seconds(step.p10)} to "
         f"{seconds(step.p90)}), {rate(throughput(best))}"
     ]
     noise, disturbed = noise_of(bench, model), busy(bench, model)
     pairs = [c for c in bench.comparisons if c.model == model and c.left != c.right]
-    held = [against(c, noise, disturbed=bool(disturbed)) for c in pairs]
-    said += [f"{'Against' if i == 0 else '':<8} {text}" for i, text in enumerate(held)]
+    verdicts = [against(c, noise, disturbed=bool(disturbed)) for c in pairs]
+    lines += [f"{'Against' if i == 0 else '':<8} {text}" for i, text in enumerate(verdicts)]
     errors = [r.predicted_step_time_s / r.step_time_s.median - 1 for r in timed
               if r.predicted_step_time_s and r.step_time_s and r.step_time_s.median]  # fmt: skip
     if errors:
         within = sum(abs(e) <= AIM for e in errors)
-        said.append(
+        lines.append(
             f"Promise  {within} of {len(errors)} steps within {100 * AIM:.0f} % of their prediction "
             f"({percent(min(errors), signed=True)} to {percent(max(errors), signed=True)})"
         )
     if noise is not None:
-        said.append(
+        lines.append(
             f"Noise    {noise.left} against itself: {noise.low:.3f} to {noise.high:.3f} in {noise.pairs} pairs; "
             "inside, none is faster"
         )
-    return said + ([f"Doubt    {disturbed}"] if disturbed else [])
+    return lines + ([f"Doubt    {disturbed}"] if disturbed else [])
 
 
 def _brief(bench: Bench, model: str) -> RenderableType:
     """A table with one row per strategy, in 80 columns."""
-    made = table("", ("strategy", "ranks", "step", "samples/s", "predicted", "error", "memory", "learnt"))
-    made.title = None
+    result = table("", ("strategy", "ranks", "step", "samples/s", "predicted", "error", "memory", "learnt"))
+    result.title = None
     for r in sorted(bench.of(model), key=lambda r: r.step_time_s.median if r.step_time_s else float("inf")):
         if r.step_time_s is None:
             continue
@@ -85,8 +85,8 @@ def _brief(bench: Bench, model: str) -> RenderableType:
         last = r.accuracy[-1] if r.accuracy else None
         learnt = NOTHING if last is None else learnt_by(last, bench.settings.num_classes).partition(" after")[0]
         style = "bold" if r.strategy == "asa" else ""
-        made.add_row(name, ranks, step, speed, predicted, off, size(r.peak_memory_bytes), learnt, style=style)
-    return made
+        result.add_row(name, ranks, step, speed, predicted, off, size(r.peak_memory_bytes), learnt, style=style)
+    return result
 
 
 def _tables(bench: Bench, model: str) -> list[RenderableType]:

@@ -117,11 +117,11 @@ def chart(intervals: Sequence[StatedInterval], choices: Sequence[Outcome]) -> Ch
         hits = sum(t.inside(level) for t in intervals)
         rows.append((PANELS[0], level, hits / len(intervals), *binomial(hits, len(intervals)), len(intervals)))
     for left, right in pairwise(BINS):
-        own = [c for c in choices if left <= c.p_best < right or (right == BINS[-1] == c.p_best)]
-        if own:
-            hits = sum(c.best for c in own)
-            mean = fmean(c.p_best for c in own)
-            rows.append((PANELS[1], mean, hits / len(own), *binomial(hits, len(own)), len(own)))
+        selected = [c for c in choices if left <= c.p_best < right or (right == BINS[-1] == c.p_best)]
+        if selected:
+            hits = sum(c.best for c in selected)
+            mean = fmean(c.p_best for c in selected)
+            rows.append((PANELS[1], mean, hits / len(selected), *binomial(hits, len(selected)), len(selected)))
     rows += [(PANELS[2], c.expected_regret, c.regret, c.regret, c.regret, 1) for c in choices]
     return Chart(
         name="calibration",
@@ -146,15 +146,15 @@ def reliability(rows: Sequence[Row]) -> Figure:
     for i, panel in enumerate(PANELS):
         axes = figure.add_subplot(1, len(PANELS), i + 1)
         scale = 100.0 if panel == PANELS[2] else 1.0
-        own = [tuple(scale * float(v or 0.0) for v in row[1:5]) for row in rows if row[0] == panel]
-        top = max([1.0, *(1.1 * max(x[0], x[1]) for x in own)]) if panel == PANELS[2] else 1.0
+        selected = [tuple(scale * float(v or 0.0) for v in row[1:5]) for row in rows if row[0] == panel]
+        top = max([1.0, *(1.1 * max(x[0], x[1]) for x in selected)]) if panel == PANELS[2] else 1.0
         axes.plot((0, top), (0, top), color="#BBBBBB", linewidth=1, linestyle=":")
-        for stated, observed, low, high in own:
+        for stated, observed, low, high in selected:
             axes.errorbar(
                 stated, observed, yerr=[[max(0.0, observed - low)], [max(0.0, high - observed)]], color=INK, capsize=3,
                 linewidth=1, marker="o", markersize=6, markerfacecolor=ASA, markeredgecolor=ASA,
             )  # fmt: skip
-        if not own:
+        if not selected:
             axes.text(0.5 * top, 0.5 * top, "nothing was measured", ha="center", va="center", color=INK)
         axes.set_title(panel, fontsize=10, loc="left", color=INK)
         axes.set_xlabel(words[panel][0])

@@ -27,10 +27,10 @@ def render(checks: Sequence[Check]) -> list[RenderableType]:
     missing = [c.name for c in checks if not c.ok and c.needed]
     without = [c.name for c in checks if not c.ok and not c.needed]
     first = f"missing: {', '.join(missing)}" if missing else "everything that is needed is here"
-    said: list[RenderableType] = [line(first + (f"; without: {', '.join(without)}" if without else ""), "bold")]
+    lines: list[RenderableType] = [line(first + (f"; without: {', '.join(without)}" if without else ""), "bold")]
     for c in checks:
         mark = "✓" if c.ok else "✗" if c.needed else "–"
         repair = f"; {c.fix}" if not c.ok and c.fix else ""
         style = "" if c.ok else "red" if c.needed else "yellow"
-        said.append(line(f"{mark} {c.name:<{wide}}  {c.detail}{repair}", style))
-    return said
+        lines.append(line(f"{mark} {c.name:<{wide}}  {c.detail}{repair}", style))
+    return lines

@@ -30,17 +30,17 @@ _MAKER = re.compile(r"^NVIDIA |GeForce |Tesla ")
 """Parts of a device's name that are left out in a list."""
 
 
-def overview(found: Sequence[tuple[str, Cluster]]) -> RenderableType:
+def overview(clusters: Sequence[tuple[str, Cluster]]) -> RenderableType:
     """A table with one line for each (origin, cluster), of 80 columns. The origin is a file's name or ``preset``."""
-    made = table("Clusters", ("name", "devices", "memory", "status"), left=1)
-    made.columns[1].justify, made.columns[3].justify = "left", "left"
-    for origin, c in found:
+    result = table("Clusters", ("name", "devices", "memory", "status"), left=1)
+    result.columns[1].justify, result.columns[3].justify = "left", "left"
+    for origin, c in clusters:
         names = [c.device.name, *(d.name for d in c.devices or ())]
         kinds = dict.fromkeys(_MAKER.sub("", name) for name in names)
         where = "" if origin == "preset" else ", shipped" if origin.endswith("(shipped)") else ", here"
         devices = f"{c.num_devices} x {' + '.join(kinds)}"
-        made.add_row(c.name, devices, size(c.device.memory_bytes), f"{c.status}{where}")
-    return made
+        result.add_row(c.name, devices, size(c.device.memory_bytes), f"{c.status}{where}")
+    return result
 
 
 def drifted(drift: Drift) -> str:
@@ -54,7 +54,7 @@ def drifted(drift: Drift) -> str:
 def render(cluster: Cluster) -> list[RenderableType]:
     """Text of a cluster: device, contention, and a bandwidth table per level."""
     d = cluster.device
-    said: list[RenderableType] = [
+    lines: list[RenderableType] = [
         line(f"{cluster.name}: {cluster.num_devices} x {d.name} ({d.type}, {size(d.memory_bytes)}), {cluster.backend}"),
         line(f"status {cluster.status}; source: {cluster.source}"),
         line(
@@ -63,49 +63,49 @@ def render(cluster: Cluster) -> list[RenderableType]:
         ),
     ]
     if cluster.drift is not None:
-        said.append(line(folded(drifted(cluster.drift))))
+        lines.append(line(folded(drifted(cluster.drift))))
     if cluster.devices is not None:
-        made = table("Devices", ("device", "ranks", "speed", "memory"), left=2)
+        result = table("Devices", ("device", "ranks", "speed", "memory"), left=2)
         for (name, speed, memory), ranks in unequal(cluster).items():
-            made.add_row(name, ranks, f"{speed:.3g}", size(memory))
-        said += [made, line("")]
+            result.add_row(name, ranks, f"{speed:.3g}", size(memory))
+        lines += [result, line("")]
     if cluster.contention:
         many = ", ".join(f"{c.ranks} ranks {c.slowdown:.2f}x ({c.of_memory:.2f}x memory)" for c in cluster.contention)
-        said.append(line(f"computing at once: {many}"))
+        lines.append(line(f"computing at once: {many}"))
     for level in cluster.levels:
-        made = table(
+        result = table(
             f"Level {level.name}, up to {level.devices} devices",
             ("collective", "status", "ranks", "size", "time", "algbw GB/s", "busbw GB/s"),
             left=2,
         )
         for t in level.tables:
             for row in rows(t):
-                made.add_row(*row)
-        said += [line(""), made]
-    return said
+                result.add_row(*row)
+        lines += [line(""), result]
+    return lines
 
 
 def unequal(cluster: Cluster) -> dict[tuple[str, float, int], str]:
     """Kinds of devices (name, speed, bytes of memory), each with a short list of the ranks that have it."""
-    found: dict[tuple[str, float, int], list[list[int]]] = {}
+    runs_by_kind: dict[tuple[str, float, int], list[list[int]]] = {}
     for rank, (d, memory) in enumerate(zip(cluster.devices or (), cluster.memories(), strict=False)):
-        runs = found.setdefault((d.name, d.speed, memory), [])
+        runs = runs_by_kind.setdefault((d.name, d.speed, memory), [])
         if runs and runs[-1][-1] == rank - 1:
             runs[-1].append(rank)
         else:
             runs.append([rank])
     return {
         kind: ", ".join(f"{r[0]}" if len(r) == 1 else f"{r[0]} to {r[-1]}" for r in runs)
-        for kind, runs in found.items()
+        for kind, runs in runs_by_kind.items()
     }
 
 
 def rows(t: CollectiveTable) -> list[tuple[str, ...]]:
     """The points of one table in the form of nccl-tests."""
-    found: list[tuple[str, ...]] = []
+    cells: list[tuple[str, ...]] = []
     for i, (count, time) in enumerate(t.points):
         bandwidth = count / time / 1e9
-        found.append(
+        cells.append(
             (
                 t.op if i == 0 else "",
                 t.status if i == 0 else "",
@@ -116,4 +116,4 @@ def rows(t: CollectiveTable) -> list[tuple[str, ...]]:
                 f"{bandwidth * bus_factor(t.op, t.ranks):.3g}",
             )
         )
-    return found
+    return cells

@@ -9,12 +9,12 @@ from asa.report.tables import line, table
 from asa.report.units import NOTHING, percent, seconds, size
 
 
-def render(found: Consistency) -> list[RenderableType]:
+def render(answer: Consistency) -> list[RenderableType]:
     """The table, fastest first, and its explanation."""
-    aimed = bool(found.target)
+    aimed = bool(answer.target)
     columns = ["who waits", "a global batch", "waiting", "age", "memory"]
-    made = table("Consistency", (*columns, *([f"steps to {found.target}", "time to it"] if aimed else [])))
-    for r in sorted(found.rows, key=lambda r: _key(r, aimed=aimed)):
+    result = table("Consistency", (*columns, *([f"steps to {answer.target}", "time to it"] if aimed else [])))
+    for r in sorted(answer.rows, key=lambda r: _key(r, aimed=aimed)):
         if r.step_time_s is None:
             continue
         cells = [
@@ -23,21 +23,21 @@ def render(found: Consistency) -> list[RenderableType]:
         ]  # fmt: skip
         if aimed:
             cells += [_steps(r), _time(r)]
-        made.add_row(*cells, style="bold" if r.name == (found.first or found.fastest) else "" if r.fits else "dim")
-    out = [f"{r.name} cannot be had: {r.why_not}" for r in found.rows if r.step_time_s is None]
-    out += [f"{r.name} does not fit the devices' memory" for r in found.rows if r.step_time_s and not r.fits]
+        result.add_row(*cells, style="bold" if r.name == (answer.first or answer.fastest) else "" if r.fits else "dim")
+    out = [f"{r.name} cannot be had: {r.why_not}" for r in answer.rows if r.step_time_s is None]
+    out += [f"{r.name} does not fit the devices' memory" for r in answer.rows if r.step_time_s and not r.fits]
     unknown: dict[str, list[str]] = {}
-    for r in found.rows:
+    for r in answer.rows:
         if r.unknown:
             unknown.setdefault(r.unknown, []).append(r.name)
     out += [f"unknown ({', '.join(names)}): {why}" for why, names in unknown.items()]
-    if aimed and found.curves and found.first:
-        out.append(f"steps are from {found.curves}; times are lowest and highest of seeds and of the step's interval")
-    if found.first:
-        sure = "surely" if found.surely else "on average, not surely,"
-        out.append(f"first to {found.target}, {sure}: {found.first}")
+    if aimed and answer.curves and answer.first:
+        out.append(f"steps are from {answer.curves}; times are lowest and highest of seeds and of the step's interval")
+    if answer.first:
+        sure = "surely" if answer.surely else "on average, not surely,"
+        out.append(f"first to {answer.target}, {sure}: {answer.first}")
     out.append("age: global batches of others' gradients applied since the weights were pulled")
-    return [line(""), made, *(line(f"note: {text}", "dim") for text in out)]
+    return [line(""), result, *(line(f"note: {text}", "dim") for text in out)]
 
 
 def _key(r: ConsistencyRow, *, aimed: bool) -> tuple[bool, float]:

@@ -13,35 +13,36 @@ _ROWS = 8
 """Number of components shown without ``-v``."""
 
 
-def render(found: Explanation, *, verbose: bool = False) -> list[RenderableType]:
+def render(explanation: Explanation, *, verbose: bool = False) -> list[RenderableType]:
     """What limits the plan, and components with their costs and the cost of the best alternative.
 
     Without ``verbose`` only the costliest ones, in 80 columns.
     """
-    return _every(found) if verbose else _costliest(found)
+    return _every(explanation) if verbose else _costliest(explanation)
 
 
-def _costliest(found: Explanation) -> list[RenderableType]:
-    cost = {c.name: computes(c) + communicates(c) for c in found.components}
-    whole = sum(cost.values()) or 1.0
-    sent = sum(communicates(c) for c in found.components)
-    made = table("", ("costliest", "runs as", "computes", "sends", "share", "next best"), left=2)
-    made.title = None
-    for c in sorted(found.components, key=lambda c: -cost[c.name])[:_ROWS]:
+def _costliest(explanation: Explanation) -> list[RenderableType]:
+    cost = {c.name: computes(c) + communicates(c) for c in explanation.components}
+    total_s = sum(cost.values()) or 1.0
+    communication_s = sum(communicates(c) for c in explanation.components)
+    result = table("", ("costliest", "runs as", "computes", "sends", "share", "next best"), left=2)
+    result.title = None
+    for c in sorted(explanation.components, key=lambda c: -cost[c.name])[:_ROWS]:
         other = c.alternative
-        made.add_row(
+        result.add_row(
             fitted(c.name, 20), way(c.data, c.tensor, c.checkpoint, c.offload), seconds(computes(c)),
-            seconds(communicates(c)), f"{100 * cost[c.name] / whole:.0f} %",
+            seconds(communicates(c)), f"{100 * cost[c.name] / total_s:.0f} %",
             NOTHING if other is None else _next_best(other),
         )  # fmt: skip
-    more = len(found.components) - _ROWS
+    more = len(explanation.components) - _ROWS
+    peak = f"{size(explanation.peak_bytes)} of {size(explanation.capacity_bytes)}"
     return [
-        line(f"Work     {seconds(whole - sent)} computing, {seconds(sent)} communicating, of which "
-             f"{seconds(found.hidden_s)} behind backward"),
-        line(f"Memory   {size(found.peak_bytes)} of {size(found.capacity_bytes)} at {found.peak_component}"),
-        line(f"Limit    {_LIMIT[found.binding]}"),
+        line(f"Work     {seconds(total_s - communication_s)} computing, {seconds(communication_s)} communicating, "
+             f"of which {seconds(explanation.hidden_s)} behind backward"),
+        line(f"Memory   {peak} at {explanation.peak_component}"),
+        line(f"Limit    {_LIMIT[explanation.binding]}"),
         line(""),
-        made,
+        result,
         line(f"-v shows: {f'{more} more components, ' if more > 0 else ''}what each second goes to", "dim"),
     ]  # fmt: skip
 
@@ -64,16 +65,16 @@ def communicates(c: ComponentExplanation) -> float:
     return c.inside_s + c.boundary_s + c.sync_s
 
 
-def _every(found: Explanation) -> list[RenderableType]:
-    made = table(
+def _every(explanation: Explanation) -> list[RenderableType]:
+    result = table(
         "Seconds of a step on the busiest rank",
         ("component", "runs as", "forward", "backward", "inside", "boundary", "sync", "update", "state", "next best"),
         left=2,
     )
-    staged = any(c.stage for c in found.components)
-    for c in found.components:
+    staged = any(c.stage for c in explanation.components)
+    for c in explanation.components:
         other = c.alternative
-        made.add_row(
+        result.add_row(
             c.name,
             way(c.data, c.tensor, c.checkpoint, c.offload) + (f" (stage {c.stage})" if staged else ""),
             *(seconds(t) for t in (c.forward_s, c.backward_s, c.inside_s, c.boundary_s, c.sync_s, c.update_s)),
@@ -81,12 +82,12 @@ def _every(found: Explanation) -> list[RenderableType]:
             NOTHING if other is None else _next_best(other),
         )
     return [
-        made,
+        result,
         line(""),
-        line(f"gradient synchronisation hidden behind backward: {seconds(found.hidden_s)} a step"),
+        line(f"gradient synchronisation hidden behind backward: {seconds(explanation.hidden_s)} a step"),
         line(
-            f"memory peaks at {found.peak_component}: {size(found.peak_bytes)} of {size(found.capacity_bytes)}; what "
-            f"keeps the plan from being faster: {found.binding}"
+            f"memory peaks at {explanation.peak_component}: {size(explanation.peak_bytes)} of "
+            f"{size(explanation.capacity_bytes)}; what keeps the plan from being faster: {explanation.binding}"
         ),
     ]
 
@@ -96,25 +97,25 @@ def _next_best(other: Alternative) -> str:
     return f"{runs}: {difference(other.extra_s, plus=True)}" + ("" if other.fits else ", does not fit")
 
 
-def versus(found: Difference) -> list[RenderableType]:
+def versus(diff: Difference) -> list[RenderableType]:
     """Reasons against the other plan."""
-    if found.other_s is None:
-        return [line(f"{found.other} cannot be run: {found.why_not}")]
-    made = table(f"This plan beside {found.other}", ("term", "this plan", found.other, "difference"))
-    for t in found.terms:
+    if diff.other_s is None:
+        return [line(f"{diff.other} cannot be run: {diff.why_not}")]
+    result = table(f"This plan beside {diff.other}", ("term", "this plan", diff.other, "difference"))
+    for t in diff.terms:
         change = difference(t.other_s - t.plan_s, plus=True)
-        made.add_row(t.name, difference(t.plan_s), difference(t.other_s), change)
-    made.add_row("step", seconds(found.plan_s), seconds(found.other_s), error(found.other_s, found.plan_s))
-    said: list[RenderableType] = [made, line("")]
-    if not found.fits:
-        how = "is" if found.why_not.startswith("not chosen") else "does not fit:"
-        said.append(line(f"{found.other} {how} {found.why_not}"))
-    if found.remark:
-        said.append(line(f"{found.other} is {found.remark}"))
-    if found.changed:
-        count = f"{len(found.changed)} component{'s' if len(found.changed) > 1 else ''}"
-        said.append(line(f"{count} would run differently: {', '.join(found.changed)}"))
-    return said
+        result.add_row(t.name, difference(t.plan_s), difference(t.other_s), change)
+    result.add_row("step", seconds(diff.plan_s), seconds(diff.other_s), error(diff.other_s, diff.plan_s))
+    lines: list[RenderableType] = [result, line("")]
+    if not diff.fits:
+        how = "is" if diff.why_not.startswith("not chosen") else "does not fit:"
+        lines.append(line(f"{diff.other} {how} {diff.why_not}"))
+    if diff.remark:
+        lines.append(line(f"{diff.other} is {diff.remark}"))
+    if diff.changed:
+        count = f"{len(diff.changed)} component{'s' if len(diff.changed) > 1 else ''}"
+        lines.append(line(f"{count} would run differently: {', '.join(diff.changed)}"))
+    return lines
 
 
 def way(data: DataDegree, tensor: TensorDegree, checkpoint: bool = False, offload: bool = False) -> str:

@@ -11,24 +11,24 @@ from asa.report.tables import line, table
 from asa.report.units import NOTHING, error, percent, seconds, size
 
 
-def render(found: Frontier) -> list[RenderableType]:
+def render(frontier: Frontier) -> list[RenderableType]:
     """The requested curves."""
     parts: list[RenderableType] = []
-    if found.memory:
-        parts += [line(""), memory(found.memory)]
-    if found.cost:
-        parts += [line(""), cost(found.cost)]
+    if frontier.memory:
+        parts += [line(""), memory(frontier.memory)]
+    if frontier.cost:
+        parts += [line(""), cost(frontier.cost)]
     return parts
 
 
 def memory(points: Sequence[MemoryPoint]) -> RenderableType:
     """Step time on devices with less memory, and the changes of the plan for that."""
-    made = table(
+    result = table(
         "Time against memory", ("device memory", "used", "step", "against most", "gap", "what changes"), left=1
     )
-    made.columns[-1].justify = "left"
+    result.columns[-1].justify = "left"
     for p in points:
-        made.add_row(
+        result.add_row(
             f"{size(p.limit_bytes)}{'' if p.fits else ' (more than there is)'}",
             size(p.memory_bytes_max),
             seconds(p.step_time_s),
@@ -37,17 +37,17 @@ def memory(points: Sequence[MemoryPoint]) -> RenderableType:
             p.changed or NOTHING,
             style="" if p.fits else "dim",
         )
-    return made
+    return result
 
 
 def cost(points: Sequence[CostPoint]) -> RenderableType:
     """Time and cost of an epoch on increasing numbers of devices."""
-    made = table(
+    result = table(
         "Time against cost", ("offered", "used", "step", "epoch", "cost of an epoch", "gap", "worth it"), left=1
     )
-    made.columns[-1].justify = "left"
+    result.columns[-1].justify = "left"
     for p in points:
-        made.add_row(
+        result.add_row(
             str(p.gpus) if p.up_to == p.gpus else f"{p.gpus} to {p.up_to}",
             str(p.num_ranks) if p.num_ranks else NOTHING,
             seconds(p.step_time_s),
@@ -57,7 +57,7 @@ def cost(points: Sequence[CostPoint]) -> RenderableType:
             _verdict(p),
             style="" if p.on_frontier else "dim",
         )
-    return made
+    return result
 
 
 def _verdict(point: CostPoint) -> str:

@@ -39,11 +39,11 @@ def grid_of(plan: Plan) -> Grid | None:
     width, tensor = widths.pop(), max(c.tensor.degree for c in plan.components)
     data = width // tensor
     cut = [c for c in plan.components if c.data.degree > 1]
-    found = {(c.data.strategy, c.data.shards) for c in cut} or {("replicate", None)}
+    strategies = {(c.data.strategy, c.data.shards) for c in cut} or {("replicate", None)}
     even = all(c.tensor.degree in (1, tensor) and c.data.degree == data for c in plan.components)
-    if width % tensor or not even or len(found) != 1:
+    if width % tensor or not even or len(strategies) != 1:
         return None
-    strategy, shards = found.pop()
+    strategy, shards = strategies.pop()
     return Grid(
         strategy=strategy,
         data=data,
@@ -56,9 +56,9 @@ def grid_of(plan: Plan) -> Grid | None:
 
 def grid_as(plan: Plan, name: str) -> Grid:
     """The grid of the plan's ranks under the whole strategy ``name``; the plan's own for ``hybrid``."""
-    own, ranks = grid_of(plan), plan.num_ranks
-    if own is not None and name in ("hybrid", "hsdp", "tensor"):
-        return own
+    grid, ranks = grid_of(plan), plan.num_ranks
+    if grid is not None and name in ("hybrid", "hsdp", "tensor"):
+        return grid
     strategy: DataStrategyName = _DATA.get(name, "replicate")
     data = ranks if name in _DATA else 1
     return Grid(

@@ -50,37 +50,37 @@ def headline(plan: Plan) -> RenderableType:
 def standing(plan: Plan) -> list[RenderableType]:
     """Four lines: the plan's predicted values, what it is faster than, the proof, and the confidence."""
     p, c, sure = plan.prediction, plan.certificate, plan.confidence
-    said = [
+    lines = [
         f"Plan     {seconds(p.step_time_s)} a step (90 %: {between(p.step_time_low_s, p.step_time_high_s)}), "
         f"{figures(p.samples_per_s)} samples/s, "
         f"{size(max(p.memory_bytes_per_rank))} a rank",
         f"Against  {_against(plan)}",
     ]
     if c.gap <= _PROVED:
-        said.append(f"Proof    optimal in {seconds(c.solve_s)}: nothing in the space is faster")
+        lines.append(f"Proof    optimal in {seconds(c.solve_s)}: nothing in the space is faster")
     else:
         most = f"at most {percent(c.gap)}" if c.gap >= 0.0005 else "less than 0.1 %"
-        said.append(f"Proof    {c.status} after {seconds(c.solve_s)}: {most} could be saved")
+        lines.append(f"Proof    {c.status} after {seconds(c.solve_s)}: {most} could be saved")
     if sure is not None and sure.finalists > 1 and plan.measured is None:
-        said.append(f"Doubt    {100 * sure.p_best:.0f} % that it is the best of {sure.finalists}, or within 1 % of it")
-    return [line(text) for text in said]
+        lines.append(f"Doubt    {100 * sure.p_best:.0f} % that it is the best of {sure.finalists}, or within 1 % of it")
+    return [line(text) for text in lines]
 
 
 def _against(plan: Plan) -> str:
     """Text on how much faster the plan is than the best whole strategy and than plain data parallelism."""
     step = plan.prediction.step_time_s
-    known = {b.name: b.step_time_s for b in plan.baselines if b.fits and b.step_time_s is not None}
-    if not known:
+    times = {b.name: b.step_time_s for b in plan.baselines if b.fits and b.step_time_s is not None}
+    if not times:
         pinned = any(b.why_not == KEPT_OUT for b in plan.baselines)
         return "no whole strategy keeps to the pins" if pinned else "no whole strategy fits"
-    name = min(known, key=lambda n: (known[n], n == "hybrid"))
-    said = [f"{_faster(known[name], step)} {name} (best whole strategy)"]
-    if "ddp" in known and name != "ddp":
-        said.append(f"{_faster(known['ddp'], step)} ddp")
-    elif "ddp" not in known and plan.gpus > 1:
+    name = min(times, key=lambda n: (times[n], n == "hybrid"))
+    texts = [f"{_faster(times[name], step)} {name} (best whole strategy)"]
+    if "ddp" in times and name != "ddp":
+        texts.append(f"{_faster(times['ddp'], step)} ddp")
+    elif "ddp" not in times and plan.gpus > 1:
         pinned = any(b.name == "ddp" and b.why_not == KEPT_OUT for b in plan.baselines)
-        said.append(f"ddp is {KEPT_OUT}" if pinned else "ddp does not fit")
-    return ", ".join(said)
+        texts.append(f"ddp is {KEPT_OUT}" if pinned else "ddp does not fit")
+    return ", ".join(texts)
 
 
 def _faster(other_s: float, step_s: float) -> str:
@@ -91,9 +91,9 @@ def _faster(other_s: float, step_s: float) -> str:
 def assignments(plan: Plan, shares: Sequence[float] = ()) -> RenderableType:
     """Table of assignments; components with the same one share a line, with their share of the step if known."""
     staged = len(plan.stages) > 1
-    made = table("", ("components", "runs as", *["stage"] * staged), left=2)
+    result = table("", ("components", "runs as", *["stage"] * staged), left=2)
     if shares:
-        made.add_column("of the step", justify="left", no_wrap=True)
+        result.add_column("of the step", justify="left", no_wrap=True)
     at = 0
     for first, names in groups(plan.components):
         part = sum(shares[at : at + len(names)])
@@ -101,9 +101,9 @@ def assignments(plan: Plan, shares: Sequence[float] = ()) -> RenderableType:
         cells = [runs(names), short(first), *[str(first.stage)] * staged]
         if shares:
             cells.append(f"{100 * part:3.0f} % {'#' * round(_BAR * part)}")
-        made.add_row(*cells)
-    made.title = None
-    return made
+        result.add_row(*cells)
+    result.title = None
+    return result
 
 
 def baselines(plan: Plan, *, verbose: bool = False) -> list[RenderableType]:
@@ -112,67 +112,67 @@ def baselines(plan: Plan, *, verbose: bool = False) -> list[RenderableType]:
     ``verbose``: all of them, with the reason for each that does not fit.
     """
     best = plan.prediction.step_time_s
-    here = Baseline(
+    this_plan = Baseline(
         name="this plan", step_time_s=best, memory_bytes_max=max(plan.prediction.memory_bytes_per_rank), fits=True
     )
-    order = sorted((here, *plan.baselines), key=_rank)
-    rows = [[b] for b in order] if verbose else _joined([b for b in order if b.fits and not _only_asked(b)])
-    shown = rows if verbose else _shown(rows, here)
-    made = table("", ("strategy", "step", "against", "memory", *["fits"] * verbose), left=1)
-    made.title = None
+    order = sorted((this_plan, *plan.baselines), key=_rank)
+    rows = [[b] for b in order] if verbose else _joined([b for b in order if b.fits and not _on_request(b)])
+    shown = rows if verbose else _shown(rows, this_plan)
+    result = table("", ("strategy", "step", "against", "memory", *["fits"] * verbose), left=1)
+    result.title = None
     if verbose:
-        made.columns[-1].justify = "left"
+        result.columns[-1].justify = "left"
     for alike in shown:
         b = alike[0]
         cells = [
             " = ".join(x.name for x in alike),
             seconds(b.step_time_s),
-            NOTHING if b is here else error(b.step_time_s, best),
+            NOTHING if b is this_plan else error(b.step_time_s, best),
             size(b.memory_bytes_max),
         ]
         if verbose:
             cells.append("yes" if b.fits else f"no: {b.why_not}" if b.why_not else "no")
-        made.add_row(*cells, style="bold" if here in alike else "" if b.fits else "dim")
-    return [made] if verbose else [made, *_folded(plan, len(rows) - len(shown))]
+        result.add_row(*cells, style="bold" if this_plan in alike else "" if b.fits else "dim")
+    return [result] if verbose else [result, *_folded(plan, len(rows) - len(shown))]
 
 
 def _joined(order: Sequence[Baseline]) -> list[list[Baseline]]:
     """Strategies with equal time and memory, grouped."""
-    found: list[list[Baseline]] = []
+    rows: list[list[Baseline]] = []
     for b in order:
-        if found and (found[-1][0].step_time_s, found[-1][0].memory_bytes_max) == (b.step_time_s, b.memory_bytes_max):
-            found[-1].append(b)
+        if rows and (rows[-1][0].step_time_s, rows[-1][0].memory_bytes_max) == (b.step_time_s, b.memory_bytes_max):
+            rows[-1].append(b)
         else:
-            found.append([b])
-    return found
+            rows.append([b])
+    return rows
 
 
-def _shown(rows: list[list[Baseline]], here: Baseline) -> list[list[Baseline]]:
+def _shown(rows: list[list[Baseline]], this_plan: Baseline) -> list[list[Baseline]]:
     """The fastest rows; always including the plan, plain data parallelism and the single device."""
-    kept = {id(r) for r in rows if any(b is here or b.name in ("ddp", "single") for b in r)}
+    ids = {id(r) for r in rows if any(b is this_plan or b.name in ("ddp", "single") for b in r)}
     for r in rows:
-        if len(kept) < _ROWS:
-            kept.add(id(r))
-    return [r for r in rows if id(r) in kept]
+        if len(ids) < _ROWS:
+            ids.add(id(r))
+    return [r for r in rows if id(r) in ids]
 
 
 def _folded(plan: Plan, more: int) -> list[RenderableType]:
     """One line on what the short table leaves out."""
-    run = [b for b in plan.baselines if not _only_asked(b)]
-    said = [f"{more} more"] if more else []
+    run = [b for b in plan.baselines if not _on_request(b)]
+    texts = [f"{more} more"] if more else []
     for what, names in (
         (KEPT_OUT, [b.name for b in run if b.why_not == KEPT_OUT]),
         ("too large", [b.name for b in run if not b.fits and b.step_time_s is not None and b.why_not != KEPT_OUT]),
         (TOO_SLOW, [b.name for b in run if b.why_not == TOO_SLOW]),
         ("not possible here", [b.name for b in run if not b.fits and b.step_time_s is None and b.why_not != TOO_SLOW]),
-        ("only on request", [b.name for b in plan.baselines if _only_asked(b)]),
+        ("only on request", [b.name for b in plan.baselines if _on_request(b)]),
     ):
         rest = f" and {len(names) - _NAMES} others" if len(names) > _NAMES else ""
-        said += [f"{what}: {', '.join(names[:_NAMES])}{rest}"] if names else []
-    return [line(f"-v shows: {'; '.join(said)}", "dim")] if said else []
+        texts += [f"{what}: {', '.join(names[:_NAMES])}{rest}"] if names else []
+    return [line(f"-v shows: {'; '.join(texts)}", "dim")] if texts else []
 
 
-def _only_asked(b: Baseline) -> bool:
+def _on_request(b: Baseline) -> bool:
     """Whether a strategy is shown as a baseline of every plan but only chosen if the user names it."""
     return b.name.startswith("ps_")
 
@@ -207,14 +207,14 @@ def measured(plan: Plan) -> list[RenderableType]:
     if m is None:
         return []
     columns = ("finalist", "predicted", "step", "10 to 90 %", "turns", "P(best) before", "and after")
-    made = table("Measured", columns, left=1)
+    result = table("Measured", columns, left=1)
     names: dict[Trial, str] = {}
     for t in m.trials:
         same = sum(x.strategy == t.strategy for x in names)
         names[t] = f"{t.strategy} ({same + 1})" if same else t.strategy
     for t in sorted(m.trials, key=lambda t: t.step_time_s.median if t.step_time_s else float("inf")):
         s = t.step_time_s
-        made.add_row(
+        result.add_row(
             names[t],
             seconds(t.predicted_s),
             seconds(s.median if s else None),
@@ -227,7 +227,7 @@ def measured(plan: Plan) -> list[RenderableType]:
     where = f"{m.num_devices} x {m.device_name}" + (f" on {m.cpu_cores} cores" if m.device_type == "cpu" else "")
     return [
         line(""),
-        made,
+        result,
         line(
             f"measured {seconds(m.step_time_s.median)} a step (prediction "
             f"{error(plan.prediction.step_time_s, m.step_time_s.median)}) over {m.step_time_s.n} steps, {m.created}, "
@@ -267,10 +267,10 @@ def search(plan: Plan) -> list[RenderableType]:
 
 def several(plans: Sequence[Plan]) -> RenderableType:
     """The best plans side by side. The assignment comes last, because it wraps if it is long."""
-    made = table("Best plans", ("plan", "step", "against best", "memory per rank", "schedule"), left=1)
-    made.add_column("assignment", overflow="fold")
+    result = table("Best plans", ("plan", "step", "against best", "memory per rank", "schedule"), left=1)
+    result.add_column("assignment", overflow="fold")
     for i, p in enumerate(plans):
-        made.add_row(
+        result.add_row(
             str(i + 1),
             seconds(p.prediction.step_time_s),
             NOTHING if i == 0 else error(p.prediction.step_time_s, plans[0].prediction.step_time_s),
@@ -278,7 +278,7 @@ def several(plans: Sequence[Plan]) -> RenderableType:
             p.schedule if p.num_microbatches == 1 else f"{p.schedule} x{p.num_microbatches}",
             summary(p.components),
         )
-    return made
+    return result
 
 
 def summary(components: Sequence[Assignment]) -> str:

@@ -21,23 +21,23 @@ from asa.report.units import seconds, size
 
 
 def write(
-    plan: Plan, folder: Path, found: Explanation | None = None, other: Difference | None = None,
+    plan: Plan, folder: Path, explanation: Explanation | None = None, other: Difference | None = None,
     curves: Frontier | None = None,
 ) -> Path:  # fmt: skip
     """Write ``report.html``, with ``plan.json`` and ``figures/`` beside it; returns the page's path."""
     codec.save(plan, folder / "plan.json")
-    drawn = [(c, page.draw(c, folder / "figures")[1]) for c in charts(plan, found, other, curves)]
+    figures = [(c, page.draw(c, folder / "figures")[1]) for c in charts(plan, explanation, other, curves)]
     path = folder / "report.html"
-    codec.write(html(plan, drawn), path)
+    codec.write(html(plan, figures), path)
     return path
 
 
-def html(plan: Plan, drawn: list[tuple[Chart, str]]) -> str:
-    """The page; ``drawn`` contains the figures with their inline SVG."""
-    told = plain([words.headline(plan), *words.standing(plan)], width=1000)
-    said = [re.sub(r" {2,}", ": ", text) for text in told.splitlines()]
-    first, *others = drawn
-    links = [(f"{c.name}-title", c.title) for c, _ in drawn] + [("strategies", "Whole strategies")]
+def html(plan: Plan, figures: list[tuple[Chart, str]]) -> str:
+    """The page; ``figures`` contains the figures with their inline SVG."""
+    summary = plain([words.headline(plan), *words.standing(plan)], width=1000)
+    sentences = [re.sub(r" {2,}", ": ", text) for text in summary.splitlines()]
+    first, *others = figures
+    links = [(f"{c.name}-title", c.title) for c, _ in figures] + [("strategies", "Whole strategies")]
     rows = [
         ("asa" if b is None else "" if b.fits else "missing",
          (plan.strategy if b is None else b.name,
@@ -49,8 +49,8 @@ def html(plan: Plan, drawn: list[tuple[Chart, str]]) -> str:
     return "\n".join(
         [
             page.head(f"asa plan: {plan.model_spec}"),
-            f"<h1>{escape(said[0])}</h1>",
-            "<ul>", *(f"<li>{escape(text)}</li>" for text in said[1:] if text), "</ul>",
+            f"<h1>{escape(sentences[0])}</h1>",
+            "<ul>", *(f"<li>{escape(text)}</li>" for text in sentences[1:] if text), "</ul>",
             page.figure(*first, "plan.json"),
             page.contents(links),
             *(page.figure(c, svg, "plan.json") for c, svg in others),
@@ -62,25 +62,25 @@ def html(plan: Plan, drawn: list[tuple[Chart, str]]) -> str:
 
 
 def charts(
-    plan: Plan, found: Explanation | None = None, other: Difference | None = None, curves: Frontier | None = None
+    plan: Plan, explanation: Explanation | None = None, other: Difference | None = None, curves: Frontier | None = None
 ) -> tuple[Chart, ...]:
     """Figures of the plan, as far as known: network, time per component, another plan, search, time against memory and
     cost."""
-    made = [network(plan, found)]
-    made += [component_times(found)] if found is not None else []
-    made += [beside(other)] if other is not None and other.other_s is not None else []
-    made += [search(plan)] if len(plan.certificate.curve or ()) > 1 else []
-    made.append(trade(plan, curves.memory if curves is not None else ()))
-    made += [cost(curves.cost)] if curves is not None and curves.cost else []
-    return tuple(made)
+    figures = [network(plan, explanation)]
+    figures += [component_times(explanation)] if explanation is not None else []
+    figures += [beside(other)] if other is not None and other.other_s is not None else []
+    figures += [search(plan)] if len(plan.certificate.curve or ()) > 1 else []
+    figures.append(trade(plan, curves.memory if curves is not None else ()))
+    figures += [cost(curves.cost)] if curves is not None and curves.cost else []
+    return tuple(figures)
 
 
-def network(plan: Plan, found: Explanation | None = None) -> Chart:
+def network(plan: Plan, explanation: Explanation | None = None) -> Chart:
     """Components in the order of the data, coloured by assignment."""
-    times = _times(found) if found is not None else {}
-    whole = sum(a + b for a, b in times.values())
+    times = _times(explanation) if explanation is not None else {}
+    total = sum(a + b for a, b in times.values())
     rows: list[Row] = [
-        (i, c.name, short(c), c.stage, sum(times[c.name]) / whole if c.name in times and whole else None)
+        (i, c.name, short(c), c.stage, sum(times[c.name]) / total if c.name in times and total else None)
         for i, c in enumerate(plan.components)
     ]
     return Chart(
@@ -94,19 +94,19 @@ def network(plan: Plan, found: Explanation | None = None) -> Chart:
     )
 
 
-def _times(found: Explanation) -> dict[str, tuple[float, float]]:
+def _times(explanation: Explanation) -> dict[str, tuple[float, float]]:
     """Seconds computing and communicating, by component."""
-    return {c.name: (computes(c), communicates(c)) for c in found.components}
+    return {c.name: (computes(c), communicates(c)) for c in explanation.components}
 
 
-def component_times(found: Explanation) -> Chart:
+def component_times(explanation: Explanation) -> Chart:
     """Seconds of a step per component on the busiest rank."""
     return Chart(
         name="component_times",
         title="Time per component",
         caption="Predicted for the busiest rank. What is sent may be hidden behind computing.",
         columns=("component", "compute_s", "communicate_s"),
-        rows=tuple((name, *pair) for name, pair in _times(found).items()),
+        rows=tuple((name, *pair) for name, pair in _times(explanation).items()),
         draw=plan_drawing.component_times,
     )
 

@@ -9,35 +9,35 @@ from asa.report.tables import line, table
 from asa.report.units import error, seconds, size
 
 
-def render(found: Rehearsal) -> list[RenderableType]:
+def render(rehearsal: Rehearsal) -> list[RenderableType]:
     """Table of all components, then step time and peak memory."""
-    made = table(
-        f"Rank {found.rank} of {found.num_ranks} (stage {found.stage}), {found.model}, {found.samples} samples per "
-        f"step, alone on one {found.device} device",
+    result = table(
+        f"Rank {rehearsal.rank} of {rehearsal.num_ranks} (stage {rehearsal.stage}), {rehearsal.model}, "
+        f"{rehearsal.samples} samples per step, alone on one {rehearsal.device} device",
         ("component", "runs as", "compute", "predicted", "error", "saved", "predicted"),
         left=2,
     )
-    for c in found.components:
-        made.add_row(c.name, c.assignment, *_times(c), size(c.saved_bytes), size(c.predicted_saved_bytes))
-    made.add_row("update", "", seconds(found.update_s), seconds(found.predicted_update_s), "", "", "")
+    for c in rehearsal.components:
+        result.add_row(c.name, c.assignment, *_times(c), size(c.saved_bytes), size(c.predicted_saved_bytes))
+    result.add_row("update", "", seconds(rehearsal.update_s), seconds(rehearsal.predicted_update_s), "", "", "")
     return [
-        made,
+        result,
         line(""),
         line(
-            f"compute: {seconds(found.compute_s)} per step, predicted for a rank alone "
-            f"{seconds(found.predicted_compute_s)} ({error(found.predicted_compute_s, found.compute_s)}); a step "
-            f"without any communication took {seconds(found.step_s.median)}"
+            f"compute: {seconds(rehearsal.compute_s)} per step, predicted for a rank alone "
+            f"{seconds(rehearsal.predicted_compute_s)} ({error(rehearsal.predicted_compute_s, rehearsal.compute_s)}); "
+            f"a step without any communication took {seconds(rehearsal.step_s.median)}"
         ),
         line(
-            f"peak memory: {size(found.peak_memory_bytes)}, predicted {size(found.predicted_memory_bytes)} "
-            f"({error(found.predicted_memory_bytes, found.peak_memory_bytes)})"
+            f"peak memory: {size(rehearsal.peak_memory_bytes)}, predicted {size(rehearsal.predicted_memory_bytes)} "
+            f"({error(rehearsal.predicted_memory_bytes, rehearsal.peak_memory_bytes)})"
         ),
         line(
-            f"the plan's step of {seconds(found.plan_step_time_s)} counts {seconds(found.plan_compute_s)} of compute "
-            f"beside {found.num_ranks - 1} other ranks and {seconds(found.priced_communication_s)} of exposed "
-            "communication, which was priced and not run"
+            f"the plan's step of {seconds(rehearsal.plan_step_time_s)} counts {seconds(rehearsal.plan_compute_s)} of "
+            f"compute beside {rehearsal.num_ranks - 1} other ranks and {seconds(rehearsal.priced_communication_s)} of "
+            "exposed communication, which was priced and not run"
         ),
-        *(line(f"note: {n}") for n in found.notes),
+        *(line(f"note: {n}") for n in rehearsal.notes),
     ]
 
 

@@ -19,8 +19,8 @@ FAR = 0.1
 
 def render(check: SealedCheck) -> list[RenderableType]:
     """All cells, then the score; one line if there are no predictions for this machine."""
-    here = check.environment
-    machine = f"{here.num_devices} x {here.device_name} ({here.device_type})"
+    environment = check.environment
+    machine = f"{environment.num_devices} x {environment.device_name} ({environment.device_type})"
     if not check.cells:
         return [
             line(
@@ -62,22 +62,22 @@ def render(check: SealedCheck) -> list[RenderableType]:
 
 def scores(check: SealedCheck) -> dict[str, Any]:
     """Numbers of the summary; None if no cell determines them."""
-    told = [c for c in check.cells if c.measured is not None]
-    errors = [_error(c) for c in told]
-    ordered = list(_pairs(told))
+    cells = [c for c in check.cells if c.measured is not None]
+    errors = [_error(c) for c in cells]
+    ordered = list(_pairs(cells))
     regrets = [r for group in _contests(check.cells) if (r := _regret(group)) is not None]
     return {
         "cells": len(check.cells),
-        "measured": len(told),
-        "failed": len(check.cells) - len(told),
+        "measured": len(cells),
+        "failed": len(check.cells) - len(cells),
         "mape": fmean(map(abs, errors)) if errors else None,
         "median_error": median(errors) if errors else None,
-        "coverage_90": fmean(map(inside, told)) if told else None,
+        "coverage_90": fmean(map(inside, cells)) if cells else None,
         "order": fmean(ordered) if ordered else None,
         "order_pairs": len(ordered),
         "regret_mean": fmean(regrets) if regrets else None,
         "regret_worst": max(regrets, default=None),
-        "memory_under": sum((c.peak_memory_bytes or 0) > c.predicted_memory_bytes for c in told),
+        "memory_under": sum((c.peak_memory_bytes or 0) > c.predicted_memory_bytes for c in cells),
     }
 
 
@@ -92,10 +92,10 @@ def _error(cell: CheckedCell) -> float:
 
 
 def _contests(cells: Sequence[CheckedCell]) -> list[list[CheckedCell]]:
-    found: dict[tuple[object, ...], list[CheckedCell]] = {}
+    contests: dict[tuple[object, ...], list[CheckedCell]] = {}
     for c in cells:
-        found.setdefault((c.machine, c.model, c.input_shape, c.global_batch), []).append(c)
-    return list(found.values())
+        contests.setdefault((c.machine, c.model, c.input_shape, c.global_batch), []).append(c)
+    return list(contests.values())
 
 
 def _pairs(cells: Sequence[CheckedCell]) -> Iterator[bool]:
@@ -103,9 +103,9 @@ def _pairs(cells: Sequence[CheckedCell]) -> Iterator[bool]:
         for a, b in combinations(group, 2):
             assert a.measured is not None
             assert b.measured is not None
-            ours, theirs = a.measured.median, b.measured.median
-            if max(ours, theirs) > (1 + FAR) * min(ours, theirs):
-                yield (ours < theirs) == (a.predicted_s < b.predicted_s)
+            first, second = a.measured.median, b.measured.median
+            if max(first, second) > (1 + FAR) * min(first, second):
+                yield (first < second) == (a.predicted_s < b.predicted_s)
 
 
 def _regret(group: Sequence[CheckedCell]) -> float | None:

@@ -18,25 +18,25 @@ def render(curves: Staleness) -> list[RenderableType]:
     best = [max(r.accuracies, default=0.0) for r in plain.runs] if plain is not None else []
     goal = int(100 * _SHARE * sum(best) / len(best)) / 100 if best else 0.0
     target = Target(what="accuracy", value=goal) if goal > 0 else None
-    made = table(
+    result = table(
         f"Staleness of {curves.model_spec} on {curves.data}, {curves.optimizer} at {curves.learning_rate:g}, batch "
         f"{curves.global_batch}",
         ("gradients", "seeds", "accuracy at the end", f"batches to {target}" if target else "batches"),
     )
     for curve in curves.curves:
-        made.add_row(
+        result.add_row(
             curve.setting.words, str(len(curve.runs)), _ends(curve),
             batches(curves.steps_to(target, curve.setting), curves.steps) if target else NOTHING,
         )  # fmt: skip
-    return [made, *(line(f"note: {s}") for s in curves.skipped)]
+    return [result, *(line(f"note: {s}") for s in curves.skipped)]
 
 
 def _ends(curve: Curve) -> str:
     """Lowest and highest final accuracy of runs, and the number that diverged."""
     ends = sorted(r.accuracies[-1] for r in curve.runs if r.accuracies and not r.diverged)
-    gone = sum(r.diverged for r in curve.runs)
-    said = f"{ends[0]:.3f} to {ends[-1]:.3f}" if ends else NOTHING
-    return f"{said}, {gone} diverged" if gone else said
+    diverged = sum(r.diverged for r in curve.runs)
+    text = f"{ends[0]:.3f} to {ends[-1]:.3f}" if ends else NOTHING
+    return f"{text}, {diverged} diverged" if diverged else text
 
 
 def batches(steps: Steps | None, most: int) -> str:

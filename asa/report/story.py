@@ -160,7 +160,7 @@ class _Teller:
     def finished(self) -> Story:
         """The complete history."""
         self._end()
-        found = []
+        changes = []
         for change in self.changes:
             before = [s for s in self.stretches if s.last_step == change["step"]]
             after = [s for s in self.stretches if s.first_step == change["step"] + 1]
@@ -168,25 +168,25 @@ class _Teller:
             if before and after:
                 steps = after[0].last_step - after[0].first_step + 1
                 won = steps * (before[-1].step_s - after[0].step_s) - change["change_s"]
-            found.append(Worth(**change, won_s=won))
-        return Story(stretches=tuple(self.stretches), happenings=tuple(self.happenings), changes=tuple(found))
+            changes.append(Worth(**change, won_s=won))
+        return Story(stretches=tuple(self.stretches), happenings=tuple(self.happenings), changes=tuple(changes))
 
 
-def render(found: Story) -> list[RenderableType]:
+def render(history: Story) -> list[RenderableType]:
     """Text of the history: events, step times in between, and the gain of every change."""
     parts: list[RenderableType] = []
-    for h in found.happenings:
+    for h in history.happenings:
         at = f"step {h.step}" + ("" if h.epoch is None else f" (epoch {h.epoch + 1})")
         parts.append(line(folded(f"{at}: {PREFIX.get(h.kind, '')}{h.line}")))
-    if found.stretches:
+    if history.stretches:
         steps = table("Step time", ("steps", "plan", "step"), left=2)
-        for s in found.stretches:
+        for s in history.stretches:
             steps.add_row(f"{s.first_step} to {s.last_step}", s.plan, seconds(s.step_s))
         parts += [line(""), steps]
-    if found.changes:
-        made = table("Changes of plan", ("after step", "to plan", "promised", "measured", "change", "won"), left=2)
-        for c in found.changes:
-            made.add_row(
+    if history.changes:
+        result = table("Changes of plan", ("after step", "to plan", "promised", "measured", "change", "won"), left=2)
+        for c in history.changes:
+            result.add_row(
                 str(c.step),
                 c.plan,
                 percent(c.predicted_gain, signed=True),
@@ -194,7 +194,7 @@ def render(found: Story) -> list[RenderableType]:
                 seconds(c.change_s),
                 NOTHING if c.won_s is None else f"{c.won_s:.3g} s",
             )
-        parts += [line(""), made]
-    elif found.stretches:
+        parts += [line(""), result]
+    elif history.stretches:
         parts.append(line("the plan was never changed"))
     return parts

@@ -16,10 +16,10 @@ from asa.ir.plan import Assignment
 
 def table(title: str, columns: Sequence[str], *, left: int = 1) -> Table:
     """An empty table; the first ``left`` columns are left-aligned, the others (numbers) right-aligned."""
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", title_style="bold")
+    result = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", title_style="bold")
     for i, name in enumerate(columns):
-        made.add_column(name, justify="left" if i < left else "right", overflow="fold", no_wrap=i < left)
-    return made
+        result.add_column(name, justify="left" if i < left else "right", overflow="fold", no_wrap=i < left)
+    return result
 
 
 def line(text: str, style: str = "") -> Text:
@@ -39,14 +39,14 @@ def folded(text: str, width: int = 80) -> str:
     Plan  1.2 s a step,
           53 samples/s
     """
-    found: list[str] = []
+    lines: list[str] = []
     for part in text.split("\n"):
         heading = re.match(r"\w+ {2,}", part)
         indent = " " * (heading.end() if heading else 4)
-        found += textwrap.wrap(
+        lines += textwrap.wrap(
             part, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         ) or [""]
-    return "\n".join(found)
+    return "\n".join(lines)
 
 
 def plain(parts: Iterable[RenderableType], *, width: int = 100) -> str:
@@ -78,13 +78,13 @@ def fitted(name: str, width: int = 24) -> str:
 
 def groups(components: Sequence[Assignment]) -> list[tuple[Assignment, tuple[str, ...]]]:
     """Consecutive components with equal assignment: one assignment, and the names of all."""
-    found: list[tuple[Assignment, list[str]]] = []
+    members: list[tuple[Assignment, list[str]]] = []
     for c in components:
-        if found and _same(found[-1][0], c):
-            found[-1][1].append(c.name)
+        if members and _same(members[-1][0], c):
+            members[-1][1].append(c.name)
         else:
-            found.append((c, [c.name]))
-    return [(first, tuple(names)) for first, names in found]
+            members.append((c, [c.name]))
+    return [(first, tuple(names)) for first, names in members]
 
 
 def short(assignment: Assignment) -> str:

@@ -19,37 +19,33 @@ LETTERS = {
 }
 
 
-def render(found: Timeline, *, width: int = 65) -> list[RenderableType]:
+def render(timeline: Timeline, *, width: int = 65) -> list[RenderableType]:
     """Streams, legend and sums."""
-    made = table(
-        "Work of a step" + (", all stages" if len(found.stages) > 1 else " on the busiest rank"),
+    result = table(
+        "Work of a step" + (", all stages" if len(timeline.stages) > 1 else " on the busiest rank"),
         ("kind", "letter", "pieces", "time", "share of the step"),
     )
     for kind, letter in LETTERS.items():
-        pieces = [e for e in found.events if e.kind == kind]
-        if pieces:
-            time = sum(e.end_s - e.start_s for e in pieces)
-            made.add_row(kind, letter, str(len(pieces)), seconds(time), percent(time / found.step_time_s))
-    shown = [
-        line(
-            f"{found.model} on {found.ranks} rank{'s' * (found.ranks > 1)}: a step of {seconds(found.step_time_s)}",
-            "bold",
-        )
-    ]
-    for stage, ranks in enumerate(found.stages or (tuple(range(found.ranks)),)):
-        if len(found.stages) > 1:
+        events = [e for e in timeline.events if e.kind == kind]
+        if events:
+            time = sum(e.end_s - e.start_s for e in events)
+            result.add_row(kind, letter, str(len(events)), seconds(time), percent(time / timeline.step_time_s))
+    size = f"{timeline.ranks} rank{'s' * (timeline.ranks > 1)}"
+    shown = [line(f"{timeline.model} on {size}: a step of {seconds(timeline.step_time_s)}", "bold")]
+    for stage, ranks in enumerate(timeline.stages or (tuple(range(timeline.ranks)),)):
+        if len(timeline.stages) > 1:
             shown.append(line(f"stage {stage}, ranks {ranks[0]} to {ranks[-1]}"))
-        shown.append(line(f"compute        {strip(found, 'compute', width, stage)}"))
-        shown.append(line(f"communication  {strip(found, 'communication', width, stage)}"))
-    return [*shown, line(""), made]
+        shown.append(line(f"compute        {strip(timeline, 'compute', width, stage)}"))
+        shown.append(line(f"communication  {strip(timeline, 'communication', width, stage)}"))
+    return [*shown, line(""), result]
 
 
-def strip(found: Timeline, stream: str, width: int, stage: int = 0) -> str:
+def strip(timeline: Timeline, stream: str, width: int, stage: int = 0) -> str:
     """``width`` letters over the step: each shows the kind of work with the largest share there, or a dot if there is
     none."""
-    cell = found.step_time_s / width
+    cell = timeline.step_time_s / width
     filled: list[dict[str, float]] = [{} for _ in range(width)]
-    for e in found.events:
+    for e in timeline.events:
         if e.stream != stream or e.stage != stage:
             continue
         first, last = int(e.start_s / cell), min(width - 1, int(e.end_s / cell))

@@ -19,10 +19,10 @@ def together(planned: Timeline, measured: Sequence[dict[str, Any]]) -> dict[str,
     events: list[dict[str, Any]] = []
     for side, documents in enumerate(([plan], measured)):
         for event in (e for d in documents for e in d["traceEvents"]):
-            place = 2 * event["pid"] + side
-            events.append({**event, "pid": place})
+            pid = 2 * event["pid"] + side
+            events.append({**event, "pid": pid})
             if event.get("name") == "process_name":
-                events.append({"name": "process_sort_index", "ph": "M", "pid": place, "args": {"sort_index": place}})
+                events.append({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": plan["otherData"]}
 
 

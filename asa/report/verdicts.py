@@ -23,9 +23,9 @@ def between(bench: Bench, model: str, one: str, other: str) -> str:
 
 def busy(bench: Bench, model: str) -> str:
     """Text on the cores that other processes used while ``model`` was measured, if too many; otherwise empty."""
-    taken = next((c.others_cores for c in bench.comparisons if c.model == model and c.others_cores is not None), None)
+    others = next((c.others_cores for c in bench.comparisons if c.model == model and c.others_cores is not None), None)
     ranks = max((r.ranks for r in bench.of(model)), default=1)
-    return crowded(taken, bench.environment.cpu_cores, ranks)
+    return crowded(others, bench.environment.cpu_cores, ranks)
 
 
 def crowded(taken: float | None, cores: int, ranks: int) -> str:
@@ -71,6 +71,6 @@ def comparison(c: Comparison, noise: Comparison | None, *, disturbed: bool = Fal
     interval = f"{c.ratio:.3f} ({'all' if few else '95 %'}: {c.low:.3f} to {c.high:.3f}, {c.pairs} pairs)"
     if c.left == c.right:
         return f"A/A, {c.left} against itself: {interval}: a ratio inside this says nothing"
-    found = verdict(c, noise, disturbed=disturbed)
-    faster = " is faster" if found in (c.left, c.right) else ""
-    return f"time of {c.left} over {c.right}: {interval}" + (f": {found}{faster}" if found else "")
+    conclusion = verdict(c, noise, disturbed=disturbed)
+    faster = " is faster" if conclusion in (c.left, c.right) else ""
+    return f"time of {c.left} over {c.right}: {interval}" + (f": {conclusion}{faster}" if conclusion else "")

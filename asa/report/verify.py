@@ -8,60 +8,60 @@ from asa.ir.equivalence import Equivalence
 from asa.report.tables import line, table
 
 
-def render(found: Equivalence, *, worst: int = 5) -> list[RenderableType]:
+def render(check: Equivalence, *, worst: int = 5) -> list[RenderableType]:
     """The verdict, its basis, and the ``worst`` tensors by ratio of error to allowance."""
-    made = table("Tensors nearest to their limit", ("tensor", "error", "floor", "allowed"))
-    batches = "" if found.gradient_batches == 1 else f", {found.gradient_batches} batches compared"
-    for t in sorted(found.tensors, key=lambda t: t.error / t.allowed, reverse=True)[:worst]:
-        made.add_row(t.name, f"{t.error:.2e}", f"{t.floor:.2e}", f"{t.allowed:.2e}")
+    result = table("Tensors nearest to their limit", ("tensor", "error", "floor", "allowed"))
+    batches = "" if check.gradient_batches == 1 else f", {check.gradient_batches} batches compared"
+    for t in sorted(check.tensors, key=lambda t: t.error / t.allowed, reverse=True)[:worst]:
+        result.add_row(t.name, f"{t.error:.2e}", f"{t.floor:.2e}", f"{t.allowed:.2e}")
     return [
-        line(verdict(found), "bold" if found.equivalent or found.within_tolerance else "bold red"),
-        *(line(f"{'note' if found.equivalent else 'why'}: {reason}") for reason in found.reasons),
+        line(verdict(check), "bold" if check.equivalent or check.within_tolerance else "bold red"),
+        *(line(f"{'note' if check.equivalent else 'why'}: {reason}") for reason in check.reasons),
         line(
-            f"{found.steps} steps of {found.samples} samples on {found.ranks} ranks in {found.dtype}, learning rate "
-            f"{found.learning_rate:g}, {found.batch_norm} BatchNorm; noise floor (one device, samples permuted) "
-            f"{found.noise_floor:.2e}"
+            f"{check.steps} steps of {check.samples} samples on {check.ranks} ranks in {check.dtype}, learning rate "
+            f"{check.learning_rate:g}, {check.batch_norm} BatchNorm; noise floor (one device, samples permuted) "
+            f"{check.noise_floor:.2e}"
         ),
         line(
-            f"first gradients in fp32: {found.gradient_error_fp32:.2e} at {found.worst_gradient} "
-            f"(allowed {found.gradient_allowed_fp32:.2e}{batches}); losses {found.loss_error:.2e}"
+            f"first gradients in fp32: {check.gradient_error_fp32:.2e} at {check.worst_gradient} "
+            f"(allowed {check.gradient_allowed_fp32:.2e}{batches}); losses {check.loss_error:.2e}"
         ),
-        *trained(found),
+        *trained(check),
         line(""),
-        made,
+        result,
     ]
 
 
-def trained(found: Equivalence) -> list[RenderableType]:
+def trained(check: Equivalence) -> list[RenderableType]:
     """Line on the training code compared with a plain loop, if that was checked."""
-    if found.training_error is None or found.training_allowed is None:
+    if check.training_error is None or check.training_allowed is None:
         return []
-    fine = found.training_error <= found.training_allowed
-    said = (
-        f"training loop beside a plain one of stock modules: {found.training_error:.2e} at {found.training_tensor} "
-        f"(allowed {found.training_allowed:.2e})"
+    fine = check.training_error <= check.training_allowed
+    text = (
+        f"training loop beside a plain one of stock modules: {check.training_error:.2e} at {check.training_tensor} "
+        f"(allowed {check.training_allowed:.2e})"
     )
-    return [line(said if fine else f"NOT the plain model's training: {said}", "" if fine else "bold red")]
+    return [line(text if fine else f"NOT the plain model's training: {text}", "" if fine else "bold red")]
 
 
-def verdict(found: Equivalence) -> str:
+def verdict(check: Equivalence) -> str:
     """The verdict in one sentence."""
-    numbers = f"{found.worst_tensor} differs by {found.max_rel_error:.2e}, allowed {found.allowed:.2e}"
-    if found.equivalent:
+    numbers = f"{check.worst_tensor} differs by {check.max_rel_error:.2e}, allowed {check.allowed:.2e}"
+    if check.equivalent:
         return f"equivalent: training under this plan is training on one device ({numbers})"
-    if found.discipline:
+    if check.discipline:
         return (
-            f"not equivalent by construction, workers train under {found.discipline}: after {found.steps} steps "
-            f"{found.worst_tensor} differs by {found.max_rel_error:.2e} from one device"
+            f"not equivalent by construction, workers train under {check.discipline}: after {check.steps} steps "
+            f"{check.worst_tensor} differs by {check.max_rel_error:.2e} from one device"
         )
-    if found.within_tolerance is not None:
-        said = "within" if found.within_tolerance else "BEYOND"
+    if check.within_tolerance is not None:
+        relation = "within" if check.within_tolerance else "BEYOND"
         return (
-            f"not equivalent by construction, gradients travel as {found.compression}; {said} tolerance: first "
-            f"gradients differ by {found.gradient_error_fp32:.2e} (allowed {found.gradient_allowed_fp32:.2g}), weights "
-            f"by {found.max_rel_error:.2e} and losses by {found.loss_error:.2e} (allowed {found.allowed:.2g})"
+            f"not equivalent by construction, gradients travel as {check.compression}; {relation} tolerance: first "
+            f"gradients differ by {check.gradient_error_fp32:.2e} (allowed {check.gradient_allowed_fp32:.2g}), weights "
+            f"by {check.max_rel_error:.2e} and losses by {check.loss_error:.2e} (allowed {check.allowed:.2g})"
         )
-    apart = ""
-    if found.training_error is not None and found.training_error > (found.training_allowed or 0.0):
-        apart = f"; the training loop differs from a plain one by {found.training_error:.2e} at {found.training_tensor}"
-    return f"NOT equivalent to one device: {numbers}; fp32 gradients {found.gradient_error_fp32:.2e}{apart}"
+    text = f"NOT equivalent to one device: {numbers}; fp32 gradients {check.gradient_error_fp32:.2e}"
+    if check.training_error is not None and check.training_error > (check.training_allowed or 0.0):
+        text += f"; the training loop differs from a plain one by {check.training_error:.2e} at {check.training_tensor}"
+    return text

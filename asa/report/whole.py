@@ -53,12 +53,12 @@ class Choice:
         """Whether it equals the plan."""
         return not self.notes
 
-    def placed(self, plan: Plan) -> Plan:
+    def on_used_ranks(self, plan: Plan) -> Plan:
         """``plan`` on the number of ranks that the strategy uses: one for a single device."""
-        return _placed(plan, self.name)
+        return _on_used_ranks(plan, self.name)
 
 
-def _placed(plan: Plan, name: str) -> Plan:
+def _on_used_ranks(plan: Plan, name: str) -> Plan:
     if name != "single" or plan.num_ranks == 1:
         return plan
     data, tensor = DataDegree(strategy="replicate", degree=1), TensorDegree(strategy="none", degree=1)
@@ -87,47 +87,47 @@ def choose(
             f"{tool} has no groups of ranks that train apart ({plan.consistency}); export the plan of one group: "
             f"asa plan {plan.model_spec} --gpus {plan.num_ranks} --global-batch {plan.global_batch // plan.groups}"
         )
-    own, grid = name_of(plan), grid_of(plan)
-    if own not in able and grid is not None and max(grid.tensor, grid.stages) > 1 and grids(grid):
-        able, own = (*able, "hybrid"), "hybrid"
+    own_name, grid = name_of(plan), grid_of(plan)
+    if own_name not in able and grid is not None and max(grid.tensor, grid.stages) > 1 and grids(grid):
+        able, own_name = (*able, "hybrid"), "hybrid"
     recomputed = [c.name for c in plan.components if c.checkpoint]
     notes = []
     if recomputed and recompute == "none":
         notes.append(f"{tool} recomputes nothing by itself, the plan {len(recomputed)} components: expect more memory")
     elif len(recomputed) not in (0, len(plan.components)) and recompute == "all":
         notes.append(f"{tool} recomputes all blocks or none: the plan recomputes {len(recomputed)} of them")
-    if own in able:
-        assert own is not None
+    if own_name in able:
+        assert own_name is not None
         whole_blocks = tool in _SPLITS_BLOCKS and len(plan.input_shape) == 1
-        if own == "tensor" and not whole_blocks:
+        if own_name == "tensor" and not whole_blocks:
             split = sum(c.tensor.degree > 1 for c in plan.components)
             notes.append(
                 f"{tool} splits linear layers only: convolutions and attention in the {split} components that "
                 "the plan splits stay whole"
             )
-        return Choice(own, (*notes, *lost(plan, own, tool)))
+        return Choice(own_name, (*notes, *lost(plan, own_name, tool)))
     usable = [name for name in able if name not in (*STAGED, "tensor")]
     fitting = [b for b in plan.baselines if b.name in usable and b.fits and b.step_time_s is not None]
     best = min(fitting, key=lambda b: b.step_time_s or 0.0, default=None)
     if best is None or best.step_time_s is None:
         raise UsageError(
-            f"{tool} cannot run this plan ({_why(plan, own)}), and none of the baselines it could run fits: "
+            f"{tool} cannot run this plan ({_why(plan, own_name)}), and none of the baselines it could run fits: "
             f"{', '.join(sorted(usable))}"
         )
     promised = plan.prediction.step_time_s
     loss = f"{seconds(best.step_time_s)} a step predicted, {seconds(promised)} under the plan"
     notes.insert(
         0,
-        f"{tool} cannot express {_why(plan, own)}: this is {best.name}, {loss} "
+        f"{tool} cannot express {_why(plan, own_name)}: this is {best.name}, {loss} "
         f"({percent(best.step_time_s / promised - 1, signed=True)})",
     )
-    return Choice(best.name, (*notes, *lost(_placed(plan, best.name), best.name, tool)))
+    return Choice(best.name, (*notes, *lost(_on_used_ranks(plan, best.name), best.name, tool)))
 
 
-def _why(plan: Plan, own: str | None) -> str:
+def _why(plan: Plan, own_name: str | None) -> str:
     """Description of the plan that says why the tool cannot run it."""
-    if own is not None:
-        return f"the whole strategy {own}"
+    if own_name is not None:
+        return f"the whole strategy {own_name}"
     layouts = dict.fromkeys(
         (c.data.strategy, c.data.degree, c.tensor.degree, len(plan.stages[c.stage].ranks)) for c in plan.components
     )

@@ -200,7 +200,7 @@ class Decider:
         self._uncounted_steps += steps
         answer, failed = None, ""
         try:
-            answer = search.found()
+            answer = search.result()
             if answer is None:
                 return None
         except AsaError as error:

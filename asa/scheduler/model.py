@@ -64,7 +64,7 @@ class Answer:
 class Asked(Protocol):
     """A search for another plan that runs during training."""
 
-    def found(self) -> Answer | None:
+    def result(self) -> Answer | None:
         """The result of :meth:`Model.answer`; None while the search is running.
 
         Raises:

@@ -51,11 +51,11 @@ class Averaging:
         self._parameters = [p for r in replicas for p in r.parameters]
         self._trained: list[bool] | None = None
         self._handles: list[RemovableHandle] = []
-        self._ours: set[nn.Parameter] = set()
+        self._hooked: set[nn.Parameter] = set()
         """Parameters on which this object has registered a hook."""
         self._buckets: list[tuple[Replicated, Bucket]] = []
         self._waits: list[Wait] = []
-        self._placed: set[tuple[int, int]] = set()
+        self._in_bucket: set[tuple[int, int]] = set()
         self._sparse: list[tuple[Replicated, nn.Parameter]] = []
         self._under_way = False
         self.weight = 1.0
@@ -71,7 +71,7 @@ class Averaging:
         Raises:
             UsageError: the program has a hook of its own that runs when a gradient has been accumulated.
         """
-        if any(len(p._post_accumulate_grad_hooks or ()) > (p in self._ours) for p in self._parameters):
+        if any(len(p._post_accumulate_grad_hooks or ()) > (p in self._hooked) for p in self._parameters):
             raise UsageError(
                 "a hook on a parameter that runs when its gradient has been accumulated sees only this rank's part of "
                 "it; do the same after loss.backward(), or plan with strategies=('fsdp',)"
@@ -89,7 +89,7 @@ class Averaging:
             for i, p in enumerate(bucket.parameters):
                 self._handles.append(p.register_post_accumulate_grad_hook(partial(_arrived, this, number, i)))
         self._sparse = [(r, p) for r in reversed(self._replicas) for p in r.sparse if p.requires_grad]
-        self._ours = {p for _, b in self._buckets for p in b.parameters} | {p for _, p in self._sparse}
+        self._hooked = {p for _, b in self._buckets for p in b.parameters} | {p for _, p in self._sparse}
         for _, p in self._sparse:
             self._handles.append(p.register_post_accumulate_grad_hook(partial(_began, this)))
 
@@ -101,7 +101,7 @@ class Averaging:
 
     def _open(self) -> None:
         self._under_way = True
-        self._waits, self._placed = [], set()
+        self._waits, self._in_bucket = [], set()
         for _, bucket in self._buckets:
             bucket.begin()
 
@@ -114,11 +114,11 @@ class Averaging:
         bucket = self._buckets[number][1]
         gradient = bucket.parameters[i].grad
         if gradient is not None and gradient.layout != torch.strided:
-            _told_dense()
+            _warn_dense()
             bucket.parameters[i].grad = gradient.to_dense()
         bucket.place(i)
-        if (number, i) not in self._placed:
-            self._placed.add((number, i))
+        if (number, i) not in self._in_bucket:
+            self._in_bucket.add((number, i))
             bucket.waiting -= 1
         while len(self._waits) < len(self._buckets) and not self._buckets[len(self._waits)][1].waiting:
             self._send()
@@ -129,7 +129,7 @@ class Averaging:
             bucket.flat.mul_(self.weight)
         bucket.mark()
         for i in range(len(bucket.parameters)) if bucket.waiting else ():
-            if (len(self._waits), i) not in self._placed and bucket.parameters[i].grad is None:
+            if (len(self._waits), i) not in self._in_bucket and bucket.parameters[i].grad is None:
                 bucket.absent(i)
         self._waits.append(replica.send(bucket))
 
@@ -145,7 +145,7 @@ class Averaging:
             self.done += 1
             for number, (_, bucket) in enumerate(self._buckets):
                 for i, p in enumerate(bucket.parameters) if bucket.waiting else ():
-                    if (number, i) not in self._placed and p.grad is not None:  # from an earlier backward
+                    if (number, i) not in self._in_bucket and p.grad is not None:  # from an earlier backward
                         bucket.place(i)
             while len(self._waits) < len(self._buckets):
                 self._send()
@@ -180,16 +180,16 @@ def average_rows(p: nn.Parameter, axis: Axis, weight: float = 1.0) -> None:
         count = gradient._nnz()
     else:
         count = _NONE if gradient is None else _DENSE
-    mine = torch.tensor([count], dtype=torch.int64, device=p.device)
-    parts = [torch.empty_like(mine) for _ in range(axis.size)]
-    dist.all_gather(parts, mine, group=group)
+    own_count = torch.tensor([count], dtype=torch.int64, device=p.device)
+    parts = [torch.empty_like(own_count) for _ in range(axis.size)]
+    dist.all_gather(parts, own_count, group=group)
     counts = [int(each) for each in parts]
     if max(counts) == _NONE == min(counts):
         return
     if min(counts) == _DENSE:
-        whole = torch.zeros_like(p) if gradient is None else gradient.to_dense().contiguous() * weight
-        dist.all_reduce(whole, group=group)
-        p.grad = whole / axis.size
+        total = torch.zeros_like(p) if gradient is None else gradient.to_dense().contiguous() * weight
+        dist.all_reduce(total, group=group)
+        p.grad = total / axis.size
         return
     most, rows = max(counts), max(count, 0)
     where = torch.zeros((most,), dtype=torch.int64, device=p.device)
@@ -207,7 +207,7 @@ def average_rows(p: nn.Parameter, axis: Axis, weight: float = 1.0) -> None:
     ).coalesce()
 
 
-def _told_dense() -> None:
+def _warn_dense() -> None:
     warnings.warn(
         "a sparse gradient of a parameter outside of a sparse Embedding or EmbeddingBag is made dense before it is "
         "averaged over the ranks",

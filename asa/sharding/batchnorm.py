@@ -36,10 +36,10 @@ _COUNTED = [1.0]
 this rank takes part in all collectives."""
 
 
-def counted(mine: bool) -> None:
+def counted(is_own: bool) -> None:
     """Set whether this rank's samples belong to the batch, from the next forward on. Statistics are over the samples
     that do. If a batch has fewer samples than there are ranks, some samples are on two ranks."""
-    _COUNTED[0] = float(mine)
+    _COUNTED[0] = float(is_own)
 
 
 class _Normalise(torch.autograd.Function):
@@ -225,5 +225,5 @@ def synchronised(component: TracedComponent, *, perhaps: bool = False) -> bool:
 def _calls(component: TracedComponent) -> bool:
     """Whether code that is not torch's may call ``batch_norm``."""
     functions = {getattr(n.target, "__name__", "") for n in component.train_graph.graph.nodes}
-    own = (m for m in component.modules() if m is not component)
-    return "batch_norm" in functions or any(not type(m).__module__.startswith(("torch.nn.", "asa.")) for m in own)
+    children = (m for m in component.modules() if m is not component)
+    return "batch_norm" in functions or any(not type(m).__module__.startswith(("torch.nn.", "asa.")) for m in children)

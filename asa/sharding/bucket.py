@@ -26,7 +26,7 @@ class Bucket:
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
         self._strides = [p.stride() if _dense(p) else torch.empty(p.shape, device="meta").stride() for p in parameters]
         self._length = sum(sizes)
-        self._known = 0
+        self._base_references = 0
         self.flat = parameters[0].detach().new_empty(0)
         starts = [s for s, size in zip(self._starts, sizes, strict=True) if size]
         self._firsts = torch.tensor(starts, dtype=torch.int64, device=self.flat.device)
@@ -38,10 +38,10 @@ class Bucket:
         if self.flat.numel() == self._length:
             where = self.flat.untyped_storage().data_ptr()
             ours = sum(1 for p in self.parameters if p.grad is not None and _storage_of(p.grad) == where)
-            if _references(self.flat) <= self._known + ours:
+            if _references(self.flat) <= self._base_references + ours:
                 return
         self.flat = self.parameters[0].detach().new_empty(self._length)
-        self._known = _references(self.flat)
+        self._base_references = _references(self.flat)
 
     def view(self, i: int) -> Tensor:
         """The view of ``flat`` for the gradient of parameter ``i``, strided like the parameter."""

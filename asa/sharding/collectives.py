@@ -42,32 +42,32 @@ def is_silent() -> bool:
     return _Switch.silent
 
 
-class _Ready:
+class _StandIns:
     """Cached results of rehearsed gathers, by shape and type, while caching is on."""
 
-    found: dict[tuple[object, ...], Tensor] | None = None
+    cache: dict[tuple[object, ...], Tensor] | None = None
 
 
 @contextmanager
 def stand_ins_kept() -> Iterator[None]:
     """Context in which the result of a rehearsed gather is made once for each shape and type; all such gathers return
     the same memory. Filling it each time would take longer than a norm, and is not computation."""
-    _Ready.found = {}
+    _StandIns.cache = {}
     try:
         yield
     finally:
-        _Ready.found = None
+        _StandIns.cache = None
 
 
 def _stood_in(part: Tensor, count: int) -> Tensor:
     """``count`` copies of ``part``, concatenated."""
     key = (count, *part.shape, part.dtype, part.device)
-    known = None if _Ready.found is None else _Ready.found.get(key)
-    if known is None:
-        known = part.detach().repeat(count, *(1 for _ in part.shape[1:]))
-        if _Ready.found is not None:
-            _Ready.found[key] = known
-    return known.view_as(known)
+    copies = None if _StandIns.cache is None else _StandIns.cache.get(key)
+    if copies is None:
+        copies = part.detach().repeat(count, *(1 for _ in part.shape[1:]))
+        if _StandIns.cache is not None:
+            _StandIns.cache[key] = copies
+    return copies.view_as(copies)
 
 
 def _live(axis: Axis) -> bool:
@@ -107,13 +107,13 @@ def all_gather(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
     longest = max(sizes)
     part = _padded(x.movedim(dim, 0), longest)
     if not _live(axis):
-        whole = _stood_in(part, axis.size)
+        full = _stood_in(part, axis.size)
     else:
-        whole = part.new_empty((axis.size * longest, *part.shape[1:]))
-        direct.all_gather_into_tensor(whole, part, group=axis.group)
+        full = part.new_empty((axis.size * longest, *part.shape[1:]))
+        direct.all_gather_into_tensor(full, part, group=axis.group)
     if min(sizes) != longest:
-        whole = torch.cat([whole[i * longest : i * longest + size] for i, size in enumerate(sizes)])
-    return whole.movedim(0, dim).contiguous()
+        full = torch.cat([full[i * longest : i * longest + size] for i, size in enumerate(sizes)])
+    return full.movedim(0, dim).contiguous()
 
 
 def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Tensor:
@@ -123,16 +123,16 @@ def reduce_scatter(x: Tensor, dim: int, sizes: Sequence[int], axis: Axis) -> Ten
     longest = max(sizes)
     moved = x.movedim(dim, 0)
     if min(sizes) == longest:
-        whole = moved.contiguous()
+        full = moved.contiguous()
     else:
-        whole = torch.cat([_padded(part, longest) for part in moved.split(list(sizes))])
-    mine = sizes[axis.index]
+        full = torch.cat([_padded(part, longest) for part in moved.split(list(sizes))])
+    own_size = sizes[axis.index]
     if not _live(axis):
-        part = whole[axis.index * longest : (axis.index + 1) * longest].clone()
+        part = full[axis.index * longest : (axis.index + 1) * longest].clone()
     else:
-        part = whole.new_empty((longest, *whole.shape[1:]))
-        direct.reduce_scatter_tensor(part, whole, group=axis.group)
-    part = part[:mine]
+        part = full.new_empty((longest, *full.shape[1:]))
+        direct.reduce_scatter_tensor(part, full, group=axis.group)
+    part = part[:own_size]
     return part.movedim(0, dim).contiguous() if dim else part
 
 
@@ -172,15 +172,15 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Applies ``there`` in forward and ``back`` in backward. Both are functions of (tensor, dim, sizes, axis)."""
+    """Applies ``forward_exchange`` in forward and ``back`` in backward. Both take (tensor, dim, sizes, axis)."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, there: Exchange, back: Exchange, dim: int, sizes: Sequence[int], axis: Axis
+        ctx: Any, x: Tensor, forward_exchange: Exchange, back: Exchange, dim: int, sizes: Sequence[int], axis: Axis
     ) -> Tensor:
         ctx.back, ctx.parts = back, (dim, sizes, axis)
         # New memory in any case; .data hides that it may be a view, which autograd would not let be changed in place.
-        return there(x, dim, sizes, axis).data
+        return forward_exchange(x, dim, sizes, axis).data
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]

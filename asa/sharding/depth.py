@@ -25,21 +25,21 @@ def drops_samples(module: nn.Module) -> tuple[float, bool] | None:
     other repositories). Only modules with a fitting class name are tested. A module is refused if it has parameters,
     children or hooks, changes a batch in evaluation, or drops with a probability that is none of its attributes.
     """
-    if not any(part in type(module).__name__.lower() for part in _NAMES) or not _bare(module):
+    if not any(part in type(module).__name__.lower() for part in _NAMES) or not _is_bare(module):
         return None
     for shape in _SHAPES:
         with contextlib.suppress(Exception):  # foreign code may fail on inputs of these shapes
-            return _seen(module, torch.ones(_SAMPLES, *shape))
+            return _measured(module, torch.ones(_SAMPLES, *shape))
     return None
 
 
-def _bare(module: nn.Module) -> bool:
+def _is_bare(module: nn.Module) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    held = (module.children(), module.parameters(), module.buffers())
-    return not any(hooks) and all(next(iter(x), None) is None for x in held)
+    members = (module.children(), module.parameters(), module.buffers())
+    return not any(hooks) and all(next(iter(x), None) is None for x in members)
 
 
-def _seen(module: nn.Module, ones: Tensor) -> tuple[float, bool] | None:
+def _measured(module: nn.Module, ones: Tensor) -> tuple[float, bool] | None:
     other = torch.linspace(-1, 1, ones.numel()).view_as(ones)
     factors, changed, untouched = _run(module, ones), _run(module, other), _run(module, other, training=False)
     if not (factors.shape == ones.shape and torch.equal(untouched, other)):
@@ -48,21 +48,21 @@ def _seen(module: nn.Module, ones: Tensor) -> tuple[float, bool] | None:
     alike = torch.equal(factors, of_sample.view(-1, *(1,) * (ones.dim() - 1)).expand_as(ones))
     if not alike or not torch.allclose(changed, other * factors):
         return None
-    left = float(of_sample.max())
+    scale = float(of_sample.max())
     dropped = float((of_sample == 0).double().mean())
-    if left <= 0 or not bool(((of_sample == 0) | (of_sample == left)).all()):
+    if scale <= 0 or not bool(((of_sample == 0) | (of_sample == scale)).all()):
         return None
     for p in _rates(module):
         likely = abs(dropped - p) <= _SIGMAS * math.sqrt(p * (1 - p) / _SAMPLES)
         for scaled, factor in ((True, 1 / (1 - p)), (False, 1.0)):
-            if likely and math.isclose(left, factor, rel_tol=1e-5):
+            if likely and math.isclose(scale, factor, rel_tol=1e-5):
                 return p, scaled
     return None
 
 
 def _rates(module: nn.Module) -> Iterator[float]:
-    said: dict[str, Any] = vars(module)
-    for value in said.values():
+    attributes: dict[str, Any] = vars(module)
+    for value in attributes.values():
         if isinstance(value, float) and 0 < value < 1:
             yield from (value, 1 - value)  # some modules store the probability of keeping a sample
 

@@ -82,14 +82,14 @@ def _saved(component: TracedComponent, samples: int, tokens: int | None) -> tupl
     x = example_input(component, samples)
     x = x if tokens is None else x[:, :tokens].clone()
     x.requires_grad_(component.input_dtype.is_floating_point)
-    own = {t.untyped_storage()._cdata for t in (*component.parameters(), *component.buffers())}
+    own_storages = {t.untyped_storage()._cdata for t in (*component.parameters(), *component.buffers())}
     saved: dict[int, int] = {}
     alive = []  # keeps storages alive: the address of a freed one would be used again
 
     def keep(t: torch.Tensor) -> Any:  # no backward runs here, so the tensor is not needed
         storage = t.untyped_storage()
         alive.append(storage)
-        if storage._cdata not in own:
+        if storage._cdata not in own_storages:
             saved[storage._cdata] = storage.nbytes()
 
     counter = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
@@ -114,8 +114,8 @@ def _sequence_split(component: TracedComponent, half_saved: float, *, first: boo
         return None
     plan, halved = plans[0], detached_copy(component, "meta")
     split(halved, Axis(size=2, index=0), tokens=True)
-    own = plan.tokens // 2
-    _, saved = _weigh(halved, own)
+    own_tokens = plan.tokens // 2
+    _, saved = _weigh(halved, own_tokens)
     layers = [component.get_submodule(str(node.target)) for node in plan.tokenwise]
     summed = [p for m in layers for p in m.parameters() if p.requires_grad]
     return SequenceSplit(
@@ -123,7 +123,7 @@ def _sequence_split(component: TracedComponent, half_saved: float, *, first: boo
         exit=plan.exit_tokens > 0,
         collectives=_token_collectives(plan, first=first),
         summed_parameter_bytes=sum(p.numel() * p.element_size() for p in summed),
-        saved_bytes_per_sample=max(0.0, half_saved - saved) / (1 - own / plan.tokens),
+        saved_bytes_per_sample=max(0.0, half_saved - saved) / (1 - own_tokens / plan.tokens),
     )
 
 
@@ -145,12 +145,12 @@ def tensor_split(
     plan = plans[0]
     if not plan.actions or plan.max_degree < 2:
         return None, "no linear, attention or convolution layer that could be cut"
-    whole, halved = detached_copy(component, "meta"), detached_copy(component, "meta")
+    unsplit, halved = detached_copy(component, "meta"), detached_copy(component, "meta")
     split(halved, Axis(size=2, index=0))
     shards = shards_of(halved)
-    sizes = dict(whole.named_parameters())
+    sizes = dict(unsplit.named_parameters())
     cut = [sizes[name] for name in shards if name in sizes]
-    (flops, saved), (half_flops, half_saved) = _weigh(whole), _weigh(halved)
+    (flops, saved), (half_flops, half_saved) = _weigh(unsplit), _weigh(halved)
     fraction = -(-plan.max_degree // 2) / plan.max_degree
     gain = 1 / (1 - fraction)
     share = 1.0 if kept_bytes is None or kept_bytes >= saved else kept_bytes / saved
@@ -183,13 +183,13 @@ def _loss_bytes(traced: TracedModel, input_shape: tuple[int, ...], num_classes: 
 def layer_graph(traced: TracedModel, *, model: str, input_shape: tuple[int, ...], num_classes: int) -> LayerGraph:
     """The graph of ``traced``, with every component's possible split."""
     components: list[Component] = []
-    known: dict[tuple[str, float, bool], tuple[TensorSplit | None, str, str]] = {}
+    splits: dict[tuple[str, float, bool], tuple[TensorSplit | None, str, str]] = {}
     for traced_component, facts in zip(traced.components, traced.facts, strict=True):
-        kept, first = facts.saved_bytes_per_sample, not components
-        key = signature(traced_component), kept, first
-        if key not in known:
-            known[key] = (*tensor_split(traced_component, first=first, kept_bytes=kept), facts.name)
-        tensor, why, of = known[key]
+        saved_bytes, first = facts.saved_bytes_per_sample, not components
+        key = signature(traced_component), saved_bytes, first
+        if key not in splits:
+            splits[key] = (*tensor_split(traced_component, first=first, kept_bytes=saved_bytes), facts.name)
+        tensor, why, of = splits[key]
         why = why.replace(of, facts.name)
         weights = {f.name: getattr(facts, f.name) for f in fields(facts)}
         tied = True if traced_component.ties else None

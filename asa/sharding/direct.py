@@ -57,8 +57,8 @@ def awaited(work: dist.Work | None) -> float:
         return 0.0
     mark = waits.begin()
     if own_cores():
-        ends, there = time.perf_counter() + AWAKE_S, work.get_future()
-        while not there.done() and time.perf_counter() < ends:
+        ends, future = time.perf_counter() + AWAKE_S, work.get_future()
+        while not future.done() and time.perf_counter() < ends:
             os.sched_yield()
     work.wait()
     return waits.end(mark)
@@ -124,53 +124,53 @@ def broadcast(x: Tensor, *, group_src: int, group: dist.ProcessGroup | None = No
 
 @torch.no_grad()
 def all_gather_into_tensor(
-    whole: Tensor, part: Tensor, *, group: dist.ProcessGroup | None = None, async_op: bool = False
+    full: Tensor, part: Tensor, *, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """Gather every rank's ``part`` into ``whole``, in the order of ranks (both contiguous; ``part`` may be a view of
+    """Gather every rank's ``part`` into ``full``, in the order of ranks (both contiguous; ``part`` may be a view of
     it)."""
     if part.device.type == "cpu" and (shared := segment_of(group)):
         mark = waits.begin()
-        shared.all_gather(whole, part)
-        waits.met(mark, "all_gather", group, whole.nbytes)
+        shared.all_gather(full, part)
+        waits.met(mark, "all_gather", group, full.nbytes)
         return _finished(Pending(()), async_op)
     ranks, me = dist.get_world_size(group), dist.get_rank(group)
     cuda = part.device.type != "cpu"
     if cuda or (ranks > 2 and not on_one_host()):
         mark = None if async_op else waits.begin(cuda=cuda)
-        work = dist.all_gather_into_tensor(whole, part, group=group, async_op=async_op)
+        work = dist.all_gather_into_tensor(full, part, group=group, async_op=async_op)
         waited = waits.end(mark)
-        waits.transferred("all_gather", group, whole.nbytes, waited)
+        waits.transferred("all_gather", group, full.nbytes, waited)
         return work
-    parts = whole.view(-1).chunk(ranks)
+    parts = full.view(-1).chunk(ranks)
     if parts[me].data_ptr() != part.data_ptr():
         parts[me].copy_(part.view(-1))
     works = [dist.broadcast(p, group_src=i, group=group, async_op=True) for i, p in enumerate(parts) if p.numel()]
-    return _finished(Pending(works), async_op, ("all_gather", group, whole.nbytes))
+    return _finished(Pending(works), async_op, ("all_gather", group, full.nbytes))
 
 
 @torch.no_grad()
 def reduce_scatter_tensor(
-    part: Tensor, whole: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None,
+    part: Tensor, full: Tensor, *, op: Any = dist.ReduceOp.SUM, group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:  # fmt: skip
-    """Set ``part`` to this rank's part of the sum (or mean) of all ranks' ``whole`` (both contiguous)."""
+    """Set ``part`` to this rank's part of the sum (or mean) of all ranks' ``full`` (both contiguous)."""
     mean = op == dist.ReduceOp.AVG
     cuda = part.device.type != "cpu"
     if cuda or not (mean or op == dist.ReduceOp.SUM):
         mark = None if async_op else waits.begin(cuda=cuda)
-        scattered = dist.reduce_scatter_tensor(part, whole, op=op, group=group, async_op=async_op)
+        scattered = dist.reduce_scatter_tensor(part, full, op=op, group=group, async_op=async_op)
         waits.end(mark)
         return scattered
     if shared := segment_of(group):
         mark = waits.begin()
-        shared.reduce_scatter(part, whole, mean=mean)
-        waits.met(mark, "reduce_scatter", group, whole.nbytes)
+        shared.reduce_scatter(part, full, mean=mean)
+        waits.met(mark, "reduce_scatter", group, full.nbytes)
         return _finished(Pending(()), async_op)
     ranks = dist.get_world_size(group)
-    received = torch.empty_like(whole)
-    work = dist.all_to_all_single(received, whole, group=group, async_op=True)
+    received = torch.empty_like(full)
+    work = dist.all_to_all_single(received, full, group=group, async_op=True)
     pending = Pending([work], received.view(ranks, -1), part.view(-1), mean=mean)
-    return _finished(pending, async_op, ("reduce_scatter", group, whole.nbytes))
+    return _finished(pending, async_op, ("reduce_scatter", group, full.nbytes))
 
 
 def _finished(

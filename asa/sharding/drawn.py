@@ -41,34 +41,34 @@ class _Drawing(TorchDispatchMode):
         self._generator = generator
 
     def _by_sample(self, shape: Any) -> bool:
-        mine = self._rows.stop - self._rows.start
-        return len(shape) > 0 and shape[0] == mine and mine < self._total
+        num_rows = self._rows.stop - self._rows.start
+        return len(shape) > 0 and shape[0] == num_rows and num_rows < self._total
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded not in func.tags or options.get("generator") is not None:
             return func(*args, **options)
-        packet, given = func.overloadpacket, {**options, "generator": self._generator}
+        packet, draw_options = func.overloadpacket, {**options, "generator": self._generator}
         if packet in _FILLING and not any(isinstance(a, Tensor) for a in args[1:]):
             target = args[0]
             if not self._by_sample(target.shape):
-                return func(*args, **given)
-            whole = target.new_empty((self._total, *target.shape[1:]))
-            func(whole, *args[1:], **given)
-            return target.copy_(whole[self._rows])
+                return func(*args, **draw_options)
+            full = target.new_empty((self._total, *target.shape[1:]))
+            func(full, *args[1:], **draw_options)
+            return target.copy_(full[self._rows])
         if packet in _ALIKE or packet in _MADE:
-            return self._made(packet, func, args, options)
+            return self._new(packet, func, args, options)
         if packet is _aten.bernoulli and len(args) == 1:
             chance = args[0]
-            drawn = self._filled(chance, lambda t: t.uniform_(generator=self._generator))
-            return (drawn < chance).to(chance.dtype)
+            uniform = self._filled(chance, lambda t: t.uniform_(generator=self._generator))
+            return (uniform < chance).to(chance.dtype)
         if packet is _aten.native_dropout:
             x, p, training = args
             if not training:
                 return func(*args, **options)
-            kept = self._filled(x, lambda t: t.uniform_(generator=self._generator)) >= p
-            return x * kept / (1 - p), kept
-        # Other operations draw from the default generator, which ``seeded`` has seeded by the same key.
+            mask = self._filled(x, lambda t: t.uniform_(generator=self._generator)) >= p
+            return x * mask / (1 - p), mask
+        # Other operations draw from the default generator, which ``draw_options`` has seeded by the same key.
         return func(*args, **options)
 
     def _filled(self, like: Tensor, fill: Callable[[Tensor], Tensor]) -> Tensor:
@@ -76,34 +76,34 @@ class _Drawing(TorchDispatchMode):
             return fill(torch.empty_like(like, memory_format=torch.contiguous_format))
         return fill(like.new_empty((self._total, *like.shape[1:])))[self._rows]
 
-    def _made(self, packet: Any, func: Any, args: Any, options: dict[str, Any]) -> Any:
+    def _new(self, packet: Any, func: Any, args: Any, options: dict[str, Any]) -> Any:
         if packet in _MADE:
             at = next(i for i, a in enumerate(args) if not isinstance(a, int))  # behind the bounds of randint
             shape = list(args[at])
             by_sample = self._by_sample(shape)
             shape[0:1] = [self._total] if by_sample else shape[0:1]
             overload = "low_generator" if at == 2 else "generator"
-            made = getattr(packet, overload)(*args[:at], shape, *args[at + 1 :], **options, generator=self._generator)
-            return made[self._rows] if by_sample else made
+            values = getattr(packet, overload)(*args[:at], shape, *args[at + 1 :], **options, generator=self._generator)
+            return values[self._rows] if by_sample else values
         like, *bounds = args
-        made = torch.empty_like(like, **{k: v for k, v in options.items() if k in ("dtype", "layout", "device")})
+        values = torch.empty_like(like, **{k: v for k, v in options.items() if k in ("dtype", "layout", "device")})
         if packet is _aten.randint_like:
             low, high = bounds if len(bounds) == 2 else (0, *bounds)
-            return self._filled(made, lambda t: t.random_(low, high, generator=self._generator))
+            return self._filled(values, lambda t: t.random_(low, high, generator=self._generator))
         gaussian = packet is _aten.randn_like
-        return self._filled(made, lambda t: (t.normal_ if gaussian else t.uniform_)(generator=self._generator))
+        return self._filled(values, lambda t: (t.normal_ if gaussian else t.uniform_)(generator=self._generator))
 
 
 def keyed(component: TracedComponent, context: SampleContext, *, foreign: bool) -> None:
     """Make the random numbers of ``component`` a function of seed, step and sample. ``foreign`` says that it also draws
     from Python's or numpy's generators."""
-    theirs, site = component.forward, named(f"{component.name} draws")
+    original, site = component.forward, named(f"{component.name} draws")
 
     def forward(x: Tensor) -> tuple[Tensor, ...]:
         key = draws.key(context.seed, context.step, context.start, site, context.call(f"{component.name} draws"))
         generator = torch.Generator(x.device).manual_seed(key & (2**63 - 1))
         with seeded(key, foreign), _Drawing(context, generator):
-            return theirs(x)
+            return original(x)
 
     component.__dict__["forward"] = forward
 

@@ -24,7 +24,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.found: dict[str, None] = {}
+        self.operators: dict[str, None] = {}
         self._device = device
 
     def _states(self) -> list[Tensor]:
@@ -37,9 +37,9 @@ class _Watch(TorchDispatchMode):
         before = self._states()
         result = func(*args, **(kwargs or {}))
         if self._device.type == "meta":  # the meta device draws nothing: count every operator that can draw
-            self.found[func.overloadpacket.__name__] = None
+            self.operators[func.overloadpacket.__name__] = None
         if any(not torch.equal(a, b) for a, b in zip(before, self._states(), strict=True)):
-            self.found[func.overloadpacket.__name__] = None
+            self.operators[func.overloadpacket.__name__] = None
         return result
 
 
@@ -57,23 +57,23 @@ def drawing(components: Iterable[TracedComponent], batch: Tensor) -> dict[str, t
             with _Watch(batch.device) as watch, foreign_random():
                 batch = component(batch)[0]
                 if foreign_state()[: len(before)] != before:
-                    watch.found[FOREIGN] = None
-            if watch.found:
-                operators[component.name] = tuple(watch.found)
+                    watch.operators[FOREIGN] = None
+            if watch.operators:
+                operators[component.name] = tuple(watch.operators)
     return operators
 
 
-def told(found: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+def draws_note(operators_of: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
     """A sentence about the result of :func:`drawing`; empty if there are no such components.
 
-    >>> told({"head": ("randn_like",)})
+    >>> draws_note({"head": ("randn_like",)})
     ('head draws random numbers of its own (randn_like): what training computes depends on the plan',)
     """
-    if not found:
+    if not operators_of:
         return ()
-    who = f"{several(list(found))} {'draws' if len(found) == 1 else 'draw'} random numbers of "
-    how = ", ".join(dict.fromkeys(name for operators in found.values() for name in operators))
-    whose = "its" if len(found) == 1 else "their"
+    who = f"{several(list(operators_of))} {'draws' if len(operators_of) == 1 else 'draw'} random numbers of "
+    how = ", ".join(dict.fromkeys(name for operators in operators_of.values() for name in operators))
+    whose = "its" if len(operators_of) == 1 else "their"
     return (f"{who}{whose} own ({how}): what training computes depends on the plan",)
 
 

@@ -117,9 +117,9 @@ def _outwards(p: Tensor, part: Tensor, before: dict[str, Any], now: dict[str, An
         return now
     state = {}
     for key, value in now.items():
-        known = before.get(key)
-        if isinstance(known, Tensor) and local(known) is value:
-            value = known
+        earlier = before.get(key)
+        if isinstance(earlier, Tensor) and local(earlier) is value:
+            value = earlier
         elif isinstance(value, Tensor) and value.shape == part.shape:
             value = as_held(p, value)
         state[key] = value

@@ -97,7 +97,7 @@ def is_elementwise(module: nn.Module) -> bool:
     return isinstance(module, _ELEMENTWISE_MODULES) or type(module).__name__ in {"StochasticDepth", "SampleDropout"}
 
 
-def _kept(node: fx.Node, cut: Cut) -> bool:
+def _keeps_channels(node: fx.Node, cut: Cut) -> bool:
     """Whether pooling keeps its channels sharded, which it does unless it also returns indices."""
     return cut.dim == 1 and hasattr(node.meta.get("tensor_meta"), "shape")
 
@@ -166,7 +166,7 @@ class Walk:
     def _cut_of(self, value: object) -> Cut | None:
         return self.plan.states.get(value) if isinstance(value, fx.Node) else None
 
-    def _whole(self, node: fx.Node) -> None:
+    def _gather_inputs(self, node: fx.Node) -> None:
         """Gather all sharded inputs of ``node`` first."""
         for value in node.all_input_nodes:
             cut = self.plan.states.get(value)
@@ -182,7 +182,7 @@ class Walk:
             cut = self._visit_function(node)
             if cut is not None:
                 return cut
-        self._whole(node)
+        self._gather_inputs(node)
         return None
 
     def _column(self, node: fx.Node, path: str, cut: Cut, action: Action) -> Cut:
@@ -202,7 +202,7 @@ class Walk:
         source = node.args[0] if node.args else None
         cut = self._cut_of(source)
         if not stock(m):
-            self._whole(node)
+            self._gather_inputs(node)
             return None
         if path not in self.repeated and "tensor_meta" in node.meta:
             if isinstance(m, nn.Linear):
@@ -230,11 +230,11 @@ class Walk:
             return None
         if independent_groups(m):
             return self._grouped(node, independent_groups(m))
-        if cut is not None and (is_elementwise(m) or (isinstance(m, _SPATIAL_MODULES) and _kept(node, cut))):
+        if cut is not None and (is_elementwise(m) or (isinstance(m, _SPATIAL_MODULES) and _keeps_channels(node, cut))):
             return cut
         if cut is not None and isinstance(m, nn.Flatten) and m.end_dim == -1 and m.start_dim == cut.dim:
             return self._flattened(source, cut)
-        self._whole(node)
+        self._gather_inputs(node)
         return None
 
     def _groups(self, node: fx.Node, width: int) -> int:
@@ -251,7 +251,7 @@ class Walk:
         cuts = [self._cut_of(a) for a in node.args]
         if all(c is not None and (c.dim, c.units) == (last, groups) for c in cuts) and not node.kwargs:
             return Cut(last, groups, int(node.meta["tensor_meta"].shape[-1]) // groups)
-        self._whole(node)
+        self._gather_inputs(node)
         return None
 
     def _flattened(self, source: object, cut: Cut) -> Cut:
@@ -267,7 +267,7 @@ class Walk:
             return self._binary(node)
         if cut is None:
             return None
-        if target in ELEMENTWISE_FUNCTIONS or (target in _SPATIAL and _kept(node, cut)):
+        if target in ELEMENTWISE_FUNCTIONS or (target in _SPATIAL and _keeps_channels(node, cut)):
             return cut
         if target in {torch.flatten, "flatten"} and (*node.args, *node.kwargs.values())[1:] == (cut.dim,):
             return self._flattened(source, cut)

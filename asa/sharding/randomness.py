@@ -44,19 +44,19 @@ def make_reproducible(components: Iterable[TracedComponent], context: SampleCont
         for graph in component.graphs():
             _separate_calls(graph, component.name, context)
         for path, child in list(component.named_modules()):
-            fresh: nn.Module | None = replacement(child, f"{component.name}.{path}", context)
+            new: nn.Module | None = replacement(child, f"{component.name}.{path}", context)
             if isinstance(child, nn.MultiheadAttention) and child.dropout > 0 and stock(child):
-                fresh = _attention(component, child, path, context)
-                if fresh is None and not any(splits_by_heads(child, n) for n in _calls(component, path)):
+                new = _attention(component, child, path, context)
+                if new is None and not any(splits_by_heads(child, n) for n in _calls(component, path)):
                     dropout = SampleDropout(child.dropout, site=f"{path}.weights", context=context)
                     with_masks_by_sample(child, dropout)
             if drops_between_layers(child):
                 dropout = SampleDropout(child.dropout, site=path, context=context)
                 with_layers_by_sample(child, dropout, f"{component.name}.{path}")
-            if fresh is not None:
-                if isinstance(fresh, SampleDropout) and not _calls(component, path):
-                    fresh.inplace = bool(getattr(child, "inplace", False))
-                component.set_submodule(path, fresh.train(child.training))
+            if new is not None:
+                if isinstance(new, SampleDropout) and not _calls(component, path):
+                    new.inplace = bool(getattr(child, "inplace", False))
+                component.set_submodule(path, new.train(child.training))
 
 
 def _read_results(module: fx.GraphModule) -> None:
@@ -73,33 +73,33 @@ def _drops_in_place(module: fx.GraphModule, node: fx.Node) -> bool:
     if node.op == "call_module":
         called = module.get_submodule(str(node.target))
         return isinstance(called, nn.modules.dropout._DropoutNd) and called.inplace
-    given = node.kwargs.get("inplace", node.args[3] if len(node.args) > 3 else False)
-    return node.op == "call_function" and node.target in _FUNCTIONS and node.target is not F.rrelu and bool(given)
+    in_place = node.kwargs.get("inplace", node.args[3] if len(node.args) > 3 else False)
+    return node.op == "call_function" and node.target in _FUNCTIONS and node.target is not F.rrelu and bool(in_place)
 
 
 def _dropped_from(node: fx.Node) -> fx.Node:
     return cast(fx.Node, node.args[0] if node.args else node.kwargs["input"])
 
 
-_Made = Callable[..., BySample]
+_Factory = Callable[..., BySample]
 
 
-def _dropping(kind: type[SampleDropout], *, whole_from: int | None, trains: bool) -> Callable[..., _Made | None]:
-    def made(input: object, p: float = 0.5, training: bool = trains, inplace: bool = False) -> _Made | None:
+def _dropping(kind: type[SampleDropout], *, whole_from: int | None, trains: bool) -> Callable[..., _Factory | None]:
+    def make(input: object, p: float = 0.5, training: bool = trains, inplace: bool = False) -> _Factory | None:
         del input, inplace
         return partial(kind, float(p), whole_from=whole_from) if training else None
 
-    return made
+    return make
 
 
 def _sloping(
     input: object, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
-) -> _Made | None:
+) -> _Factory | None:
     del input
     return partial(SampleRReLU, lower, upper, inplace=inplace) if training else None
 
 
-_FUNCTIONS: dict[Any, Callable[..., _Made | None]] = {
+_FUNCTIONS: dict[Any, Callable[..., _Factory | None]] = {
     F.dropout: _dropping(SampleDropout, whole_from=None, trains=True),
     F.dropout1d: _dropping(SampleDropout, whole_from=2, trains=True),
     F.dropout2d: _dropping(SampleDropout, whole_from=2, trains=True),
@@ -114,10 +114,10 @@ nothing."""
 
 def _replace_functions(module: fx.GraphModule, owner: str, context: SampleContext) -> None:
     calls = [n for n in module.graph.nodes if n.op == "call_function" and n.target in _FUNCTIONS]
-    drawing = [(n, made) for n in calls if (made := _FUNCTIONS[n.target](*n.args, **n.kwargs)) is not None]
-    for i, (node, made) in enumerate(drawing):
+    drawing = [(n, make) for n in calls if (make := _FUNCTIONS[n.target](*n.args, **n.kwargs)) is not None]
+    for i, (node, make) in enumerate(drawing):
         path, site = f"dropout_{i}", f"{owner}.dropout_{i}"
-        module.add_submodule(path, made(site=site, context=context))
+        module.add_submodule(path, make(site=site, context=context))
         with module.graph.inserting_before(node):
             call = module.graph.call_module(path, (_dropped_from(node),))
         node.replace_all_uses_with(call)
@@ -133,9 +133,9 @@ def _separate_calls(module: fx.GraphModule, owner: str, context: SampleContext) 
         call, calls[target] = calls[target], calls[target] + 1
         path = f"{target.replace('.', '_')}_call_{call}"
         stock = module.get_submodule(target)
-        fresh = replacement(stock, f"{owner}.{target}#{call}", context) if call else None
-        if fresh is not None:
-            module.add_submodule(path, fresh.train(stock.training))
+        new = replacement(stock, f"{owner}.{target}#{call}", context) if call else None
+        if new is not None:
+            module.add_submodule(path, new.train(stock.training))
             node.target = path
     if any(count > 1 for count in calls.values()):
         module.recompile()

@@ -43,23 +43,23 @@ class _Parts:
 
     def __init__(self, component: nn.Module) -> None:
         modules = list(component.modules())
-        self._held = [m._parameters for m in modules if m._parameters]
+        self._parameters_of = [m._parameters for m in modules if m._parameters]
         self.statistics = [m for m in modules if _normalises(m) and m.running_mean is not None]
         self.registries = [m._buffers for m in modules if m._buffers and not _normalises(m)]
         self._moved: set[tuple[int, str]] | None = None  # None before the first forward: all may change
 
     def parameters(self) -> list[Tensor]:
         """The parameters as they are now: sharding replaces them by their whole values and back."""
-        return list(dict.fromkeys(p for held in self._held for p in held.values() if p is not None))
+        return list(dict.fromkeys(p for registry in self._parameters_of for p in registry.values() if p is not None))
 
     @contextmanager
     def copied(self) -> Iterator[_Buffers]:
         """Context around a forward; yields copies, from before it, of the buffers that forward changes: an average of
         its own, a counter, the vectors of a spectral norm (the first time, of all buffers)."""
-        found = [(r, n, b, b._version) for r in self.registries for n, b in r.items() if b is not None]
-        copies = {id(b): b.detach().clone() for r, n, b, _ in found if self._moved is None or (id(r), n) in self._moved}
-        yield [(registry, name, copies[id(b)]) for registry, name, b, _ in found if id(b) in copies]
-        moved = {(id(r), n) for r, n, b, version in found if r.get(n) is not b or b._version != version}
+        old = [(r, n, b, b._version) for r in self.registries for n, b in r.items() if b is not None]
+        copies = {id(b): b.detach().clone() for r, n, b, _ in old if self._moved is None or (id(r), n) in self._moved}
+        yield [(registry, name, copies[id(b)]) for registry, name, b, _ in old if id(b) in copies]
+        moved = {(id(r), n) for r, n, b, version in old if r.get(n) is not b or b._version != version}
         self._moved = moved | (self._moved or set())
 
 
@@ -140,38 +140,38 @@ class _Start(torch.autograd.Function):
 
 
 class _Component(torch.autograd.Function):
-    """``run(x)`` as a function of ``x`` and ``parameters``. ``again()``: a context for running it once more."""
+    """``run(x)`` as a function of ``x`` and ``parameters``. ``rerun()``: a context for running it once more."""
 
     @staticmethod
     def forward(
-        ctx: Any, run: Callable[[Tensor], tuple[Tensor, ...]], again: Callable[[], AbstractContextManager[None]],
+        ctx: Any, run: Callable[[Tensor], tuple[Tensor, ...]], rerun: Callable[[], AbstractContextManager[None]],
         x: Tensor, *parameters: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         outputs = run(x)
-        ctx.run, ctx.again, ctx.parameters = run, again, parameters
+        ctx.run, ctx.rerun, ctx.parameters = run, rerun, parameters
         ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(o for o in outputs if not (o.is_floating_point() or o.is_complex())))
         # A view made without a graph may not be changed in place later; its values may, unless they are the input's.
-        mine = x.untyped_storage().data_ptr()
-        return tuple(o.data if o._is_view() and o.untyped_storage().data_ptr() != mine else o for o in outputs)
+        input_memory = x.untyped_storage().data_ptr()
+        return tuple(o.data if o._is_view() and o.untyped_storage().data_ptr() != input_memory else o for o in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         (x,) = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
         twice = is_grad_enabled()  # the gradients will be differentiated: the graph reaches back to the input
-        with torch.enable_grad(), ctx.again():
+        with torch.enable_grad(), ctx.rerun():
             leaf = x if twice else x.detach().requires_grad_(needed[0])
             outputs = ctx.run(_Start.apply(leaf) if needed[0] and not twice else leaf)
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
-        inputs = [v for v, wanted in zip((leaf, *ctx.parameters), needed, strict=True) if wanted]
-        found: Iterator[Tensor | None] = iter([None] * len(inputs))
+        inputs = [v for v, is_needed in zip((leaf, *ctx.parameters), needed, strict=True) if is_needed]
+        results: Iterator[Tensor | None] = iter([None] * len(inputs))
         if pairs and inputs:
-            ends, given = [get_gradient_edge(o) for o, _ in pairs], [g for _, g in pairs]
+            ends, output_gradients = [get_gradient_edge(o) for o, _ in pairs], [g for _, g in pairs]
             del outputs, pairs  # what no gradient needs of them is released
-            found = iter(torch.autograd.grad(ends, inputs, given, create_graph=twice, allow_unused=True))
-        return (None, None, *(next(found) if wanted else None for wanted in needed))
+            results = iter(torch.autograd.grad(ends, inputs, output_gradients, create_graph=twice, allow_unused=True))
+        return (None, None, *(next(results) if is_needed else None for is_needed in needed))
 
 
 class _Recomputed:
@@ -189,19 +189,19 @@ class _Recomputed:
         if not (self._component.training and is_grad_enabled()):
             return self._run(x)
         before, autocast, device = self._context.copy(), _same_autocast(x.device), x.device
-        drawn: list[Tensor] | None = _generators(device)
+        states: list[Tensor] | None = _generators(device)
 
         @contextmanager
-        def again() -> Iterator[None]:
+        def rerun() -> Iterator[None]:
             same = _as_before(self._parts, self._context, before.copy(), buffers)
-            with autocast(), _drawing_from(drawn, device), same:
+            with autocast(), _drawing_from(states, device), same:
                 yield
 
         with self._parts.copied() as buffers:
-            outputs = _Component.apply(self._run, again, x, *self._parts.parameters())
-        assert drawn is not None
-        if all(map(torch.equal, drawn, _generators(device))):
-            drawn = None
+            outputs = _Component.apply(self._run, rerun, x, *self._parts.parameters())
+        assert states is not None
+        if all(map(torch.equal, states, _generators(device))):
+            states = None
         return outputs
 
 

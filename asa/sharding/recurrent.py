@@ -73,14 +73,14 @@ class _BySample:
         kernel, weights, ends = _KERNELS[m.mode], m.all_weights, []
         call = self._dropout.context.call(self._site)
         for layer in range(m.num_layers):
-            mine = slice(layer * directions, (layer + 1) * directions)
+            of_layer = slice(layer * directions, (layer + 1) * directions)
             if layer:
                 self._dropout.site = named(f"{self._site}.{layer}#{call}")
                 x = self._dropped(x, sizes, order)
-            start = [s[mine].contiguous() for s in states]
+            start = [s[of_layer].contiguous() for s in states]
             sequence = (x,) if sizes is None else (x, sizes)
             options = (m.bias, 1, 0.0, True, bool(m.bidirectional), *[m.batch_first] * (sizes is None))
-            flat = [w for direction in weights[mine] for w in direction]
+            flat = [w for direction in weights[of_layer] for w in direction]
             x, *last = kernel(*sequence, start if m.mode == "LSTM" else start[0], flat, *options)
             ends.append(last)
         return x, tuple(torch.cat(parts) for parts in zip(*ends, strict=True))
@@ -89,8 +89,8 @@ class _BySample:
         if sizes is None:
             return self._dropout(x) if self._module.batch_first else self._dropout(x.transpose(0, 1)).transpose(0, 1)
         # Packed rows come time by time, of samples in the order of their lengths.
-        whole = self._dropout(x.new_ones(int(sizes[0]), len(sizes), x.shape[1]))
+        mask = self._dropout(x.new_ones(int(sizes[0]), len(sizes), x.shape[1]))
         sizes = sizes.to(x.device)
         times = torch.repeat_interleave(torch.arange(len(sizes), device=x.device), sizes)
         rows = torch.arange(len(x), device=x.device) - (sizes.cumsum(0) - sizes)[times]
-        return x * whole[rows if order is None else order[rows], times]
+        return x * mask[rows if order is None else order[rows], times]

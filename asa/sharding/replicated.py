@@ -67,7 +67,7 @@ def sender(axis: Axis) -> Send:
         flat = torch.view_as_real(bucket.flat) if bucket.flat.is_complex() else bucket.flat
         if flat.device.type == "cpu" and segment_of(group) is not None:
             direct.all_reduce(flat, group=group, mean=True)
-            return _done
+            return _no_wait
         flat.div_(axis.size)  # before the sum, which may overflow in half precision
         work = dist.all_reduce(flat, group=group, async_op=True)
 
@@ -82,7 +82,7 @@ def sender(axis: Axis) -> Send:
     return send
 
 
-def _done() -> None:
+def _no_wait() -> None:
     return None
 
 

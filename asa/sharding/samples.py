@@ -97,9 +97,9 @@ class BySample(nn.Module):
             total = list(shape)
             offsets = [0] * len(shape)
             if self.shard is not None:
-                dim, offset, whole = self.shard
+                dim, offset, length = self.shard
                 if dim - 1 < len(shape):
-                    total[dim - 1], offsets[dim - 1] = whole, offset
+                    total[dim - 1], offsets[dim - 1] = length, offset
             index = torch.zeros(shape, dtype=torch.int64)
             for d, size in enumerate(shape):
                 view = [1] * len(shape)
@@ -108,7 +108,7 @@ class BySample(nn.Module):
             self._elements = {key: index.to(x.device)}
         return self._elements[key]
 
-    def known(self, x: Tensor) -> bool:
+    def has_rows(self, x: Tensor) -> bool:
         """Whether the rows of ``x`` are the samples of the context."""
         return self.context.samples is not None and self.context.samples.numel() == x.shape[0]
 
@@ -143,10 +143,10 @@ class SampleDropout(BySample):
         """``x`` after dropout, in new memory."""
         if self.p >= 1:
             return x * 0
-        if not self.known(x):
+        if not self.has_rows(x):
             return self.by_generator(x)
-        kept = self.draw(x) < int((1 - self.p) * (1 << 53))
-        return self.masked(x, kept.view(*kept.shape, *(1,) * (x.dim() - kept.dim())))
+        mask = self.draw(x) < int((1 - self.p) * (1 << 53))
+        return self.masked(x, mask.view(*mask.shape, *(1,) * (x.dim() - mask.dim())))
 
     def by_generator(self, x: Tensor) -> Tensor:
         """``x`` after dropout with the stock function's random numbers."""
@@ -155,9 +155,9 @@ class SampleDropout(BySample):
         shared = (1,) * (x.dim() - self.whole_from)
         return self.masked(x, torch.rand(*x.shape[: self.whole_from], *shared, device=x.device) >= self.p)
 
-    def masked(self, x: Tensor, kept: Tensor) -> Tensor:
-        """``x`` with elements that are not ``kept`` set to zero."""
-        return x * (kept.to(x.dtype).div_(1 - self.p) if self.scaled else kept)
+    def masked(self, x: Tensor, mask: Tensor) -> Tensor:
+        """``x`` with elements that are not ``mask`` set to zero."""
+        return x * (mask.to(x.dtype).div_(1 - self.p) if self.scaled else mask)
 
     def extra_repr(self) -> str:
         """Text for ``print(module)``."""
@@ -176,11 +176,11 @@ class SampleAlphaDropout(SampleDropout):
         function = nn.functional.alpha_dropout if self.whole_from is None else nn.functional.feature_alpha_dropout
         return function(x, self.p, True)
 
-    def masked(self, x: Tensor, kept: Tensor) -> Tensor:
+    def masked(self, x: Tensor, mask: Tensor) -> Tensor:
         """``x`` with dropped elements replaced by a constant, and scaled such that a standard normal input keeps its
         mean and variance."""
         scale = ((_SATURATION**2 * self.p + 1) * (1 - self.p)) ** -0.5
-        return scale * (torch.where(kept, x, -_SATURATION) + _SATURATION * self.p)
+        return scale * (torch.where(mask, x, -_SATURATION) + _SATURATION * self.p)
 
 
 class SampleRReLU(BySample):
@@ -194,7 +194,7 @@ class SampleRReLU(BySample):
         """``x`` after the activation, in the same shape."""
         if self.training and self.context.silent:
             return nn.functional.leaky_relu(x, (self.lower + self.upper) / 2, self.inplace)
-        if not (self.training and self.known(x)):
+        if not (self.training and self.has_rows(x)):
             return nn.functional.rrelu(x, self.lower, self.upper, self.training, self.inplace)
         slope = self.lower + (self.upper - self.lower) * (self.draw(x).double() / (1 << 53))
         factor = torch.where(x < 0, slope.to(x.dtype), 1.0)
@@ -205,11 +205,11 @@ def replacement(module: nn.Module, site: str, context: SampleContext) -> BySampl
     """The strategy-independent form of a stock module that draws, or of any module with stochastic depth; None for
     other modules."""
     if not stock(module):
-        found = drops_samples(module)
+        dropped = drops_samples(module)
         return (
             None
-            if found is None
-            else SampleDropout(found[0], site=site, context=context, whole_from=1, scaled=found[1])
+            if dropped is None
+            else SampleDropout(dropped[0], site=site, context=context, whole_from=1, scaled=dropped[1])
         )
     if isinstance(module, nn.Dropout):
         return SampleDropout(module.p, site=site, context=context)

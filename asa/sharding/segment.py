@@ -105,21 +105,21 @@ class Segment:
             if rank != self.me:
                 flat[first:last].copy_(sums[rank, : last - first])
 
-    def all_gather(self, whole: Tensor, part: Tensor) -> None:
-        """Gather every rank's ``part`` into ``whole``, in the order of ranks (both contiguous; ``part`` may be a view
+    def all_gather(self, full: Tensor, part: Tensor) -> None:
+        """Gather every rank's ``part`` into ``full``, in the order of ranks (both contiguous; ``part`` may be a view
         of it)."""
-        rows, mine = whole.view(self.ranks, -1), part.view(-1)
-        for into, flat in zip(self._columns(rows), self._slices(mine), strict=True):
-            brought = self._shown(flat)
+        rows, own_part = full.view(self.ranks, -1), part.view(-1)
+        for target, flat in zip(self._columns(rows), self._slices(own_part), strict=True):
+            slots = self._shown(flat)
             for rank in range(self.ranks):
-                if rank != self.me or into[rank].data_ptr() != flat.data_ptr():
-                    into[rank].copy_(brought[rank])
+                if rank != self.me or target[rank].data_ptr() != flat.data_ptr():
+                    target[rank].copy_(slots[rank])
 
-    def reduce_scatter(self, part: Tensor, whole: Tensor, *, mean: bool = False) -> None:
-        """Set ``part`` to this rank's part of the sum (or mean) of all ranks' ``whole`` (both contiguous)."""
-        rows = whole.view(self.ranks, -1)
-        for flat, brought in zip(self._slices(part.view(-1), self.ranks), self._columns(rows, self.ranks), strict=True):
-            summed(self._shown(brought).view(self.ranks, self.ranks, -1)[:, self.me], flat)
+    def reduce_scatter(self, part: Tensor, full: Tensor, *, mean: bool = False) -> None:
+        """Set ``part`` to this rank's part of the sum (or mean) of all ranks' ``full`` (both contiguous)."""
+        rows = full.view(self.ranks, -1)
+        for flat, columns in zip(self._slices(part.view(-1), self.ranks), self._columns(rows, self.ranks), strict=True):
+            summed(self._shown(columns).view(self.ranks, self.ranks, -1)[:, self.me], flat)
             if mean:
                 flat.div_(self.ranks)
 
@@ -127,9 +127,9 @@ class Segment:
         """Copy ``x`` (contiguous) of rank ``source`` to all. The source fills one slot while the others read the
         other."""
         for flat in self._slices(x.view(-1)):
-            brought = self._shown(flat if self.me == source else flat[:0], flat.numel())
+            slots = self._shown(flat if self.me == source else flat[:0], flat.numel())
             if self.me != source:
-                flat.copy_(brought[source])
+                flat.copy_(slots[source])
 
     def _slices(self, flat: Tensor, share: int = 1) -> tuple[Tensor, ...]:
         """``flat`` in pieces of which ``share`` fill a slot."""
@@ -139,16 +139,16 @@ class Segment:
         """``rows`` in groups of columns of which ``share`` fill a slot."""
         return rows.split(max(1, CAPACITY_BYTES // (share * rows.itemsize)), dim=1)
 
-    def _shown(self, brought: Tensor, length: int | None = None) -> Tensor:
-        """Write ``brought`` to this rank's slot, and return the slots of all ranks, one row each: ``length`` elements,
-        or as many as ``brought`` has. They must be read before the next meeting."""
-        boards = self._boards.get(brought.dtype)
+    def _shown(self, values: Tensor, length: int | None = None) -> Tensor:
+        """Write ``values`` to this rank's slot, and return the slots of all ranks, one row each: ``length`` elements,
+        or as many as ``values`` has. They must be read before the next meeting."""
+        boards = self._boards.get(values.dtype)
         if boards is None:
-            boards = self._boards[brought.dtype] = tuple(self._all.view(brought.dtype))
+            boards = self._boards[values.dtype] = tuple(self._all.view(values.dtype))
         self._meeting += 1
-        count = brought.numel()
+        count = values.numel()
         board = boards[self._meeting % 2][:, : count if length is None else length]
-        board[self.me, :count].view(brought.shape).copy_(brought)
+        board[self.me, :count].view(values.shape).copy_(values)
         self._meet()
         return board
 
@@ -164,17 +164,17 @@ class Segment:
             waits.came_late(time.perf_counter() - began)
 
     def _wait(self, rank: int, now: int) -> None:
-        words, place = self._words, rank * self._step
+        words, index = self._words, rank * self._step
         started = time.perf_counter()
         asleep_at = started + AWAKE_S
-        while words[place] < now:
+        while words[index] < now:
             if time.perf_counter() < asleep_at:
                 os.sched_yield()
                 continue
             time.sleep(_NAP_S)
-            if words[place] >= now:
+            if words[index] >= now:
                 return
-            if _gone(words[place + 1]):
+            if _has_ended(words[index + 1]):
                 raise dist.DistBackendError(f"Connection closed by peer: rank {rank} of the group is gone")
             if time.perf_counter() - started > self.timeout_s:
                 raise dist.DistBackendError(
@@ -195,7 +195,7 @@ def _header(ranks: int) -> int:
     return -(-(ranks + 1) * _LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _gone(pid: int) -> bool:
+def _has_ended(pid: int) -> bool:
     """Whether process ``pid`` (0: not known yet) has ended, even if its parent has not reaped it."""
     if not pid:
         return False
@@ -228,7 +228,7 @@ def _agree(group: dist.ProcessGroup) -> Segment | None:
         return None
     size = _header(ranks) + 2 * ranks * CAPACITY_BYTES
     memory, fd, token = None, -1, secrets.randbits(62)
-    place = (_header(ranks) - _LINE_BYTES) // 8
+    index = (_header(ranks) - _LINE_BYTES) // 8
     able = (
         _Switch.on and every_core_taken() and hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64")
     )
@@ -238,14 +238,14 @@ def _agree(group: dist.ProcessGroup) -> Segment | None:
                 fd = os.memfd_create("asa", os.MFD_CLOEXEC)
                 os.ftruncate(fd, size)
                 memory = mmap.mmap(fd, size)
-                memoryview(memory).cast("q")[place] = token
-        said = torch.tensor([os.getpid(), fd, token])
-        dist.broadcast(said, group_src=0, group=group)
-        pid, theirs, token = said.tolist()
-        if me and able and theirs >= 0:
+                memoryview(memory).cast("q")[index] = token
+        announced = torch.tensor([os.getpid(), fd, token])
+        dist.broadcast(announced, group_src=0, group=group)
+        pid, peer_fd, token = announced.tolist()
+        if me and able and peer_fd >= 0:
             with contextlib.suppress(OSError, ValueError):
-                memory = _opened(f"/proc/{pid}/fd/{theirs}", size)
-        same = memory is not None and memoryview(memory).cast("q")[place] == token
+                memory = _opened(f"/proc/{pid}/fd/{peer_fd}", size)
+        same = memory is not None and memoryview(memory).cast("q")[index] == token
         agreed = torch.tensor([int(same)])
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
     finally:

@@ -46,25 +46,25 @@ class Unreached:
         :meth:`settle`."""
         self._call = call
 
-    def _filling(self, group: Any, theirs: Callable[..., Any]) -> Callable[..., Any]:
+    def _filling(self, group: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         def post_backward(*args: Any) -> Any:
             if group.reduce_grads:
                 for p in group.fsdp_params:
                     self._fill(p)
-            return theirs(*args)
+            return original(*args)
 
         return post_backward
 
     @torch.no_grad()
     def _fill(self, p: Any) -> None:
-        whole = getattr(p, "_unsharded_param", None)
-        if whole is None or not whole.requires_grad or whole.grad is not None:
+        full = getattr(p, "_unsharded_param", None)
+        if full is None or not full.requires_grad or full.grad is not None:
             return
         if p.sharded_param.grad is None:
             if not self._filled:
                 Variable._execution_engine.queue_callback(self._call)
             self._filled.append(p)
-        whole.grad = torch.full_like(whole, -0.0)
+        full.grad = torch.full_like(full, -0.0)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -132,13 +132,13 @@ def _mesh(axis: Axis, device: str) -> DeviceMesh:
     """A device mesh for ``axis``. Torch caches meshes by ranks and names, together with their groups, which are gone
     after a change of plan. So the group is part of the mesh's name here."""
     assert axis.group is not None
-    own = axis.group.group_name
+    name = axis.group.group_name
     if axis.parts is None:
-        return DeviceMesh.from_group(axis.group, device, mesh_dim_names=(f"shard-{own}",))
+        return DeviceMesh.from_group(axis.group, device, mesh_dim_names=(f"shard-{name}",))
     inside, across = axis.parts
     assert inside.group is not None
     assert across.group is not None
     ranks = torch.tensor(get_process_group_ranks(axis.group)).view(across.size, inside.size)
     return DeviceMesh.from_group(
-        [across.group, inside.group], device, mesh=ranks, mesh_dim_names=(f"replicate-{own}", f"shard-{own}")
+        [across.group, inside.group], device, mesh=ranks, mesh_dim_names=(f"replicate-{name}", f"shard-{name}")
     )

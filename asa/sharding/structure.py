@@ -21,7 +21,7 @@ from asa.ir.graph import LayerGraph
 from asa.ir.profile import Precision
 from asa.ir.units import binary
 from asa.sharding.describe import layer_graph
-from asa.sharding.generators import drawing, told
+from asa.sharding.generators import drawing, draws_note
 from asa.sharding.randomness import make_reproducible
 from asa.sharding.samples import SampleContext
 from asa.tracing import TracedModel, histories, trace
@@ -43,8 +43,8 @@ class Structure:
 
 
 def structure_of(
-    bare: Callable[[], nn.Module],
-    made: Callable[[], nn.Module],
+    bare_model: Callable[[], nn.Module],
+    build: Callable[[], nn.Module],
     example: Tensor,
     *,
     name: str,
@@ -53,25 +53,26 @@ def structure_of(
 ) -> Structure:
     """The structure of a model that reads batches like ``example`` [N, ...], whose values are not read.
 
-    ``bare`` returns the model on the meta device. ``made`` returns it with weights, and is called if the meta device
-    does not suffice: ``forward`` asks for values, or torch runs a layer differently on meta (LSTM, GRU). ``precision``
-    is that of activations under autocast. For a model that cannot run on meta they count as fp32, which is more.
+    ``bare_model`` returns the model on the meta device. ``build`` returns it with weights, and is called if the meta
+    device does not suffice: ``forward`` asks for values, or torch runs a layer differently on meta (LSTM, GRU).
+    ``precision`` is that of activations under autocast. For a model that cannot run on meta they count
+    as fp32, which is more.
 
     Raises:
         InvalidInputError: the model does not run on ``example``.
     """
     lower = LOWER.get(precision)
     with Remembered(), nullcontext() if lower is None else AutocastOnMeta(lower):
-        return _structure(bare, made, example, name, num_classes)
+        return _structure(bare_model, build, example, name, num_classes)
 
 
 def _structure(
-    bare: Callable[[], nn.Module], made: Callable[[], nn.Module], example: Tensor, name: str, num_classes: int
+    bare_model: Callable[[], nn.Module], build: Callable[[], nn.Module], example: Tensor, name: str, num_classes: int
 ) -> Structure:
-    on_meta = _on_meta(bare, example, name)
+    on_meta = _on_meta(bare_model, example, name)
     if on_meta is None:
-        _check_room(bare, name)
-        model = made()
+        _check_room(bare_model, name)
+        model = build()
         batch = example.to(next((p.device for p in model.parameters()), torch.device("cpu")))
         on_meta = model, trace(model, batch, name=name), batch
     model, traced, batch = on_meta
@@ -79,14 +80,16 @@ def _structure(
     on_one = not any(c.batch_norm for c in graph.components) or _trains_on_one(model, batch[:1])
     pair = batch[torch.arange(2, device=batch.device) % len(batch)]
     make_reproducible(traced.components, SampleContext(samples=torch.arange(2, device=batch.device), total=2))
-    graph = replace(graph, notes=(*graph.notes, *told(drawing(traced.components, pair))))
+    graph = replace(graph, notes=(*graph.notes, *draws_note(drawing(traced.components, pair))))
     return Structure(graph, traced.model_fingerprint, on_one)
 
 
-def _on_meta(bare: Callable[[], nn.Module], example: Tensor, name: str) -> tuple[nn.Module, TracedModel, Tensor] | None:
+def _on_meta(
+    bare_model: Callable[[], nn.Module], example: Tensor, name: str
+) -> tuple[nn.Module, TracedModel, Tensor] | None:
     """The model, its trace on the meta device, and the batch; None if the trace would differ from one with values."""
     try:
-        model = bare()
+        model = bare_model()
         if any(isinstance(m, nn.RNNBase) for m in model.modules()):
             return None
         batch = torch.empty_like(example, device="meta")
@@ -96,14 +99,14 @@ def _on_meta(bare: Callable[[], nn.Module], example: Tensor, name: str) -> tuple
     return None if any(" is one " in note for note in traced.notes) else (model, traced, batch)
 
 
-def _check_room(bare: Callable[[], nn.Module], name: str) -> None:
+def _check_room(bare_model: Callable[[], nn.Module], name: str) -> None:
     """Check that this machine has memory for the model's weights and gradients.
 
     Raises:
         InvalidInputError: it has not; names the bytes.
     """
     try:
-        needed = 2 * sum(p.numel() * p.element_size() for p in bare().parameters())
+        needed = 2 * sum(p.numel() * p.element_size() for p in bare_model().parameters())
     except Exception:  # size unknown; build it without the check
         return
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -116,7 +119,7 @@ def _check_room(bare: Callable[[], nn.Module], name: str) -> None:
 
 def stripped(model: nn.Module) -> nn.Module:
     """A copy of ``model`` on the meta device, made without copying any value."""
-    memo: dict[int, Any] = {id(kept): torch.empty_like(kept, device="meta") for kept in _histories(model)}
+    memo: dict[int, Any] = {id(t): torch.empty_like(t, device="meta") for t in _histories(model)}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
@@ -124,8 +127,8 @@ def stripped(model: nn.Module) -> nn.Module:
 
 
 def _histories(model: nn.Module) -> list[Tensor]:
-    kept = histories(model)
-    return [t for m in model.modules() for t in vars(m).values() if isinstance(t, Tensor) and id(t) in kept]
+    ids = histories(model)
+    return [t for m in model.modules() for t in vars(m).values() if isinstance(t, Tensor) and id(t) in ids]
 
 
 def _trains_on_one(module: nn.Module, sample: Tensor) -> bool:

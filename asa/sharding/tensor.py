@@ -114,12 +114,12 @@ def sequence_plans(component: TracedComponent) -> list[SplitPlan] | None:
     Raises:
         UsageError: see :func:`plan_split`.
     """
-    alone = plan_split(component)[0]
-    if component.has_sides() or not alone.actions:
+    plain = plan_split(component)[0]
+    if component.has_sides() or not plain.actions:
         return None
     plans = plan_split(component, tokens=True)
     first = plans[0]
-    alike = (first.actions, first.cuts) == (alone.actions, alone.cuts)
+    alike = (first.actions, first.cuts) == (plain.actions, plain.cuts)
     ends = {(p.tokens, p.exit_tokens) for p in plans}
     return plans if alike and first.tokens > 1 and len(ends) == 1 else None
 
@@ -186,8 +186,8 @@ def _connect(module: fx.GraphModule, plan: SplitPlan, axis: Axis) -> None:
 def _insert(module: fx.GraphModule, value: fx.Node, users: list[fx.Node], step: nn.Module, name: str) -> None:
     # Before the first user, not right after the value, because it may be changed in place in between.
     module.add_submodule(name, step)
-    wanted = set(users)
-    first = next(n for n in module.graph.nodes if n in wanted)
+    user_set = set(users)
+    first = next(n for n in module.graph.nodes if n in user_set)
     with module.graph.inserting_before(first):
         node = module.graph.call_module(name, (value,))
     for user in users:

@@ -60,7 +60,7 @@ class _TokenWalk(Walk):
         if cut is None or not cut.tokens:
             return self._scattered(node, super()._visit_module(node))
         if not stock(m):
-            self._whole(node)
+            self._gather_inputs(node)
             return None
         if path not in self.repeated and "tensor_meta" in node.meta:
             if isinstance(m, nn.Linear):
@@ -76,7 +76,7 @@ class _TokenWalk(Walk):
                 return None
         if is_elementwise(m):
             return cut
-        self._whole(node)
+        self._gather_inputs(node)
         return None
 
     def _scattered(self, node: fx.Node, cut: Cut | None) -> Cut | None:
@@ -101,9 +101,9 @@ class _TokenWalk(Walk):
             return super()._visit_function(node)
         return self._binary(node) if node.target in BINARY_FUNCTIONS else None
 
-    def _whole(self, node: fx.Node) -> None:
+    def _gather_inputs(self, node: fx.Node) -> None:
         if node.target != "dim":  # a part has the same number of dimensions
-            super()._whole(node)
+            super()._gather_inputs(node)
 
     def _hoist(self) -> None:
         """Accept the plan only if the output is one value, split by tokens or whole, and no split layer reads or makes

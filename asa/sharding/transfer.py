@@ -54,11 +54,11 @@ class Link:
         self._dtypes: dict[bool, torch.dtype] = {}
         self._messages: dict[int, tuple[int, list[tuple[int, slice]]]] = {}
 
-    def _own(self, rows: int) -> tuple[int, list[tuple[int, slice]]]:
+    def _exchanges(self, rows: int) -> tuple[int, list[tuple[int, slice]]]:
         """(number, exchanges): the number of this rank's rows in a microbatch of ``rows`` rows, and which of them it
         exchanges with which rank. Cached."""
-        known = self._messages.get(rows)
-        if known is None:
+        exchanges = self._messages.get(rows)
+        if exchanges is None:
             source, source_ranks, target, target_ranks = self._ends
             sends = self._rank in source_ranks
             layout, ranks = (source, source_ranks) if sends else (target, target_ranks)
@@ -68,15 +68,15 @@ class Link:
                 for m in transfers(*self._ends, rows)
                 if self._rank == (m.source if sends else m.target)
             ]
-            known = self._messages[rows] = stop - start, parts
-        return known
+            exchanges = self._messages[rows] = stop - start, parts
+        return exchanges
 
     def send(self, x: Tensor, rows: int) -> None:
         """Send the rows of ``x`` that others need; returns at once. ``x`` are this rank's rows of a microbatch of
         ``rows`` rows."""
         x = x.detach().contiguous()
         works = []
-        for peer, part_of in self._own(rows)[1]:
+        for peer, part_of in self._exchanges(rows)[1]:
             part = x[part_of]
             if is_silent():
                 part = part.reshape(-1)[:1].clone()
@@ -88,7 +88,7 @@ class Link:
     def receive(self, rows: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Arrival:
         """Start to receive this rank's rows, each of ``shape``. While collectives are silenced, each message is one
         number, so that only the waiting remains."""
-        count, parts = self._own(rows)
+        count, parts = self._exchanges(rows)
         silent = is_silent()
         buffer = (torch.zeros if silent else torch.empty)((count, *shape), dtype=dtype, device=device)
         works = []

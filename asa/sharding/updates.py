@@ -23,11 +23,11 @@ def owners(sizes: Sequence[int], ranks: int) -> list[int]:
     >>> owners([5, 1, 4, 2], 2)
     [0, 0, 1, 1]
     """
-    held = [0] * ranks
+    loads = [0] * ranks
     owner = [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        owner[i] = held.index(min(held))
-        held[owner[i]] += sizes[i]
+        owner[i] = loads.index(min(loads))
+        loads[owner[i]] += sizes[i]
     return owner
 
 
@@ -69,7 +69,7 @@ class SharedUpdate:
         if self.axis.group is None or is_silent():
             return
         for together in self._chunks:
-            sent: list[tuple[dist.Work | None, Tensor, list[nn.Parameter]]] = []
+            in_flight: list[tuple[dist.Work | None, Tensor, list[nn.Parameter]]] = []
             for index, chunk in together:
                 if len(chunk) == 1 and chunk[0].is_contiguous():
                     flat, chunk = chunk[0].detach(), []
@@ -78,8 +78,8 @@ class SharedUpdate:
                 else:
                     flat = chunk[0].new_empty(sum(p.numel() for p in chunk))
                 work = direct.broadcast(flat, group_src=index, group=self.axis.group, async_op=True)
-                sent.append((work, flat, [] if index == self.axis.index else chunk))
-            for work, flat, chunk in sent:
+                in_flight.append((work, flat, [] if index == self.axis.index else chunk))
+            for work, flat, chunk in in_flight:
                 if work is not None:
                     mark = waits.begin(cuda=flat.is_cuda)
                     work.wait()

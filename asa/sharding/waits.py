@@ -65,7 +65,7 @@ class Waits:
     _samples: dict[tuple[CollectiveOp, int, int, int], list[float]] = field(default_factory=dict)
     _counts: dict[tuple[CollectiveOp, int, int, int], int] = field(default_factory=dict)
     _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    _places: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = field(
+    _levels: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
 
@@ -110,11 +110,11 @@ class Waits:
     def _note(self, op: CollectiveOp, group: dist.ProcessGroup | None, num_bytes: int, seconds: float) -> None:
         group = group or dist.group.WORLD
         assert group is not None
-        place = self._places.get(group)
-        if place is None:
+        level = self._levels.get(group)
+        if level is None:
             ranks = dist.get_process_group_ranks(group)
-            place = self._places[group] = level_of(ranks), len(ranks)
-        key = (op, *place, num_bytes)
+            level = self._levels[group] = level_of(ranks), len(ranks)
+        key = (op, *level, num_bytes)
         samples = self._samples.get(key)
         if samples is None:
             samples = self._samples[key] = []

@@ -71,12 +71,12 @@ def _pipeline(
     orders = [list(schedule.order(s, count, num_microbatches)) for s in range(count)]
     arrived: dict[tuple[int, str, int], float] = {(0, "forward", k): 0.0 for k in range(num_microbatches)}
     free: dict[tuple[int, str], float] = {}
-    done = [0] * count
-    while any(d < len(o) for d, o in zip(done, orders, strict=True)):
+    progress = [0] * count
+    while any(d < len(o) for d, o in zip(progress, orders, strict=True)):
         moved = False
         for s, run in enumerate(runs):
-            while done[s] < len(orders[s]):
-                action = orders[s][done[s]]
+            while progress[s] < len(orders[s]):
+                action = orders[s][progress[s]]
                 ready = arrived.get((s, action.direction, action.microbatch))
                 if s + 1 == count and action.direction == "backward":
                     ready = 0.0
@@ -87,8 +87,8 @@ def _pipeline(
                 if ahead:
                     run.forward(action.microbatch)
                 else:
-                    run.backward(action.microbatch, last=done[s] + 1 == len(orders[s]))
-                done[s], moved = done[s] + 1, True
+                    run.backward(action.microbatch, last=progress[s] + 1 == len(orders[s]))
+                progress[s], moved = progress[s] + 1, True
                 to = s + 1 if ahead else s - 1
                 if 0 <= to < count:
                     seconds = handovers[s][0] if ahead else handovers[to][1]
@@ -96,6 +96,6 @@ def _pipeline(
                     start = max(run.streams.now, free.get(link, 0.0))
                     free[link] = start + seconds
                     arrived[to, action.direction, action.microbatch] = free[link]
-                    run.sent(action, start, free[link], to)
+                    run.record_transfer(action, start, free[link], to)
         if not moved:
             raise ValueError(f"schedule {schedule.identifier} waits for itself")

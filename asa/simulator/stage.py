@@ -33,15 +33,15 @@ class StageRun:
         """Run all components backward. With the ``last`` microbatch, gradients are reduced."""
         streams, price = self.streams, self._price
         streams.block("output", "boundary", price.boundaries[-1].backward_s, microbatch)
-        held: dict[int, float] = defaultdict(float)
+        pending: dict[int, float] = defaultdict(float)
         for i in range(len(self._names) - 1, -1, -1):
             c, name = price.components[i], self._names[i]
             streams.block(name, "inside", c.backward_communication_s, microbatch)
-            own = c.backward_s + (c.bucket_s if last else 0.0)
-            streams.compute(name, "backward", own, microbatch, c.covered_s)
+            seconds = c.backward_s + (c.bucket_s if last else 0.0)
+            streams.compute(name, "backward", seconds, microbatch, c.covered_s)
             if last:
-                held[c.release] += c.late_sync_s
-                streams.release(name, held.pop(i, 0.0) + c.prompt_sync_s, microbatch)
+                pending[c.release] += c.late_sync_s
+                streams.release(name, pending.pop(i, 0.0) + c.prompt_sync_s, microbatch)
             streams.block(f"to {name}", "boundary", price.boundaries[i].backward_s, microbatch)
 
     def finish(self, microbatch: int) -> None:
@@ -53,7 +53,7 @@ class StageRun:
             self.streams.compute(name, "update", c.update_s, microbatch)
             self.streams.block(name, "update", c.update_communication_s, microbatch)
 
-    def sent(self, action: Action, start_s: float, end_s: float, to: int) -> None:
+    def record_transfer(self, action: Action, start_s: float, end_s: float, to: int) -> None:
         """Record the transfer of a microbatch to a neighbouring stage."""
         stream: Stream = "sending on" if action.direction == "forward" else "sending back"
         self.streams.record(f"to stage {to}", "transfer", stream, start_s, action.microbatch, end_s)

@@ -20,7 +20,7 @@ _NOTHING = 1e-15
 @dataclass
 class _Sync:
     name: str
-    left: float
+    remaining_s: float
     microbatch: int
     started: float | None = None
 
@@ -37,17 +37,17 @@ class Streams:
 
     def compute(self, name: str, kind: EventKind, seconds: float, microbatch: int, covered: float = 0.0) -> None:
         """Run a computation of ``seconds``. Waiting reductions run beside it, after its first ``covered`` seconds."""
-        start, left = self.now, seconds - covered
+        start, remaining_s = self.now, seconds - covered
         self.now += covered
-        while left > _NOTHING:
+        while remaining_s > _NOTHING:
             if not self._waiting:
-                self.now += left
-                left = 0.0
+                self.now += remaining_s
+                remaining_s = 0.0
                 break
             sync = self._waiting[0]
             sp, sc = self._overlap.compute_slowdown, self._overlap.communication_slowdown
-            together = min(left * sp, sync.left * sc)
-            left -= together / sp
+            together = min(remaining_s * sp, sync.remaining_s * sc)
+            remaining_s -= together / sp
             self._communicate(sync, together, together / sc)
         self.record(name, kind, "compute", start, microbatch)
 
@@ -63,7 +63,7 @@ class Streams:
         """Compute nothing until the clock is at ``seconds``; waiting reductions go on."""
         while self.now < seconds and self._waiting:
             sync = self._waiting[0]
-            wall = min(sync.left, seconds - self.now)
+            wall = min(sync.remaining_s, seconds - self.now)
             self._communicate(sync, wall, wall)
         self.now = max(self.now, seconds)
 
@@ -76,14 +76,14 @@ class Streams:
         """Wait for all reductions."""
         while self._waiting:
             sync = self._waiting[0]
-            self._communicate(sync, sync.left, sync.left)
+            self._communicate(sync, sync.remaining_s, sync.remaining_s)
 
     def _communicate(self, sync: _Sync, wall: float, progress: float) -> None:
         if sync.started is None:
             sync.started = self.now
         self.now += wall
-        sync.left -= progress
-        if sync.left <= _NOTHING:
+        sync.remaining_s -= progress
+        if sync.remaining_s <= _NOTHING:
             self._waiting.popleft()
             self.record(sync.name, "gradient", "communication", sync.started, sync.microbatch)
 

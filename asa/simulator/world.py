@@ -65,7 +65,7 @@ class World(Executor):
         self._count, self._steps, self._window = processes, steps, window
         self._move_s, self._rebuild_s, self._observed = move_s, rebuild_s, observed
         self._noise, self._random = noise or Noise(), random.Random(seed)
-        self._known: dict[object, tuple[float, tuple[float, ...], tuple[Transfer, ...]]] = {}
+        self._cache: dict[object, tuple[float, tuple[float, ...], tuple[Transfer, ...]]] = {}
         self.step = 0
         self.spent_s = 0.0
         self.moves: list[tuple[int, Placement, Placement]] = []
@@ -110,13 +110,13 @@ class World(Executor):
         """Seconds of a step, computation time of every rank, and times of its transfers, without noise."""
         profile, cluster = self._machine(step)
         key = (placement.plan.conduct, placement.processes, id(profile), id(cluster))
-        if key not in self._known:
+        if key not in self._cache:
             if cluster.devices is not None:
                 named = set(placement.processes)
                 order = (*placement.processes, *(r for r in range(cluster.num_devices) if r not in named))
                 cluster = replace(cluster, devices=tuple(cluster.devices[p] for p in order))
             ranks = Ranks(placement.plan, profile, cluster, self._strategies)
-            sent = tuple(
+            transfers = tuple(
                 Transfer(
                     op="send" if c.op == "send_recv" else c.op, level=c.level, group_size=c.ranks, num_bytes=c.bytes,
                     seconds=c.seconds, n=1,
@@ -124,18 +124,18 @@ class World(Executor):
                 for c in ranks.carried()
             )  # fmt: skip
             step_s = price_plan(placement.plan, profile, cluster, self._strategies).cost.total_s
-            self._known[key] = step_s, ranks.compute(), sent
-        return self._known[key]
+            self._cache[key] = step_s, ranks.compute(), transfers
+        return self._cache[key]
 
     def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
         """Simulate the steps of an epoch, observed after every ``window`` of them."""
         began, pending, windows = self.spent_s, 0, []
         for i in range(self._steps):
-            took = self._truth(self._placement, self.step)[0] * self._tail()
-            took *= math.exp(self._random.gauss(0, self._noise.step)) if self._noise.step else 1.0
-            self.steps_s.append(took)
+            seconds = self._truth(self._placement, self.step)[0] * self._tail()
+            seconds *= math.exp(self._random.gauss(0, self._noise.step)) if self._noise.step else 1.0
+            self.steps_s.append(seconds)
             self._true.append(self._truth(self._placement, self.step))
-            self.spent_s += took
+            self.spent_s += seconds
             self.step, pending = self.step + 1, pending + 1
             if self._window and look is not None and (pending == self._window or i + 1 == self._steps):
                 windows.append(self._measured(pending))
@@ -156,22 +156,22 @@ class World(Executor):
         """Measurements over the last ``steps`` steps, all under the current plan."""
         times, true = self.steps_s[-steps:], self._true[-steps:]
         stat, mean = Stat.of(times), sum(times) / len(times)
-        place = {p: i for i, p in enumerate(self.processes)}
+        rank_of = {p: i for i, p in enumerate(self.processes)}
         per_rank = []
         for p in range(self._count):
-            if p not in place:
+            if p not in rank_of:
                 per_rank.append(RankTiming(own_s=0.0, waiting_s=0.0, data_wait_s=0.0, mean_own_s=0.0))
                 continue
-            off, rank = self._off(), place[p]
-            own = [off * every[rank] * took / step_s for took, (step_s, every, _) in zip(times, true, strict=True)]
+            off, rank = self._off(), rank_of[p]
+            own_times = [off * every[rank] * t / step_s for t, (step_s, every, _) in zip(times, true, strict=True)]
             per_rank.append(
                 RankTiming(
-                    own_s=median(own), mean_own_s=sum(own) / len(own), data_wait_s=0.0,
-                    waiting_s=median(max(0.0, took - mine) for took, mine in zip(times, own, strict=True)),
+                    own_s=median(own_times), mean_own_s=sum(own_times) / len(own_times), data_wait_s=0.0,
+                    waiting_s=median(max(0.0, t - own_s) for t, own_s in zip(times, own_times, strict=True)),
                 )
             )  # fmt: skip
         links = []
-        for same in zip(*(sent for _, _, sent in true), strict=True):  # a transfer of the plan, in every step
+        for same in zip(*(transfers for _, _, transfers in true), strict=True):  # a transfer of the plan, in every step
             seconds = sum(t.seconds for t in same) / len(same) * self._off()
             links.append(replace(same[0], seconds=seconds, n=steps))
         return Measurements(
@@ -208,15 +208,15 @@ class World(Executor):
         if not self._observed:
             return Probe()
         profile, cluster = self._machine(self.step)
-        links, sent = Links(cluster), []
+        links, transfers = Links(cluster), []
         # Slower machines are simulated by profiles with longer times.
         base = sum(t.forward.median for t in profile.timings)
         for i, level in enumerate(cluster.levels):
             size = min(level.devices, self._count)
             if size > (cluster.levels[i - 1].devices if i else 1):
                 seconds = links.taken("all_reduce", _PROBE_BYTES, size, 1) * self._off()
-                sent.append(
+                transfers.append(
                     Transfer(op="all_reduce", level=i, group_size=size, num_bytes=_PROBE_BYTES, seconds=seconds, n=5)
                 )
         compute = tuple(base / cluster.speed(p) * self._off() for p in range(self._count))
-        return Probe(compute_s=compute, links=tuple(sent))
+        return Probe(compute_s=compute, links=tuple(transfers))

@@ -37,20 +37,20 @@ class Batch:
     """Placeholder for the number of samples among the entries of a shape."""
 
 
-def repeatable(program: Program, seen: tuple[Any, Any]) -> dict[fx.Node, Any]:
+def repeatable(program: Program, observations: tuple[Any, Any]) -> dict[fx.Node, Any]:
     """Nodes that depend on no data, and what is needed to recompute each.
 
     The value is the answer for a question about shapes, in which :class:`Batch` stands for the number of samples. For a
     module that uses only shapes and types of data, it is (shape of one sample, type) of each of these inputs. Otherwise
-    it is None. ``seen`` are observations on two batch sizes (:class:`asa.tracing.cuts.Observation`).
+    it is None. ``observations`` are observations on two batch sizes (:class:`asa.tracing.cuts.Observation`).
     """
     values: dict[fx.Node, Any] = {}
-    written = {storage for _, storage in seen[0].writes}
+    written = {storage for _, storage in observations[0].writes}
     for node in program.graph.nodes:
-        if seen[0].storage.get(node) in written:
+        if observations[0].storage.get(node) in written:
             continue
         if about_shape(node):
-            answer = _answer(*(s.plain.get(node) for s in seen), *(s.batch for s in seen))
+            answer = _answer(*(s.plain.get(node) for s in observations), *(s.batch for s in observations))
             if answer is not None:
                 values[node] = answer
         elif node.op == "get_attr":
@@ -62,8 +62,8 @@ def repeatable(program: Program, seen: tuple[Any, Any]) -> dict[fx.Node, Any]:
                 values[node] = None
         elif node.op == "call_module":
             data = [n for n in node.all_input_nodes if n not in values]
-            if _ignores(program.attributes[str(node.target)], node, data, seen):
-                values[node] = {n: (seen[0].shapes[n][1:], seen[0].types[n]) for n in data}
+            if _ignores(program.attributes[str(node.target)], node, data, observations):
+                values[node] = {n: (observations[0].shapes[n][1:], observations[0].types[n]) for n in data}
     return values
 
 
@@ -81,7 +81,7 @@ class _Reads(TorchDispatchMode):
     def __init__(self, data: list[torch.Tensor]) -> None:
         super().__init__()
         self.drew = False
-        self._kept = list(data)  # keeps storages alive: the address of a freed one could be used again
+        self._alive = list(data)  # keeps storages alive: the address of a freed one could be used again
         self._followers = {t.untyped_storage()._cdata for t in data}
 
     def follows(self, tensor: torch.Tensor) -> bool:
@@ -94,14 +94,14 @@ class _Reads(TorchDispatchMode):
         self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
         if func.overloadpacket.__name__ in _SHAPE_ONLY:
             return result
-        given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-        if any(map(self.follows, given)):
+        inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
+        if any(map(self.follows, inputs)):
             written = [
                 a for a, s in zip(args, func._schema.arguments, strict=False) if s.alias_info and s.alias_info.is_write
             ]
-            made = [v for v in pytree.tree_leaves((result, written)) if isinstance(v, torch.Tensor)]
-            self._kept += made
-            self._followers |= {t.untyped_storage()._cdata for t in made}
+            outputs = [v for v in pytree.tree_leaves((result, written)) if isinstance(v, torch.Tensor)]
+            self._alive += outputs
+            self._followers |= {t.untyped_storage()._cdata for t in outputs}
         return result
 
 
@@ -115,22 +115,22 @@ def _answer(small: Any, large: Any, one: int, other: int) -> Any:
     return small if small == large else None
 
 
-def _ignores(module: nn.Module, node: fx.Node, data: list[fx.Node], seen: tuple[Any, Any]) -> bool:
+def _ignores(module: nn.Module, node: fx.Node, data: list[fx.Node], observations: tuple[Any, Any]) -> bool:
     """Whether ``module`` uses only shape and type of ``data``. A run without values shows whether any of its outputs
     depends on their values."""
-    held = [
+    state = [
         *module.parameters(),
         *(b for n, b in module.named_buffers() if n not in module._non_persistent_buffers_set),
     ]
-    tensors = [n for n in node.all_input_nodes if n in seen[0].shapes]
+    tensors = [n for n in node.all_input_nodes if n in observations[0].shapes]
     shown = len(tensors) > len(data) or next(module.buffers(), None) is not None
-    plain = len(tensors) < len(node.all_input_nodes) or any(n not in seen[0].floating for n in data)
-    split = any(s.shapes[n][:1] != (s.batch,) for n in data if n in seen[0].shapes for s in seen)
-    if held or not shown or plain or split or hooked(module) or next(module.children(), None) is not None:
+    plain = len(tensors) < len(node.all_input_nodes) or any(n not in observations[0].floating for n in data)
+    split = any(s.shapes[n][:1] != (s.batch,) for n in data if n in observations[0].shapes for s in observations)
+    if state or not shown or plain or split or hooked(module) or next(module.children(), None) is not None:
         return False
 
     probe = copy.deepcopy(module).to(device="meta")
-    inputs = {n: torch.empty(seen[0].shapes[n], dtype=seen[0].types[n], device="meta") for n in tensors}
+    inputs = {n: torch.empty(observations[0].shapes[n], dtype=observations[0].types[n], device="meta") for n in tensors}
     reads = _Reads([inputs[n] for n in data if n in inputs])
     versions = [b._version for b in probe.buffers()]
     try:
@@ -144,7 +144,7 @@ def _ignores(module: nn.Module, node: fx.Node, data: list[fx.Node], seen: tuple[
     return bool(leaves) and same and not reads.drew and not any(map(reads.follows, leaves))
 
 
-def copied_again(
+def copy_recomputed(
     graph: fx.Graph, entry: fx.Node, node: fx.Node, answers: Mapping[fx.Node, Any], copied: Callable[[fx.Node], Any]
 ) -> Any:
     """Copy ``node`` into the graph of a component that reads ``entry``; ``copied`` maps its inputs."""

@@ -43,7 +43,7 @@ def _lines(component: TracedComponent, graph: fx.Graph, order: dict[int, int]) -
     for node in graph.nodes:
         target: str = called(node.target)
         if node.op in ("call_module", "get_attr"):
-            target = _thing(component, _found(component, str(node.target)), order)
+            target = _description(component, _resolved(component, str(node.target)), order)
         elif node.op == "placeholder":
             target = ""
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _Number(number[n]))
@@ -58,8 +58,8 @@ def _share(value: Any) -> Any:
 
 
 def _settings(module: nn.Module) -> str:
-    said = settings(module)
-    return _RATE.sub(r"\1: a share", said) if _DROPS.search(type(module).__name__) else said
+    text = settings(module)
+    return _RATE.sub(r"\1: a share", text) if _DROPS.search(type(module).__name__) else text
 
 
 class _Number(str):
@@ -68,24 +68,24 @@ class _Number(str):
     __slots__ = ()
 
 
-def _found(component: TracedComponent, path: str) -> Any:
+def _resolved(component: TracedComponent, path: str) -> Any:
     value: Any = component
     for atom in path.split("."):
         value = getattr(value, atom)
     return value
 
 
-def _thing(component: TracedComponent, thing: Any, order: dict[int, int]) -> str:
+def _description(component: TracedComponent, item: Any, order: dict[int, int]) -> str:
     """Description of a module or tensor by what determines its work. A repeated use is marked by the number of the
     first one."""
-    place = order.setdefault(id(thing), len(order))
-    if isinstance(thing, Tensor):
-        return f"{place} {_tensor(thing, component)}"
-    if isinstance(thing, nn.Module):
-        inside = [f"{path} {_settings(m)}" for path, m in thing.named_modules()]
-        held = [f"{n} {_tensor(t, component)}" for n, t in (*thing.named_parameters(), *thing.named_buffers())]
-        return f"{place} {inside} {held}"
-    return f"{place} {type(thing).__name__} {id(thing)}"
+    number = order.setdefault(id(item), len(order))
+    if isinstance(item, Tensor):
+        return f"{number} {_tensor(item, component)}"
+    if isinstance(item, nn.Module):
+        inside = [f"{path} {_settings(m)}" for path, m in item.named_modules()]
+        tensors = [f"{n} {_tensor(t, component)}" for n, t in (*item.named_parameters(), *item.named_buffers())]
+        return f"{number} {inside} {tensors}"
+    return f"{number} {type(item).__name__} {id(item)}"
 
 
 def _tensor(tensor: Tensor, component: TracedComponent) -> str:

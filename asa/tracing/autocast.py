@@ -35,10 +35,10 @@ class AutocastOnMeta(TorchFunctionMode):
         self.lower = lower
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = self.seen(getattr(func, "__name__", ""), args, kwargs or {})
+        args, kwargs = self.cast_arguments(getattr(func, "__name__", ""), args, kwargs or {})
         return func(*args, **kwargs)
 
-    def seen(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def cast_arguments(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """``args`` and ``kwargs``, cast for the function ``name``."""
         kind = self.lower if name in _LOWER else torch.float32 if name in _FULL else None
         if kind is None:

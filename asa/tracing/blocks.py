@@ -50,13 +50,13 @@ def is_norm(module: object) -> bool:
 
 def describe(nodes: Iterable[fx.Node], programs: Iterable[Program], end: Cut | None) -> Segment:
     """Description of the nodes between two cuts (of both modes together); ``end`` is None after the last cut."""
-    objects = {target: thing for program in programs for target, thing in program.attributes.items()}
+    objects = {target: item for program in programs for target, item in program.attributes.items()}
     paths: set[str] = set()
     heavy: dict[str, None] = {}
     norms: dict[str, None] = {}
 
-    def note(target: str, thing: object) -> None:
-        (norms if is_norm(thing) else heavy)[target] = None
+    def note(target: str, item: object) -> None:
+        (norms if is_norm(item) else heavy)[target] = None
 
     for node in nodes:
         paths.add(origin(node).path)
@@ -86,10 +86,10 @@ def _outermost(model: nn.Module, root: str, opaque: set[str]) -> list[str]:
             below = f"{path}.{name}" if path else name
             if not opened(child) and not isinstance(child, _TORCH_BLOCKS):
                 continue
-            alone = plain_container(child) or isinstance(child, nn.TransformerEncoder) or instances[type(child)] < 2
-            if not alone and next(child.parameters(), None) is not None:
+            wrapper = plain_container(child) or isinstance(child, nn.TransformerEncoder) or instances[type(child)] < 2
+            if not wrapper and next(child.parameters(), None) is not None:
                 blocks.append(below)
-            elif alone and below not in opaque:
+            elif wrapper and below not in opaque:
                 walk(child, below)
 
     walk(model.get_submodule(root), root)
@@ -100,7 +100,7 @@ def _knots(path: str, segments: list[Segment]) -> list[Segment]:
     """Segments, out of ``segments``, that contain several layers with parameters, all inside the module at ``path``,
     which no cut separates."""
     layers = [(s, (*s.heavy, *s.norms)) for s in segments]
-    return [s for s, own in layers if len(own) > 1 and all(within(layer, path) for layer in own)]
+    return [s for s, names in layers if len(names) > 1 and all(within(layer, path) for layer in names)]
 
 
 def find_blocks(model: nn.Module, segments: list[Segment], opaque: set[str]) -> list[str]:

@@ -23,7 +23,7 @@ from asa.tracing.preserve import foreign_state, mode, preserved
 from asa.tracing.program import CONSTANT, Program
 from asa.tracing.tracer import reason_of, trace_mode
 from asa.tracing.verify import disagreement
-from asa.tracing.whole import whole
+from asa.tracing.whole import as_one_component
 
 BATCHES = (2, 3)
 """Sizes of the batches that a trace runs. BatchNorm needs two samples, and values per sample need a difference."""
@@ -39,8 +39,8 @@ def _batches(example: Tensor) -> tuple[Tensor, Tensor]:
     return small, large
 
 
-def _pieces(
-    program: Program, cuts: list[Cut], units: list[Unit], fixed: dict[fx.Node, Any], again: dict[fx.Node, Any]
+def _unit_graphs(
+    program: Program, cuts: list[Cut], units: list[Unit], fixed: dict[fx.Node, Any], recomputed: dict[fx.Node, Any]
 ) -> _Graphs:
     """One graph per unit, with the names of its side outputs."""
     nodes = segments(program, cuts)
@@ -48,11 +48,11 @@ def _pieces(
     names = side_names(program)
     graphs = []
     for unit in units:
-        mine = [n for segment in nodes[unit.start : unit.stop] for n in segment]
+        unit_nodes = [n for segment in nodes[unit.start : unit.stop] for n in segment]
         entry = crossings[unit.start - 1] if unit.start else program.placeholder
         main = crossings[unit.stop - 1] if unit.stop <= len(crossings) else program.outputs[-1]
-        sides = [n for n in names if n in set(mine)]
-        graphs.append((cut_out(mine, entry, [main, *sides], fixed, again), tuple(names[n] for n in sides)))
+        sides = [n for n in names if n in set(unit_nodes)]
+        graphs.append((cut_out(unit_nodes, entry, [main, *sides], fixed, recomputed), tuple(names[n] for n in sides)))
     return graphs
 
 
@@ -61,10 +61,10 @@ def _targets(graph: fx.Graph) -> list[str]:
     return list(dict.fromkeys(str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")))
 
 
-def _held(graph: fx.Graph, program: Program) -> set[int]:
+def _parameter_ids(graph: fx.Graph, program: Program) -> set[int]:
     """Identities of the parameters that ``graph`` reads."""
-    things = [program.attributes[t] for t in _targets(graph)]
-    parameters = [p for t in things for p in (t.parameters() if isinstance(t, nn.Module) else [t])]
+    items = [program.attributes[t] for t in _targets(graph)]
+    parameters = [p for t in items for p in (t.parameters() if isinstance(t, nn.Module) else [t])]
     return {id(p) for p in parameters if isinstance(p, nn.Parameter)}
 
 
@@ -73,10 +73,10 @@ def _rename_constants(train: Program, evaluate: Program) -> None:
     for node in evaluate.graph.nodes:
         target = str(node.target)
         if node.op == "get_attr" and target.startswith(CONSTANT):
-            mine, other = evaluate.attributes[target], train.attributes.get(target)
-            if other is not None and not (other.dtype == mine.dtype and torch.equal(other, mine)):
+            constant, other = evaluate.attributes[target], train.attributes.get(target)
+            if other is not None and not (other.dtype == constant.dtype and torch.equal(other, constant)):
                 node.target = f"{target}_in_evaluation"
-                evaluate.attributes[node.target] = mine
+                evaluate.attributes[node.target] = constant
 
 
 def _one_graph(train: Program, evaluate: Program) -> tuple[Program, Program]:
@@ -86,8 +86,8 @@ def _one_graph(train: Program, evaluate: Program) -> tuple[Program, Program]:
     Raises:
         InvalidInputError: ``forward`` creates tensors, whose values are unknown on the meta device.
     """
-    made = [str(n.target) for p in (train, evaluate) for n in p.graph.nodes if str(n.target).startswith(CONSTANT)]
-    if made:
+    created = [str(n.target) for p in (train, evaluate) for n in p.graph.nodes if str(n.target).startswith(CONSTANT)]
+    if created:
         raise InvalidInputError(
             "forward creates tensors while it is traced, whose values are unknown on the meta device"
         )
@@ -108,22 +108,22 @@ def _volatile(model: nn.Module) -> set[str]:
 
 def _inside(paths: frozenset[str], objects: dict[str, Any]) -> frozenset[str]:
     """Paths, out of ``paths``, that are in a component with ``objects``: called modules and everything below them."""
-    called = [t for t, thing in objects.items() if isinstance(thing, nn.Module)]
+    called = [t for t, item in objects.items() if isinstance(item, nn.Module)]
     return frozenset(p for p in paths if any(within(p, t) for t in called))
 
 
 def _components(
     model: nn.Module, programs: tuple[Program, Program], small: Tensor, large: Tensor
 ) -> tuple[list[TracedComponent], list[str], BatchDims]:
-    seen: list[tuple[Observation, Observation]] = []
+    runs: list[tuple[Observation, Observation]] = []
     for program, training in zip(programs, (True, False), strict=True):
-        if seen and program.graph is programs[0].graph:
-            seen.append(seen[0])
+        if runs and program.graph is programs[0].graph:
+            runs.append(runs[0])
             break
         with mode(model, training):
-            seen.append((observe(program, small), observe(program, large)))
-    again = [repeatable(p, s) for p, s in zip(programs, seen, strict=True)]
-    cuts = in_both(*(find_cuts(p, s, a) for p, s, a in zip(programs, seen, again, strict=True)))
+            runs.append((observe(program, small), observe(program, large)))
+    recomputed = [repeatable(p, s) for p, s in zip(programs, runs, strict=True)]
+    cuts = in_both(*(find_cuts(p, s, a) for p, s, a in zip(programs, runs, recomputed, strict=True)))
     nodes = [segments(p, c) for p, c in zip(programs, cuts, strict=True)]
     summaries = [describe([*a, *b], programs, cut) for a, b, cut in zip(*nodes, [*cuts[0], None], strict=True)]
     opaque = {**programs[0].opaque, **programs[1].opaque}
@@ -135,7 +135,8 @@ def _components(
     blocks = find_blocks(model, summaries, set(opaque))
     units = merge(model, summaries, blocks, ("embedding", "head") if attends(model) else ("stem", "classifier"))
     while True:
-        graphs = [_pieces(p, c, units, constants(s), a) for p, c, s, a in zip(programs, cuts, seen, again, strict=True)]
+        modes = zip(programs, cuts, runs, recomputed, strict=True)
+        graphs = [_unit_graphs(p, c, units, constants(r), nodes) for p, c, r, nodes in modes]
         objects = [
             {t: programs[1].attributes[t] for t in _targets(b)} | {t: programs[0].attributes[t] for t in _targets(a)}
             for (a, _), (b, _) in zip(*graphs, strict=True)
@@ -143,17 +144,18 @@ def _components(
         tied = ties.shared(objects)
         if ties.loose(objects, tied):
             break
-        held = [_held(a, programs[0]) | _held(b, programs[1]) for (a, _), (b, _) in zip(*graphs, strict=True)]
-        joined = join_shared(units, held)
+        pairs = zip(*graphs, strict=True)
+        ids = [_parameter_ids(a, programs[0]) | _parameter_ids(b, programs[1]) for (a, _), (b, _) in pairs]
+        joined = join_shared(units, ids)
         if joined == units:
             break
         notes.append(f"{len(units) - len(joined)} components were merged into others that share their parameters")
         units = joined
     volatile = _volatile(model)
     components = []
-    own = ties.lent(objects, tied)
-    for unit, (train, train_sides), (evaluate, eval_sides), (mine, borrowed), whole_of in zip(
-        units, *graphs, own, objects, strict=True
+    holdings = ties.assigned(objects, tied)
+    for unit, (train, train_sides), (evaluate, eval_sides), (unit_objects, borrowed), whole_of in zip(
+        units, *graphs, holdings, objects, strict=True
     ):
         if code(train) == code(evaluate):
             evaluate = train
@@ -161,20 +163,20 @@ def _components(
             unit.name,
             train=train,
             evaluate=evaluate,
-            objects=mine,
+            objects=unit_objects,
             sides=(train_sides, eval_sides),
-            volatile=frozenset(t for t in mine if t in volatile or t.startswith(CONSTANT)),
-            contrary=(_inside(programs[0].contrary, mine), _inside(programs[1].contrary, mine)),
+            volatile=frozenset(t for t in unit_objects if t in volatile or t.startswith(CONSTANT)),
+            contrary=(_inside(programs[0].contrary, unit_objects), _inside(programs[1].contrary, unit_objects)),
             borrowed=borrowed,
         )
         component.ties = tied & ties.used(whole_of)
         entry = cuts[0][unit.start - 1].node if unit.start else programs[0].placeholder
-        component.input_shape, component.input_dtype = seen[0][0].shapes[entry][1:], seen[0][0].types[entry]
+        component.input_shape, component.input_dtype = runs[0][0].shapes[entry][1:], runs[0][0].types[entry]
         components.append(component)
     if tied:
         names = ", ".join(c.name for c in components if c.ties)
         notes.append(f"{names} share parameters: they stay whole, in one stage")
-    dims = [batch_dims(p, a.shapes, b.shapes) for p, (a, b) in zip(programs, seen, strict=True)]
+    dims = [batch_dims(p, a.shapes, b.shapes) for p, (a, b) in zip(programs, runs, strict=True)]
     return components, notes, dims[1] | dims[0]
 
 
@@ -183,7 +185,7 @@ def _set_mode(components: list[TracedComponent], training: bool) -> None:
         component.train(training)
 
 
-def trace(model: nn.Module, example: Tensor, *, name: str, known: str = "") -> TracedModel:
+def trace(model: nn.Module, example: Tensor, *, name: str, known_fingerprint: str = "") -> TracedModel:
     """Trace ``model`` into a chain of components.
 
     ``example`` is an input [batch >= 1, ...] on the model's device. Batches of two and three of its samples are run,
@@ -191,8 +193,8 @@ def trace(model: nn.Module, example: Tensor, *, name: str, known: str = "") -> T
     cannot be traced become one call. A model that cannot be traced, or whose components do not compute exactly the
     same, becomes one component. ``notes`` say why.
 
-    ``known`` is the fingerprint of an earlier trace that was compared with the model. If this trace has the same
-    fingerprint, comparison and measurement are left out, and ``facts`` are empty.
+    ``known_fingerprint`` is the fingerprint of an earlier trace that was compared with the model. If this trace has the
+    same fingerprint, comparison and measurement are left out, and ``facts`` are empty.
 
     Raises:
         InvalidInputError: the model does not run on ``example``, returns no tensor, or contains TorchScript.
@@ -212,7 +214,7 @@ def trace(model: nn.Module, example: Tensor, *, name: str, known: str = "") -> T
                 _rename_constants(*programs)
             components, notes, dims = _components(model, programs, small, large)
             structures = (structure_of(programs[0]), structure_of(programs[1]))
-            if known and known == model_fingerprint(model, components):
+            if known_fingerprint and known_fingerprint == model_fingerprint(model, components):
                 traced, reason = _chain(name, model, components, structures, dims, notes, small, []), ""
             else:
                 facts = _weighed(model, components, small, large)
@@ -221,15 +223,15 @@ def trace(model: nn.Module, example: Tensor, *, name: str, known: str = "") -> T
         except Exception as error:  # a model's code may raise anything on symbolic values, or in components
             reason = reason_of(error)
         if traced is None or reason:
-            only, structures, dims = whole(model, small, large)
+            only, structures, dims = as_one_component(model, small, large)
             components = [only]
             facts = _weighed(model, components, small, large)
             traced = _chain(
                 name, model, components, structures, dims, [f"the model is one component: {reason}"], small, facts
             )
-    own = set(model.modules())
+    own_modules = set(model.modules())
     for component in traced.components:
-        for module in set(component.modules()) - own:
+        for module in set(component.modules()) - own_modules:
             module.training = model.training
     return traced
 
@@ -250,7 +252,7 @@ def _chain(
     small: Tensor,
     facts: list[ComponentFacts],
 ) -> TracedModel:
-    held = {n for c in components for n, _ in (*c.named_parameters(), *c.named_buffers())}
+    names = {n for c in components for n, _ in (*c.named_parameters(), *c.named_buffers())}
     return TracedModel(
         name=name,
         components=components,
@@ -258,7 +260,7 @@ def _chain(
         input_bytes_per_sample=float(small[0].numel() * small.element_size()),
         model_fingerprint=model_fingerprint(model, components),
         notes=tuple(notes),
-        unused=tuple(n for n, _ in (*model.named_parameters(), *model.named_buffers()) if n not in held),
+        unused=tuple(n for n, _ in (*model.named_parameters(), *model.named_buffers()) if n not in names),
         structures=structures,
         batch_dims=dims,
     )

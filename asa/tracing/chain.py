@@ -98,8 +98,8 @@ class TracedModel:
         for i, component in enumerate(self.components):
             if component.has_sides():
                 indices.update(range(i + 1, len(self.components)))
-            held = {id(tensor) for tensor in (*component.parameters(), *component.buffers())}
-            for tensor in held | component.ties:
+            ids = {id(tensor) for tensor in (*component.parameters(), *component.buffers())}
+            for tensor in ids | component.ties:
                 indices.update(range(first.setdefault(tensor, i) + 1, i + 1))
         return frozenset(indices)
 

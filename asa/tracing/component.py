@@ -10,19 +10,19 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, fx, nn
 
-from asa.tracing.again import copied_again
+from asa.tracing.again import copy_recomputed
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 def cut_out(
     nodes: list[fx.Node], entry: fx.Node, leaving: list[fx.Node], fixed: dict[fx.Node, Any],
-    again: Mapping[fx.Node, Any],
+    recomputed: Mapping[fx.Node, Any],
 ) -> fx.Graph:  # fmt: skip
     """The graph of ``nodes``. It reads the value of ``entry`` and returns the values of ``leaving`` as a tuple.
 
     Parameters and buffers are read where they are first used here, even if another component read them first. Values of
-    ``fixed`` nodes from outside become constants; nodes in ``again`` are recomputed.
+    ``fixed`` nodes from outside become constants; nodes in ``recomputed`` are recomputed.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {entry: graph.placeholder("x")}
@@ -39,8 +39,10 @@ def cut_out(
         if node not in copies:
             if node in fixed and not isinstance(fixed[node], torch.device):
                 return fixed[node]
-            assert node in again or node.op == "get_attr", f"{node} crosses a cut"
-            copies[node] = copied_again(graph, copies[entry], node, again, copied) if node in again else copy_of(node)
+            assert node in recomputed or node.op == "get_attr", f"{node} crosses a cut"
+            copies[node] = (
+                copy_recomputed(graph, copies[entry], node, recomputed, copied) if node in recomputed else copy_of(node)
+            )
         return copies[node]
 
     for node in nodes:
@@ -77,13 +79,13 @@ class TracedComponent(nn.Module):
 
     Its submodules, parameters and buffers are the model's own objects under their names in the model, so the keys of
     ``state_dict`` are the model's. ``train_graph`` and ``eval_graph`` (one object if the modes agree) look names up in
-    this module. So replacing ``component.layer1.conv`` replaces it in both, until :meth:`settle` is called.
+    this module. So replacing ``component.layer1.conv`` replaces it in both, until :meth:`cache_lookups` is called.
     """
 
     name: str
     train_graph: fx.GraphModule
     eval_graph: fx.GraphModule
-    _settled: dict[fx.GraphModule, Callable[[Tensor], tuple[Tensor, ...]]] | None
+    _runs: dict[fx.GraphModule, Callable[[Tensor], tuple[Tensor, ...]]] | None
     input_shape: tuple[int, ...] = ()
     """Shape of one sample of the component's input; set by :func:`asa.tracing.build.trace`."""
     input_dtype: torch.dtype = torch.float32
@@ -101,7 +103,7 @@ class TracedComponent(nn.Module):
         sides: tuple[tuple[str, ...], tuple[str, ...]],
         volatile: frozenset[str] = frozenset(),
         contrary: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset()),
-        whole: nn.Module | None = None,
+        replaced: nn.Module | None = None,
         borrowed: frozenset[str] = frozenset(),
     ) -> None:
         """Arguments:
@@ -109,38 +111,38 @@ class TracedComponent(nn.Module):
         sides: names of the side outputs in training and in evaluation.
         volatile: targets of buffers that are not saved.
         contrary: submodules that the model's own ``train`` leaves in the other mode, in training and in evaluation.
-        whole: a module that this one replaces, with all its registries.
+        replaced: a module that this one replaces, with all its registries.
         borrowed: targets of parameters that another component holds."""
         super().__init__()
         self.name = name
         self._sides = sides
         self._contrary = contrary
-        self.__dict__["_whole"] = whole
-        if whole is not None:
-            self.__dict__.update({registry: whole.__dict__[registry] for registry in _REGISTRIES})
+        self.__dict__["_whole"] = replaced
+        if replaced is not None:
+            self.__dict__.update({registry: replaced.__dict__[registry] for registry in _REGISTRIES})
         for target in sorted(objects, key=lambda t: t.count(".")):
             self._adopt(target, objects[target], persistent=target not in volatile, borrowed=target in borrowed)
         self._bind(train, evaluate)
 
-    def _adopt(self, target: str, thing: Any, *, persistent: bool, borrowed: bool) -> None:
+    def _adopt(self, target: str, value: Any, *, persistent: bool, borrowed: bool) -> None:
         *parents, leaf = target.split(".")
         home: nn.Module = self
         for atom in parents:
             if atom not in home._modules:
                 home.add_module(atom, nn.Module())
             home = cast(nn.Module, home._modules[atom])
-        if getattr(home, leaf, None) is thing:
+        if getattr(home, leaf, None) is value:
             return
         if borrowed:
-            home.__dict__[leaf] = thing
-        elif isinstance(thing, nn.Parameter):
-            home.register_parameter(leaf, thing)
-        elif isinstance(thing, Tensor):
-            home.register_buffer(leaf, thing, persistent=persistent)
-        elif isinstance(thing, nn.Module):
-            home.add_module(leaf, thing)
+            home.__dict__[leaf] = value
+        elif isinstance(value, nn.Parameter):
+            home.register_parameter(leaf, value)
+        elif isinstance(value, Tensor):
+            home.register_buffer(leaf, value, persistent=persistent)
+        elif isinstance(value, nn.Module):
+            home.add_module(leaf, value)
         else:
-            setattr(home, leaf, thing)
+            setattr(home, leaf, value)
 
     def _bind(self, train: fx.Graph, evaluate: fx.Graph) -> None:
         # Not registered as submodules: they share this module's registries instead.
@@ -155,17 +157,17 @@ class TracedComponent(nn.Module):
         first = over(train)
         self.__dict__["train_graph"] = first
         self.__dict__["eval_graph"] = first if evaluate is train else over(evaluate)
-        self.__dict__["_settled"] = None
+        self.__dict__["_runs"] = None
 
-    def settle(self) -> None:
+    def cache_lookups(self) -> None:
         """Make the graphs look up their submodules only once, at the next run. None may be replaced after that."""
-        self.__dict__["_settled"] = {}
+        self.__dict__["_runs"] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedComponent:
         """A copy with its own tensors, which the graphs of the copy use."""
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
-        graphs = ("train_graph", "eval_graph", "_settled")
+        graphs = ("train_graph", "eval_graph", "_runs")
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in graphs})
         train = copy.deepcopy(self.train_graph.graph)
         same = self.eval_graph is self.train_graph
@@ -194,11 +196,11 @@ class TracedComponent(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Run on ``x``, the main output of the previous component, batch first; returns (main, side outputs)."""
         graph = self.train_graph if self.training else self.eval_graph
-        if self._settled is None or not isinstance(graph, fx.GraphModule):
+        if self._runs is None or not isinstance(graph, fx.GraphModule):
             return cast(tuple[Tensor, ...], graph(x))
-        run = self._settled.get(graph)
+        run = self._runs.get(graph)
         if run is None:
-            run = self._settled[graph] = _looked_up(graph)
+            run = self._runs[graph] = _looked_up(graph)
         return run(x)
 
     def extra_repr(self) -> str:

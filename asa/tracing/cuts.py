@@ -63,7 +63,7 @@ class _Observer(fx.Interpreter):
     def __init__(self, program: Program, objects: dict[str, Any], batch: int) -> None:
         super().__init__(torch.nn.Module(), garbage_collect_values=False, graph=program.graph)
         self._objects = objects
-        self.seen = Observation(batch)
+        self.observation = Observation(batch)
 
     def fetch_attr(self, target: str) -> Any:
         return self._objects[target]
@@ -75,15 +75,15 @@ class _Observer(fx.Interpreter):
         read = _tensors(self.fetch_args_kwargs_from_env(n))
         versions = [t._version for t in read]
         value = super().run_node(n)
-        self.seen.writes += [(n, _storage(t)) for t, v in zip(read, versions, strict=True) if t._version != v]
+        self.observation.writes += [(n, _storage(t)) for t, v in zip(read, versions, strict=True) if t._version != v]
         if isinstance(value, torch.Tensor):
-            self.seen.shapes[n], self.seen.types[n] = tuple(value.shape), value.dtype
-            self.seen.bytes[n] = value.numel() * value.element_size()
-            self.seen.storage[n] = _storage(value)
+            self.observation.shapes[n], self.observation.types[n] = tuple(value.shape), value.dtype
+            self.observation.bytes[n] = value.numel() * value.element_size()
+            self.observation.storage[n] = _storage(value)
             if value.is_floating_point():
-                self.seen.floating.add(n)
+                self.observation.floating.add(n)
         elif isinstance(value, _PLAIN):
-            self.seen.plain[n] = value
+            self.observation.plain[n] = value
         return value
 
 
@@ -92,8 +92,8 @@ def observe(program: Program, example: torch.Tensor) -> Observation:
 
     No tensor values are recorded, so a program with large weights is run on the meta device if possible.
     """
-    things = program.attributes.values()
-    if not example.is_meta and sum(t.nbytes for t in _held(things)) > _HEAVY and not _recurrent(things):
+    objects = program.attributes.values()
+    if not example.is_meta and sum(t.nbytes for t in _state_tensors(objects)) > _HEAVY and not _recurrent(objects):
         with contextlib.suppress(Exception):  # forward may raise anything if it reads values
             return _observed(program, torch.empty_like(example, device="meta"), _without_values(program.attributes))
     return _observed(program, example.clone(), program.attributes)
@@ -103,27 +103,27 @@ def _observed(program: Program, example: torch.Tensor, objects: dict[str, Any]) 
     observer = _Observer(program, objects, example.shape[0])
     with torch.no_grad(), fused_attention(), Remembered() if example.is_meta else contextlib.nullcontext():
         observer.run(example)
-    return observer.seen
+    return observer.observation
 
 
-def _held(things: Iterable[Any]) -> list[torch.Tensor]:
-    """Parameters, buffers and other tensors among ``things``, each once."""
+def _state_tensors(objects: Iterable[Any]) -> list[torch.Tensor]:
+    """Parameters, buffers and other tensors among ``objects``, each once."""
     tensors: dict[int, torch.Tensor] = {}
-    for thing in things:
-        inside = (*thing.parameters(), *thing.buffers()) if isinstance(thing, nn.Module) else (thing,)
+    for item in objects:
+        inside = (*item.parameters(), *item.buffers()) if isinstance(item, nn.Module) else (item,)
         tensors |= {id(t): t for t in inside if isinstance(t, torch.Tensor)}
     return list(tensors.values())
 
 
-def _recurrent(things: Iterable[Any]) -> bool:
-    """Whether ``things`` contain layers that torch runs differently on the meta device."""
-    return any(isinstance(m, nn.RNNBase) for t in things if isinstance(t, nn.Module) for m in t.modules())
+def _recurrent(objects: Iterable[Any]) -> bool:
+    """Whether ``objects`` contain layers that torch runs differently on the meta device."""
+    return any(isinstance(m, nn.RNNBase) for t in objects if isinstance(t, nn.Module) for m in t.modules())
 
 
 def _without_values(objects: dict[str, Any]) -> dict[str, Any]:
     """A copy of ``objects`` on the meta device, made without copying any value."""
     memo: dict[int, Any] = {}
-    for t in _held(objects.values()):
+    for t in _state_tensors(objects.values()):
         empty = torch.empty_like(t, device="meta")
         memo[id(t)] = nn.Parameter(empty, t.requires_grad) if isinstance(t, nn.Parameter) else empty
     return copy.deepcopy(objects, memo)
@@ -148,9 +148,9 @@ def order(program: Program) -> list[fx.Node]:
     return [n for n in program.graph.nodes if n.op not in ("get_attr", "output")]
 
 
-def constants(seen: tuple[Observation, Observation]) -> dict[fx.Node, Any]:
+def constants(runs: tuple[Observation, Observation]) -> dict[fx.Node, Any]:
     """Values that depend only on shapes and not on the batch. A cut passes them on as constants."""
-    small, large = (s.plain for s in seen)
+    small, large = (s.plain for s in runs)
     return {n: v for n, v in small.items() if n in large and large[n] == v and shape_only(n)}
 
 
@@ -174,13 +174,13 @@ def _dominators(program: Program, fixed: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def find_cuts(
-    program: Program, seen: tuple[Observation, Observation], again: Collection[fx.Node] = ()
+    program: Program, runs: tuple[Observation, Observation], recomputed: Collection[fx.Node] = ()
 ) -> list[Cut]:  # fmt: skip
-    """All places where ``program`` may be cut, in order. ``seen`` are runs on two batch sizes; ``again`` are nodes that
+    """All places where ``program`` may be cut, in order. ``runs`` are on two batch sizes; ``recomputed`` are nodes that
     both sides of a cut recompute."""
     nodes = order(program)
     index = {n: i for i, n in enumerate(nodes)}
-    fixed = {*constants(seen), *again}
+    fixed = {*constants(runs), *recomputed}
     *sides, main = program.outputs
     last_use = [
         max((index[u] for u in n.users if u.op != "output" and n not in fixed), default=i) for i, n in enumerate(nodes)
@@ -196,40 +196,41 @@ def find_cuts(
     for node in _dominators(program, fixed):
         first = index[node]
         behind = [first, *(index[s] for s in sides if first < index[s] < last_use[first])]
-        places = [p for p in behind if alive[p] == 1]
-        if places and _splits_by_batch(node, seen) and not _written_behind(max(places), node, sides, index, seen[0]):
-            small, large = seen
-            cuts.append(Cut(node, max(places), (large.bytes[node] - small.bytes[node]) // (large.batch - small.batch)))
+        positions = [p for p in behind if alive[p] == 1]
+        last = max(positions, default=0)
+        if positions and _splits_by_batch(node, runs) and not _written_behind(last, node, sides, index, runs[0]):
+            small, large = runs
+            cuts.append(Cut(node, last, (large.bytes[node] - small.bytes[node]) // (large.batch - small.batch)))
     return cuts
 
 
-def _splits_by_batch(node: fx.Node, seen: tuple[Observation, Observation]) -> bool:
-    shapes = [s.shapes.get(node, ()) for s in seen]
+def _splits_by_batch(node: fx.Node, runs: tuple[Observation, Observation]) -> bool:
+    shapes = [s.shapes.get(node, ()) for s in runs]
     return (
-        all(node in s.floating and shape[:1] == (s.batch,) for s, shape in zip(seen, shapes, strict=True))
+        all(node in s.floating and shape[:1] == (s.batch,) for s, shape in zip(runs, shapes, strict=True))
         and shapes[0][1:] == shapes[1][1:]
     )
 
 
 def _written_behind(
-    place: int, node: fx.Node, sides: list[fx.Node], index: dict[fx.Node, int], seen: Observation
+    position: int, node: fx.Node, sides: list[fx.Node], index: dict[fx.Node, int], observation: Observation
 ) -> bool:
-    crossing = {seen.storage[n] for n in (node, *sides) if n in seen.storage and index[n] <= place}
-    return any(storage in crossing and index.get(writer, -1) > place for writer, storage in seen.writes)
+    crossing = {observation.storage[n] for n in (node, *sides) if n in observation.storage and index[n] <= position}
+    return any(storage in crossing and index.get(writer, -1) > position for writer, storage in observation.writes)
 
 
 def in_both(train: list[Cut], evaluate: list[Cut]) -> tuple[list[Cut], list[Cut]]:
     """The cuts that exist in both modes, for each mode in its own order."""
     where = {c.key: i for i, c in enumerate(evaluate)}
-    kept: tuple[list[Cut], list[Cut]] = ([], [])
+    common: tuple[list[Cut], list[Cut]] = ([], [])
     reached = -1
     for cut in train:
         i = where.get(cut.key, -1)
         if i > reached:
             reached = i
-            kept[0].append(cut)
-            kept[1].append(evaluate[i])
-    return kept
+            common[0].append(cut)
+            common[1].append(evaluate[i])
+    return common
 
 
 def segments(program: Program, cuts: list[Cut]) -> list[list[fx.Node]]:

@@ -95,7 +95,7 @@ def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
     counted.add(value.untyped_storage()._cdata)
     runs: list[_Run] = []
     owner: dict[int, int] = {}
-    kept: list[list[Tensor]] = [[value]]
+    alive: list[list[Tensor]] = [[value]]
     for i, component in enumerate(components):
         component.input_shape, component.input_dtype = tuple(value.shape[1:]), value.dtype
         saved: list[Tensor] = []
@@ -108,7 +108,7 @@ def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
         with flops, fused_attention(), torch.autograd.graph.saved_tensors_hooks(keep, _never):
             outputs = component(value)
         runs.append(_Run(flops.get_total_flops(), _bytes(outputs[:1]), 0))
-        kept += [saved, list(outputs)]  # keeps storages alive: the address of a freed one could be used again
+        alive += [saved, list(outputs)]  # keeps storages alive: the address of a freed one could be used again
         for tensor in saved:
             storage = tensor.untyped_storage()
             if storage._cdata not in counted:
@@ -118,7 +118,7 @@ def _measure(components: list[TracedComponent], batch: Tensor) -> list[_Run]:
             owner.setdefault(tensor.untyped_storage()._cdata, i)
         value = outputs[0]
     # The graph's hooks refer to these lists, and their tensors to the graph: a cycle that gc does not collect.
-    for tensors in kept:
+    for tensors in alive:
         tensors.clear()
     return runs
 
@@ -155,8 +155,8 @@ def measure(
     In a row of components that are equal except for their names, only a few are run. The model is preserved between the
     runs, because what it keeps of one batch may not fit the next.
     """
-    places = stand_ins([signature(c) for c in components])
-    chosen = [c for i, c in enumerate(components) if places[i] == i]
+    indices = stand_ins([signature(c) for c in components])
+    chosen = [c for i, c in enumerate(components) if indices[i] == i]
     runs = []
     for batch in (small, large):
         # The same random numbers in both runs, so that a model that skips layers at random skips the same ones.
@@ -168,8 +168,8 @@ def measure(
         return (b - a) / (large.shape[0] - small.shape[0]) if b >= a else b / large.shape[0]
 
     facts = []
-    for c, place in zip(components, places, strict=True):
-        a, b = (run[components[place]] for run in runs)
+    for c, index in zip(components, indices, strict=True):
+        a, b = (run[components[index]] for run in runs)
         facts.append(
             ComponentFacts(
                 name=c.name,

@@ -41,7 +41,7 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         for outer in _get_current_function_mode_stack():
             if isinstance(outer, AutocastOnMeta):
-                args, kwargs = outer.seen(func.__name__, args, kwargs)
+                args, kwargs = outer.cast_arguments(func.__name__, args, kwargs)
         return other(*args, **kwargs)
 
 

@@ -68,8 +68,8 @@ def _between(start: int, stop: int, segments: list[Segment], group: Callable[[st
     for position, unit in enumerate(units):
         low = units[position - 1].stop if position else start
         high = units[position + 1].start if position + 1 < len(units) else stop
-        mine = [i for i in range(low, high) if any(group(n) == unit.name for n in segments[i].norms)]
-        grown.append(Unit(min([unit.start, *mine]), max([unit.stop, *(i + 1 for i in mine)]), unit.name))
+        norms = [i for i in range(low, high) if any(group(n) == unit.name for n in segments[i].norms)]
+        grown.append(Unit(min([unit.start, *norms]), max([unit.stop, *(i + 1 for i in norms)]), unit.name))
     return grown
 
 
@@ -115,14 +115,14 @@ def _join_linears(units: list[Unit], segments: list[Segment], model: nn.Module) 
 
 
 def _unique(units: list[Unit]) -> list[Unit]:
-    taken: set[str] = set()
+    used: set[str] = set()
     named = []
     for unit in units:
         name, n = unit.name, 1
-        while name in taken:
+        while name in used:
             n += 1
             name = f"{unit.name}-{n}"
-        taken.add(name)
+        used.add(name)
         named.append(Unit(unit.start, unit.stop, name))
     return named
 
@@ -169,11 +169,11 @@ def join_shared(units: list[Unit], parameters: list[set[int]]) -> list[Unit]:
     """``units``, with ranges that share a parameter merged. ``parameters`` are their identities, per unit. A merged
     range keeps the name of its first unit."""
     joined: list[Unit] = []
-    held: list[set[int]] = []
-    for unit, mine in zip(units, parameters, strict=True):
-        start = next((i for i, other in enumerate(held) if other & mine), len(joined))
-        merged = set(mine).union(*held[start:])
+    groups: list[set[int]] = []
+    for unit, ids in zip(units, parameters, strict=True):
+        start = next((i for i, other in enumerate(groups) if other & ids), len(joined))
+        merged = set(ids).union(*groups[start:])
         first = joined[start] if start < len(joined) else unit
         joined[start:] = [Unit(first.start, unit.stop, first.name)]
-        held[start:] = [merged]
+        groups[start:] = [merged]
     return joined

@@ -53,8 +53,8 @@ def attributes(module: nn.Module) -> dict[str, Any]:
 def histories(model: nn.Module) -> dict[int, Any]:
     """A memo for ``copy.deepcopy`` that replaces tensors with a gradient history by their values, because such tensors
     cannot be copied. Modules have them for instance with ``torch.nn.utils.weight_norm``."""
-    kept = (t for module in model.modules() for t in vars(module).values() if isinstance(t, torch.Tensor))
-    return {id(t): t.detach().clone() for t in kept if not t.is_leaf}
+    tensors = (t for module in model.modules() for t in vars(module).values() if isinstance(t, torch.Tensor))
+    return {id(t): t.detach().clone() for t in tensors if not t.is_leaf}
 
 
 def _refuse_scripted(model: nn.Module) -> None:
@@ -82,13 +82,13 @@ def foreign_state() -> tuple[Any, ...]:
 def foreign_random() -> Iterator[None]:
     """Context after which the random generators of Python and numpy are restored."""
     numpy = sys.modules.get("numpy")
-    ours, theirs = random.getstate(), None if numpy is None else numpy.random.get_state()
+    python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:
         yield
     finally:
-        random.setstate(ours)
+        random.setstate(python_state)
         if numpy is not None:
-            numpy.random.set_state(theirs)
+            numpy.random.set_state(numpy_state)
 
 
 @contextmanager

@@ -24,8 +24,8 @@ class Origin:
 
 def origin(node: fx.Node) -> Origin:
     """Origin of a node made by :class:`ModelTracer`."""
-    known: Origin = node.meta["origin"]
-    return known
+    recorded: Origin = node.meta["origin"]
+    return recorded
 
 
 @dataclass
@@ -55,8 +55,8 @@ class Program:
     @property
     def outputs(self) -> list[fx.Node]:
         """The nodes of the model's outputs, in order of execution, each once. The last one is its *main* output."""
-        wanted = {leaf for leaf in pytree.tree_leaves(self.structure) if isinstance(leaf, fx.Node)}
-        return [n for n in self.graph.nodes if n in wanted]
+        leaves = {leaf for leaf in pytree.tree_leaves(self.structure) if isinstance(leaf, fx.Node)}
+        return [n for n in self.graph.nodes if n in leaves]
 
 
 def plain_container(module: nn.Module) -> bool:

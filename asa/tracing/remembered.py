@@ -31,7 +31,7 @@ def _key(value: Any) -> Any:
     return type(value), value
 
 
-def _kept(value: Any) -> Any:
+def _recipe(value: Any) -> Any:
     """What is needed to make ``value`` again: shape, strides and type of a tensor; None for None."""
     if isinstance(value, Tensor):
         dense = value.untyped_storage().nbytes() == value.numel() * value.element_size()
@@ -41,16 +41,16 @@ def _kept(value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, list | tuple):
-        return type(value)(map(_kept, value))
+        return type(value)(map(_recipe, value))
     raise _Unknown
 
 
-def _again(kept: Any) -> Any:
-    if kept is None:
+def _from_recipe(recipe: Any) -> Any:
+    if recipe is None:
         return None
-    if isinstance(kept, tuple) and kept and isinstance(kept[0], torch.Size):
-        return torch.empty_strided(*kept[:2], dtype=kept[2], device="meta")
-    return type(kept)(map(_again, kept))
+    if isinstance(recipe, tuple) and recipe and isinstance(recipe[0], torch.Size):
+        return torch.empty_strided(*recipe[:2], dtype=recipe[2], device="meta")
+    return type(recipe)(map(_from_recipe, recipe))
 
 
 class Remembered(TorchDispatchMode):
@@ -61,7 +61,7 @@ class Remembered(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.spared = 0
-        self._known: dict[Any, Any] = {}
+        self._recipes: dict[Any, Any] = {}
         self._manner: dict[Any, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,12 +75,12 @@ class Remembered(TorchDispatchMode):
             key = func, _key(args), tuple((k, _key(v)) for k, v in sorted(kwargs.items()))
         except _Unknown:
             return func(*args, **kwargs)
-        if key in self._known:
+        if key in self._recipes:
             self.spared += 1
-            return args[0] if manner == "fill" else _again(self._known[key])
+            return args[0] if manner == "fill" else _from_recipe(self._recipes[key])
         result = func(*args, **kwargs)
         try:
-            self._known[key] = None if manner == "fill" else _kept(result)
+            self._recipes[key] = None if manner == "fill" else _recipe(result)
         except _Unknown:
             self._manner[func] = "run"
         return result

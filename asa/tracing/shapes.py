@@ -29,15 +29,15 @@ def about_shape(node: fx.Node) -> bool:
 
 def shape_only(node: fx.Node) -> bool:
     """Whether the value of ``node`` is computed from shapes, types and devices alone."""
-    pending, seen = [node], set()
+    pending, visited = [node], set()
     while pending:
-        one = pending.pop()
-        if one in seen or about_shape(one):
+        current = pending.pop()
+        if current in visited or about_shape(current):
             continue
-        seen.add(one)
-        if one.op != "call_function" or getattr(one.target, "__module__", "") not in _ARITHMETIC:
+        visited.add(current)
+        if current.op != "call_function" or getattr(current.target, "__module__", "") not in _ARITHMETIC:
             return False
-        pending += one.all_input_nodes
+        pending += current.all_input_nodes
     return True
 
 

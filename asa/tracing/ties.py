@@ -13,15 +13,15 @@ _MOST = 4
 """Largest number of parameters tied across components. A model that shares more of them shares whole layers."""
 
 
-def _parameters(thing: Any) -> list[nn.Parameter]:
-    if isinstance(thing, nn.Module):
-        return list(thing.parameters())
-    return [thing] if isinstance(thing, nn.Parameter) else []
+def _parameters(item: Any) -> list[nn.Parameter]:
+    if isinstance(item, nn.Module):
+        return list(item.parameters())
+    return [item] if isinstance(item, nn.Parameter) else []
 
 
 def used(objects: Mapping[str, Any]) -> frozenset[int]:
     """Identities of all parameters of a unit."""
-    return frozenset(id(p) for thing in objects.values() for p in _parameters(thing))
+    return frozenset(id(p) for item in objects.values() for p in _parameters(item))
 
 
 def shared(units: Sequence[Mapping[str, Any]]) -> frozenset[int]:
@@ -29,7 +29,7 @@ def shared(units: Sequence[Mapping[str, Any]]) -> frozenset[int]:
     first: dict[int, int] = {}
     several: set[int] = set()
     for index, objects in enumerate(units):
-        for p in (p for thing in objects.values() for p in _parameters(thing)):
+        for p in (p for item in objects.values() for p in _parameters(item)):
             if first.setdefault(id(p), index) != index:
                 several.add(id(p))
     return frozenset(several)
@@ -41,33 +41,33 @@ def loose(units: Sequence[Mapping[str, Any]], ties: frozenset[int]) -> bool:
     if len(ties) > _MOST:
         return False
     users = [(n, t) for objects in units for n, t in objects.items() if ties & {id(p) for p in _parameters(t)}]
-    apart = len({n for n, _ in users}) == len(users)  # no layer is called twice
-    return apart and all(isinstance(thing, (*_LOOSE, nn.Parameter)) for _, thing in users)
+    distinct = len({n for n, _ in users}) == len(users)  # no layer is called twice
+    return distinct and all(isinstance(item, (*_LOOSE, nn.Parameter)) for _, item in users)
 
 
-def lent(units: Sequence[Mapping[str, Any]], ties: frozenset[int]) -> list[tuple[dict[str, Any], frozenset[str]]]:
+def assigned(units: Sequence[Mapping[str, Any]], ties: frozenset[int]) -> list[tuple[dict[str, Any], frozenset[str]]]:
     """For each unit, its objects, and the targets among them that are parameters held by another unit. A layer with
     such a parameter is replaced by a copy that refers to it."""
-    taken: set[int] = set()
+    used_before: set[int] = set()
     lists = []
     for objects in units:
-        others = frozenset(taken & ties)
-        mine, borrowed = {}, set()
-        for target, thing in objects.items():
-            mine[target] = thing
-            if others & {id(p) for p in _parameters(thing)}:
-                if isinstance(thing, nn.Module):
-                    mine[target] = _referring(thing, others)
+        others = frozenset(used_before & ties)
+        held_objects, borrowed = {}, set()
+        for target, item in objects.items():
+            held_objects[target] = item
+            if others & {id(p) for p in _parameters(item)}:
+                if isinstance(item, nn.Module):
+                    held_objects[target] = _referring(item, others)
                 else:
                     borrowed.add(target)
-        taken |= used(objects)
-        lists.append((mine, frozenset(borrowed)))
+        used_before |= used(objects)
+        lists.append((held_objects, frozenset(borrowed)))
     return lists
 
 
 def _referring(module: nn.Module, others: frozenset[int]) -> nn.Module:
-    made = copy.copy(module)
-    kept = {n: p for n, p in module._parameters.items() if p is None or id(p) not in others}
-    made.__dict__["_parameters"] = kept
-    made.__dict__.update({n: p for n, p in module._parameters.items() if n not in kept})
-    return made
+    copied = copy.copy(module)
+    held = {n: p for n, p in module._parameters.items() if p is None or id(p) not in others}
+    copied.__dict__["_parameters"] = held
+    copied.__dict__.update({n: p for n, p in module._parameters.items() if n not in held})
+    return copied

@@ -27,8 +27,8 @@ and bias."""
 def _watched(model: nn.Module) -> list[nn.Parameter]:
     parameters: dict[nn.Parameter, None] = {}
     for module in model.modules():
-        own = sorted((p for p in module.parameters(recurse=False) if p.requires_grad), key=nn.Parameter.numel)
-        parameters.update(dict.fromkeys([*own[:1], *(p for p in own if p.numel() <= _LARGE)]))
+        trained = sorted((p for p in module.parameters(recurse=False) if p.requires_grad), key=nn.Parameter.numel)
+        parameters.update(dict.fromkeys([*trained[:1], *(p for p in trained if p.numel() <= _LARGE)]))
     return list(parameters)
 
 
@@ -76,14 +76,14 @@ def disagreement(model: nn.Module, run: Callable[[Tensor], Any], train: Callable
     """
     if batch.is_meta:
         return ""
-    whole = batch
+    full_batch = batch
     for training in (True, False):
         with mode(model, training):
-            batch = _fewer(model, whole) if training else whole
+            batch = _fewer(model, full_batch) if training else full_batch
             try:
                 expected = _answers(model, model, batch, training)
             except Exception:  # some models refuse a single sample
-                batch = whole
+                batch = full_batch
                 expected = _answers(model, model, batch, training)
         train(training)
         distance = _distance(expected, _answers(model, run, batch, training))

@@ -40,7 +40,7 @@ class WholeModel(TracedComponent):
     def __init__(self, model: nn.Module, sides: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
         graphs = [_graph(1 + len(names)) for names in sides]
         super().__init__(
-            "model", train=graphs[0], evaluate=graphs[sides[0] != sides[1]], objects={}, sides=sides, whole=model
+            "model", train=graphs[0], evaluate=graphs[sides[0] != sides[1]], objects={}, sides=sides, replaced=model
         )
 
     def train(self, mode: bool = True) -> Self:
@@ -55,15 +55,15 @@ def _slots(output: Any, names: Iterator[str]) -> Any:
 
 
 def _run(model: nn.Module, example: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
-    asked = f"{type(model).__name__} on an input of shape {tuple(example.shape[1:])}"
+    call = f"{type(model).__name__} on an input of shape {tuple(example.shape[1:])}"
     try:
         output = model(example.clone())
     except Exception as error:
-        raise InvalidInputError(f"{asked} fails: {reason_of(error)}{place_of(error)}") from error
+        raise InvalidInputError(f"{call} fails: {reason_of(error)}{place_of(error)}") from error
     tensors = tensors_of(output)
     if not tensors:
         raise InvalidInputError(
-            f"{asked} returns a {type(output).__name__} in which there is no tensor; return a tensor, or tensors in a "
+            f"{call} returns a {type(output).__name__} in which there is no tensor; return a tensor, or tensors in a "
             "tuple, list or dictionary"
         )
     return output, tensors
@@ -79,7 +79,7 @@ def outcome(model: nn.Module, example: Tensor) -> tuple[Tensor, ...]:
     return (output["out"], *tensors) if isinstance(output, dict) and "out" in output else tensors
 
 
-def whole(model: nn.Module, small: Tensor, large: Tensor) -> tuple[WholeModel, tuple[Any, Any], BatchDims]:
+def as_one_component(model: nn.Module, small: Tensor, large: Tensor) -> tuple[WholeModel, tuple[Any, Any], BatchDims]:
     """(component, structures, dimensions): ``model`` as one component, its output structures in both modes, and the
     batch dimension of each output. Both batches are run once in each mode.
 

@@ -81,7 +81,7 @@ def refusal(model: nn.Module, shape: Shape) -> str:
     return ""
 
 
-def told_classes(model: nn.Module, spec: str, shape: Shape) -> int:
+def num_classes_of(model: nn.Module, spec: str, shape: Shape) -> int:
     """Number of classes of an external model. It must return logits [N, classes, ...] for a batch of N images, and [N,
     T, classes] or [N, classes] for sequences of T tokens.
 
@@ -89,13 +89,13 @@ def told_classes(model: nn.Module, spec: str, shape: Shape) -> int:
         InvalidInputError: it fails on such an input, or its output has another form.
     """
     why = refusal(model, shape)
-    asked = f"{shape[0]} tokens" if of_tokens(shape) else "x".join(map(str, shape))
+    input_text = f"{shape[0]} tokens" if of_tokens(shape) else "x".join(map(str, shape))
     if why:
-        raise InvalidInputError(f"model {spec!r} fails on an input of {asked}: {why}")
+        raise InvalidInputError(f"model {spec!r} fails on an input of {input_text}: {why}")
     output = _reaches(model, shape, train=False)
     if not isinstance(output, Tensor) or output.ndim < 2 or output.shape[0] != 2:
         form = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        raise InvalidInputError(f"model {spec!r} gives {form} for 2 samples of {asked}, not logits [2, classes]")
+        raise InvalidInputError(f"model {spec!r} gives {form} for 2 samples of {input_text}, not logits [2, classes]")
     return output.shape[-1] if of_tokens(shape) else output.shape[1]
 
 
@@ -105,11 +105,11 @@ def check_outputs(model: nn.Module, spec: str, *, num_classes: int, shape: Shape
     Raises:
         InvalidInputError: it fails on such an input, its output has another form, or there is nothing to train.
     """
-    told = told_classes(model, spec, shape)
-    if told < num_classes:
+    count = num_classes_of(model, spec, shape)
+    if count < num_classes:
         raise InvalidInputError(
-            f"model {spec!r} tells {told} classes apart, {num_classes} were asked for; "
-            f"try --classes {told}, or let the factory take num_classes"
+            f"model {spec!r} tells {count} classes apart, {num_classes} were asked for; "
+            f"try --classes {count}, or let the factory take num_classes"
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise InvalidInputError(f"model {spec!r} has no parameters to train")

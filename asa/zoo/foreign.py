@@ -33,15 +33,15 @@ def first_line(error: BaseException) -> str:
 def at_home() -> Iterator[None]:
     """Context in which the working directory is importable (the ``asa`` script does not add it), and stdout goes to
     stderr."""
-    here = os.getcwd()
-    sys.path.insert(0, here)
+    cwd = os.getcwd()
+    sys.path.insert(0, cwd)
     importlib.invalidate_caches()
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
         with contextlib.suppress(ValueError):
-            sys.path.remove(here)
+            sys.path.remove(cwd)
 
 
 def _import(spec: str, name: str, what: str) -> ModuleType:
@@ -72,8 +72,8 @@ def factory(spec: str, what: str = "model") -> Callable[..., Any]:
     function: Any = _import(spec, module_name, what)
     for part in attribute.split("."):
         if not hasattr(function, part):
-            near = get_close_matches(part, [n for n in dir(function) if not n.startswith("_")], n=3)
-            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            matches = get_close_matches(part, [n for n in dir(function) if not n.startswith("_")], n=3)
+            hint = f"; did you mean {', '.join(matches)}?" if matches else ""
             raise UsageError(f"{what} {spec!r}: {module_name} has no {attribute!r}{hint}")
         function = getattr(function, part)
     if not callable(function) or isinstance(function, nn.Module):
@@ -145,8 +145,8 @@ def from_timm(spec: str, *, num_classes: int, input_shape: Shape) -> nn.Module:
     timm = _package("timm", spec)
     name = spec.partition(":")[2]
     if not timm.is_model(name):
-        near = get_close_matches(name, timm.list_models(), n=3)
-        raise UsageError(f"timm has no model {name!r}" + (f"; did you mean {', '.join(near)}?" if near else ""))
+        matches = get_close_matches(name, timm.list_models(), n=3)
+        raise UsageError(f"timm has no model {name!r}" + (f"; did you mean {', '.join(matches)}?" if matches else ""))
     options = {"pretrained": False, "num_classes": num_classes, "in_chans": input_shape[0]}
     try:
         try:
@@ -230,7 +230,7 @@ def _configuration(transformers: Any, spec: str, options: dict[str, Any]) -> Any
         raise UnavailableError(f"model {spec!r}: its configuration is not available: {first_line(error)}") from None
 
 
-def told_by_configuration(spec: str) -> int:
+def vocabulary_by_configuration(spec: str) -> int:
     """Vocabulary size of a model of transformers that reads tokens, or its number of classes if it classifies
     sequences.
 

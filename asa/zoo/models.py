@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from asa.errors import UsageError
-from asa.zoo.admission import check_outputs, refusal, told_classes
+from asa.zoo.admission import check_outputs, num_classes_of, refusal
 from asa.zoo.foreign import (
     first_line,
     from_factory,
     from_timm,
     from_transformers,
     takes_classes,
-    told_by_configuration,
+    vocabulary_by_configuration,
 )
 from asa.zoo.inputs import Shape, of_tokens
 from asa.zoo.language import language_model, shape_of
@@ -77,11 +77,11 @@ def default_input(spec: str, shape: Shape | None = None, classes: int | None = N
     side = _LARGER_DEFAULTS.get(spec, 32)
     usual = shape or (3, side, side)
     if not classes and of_tokens(usual) and spec.startswith("hf:"):
-        return usual, told_by_configuration(spec)
+        return usual, vocabulary_by_configuration(spec)
     if classes or takes_classes(spec):
         return usual, classes or _CLASSES
     with _seeded(0):
-        return usual, told_classes(from_factory(spec, num_classes=_CLASSES, input_shape=usual), spec, usual)
+        return usual, num_classes_of(from_factory(spec, num_classes=_CLASSES, input_shape=usual), spec, usual)
 
 
 @contextlib.contextmanager
@@ -173,8 +173,8 @@ def _from_torchvision(name: str, num_classes: int, shape: Shape, *, tried: bool)
         why = "" if tried else refusal(model, shape)
         if not why:
             return model
-    asked = "x".join(map(str, shape))
-    raise UsageError(f"{name} cannot take inputs of {asked} ({why}){_remedy(name, num_classes, shape)}")
+    size = "x".join(map(str, shape))
+    raise UsageError(f"{name} cannot take inputs of {size} ({why}){_remedy(name, num_classes, shape)}")
 
 
 def build(spec: str, *, num_classes: int, input_shape: Shape, seed: int = 0, tried: bool = False) -> nn.Module:
@@ -212,9 +212,9 @@ def build(spec: str, *, num_classes: int, input_shape: Shape, seed: int = 0, tri
 
 def _build(spec: str, num_classes: int, shape: Shape, *, tried: bool) -> nn.Module:
     check_kind(spec, of_tokens(shape))
-    known_shape = shape_of(spec)
-    if known_shape is not None:
-        return language_model(known_shape, vocabulary=num_classes, tokens=shape[0])
+    language_shape = shape_of(spec)
+    if language_shape is not None:
+        return language_model(language_shape, vocabulary=num_classes, tokens=shape[0])
     if ":" in spec:
         origin = spec.partition(":")[0]
         outside = {"timm": from_timm, "hf": from_transformers}.get(origin, from_factory)
@@ -223,9 +223,9 @@ def _build(spec: str, num_classes: int, shape: Shape, *, tried: bool) -> nn.Modu
         return model
     if spec in PLAIN:
         return PLAIN[spec](num_classes=num_classes, input_shape=shape)
-    known = frozenset([*_torchvision_names(), *segmentation_names()])
-    if spec not in known:
-        unknown(spec, known)
+    all_names = frozenset([*_torchvision_names(), *segmentation_names()])
+    if spec not in all_names:
+        unknown(spec, all_names)
     return _from_torchvision(spec, num_classes, shape, tried=tried)
 
 

@@ -136,24 +136,24 @@ def check_module(spec: str, name: str, what: str = "model") -> None:
     if not all(part.isidentifier() for part in spec.replace(":", ".", 1).split(".")):
         raise UsageError(f"{what} {spec!r} is not of the form package.module:factory")
     first = name.partition(".")[0]
-    here = Path.cwd()
-    exists = first in sys.modules or (here / first).is_dir() or any(here.glob(f"{first}.*"))
+    cwd = Path.cwd()
+    exists = first in sys.modules or (cwd / first).is_dir() or any(cwd.glob(f"{first}.*"))
     if not exists and importlib.util.find_spec(first) is None:
         raise UsageError(f"{what} {spec!r}: no module {name!r} to import from here or the installed packages")
     check_defined(spec, name, spec.partition(":")[2], what)
 
 
-def unknown(spec: str, known: frozenset[str]) -> NoReturn:
+def unknown(spec: str, names: frozenset[str]) -> NoReturn:
     """Raise the error that no model has the name ``spec``, with similar names.
 
     Raises:
         UsageError: always.
     """
-    wanted = spec.lower().replace("-", "").replace(" ", "")
-    near = get_close_matches(wanted, sorted({*known, *OWN, *SHAPES}), n=3, cutoff=0.5)
-    if not near and ("-" in spec or "/" in spec):  # as the Hugging Face hub calls its models
-        near = [f"hf:{spec}", *(own for own in OWN if own in wanted)]
-    hint = f"; did you mean {', '.join(near)}?" if near else "; `package.module:factory` names one of your own"
+    plain = spec.lower().replace("-", "").replace(" ", "")
+    matches = get_close_matches(plain, sorted({*names, *OWN, *SHAPES}), n=3, cutoff=0.5)
+    if not matches and ("-" in spec or "/" in spec):  # as the Hugging Face hub calls its models
+        matches = [f"hf:{spec}", *(name for name in OWN if name in plain)]
+    hint = f"; did you mean {', '.join(matches)}?" if matches else "; `package.module:factory` names one of your own"
     if os.path.lexists(spec):
         what = "a directory" if os.path.isdir(spec) else "a link that leads nowhere"
         hint = f", and {spec} is {what}, not a file"

@@ -25,21 +25,21 @@ def check_defined(spec: str, module: str, attribute: str, what: str = "model") -
     first, *rest = module.split(".")
     if first in sys.modules:
         return
-    places = [p for p in (Path.cwd() / first, Path.cwd() / f"{first}.py") if p.exists()] or _installed(first)
+    paths = [p for p in (Path.cwd() / first, Path.cwd() / f"{first}.py") if p.exists()] or _installed(first)
     for part in rest:
-        if not places or any(_opaque(place / "__init__.py") for place in places):
+        if not paths or any(_opaque(path / "__init__.py") for path in paths):
             return
-        places = [found for place in places for found in _inside(place, part)]
-        if not places:
+        paths = [inner for path in paths for inner in _inside(path, part)]
+        if not paths:
             raise UsageError(f"{what} {spec!r}: no module {module!r} to import from here or the installed packages")
-    sources = [place / "__init__.py" if place.is_dir() else place for place in places]
+    sources = [path / "__init__.py" if path.is_dir() else path for path in paths]
     # With several places of one name, or an extension module, the import decides.
     if len(sources) != 1 or sources[0].suffix != ".py":
         return
-    known, name = _names(sources[0]), attribute.partition(".")[0]
-    if known is not None and name not in known and not any(_inside(place, name) for place in places):
-        near = get_close_matches(name, [n for n in known if not n.startswith("_")], n=3)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
+    defined, name = _names(sources[0]), attribute.partition(".")[0]
+    if defined is not None and name not in defined and not any(_inside(path, name) for path in paths):
+        matches = get_close_matches(name, [n for n in defined if not n.startswith("_")], n=3)
+        hint = f"; did you mean {', '.join(matches)}?" if matches else ""
         raise UsageError(f"{what} {spec!r}: {module} has no {attribute!r}{hint}")
 
 
@@ -53,11 +53,11 @@ def _installed(package: str) -> list[Path]:
     return [Path(str(spec.origin))]
 
 
-def _inside(place: Path, part: str) -> list[Path]:
-    """Modules and packages called ``part`` in the package at ``place``."""
-    if not place.is_dir():
+def _inside(path: Path, part: str) -> list[Path]:
+    """Modules and packages called ``part`` in the package at ``path``."""
+    if not path.is_dir():
         return []
-    return [p for p in place.iterdir() if p.name == part or (p.is_file() and p.name.startswith(f"{part}."))]
+    return [p for p in path.iterdir() if p.name == part or (p.is_file() and p.name.startswith(f"{part}."))]
 
 
 def _opaque(source: Path) -> bool:

@@ -37,8 +37,8 @@ def check_form(spec: str) -> None:
     """
     origin, colon, rest = spec.partition(":")
     if not colon and spec not in NAMED:
-        near = get_close_matches(spec, NAMED, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMED)}, {FORMS}"
+        matches = get_close_matches(spec, NAMED, n=1)
+        hint = f"did you mean {matches[0]}?" if matches else f"there are {', '.join(NAMED)}, {FORMS}"
         raise ValueError(f"no data set is called {spec!r}; {hint}")
     named = origin in (*PATHS, *_NEEDED)
     if colon and (not rest or not (named or all(p.isidentifier() for p in (*origin.split("."), *rest.split("."))))):

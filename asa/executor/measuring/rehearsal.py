@@ -76,7 +76,7 @@ class _Supplied(Link):
         x.detach().contiguous()
 
     def receive(self, rows: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Arrival:
-        count, _ = self._own(rows)
+        count, _ = self._exchanges(rows)
         form = (count, *shape)
         if form not in self._samples:
             self._samples[form] = torch.randn(form, dtype=dtype, device=device) / max(1, count)

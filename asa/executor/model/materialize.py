@@ -284,7 +284,7 @@ def materialize(
         modes = Modes.of(model)
         # A profile that was measured compared the trace with the model; an estimate did not.
         known_fingerprint = plan.model_fingerprint if plan.origin == "measured" else ""
-        traced = trace(model, example, name=plan.model_spec, known=known_fingerprint)
+        traced = trace(model, example, name=plan.model_spec, known_fingerprint=known_fingerprint)
     _check(plan, traced, strategies)
     if outer is not None and outer.weights != (plan.stages[0].weights or ()):
         raise UsageError(
@@ -328,7 +328,7 @@ def materialize(
         if assignment.checkpoint:
             recompute(component, context)
         component.to(device)
-        component.settle()
+        component.cache_lookups()
     execution.require(device, plan.compiled)
     execution.settle_kernels(device, plan.precision)
     execution.apply(traced.components, plan.compiled, eager=BySample)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from asa.errors import InvalidInputError
-from asa.sharding.generators import drawing, told
+from asa.sharding.generators import drawing, draws_note
 from asa.sharding.randomness import make_reproducible
 from asa.sharding.samples import SampleContext
 from asa.tracing import outcome, trace
@@ -53,4 +53,4 @@ def _mixing(model: nn.Module, batch: Tensor) -> tuple[str, ...]:
 def _drawing(model: nn.Module, batch: Tensor) -> tuple[str, ...]:
     traced = trace(model, batch, name="model")
     make_reproducible(traced.components, SampleContext(samples=torch.arange(len(batch)), total=len(batch)))
-    return told(drawing(traced.components, batch))
+    return draws_note(drawing(traced.components, batch))

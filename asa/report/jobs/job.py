@@ -24,15 +24,15 @@ _CORES_PER_GPU = 8
 _BETWEEN_MACHINES = re.compile("ethernet|infiniband|roce|efa", re.IGNORECASE)
 
 
-def per_node(plan: Plan, cluster: Cluster | None, asked: int | None) -> int:
+def per_node(plan: Plan, cluster: Cluster | None, requested: int | None) -> int:
     """Number of ranks on each machine: as requested, else from the innermost links of the cluster, else up to eight.
 
     Raises:
         UsageError: ranks do not divide evenly; torchrun starts equally many on every machine.
     """
     ranks = plan.num_processes
-    if asked is not None:
-        most = asked
+    if requested is not None:
+        most = requested
     elif cluster is None:
         most = _USUAL_PER_NODE
     elif len(cluster.levels) == 1 and _BETWEEN_MACHINES.search(cluster.levels[0].name):

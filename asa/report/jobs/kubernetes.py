@@ -140,5 +140,5 @@ spec:
 def _memory_gib(job: Job) -> int:
     """GiB of host memory for all ranks of a pod; for CPU ranks, including the plan's predicted memory."""
     ranks = job.plan.prediction.memory_bytes_per_rank
-    own = 0 if job.gpu else max(ranks, default=0) * job.per_node
-    return math.ceil(own / GIB) + job.per_node * (_PROCESS_GIB + _SHARED_GIB)
+    plan_bytes = 0 if job.gpu else max(ranks, default=0) * job.per_node
+    return math.ceil(plan_bytes / GIB) + job.per_node * (_PROCESS_GIB + _SHARED_GIB)

@@ -33,7 +33,7 @@ def accelerate(plan: Plan, choice: Choice) -> str:
     grid = grid_as(plan, name)
     rows = max(1, plan.global_batch // (grid.data * plan.num_microbatches))
     x, y = batch_lines(plan, str(rows), "device=accelerator.device")
-    imports, options, pieces = _how(plan, name, grid)
+    imports, options, code = _how(plan, name, grid)
     split = (
         f"""
 split(model, accelerator.torch_device_mesh["tp"])
@@ -41,17 +41,17 @@ model.tp_size = {grid.tensor}"""
         if grid.tensor > 1
         else ""
     )
-    own = "\n".join(sorted({loss_import, more, *imports}, key=lambda line: (line.startswith("from"), line)))
+    import_lines = "\n".join(sorted({loss_import, more, *imports}, key=lambda line: (line.startswith("from"), line)))
     return f"""\
 {header(plan, choice)}#
 # torchrun --standalone --nproc-per-node {ranks} FILE
 import os
 
 import torch
-{own}
+{import_lines}
 
 RANKS, MICROBATCHES, STEPS = {ranks}, {plan.num_microbatches}, int(os.environ.get("STEPS", "10"))
-{pieces}
+{code}
 accelerator = Accelerator(
     cpu={plan.device_type == "cpu"},
     mixed_precision="{_PRECISION[plan.precision]}",
@@ -82,18 +82,18 @@ accelerator.end_training()
 def _how(plan: Plan, name: str, grid: Grid) -> tuple[list[str], str, str]:
     """Imports, arguments of the ``Accelerator`` for the strategy, and code for what it does not do itself."""
     if name == "zero1":
-        made = f"DeepSpeedPlugin(zero_stage=1, gradient_accumulation_steps={plan.num_microbatches})"
-        return ["from accelerate import Accelerator, DeepSpeedPlugin"], f"    deepspeed_plugin={made},\n", ""
+        plugin = f"DeepSpeedPlugin(zero_stage=1, gradient_accumulation_steps={plan.num_microbatches})"
+        return ["from accelerate import Accelerator, DeepSpeedPlugin"], f"    deepspeed_plugin={plugin},\n", ""
     if name in ("single", "ddp"):
         return ["from accelerate import Accelerator"], "", ""
-    imports, options, pieces = ["from accelerate.parallelism_config import ParallelismConfig"], "", ""
+    imports, options, code = ["from accelerate.parallelism_config import ParallelismConfig"], "", ""
     shards = grid.data if grid.shards == 1 else grid.shards
     sizes = [f"dp_replicate_size={grid.data // shards}"] if grid.data > shards else []
     sizes += [f"dp_shard_size={shards}"] if shards > 1 else []
     if grid.tensor > 1:
         sizes.append(f"tp_size={grid.tensor}")
         imports += SPLIT_IMPORTS
-        pieces = f"\n\nSPLIT = {listed(names(plan, tensor=True) or names(plan))}\n\n\n{SPLIT}"
+        code = f"\n\nSPLIT = {listed(names(plan, tensor=True) or names(plan))}\n\n\n{SPLIT}"
     if shards > 1:
         imports.append("from accelerate import Accelerator, FullyShardedDataParallelPlugin")
         options = (
@@ -104,4 +104,4 @@ def _how(plan: Plan, name: str, grid: Grid) -> tuple[list[str], str, str]:
         )
     else:
         imports.append("from accelerate import Accelerator")
-    return imports, f"    parallelism_config=ParallelismConfig({', '.join(sizes)}),\n{options}", pieces
+    return imports, f"    parallelism_config=ParallelismConfig({', '.join(sizes)}),\n{options}", code

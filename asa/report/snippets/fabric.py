@@ -37,7 +37,7 @@ def fabric(plan: Plan, choice: Choice) -> str:
     more, build = model_lines(plan)
     loss_import, loss = loss_lines(plan)
     grid = grid_as(plan, name)
-    imports, pieces = _how(plan, name, grid)
+    imports, code = _how(plan, name, grid)
     strategy = {"ddp": "DDPStrategy(gradient_as_bucket_view=True)", "single": '"auto"'}.get(
         name, f"ModelParallelStrategy(parallelize, data_parallel_size={grid.data}, tensor_parallel_size={grid.tensor})"
     )
@@ -56,7 +56,7 @@ import torch
 from lightning.fabric import Fabric
 {lines}
 
-{pieces}
+{code}
 
 strategy = {strategy}
 fabric = Fabric(
@@ -88,15 +88,15 @@ def _how(plan: Plan, name: str, grid: Grid) -> tuple[list[str], str]:
     """Imports, and functions that distribute the model."""
     if name in ("single", "ddp"):
         return (["from lightning.fabric.strategies import DDPStrategy"] if name == "ddp" else []), ""
-    imports, pieces, steps = ["from lightning.fabric.strategies import ModelParallelStrategy"], "", []
+    imports, code, steps = ["from lightning.fabric.strategies import ModelParallelStrategy"], "", []
     if grid.tensor > 1:
         imports += SPLIT_IMPORTS
-        pieces += f"SPLIT = {listed(names(plan, tensor=True) or names(plan))}\n\n\n{SPLIT}"
+        code += f"SPLIT = {listed(names(plan, tensor=True) or names(plan))}\n\n\n{SPLIT}"
         steps.append('split(model, mesh["tensor_parallel"])')
     if grid.data > 1:
         imports.append("from torch.distributed.fsdp import fully_shard")
         reshard = grid.strategy in ("zero3", "hsdp")
-        pieces += f"NAMES = {listed(names(plan))}\n\n\n{_SHARD.format(reshard=reshard)}\n\n"
+        code += f"NAMES = {listed(names(plan))}\n\n\n{_SHARD.format(reshard=reshard)}\n\n"
         steps.append('shard(model, mesh["data_parallel"])')
     body = "\n".join(f"    {step}" for step in steps)
-    return imports, f"{pieces}def parallelize(model, mesh):\n{body}\n    return model\n"
+    return imports, f"{code}def parallelize(model, mesh):\n{body}\n    return model\n"

@@ -31,17 +31,17 @@ def _model(plan: Plan, shape: GPT2Shape | LlamaShape | None) -> list[str]:
     if shape is None:
         return []
     tokens = plan.input_shape[0]
-    found = [
+    flags = [
         f"--num-layers {shape.layers} --hidden-size {shape.width} --num-attention-heads {shape.heads}",
         f"--seq-length {tokens} --max-position-embeddings {max(tokens, shape.tokens)}",
         f"--tokenizer-type NullTokenizer --vocab-size {plan.num_classes - 1} --mock-data",
         "--attention-dropout 0.0 --hidden-dropout 0.0",
     ]
     if isinstance(shape, GPT2Shape):
-        return [*found, "--position-embedding-type learned_absolute"]
+        return [*flags, "--position-embedding-type learned_absolute"]
     tied = [] if shape.tied else ["--untie-embeddings-and-output-weights"]
     return [
-        *found,
+        *flags,
         f"--ffn-hidden-size {shape.hidden} --group-query-attention --num-query-groups {shape.kv_heads}",
         f"--position-embedding-type rope --rotary-base {_ROTARY_BASE} --normalization RMSNorm --norm-epsilon 1e-5",
         "--swiglu --disable-bias-linear",
@@ -50,25 +50,25 @@ def _model(plan: Plan, shape: GPT2Shape | LlamaShape | None) -> list[str]:
 
 
 def _layout(plan: Plan, grid: Grid) -> list[str]:
-    found = [
+    flags = [
         f"--tensor-model-parallel-size {grid.tensor} --pipeline-model-parallel-size {grid.stages}",
         *(["--sequence-parallel"] if grid.sequence else []),
     ]
     if grid.stages > 1:
-        found.append(f"--pipeline-model-parallel-layout {shlex.quote(_stages(plan))}")
+        flags.append(f"--pipeline-model-parallel-layout {shlex.quote(_stages(plan))}")
     if grid.strategy == "zero1" or (grid.strategy in _SHARDED and grid.stages > 1):
-        found.append("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
+        flags.append("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather")
     elif grid.strategy in _SHARDED:
-        found += [
+        flags += [
             f"--use-megatron-fsdp --data-parallel-sharding-strategy {_SHARDED[grid.strategy]}",
             "--use-distributed-optimizer --no-gradient-accumulation-fusion --ckpt-format fsdp_dtensor",
         ]
         if grid.strategy == "hsdp":
             replicas = grid.data // grid.shards
-            found.append(f"--num-distributed-optimizer-instances {replicas} --outer-dp-sharding-strategy no_shard")
+            flags.append(f"--num-distributed-optimizer-instances {replicas} --outer-dp-sharding-strategy no_shard")
     elif grid.data > 1:
-        found.append("--overlap-grad-reduce")
-    return found
+        flags.append("--overlap-grad-reduce")
+    return flags
 
 
 def _stages(plan: Plan) -> str:
@@ -84,7 +84,7 @@ def _stages(plan: Plan) -> str:
 
 def _training(plan: Plan, grid: Grid) -> list[str]:
     rows = max(1, plan.global_batch // (grid.data * plan.num_microbatches))
-    found = [
+    flags = [
         f"--micro-batch-size {rows} --global-batch-size {rows * grid.data * plan.num_microbatches}",
         *([f"--{plan.precision}"] if plan.precision in ("bf16", "fp16") else []),
         "--optimizer adam --lr 1e-3 --weight-decay 0.05 --train-iters 10"
@@ -96,5 +96,5 @@ def _training(plan: Plan, grid: Grid) -> list[str]:
         for s in range(len(plan.stages))
     )
     if fullest:
-        found.append(f"--recompute-granularity full --recompute-method block --recompute-num-layers {fullest}")
-    return found
+        flags.append(f"--recompute-granularity full --recompute-method block --recompute-num-layers {fullest}")
+    return flags

@@ -111,13 +111,13 @@ def names(plan: Plan, *, tensor: bool = False, checkpoint: bool = False) -> list
     return [c.name for c in plan.components if (not tensor or c.tensor.degree > 1) and (not checkpoint or c.checkpoint)]
 
 
-def listed(found: list[str], indent: str = "    ") -> str:
+def listed(items: list[str], indent: str = "    ") -> str:
     """Code of a list of names, wrapped over several lines."""
     lines, line = [], indent
-    for name in found:
+    for name in items:
         piece = f'"{name}", '
         if len(line) + len(piece) > 110:
             lines.append(line.rstrip())
             line = indent
         line += piece
-    return "[\n" + "\n".join([*lines, line.rstrip()]) + "\n]" if found else "[]"
+    return "[\n" + "\n".join([*lines, line.rstrip()]) + "\n]" if items else "[]"

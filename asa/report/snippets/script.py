@@ -66,7 +66,7 @@ def _top(plan: Plan, choice: Choice, imports: tuple[str, ...], constants: list[s
     start = f"torchrun --standalone --nproc-per-node {plan.num_ranks} FILE"
     plain = ["import torch", "import torch.distributed as dist"]
     third = sorted(line for line in (loss, more) if line.startswith("import"))
-    own = [line for line in (loss, more) if not line.startswith("import")]
+    own_imports = [line for line in (loss, more) if not line.startswith("import")]
     lines = [
         f"{header(plan, choice)}#\n# {start}",
         "import os",
@@ -75,7 +75,7 @@ def _top(plan: Plan, choice: Choice, imports: tuple[str, ...], constants: list[s
         *plain,
         *third,
         *imports,
-        *own,
+        *own_imports,
         "",
         f"RANKS, GLOBAL_BATCH, MICROBATCHES, STEPS = {plan.num_ranks}, {batch}, "
         f'{microbatches}, int(os.environ.get("STEPS", "10"))',
@@ -142,17 +142,16 @@ def _one_stage(plan: Plan, choice: Choice) -> str:
     else:
         more = ", foreach=False" if name in ("tensor", "fsdp", "zero2") else ""
         text += f"    optimizer = {optimizer}(net.parameters(), {rates}{more})\n"
-    alone = name in ("single", "tensor")
+    whole_batch = name in ("single", "tensor")
     text += "    for step in range(STEPS):\n        x, y = batch(step)\n"
-    text += (
-        "" if alone else "        x, y = x.tensor_split(RANKS)[rank], y.tensor_split(RANKS)[rank]  # this rank's rows\n"
-    )
+    if not whole_batch:
+        text += "        x, y = x.tensor_split(RANKS)[rank], y.tensor_split(RANKS)[rank]  # this rank's rows\n"
     text += (
         "        parts = list(zip(x.to(device).tensor_split(MICROBATCHES), y.to(device).tensor_split(MICROBATCHES)))\n"
     )
     text += "        total = 0.0\n        for i, (inputs, labels) in enumerate(parts):\n"
     # Weights by number of rows, which give the mean over the whole batch for any division.
-    share = "len(labels) / GLOBAL_BATCH" if alone else "len(labels) * RANKS / GLOBAL_BATCH"
+    share = "len(labels) / GLOBAL_BATCH" if whole_batch else "len(labels) * RANKS / GLOBAL_BATCH"
     body = _autocast(plan) + f"                loss = {loss_lines(plan)[1]}(net(inputs), labels) * ({share})\n"
     if name in ("fsdp", "zero2"):
         text += "            net.set_requires_gradient_sync(i + 1 == len(parts))\n"

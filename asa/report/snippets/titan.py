@@ -38,18 +38,18 @@ def torchtitan(plan: Plan, choice: Choice) -> str:
         f"pipeline_parallel_degree={grid.stages},",
         *(_pipeline(plan, choice.name) if grid.stages > 1 else ()),
     ]
-    base, made = _base(plan)
-    own = "config" if base else "Trainer.Config(model_spec=model_spec())"
+    base, import_line = _base(plan)
+    config = f"{base}()" if base else "Trainer.Config(model_spec=model_spec())"
     return f"""\
 {header(plan, choice)}#
 # NGPU={plan.num_ranks} MODULE=(this file's module) CONFIG=planned ./run_train.sh
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
-{made}from torchtitan.trainer import Trainer
+{import_line}from torchtitan.trainer import Trainer
 
 
 def planned() -> Trainer.Config:
-    config = {f"{base}()" if base else own}
+    config = {config}
     config.training = TrainingConfig(
         num_tokens_per_microbatch_per_dp_rank={rows * tokens},
         num_tokens_per_train_step={rows * grid.data * plan.num_microbatches * tokens},

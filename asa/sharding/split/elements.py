@@ -53,7 +53,7 @@ def elementwise(call: Call) -> Any:
     return call.args[0] if call.in_place else wrapped(result, lead)
 
 
-def drawn(call: Call) -> Any:
+def random_part(call: Call) -> Any:
     """This rank's part of random numbers drawn for the whole tensor. With equal seeds they are those that one device
     draws."""
     part, *more = call.args
@@ -66,7 +66,7 @@ def drawn(call: Call) -> Any:
     return part
 
 
-def made_new(call: Call) -> Any:
+def new_like(call: Call) -> Any:
     """A new tensor of the same type and device whose content does not depend on the values of this one."""
     return call.func(call.args[0].held, *call.args[1:], **call.options)
 
@@ -80,6 +80,6 @@ def same(call: Call) -> bool:
 handles(ELEMENTWISE, elementwise)
 handles((f"{name}_" for name in ELEMENTWISE), elementwise)
 handles(_OPERATORS.split(), elementwise)
-handles(_RANDOM.split(), drawn)
-handles(("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"), made_new)
+handles(_RANDOM.split(), random_part)
+handles(("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"), new_like)
 handles(("equal", "allclose"), same)

@@ -16,7 +16,7 @@ def elementwise_each(call: Call) -> Any:
     """Results of the function on this rank's part of every tensor."""
     first, *rest = call.args
 
-    def beside(values: Any) -> Any:
+    def matched_values(values: Any) -> Any:
         if not isinstance(values, list | tuple):
             return refuse(call.name, values.parted) if isinstance(values, TensorPart) else values
         for value, leader in zip(values, first, strict=True):
@@ -27,8 +27,8 @@ def elementwise_each(call: Call) -> Any:
         pairs = zip(values, first, strict=True)
         return [matched(v, leader) if isinstance(leader, TensorPart) else v for v, leader in pairs]
 
-    more = {key: beside(v) for key, v in call.options.items()}
-    results = call.func([held_of(t) for t in first], *map(beside, rest), **more)
+    more = {key: matched_values(v) for key, v in call.options.items()}
+    results = call.func([held_of(t) for t in first], *map(matched_values, rest), **more)
     if call.in_place:
         return first
     return tuple(
@@ -40,9 +40,9 @@ def norm_each(call: Call) -> Any:
     """Norms of all tensors, with one message for all tensors that the same ranks hold."""
     tensors, order, dtype = _norm_arguments(*call.args, **call.options)
     values = dict(enumerate(tensors))
-    whole = [i for i, t in values.items() if not isinstance(t, TensorPart)]
-    if whole:
-        values |= zip(whole, torch._foreach_norm([tensors[i] for i in whole], order, dtype=dtype), strict=True)
+    unsplit = [i for i, t in values.items() if not isinstance(t, TensorPart)]
+    if unsplit:
+        values |= zip(unsplit, torch._foreach_norm([tensors[i] for i in unsplit], order, dtype=dtype), strict=True)
     parts = {i: t for i, t in values.items() if isinstance(t, TensorPart)}
     values |= zip(parts, norms(list(parts.values()), order, dtype), strict=True)
     return tuple(values[i] for i in range(len(tensors)))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from asa.errors import UsageError
-from asa.sharding.split.wire import Split, averaged, whole
+from asa.sharding.split.wire import Split, averaged, gathered
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ class TensorPart(Tensor):
     @property
     def grad(self) -> TensorPart | None:  # type: ignore[override]
         """Gradient of ``held``, as a :class:`TensorPart`; the same object as long as the gradient is the same."""
-        gradient, known = self.held.grad, self._gradient
+        gradient, cached = self.held.grad, self._gradient
         if gradient is None:
             self._gradient = None
-        elif known is None or known.held is not gradient:
+        elif cached is None or cached.held is not gradient:
             self._gradient = TensorPart(gradient, self.parted)
         return self._gradient
 
@@ -132,10 +132,10 @@ class TensorPart(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        mine = matched(value, self)
-        if mine.shape != self.held.shape:
+        part = matched(value, self)
+        if part.shape != self.held.shape:
             raise UsageError(f"data of shape {list(value.shape)} cannot take the place of {list(self.shape)}")
-        self.held.data = mine
+        self.held.data = part
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -143,8 +143,8 @@ class TensorPart(Tensor):
         return self.held.requires_grad
 
     @requires_grad.setter
-    def requires_grad(self, wanted: bool) -> None:
-        self.held.requires_grad = wanted
+    def requires_grad(self, value: bool) -> None:
+        self.held.requires_grad = value
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
@@ -166,8 +166,8 @@ class TensorPart(Tensor):
 
     def full_tensor(self) -> TensorPart:
         """This part with its DTensor, if it is one, gathered. A loss with sharded tensors calls this."""
-        held = whole(self.held)
-        return self if held is self.held else TensorPart(held, self.parted)
+        full = gathered(self.held)
+        return self if full is self.held else TensorPart(full, self.parted)
 
     def register_hook(self, hook: Any) -> NoReturn:  # type: ignore[override]
         """Refuse, because autograd has at best a part of the gradient."""
@@ -241,10 +241,10 @@ def matched(value: Any, to: TensorPart) -> Any:
         if value.shape[-right] != split.length:
             raise UsageError(f"a tensor of shape {list(value.shape)} does not fit one of shape {list(to.shape)}")
         value = split.at(value.dim() - right).cut(value)
-    held = to.held
-    if not value.dim() or not isinstance(held, DTensor) or isinstance(value, DTensor):
+    target = to.held
+    if not value.dim() or not isinstance(target, DTensor) or isinstance(value, DTensor):
         return value
-    return DTensor.from_local(value, held.device_mesh, [Replicate()] * held.device_mesh.ndim, run_check=False)
+    return DTensor.from_local(value, target.device_mesh, [Replicate()] * target.device_mesh.ndim, run_check=False)
 
 
 def wrapped(value: Any, like: TensorPart) -> Any:

@@ -13,29 +13,29 @@ from asa.sharding.split.part import Call, TensorPart, handles, refuse
 from asa.sharding.split.wire import Split
 
 
-def reshaped(split: Split, shape: Sequence[int], wanted: Sequence[int], name: str) -> tuple[Split, list[int]]:
-    """(split, shape): the split of a tensor of ``shape`` after reshaping it to ``wanted``, and the shape of this rank's
+def reshaped(split: Split, shape: Sequence[int], target: Sequence[int], name: str) -> tuple[Split, list[int]]:
+    """(split, shape): the split of a tensor of ``shape`` after reshaping it to ``target``, and the shape of this rank's
     part then.
 
     The sharded dimension may be joined with its neighbours. Joining it with those after it makes units larger; joining
     it with those before it makes more blocks.
     """
-    mine, shard = split.shard.index(split.axis.index).numel(), split.shard
-    for dim, length in enumerate(wanted):
-        front = math.prod(wanted[:dim])
+    numel, shard = split.shard.index(split.axis.index).numel(), split.shard
+    for dim, length in enumerate(target):
+        front = math.prod(target[:dim])
         for a in range(split.dim + 1):
             if math.prod(shape[:a]) != front:
                 continue
             for b in range(split.dim + 1, len(shape) + 1):
-                if math.prod(shape[a:b]) == length and math.prod(wanted[dim + 1 :]) == math.prod(shape[b:]):
-                    more, behind = math.prod(shape[a : split.dim]), math.prod(shape[split.dim + 1 : b])
-                    joined = replace(shard, dim=dim, blocks=shard.blocks * more, unit=shard.unit * behind)
-                    return replace(split, shard=joined), [*wanted[:dim], more * mine * behind, *wanted[dim + 1 :]]
+                if math.prod(shape[a:b]) == length and math.prod(target[dim + 1 :]) == math.prod(shape[b:]):
+                    before, after = math.prod(shape[a : split.dim]), math.prod(shape[split.dim + 1 : b])
+                    joined = replace(shard, dim=dim, blocks=shard.blocks * before, unit=shard.unit * after)
+                    return replace(split, shard=joined), [*target[:dim], before * numel * after, *target[dim + 1 :]]
     return refuse(name, split)
 
 
-def _sizes(given: Sequence[Any]) -> list[int]:
-    return [int(n) for n in (given[0] if len(given) == 1 and isinstance(given[0], list | tuple) else given)]
+def _sizes(args: Sequence[Any]) -> list[int]:
+    return [int(n) for n in (args[0] if len(args) == 1 and isinstance(args[0], list | tuple) else args)]
 
 
 def reshape(call: Call) -> Any:
@@ -46,31 +46,31 @@ def reshape(call: Call) -> Any:
     shape = list(part.shape)
     more += call.options.values()
     if name in ("view_as", "reshape_as"):
-        wanted = list(more[0].shape)
+        target = list(more[0].shape)
     elif name == "ravel":
-        wanted = [-1]
+        target = [-1]
     elif name == "flatten":
         start, stop = (n % len(shape) for n in (*more, *(0, -1)[len(more) :]))
-        wanted = [*shape[:start], -1, *shape[stop + 1 :]]
+        target = [*shape[:start], -1, *shape[stop + 1 :]]
     elif name == "unsqueeze":
         dim = more[0] % (len(shape) + 1)
-        wanted = [*shape[:dim], 1, *shape[dim:]]
+        target = [*shape[:dim], 1, *shape[dim:]]
     elif name == "squeeze":
-        wanted = [n for n in shape if n != 1] if not more else shape
+        target = [n for n in shape if n != 1] if not more else shape
         if more and shape[more[0]] == 1:
-            del wanted[more[0]]
+            del target[more[0]]
     elif more and isinstance(more[0], torch.dtype):
         return refuse(name, part.parted)
     else:
-        wanted = _sizes(more)
-    if -1 in wanted:
-        wanted[wanted.index(-1)] = part.numel() // math.prod(n for n in wanted if n != -1)
-    split, local = reshaped(part.parted, shape, wanted, name)
-    held = part.held.view(local) if name.startswith("view") else part.held.reshape(local)
-    return TensorPart(held, split)
+        target = _sizes(more)
+    if -1 in target:
+        target[target.index(-1)] = part.numel() // math.prod(n for n in target if n != -1)
+    split, local = reshaped(part.parted, shape, target, name)
+    local_view = part.held.view(local) if name.startswith("view") else part.held.reshape(local)
+    return TensorPart(local_view, split)
 
 
-def turn(call: Call) -> Any:
+def permute(call: Call) -> Any:
     """Permutations of dimensions: ``t``, ``T``, ``mT``, ``transpose`` and ``permute``."""
     (part, *more), name = call.args, call.name
     more += call.options.values()
@@ -86,4 +86,4 @@ def turn(call: Call) -> Any:
 
 
 handles(("view", "view_as", "reshape", "reshape_as", "ravel", "flatten", "unsqueeze", "squeeze"), reshape)
-handles(("t", "T", "mT", "transpose", "swapaxes", "permute"), turn)
+handles(("t", "T", "mT", "transpose", "swapaxes", "permute"), permute)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asa.sharding.split.elements import elementwise
 from asa.sharding.split.part import Call, TensorPart, handles, refuse
-from asa.sharding.split.wire import HALF, Split, known, largest, summed, whole
+from asa.sharding.split.wire import HALF, Split, gathered, largest, summed, value_with_gradient
 
 
 def _dims(part: TensorPart, dim: Any) -> tuple[int, ...]:
@@ -43,18 +43,18 @@ def _named(args: Sequence[Any], options: dict[str, Any], *names: str) -> dict[st
 def total(call: Call) -> Any:
     """Sums: ``sum``, ``mean`` and ``count_nonzero``."""
     (part, *more), options, name = call.args, call.options, call.name
-    given = _named(more, options, "dim", "keepdim")
-    dims = _dims(part, given.get("dim"))
+    arguments = _named(more, options, "dim", "keepdim")
+    dims = _dims(part, arguments.get("dim"))
     if part.parted.dim not in dims:
-        return _along(call, dims, given.get("keepdim", False))
+        return _along(call, dims, arguments.get("keepdim", False))
     if name == "count_nonzero":
-        return summed(whole(part.held.ne(0).sum(dims)), part.parted)
-    held, dtype = part.held, given.get("dtype")
+        return summed(gathered(part.held.ne(0).sum(dims)), part.parted)
+    held, dtype = part.held, arguments.get("dtype")
     dtype = dtype or (held.dtype if held.is_floating_point() or held.is_complex() or name == "mean" else torch.int64)
-    addend = whole(held.sum(dims, given.get("keepdim", False), dtype=torch.float32 if dtype in HALF else dtype))
+    addend = gathered(held.sum(dims, arguments.get("keepdim", False), dtype=torch.float32 if dtype in HALF else dtype))
     if name == "mean":
         addend = addend / math.prod(part.shape[n] for n in set(dims))
-    return known(addend, summed(addend, part.parted), part.parted).to(dtype)
+    return value_with_gradient(addend, summed(addend, part.parted), part.parted).to(dtype)
 
 
 def extreme(call: Call) -> Any:
@@ -62,81 +62,81 @@ def extreme(call: Call) -> Any:
     if (isinstance(call.args[-1], Tensor) and len(call.args) > 1) or "other" in call.options:
         return elementwise(call)
     (part, *more), options, name = call.args, call.options, call.name
-    given = _named(more, options, "dim", "keepdim")
-    dims, keepdim = _dims(part, given.get("dim")), given.get("keepdim", False)
+    arguments = _named(more, options, "dim", "keepdim")
+    dims, keepdim = _dims(part, arguments.get("dim")), arguments.get("keepdim", False)
     if part.parted.dim not in dims:
         return _along(call, dims, keepdim)
-    if name in ("max", "min") and given.get("dim") is not None:
+    if name in ("max", "min") and arguments.get("dim") is not None:
         refuse(f"{name}(dim), which says where,", part.parted)
-    mine = whole((part.held.amin if name.endswith("min") else part.held.amax)(dims, keepdim))
-    value = -largest(-mine, part.parted) if name.endswith("min") else largest(mine, part.parted)
-    return known(_shared(part.held, mine, value, dims, part.parted), value, part.parted)
+    local = gathered((part.held.amin if name.endswith("min") else part.held.amax)(dims, keepdim))
+    value = -largest(-local, part.parted) if name.endswith("min") else largest(local, part.parted)
+    return value_with_gradient(_shared(part.held, local, value, dims, part.parted), value, part.parted)
 
 
-def _shared(held: Tensor, mine: Tensor, value: Tensor, dims: tuple[int, ...], split: Split) -> Tensor:
-    """``mine``, this rank's extreme, with a gradient that accounts for equal elements on other ranks."""
-    if not (mine.requires_grad and torch.is_grad_enabled()):
-        return mine
+def _shared(held: Tensor, local: Tensor, value: Tensor, dims: tuple[int, ...], split: Split) -> Tensor:
+    """``local``, this rank's extreme, with a gradient that accounts for equal elements on other ranks."""
+    if not (local.requires_grad and torch.is_grad_enabled()):
+        return local
     with torch.no_grad():
-        beside = [1 if n in dims else s for n, s in enumerate(held.shape)] if len(set(dims)) < held.dim() else []
-        here = whole(held.eq(mine.reshape(beside)).sum(dims)).reshape(mine.shape) * mine.eq(value)
-        share = here / summed(here, split).clamp(min=1)
-    return mine * share.to(mine.dtype)
+        shape = [1 if n in dims else s for n, s in enumerate(held.shape)] if len(set(dims)) < held.dim() else []
+        count = gathered(held.eq(local.reshape(shape)).sum(dims)).reshape(local.shape) * local.eq(value)
+        share = count / summed(count, split).clamp(min=1)
+    return local * share.to(local.dtype)
 
 
 def truth(call: Call) -> Any:
     """Reductions of booleans: ``all`` and ``any``."""
     (part, *more), options, name = call.args, call.options, call.name
-    given = _named(more, options, "dim", "keepdim")
-    dims = _dims(part, given.get("dim"))
+    arguments = _named(more, options, "dim", "keepdim")
+    dims = _dims(part, arguments.get("dim"))
     if part.parted.dim not in dims:
-        return _along(call, dims, given.get("keepdim", False))
+        return _along(call, dims, arguments.get("keepdim", False))
     against = part.held.ne(0) if name == "any" else part.held.eq(0)
-    some_true = summed(whole(against.sum(dims, given.get("keepdim", False))), part.parted) > 0
+    some_true = summed(gathered(against.sum(dims, arguments.get("keepdim", False))), part.parted) > 0
     return some_true if name == "any" else ~some_true
 
 
 def norm(call: Call) -> Any:
     """``norm`` under all its names, as a vector norm."""
     (part, *more), options, name = call.args, call.options, call.name
-    given = _named(more, options, "ord" if name.startswith("linalg") else "p", "dim", "keepdim", "dtype")
+    arguments = _named(more, options, "ord" if name.startswith("linalg") else "p", "dim", "keepdim", "dtype")
     if name == "linalg_matrix_norm":
-        given = {"ord": "fro", "dim": (-2, -1)} | given
-    order = given.get("p" if name == "norm" else "ord", 2)
-    dims = _dims(part, given.get("dim"))
+        arguments = {"ord": "fro", "dim": (-2, -1)} | arguments
+    order = arguments.get("p" if name == "norm" else "ord", 2)
+    dims = _dims(part, arguments.get("dim"))
     if part.parted.dim not in dims:
-        return _along(call, dims, given.get("keepdim", False))
+        return _along(call, dims, arguments.get("keepdim", False))
     of_matrix = len(dims) == 2 and name in ("linalg_norm", "linalg_matrix_norm")
     order = 2.0 if order in ("fro", None) else math.inf if order == "inf" else order
-    if isinstance(order, str) or order < 0 or (of_matrix and given.get("ord") not in ("fro", None)):
+    if isinstance(order, str) or order < 0 or (of_matrix and arguments.get("ord") not in ("fro", None)):
         refuse(f"{name} of order {order}", part.parted)
-    return _norm(part, float(order), dims, given.get("keepdim", False), given.get("dtype"))
+    return _norm(part, float(order), dims, arguments.get("keepdim", False), arguments.get("dtype"))
 
 
 def _norm(part: TensorPart, order: float, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     held = part.held if dtype is None else part.held.to(dtype)
-    mine = whole(torch.linalg.vector_norm(held, order, dims, keepdim))
+    local = gathered(torch.linalg.vector_norm(held, order, dims, keepdim))
     if order == math.inf:
-        value = largest(mine, part.parted)
-        return known(_shared(held.abs(), mine, value, dims, part.parted), value, part.parted)
-    return _joined(mine, summed(_power(mine, order), part.parted), order, part.parted)
+        value = largest(local, part.parted)
+        return value_with_gradient(_shared(held.abs(), local, value, dims, part.parted), value, part.parted)
+    return _joined(local, summed(_power(local, order), part.parted), order, part.parted)
 
 
-def _power(mine: Tensor, order: float) -> Tensor:
-    wide = mine.detach().double()
+def _power(local: Tensor, order: float) -> Tensor:
+    wide = local.detach().double()
     return wide if order == 0 else wide.pow(order)
 
 
-def _joined(mine: Tensor, powers: Tensor, order: float, split: Split) -> Tensor:
+def _joined(local: Tensor, powers: Tensor, order: float, split: Split) -> Tensor:
     """Norm of the whole tensor from the sum of the powers of its parts' norms; d whole / d part = (part / whole) **
     (order - 1)."""
-    full = powers if order == 0 else powers.pow(1 / order)
-    value = full.to(mine.dtype)
-    if not (mine.requires_grad and torch.is_grad_enabled()):
+    total_norm = powers if order == 0 else powers.pow(1 / order)
+    value = total_norm.to(local.dtype)
+    if not (local.requires_grad and torch.is_grad_enabled()):
         return value
-    wide = mine.detach().double()
-    slope = torch.where(wide == 0, 0.0, (wide / full).pow(order - 1))
-    return known(mine * slope.to(mine.dtype), value, split)
+    wide = local.detach().double()
+    slope = torch.where(wide == 0, 0.0, (wide / total_norm).pow(order - 1))
+    return value_with_gradient(local * slope.to(local.dtype), value, split)
 
 
 def norms(parts: Sequence[TensorPart], order: float, dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -144,25 +144,25 @@ def norms(parts: Sequence[TensorPart], order: float, dtype: torch.dtype | None =
     differentiated)."""
     if order == math.inf or (torch.is_grad_enabled() and any(p.requires_grad for p in parts)):
         return [_norm(p, order, tuple(range(p.dim())), False, dtype) for p in parts]
-    mine = [whole(torch.linalg.vector_norm(p.held, order, dtype=dtype)) for p in parts]
+    local = [gathered(torch.linalg.vector_norm(p.held, order, dtype=dtype)) for p in parts]
     values: dict[int, Tensor] = {}
     for first in range(len(parts)):
         if first in values:
             continue
         split = parts[first].parted
         alike = [i for i, p in enumerate(parts) if p.parted.axis.group is split.axis.group]
-        powers = summed(torch.stack([_power(mine[i], order) for i in alike]), split)
-        values |= {i: _joined(mine[i], power, order, split) for i, power in zip(alike, powers.unbind(), strict=True)}
+        powers = summed(torch.stack([_power(local[i], order) for i in alike]), split)
+        values |= {i: _joined(local[i], power, order, split) for i, power in zip(alike, powers.unbind(), strict=True)}
     return [values[i] for i in range(len(parts))]
 
 
 def spread(call: Call) -> Any:
     """``std`` and ``var`` over all elements."""
     (part, *more), options, name = call.args, call.options, call.name
-    given = _named(more, options, "unbiased")
-    less = given.pop("correction", None)
-    unbiased = given.pop("unbiased", True)
-    if given or not isinstance(unbiased, bool):
+    arguments = _named(more, options, "unbiased")
+    less = arguments.pop("correction", None)
+    unbiased = arguments.pop("unbiased", True)
+    if arguments or not isinstance(unbiased, bool):
         refuse(f"{name} along dimensions", part.parted)
     mean: Any = part.mean()
     variance: Any = (part - mean).square().sum() / (part.numel() - (int(unbiased) if less is None else less))

@@ -49,15 +49,15 @@ class Split:
 
     def alike(self, other: Split) -> bool:
         """Whether the same ranks hold the same positions, in whichever dimension."""
-        mine, theirs = self.axis, other.axis
-        return mine.group is theirs.group and mine.size == theirs.size and self.shard == other.at(self.dim).shard
+        first, second = self.axis, other.axis
+        return first.group is second.group and first.size == second.size and self.shard == other.at(self.dim).shard
 
     def cut(self, full: Tensor) -> Tensor:
         """This rank's part of a whole tensor."""
         return self.shard.cut(full, self.axis.index)
 
 
-def whole(x: Tensor) -> Tensor:
+def gathered(x: Tensor) -> Tensor:
     """``x``, gathered if it is a DTensor."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
@@ -65,24 +65,24 @@ def whole(x: Tensor) -> Tensor:
 @torch.no_grad()
 def summed(x: Tensor, split: Split) -> Tensor:
     """Sum of ``x`` over the ranks (collective), as a new tensor."""
-    x = whole(x)
-    sent = x.detach().to(split.device, torch.float32 if x.dtype in HALF else x.dtype, copy=True).contiguous()
-    direct.all_reduce(sent, group=split.axis.group)
-    return sent.to(x.device, x.dtype)
+    x = gathered(x)
+    buffer = x.detach().to(split.device, torch.float32 if x.dtype in HALF else x.dtype, copy=True).contiguous()
+    direct.all_reduce(buffer, group=split.axis.group)
+    return buffer.to(x.device, x.dtype)
 
 
 @torch.no_grad()
 def largest(x: Tensor, split: Split) -> Tensor:
     """Maximum of ``x`` over the ranks (collective); NaN if any rank has NaN, which the collective itself would lose."""
     strange = x.detach().isnan()
-    sent = torch.stack([x.detach().masked_fill(strange, -math.inf if x.is_floating_point() else 0), strange.to(x)])
-    sent = sent.to(split.device, torch.float32 if x.dtype in HALF else x.dtype)
-    dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=split.axis.group)
-    value, none = sent.to(x.device, x.dtype)
+    buffer = torch.stack([x.detach().masked_fill(strange, -math.inf if x.is_floating_point() else 0), strange.to(x)])
+    buffer = buffer.to(split.device, torch.float32 if x.dtype in HALF else x.dtype)
+    dist.all_reduce(buffer, op=dist.ReduceOp.MAX, group=split.axis.group)
+    value, none = buffer.to(x.device, x.dtype)
     return value.masked_fill(none > 0, math.nan) if x.is_floating_point() else value
 
 
-class _Known(torch.autograd.Function):
+class _ValueWithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, contribution: Tensor, value: Tensor, split: Split) -> Tensor:
         ctx.parted = split
@@ -91,7 +91,7 @@ class _Known(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        gradient = whole(gradient)
+        gradient = gathered(gradient)
         least, most = largest(torch.stack([-gradient, gradient]), ctx.parted)
         if bool(((most + least) > 1e-3 * most.abs()).any()):
             raise UsageError(
@@ -101,12 +101,12 @@ class _Known(torch.autograd.Function):
         return gradient, None, None
 
 
-def known(contribution: Tensor, value: Tensor, split: Split) -> Tensor:
+def value_with_gradient(contribution: Tensor, value: Tensor, split: Split) -> Tensor:
     """``value`` of the whole tensor, which this rank differentiates through its ``contribution``. Its backward is
     collective, and raises a UsageError if ranks have different gradients of it."""
     if not (contribution.requires_grad and torch.is_grad_enabled()):
         return value
-    return _Known.apply(contribution, value, split)  # type: ignore[no-any-return]
+    return _ValueWithGradient.apply(contribution, value, split)  # type: ignore[no-any-return]
 
 
 class _Averaged(torch.autograd.Function):

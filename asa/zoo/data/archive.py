@@ -27,12 +27,12 @@ class _Bounded:
     """Reads a stream, and raises if more than ``limit`` bytes come out of it."""
 
     def __init__(self, stream: Readable, limit: int, path: Path) -> None:
-        self._stream, self._left, self._limit, self._path = stream, limit, limit, path
+        self._stream, self._remaining, self._limit, self._path = stream, limit, limit, path
 
     def read(self, size: int) -> bytes:
         block = self._stream.read(size)
-        self._left -= len(block)
-        if self._left < 0:
+        self._remaining -= len(block)
+        if self._remaining < 0:
             raise InvalidInputError(
                 f"{self._path} unpacks to more than {self._limit} bytes; it is not a data set archive"
             )
@@ -49,14 +49,14 @@ def _suspicious(member: tarfile.TarInfo) -> str:
     return ""
 
 
-def _members(tar: tarfile.TarFile, path: Path, wanted: set[str]) -> dict[str, bytes]:
+def _members(tar: tarfile.TarFile, path: Path, names: set[str]) -> dict[str, bytes]:
     contents: dict[str, bytes] = {}
     for member in tar:
         why = _suspicious(member)
         if why:
             raise InvalidInputError(f"{path} is refused: its entry {member.name!r} {why}")
         name = str(PurePosixPath(member.name))
-        if name not in wanted or member.isdir():
+        if name not in names or member.isdir():
             continue
         if name in contents:
             raise InvalidInputError(f"{path} is refused: it holds {name!r} twice")
@@ -67,8 +67,8 @@ def _members(tar: tarfile.TarFile, path: Path, wanted: set[str]) -> dict[str, by
     return contents
 
 
-def read_members(path: Path, wanted: set[str], *, limit: int = MAX_UNPACKED_BYTES) -> dict[str, bytes]:
-    """Contents of the ``wanted`` members of the archive at ``path``, by name. The archive is read to its end, so that
+def read_members(path: Path, names: set[str], *, limit: int = MAX_UNPACKED_BYTES) -> dict[str, bytes]:
+    """Contents of the members ``names`` of the archive at ``path``, by name. The archive is read to its end, so that
     its checksum is verified.
 
     Raises:
@@ -79,7 +79,7 @@ def read_members(path: Path, wanted: set[str], *, limit: int = MAX_UNPACKED_BYTE
         with open_regular(path) as packed, gzip.GzipFile(fileobj=packed) as unpacked:
             bounded = _Bounded(unpacked, limit, path)
             with tarfile.open(fileobj=bounded, mode="r|") as tar:  # type: ignore[call-overload]
-                contents = _members(tar, path, wanted)
+                contents = _members(tar, path, names)
             while bounded.read(1 << 20):
                 pass
     except (EOFError, tarfile.TarError, zlib.error, gzip.BadGzipFile) as error:
@@ -87,7 +87,7 @@ def read_members(path: Path, wanted: set[str], *, limit: int = MAX_UNPACKED_BYTE
         raise InvalidInputError(f"{path} ({size} bytes) is truncated or damaged: {str(error).lower()}") from None
     except OSError as error:
         raise InvalidInputError(f"cannot read {path}: {error.strerror or error}") from None
-    missing = sorted(wanted - contents.keys())
+    missing = sorted(names - contents.keys())
     if missing:
         raise InvalidInputError(f"{path} lacks {missing[0]}")
     return contents

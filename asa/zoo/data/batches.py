@@ -59,8 +59,8 @@ def fetch(
     they were gathered before.
     """
     if gathered is None:
-        here = indices.to(images.images.device)
-        gathered = images.images[here], images.labels[here]
+        index = indices.to(images.images.device)
+        gathered = images.images[index], images.labels[index]
     pixels, labels = (t.to(device, non_blocking=True) for t in gathered)
     del gathered  # a quarter of the size of the result
     if of_tokens(images.shape):

@@ -108,12 +108,12 @@ def read(root: Path, what: Official, split: Split) -> tuple[Tensor, Tensor, str]
                 f"put the binary version there: {what.origins[0].urls[0]}"
             )
         return None
-    contents, place = files
+    contents, location = files
     parts = [
-        decode(contents[name], what, source=f"{place}: {name}", official_count=count)
+        decode(contents[name], what, source=f"{location}: {name}", official_count=count)
         for name, count in what.files[split]
     ]
     if len({len(labels) for _, labels in parts}) > 1:
         counts = ", ".join(f"{n} {len(p[1])}" for (n, _), p in zip(what.files[split], parts, strict=True))
-        raise InvalidInputError(f"{place}: batches differ in their number of images ({counts}); get them again")
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), place
+        raise InvalidInputError(f"{location}: batches differ in their number of images ({counts}); get them again")
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]), location

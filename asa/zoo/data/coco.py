@@ -18,7 +18,7 @@ _MOST_BYTES = 2**30
 _TESTS = ("val", "test")
 
 
-def folder(place: str, shape: Shape | None) -> Any:
+def folder(path: str, shape: Shape | None) -> Any:
     """Read ``DIR/annotations/*.json`` with images in ``DIR/train*`` and ``DIR/val*`` (by the file's name), or one
     ``DIR/*.json`` with the images next to it. Class 0 is the background; the others are in the order of the categories'
     ids.
@@ -28,18 +28,18 @@ def folder(place: str, shape: Shape | None) -> Any:
     """
     from asa.zoo.data.readers import Parts
 
-    root, spec = Path(place), f"coco:{place}"
+    root, spec = Path(path), f"coco:{path}"
     if not root.is_dir():
-        raise InvalidInputError(f"--data {spec}: there is no folder {place}")
+        raise InvalidInputError(f"--data {spec}: there is no folder {path}")
     files = sorted(root.glob("annotations/*.json")) or sorted(root.glob("*.json"))
     tests = [f for f in files if any(name in f.stem for name in _TESTS)]
     trains = [f for f in files if f not in tests and "train" in f.stem] or [f for f in files if f not in tests]
     if len(trains) != 1 or len(tests) > 1:
-        told = ", ".join(f.name for f in files) or "none"
-        raise InvalidInputError(f"--data {spec}: one file of annotations to train on is needed, found: {told}")
+        listing = ", ".join(f.name for f in files) or "none"
+        raise InvalidInputError(f"--data {spec}: one file of annotations to train on is needed, found: {listing}")
     train, classes = _split(root, trains[0], spec, shape, None)
     test = _split(root, tests[0], spec, shape or tuple(train[0].shape[1:]), classes)[0] if tests else None
-    return Parts(train=train, test=test, told=f"Images and masks of {len(classes)} categories in {place}")
+    return Parts(train=train, test=test, description=f"Images and masks of {len(classes)} categories in {path}")
 
 
 def _split(
@@ -51,7 +51,7 @@ def _split(
     try:
         document = json.loads(read_text(file, most=_MOST_BYTES))
         images = {int(i["id"]): i for i in document["images"]}
-        own = {int(c["id"]): n for n, c in enumerate(sorted(document["categories"], key=lambda c: int(c["id"])), 1)}
+        ids = {int(c["id"]): n for n, c in enumerate(sorted(document["categories"], key=lambda c: int(c["id"])), 1)}
         objects = [(int(a["image_id"]), int(a["category_id"]), a["segmentation"]) for a in document["annotations"]]
         names = {key: str(i["file_name"]) for key, i in images.items()}
         sizes = {key: (int(i["height"]), int(i["width"])) for key, i in images.items()}
@@ -60,23 +60,23 @@ def _split(
         raise InvalidInputError(f"--data {spec}: {file} is not in COCO's format: {what}") from None
     if not images:
         raise InvalidInputError(f"--data {spec}: {file} names no images")
-    classes = classes or own
+    classes = classes or ids
     if not objects:
         raise InvalidInputError(f"--data {spec}: {file} has no annotations: every pixel would be background")
-    places = [_found(root, file, names[key], spec) for key in images]
-    pixels = pictures(places, shape, [str(p) for p in places])
+    paths = [_image_path(root, file, names[key], spec) for key in images]
+    pixels = pictures(paths, shape, [str(p) for p in paths])
     masks = torch.zeros(len(images), *pixels.shape[2:], dtype=torch.int64)
     at = {key: i for i, key in enumerate(images)}
-    for image, category, drawn in objects:
+    for image, category, segmentation in objects:
         if image not in at or category not in classes:
             what = f"image {image}" if image not in at else f"category {category}"
             raise InvalidInputError(f"--data {spec}: {file} has an annotation of {what}, which it does not list")
-        inside = _mask(drawn, sizes[image], (pixels.shape[2], pixels.shape[3]), f"{spec}, {names[image]}")
+        inside = _mask(segmentation, sizes[image], (pixels.shape[2], pixels.shape[3]), f"{spec}, {names[image]}")
         masks[at[image]][inside] = classes[category]
     return (pixels, masks), classes
 
 
-def _found(root: Path, file: Path, name: str, spec: str) -> Path:
+def _image_path(root: Path, file: Path, name: str, spec: str) -> Path:
     """Path of an image: next to its annotations, or in a folder with their name (``instances_val2017``: val2017)."""
     for home in (root / file.stem.rpartition("_")[2], root / "images", root, file.parent):
         if (home / name).is_file():
@@ -84,7 +84,7 @@ def _found(root: Path, file: Path, name: str, spec: str) -> Path:
     raise InvalidInputError(f"--data {spec}: {file.name} names {name}, which is not there")
 
 
-def _mask(drawn: Any, size: tuple[int, int], to: tuple[int, int], told: str) -> Tensor:
+def _mask(segmentation: Any, size: tuple[int, int], to: tuple[int, int], source: str) -> Tensor:
     """Mask from polygons or a run-length code, bool [H, W], resized to ``to``.
 
     Raises:
@@ -95,8 +95,8 @@ def _mask(drawn: Any, size: tuple[int, int], to: tuple[int, int], told: str) -> 
     height, width = size
     image = Image.new("1", (width, height))
     try:
-        if isinstance(drawn, dict):
-            counts = drawn["counts"]
+        if isinstance(segmentation, dict):
+            counts = segmentation["counts"]
             runs = _counts(counts) if isinstance(counts, str) else [int(c) for c in counts]
             if sum(runs) != height * width or min(runs, default=0) < 0:
                 raise ValueError(f"a mask of {sum(runs)} pixels in an image of {height}x{width}")
@@ -104,11 +104,11 @@ def _mask(drawn: Any, size: tuple[int, int], to: tuple[int, int], told: str) -> 
             columns = bits.view(width, height).T.contiguous()  # by columns, as COCO counts
             image = Image.fromarray(columns.numpy())
         else:
-            for polygon in drawn:
+            for polygon in segmentation:
                 points = [float(v) for v in polygon]
                 ImageDraw.Draw(image).polygon(list(zip(points[::2], points[1::2], strict=True)), fill=1)
     except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise InvalidInputError(f"{told}: neither polygons nor a run-length code: {error}") from None
+        raise InvalidInputError(f"{source}: neither polygons nor a run-length code: {error}") from None
     resized = image.resize((to[1], to[0]), Image.Resampling.NEAREST)
     return torch.tensor(list(resized.convert("L").tobytes()), dtype=torch.uint8).view(to) > 0
 

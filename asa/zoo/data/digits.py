@@ -17,8 +17,8 @@ NUM_TEST = 360
 
 def read(split: Split) -> tuple[Tensor, Tensor]:
     """Images uint8 [N, 1, 8, 8] and labels int64 [N]; 1,437 for training and 360 others for testing."""
-    with files("asa").joinpath("data", "digits.npz").open("rb") as file, np.load(file) as kept:
-        shades, labels = torch.from_numpy(kept["images"]), torch.from_numpy(kept["labels"]).long()
+    with files("asa").joinpath("data", "digits.npz").open("rb") as file, np.load(file) as arrays:
+        shades, labels = torch.from_numpy(arrays["images"]), torch.from_numpy(arrays["labels"]).long()
     grey = shades.double().mul_(255 / 16).round_().to(torch.uint8)[:, None]
     order = permutation(key(1797, 8), len(labels))
     chosen = order[:NUM_TEST] if split == "test" else order[NUM_TEST:]

@@ -24,17 +24,17 @@ def _digest(path: Path) -> str:
 
 
 def _copy(source: Any, target: IO[bytes], origin: Origin) -> None:
-    got, digest = 0, hashlib.sha256()
+    size, digest = 0, hashlib.sha256()
     while block := source.read(1 << 20):
-        got += len(block)
-        if got > origin.size:
+        size += len(block)
+        if size > origin.size:
             break
         digest.update(block)
         target.write(block)
-    if got != origin.size or digest.hexdigest() != origin.sha256:
-        more = "more than " if got > origin.size else ""
-        state = "the wrong checksum" if got == origin.size else f"{more}{min(got, origin.size)} of {origin.size} bytes"
-        raise InvalidInputError(f"the download of {origin.file} has {state}; it was discarded")
+    if size != origin.size or digest.hexdigest() != origin.sha256:
+        more = "more than " if size > origin.size else ""
+        got = f"{more}{min(size, origin.size)} of {origin.size} bytes" if size != origin.size else "the wrong checksum"
+        raise InvalidInputError(f"the download of {origin.file} has {got}; it was discarded")
 
 
 def _get(origin: Origin, directory: Path, opener: Opener, timeout_s: float) -> None:

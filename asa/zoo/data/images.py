@@ -76,11 +76,11 @@ def convert(pixels: Tensor, shape: Shape) -> Tensor:
 
 
 def _converted(images: Tensor, shape: Shape) -> Tensor:
-    done = torch.empty(images.shape[0], *shape, dtype=torch.uint8)
+    converted = torch.empty(images.shape[0], *shape, dtype=torch.uint8)
     for start in range(0, images.shape[0], _CHUNK):
         part = convert(images[start : start + _CHUNK].float(), shape)
-        done[start : start + _CHUNK] = part.round().clamp_(0, 255).to(torch.uint8)  # may be an expanded view
-    return done
+        converted[start : start + _CHUNK] = part.round().clamp_(0, 255).to(torch.uint8)  # may be an expanded view
+    return converted
 
 
 def reshaped(images: ImageSet, shape: Shape | None) -> ImageSet:
@@ -93,20 +93,20 @@ def reshaped(images: ImageSet, shape: Shape | None) -> ImageSet:
         return images
     if of_tokens(shape):
         raise UsageError(f"{images.name} has images, the model reads tokens; train it on --data synthetic")
-    channels, asked = images.shape[0], shape[0]
+    channels, model_channels = images.shape[0], shape[0]
     if min(shape) < 1:
         raise UsageError(f"images of shape {shape} were asked for; channels, height and width are at least 1")
-    if channels not in (1, asked) and asked != 1:
+    if channels not in (1, model_channels) and model_channels != 1:
         raise UsageError(
-            f"{images.name} has {channels} channels, the model takes {asked}; "
+            f"{images.name} has {channels} channels, the model takes {model_channels}; "
             f"try --input {channels}x{shape[1]}x{shape[2]}"
         )
     steps: list[str] = []
     mean, std = images.mean, images.std
-    if channels == 1 < asked:
-        steps.append(f"grey repeated over {asked} channels")
-        mean, std = mean * asked, std * asked
-    elif channels > asked:
+    if channels == 1 < model_channels:
+        steps.append(f"grey repeated over {model_channels} channels")
+        mean, std = mean * model_channels, std * model_channels
+    elif channels > model_channels:
         steps.append("colours weighted to grey")
         # Channels of photographs are correlated, so standard deviations add up like the values.
         mean, std = ((sum(w * v for w, v in zip(LUMA, values, strict=True)),) for values in (mean, std))

@@ -47,12 +47,12 @@ def _sequences(first: int, count: int, length: int) -> Tensor:
     begin = words(key(_SEED, VERSION, 2), rows)
     tokens = torch.empty(count, length, dtype=torch.int64)
     recent = [integers(begin, 0, VOCABULARY, field=i) for i in range(4)]
-    for place in range(length):
-        draw = words(key(_SEED, VERSION, 3, place), rows)
+    for position in range(length):
+        draw = words(key(_SEED, VERSION, 3, position), rows)
         free = integers(draw, 0, 8, field=0) == 0
         choice = torch.where(free, integers(draw, 0, _CHOICES, field=1), recent[0] % _CHOICES)
         recent = [*recent[1:], follows[recent[-1], choice]]
-        tokens[:, place] = recent[-1]
+        tokens[:, position] = recent[-1]
     return tokens
 
 

@@ -40,9 +40,9 @@ def open_own(spec: str, split: Split, shape: Shape | None) -> ImageSet:
         InvalidInputError: files, or a function of the user's own, cannot be used.
         UnavailableError: the package that reads them is not installed.
     """
-    train, test, classes, told = _both(spec, shape)
+    train, test, classes, description = _both(spec, shape)
     inputs, labels = train if split == "train" else test
-    source = f"{told}, {split}: {len(labels)} samples of {classes} classes."
+    source = f"{description}, {split}: {len(labels)} samples of {classes} classes."
     if inputs.dim() == 2:
         return TokenSet(
             images=inputs, labels=labels, num_classes=classes, name=spec, source=source, shape=(inputs.shape[1],)
@@ -65,21 +65,21 @@ def _both(spec: str, shape: Shape | None) -> tuple[Samples, Samples, int, str]:
         "folder": readers.folder, "csv": readers.csv_table, "parquet": readers.parquet, "arrow": readers.arrow,
         "coco": coco.folder, "hf": readers.hub,
     }  # fmt: skip
-    made = named[origin](rest, shape) if origin in named else from_factory(spec, shape)
-    train, test = (made.train, made.test) if made.test is not None else _divided(made.train)
+    parts = named[origin](rest, shape) if origin in named else from_factory(spec, shape)
+    train, test = (parts.train, parts.test) if parts.test is not None else _divided(parts.train)
     if not len(train[1]) or not len(test[1]):
         raise InvalidInputError(f"--data {spec}: {len(train[1])} samples to train on and {len(test[1])} to test on")
     for x, _ in (train, test):
         if x.is_complex() or (x.is_floating_point() and not torch.isfinite(x).all()):
             raise InvalidInputError(f"--data {spec}: a sample has values that are not finite real numbers")
-    if made.scaled:
+    if parts.scaled:
         mean, std = train[0].mean(dim=0), train[0].std(dim=0, unbiased=False).clamp_min(1e-6)
         train, test = (((x - mean) / std, y) for x, y in (train, test))
     train, test = ((_shaped(x, shape, spec), _sized(y, shape)) for x, y in (train, test))
     lowest = min(int(train[1].min()), int(test[1].min()))
     if lowest < 0:
         raise InvalidInputError(f"--data {spec}: class {lowest} is below 0")
-    return train, test, 1 + max(int(train[1].max()), int(test[1].max())), made.told
+    return train, test, 1 + max(int(train[1].max()), int(test[1].max())), parts.description
 
 
 def _divided(samples: Samples) -> tuple[Samples, Samples]:
@@ -95,31 +95,31 @@ def _shaped(x: Tensor, shape: Shape | None, spec: str) -> Tensor:
     if shape is not None and of_tokens(shape):
         if x.dtype == torch.int64 and tuple(x.shape[1:]) == tuple(shape):
             return x
-        have, there = _found(x)
-        advice = f"plan it for such data: --input {there}"
+        have, size = _format(x)
+        advice = f"plan it for such data: --input {size}"
         raise UsageError(f"--data {spec} gives {have}, the model reads {shape[0]} tokens; {advice}")
     if not x.is_floating_point() and x.dtype != torch.uint8 and (shape is not None or x.dim() != 2):
         raise UsageError(
-            f"--data {spec} gives {_found(x)[0]}, the model takes {described(shape or x.shape[1:])}; give float32 for "
+            f"--data {spec} gives {_format(x)[0]}, the model takes {described(shape or x.shape[1:])}; give float32 for "
             "numbers, uint8 for images, or plan a model that reads tokens"
         )
     if shape is not None and shape[1] == 1 and x.dtype == torch.uint8 and x.dim() == 4 and x.shape[2] > 1:
-        have, there = _found(x)
+        have, size = _format(x)
         raise UsageError(
-            f"--data {spec} gives {have}, the model takes {described(shape)}; profile it with --input {there}"
+            f"--data {spec} gives {have}, the model takes {described(shape)}; profile it with --input {size}"
         )
     if x.dtype == torch.uint8 and x.dim() == 4 and (shape is None or tuple(x.shape[1:]) != tuple(shape)):
         return x if shape is None else _converted(x, shape, spec)
-    wanted = shape or (1, 1, prod(x.shape[1:]))  # images of that very shape pass, too
-    if prod(x.shape[1:]) != prod(wanted) or (x.dim() == 4 and tuple(x.shape[1:]) != tuple(wanted)):
-        have, there = _found(x)
+    target = shape or (1, 1, prod(x.shape[1:]))  # images of that very shape pass, too
+    if prod(x.shape[1:]) != prod(target) or (x.dim() == 4 and tuple(x.shape[1:]) != tuple(target)):
+        have, size = _format(x)
         raise UsageError(
-            f"--data {spec} gives {have}, the model takes {described(wanted)}; profile it with --input {there}"
+            f"--data {spec} gives {have}, the model takes {described(target)}; profile it with --input {size}"
         )
-    return x.reshape(len(x), *wanted)
+    return x.reshape(len(x), *target)
 
 
-def _found(x: Tensor) -> tuple[str, str]:
+def _format(x: Tensor) -> tuple[str, str]:
     """What samples [N, ...] are, in words, and the ``--input`` of a model for them."""
     sizes = "x".join(map(str, x.shape[1:]))
     if x.dim() == 4:
@@ -174,14 +174,14 @@ def from_factory(spec: str, shape: Shape | None) -> Any:
     with at_home():
         function = factory(spec, "data")
         try:
-            made = function(**accepted(function, {"input_shape": shape}))
-            pair = isinstance(made, tuple) and len(made) == 2 and not isinstance(made[0], Tensor)
-            parts = [_read(part, spec) for part in (made if pair else (made,))]
+            result = function(**accepted(function, {"input_shape": shape}))
+            pair = isinstance(result, tuple) and len(result) == 2 and not isinstance(result[0], Tensor)
+            parts = [_read(part, spec) for part in (result if pair else (result,))]
         except (InvalidInputError, UsageError, UnavailableError):
             raise
         except (Exception, SystemExit) as error:
             raise InvalidInputError(f"data {spec!r} failed with {first_line(error)}") from None
-    return Parts(train=parts[0], test=parts[1] if pair else None, told=f"Data of {spec}")
+    return Parts(train=parts[0], test=parts[1] if pair else None, description=f"Data of {spec}")
 
 
 def _read(dataset: Any, spec: str) -> Samples:
@@ -193,7 +193,7 @@ def _read(dataset: Any, spec: str) -> Samples:
         if not pairs:
             raise InvalidInputError(f"data {spec!r} has no samples")
         _check_shapes([x[0] for x, _ in pairs], spec)
-        return torch.cat([x for x, _ in pairs]), _whole(torch.cat([y for _, y in pairs]), spec)
+        return torch.cat([x for x, _ in pairs]), _integers(torch.cat([y for _, y in pairs]), spec)
     samples: Iterable[Any]
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         samples = (dataset[i] for i in range(len(dataset)))
@@ -206,10 +206,10 @@ def _read(dataset: Any, spec: str) -> Samples:
         raise InvalidInputError(f"data {spec!r}: more than {_MOST_SAMPLES} samples; they are read into memory")
     if not pairs:
         raise InvalidInputError(f"data {spec!r} has no samples")
-    return _stacked([x for x, _ in pairs], spec), _whole(_stacked([y for _, y in pairs], spec), spec)
+    return _stacked([x for x, _ in pairs], spec), _integers(_stacked([y for _, y in pairs], spec), spec)
 
 
-def _whole(classes: Tensor, spec: str) -> Tensor:
+def _integers(classes: Tensor, spec: str) -> Tensor:
     """Classes as int64.
 
     Raises:
@@ -253,5 +253,5 @@ def _check_shapes(values: list[Tensor], spec: str) -> None:
     """
     shapes = {tuple(v.shape) for v in values}
     if len(shapes) > 1:
-        told = ", ".join("x".join(map(str, s)) or "one number" for s in sorted(shapes)[:3])
-        raise InvalidInputError(f"data {spec!r}: samples of different shapes ({told}); let it give out one shape")
+        texts = ", ".join("x".join(map(str, s)) or "one number" for s in sorted(shapes)[:3])
+        raise InvalidInputError(f"data {spec!r}: samples of different shapes ({texts}); let it give out one shape")

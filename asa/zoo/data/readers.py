@@ -36,29 +36,29 @@ class Parts:
 
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor] | None
-    told: str
+    description: str
     scaled: bool = False
 
 
-def folder(place: str, shape: Shape | None) -> Parts:
+def folder(path: str, shape: Shape | None) -> Parts:
     """Read images by class: ``DIR/CLASS/*.png``, or ``DIR/train/CLASS/*.png`` with ``DIR/test`` (or ``val``) next to
     it.
 
     Raises:
         InvalidInputError: no classes, a class without images, or a file that is not an image.
     """
-    root = Path(place)
+    root = Path(path)
     if not root.is_dir():
-        raise InvalidInputError(f"--data folder:{place}: there is no folder {place}")
+        raise InvalidInputError(f"--data folder:{path}: there is no folder {path}")
     named = root / "train"
     tests = [root / name for name in _TESTS if (root / name).is_dir()]
     home = named if named.is_dir() else root
     classes = sorted(p.name for p in home.iterdir() if p.is_dir() and not p.name.startswith("."))
     if len(classes) < 2:
-        raise InvalidInputError(f"--data folder:{place}: {home} has {len(classes)} folders of classes; 2 are needed")
+        raise InvalidInputError(f"--data folder:{path}: {home} has {len(classes)} folders of classes; 2 are needed")
     train = _of_folder(home, classes, shape)
     test = _of_folder(tests[0], classes, shape) if home is named and tests else None
-    return Parts(train=train, test=test, told=f"Images of {len(classes)} classes in {place}")
+    return Parts(train=train, test=test, description=f"Images of {len(classes)} classes in {path}")
 
 
 def _of_folder(home: Path, classes: Sequence[str], shape: Shape | None) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ def pictures(sources: Sequence[Any], shape: Shape | None, names: Sequence[str]) 
     from PIL import Image, UnidentifiedImageError
     from torchvision.transforms.functional import pil_to_tensor
 
-    made: Tensor | None = None
+    images: Tensor | None = None
     for i, (source, name) in enumerate(zip(sources, names, strict=True)):
         try:
             image = source if hasattr(source, "getbands") else Image.open(source)
@@ -101,18 +101,18 @@ def pictures(sources: Sequence[Any], shape: Shape | None, names: Sequence[str]) 
             advice = f"profile it with --input 3x{height}x{width}"
             raise UsageError(f"{name} is an image, the model takes {described(shape)}; {advice}")
         shape = shape or (tensor.shape[0], height, width)
-        if made is None:
+        if images is None:
             need, free = len(sources) * shape[0] * shape[1] * shape[2], psutil.virtual_memory().available
             if need > free:
                 raise UnavailableError(f"{len(sources)} images need {need} bytes in memory, {free} are free")
-            made = torch.empty(len(sources), *shape, dtype=torch.uint8)
-        made[i] = convert(tensor[None].float(), shape).round().clamp_(0, 255)[0].to(torch.uint8)
-    if made is None:
+            images = torch.empty(len(sources), *shape, dtype=torch.uint8)
+        images[i] = convert(tensor[None].float(), shape).round().clamp_(0, 255)[0].to(torch.uint8)
+    if images is None:
         raise InvalidInputError("no images were found")
-    return made
+    return images
 
 
-def csv_table(place: str, shape: Shape | None) -> Parts:
+def csv_table(path: str, shape: Shape | None) -> Parts:
     """Read a table with a header. Its inputs are numbers, or a column ``text`` (``sentence``, ``review``). The classes
     are in a column ``label`` (``class``, ``target``), otherwise in the last one.
 
@@ -120,41 +120,41 @@ def csv_table(place: str, shape: Shape | None) -> Parts:
         InvalidInputError: no such file, rows of different lengths, or text among the numbers.
     """
     try:
-        with open(place, newline="", encoding="utf-8-sig") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:
             rows = list(csv.reader(file))
     except UnicodeDecodeError:
-        raise InvalidInputError(f"--data csv:{place} is not UTF-8 text; save it as UTF-8") from None
+        raise InvalidInputError(f"--data csv:{path} is not UTF-8 text; save it as UTF-8") from None
     except (OSError, csv.Error) as error:
-        raise InvalidInputError(f"--data csv:{place}: {error}") from None
+        raise InvalidInputError(f"--data csv:{path}: {error}") from None
     rows = [row for row in rows if row]
     if len(rows) < 2:
-        raise InvalidInputError(f"--data csv:{place} has {len(rows)} rows; a header and samples are needed")
+        raise InvalidInputError(f"--data csv:{path} has {len(rows)} rows; a header and samples are needed")
     header = rows[0]
-    _check_columns(header, f"csv:{place}")
+    _check_columns(header, f"csv:{path}")
     for number, row in enumerate(rows[1:], 2):
         if len(row) != len(header):
-            raise InvalidInputError(f"--data csv:{place}: line {number} has {len(row)} columns, not {len(header)}")
+            raise InvalidInputError(f"--data csv:{path}: line {number} has {len(row)} columns, not {len(header)}")
     columns: dict[str, Sequence[Any]] = {name: [row[i] for row in rows[1:]] for i, name in enumerate(header)}
-    return _table(columns, shape, f"csv:{place}")
+    return _table(columns, shape, f"csv:{path}")
 
 
-def parquet(place: str, shape: Shape | None) -> Parts:
+def parquet(path: str, shape: Shape | None) -> Parts:
     """Read a Parquet file with pyarrow: like :func:`csv_table`, or with a column of images (bytes, as on the hub).
 
     Raises:
         UnavailableError: pyarrow is missing.
         InvalidInputError: no such table, or one that cannot be used.
     """
-    return _columnar("parquet", place, shape)
+    return _columnar("parquet", path, shape)
 
 
-def arrow(place: str, shape: Shape | None) -> Parts:
+def arrow(path: str, shape: Shape | None) -> Parts:
     """Read an Arrow file, or a stored stream as written by ``datasets``; like :func:`parquet`."""
-    return _columnar("arrow", place, shape)
+    return _columnar("arrow", path, shape)
 
 
-def _columnar(kind: str, place: str, shape: Shape | None) -> Parts:
-    spec = f"{kind}:{place}"
+def _columnar(kind: str, path: str, shape: Shape | None) -> Parts:
+    spec = f"{kind}:{path}"
     try:
         import pyarrow
         import pyarrow.ipc
@@ -163,17 +163,17 @@ def _columnar(kind: str, place: str, shape: Shape | None) -> Parts:
         raise UnavailableError(lacking(str(error.name), f"--data {spec}")) from None
     try:
         if kind == "parquet":
-            table = pyarrow.parquet.read_table(place)
+            table = pyarrow.parquet.read_table(path)
         else:
-            with pyarrow.memory_map(place) as file:
-                whole = file.read(6) == b"ARROW1"
+            with pyarrow.memory_map(path) as file:
+                is_file = file.read(6) == b"ARROW1"
                 file.seek(0)
-                table = (pyarrow.ipc.open_file if whole else pyarrow.ipc.open_stream)(file).read_all()
+                table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(file).read_all()
         _check_columns(table.column_names, spec)
         columns = table.to_pydict()
     except (OSError, pyarrow.ArrowException) as error:
-        told = (str(error).splitlines() or ["no table"])[0]
-        raise InvalidInputError(f"--data {spec} cannot be read as {kind}: {told}") from None
+        reason = (str(error).splitlines() or ["no table"])[0]
+        raise InvalidInputError(f"--data {spec} cannot be read as {kind}: {reason}") from None
     return _table(columns, shape, spec)
 
 
@@ -188,16 +188,16 @@ def hub(name: str, shape: Shape | None) -> Parts:
         import datasets
     except ModuleNotFoundError as error:
         raise UnavailableError(lacking(str(error.name), f"--data hf:{name}")) from None
-    here = Path(name).is_dir()
-    answers = here or reachable()
+    is_folder = Path(name).is_dir()
+    answers = is_folder or reachable()
     try:
         parts = datasets.load_dataset(name)
     except Exception as error:
-        told = str(error).splitlines()
+        lines = str(error).splitlines()
         if not answers:
-            told = ["it is no folder, not stored on this machine, and the hub does not answer; get it where it does, "
-                    "or give a file (parquet:FILE, csv:FILE) or a folder of such files (hf:DIR)"]  # fmt: skip
-        raise UnavailableError(f"--data hf:{name}: {told[0] if told else type(error).__name__}") from None
+            lines = ["it is no folder, not stored on this machine, and the hub does not answer; get it where it does, "
+                     "or give a file (parquet:FILE, csv:FILE) or a folder of such files (hf:DIR)"]  # fmt: skip
+        raise UnavailableError(f"--data hf:{name}: {lines[0] if lines else type(error).__name__}") from None
     if "train" not in parts:
         raise InvalidInputError(f"--data hf:{name} has {', '.join(parts)}, no part called train")
     test = next((t for t in _TESTS if t in parts), None)
@@ -205,9 +205,8 @@ def hub(name: str, shape: Shape | None) -> Parts:
     tables = [
         _table({c: parts[p][c] for c in parts[p].column_names}, shape, f"hf:{name}") for p in ("train", test) if p
     ]
-    return Parts(
-        train=tables[0].train, test=tables[1].train if test else None, told=tables[0].told, scaled=tables[0].scaled
-    )
+    train, held_out = tables[0], tables[1].train if test else None
+    return Parts(train=train.train, test=held_out, description=train.description, scaled=train.scaled)
 
 
 def _table(columns: dict[str, Sequence[Any]], shape: Shape | None, spec: str) -> Parts:
@@ -218,14 +217,14 @@ def _table(columns: dict[str, Sequence[Any]], shape: Shape | None, spec: str) ->
     labels = _classes(columns[label], spec, label)
     others = [n for n in names if n != label]
     picture, written = (
-        next((n for n in known if n in others and not _numeric(columns[n])), None) for known in (_PICTURES, _TEXTS)
+        next((n for n in words if n in others and not _numeric(columns[n])), None) for words in (_PICTURES, _TEXTS)
     )
     unread = [n for n in others if n != (picture or written)]
     aside = f"; not read: {', '.join(unread)}" if unread and (picture or written) else ""
     if picture is not None:
         sources = [_opened(v) for v in columns[picture]]
         shown = [f"{spec}, row {i + 1}" for i in range(len(sources))]
-        return Parts(train=(pictures(sources, shape, shown), labels), test=None, told=f"Images of {spec}{aside}")
+        return Parts(train=(pictures(sources, shape, shown), labels), test=None, description=f"Images of {spec}{aside}")
     if written is not None:
         from asa.zoo.data.text import encoded
 
@@ -233,11 +232,11 @@ def _table(columns: dict[str, Sequence[Any]], shape: Shape | None, spec: str) ->
             if not isinstance(value, str):
                 raise InvalidInputError(f"--data {spec}: column {written!r} has {value!r:.40} in row {row}, not text")
         inputs = encoded(columns[written], shape or _TEXT_SHAPE, f"--data {spec}: column {written!r}")
-        return Parts(train=(inputs, labels), test=None, told=f"Text of {spec}, classes in {label!r}{aside}")
+        return Parts(train=(inputs, labels), test=None, description=f"Text of {spec}, classes in {label!r}{aside}")
     numbers = [_numbers(columns[n], spec, n) for n in others]
     return Parts(
         train=(torch.stack(numbers, dim=1), labels), test=None, scaled=True,
-        told=f"{len(numbers)} columns of {spec}, classes in {label!r}",
+        description=f"{len(numbers)} columns of {spec}, classes in {label!r}",
     )  # fmt: skip
 
 
@@ -248,9 +247,9 @@ def _check_columns(names: Sequence[str], spec: str) -> None:
         InvalidInputError: there are not.
     """
     if len(names) < 2:
-        told = f"one column, {names[0][:40]!r}" if names else "no columns"
+        state = f"one column, {names[0][:40]!r}" if names else "no columns"
         comma = "; commas separate columns" if spec.startswith("csv:") else ""
-        raise InvalidInputError(f"--data {spec} has {told}; inputs and a column of classes are needed{comma}")
+        raise InvalidInputError(f"--data {spec} has {state}; inputs and a column of classes are needed{comma}")
     for name in names:
         if names.count(name) > 1:
             raise InvalidInputError(f"--data {spec} has {names.count(name)} columns called {name!r}; rename them")
@@ -264,7 +263,7 @@ def _opened(value: Any) -> Any:
 
 
 def _numbers(values: Iterable[Any], spec: str, name: str) -> Tensor:
-    made = []
+    numbers = []
     for row, value in enumerate(values, 1):
         try:
             number = float(value)
@@ -275,8 +274,8 @@ def _numbers(values: Iterable[Any], spec: str, name: str) -> Tensor:
             ) from None
         if number - number != 0:
             raise InvalidInputError(f"--data {spec}: column {name!r} has {number} in row {row}")
-        made.append(number)
-    return torch.tensor(made, dtype=torch.float32)
+        numbers.append(number)
+    return torch.tensor(numbers, dtype=torch.float32)
 
 
 def _numeric(values: Iterable[Any]) -> bool:

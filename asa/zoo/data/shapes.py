@@ -30,10 +30,10 @@ def scenes(split: Split, shape: Shape) -> tuple[Tensor, Tensor]:
     labels = torch.zeros(len(rows), height, width, dtype=torch.int64)
     bright = torch.full((len(rows), channels, height, width), 64, dtype=torch.int64)
     for number in range(_OBJECTS):
-        place, look = (words(key(_SEED, _VERSION, 2 * number + i), rows)[:, None, None] for i in (11, 12))
+        at, look = (words(key(_SEED, _VERSION, 2 * number + i), rows)[:, None, None] for i in (11, 12))
         kind = integers(look, 0, CLASSES, field=0)  # 0: nothing
         size = integers(look, max(1, min(height, width) // 8), max(2, min(height, width) // 4) + 1, field=1)
-        y, x = (down - integers(place, 0, height, field=0)).abs(), (right - integers(place, 0, width, field=1)).abs()
+        y, x = (down - integers(at, 0, height, field=0)).abs(), (right - integers(at, 0, width, field=1)).abs()
         square = (y <= size) & (x <= size)
         disc = y * y + x * x <= size * size
         cross = square & ((y <= size // 3) | (x <= size // 3))

@@ -36,7 +36,7 @@ def _from_files(root: Path, what: Official, split: Split) -> ImageSet | None:
     contents = _read(root, what, split)
     if contents is None:
         return None
-    images, labels, place = contents
+    images, labels, location = contents
     official = sum(count for _, count in what.files[split][: 1 if what.label_bytes == 0 else None])
     note = "" if len(labels) == official else f" (the official set has {official})"
     return ImageSet(
@@ -46,7 +46,7 @@ def _from_files(root: Path, what: Official, split: Split) -> ImageSet | None:
         mean=what.mean,
         std=what.std,
         name=what.name,
-        source=f"{what.title}, {split}: {len(labels)} images{note} from {place}.",
+        source=f"{what.title}, {split}: {len(labels)} images{note} from {location}.",
         shape=what.shape,
         flips=what.flips,
     )
@@ -139,11 +139,11 @@ def _official(what: Official, split: Split, root: Path | None, fetch_it: bool, o
         return files
     if root is None:
         return _stand_in(what, split, what.name)
-    wanted = f"{what.folder}/{what.files[split][0][0]} or {what.archive}"
+    expected = f"{what.folder}/{what.files[split][0][0]} or {what.archive}"
     if not what.archive:
-        wanted = " and ".join(f"{n}(.gz)" for n, _ in what.files[split])
+        expected = " and ".join(f"{n}(.gz)" for n, _ in what.files[split])
     raise InvalidInputError(
-        f"no {what.title} in --data-root {root}: looked for {wanted}; leave --data-root out for made-up images"
+        f"no {what.title} in --data-root {root}: looked for {expected}; leave --data-root out for made-up images"
     )
 
 

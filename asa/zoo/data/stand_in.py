@@ -67,16 +67,16 @@ def _patterns(recipe: Recipe) -> Tensor:
         random = words(key(_SEED, recipe.num_classes, purpose), torch.arange(count * cells))
         return integers(random, -128, 128, field=1).view(count, recipe.channels, _GRID, _GRID)
 
-    own = grids(1, recipe.num_classes)
+    of_class = grids(1, recipe.num_classes)
     of_group = grids(2, -(-recipe.num_classes // _GROUP))[torch.arange(recipe.num_classes) // _GROUP]
-    return _smooth((own * _OWN + of_group * (256 - _OWN)) >> 7, recipe.side + 2 * _SHIFT)
+    return _smooth((of_class * _OWN + of_group * (256 - _OWN)) >> 7, recipe.side + 2 * _SHIFT)
 
 
-def _framed(patterns: Tensor, which: Tensor, place: Tensor, side: int, *, mirror: bool) -> Tensor:
+def _framed(patterns: Tensor, which: Tensor, draw: Tensor, side: int, *, mirror: bool) -> Tensor:
     """Pattern ``which[i]`` in a frame of ``side`` at a position drawn from the word ``place[i]``, with ``mirror`` half
     of them mirrored: [N, channels, side, side]."""
-    top, left = (integers(place, 0, 2 * _SHIFT + 1, field=i) for i in (0, 1))
-    mirrored = (integers(place, 0, 2, field=2) == 1) & mirror
+    top, left = (integers(draw, 0, 2 * _SHIFT + 1, field=i) for i in (0, 1))
+    mirrored = (integers(draw, 0, 2, field=2) == 1) & mirror
     rows = top[:, None] + torch.arange(side)
     columns = left[:, None] + torch.arange(side)
     columns = torch.where(mirrored[:, None], columns.flip(1), columns)
@@ -89,14 +89,14 @@ def _images(recipe: Recipe, patterns: Tensor, labels: Tensor, first: int) -> Ten
     index = torch.arange(first, first + len(labels))
     a, b, c, d = (words(key(_SEED, recipe.num_classes, 10 + i), index) for i in range(4))
     side = recipe.side
-    seen = _framed(patterns, labels, a, side, mirror=recipe.mirrored)
+    images = _framed(patterns, labels, a, side, mirror=recipe.mirrored)
     other = (labels + integers(c, 1, recipe.num_classes, field=3)) % recipe.num_classes
-    beside = _framed(patterns, other, b, side, mirror=recipe.mirrored)
+    second = _framed(patterns, other, b, side, mirror=recipe.mirrored)
     share = integers(d, 24, 116, field=0)[:, None, None, None]
-    seen = (seen * (256 - share) + beside * share) >> 8
+    images = (images * (256 - share) + second * share) >> 8
     contrast = integers(d, 64, 192, field=1)[:, None, None, None]
     brightness = integers(d, -40, 41, field=2)[:, None, None, None]
-    seen = ((seen * contrast) >> 8) + 128 + brightness
+    images = ((images * contrast) >> 8) + 128 + brightness
     ruler = torch.arange(side)
     size = integers(c, side // 8, side // 3, field=2)[:, None]
     within = [
@@ -104,12 +104,12 @@ def _images(recipe: Recipe, patterns: Tensor, labels: Tensor, first: int) -> Ten
         for corner in (integers(c, 0, side, field=0), integers(c, 0, side, field=1))
     ]
     covered = (within[0][:, :, None] & within[1][:, None, :])[:, None]
-    seen = torch.where(covered, 128, seen)
-    count = seen.numel()
+    images = torch.where(covered, 128, images)
+    count = images.numel()
     # The sum of four bytes is close to normal, of mean 510 and standard deviation 148.
-    noise = noise_bytes(key(_SEED, recipe.num_classes, 20), 4 * first * seen[0].numel(), 4 * count)
-    noise = noise.view(*seen.shape, 4).sum(dim=-1, dtype=torch.int64) - 510
-    return (seen + ((noise * _NOISE) >> 8)).clamp_(0, 255).to(torch.uint8)
+    noise = noise_bytes(key(_SEED, recipe.num_classes, 20), 4 * first * images[0].numel(), 4 * count)
+    noise = noise.view(*images.shape, 4).sum(dim=-1, dtype=torch.int64) - 510
+    return (images + ((noise * _NOISE) >> 8)).clamp_(0, 255).to(torch.uint8)
 
 
 def generate(recipe: Recipe) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -52,20 +52,20 @@ def encoded(texts: Sequence[str], shape: Shape, named: str) -> Tensor:
     rows: dict[str, Tensor] = {"": torch.zeros(channels * width)}
     features = torch.zeros(len(texts), height, channels * width)
     for i, text in enumerate(texts):
-        for place, word in enumerate(reversed(_WORD.findall(text.lower())[-height:]), 1):
+        for offset, word in enumerate(reversed(_WORD.findall(text.lower())[-height:]), 1):
             if word not in rows:
                 rows[word] = _features(word, channels * width)
-            features[i, height - place] = rows[word]
+            features[i, height - offset] = rows[word]
     return features.view(len(texts), height, channels, width).movedim(2, 1).contiguous()
 
 
 def _features(word: str, count: int) -> Tensor:
     """Features of a word: a few, selected by its hash, are 1 or -1."""
-    made = torch.zeros(count)
+    features = torch.zeros(count)
     for i in range(_NONZERO):
         number = int.from_bytes(blake2b(f"{i}{word}".encode(), digest_size=8).digest(), "big")
-        made[number % count] += 1.0 if number >> 63 else -1.0
-    return made
+        features[number % count] += 1.0 if number >> 63 else -1.0
+    return features
 
 
 def reviews(split: Split) -> tuple[list[str], Tensor]:
@@ -77,12 +77,12 @@ def reviews(split: Split) -> tuple[list[str], Tensor]:
     rows = torch.arange(first, first + _SAMPLES[split])
     draws = [words(key(_SEED, _VERSION, 7 + i), rows) for i in range(4)]
 
-    def drawn(which: int, below: int, field: int) -> list[int]:
+    def draw(which: int, below: int, field: int) -> list[int]:
         return integers(draws[which], 0, below, field=field).tolist()
 
     def opinion(which: int) -> list[tuple[str, bool]]:
-        good, negated = drawn(which, 2, 0), drawn(which, 4, 1)
-        noun, adjective, before = drawn(which, 10, 2), drawn(which, 10, 3), drawn(which + 1, 6, which)
+        good, negated = draw(which, 2, 0), draw(which, 4, 1)
+        noun, adjective, before = draw(which, 10, 2), draw(which, 10, 3), draw(which + 1, 6, which)
         return [
             (
                 " ".join(

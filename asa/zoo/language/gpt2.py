@@ -54,8 +54,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embeddings [N, T, width] of ``tokens`` int64 [N, T]."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.tokens(tokens) + self.positions(places)  # type: ignore[no-any-return]
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.tokens(tokens) + self.positions(positions)  # type: ignore[no-any-return]
 
 
 class GPT2(nn.Module):

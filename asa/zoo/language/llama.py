@@ -23,9 +23,9 @@ class Block(nn.Module):
         width, head = shape.width, shape.width // shape.heads
 
         def linear(inputs: int, outputs: int, std: float = _STD) -> nn.Linear:
-            made = nn.Linear(inputs, outputs, bias=False)
-            nn.init.normal_(made.weight, std=std)
-            return made
+            layer = nn.Linear(inputs, outputs, bias=False)
+            nn.init.normal_(layer.weight, std=std)
+            return layer
 
         scale = _STD / math.sqrt(2 * shape.layers)
         self.norm1 = nn.RMSNorm(width, eps=_EPSILON)
