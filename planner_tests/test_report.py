@@ -350,6 +350,9 @@ def test_results_csv_has_every_cell_in_plain_numbers(written):
     assert len(rows) == len(nouns.bench().results)
     asa = next(r for r in rows if r["model"] == "tiny" and r["strategy"] == "asa")
     assert float(asa["step_median_s"]) == 0.5
+    assert (float(asa["epochs_trained"]), float(asa["validation_accuracy"])) == (3.0, 0.52), (
+        "an accuracy has its epochs"
+    )
     assert rows[-1]["step_median_s"] == ""
     assert rows[-1]["why_not"].endswith("<too much>")
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from asa.cli import comparison as c
 from asa.cli import options as o
 from asa.cli.console import Console
 from asa.cli.emulated import EmulatedName
-from asa.cli.study_grid import SAMPLES, Block, Definition
+from asa.cli.study_grid import PIPELINES, SAMPLES, Block, Definition
 from asa.cli.verb import Arguments
 from asa.errors import AsaError, InvalidInputError, UsageError
 from asa.ir import codec
@@ -63,9 +64,10 @@ def run(args: Arguments, console: Console) -> None:
             _keep(rows, block, left, args, name, None, "the budget is used up; the same command goes on")
             continue
         console.say(f"asa: {block.title}: {', '.join(left)} ({number + 1} of {len(work)})")
-        _block(block.with_strategies(left), args, console, device, name, rows, folder, share)
-        _write(study, args, rows, folder)
-    made = _write(study, args, rows, folder)
+        write = partial(_write, study, args, rows, folder, name)
+        _block(block.with_strategies(left), args, console, device, name, rows, folder, share, write)
+        write()
+    made = _write(study, args, rows, folder, name)
     from asa.report import study as report
     from asa.report import study_files
 
@@ -134,9 +136,11 @@ def _cells(block: Block, strategy: str, args: Arguments, name: str, shape: tuple
 
 
 def _open(block: Block, args: Arguments, rows: dict[StudyCell, StudyRow], name: str) -> tuple[str, ...]:
-    """Strategies of a block with a cell that has no result yet, or too few epochs; refused cells are tried again."""
+    """Strategies of a block with a cell that has no result yet, too few epochs, or other microbatches than asked for;
+    refused cells are tried again."""
     shape = _shape(block, args)
-    done = {c for c, row in rows.items() if row.state in ("measured", "predicted") and not _short(row)}
+    done = {c for c, row in rows.items() if row.state in ("measured", "predicted")
+            and not _short(row) and _chunked(row) in (block.microbatches or _chunked(row), None)}  # fmt: skip
     return tuple(s for s in block.strategies if not done.issuperset(_cells(block, s, args, name, shape)))
 
 
@@ -145,6 +149,11 @@ def _short(row: StudyRow) -> bool:
     if row.state != "measured" or row.result is None or not row.result.accuracy:
         return False
     return row.result.accuracy[-1].epoch < row.cell.epochs - _ROUNDING
+
+
+def _chunked(row: StudyRow) -> int | None:
+    """Number of microbatches of a pipeline; None for other strategies."""
+    return row.result.num_microbatches if row.result is not None and row.cell.strategy in PIPELINES else None
 
 
 def _shape(block: Block, args: Arguments) -> tuple[int, ...]:
@@ -162,8 +171,9 @@ def _block(
     rows: dict[StudyCell, StudyRow],
     folder: Path,
     budget_s: float,
+    write: Callable[[], object],
 ) -> None:
-    """Run or predict the cells of a block, and store their results."""
+    """Run or predict the cells of a block, and store each result at once with ``write``."""
     from asa.cli import study_runners
 
     mine = _with(args, block)
@@ -180,6 +190,7 @@ def _block(
             said = tuple(site.notes)
             _keep(rows, block, tuple(found), args, name, found, "", train.source, len(train), train.num_classes,
                   notes=said)  # fmt: skip
+            write()
 
         study_runners.run(site, done)
     except AsaError as error:
@@ -273,10 +284,17 @@ def _until(result: BenchResult, epochs: int) -> BenchResult:
     return replace(result, accuracy=tuple(a for a in result.accuracy if a.epoch <= epochs) or result.accuracy[:1])
 
 
-def _write(study: Definition, args: Arguments, rows: dict[StudyCell, StudyRow], folder: Path) -> Study:
-    """Write the current study to its folder, and return it."""
+def _write(study: Definition, args: Arguments, rows: dict[StudyCell, StudyRow], folder: Path, name: str) -> Study:
+    """Write the current study to its folder, and return it. Its rows are in the order of the study, then those of other
+    grids; results that another process has stored in the meantime are kept."""
+    before = _before(folder)
+    for row in before.rows if before else ():
+        if row.cell not in rows or (row.result is not None and rows[row.cell].result is None):
+            rows[row.cell] = row
+    own = [cell for b in study.blocks for s in b.strategies for cell in _cells(b, s, args, name, _shape(b, args))]
     made = Study(
-        name=study.name, title=study.title, created=c.now(), rows=tuple(rows.values()), published=study.published,
+        name=study.name, title=study.title, created=c.now(), published=study.published,
+        rows=tuple(rows[cell] for cell in dict.fromkeys((*own, *rows)) if cell in rows),
         differs=study.differs, target=args.target_accuracy, price=args.price,
     )  # fmt: skip
     codec.save(made, folder / FILE)

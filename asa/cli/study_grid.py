@@ -33,6 +33,9 @@ _SEVERAL = (
 )
 """Strategies that need several devices."""
 
+PIPELINES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+"""Strategies with microbatches."""
+
 SAMPLES = {"cifar10": 50_000, "cifar100": 50_000, "mnist": 60_000, "digits": 1437}
 """Number of training samples of official data sets, for epochs of cells in which no data is read."""
 

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 Row = tuple[str | float | int | None, ...]
 """A row of the data of a figure."""
@@ -194,7 +194,8 @@ def _over(rows: Sequence[Row], across: int, what: str, column: int, scale: float
     figure, panels = _panels(rows, height=3.4)
     for axes, found in panels:
         for i, strategy in enumerate(dict.fromkeys(str(row[1]) for row in found)):
-            points = [(row[across], scale * (_number(row[column]) or 0.0)) for row in found if row[1] == strategy]
+            points = [(row[across], scale * value) for row in found
+                      if row[1] == strategy and (value := _number(row[column])) is not None]  # fmt: skip
             axes.plot(
                 *_columns(points),
                 color=colour(strategy),
@@ -205,6 +206,8 @@ def _over(rows: Sequence[Row], across: int, what: str, column: int, scale: float
                 label=strategy,
             )
         axes.set_xlabel(what)
+        if what == "epochs" and all((_number(row[across]) or 0.0).is_integer() for row in found):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel(label)
         if scale == _PERCENT:
             axes.set_ylim(0, max(10.0, 1.05 * axes.dataLim.y1))  # a flat curve looks flat
