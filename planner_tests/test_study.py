@@ -266,11 +266,11 @@ def test_the_order_of_a_table_is_that_of_the_study_and_cells_of_another_process_
 
 def test_other_microbatches_than_asked_for_are_run_again(monkeypatch):
     monkeypatch.setattr(verb, "_shape", lambda *_: (3, 8, 8))
-    words = ("--study", "grid", "--models", "tiny", "--gpus", "2", "--strategies", "ddp,gpipe", "--epochs", "10",
+    words = ("--study", "grid", "--models", "tiny", "--gpus", "2", "--strategies", "ddp,gpipe", "--epochs", "3",
              "--data", "digits")  # fmt: skip
     piped = row("ddp")
-    piped = replace(piped, cell=cell("gpipe"), result=replace(piped.result, num_microbatches=2))
-    rows = {r.cell: r for r in (row("ddp"), piped)}
+    piped = replace(piped, cell=cell("gpipe", epochs=3), result=replace(piped.result, num_microbatches=2))
+    rows = {r.cell: r for r in (row("ddp", epochs=3), piped)}
     for asked, left in (((), ()), (("--microbatches", "2"), ()), (("--microbatches", "4"), ("gpipe",))):
         given = args(*words, *asked)
         (block,) = study_grid.define(given, most=2, cluster_gpus=None).blocks
@@ -411,3 +411,25 @@ def test_a_tiny_study_is_foreseen_run_resumed_and_tabled(place, monkeypatch):
     again = asa(*GRID, "--strategies", "single,ddp", cwd=place)
     assert "of 2)" not in again.stderr, "nothing is run twice"
     assert len(codec.load(Study, place / "out" / "study.json").rows) == len(made.rows), "one table"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--strategies", "ddpp"), 2, "no strategy 'ddpp'; one of asa,"),
+        (("--microbatches", "3"), 2, "a batch of 64 is not cut into 3 microbatches; take a power of two up to it"),
+        (("--data", "folder:nowhere"), 3, "--data folder:nowhere: there is no folder nowhere"),
+        (("--models", "cnnn"), 2, "no model is called 'cnnn'; did you mean cnn?"),
+    ],
+)
+def test_what_no_cell_could_do_is_refused_before_anything_is_measured(tmp_path, words, code, said):
+    assert said in asa("bench", "--study", "layers", "--dry-run", *words, cwd=tmp_path, code=code).stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_batch_larger_than_the_data_is_refused_before_the_model_is_profiled(tmp_path):
+    words = ("--models", "logistic", "--data", "digits", "--gpus", "1", "--global-batch", "2000", "--strategies",
+             "single", "--epochs", "1", "--json", "--out", "out")  # fmt: skip
+    made = json.loads(asa("bench", "--study", "grid", *words, cwd=tmp_path).stdout)
+    assert "a global batch of 2000 is larger than the 1437 images of digits" in made["rows"][0]["why"]
+    assert not (tmp_path / "profiles").exists()

@@ -271,7 +271,7 @@ class Job:
         give_back_freed_memory()  # tracing used much memory
         if found is not None:
             self._executor.restore(*found)
-        if self._log is not None:
+        if out is not None:
             votes.once(partial(begin, self._log, self._executor.plan, settings, place, self.step, self.epoch, resume))
 
     def _announce(self, event: dict[str, Any]) -> None:

@@ -17,13 +17,14 @@ from asa.ir.plan import Plan
 
 
 def begin(
-    log: RunLog, plan: Plan, settings: TrainSettings, place: RankContext, step: int, epoch: int, resumed: bool
+    log: RunLog | None, plan: Plan, settings: TrainSettings, place: RankContext, step: int, epoch: int, resumed: bool
 ) -> None:
-    """Write the plan and the first event of a run that has done ``step`` steps and is in ``epoch``.
+    """Write the plan and the first event of a run that has done ``step`` steps and is in ``epoch``, on rank 0.
 
     Raises:
         UnavailableError: they cannot be written.
     """
+    assert log is not None  # it is on rank 0
     (log.folder / RESULT).unlink(missing_ok=True)
     if resumed:
         log.recall(epoch)

@@ -20,6 +20,7 @@ from asa.cli.verb import Arguments
 from asa.errors import AsaError, InvalidInputError, UsageError
 from asa.ir import codec
 from asa.ir.bench import BenchResult
+from asa.ir.consistency import is_discipline
 from asa.ir.study import State, Study, StudyCell, StudyRow
 
 if TYPE_CHECKING:
@@ -46,8 +47,7 @@ def run(args: Arguments, console: Console) -> None:
     study = study_grid.define(args, most=0 if elsewhere else most, cluster_gpus=_cluster_size(args))
     folder = Path(args.out) if args.out else places.COMPARISONS / f"study-{study.name}"
     places.check_writable(folder / FILE, "--out")
-    for model in {b.model for b in study.blocks}:
-        o.check_model(args, model)
+    _check(args, study)
     before = _before(folder)
     rows = {row.cell: row for row in before.rows} if before else {}
     work = [(block, _open(block, args, rows, name)) for block in study.blocks]
@@ -74,6 +74,30 @@ def run(args: Arguments, console: Console) -> None:
     paths = study_files.write(made, folder)
     console.result(codec.document(made), lambda: report.render(made))
     console.say(f"asa: wrote {folder / FILE}, {', '.join(p.name for p in paths)}")
+
+
+def _check(args: Arguments, study: Definition) -> None:
+    """Check all names and files of a study, before minutes of measuring.
+
+    Raises:
+        UsageError: no such model or strategy, or microbatches that no batch is cut into.
+        InvalidInputError, UnavailableError: files of the data are missing, or the package that reads them.
+    """
+    from asa.planner.space import baselines
+    from asa.strategies import offered
+    from asa.zoo import specs
+
+    for block in study.blocks:
+        o.check_model(args, block.model)
+        specs.check_there(block.data)
+        many = block.microbatches or 1
+        if args.microbatches and (many & (many - 1) or many > block.global_batch):
+            raise UsageError(
+                f"a batch of {block.global_batch} is not cut into {many} microbatches; take a power of two up to it"
+            )
+        # Strategies that cannot run somewhere are refused cell by cell; those that do not exist are a mistake.
+        plain = [s.removesuffix("+replan") for s in block.strategies if s not in PIPELINES and not is_discipline(s)]
+        baselines.check(tuple(plain), offered(), max(b.gpus for b in study.blocks))
 
 
 def _share(remaining_s: float, work: Sequence[tuple[Block, Sequence[str]]]) -> float:
@@ -182,6 +206,8 @@ def _block(
             found, _ = study_runners.predict(block, mine, console)
             _keep(rows, block, block.strategies, args, name, found, "")
             return
+        train, _ = bench_setup.images(block.data, args.data_root, _shape(block, args))
+        bench_setup.check_data(mine, train, args.classes or train.num_classes, block.global_batch)  # before a profile
         site = _site(block, mine, console, device, folder, budget_s)
         train, _ = site.images()
         bench_setup.check_data(mine, train, site.profile.graph.num_classes, block.global_batch)

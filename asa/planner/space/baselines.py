@@ -230,7 +230,7 @@ def _way(index: int, degrees: Degrees, space: Space) -> Way:
     choice = space.data_degree(data if d > 1 and has_parameters and shards else "replicate", layout)
     if choice is None:
         one = len(space.cluster.levels) == 1
-        asked = "needs several nodes; asked for by name it cuts over half of this one"
+        asked = "needs several nodes, or 4 or more devices of one node where it is asked for by name"
         raise Unavailable(asked if one else "needs several nodes of several devices")
     return Way(
         layout=layout,
