@@ -13,6 +13,7 @@ from asa.cli import options as o
 from asa.cli.verb import Arguments
 from asa.errors import UsageError
 from asa.ir.study import Mode, Published, StudyCell
+from asa.report.units import ranks
 
 GRID = "grid"
 """Name of the study that consists only of the given options."""
@@ -66,8 +67,7 @@ class Block:
         """Description of its place in the grid."""
         where = f" of {self.cluster}" if self.cluster else ""
         seed = f", seed {self.seed}" if self.seed else ""
-        ranks = "1 rank" if self.gpus == 1 else f"{self.gpus} ranks"
-        return f"{self.model}, {self.data}, {ranks}{where}, batch {self.global_batch}{seed}"
+        return f"{self.model}, {self.data}, {ranks(self.gpus)}{where}, batch {self.global_batch}{seed}"
 
     def with_strategies(self, strategies: Sequence[str]) -> Block:
         """The block with only the given strategies."""

@@ -30,10 +30,11 @@ def busy(bench: Bench, model: str) -> str:
 
 def crowded(taken: float | None, cores: int, ranks: int) -> str:
     """Text on cores that other processes used while ``ranks`` ranks were measured, if too many; otherwise empty."""
+    measured = "1 rank was" if ranks == 1 else f"{ranks} ranks were"
     if taken is None or taken <= max(0, cores - ranks) + _BUSY * min(ranks, cores):
         return ""
     return (
-        f"other processes kept {taken:.1f} of {cores} cores busy while {ranks} ranks were measured: no verdict; "
+        f"other processes kept {taken:.1f} of {cores} cores busy while {measured} measured: no verdict; "
         "measure again on a quiet machine"
     )
 
