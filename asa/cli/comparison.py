@@ -227,14 +227,16 @@ def scaling(contest: ModelBench) -> list[nouns.ScalingPoint]:
 
 def notes(contest: ModelBench) -> list[str]:
     """Remarks for the reader: emulated devices, strategies with the same plan, notes of plans."""
+    from asa.report.plan import notes as plan_notes
+
     first: dict[object, str] = {}
     said = [f"{contest.model}: {text}" for text in (contest.emulated, contest.ended) if text]
     for strategy, plan in contest.plans.items():
         same = first.setdefault(conduct(plan), strategy)
         if same != strategy:
-            said.append(f"{contest.model}: {strategy} is the very plan of {same} here, measured once")
+            said.append(f"{contest.model}: {strategy} and {same} are the same plan here, which was measured once")
     if "asa" in contest.plans:
-        said += [f"{contest.model}: {note}" for note in contest.plans["asa"].notes]
+        said += [f"{contest.model}: {note}" for note in plan_notes(contest.plans["asa"])]
     return said
 
 

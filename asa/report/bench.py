@@ -119,7 +119,8 @@ def story(bench: Bench, model: str) -> str:
             said.append(f"{timed[other] / timed[best]:.2f} times as fast as {name}")
         else:
             said.append(f"not told apart from {name}")
-    return "; ".join(said[:1] + [", ".join(said[1:])] * (len(said) > 1)) + "."
+    ended = "".join(f" It {n.removeprefix(f'{model}: ')}." for n in bench.notes if n.startswith(f"{model}: ended"))
+    return "; ".join(said[:1] + [", ".join(said[1:])] * (len(said) > 1)) + f".{ended}"
 
 
 def sentences(bench: Bench, model: str) -> list[str]:

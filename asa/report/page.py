@@ -52,6 +52,8 @@ def write(bench: Bench, folder: Path) -> list[Path]:
     drawn: list[tuple[Chart, str]] = []
     paths = [page, data, table]
     for chart in charts(bench):
+        if not chart.rows:
+            continue
         files, svg = draw(chart, folder / "figures")
         paths += files
         drawn.append((chart, svg))
