@@ -15,6 +15,7 @@ from asa.cli import comparison as c
 from asa.cli import options as o
 from asa.cli.console import Console
 from asa.cli.emulated import EmulatedName
+from asa.cli.ending import Terminated
 from asa.cli.study_grid import PIPELINES, SAMPLES, Block, Definition
 from asa.cli.verb import Arguments
 from asa.errors import AsaError, InvalidInputError, UsageError
@@ -65,7 +66,12 @@ def run(args: Arguments, console: Console) -> None:
             continue
         console.say(f"asa: {block.title}: {', '.join(left)} ({number + 1} of {len(work)})")
         write = partial(_write, study, args, rows, folder, name)
-        _block(block.with_strategies(left), args, console, device, name, rows, folder, share, write)
+        try:
+            _block(block.with_strategies(left), args, console, device, name, rows, folder, share, write)
+        except (KeyboardInterrupt, Terminated):
+            done = sum(row.result is not None for row in rows.values())
+            console.say(f"asa: {done} cells have results in {folder / FILE}; the same command runs the others")
+            raise
         write()
     made = _write(study, args, rows, folder, name)
     from asa.report import study as report

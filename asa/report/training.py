@@ -22,7 +22,7 @@ def epoch_line(record: EpochRecord, *, trained: bool = True) -> str:
         else "emulated, nothing trained"
     )
     slowest = record.measurements.slowest
-    late = "" if slowest is None else f"; rank {slowest[0]} the slowest, waited for {percent(slowest[1])} of a step"
+    late = "" if slowest is None else f"; others waited {percent(slowest[1])} of a step for rank {slowest[0]}"
     joules = record.measurements.energy_j
     spent = "" if joules is None else f", {joules / 1e3:.3g} kJ"
     head = f"epoch {record.epoch + 1}: {learnt}, {seconds(record.seconds)}{spent}, "
