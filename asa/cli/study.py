@@ -70,7 +70,8 @@ def run(args: Arguments, console: Console) -> None:
             _block(block.with_strategies(left), args, console, device, name, rows, folder, share, write)
         except (KeyboardInterrupt, Terminated):
             done = sum(row.result is not None for row in rows.values())
-            console.say(f"asa: {done} cells have results in {folder / FILE}; the same command runs the others")
+            if done:
+                console.say(f"asa: {done} cells have results in {folder / FILE}; the same command runs the others")
             raise
         write()
     made = _write(study, args, rows, folder, name)

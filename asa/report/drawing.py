@@ -262,7 +262,7 @@ def assignment(rows: Sequence[Row]) -> Figure:
         figure.legend(
             handles=[Patch(facecolor=shade[label], label=label) for label in labels],
             loc="outside lower center",
-            ncols=min(3, len(labels)),
+            ncols=min(1 + len(panels), 3, len(labels)),
             frameon=False,
         )
     return figure

@@ -80,7 +80,7 @@ def html(bench: Bench, drawn: list[tuple[Chart, str]]) -> str:
         parts += ['<h2 id="notes">Notes</h2><ul>', *(f"<li>{escape(n)}</li>" for n in bench.notes), "</ul>"]
     parts += ['<h2 id="plans">Plans, written before the first measurement</h2>', _sealed(bench)]
     parts += [
-        f'<p class="soft">{escape(words.machine(bench))}. Data: {escape(bench.settings.data_source)}. '
+        f'<p class="soft">{escape(words.machine(bench))}. Data: {escape(bench.settings.data_source.rstrip("."))}. '
         f"{escape(bench.created)}. First measured step: {escape(bench.started)}.</p>",
         "</main></body></html>\n",
     ]
