@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import asa
+from asa.cli.explain import events
 from asa.errors import PreemptedError, UsageError, WorkersFailedError
 from asa.ir.consistency import parse
 from asa.ir.plan import Plan
 from asa.launch import faults, run_ranks
+from asa.report.story import story
 from planner_tests import user_programs as user
 from planner_tests.hand_plans import alternating, uniform
 from planner_tests.nouns import cluster
@@ -101,6 +105,65 @@ def test_a_plan_that_is_handed_in_stays_and_one_rank_says_so(replan: bool, capfd
     said = [line for line in capfd.readouterr().err.splitlines() if "the plan stays" in line]
     expected = ["asa: the plan stays, whatever steps take (it was handed in; plan='auto' adapts)"]
     assert said == (expected if replan else [])
+
+
+def first_class(output: Tensor, labels: Tensor) -> Tensor:
+    return (output[:, 0] > output[:, 1]).double()
+
+
+def scored(rank: int, plan: Plan, out: Path) -> list[float]:
+    found = []
+    for metric in (None, first_class):
+        net = user.model()
+        kept = out if metric is None else None
+        job = asa.Job(
+            net, user.optimizer(net), user.loader(shuffle=False), loss_fn, plan, metric=metric, out=kept,
+            validation=user.loader(shuffle=False),
+        )  # fmt: skip
+        found.append(job.run(epochs=2)[-1].validation_accuracy)
+        net = user.model()
+        net.load_state_dict(job.state_dict())
+        x, y, _ = (torch.cat(parts) for parts in zip(*user.loader(shuffle=False), strict=True))
+        right = net(x).argmax(1) == y if metric is None else first_class(net(x), y)
+        found.append(float(right.double().mean()))
+        job.close()
+    return found
+
+
+def test_class_labels_have_an_accuracy_and_a_folder_has_the_log_and_the_result(tmp_path: Path) -> None:
+    for number, plan in enumerate((pipeline(), in_float64(plan_of(alternating(2))))):
+        out = tmp_path / str(number)
+        for accuracy, expected, other, of_other in run_ranks(2, scored, plan, out, threads=1, timeout_s=60):
+            assert accuracy == pytest.approx(expected, abs=1e-9)
+            assert other == pytest.approx(of_other, abs=1e-9)
+        result = json.loads((out / "result.json").read_text())
+        assert (result["status"], [e["epoch"] for e in result["epochs"]]) == ("done", [0, 1])
+        assert result["epochs"][-1]["validation_accuracy"] == pytest.approx(accuracy)
+        told = story(events(out / "log.jsonl"))
+        assert [h.kind for h in told.happenings][:: len(told.happenings) - 1] == ["start", "end"]
+        assert (out / "plan.json").is_file()
+
+
+def regressed(rank: int, plan: Plan, out: Path) -> None:
+    net = user.model()
+    halves = [(x, x.flatten(1)[:, :1]) for x, *_ in user.loader(shuffle=False)]
+    job = asa.Job(
+        net, user.optimizer(net), halves, lambda o, y: (o[:, :1] - y).square().mean(), plan, out=out, validation=halves
+    )
+    assert math.isnan(job.run(epochs=1)[0].validation_accuracy)
+    job.close()
+    job = asa.Job(net, user.optimizer(net), halves, lambda o, y: (o[:, :1] - y).square().mean(), plan, out=out,
+                  resume=True, validation=halves, metric=lambda o, y: o.mean())  # fmt: skip
+    with pytest.raises(UsageError, match="one figure for each is needed"):
+        job.run(epochs=2)
+    job.close()
+
+
+def test_labels_that_are_no_classes_have_no_accuracy_and_a_wrong_metric_is_refused(tmp_path: Path) -> None:
+    run_ranks(1, regressed, in_float64(plan_of(uniform(1, 1), width=1)), tmp_path, threads=1, timeout_s=60)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["exit_code"], result["epochs"][0]["validation_accuracy"]) == (2, None)
+    assert result["epochs"][0]["validation_loss"] > 0, "the epoch before the resume is in the result"
 
 
 def test_a_fault_asked_for_comes_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:

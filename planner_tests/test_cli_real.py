@@ -12,6 +12,9 @@ import nouns
 import pytest
 from forked import asa
 
+from asa.cli.ending import Terminated
+from asa.errors import WorkersFailedError
+from asa.executor.measuring import benchmark
 from asa.ir import codec
 from asa.ir.bench import Bench
 
@@ -44,6 +47,31 @@ def place(tmp_path_factory) -> Path:
     data = json.loads(process("plan", "cnn", "--gpus", "2", "--cluster", "box", "--json", cwd=folder).stdout)
     assert data["kind"] == "plan"
     return folder
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), Terminated(), WorkersFailedError("rank 1 of 2 died")])
+def test_a_comparison_that_ends_early_leaves_the_rounds_it_had(place, tmp_path, monkeypatch, end):
+    real = benchmark.measure
+
+    def ended(*args, on_message, **options):
+        def hear(rank, message):
+            on_message(rank, message)
+            if message["round"] == 2:
+                raise end
+
+        return real(*args, on_message=hear, **options)
+
+    monkeypatch.setattr(benchmark, "measure", ended)
+    argv = ("bench", "--models", "cnn", *SMALL, "--gpus", "2", "--device", "cpu", "--cluster", "box", "--data",
+            "digits", "--strategies", "ddp,asa", "--budget", "30s", "--out", str(tmp_path))  # fmt: skip
+    code = {KeyboardInterrupt: 130, Terminated: 143, WorkersFailedError: 6}[type(end)]
+    said = asa(*argv, cwd=place, code=code).stderr
+    assert "cnn: ended after round 2 of" in said
+    made = codec.load(Bench, tmp_path / "bench.json")
+    assert {r.strategy for r in made.results if r.step_time_s is not None} == {"ddp", "asa"}
+    assert all(r.step_time_s.n in (2, 4) for r in made.results), "the steps of two rounds; the first plan has two turns"
+    assert any("ended after round 2" in n for n in made.notes)
+    assert (tmp_path / "report.html").is_file()
 
 
 def test_the_newest_plan_is_trained_without_being_named(place):

@@ -20,14 +20,16 @@ from asa.cli.verbs import verbs
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(p for p in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(r"^```sh\n(.*?)^```", re.M | re.S)
+EXAMPLE = re.compile(r"^```text\n((?:asa .*\n)+)```", re.M)
+"""Blocks of nothing but commands, on files that a reader has."""
 INLINE = re.compile(r"`(asa [^`]+)`")
 OPEN = re.compile(r"[A-Z]{2,}|\b[A-Z]\b|\.\.\.|[|\[(]")
 """Words that stand for what a reader fills in."""
 
 
-def commands(page: Path) -> list[list[str]]:
+def commands(page: Path, block: re.Pattern[str] = BLOCK) -> list[list[str]]:
     """The commands of ``asa`` in blocks of a page that a shell is to run, in their order."""
-    lines = "\n".join(BLOCK.findall(page.read_text())).replace("\\\n", " ").splitlines()
+    lines = "\n".join(block.findall(page.read_text())).replace("\\\n", " ").splitlines()
     split = (shlex.split(line, comments=True) for line in lines)
     return [words[1:] for words in split if words[:1] == ["asa"]]
 
@@ -55,7 +57,7 @@ def read(words: list[str], reader: Callable[[Verb, list[str]], object]) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_every_command_is_understood(page: Path) -> None:
-    for words in commands(page):
+    for words in (*commands(page), *commands(page, EXAMPLE)):
         read(words, lambda verb, rest: arguments(verb, rest, {}))
     for words in named(page):
         read(words, lambda verb, rest: parser(verb).parse_args(rest))

@@ -158,7 +158,7 @@ def test_pins_hold_it_and_one_node_of_two_has_no_room() -> None:
     alone = plan(profile, nouns.cluster(4), offered(), Request(gpus=4, global_batch=8))[0]
     row = next(b for b in alone.baselines if b.name == "hsdp")
     assert not row.fits
-    assert row.why_not == "needs several nodes; asked for by name it cuts over half of this one"
+    assert row.why_not == "needs several nodes, or 4 or more devices of one node where it is asked for by name"
     asked = plan(profile, nouns.cluster(4), offered(), Request(gpus=4, global_batch=8, strategies=("hsdp",)))[0]
     assert {c.data.shards for c in asked.components} == {2}
     found = why_not(alone, profile, nouns.cluster(4), offered(), "hsdp")

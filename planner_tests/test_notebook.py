@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -47,6 +48,23 @@ def test_what_looks_like_markup_is_text():
     assert "&lt;b&gt;" in text
     assert "1 &lt; 2 &amp; 3" in text
     assert doctest.testmod(notebook).failed == 0
+
+
+@pytest.mark.parametrize("noun", [nouns.profile(), nouns.bench()], ids=["profile", "bench"])
+def test_numbers_are_on_the_right_with_equal_decimals_and_words_on_the_left(noun):
+    rows = re.findall(r"<tr>(.*?)</tr>", noun._repr_html_())
+    columns = list(zip(*(re.findall(r'text-align:(\w+)">([^<]*)<', row) for row in rows), strict=True))
+    numbers = 0
+    for column in columns:
+        (side,) = {s for s, _ in column}
+        cells = [text for _, text in column[1:] if text not in ("-", "None")]
+        plain = [re.fullmatch(r"\d+(?:\.(\d+))?", text) for text in cells]
+        if side == "right":
+            assert len({m[1] and len(m[1]) for m in plain}) == 1, column
+            numbers += 1
+        else:
+            assert not all(plain), column
+    assert numbers >= 4
 
 
 def test_lines_say_the_figures():

@@ -147,6 +147,17 @@ def test_a_plan_and_a_run_become_all_their_files(tmp_path: Path):
     assert [c.name for c in only] == ["timeline"], "a run of which little is known is drawn as far as it is"
 
 
+def test_marks_of_the_largest_values_are_inside_their_figures():
+    drawn = [c.draw(c.rows) for c in (*plan_page.charts(a_plan(), None, OTHER, CURVES), run_page.timeline(EVENTS))]
+    checked = 0
+    for axes in (a for figure in drawn for a in figure.axes if a.get_ylim()[0] == 0):
+        for line in axes.get_lines():
+            ys = [y for y in line.get_ydata() if y > 1]  # upright lines go from 0 to 1
+            assert all(y < axes.get_ylim()[1] / 1.02 for y in ys), axes.get_ylabel()
+            checked += len(ys)
+    assert checked > 5
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed here")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_fit_a_phone_and_a_desk_and_can_be_read(tmp_path: Path, scheme: str):

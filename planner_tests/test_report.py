@@ -350,6 +350,9 @@ def test_results_csv_has_every_cell_in_plain_numbers(written):
     assert len(rows) == len(nouns.bench().results)
     asa = next(r for r in rows if r["model"] == "tiny" and r["strategy"] == "asa")
     assert float(asa["step_median_s"]) == 0.5
+    assert (float(asa["epochs_trained"]), float(asa["validation_accuracy"])) == (3.0, 0.52), (
+        "an accuracy has its epochs"
+    )
     assert rows[-1]["step_median_s"] == ""
     assert rows[-1]["why_not"].endswith("<too much>")
 
@@ -470,3 +473,33 @@ def test_every_colour_is_seen_on_white_and_belongs_to_one_strategy():
     shades = {name: drawing.colour(name) for name in ("asa", *drawing.KNOWN)}
     assert len(set(shades.values())) == len(shades)
     assert {n: c for n, c in shades.items() if 1.05 / (lightness(c) + 0.05) < 2} == {}
+
+
+def test_strategies_with_the_same_speed_have_one_line_and_one_name():
+    rows = [("tiny", s, n, 1.0, 1.0, float(n), float(n)) for s in ("tensor", "hybrid", "ddp") for n in (1, 2)]
+    rows = [(*r[:5], 0.5, 0.5) if r[1] == "ddp" and r[2] == 2 else r for r in rows]
+    (axes,) = drawing.speedup(rows).axes
+    assert [t.get_text() for t in axes.get_legend().get_texts()] == ["perfect", "tensor = hybrid", "ddp"]
+
+
+def test_a_loss_that_hardly_changes_looks_flat():
+    rows = [("tiny", s, e, e, 4.6, 4.6 + 1e-5 * e, 0.01) for s in ("ddp", "asa") for e in (1, 2)]
+    (axes,) = drawing.loss(rows).axes
+    low, high = axes.get_ylim()
+    assert high - low > 0.2
+    assert not axes.yaxis.get_major_formatter().get_useOffset()
+
+
+def test_a_figure_of_which_nothing_is_known_is_left_out_and_an_early_end_is_in_the_first_sentence(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(page, "draw", lambda chart, folder: ([], f"<svg {chart.name} />"))
+    made = nouns.bench()
+    bare = tuple(replace(r, communication_s=None, accuracy=()) for r in made.results)
+    page.write(replace(made, results=bare, notes=("tiny: ended after round 1 of 3",)), tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    assert "Computation against communication" not in text
+    assert "Validation loss" not in text
+    assert "Peak memory per device" in text
+    first = text[text.index('<p class="first">') :].partition("</p>")[0]
+    assert first.endswith("It ended after round 1 of 3.")

@@ -6,6 +6,7 @@ import csv
 import json
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import nouns
@@ -210,6 +211,72 @@ def test_a_runner_of_ones_own_takes_its_strategies_and_a_refusal_leaves_the_othe
     assert heard["mine"].step_time_s is not None
 
 
+class Made(list):
+    source, num_classes = "made up", 10
+
+
+def test_what_is_finished_is_stored_before_the_next_strategy_begins(monkeypatch, tmp_path):
+    definition = study_grid.define(
+        args("--study", "grid", "--models", "tiny", "--gpus", "2", "--strategies", "alone,ddp,other"),
+        most=2, cluster_gpus=None,
+    )  # fmt: skip
+    (block,) = definition.blocks
+    words = args("--study", "grid", "--models", "tiny")
+    result = nouns.bench().results[1]
+
+    def ended(site, strategies):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study_runners, "side_by_side", lambda site, names: dict.fromkeys(names, result))
+    monkeypatch.setitem(study_runners.RUNNERS, "alone", lambda site, names: dict.fromkeys(names, result))
+    monkeypatch.setitem(study_runners.RUNNERS, "other", ended)
+    monkeypatch.setattr(study_runners.Site, "images", lambda site: (Made(range(100)), Made()))
+    monkeypatch.setattr(verb, "_shape", lambda *_: (3, 8, 8))
+    monkeypatch.setattr(
+        verb, "_site",
+        lambda *_: study_runners.Site(
+            block=block, args=words, console=None, device="cpu", profile=nouns.profile(), cluster=nouns.cluster(2),
+            folder=tmp_path, budget_s=1.0,
+        ),
+    )  # fmt: skip
+    rows: dict = {}
+    write = partial(verb._write, definition, words, rows, tmp_path, "Test CPU")
+    with pytest.raises(KeyboardInterrupt):
+        verb._block(block, words, None, "cpu", "Test CPU", rows, tmp_path, 1.0, write)
+    kept = verb._before(tmp_path)
+    assert [(r.cell.strategy, r.state) for r in kept.rows] == [("alone", "measured"), ("ddp", "measured")]
+    assert verb._open(block, words, {r.cell: r for r in kept.rows}, "Test CPU") == ("other",)
+
+
+def test_the_order_of_a_table_is_that_of_the_study_and_cells_of_another_process_stay(monkeypatch, tmp_path):
+    monkeypatch.setattr(verb, "_shape", lambda *_: (3, 8, 8))
+    words = args("--study", "grid", "--models", "tiny", "--gpus", "2", "--strategies", "ddp,tensor,fsdp", "--epochs",
+                 "10", "--data", "digits")  # fmt: skip
+    definition = study_grid.define(words, most=2, cluster_gpus=None)
+    late, early, other = row("tensor"), row("ddp"), row("hybrid")
+    gap = StudyRow(cell=cell("fsdp"), state="open", result=None, why="the budget is used up")
+    codec.save(study(other, replace(row("ddp"), cell=cell("fsdp"))), tmp_path / verb.FILE)
+    rows = {r.cell: r for r in (gap, late, early)}
+    made = verb._write(definition, words, rows, tmp_path, "Test CPU")
+    assert [(r.cell.strategy, r.state) for r in made.rows] == [
+        ("ddp", "measured"), ("tensor", "measured"), ("fsdp", "measured"), ("hybrid", "measured"),
+    ]  # fmt: skip
+    assert verb._before(tmp_path).rows == made.rows
+
+
+def test_other_microbatches_than_asked_for_are_run_again(monkeypatch):
+    monkeypatch.setattr(verb, "_shape", lambda *_: (3, 8, 8))
+    words = ("--study", "grid", "--models", "tiny", "--gpus", "2", "--strategies", "ddp,gpipe", "--epochs", "3",
+             "--data", "digits")  # fmt: skip
+    piped = row("ddp")
+    piped = replace(piped, cell=cell("gpipe", epochs=3), result=replace(piped.result, num_microbatches=2))
+    rows = {r.cell: r for r in (row("ddp", epochs=3), piped)}
+    for asked, left in (((), ()), (("--microbatches", "2"), ()), (("--microbatches", "4"), ("gpipe",))):
+        given = args(*words, *asked)
+        (block,) = study_grid.define(given, most=2, cluster_gpus=None).blocks
+        assert verb._open(block, given, rows, "Test CPU") == left
+
+
 def test_training_that_the_budget_is_too_short_for_is_left_and_not_refused(tmp_path, monkeypatch):
     block = study_grid.Block(
         model="tiny", data="digits", gpus=2, global_batch=8, seed=0, strategies=("asa+replan",), epochs=(10,),
@@ -344,3 +411,25 @@ def test_a_tiny_study_is_foreseen_run_resumed_and_tabled(place, monkeypatch):
     again = asa(*GRID, "--strategies", "single,ddp", cwd=place)
     assert "of 2)" not in again.stderr, "nothing is run twice"
     assert len(codec.load(Study, place / "out" / "study.json").rows) == len(made.rows), "one table"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--strategies", "ddpp"), 2, "no strategy 'ddpp'; one of asa,"),
+        (("--microbatches", "3"), 2, "a batch of 64 is not cut into 3 microbatches; take a power of two up to it"),
+        (("--data", "folder:nowhere"), 3, "--data folder:nowhere: there is no folder nowhere"),
+        (("--models", "cnnn"), 2, "no model is called 'cnnn'; did you mean cnn?"),
+    ],
+)
+def test_what_no_cell_could_do_is_refused_before_anything_is_measured(tmp_path, words, code, said):
+    assert said in asa("bench", "--study", "layers", "--dry-run", *words, cwd=tmp_path, code=code).stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_batch_larger_than_the_data_is_refused_before_the_model_is_profiled(tmp_path):
+    words = ("--models", "logistic", "--data", "digits", "--gpus", "1", "--global-batch", "2000", "--strategies",
+             "single", "--epochs", "1", "--json", "--out", "out")  # fmt: skip
+    made = json.loads(asa("bench", "--study", "grid", *words, cwd=tmp_path).stdout)
+    assert "a global batch of 2000 is larger than the 1437 images of digits" in made["rows"][0]["why"]
+    assert not (tmp_path / "profiles").exists()

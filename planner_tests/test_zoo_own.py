@@ -95,6 +95,7 @@ def test_a_table_is_scaled_by_what_is_trained_on(tmp_path):
         ("a,label\n1,0\n2,1\n3,nan\n", "row 3 has no class in column 'label'"),
         ("a,label\n1,x\n2,NULL\n3,y\n", "row 2 has no class in column 'label'"),
         ("a,label\n", "has 1 rows"),
+        ("a,label\n1,0\n2,1\n", "2 to train on and 0 to test on; give 5 or more, a fifth is for testing"),
         ("a\n1\n", "has one column, 'a'"),
         ("a;label\n1;0\n2;1\n", "commas separate columns"),
         ("a,a,label\n1,2,0\n2,3,1\n", "2 columns called 'a'"),

@@ -24,7 +24,7 @@ from asa.api.job_loss import JobLoss, LossWeight
 from asa.api.optimizers import Rebinding
 from asa.api.rank_context import RankContext
 from asa.api.schedules import FILE, Schedules
-from asa.api.validation import mean_loss
+from asa.api.validation import Metric, validated
 from asa.errors import AsaError, PreemptedError, UsageError
 from asa.executor.consistency import conduct_of
 from asa.executor.consistency.star import StarVotes
@@ -55,13 +55,14 @@ _UNCOUNTED = 1 << 40
 @dataclass(frozen=True, kw_only=True)
 class UserData:
     """The user's data: training batches, the function that splits a batch into input and labels, the validation loader
-    (or None) and the loss."""
+    (or None), the loss and the metric (None: accuracy)."""
 
     batches: GlobalBatches
     split: Callable[[Any], tuple[Any, Any]]
     validation: Any
     loss_fn: Callable[[Any, Any], Tensor]
     weight: LossWeight = None
+    metric: Metric | None = None
 
 
 class UserExecutor(PlannedExecutor):
@@ -331,7 +332,7 @@ class UserExecutor(PlannedExecutor):
         if stopping:  # the sender of the signal may not wait for a validation
             self._schedules.epoch_ended(timer.train_loss)
             self.save(epoch)
-        loss = self._validate()
+        loss, score = self._validate()
         if not stopping:
             self._schedules.epoch_ended(timer.train_loss if math.isnan(loss) else loss)
         return EpochOutcome(
@@ -339,7 +340,7 @@ class UserExecutor(PlannedExecutor):
             seconds=time.perf_counter() - began,
             train_loss=timer.train_loss,
             validation_loss=loss,
-            validation_accuracy=math.nan,
+            validation_accuracy=score,
             learning_rate=float(self.optimizer.param_groups[0]["lr"]),
             measurements=timer.measurements(None),
         )
@@ -373,12 +374,12 @@ class UserExecutor(PlannedExecutor):
             self.commit()
         return interval
 
-    def _validate(self) -> float:
-        """Mean loss over the validation loader; NaN without one."""
+    def _validate(self) -> tuple[float, float]:
+        """Mean loss and metric over the validation loader; NaN without one."""
         if self._data.validation is None:
-            return math.nan
-        return mean_loss(
-            self.model, self._data.validation, self._data.split, self._loss, self._votes,
+            return math.nan, math.nan
+        return validated(
+            self.model, self._data.validation, self._data.split, self._loss, self._data.metric, self._votes,
             self._worker.precision,
         )  # fmt: skip
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from asa.api.batches import GlobalBatches
 from asa.api.calls import Call
 from asa.api.coupling import Scored, coupled, fewest_rows, warning_of
 from asa.api.executor import UserData, UserExecutor
+from asa.api.job_log import begin, concluded, known
 from asa.api.job_loss import LossWeight, copied
 from asa.api.loop import SEVERAL, cache_folder, find_call
 from asa.api.messages import say
@@ -32,6 +34,7 @@ from asa.api.planning import check_plain, device_of, shaped, spec_of
 from asa.api.rank_context import join_ranks, same_weights
 from asa.api.schedules import Schedules
 from asa.api.template import ModelTemplate
+from asa.api.validation import Metric
 from asa.api.whole_model import whole_plan
 from asa.errors import UsageError
 from asa.executor.consistency.star import StarVotes
@@ -41,6 +44,7 @@ from asa.executor.model.step import microbatches_of
 from asa.executor.running.outdir import CHECKPOINTS, owned
 from asa.executor.training import checkpoint
 from asa.executor.training.checkpoint import Manifest
+from asa.executor.training.logs import RunLog
 from asa.executor.training.settings import TrainSettings
 from asa.ir import codec
 from asa.ir.cluster import Cluster
@@ -81,6 +85,7 @@ class Job:
         *,
         validation: Any = None,
         weight: LossWeight = None,
+        metric: Metric | None = None,
         out: Path | str | None = None,
         resume: bool = False,
         replan: bool = True,
@@ -114,7 +119,11 @@ class Job:
             weight: for a loss that is a mean, but not over samples: a function of the labels that returns its
                 denominator. ``sum`` for a loss that is a sum. Not needed for a cross-entropy with class weights or
                 ignored targets.
-            out: folder of the run, for checkpoints after every epoch and on SIGTERM; nothing is saved without it.
+            metric: function from the output and the labels of N samples to a tensor of N figures; their mean over the
+                validation loader is the record's ``validation_accuracy``. By default the share of correct classes; NaN
+                if labels are not class numbers.
+            out: folder of the run, for its log, its result, and checkpoints after every epoch and on SIGTERM; nothing
+                is written without it.
             resume: continue from the newest checkpoint in ``out``, written under this plan or another.
             replan: change the plan if step times differ from the prediction and the change saves time. A given plan is
                 not changed, nor is that of a model that runs as a whole; rank 0 then prints a note.
@@ -236,18 +245,23 @@ class Job:
             return built
 
         resumed_from: tuple[Path, Manifest] | None = None
+        self._log: RunLog | None = None
+        self._on_event = on_event if context.rank == 0 else None
         if out is not None:
             votes.once(lambda: self._stack.enter_context(owned(Path(out), resume=resume)))
             if resume:
                 resumed_from = self._chosen_checkpoint(Path(out) / CHECKPOINTS)
+            self._log = RunLog(Path(out)) if context.rank == 0 else None
         self._executor = UserExecutor(
             chosen,
             build,
             settings,
             rebinding=rebinding,
-            data=UserData(batches=batches, split=divide, validation=validation, loss_fn=loss_fn, weight=weight),
+            data=UserData(
+                batches=batches, split=divide, validation=validation, loss_fn=loss_fn, weight=weight, metric=metric
+            ),
             context=context,
-            announce=(on_event or (lambda _: None)) if context.rank == 0 else (lambda _: None),
+            announce=self._announce,
             folder=None if out is None else Path(out) / CHECKPOINTS,
             run=str(votes.tell(secrets.token_hex(4))),
             schedules=schedules,
@@ -257,6 +271,14 @@ class Job:
         give_back_freed_memory()  # tracing used much memory
         if resumed_from is not None:
             self._executor.restore(*resumed_from)
+        if out is not None:
+            votes.once(partial(begin, self._log, self._executor.plan, settings, context, self.step, self.epoch, resume))
+
+    def _announce(self, event: dict[str, Any]) -> None:
+        if self._log is not None:
+            self._log(known(event))
+        if self._on_event is not None:
+            self._on_event(event)
 
     def _chosen_checkpoint(self, folder: Path) -> tuple[Path, Manifest]:
         votes = self._context.votes
@@ -314,7 +336,8 @@ class Job:
             )
             model = self._model() if able else None
             rounds = range(executor.next_epoch, epochs)
-            yield from adapt(executor, rounds, executor.announce, model=model, following=able)
+            with concluded(self._log):
+                yield from adapt(executor, rounds, executor.announce, model=model, following=able)
 
     def _model(self) -> Model | None:
         """The cost model for re-planning on rank 0, which has the plan's profile and cluster; None on other ranks."""

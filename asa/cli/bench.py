@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asa.cli import emulated, places, study_grid
+from asa.cli import emulated, ending, places, study_grid
 from asa.cli import options as o
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
-from asa.errors import UsageError
+from asa.errors import UsageError, WorkersFailedError
 from asa.ir import codec
 
 STUDY = (
@@ -59,10 +59,21 @@ def run(args: Arguments, console: Console) -> None:
         batch, classes = args.global_batch or contest.profile.global_batch, contest.profile.graph.num_classes
         bench_setup.check_data(args, bench_setup.images(args.data, args.data_root, shape)[0], classes, batch)
     started = c.now()
+    early: BaseException | None = None
     for contest in contests:
         graph = contest.profile.graph
         data = partial(bench_setup.images, args.data, args.data_root, graph.input_shape)
-        c.measure(contest, args, console, device, args.budget / len(contests), data)
+        if early is not None:
+            contest.ended = "the comparison ended before its turn"
+            continue
+        try:
+            c.measure(contest, args, console, device, args.budget / len(contests), data)
+        except (KeyboardInterrupt, ending.Terminated, WorkersFailedError) as error:
+            early = error
+            contest.ended = contest.ended or "the comparison ended before its first round"
+            console.say(f"asa: {contest.model}: {contest.ended}")
+    if early is not None and not any(contest.cells for contest in contests):
+        raise early
     made = Bench(
         created=created,
         started=started,
@@ -77,6 +88,8 @@ def run(args: Arguments, console: Console) -> None:
     paths = page.write(made, folder)
     console.result(codec.document(made), lambda: report.render(made, verbose=args.verbose))
     console.say(f"asa: wrote {paths[0]} and {len(paths) - 1} files beside it")
+    if early is not None:
+        raise early
 
 
 _LISTS = ("gpus", "global_batch", "data", "seed")

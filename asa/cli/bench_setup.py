@@ -126,6 +126,7 @@ def cluster_here(args: Arguments, console: Console, device: DeviceType, gpus: in
     if enough:
         # The smallest cluster was measured with the fewest idle ranks beside the working ones.
         return min(enough, key=lambda c: c.num_devices)
+    console.say(f"asa: no cluster file is of {name}: its links are measured first, for up to {MEASURE_LIMIT_S:.0f} s")
     with console.progress(f"measuring {gpus} ranks") as report:
         made = measure_cluster(
             gpus, backend="nccl" if device == "cuda" else "gloo", time_limit_s=MEASURE_LIMIT_S, progress=report

@@ -14,8 +14,9 @@ from asa.cli import choose, emulated, places
 from asa.cli.bench_setup import STRATEGIES, DeviceType
 from asa.cli.console import Console
 from asa.cli.emulated import EmulatedName
+from asa.cli.ending import Terminated
 from asa.cli.verb import Arguments
-from asa.errors import InfeasibleError
+from asa.errors import InfeasibleError, WorkersFailedError
 from asa.ir import bench as nouns
 from asa.ir import codec
 from asa.ir.cluster import Cluster
@@ -37,13 +38,15 @@ FILLED = 0.9
 class ModelBench:
     """Strategies for one model: the plan of each, or why there is none, and the measured cells.
 
-    ``emulated``: description of what replaces the devices, if they are emulated.
+    ``emulated``: description of what replaces the devices, if they are emulated; ``ended``: why there are fewer rounds
+    than planned, or none.
     """
 
     model: str
     profile: Profile
     cluster: Cluster
     emulated: str | None = None
+    ended: str = ""
     plans: dict[str, Plan] = field(default_factory=dict)
     why_not: dict[str, str] = field(default_factory=dict)
     sealed: list[nouns.SealedPlan] = field(default_factory=list)
@@ -139,7 +142,11 @@ def measure(
     epochs: int | None = None,
 ) -> None:
     """Run the distinct plans against each other, for ``epochs`` epochs or until the budget is used, and fill in
-    ``cells`` and ``comparisons``."""
+    ``cells`` and ``comparisons``.
+
+    Raises:
+        KeyboardInterrupt, Terminated, WorkersFailedError: it ended early; ``cells`` has the rounds that were finished.
+    """
     from asa.executor.measuring.benchmark import BenchOptions, compare, turn_steps
     from asa.executor.measuring.benchmark import measure as run
     from asa.instruments.others import watching
@@ -164,12 +171,21 @@ def measure(
         device=device, budget_s=budget_s, epochs=epochs, seed=args.seed, lr=args.lr, threads=1,
         steps_per_turn=turn_steps(plans),
     )  # fmt: skip
+    heard: dict[str, Any] = {}
     with watching() as others, console.progress(f"measuring {contest.model}") as report:
 
         def hear(_rank: int, message: dict[str, Any]) -> None:
+            heard.update(message)
             report(message["round"] / message["rounds"], f"round {message['round']} of {message['rounds']}")
 
-        cells = run(plans, factory, offered(), data, options, on_message=hear)
+        early: BaseException | None = None
+        try:
+            cells = run(plans, factory, offered(), data, options, on_message=hear)
+        except (KeyboardInterrupt, Terminated, WorkersFailedError) as error:
+            if not heard:
+                raise
+            early, cells = error, heard["cells"]
+            contest.ended = f"ended after round {heard['round']} of {heard['rounds']}"
     by_conduct = {conduct(p): cell for p, cell in zip(plans, cells, strict=True)}
     contest.cells = {strategy: by_conduct[conduct(p)] for strategy, p in contest.plans.items()}
     taken = None if device == "cuda" else others.cores
@@ -181,6 +197,8 @@ def measure(
         for c in cells
         if own is not None and c is not own
     ]
+    if early is not None:
+        raise early
 
 
 def results(args: Arguments, contest: ModelBench) -> list[nouns.BenchResult]:
@@ -209,14 +227,16 @@ def scaling(contest: ModelBench) -> list[nouns.ScalingPoint]:
 
 def notes(contest: ModelBench) -> list[str]:
     """Remarks for the reader: emulated devices, strategies with the same plan, notes of plans."""
+    from asa.report.plan import notes as plan_notes
+
     first: dict[object, str] = {}
-    said = [f"{contest.model}: {contest.emulated}"] if contest.emulated else []
+    said = [f"{contest.model}: {text}" for text in (contest.emulated, contest.ended) if text]
     for strategy, plan in contest.plans.items():
         same = first.setdefault(conduct(plan), strategy)
         if same != strategy:
-            said.append(f"{contest.model}: {strategy} is the very plan of {same} here, measured once")
+            said.append(f"{contest.model}: {strategy} and {same} are the same plan here, which was measured once")
     if "asa" in contest.plans:
-        said += [f"{contest.model}: {note}" for note in contest.plans["asa"].notes]
+        said += [f"{contest.model}: {note}" for note in plan_notes(contest.plans["asa"])]
     return said
 
 
@@ -282,7 +302,7 @@ def _scaling(args: Arguments, contest: ModelBench, gpus: int) -> list[nouns.Scal
 
 
 def _result(contest: ModelBench, strategy: str, global_batch: int) -> nouns.BenchResult:
-    if strategy in contest.why_not:
+    if strategy not in contest.cells:
         return nouns.BenchResult(
             model=contest.model,
             strategy=strategy,
@@ -290,7 +310,7 @@ def _result(contest: ModelBench, strategy: str, global_batch: int) -> nouns.Benc
             global_batch=global_batch,
             step_time_s=None,
             predicted_step_time_s=None,
-            why_not=contest.why_not[strategy],
+            why_not=contest.why_not.get(strategy) or contest.ended,
         )
     plan, cell = contest.plans[strategy], contest.cells[strategy]
     p, peaks = plan.prediction, cell.peak_memory_bytes

@@ -99,7 +99,8 @@ def _cuda(_: Console) -> Check:
     count = torch.cuda.device_count()
     # NVML gives the names without starting CUDA, after which this process could not fork ranks that use it.
     named = ", ".join(nvml.names(count)) or (f"{count} devices" if count else "")
-    fix = "training runs on CPU; for GPUs install a driver that torch " + str(torch.version.cuda) + " can use"
+    lacks = f"a driver for CUDA {torch.version.cuda}" if torch.version.cuda else "a torch that is built for CUDA"
+    fix = f"training runs on CPU; GPUs need {lacks}"
     return Check(name="cuda", ok=count > 0, detail=named or "no device", needed=False, fix=fix)
 
 

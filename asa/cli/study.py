@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,13 @@ from asa.cli import comparison as c
 from asa.cli import options as o
 from asa.cli.console import Console
 from asa.cli.emulated import EmulatedName
-from asa.cli.study_grid import SAMPLES, Block, Definition
+from asa.cli.ending import Terminated
+from asa.cli.study_grid import PIPELINES, SAMPLES, Block, Definition
 from asa.cli.verb import Arguments
 from asa.errors import AsaError, InvalidInputError, UsageError
 from asa.ir import codec
 from asa.ir.bench import BenchResult
+from asa.ir.consistency import is_discipline
 from asa.ir.study import State, Study, StudyCell, StudyRow
 
 if TYPE_CHECKING:
@@ -45,8 +48,7 @@ def run(args: Arguments, console: Console) -> None:
     study = study_grid.define(args, most=0 if elsewhere else most, cluster_gpus=_cluster_size(args))
     folder = Path(args.out) if args.out else places.COMPARISONS / f"study-{study.name}"
     places.check_writable(folder / FILE, "--out")
-    for model in {b.model for b in study.blocks}:
-        o.check_model(args, model)
+    _check(args, study)
     before = _before(folder)
     rows = {row.cell: row for row in before.rows} if before else {}
     work = [(block, _open(block, args, rows, name)) for block in study.blocks]
@@ -63,15 +65,46 @@ def run(args: Arguments, console: Console) -> None:
             _keep(rows, block, left, args, name, None, "the budget is used up; the same command goes on")
             continue
         console.say(f"asa: {block.title}: {', '.join(left)} ({number + 1} of {len(work)})")
-        _block(block.with_strategies(left), args, console, device, name, rows, folder, share)
-        _write(study, args, rows, folder)
-    made = _write(study, args, rows, folder)
+        write = partial(_write, study, args, rows, folder, name)
+        try:
+            _block(block.with_strategies(left), args, console, device, name, rows, folder, share, write)
+        except (KeyboardInterrupt, Terminated):
+            done = sum(row.result is not None for row in rows.values())
+            if done:
+                console.say(f"asa: {done} cells have results in {folder / FILE}; the same command runs the others")
+            raise
+        write()
+    made = _write(study, args, rows, folder, name)
     from asa.report import study as report
     from asa.report import study_files
 
     paths = study_files.write(made, folder)
     console.result(codec.document(made), lambda: report.render(made))
     console.say(f"asa: wrote {folder / FILE}, {', '.join(p.name for p in paths)}")
+
+
+def _check(args: Arguments, study: Definition) -> None:
+    """Check all names and files of a study, before minutes of measuring.
+
+    Raises:
+        UsageError: no such model or strategy, or microbatches that no batch is cut into.
+        InvalidInputError, UnavailableError: files of the data are missing, or the package that reads them.
+    """
+    from asa.planner.space import baselines
+    from asa.strategies import offered
+    from asa.zoo import specs
+
+    for block in study.blocks:
+        o.check_model(args, block.model)
+        specs.check_there(block.data)
+        many = block.microbatches or 1
+        if args.microbatches and (many & (many - 1) or many > block.global_batch):
+            raise UsageError(
+                f"a batch of {block.global_batch} is not cut into {many} microbatches; take a power of two up to it"
+            )
+        # Strategies that cannot run somewhere are refused cell by cell; those that do not exist are a mistake.
+        plain = [s.removesuffix("+replan") for s in block.strategies if s not in PIPELINES and not is_discipline(s)]
+        baselines.check(tuple(plain), offered(), max(b.gpus for b in study.blocks))
 
 
 def _share(remaining_s: float, work: Sequence[tuple[Block, Sequence[str]]]) -> float:
@@ -134,9 +167,11 @@ def _cells(block: Block, strategy: str, args: Arguments, name: str, shape: tuple
 
 
 def _open(block: Block, args: Arguments, rows: dict[StudyCell, StudyRow], name: str) -> tuple[str, ...]:
-    """Strategies of a block with a cell that has no result yet, or too few epochs; refused cells are tried again."""
+    """Strategies of a block with a cell that has no result yet, too few epochs, or other microbatches than asked for;
+    refused cells are tried again."""
     shape = _shape(block, args)
-    done = {c for c, row in rows.items() if row.state in ("measured", "predicted") and not _short(row)}
+    done = {c for c, row in rows.items() if row.state in ("measured", "predicted")
+            and not _short(row) and _chunked(row) in (block.microbatches or _chunked(row), None)}  # fmt: skip
     return tuple(s for s in block.strategies if not done.issuperset(_cells(block, s, args, name, shape)))
 
 
@@ -145,6 +180,11 @@ def _short(row: StudyRow) -> bool:
     if row.state != "measured" or row.result is None or not row.result.accuracy:
         return False
     return row.result.accuracy[-1].epoch < row.cell.epochs - _ROUNDING
+
+
+def _chunked(row: StudyRow) -> int | None:
+    """Number of microbatches of a pipeline; None for other strategies."""
+    return row.result.num_microbatches if row.result is not None and row.cell.strategy in PIPELINES else None
 
 
 def _shape(block: Block, args: Arguments) -> tuple[int, ...]:
@@ -162,8 +202,9 @@ def _block(
     rows: dict[StudyCell, StudyRow],
     folder: Path,
     budget_s: float,
+    write: Callable[[], object],
 ) -> None:
-    """Run or predict the cells of a block, and store their results."""
+    """Run or predict the cells of a block, and store each result at once with ``write``."""
     from asa.cli import study_runners
 
     mine = _with(args, block)
@@ -172,6 +213,8 @@ def _block(
             found, _ = study_runners.predict(block, mine, console)
             _keep(rows, block, block.strategies, args, name, found, "")
             return
+        train, _ = bench_setup.images(block.data, args.data_root, _shape(block, args))
+        bench_setup.check_data(mine, train, args.classes or train.num_classes, block.global_batch)  # before a profile
         site = _site(block, mine, console, device, folder, budget_s)
         train, _ = site.images()
         bench_setup.check_data(mine, train, site.profile.graph.num_classes, block.global_batch)
@@ -180,6 +223,7 @@ def _block(
             said = tuple(site.notes)
             _keep(rows, block, tuple(found), args, name, found, "", train.source, len(train), train.num_classes,
                   notes=said)  # fmt: skip
+            write()
 
         study_runners.run(site, done)
     except AsaError as error:
@@ -273,10 +317,17 @@ def _until(result: BenchResult, epochs: int) -> BenchResult:
     return replace(result, accuracy=tuple(a for a in result.accuracy if a.epoch <= epochs) or result.accuracy[:1])
 
 
-def _write(study: Definition, args: Arguments, rows: dict[StudyCell, StudyRow], folder: Path) -> Study:
-    """Write the current study to its folder, and return it."""
+def _write(study: Definition, args: Arguments, rows: dict[StudyCell, StudyRow], folder: Path, name: str) -> Study:
+    """Write the current study to its folder, and return it. Its rows are in the order of the study, then those of other
+    grids; results that another process has stored in the meantime are kept."""
+    before = _before(folder)
+    for row in before.rows if before else ():
+        if row.cell not in rows or (row.result is not None and rows[row.cell].result is None):
+            rows[row.cell] = row
+    own = [cell for b in study.blocks for s in b.strategies for cell in _cells(b, s, args, name, _shape(b, args))]
     made = Study(
-        name=study.name, title=study.title, created=c.now(), rows=tuple(rows.values()), published=study.published,
+        name=study.name, title=study.title, created=c.now(), published=study.published,
+        rows=tuple(rows[cell] for cell in dict.fromkeys((*own, *rows)) if cell in rows),
         differs=study.differs, target=args.target_accuracy, price=args.price,
     )  # fmt: skip
     codec.save(made, folder / FILE)

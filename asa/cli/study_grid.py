@@ -13,6 +13,7 @@ from asa.cli import options as o
 from asa.cli.verb import Arguments
 from asa.errors import UsageError
 from asa.ir.study import Mode, Published, StudyCell
+from asa.report.units import ranks
 
 GRID = "grid"
 """Name of the study that consists only of the given options."""
@@ -32,6 +33,9 @@ _SEVERAL = (
     "asa+replan",
 )
 """Strategies that need several devices."""
+
+PIPELINES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+"""Strategies with microbatches."""
 
 SAMPLES = {"cifar10": 50_000, "cifar100": 50_000, "mnist": 60_000, "digits": 1437}
 """Number of training samples of official data sets, for epochs of cells in which no data is read."""
@@ -63,8 +67,7 @@ class Block:
         """Description of its place in the grid."""
         where = f" of {self.cluster}" if self.cluster else ""
         seed = f", seed {self.seed}" if self.seed else ""
-        ranks = "1 rank" if self.gpus == 1 else f"{self.gpus} ranks"
-        return f"{self.model}, {self.data}, {ranks}{where}, batch {self.global_batch}{seed}"
+        return f"{self.model}, {self.data}, {ranks(self.gpus)}{where}, batch {self.global_batch}{seed}"
 
     def with_strategies(self, strategies: Sequence[str]) -> Block:
         """The block with only the given strategies."""

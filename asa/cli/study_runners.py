@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from asa.cli import bench_setup, choose, estimates, places
 from asa.cli import comparison as c
 from asa.cli.console import Console
-from asa.cli.study_grid import ALONE, Block
+from asa.cli.study_grid import ALONE, PIPELINES, Block
 from asa.cli.verb import Arguments
 from asa.errors import AsaError, InfeasibleError, UsageError
 from asa.ir import codec
@@ -117,7 +118,9 @@ def _trained(site: Site, strategy: str) -> BenchResult | str:
 def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
     """Train under ``plan`` for all the epochs of the block, in a folder of its own."""
     from asa.cli.replanning import adapting, regroup
+    from asa.executor.running.outdir import CHECKPOINTS, owned
     from asa.executor.running.run import train
+    from asa.executor.training.logs import LOG
     from asa.executor.training.settings import TrainSettings
     from asa.ir.measurements import EpochRecord
     from asa.strategies import offered
@@ -125,6 +128,9 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
     replan = strategy == REPLANNED
     places.keep_origins(site.profile, site.cluster)
     out = site.folder / places.slug(strategy)
+    with owned(out, resume=True):  # what an ended study has left: a cell is one run from its start to its end
+        shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
+        (out / LOG).unlink(missing_ok=True)
     settings = TrainSettings(
         out=str(out), data=site.block.data, data_root=site.args.data_root, epochs=max(site.block.epochs),
         lr=site.args.lr, seed=site.block.seed, device=site.device, replan=replan,
@@ -152,8 +158,8 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
         spent += r.seconds
         points.append(
             AccuracyPoint(
-                epoch=r.epoch + 1.0, seconds=spent, train_loss=r.train_loss, validation_loss=r.validation_loss,
-                validation_accuracy=r.validation_accuracy,
+                epoch=r.epoch + 1.0, seconds=spent, train_loss=r.train_loss,
+                validation_loss=r.validation_loss or 0.0, validation_accuracy=r.validation_accuracy or 0.0,
             )
         )  # fmt: skip
     whole = last.step_time.median + last.data_wait_s
@@ -176,13 +182,12 @@ RUNNERS: dict[str, Runner] = {REPLANNED: trained, **dict.fromkeys(DISCIPLINES, t
 
 
 def run(site: Site, done: Callable[[Found], None]) -> None:
-    """Run all strategies of a block, and call ``done`` with the results of each group as soon as they exist; strategies
-    that cannot run are passed with the reason."""
+    """Run all strategies of a block, and call ``done`` with results as soon as they exist: of all that take turns
+    together, and of each that runs alone. Strategies that cannot run are passed with the reason."""
     found: Found
-    groups: dict[Runner, list[str]] = {}
-    for strategy in site.block.strategies:
-        groups.setdefault(RUNNERS.get(strategy, side_by_side), []).append(strategy)
-    for runner, strategies in groups.items():
+    together = [s for s in site.block.strategies if s not in RUNNERS]
+    groups = [(side_by_side, together)] if together else []
+    for runner, strategies in (*groups, *((RUNNERS[s], [s]) for s in site.block.strategies if s in RUNNERS)):
         share = len(strategies) / len(site.block.strategies)
         try:
             found = runner(replace(site, budget_s=site.budget_s * share), strategies)
@@ -247,14 +252,13 @@ def plan_of(site: Site, strategy: str) -> Plan:
         strategy = "single"  # on one device all of them are the same
     if strategy not in DISCIPLINES:
         baselines.check((strategy,), offered(), site.block.gpus)
-    pipeline = strategy in ("gpipe", "1f1b", "interleaved", "zero_bubble")
     request = Request(
         gpus=site.block.gpus,
         global_batch=site.block.global_batch,
         memory_bytes=site.args.memory,
         strategies=(strategy,),
         optimizer=site.args.optimizer,
-        microbatches=site.block.microbatches if pipeline else None,
+        microbatches=site.block.microbatches if strategy in PIPELINES else None,
     )
     return plan(site.profile, site.cluster, offered(), request)[0]
 

@@ -159,10 +159,11 @@ def print_event(event: dict[str, Any], console: Console, progress: Report, *, tr
     from asa.report.story import PREFIX, kind_of
     from asa.report.tables import folded
     from asa.report.training import epoch_line, replan_line
+    from asa.report.units import ranks
 
     match event["event"]:
         case "start":
-            console.say(f"asa: {event['model']} on {event['ranks']} ranks; {event['data'][0]}")
+            console.say(f"asa: {event['model']} on {ranks(event['ranks'])}; {event['data'][0]}")
             if "RANK" not in os.environ:
                 console.say(f"asa: the same under torchrun: {event['torchrun']}", verbatim=True)
         case "steps":

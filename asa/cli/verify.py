@@ -23,10 +23,11 @@ def run(args: Arguments, console: Console) -> int:
     from asa.executor.measuring.equivalence import verify
     from asa.launch import cuda_devices
     from asa.report import verify as report
+    from asa.report.units import ranks
     from asa.strategies import offered
     from asa.zoo.models import build
 
-    console.say(f"asa: verifying {path} on {plan.num_ranks} ranks")
+    console.say(f"asa: verifying {path} on {ranks(plan.num_ranks)}")
     device = plan.device_type if args.device == "auto" else args.device
     if device == "cuda" and cuda_devices() < plan.num_ranks:
         raise UnavailableError(

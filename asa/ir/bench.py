@@ -202,10 +202,10 @@ class Bench:
                 r.model,
                 r.strategy,
                 r.ranks,
-                f"{1e3 * r.step_time_s.median:.4g}" if r.step_time_s else "-",
-                f"{1e3 * r.predicted_step_time_s:.4g}" if r.predicted_step_time_s else "-",
-                f"{r.samples_per_s:.4g}" if r.samples_per_s else "-",
-                f"{r.peak_memory_bytes / 2**20:.4g}" if r.peak_memory_bytes else "-",
+                1e3 * r.step_time_s.median if r.step_time_s else None,
+                1e3 * r.predicted_step_time_s if r.predicted_step_time_s else None,
+                r.samples_per_s,
+                r.peak_memory_bytes / 2**20 if r.peak_memory_bytes else None,
                 r.why_not,
             )
             for r in self.results

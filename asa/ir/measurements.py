@@ -112,14 +112,14 @@ class Verdict:
 
 @noun
 class EpochRecord:
-    """One epoch of a run, as logged."""
+    """One epoch of a run, as logged. Figures of the validation are None in files if unknown (NaN in a program)."""
 
     epoch: int
     step: int
     seconds: float
     train_loss: float
-    validation_loss: float
-    validation_accuracy: float
+    validation_loss: float | None
+    validation_accuracy: float | None
     learning_rate: float
     measurements: Measurements
     verdict: Verdict

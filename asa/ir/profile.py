@@ -175,10 +175,10 @@ class Profile:
         rows = [
             (
                 c.name,
-                f"{1e3 * t.forward.median:.4g}",
-                f"{1e3 * t.backward.median:.4g}",
-                f"{c.parameter_bytes / 2**20:.4g}",
-                f"{t.saved_bytes / 2**20:.4g}",
+                1e3 * t.forward.median,
+                1e3 * t.backward.median,
+                c.parameter_bytes / 2**20,
+                t.saved_bytes / 2**20,
             )
             for c in self.graph.components
             if (t := times.get(c.name)) is not None

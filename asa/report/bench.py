@@ -119,7 +119,8 @@ def story(bench: Bench, model: str) -> str:
             said.append(f"{timed[other] / timed[best]:.2f} times as fast as {name}")
         else:
             said.append(f"not told apart from {name}")
-    return "; ".join(said[:1] + [", ".join(said[1:])] * (len(said) > 1)) + "."
+    ended = "".join(f" It {n.removeprefix(f'{model}: ')}." for n in bench.notes if n.startswith(f"{model}: ended"))
+    return "; ".join(said[:1] + [", ".join(said[1:])] * (len(said) > 1)) + f".{ended}"
 
 
 def sentences(bench: Bench, model: str) -> list[str]:
@@ -170,6 +171,8 @@ CSV_COLUMNS = (
     "communication_s",
     "peak_memory_bytes",
     "predicted_memory_bytes",
+    "epochs_trained",
+    "validation_loss",
     "validation_accuracy",
     "plan_fingerprint",
     "why_not",
@@ -180,7 +183,7 @@ def csv_rows(bench: Bench) -> list[tuple[object, ...]]:
     """Rows of all cells, in plain seconds and bytes."""
     found: list[tuple[object, ...]] = []
     for r in bench.results:
-        t = r.step_time_s
+        t, last = r.step_time_s, r.accuracy[-1] if r.accuracy else None
         found.append(
             (
                 r.model,
@@ -196,7 +199,9 @@ def csv_rows(bench: Bench) -> list[tuple[object, ...]]:
                 r.communication_s,
                 r.peak_memory_bytes,
                 r.predicted_memory_bytes,
-                r.accuracy[-1].validation_accuracy if r.accuracy else None,
+                last and last.epoch,
+                last and last.validation_loss,
+                last and last.validation_accuracy,
                 r.plan_fingerprint,
                 r.why_not,
             )

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 Row = tuple[str | float | int | None, ...]
 """A row of the data of a figure."""
@@ -134,12 +134,16 @@ def speedup(rows: Sequence[Row]) -> Figure:
     for axes, found in panels:
         counts = sorted({int(n) for row in found if (n := _number(row[2])) is not None})
         axes.plot(counts, counts, color="#BBBBBB", linewidth=1, linestyle=":", label="perfect")
-        for i, strategy in enumerate(dict.fromkeys(str(row[1]) for row in found)):
+        curves: dict[Any, list[str]] = {}  # strategies with the same figures have one line
+        for strategy in dict.fromkeys(str(row[1]) for row in found):
             mine = sorted((row for row in found if row[1] == strategy), key=lambda row: _number(row[2]) or 0)
-            style: dict[str, Any] = {"color": colour(strategy), "zorder": 4 if strategy == "asa" else 3}
-            foreseen = [(row[2], row[5]) for row in mine if row[5] is not None]
-            axes.plot(*_columns(foreseen), linestyle="--", label=strategy, linewidth=1.6, **style)
-            seen = [(row[2], row[6]) for row in mine if row[6] is not None]
+            foreseen = tuple((row[2], row[5]) for row in mine if row[5] is not None)
+            seen = tuple((row[2], row[6]) for row in mine if row[6] is not None)
+            curves.setdefault((foreseen, seen), []).append(strategy)
+        for i, ((foreseen, seen), names) in enumerate(curves.items()):
+            own = "asa" if "asa" in names else names[0]
+            style: dict[str, Any] = {"color": colour(own), "zorder": 4 if own == "asa" else 3}
+            axes.plot(*_columns(foreseen), linestyle="--", label=" = ".join(names), linewidth=1.6, **style)
             axes.plot(*_columns(seen), linestyle="none", marker=MARKERS[i % len(MARKERS)], markersize=7, **style)
         axes.set_xlabel("ranks")
         axes.set_ylabel("times one device")
@@ -194,7 +198,8 @@ def _over(rows: Sequence[Row], across: int, what: str, column: int, scale: float
     figure, panels = _panels(rows, height=3.4)
     for axes, found in panels:
         for i, strategy in enumerate(dict.fromkeys(str(row[1]) for row in found)):
-            points = [(row[across], scale * (_number(row[column]) or 0.0)) for row in found if row[1] == strategy]
+            points = [(row[across], scale * value) for row in found
+                      if row[1] == strategy and (value := _number(row[column])) is not None]  # fmt: skip
             axes.plot(
                 *_columns(points),
                 color=colour(strategy),
@@ -205,14 +210,23 @@ def _over(rows: Sequence[Row], across: int, what: str, column: int, scale: float
                 label=strategy,
             )
         axes.set_xlabel(what)
+        if what == "epochs" and all((_number(row[across]) or 0.0).is_integer() for row in found):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel(label)
         if scale == _PERCENT:
             axes.set_ylim(0, max(10.0, 1.05 * axes.dataLim.y1))  # a flat curve looks flat
+        else:
+            axes.ticklabel_format(axis="y", useOffset=False)
+            low, high = axes.dataLim.y0, axes.dataLim.y1
+            if 0 <= high - low < _FLAT * high:
+                axes.set_ylim(high * (1 - _FLAT), high * (1 + _FLAT))
         axes.legend(frameon=False)
     return figure
 
 
 _PERCENT = 100.0
+_FLAT = 0.05
+"""Relative range below which losses are drawn as a flat curve."""
 _WIDE = 20.0
 """Ratio of the largest value to the smallest above which an axis is logarithmic."""
 
@@ -248,7 +262,7 @@ def assignment(rows: Sequence[Row]) -> Figure:
         figure.legend(
             handles=[Patch(facecolor=shade[label], label=label) for label in labels],
             loc="outside lower center",
-            ncols=min(3, len(labels)),
+            ncols=min(1 + len(panels), 3, len(labels)),
             frameon=False,
         )
     return figure

@@ -16,6 +16,9 @@ from asa.report import bench as words
 from asa.report.charts import Chart, charts
 from asa.report.drawing import hovering
 
+_LARGEST = 1.35
+"""Largest enlargement of a figure, at which its letters are as large as those of the page."""
+
 STYLE = """
 :root { --ink: #1f2328; --soft: #57606a; --line: #d0d7de; --accent: #9a3b00; --paper: #fff; color-scheme: light dark; }
 @media (prefers-color-scheme: dark) {
@@ -29,11 +32,13 @@ nav ul { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .3re
 .wide { overflow-x: auto; } .wide:focus { outline: 2px solid var(--accent); outline-offset: 2px; }
 table { border-collapse: collapse; font-size: .86rem; font-variant-numeric: tabular-nums; margin-bottom: 1rem; }
 caption { text-align: left; padding-bottom: .3rem; }
+caption span { position: sticky; left: 0; display: inline-block; max-width: calc(100vw - 2.4rem); }
 th, td { padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } tr.asa > * { font-weight: 600; color: var(--accent); }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--paper); }
+tr.asa > * { font-weight: 600; color: var(--accent); }
 tr.missing > * { color: var(--soft); }
 figure { margin: 1.4rem 0; } .paper { background: #fff; border-radius: 6px; padding: .6rem; overflow-x: auto; }
-figure svg { width: 100%; height: auto; display: block; }
+figure svg { width: 100%; height: auto; display: block; } figcaption { margin-top: .4rem; }
 ul { padding-left: 1.2rem; } code { font-size: .85em; overflow-wrap: anywhere; }
 @media print { body { max-width: none; margin: 0; } nav { display: none; } figure, table { break-inside: avoid; } }
 """
@@ -47,6 +52,8 @@ def write(bench: Bench, folder: Path) -> list[Path]:
     drawn: list[tuple[Chart, str]] = []
     paths = [page, data, table]
     for chart in charts(bench):
+        if not chart.rows:
+            continue
         files, svg = draw(chart, folder / "figures")
         paths += files
         drawn.append((chart, svg))
@@ -73,7 +80,7 @@ def html(bench: Bench, drawn: list[tuple[Chart, str]]) -> str:
         parts += ['<h2 id="notes">Notes</h2><ul>', *(f"<li>{escape(n)}</li>" for n in bench.notes), "</ul>"]
     parts += ['<h2 id="plans">Plans, written before the first measurement</h2>', _sealed(bench)]
     parts += [
-        f'<p class="soft">{escape(words.machine(bench))}. Data: {escape(bench.settings.data_source)}. '
+        f'<p class="soft">{escape(words.machine(bench))}. Data: {escape(bench.settings.data_source.rstrip("."))}. '
         f"{escape(bench.created)}. First measured step: {escape(bench.started)}.</p>",
         "</main></body></html>\n",
     ]
@@ -87,7 +94,7 @@ def figure(chart: Chart, svg: str, beside: str = "bench.json") -> str:
     told = f'role="img" aria-labelledby="{name}-title" aria-describedby="{name}-caption"'
     drawn = re.search(r'<svg[^>]* width="([\d.]+)pt"', svg)
     if drawn:  # scrolls rather than shrink to unreadable letters; not enlarged much
-        told += f' style="min-width: {0.75 * float(drawn[1]):.0f}pt; max-width: {1.8 * float(drawn[1]):.0f}pt"'
+        told += f' style="min-width: {0.75 * float(drawn[1]):.0f}pt; max-width: {_LARGEST * float(drawn[1]):.0f}pt"'
     return (
         f'<h2 id="{name}-title">{escape(chart.title)}</h2><figure id="{name}">'
         f'<div class="paper" tabindex="0">{svg.replace("<svg ", f"<svg {told} ", 1)}</div>'
@@ -148,7 +155,8 @@ def html_table(caption: str, columns: tuple[str, ...], rows: Sequence[tuple[str,
     )
     return (
         f'<div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
-        f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        f"<caption><span>{escape(caption)}</span></caption><thead><tr>{head}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>"
     )
 
 

@@ -30,7 +30,12 @@ def render(plan: Plan, *, verbose: bool = False, shares: Sequence[float] = ()) -
     found += [assignments(plan, shares), line(""), *baselines(plan, verbose=verbose)]
     if verbose:
         found += [line(""), prediction(plan), certificate(plan), *search(plan), *doubt(plan)]
-    return [*found, *measured(plan), *(line(f"note: {n}") for n in plan.notes)]
+    return [*found, *measured(plan), *(line(f"note: {n}") for n in notes(plan))]
+
+
+def notes(plan: Plan) -> tuple[str, ...]:
+    """Notes of a plan, without the predicted gain over whole strategies, which screens and pages show by themselves."""
+    return tuple(n for n in plan.notes if " faster than the best whole strategy, " not in n)
 
 
 def headline(plan: Plan) -> RenderableType:

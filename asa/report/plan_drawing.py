@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ def component_times(rows: Sequence[Row]) -> Figure:
     axes.barh(ys, sends, left=computes, color=_SENT, height=0.68, label="communicating, hidden or not")
     axes.set_yticks(ys, [str(row[0]) for row in rows], fontsize=7)
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlabel("milliseconds of a step, foretold")
+    axes.set_xlabel("milliseconds of a step, predicted")
     axes.legend(frameon=False, fontsize=8)
     return figure
 
@@ -76,10 +77,10 @@ def search(rows: Sequence[Row]) -> Figure:
     axes.step([t for t, _ in best], [1e3 * v for _, v in best], where="post", color=ASA, marker="o", markersize=4,
               label="best plan so far")  # fmt: skip
     bounds = [1e3 * float(row[2] or 0.0) for row in rows]
-    axes.step(at, bounds, where="post", color=INK, linestyle="--", label="nothing is faster than this")
+    axes.step(at, bounds, where="post", color=INK, linestyle="--", label="lower bound: no plan is faster")
     axes.set_xlabel("seconds of search")
-    axes.set_ylabel("milliseconds a step, foretold")
-    axes.set_ylim(bottom=0)
+    axes.set_ylabel("milliseconds a step, predicted")
+    _from_zero(axes, "y")
     axes.legend(frameon=False, fontsize=8)
     return figure
 
@@ -90,7 +91,14 @@ def trade(rows: Sequence[Row]) -> Figure:
     figure, axes = single(3.6)
     curve = sorted((float(r[2] or 0) / 2**30, 1e3 * float(r[3] or 0)) for r in rows if r[0] == "frontier")
     if curve:
-        axes.step(*zip(*curve, strict=True), where="post", color=INK, linewidth=1.2, label="fastest within that memory")
+        axes.step(
+            *zip(*curve, strict=True),
+            where="post",
+            color=INK,
+            linewidth=1.2,
+            marker=".",
+            label="fastest within that memory",
+        )
     for i, row in enumerate(r for r in rows if r[0] != "frontier"):
         own = row[0] == "plan"
         axes.plot(
@@ -98,10 +106,9 @@ def trade(rows: Sequence[Row]) -> Figure:
             marker="*" if own else MARKERS[i % 4], markersize=13 if own else 6,
             color=ASA if own else colour(str(row[1])),
         )  # fmt: skip
-    axes.set_xlabel("GiB on the fullest device, foretold")
-    axes.set_ylabel("milliseconds a step, foretold")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    axes.set_xlabel("GiB on the fullest device, predicted")
+    axes.set_ylabel("milliseconds a step, predicted")
+    _from_zero(axes, "x", "y")
     axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
@@ -114,10 +121,9 @@ def cost(rows: Sequence[Row]) -> Figure:
                   markerfacecolor=ASA if row[3] else "white", markeredgecolor=ASA)  # fmt: skip
         axes.annotate(f"{row[0]}", (float(row[1] or 0), float(row[2] or 0)), (6, 4), textcoords="offset points",
                       fontsize=8)  # fmt: skip
-    axes.set_xlabel("seconds of an epoch, foretold")
+    axes.set_xlabel("seconds of an epoch, predicted")
     axes.set_ylabel("cost of an epoch")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    _from_zero(axes, "x", "y")
     return figure
 
 
@@ -132,7 +138,7 @@ def beside(rows: Sequence[Row]) -> Figure:
         axes.barh(ys, values, height=0.36, color=shade, label=str(names[side]))
     axes.set_yticks([i + 0.19 for i in range(len(terms))], [str(row[0]) for row in terms], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds of a step, foretold")
+    axes.set_xlabel("milliseconds of a step, predicted")
     axes.legend(frameon=False, fontsize=8)
     return figure
 
@@ -158,7 +164,7 @@ def step_times(rows: Sequence[Row]) -> Figure:
             seen.add(label)
     axes.set_xlabel("step")
     axes.set_ylabel("milliseconds a step")
-    axes.set_ylim(bottom=0)
+    _from_zero(axes, "y")
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
@@ -175,6 +181,13 @@ def rank_memory(rows: Sequence[Row]) -> Figure:
                   markeredgecolor=INK, linestyle="none")  # fmt: skip
     axes.set_yticks(range(len(rows)), [f"rank {row[0]}" for row in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlim(left=0)
+    _from_zero(axes, "x")
     axes.set_xlabel("MiB" if small else "GiB")
     return figure
+
+
+def _from_zero(axes: Any, *which: str) -> None:
+    """Make axes begin at 0, with room for the marks of the largest values."""
+    for name in which:
+        largest = float(getattr(axes.dataLim, f"{name}1"))
+        getattr(axes, f"set_{name}lim")(0, 1.06 * largest if 0 < largest < math.inf else None)

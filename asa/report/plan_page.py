@@ -55,7 +55,7 @@ def html(plan: Plan, figures: list[tuple[Chart, str]]) -> str:
             page.contents(links),
             *(page.figure(c, svg, "plan.json") for c, svg in others),
             '<h2 id="strategies">Whole strategies</h2>',
-            page.html_table("This plan and whole strategies, foretold", ("strategy", "step", "memory", "fits"), rows),
+            page.html_table("This plan and whole strategies, predicted", ("strategy", "step", "memory", "fits"), rows),
             "</main></body></html>\n",
         ]
     )  # fmt: skip
@@ -164,7 +164,7 @@ def beside(found: Difference) -> Chart:
     return Chart(
         name="beside",
         title=f"This plan beside {found.other}",
-        caption=f"Terms of the step, foretold: {seconds(found.plan_s)} here, {seconds(found.other_s)} there.",
+        caption=f"Predicted parts of a step: {seconds(found.plan_s)} in all here, {seconds(found.other_s)} there.",
         columns=("term", "plan_s", "other_s"),
         rows=tuple(rows),
         draw=plan_drawing.beside,

@@ -129,8 +129,10 @@ def learning(events: Iterable[Mapping[str, Any]]) -> Chart:
             continue
         try:
             took += float(event["seconds"])
+            if event["validation_loss"] is None:
+                continue
             rows.append(("after every epoch", "validation", int(event["epoch"]) + 1, took, float(event["train_loss"]),
-                         float(event["validation_loss"]), float(event["validation_accuracy"])))  # fmt: skip
+                         event["validation_loss"], event["validation_accuracy"]))  # fmt: skip
         except (KeyError, TypeError, ValueError):
             continue
     told = any(float(r[6] or 0) > 0 for r in rows)

@@ -28,7 +28,7 @@ def render(check: SealedCheck) -> list[RenderableType]:
                 f"{', '.join(check.machines)}"
             )
         ]
-    columns = ("model", "strategy", "batch", "sealed", "foretold", "measured", "error", "in 90 %", "memory error")
+    columns = ("model", "strategy", "batch", "sealed", "predicted", "measured", "error", "in 90 %", "memory error")
     made = table(f"Sealed predictions on {machine}", columns, left=2)
     for c in check.cells:
         m = c.measured
@@ -53,9 +53,9 @@ def render(check: SealedCheck) -> list[RenderableType]:
             f"{percent(s['coverage_90'])} in their 90 % intervals"
         ),
         line(
-            f"order foretold in {percent(s['order'])} of {s['order_pairs']} pairs that differ by more than "
-            f"{percent(FAR)}; the plan foretold fastest costs {percent(s['regret_mean'])} over the fastest measured on "
-            f"average, {percent(s['regret_worst'])} at worst; memory under-foretold in {s['memory_under']} cells"
+            f"order predicted correctly in {percent(s['order'])} of {s['order_pairs']} pairs that differ by more than "
+            f"{percent(FAR)}; the plan predicted fastest costs {percent(s['regret_mean'])} over the fastest measured "
+            f"on average, {percent(s['regret_worst'])} at worst; memory predicted too low in {s['memory_under']} cells"
         ),
     ]
 

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from asa.ir.codec import noun
 from asa.report.tables import folded, line, table
 from asa.report.training import replan_line
-from asa.report.units import NOTHING, percent, seconds
+from asa.report.units import NOTHING, percent, ranks, seconds
 
 
 @noun
@@ -99,7 +99,7 @@ class _Teller:
                 self.plan = str(event["plan_fingerprint"])
                 data = event["data"]
                 said = data[0] if isinstance(data, list | tuple) else data
-                self._note(event, "start", f"{event['model']} on {event['ranks']} ranks; {said}")
+                self._note(event, "start", f"{event['model']} on {ranks(event['ranks'])}; {said}")
             case "steps":
                 self._stepped(int(event["step"]), float(event["step_time_s"]))
             case "epoch":

@@ -14,6 +14,7 @@ from asa.report import study_figures as figures
 from asa.report.charts import Chart
 from asa.report.drawing import Row
 from asa.report.study_figures import Figures
+from asa.report.units import ranks
 
 
 def write(study: Study, folder: Path) -> list[Path]:
@@ -51,7 +52,7 @@ def first_sentence(study: Study, rows: list[Figures]) -> str:
                  and not f.row.oversubscribed]  # fmt: skip
         if timed:
             best = max(timed, key=lambda f: f.samples_per_s or 0.0)
-            fastest.append(f"{best.row.cell.strategy} on {_ranks(best)} for {model}")
+            fastest.append(f"{best.row.cell.strategy} on {ranks(best.row.cell.gpus)} for {model}")
     most = f" Most samples a second: {', '.join(fastest)}." if fastest else ""
     return f"{len(states)} cells: {counted}.{most}"
 
@@ -98,10 +99,6 @@ def _panel(f: Figures) -> str:
     return f"{c.model}, {c.data}, batch {c.global_batch}" + (f", seed {c.seed}" if c.seed else "")
 
 
-def _ranks(f: Figures) -> str:
-    return "1 rank" if f.row.cell.gpus == 1 else f"{f.row.cell.gpus} ranks"
-
-
 def _throughput(rows: list[Figures]) -> Chart:
     found: list[Row] = [
         (_panel(f), f.row.cell.strategy, f.row.cell.gpus, f.row.state, f.samples_per_s, f.row.cell.devices)
@@ -117,7 +114,7 @@ def _throughput(rows: list[Figures]) -> Chart:
 
 def _points(rows: list[Figures]) -> tuple[Row, ...]:
     return tuple(
-        (f"{_panel(f)}, {_ranks(f)}", f.row.cell.strategy, a.epoch, a.seconds, a.train_loss,
+        (f"{_panel(f)}, {ranks(f.row.cell.gpus)}", f.row.cell.strategy, a.epoch, a.seconds, a.train_loss,
          a.validation_loss, a.validation_accuracy)
         for f in rows if f.row.result is not None for a in f.row.result.accuracy
     )  # fmt: skip
@@ -150,7 +147,7 @@ def _loss(rows: list[Figures]) -> Chart:
 
 def _memory(rows: list[Figures]) -> Chart:
     found: list[Row] = [
-        (f"{_panel(f)}, {_ranks(f)}", f.row.cell.strategy, r.ranks, r.peak_memory_bytes,
+        (f"{_panel(f)}, {ranks(f.row.cell.gpus)}", f.row.cell.strategy, r.ranks, r.peak_memory_bytes,
          r.predicted_memory_bytes, r.state_memory_bytes)
         for f in rows if (r := f.row.result) is not None and f.row.state == "measured"
     ]  # fmt: skip

@@ -16,13 +16,13 @@ def epoch_line(record: EpochRecord, *, trained: bool = True) -> str:
     """One epoch: loss, accuracy, speed; below it the slowest rank, and the scheduler's verdict on prediction and
     measurement."""
     learnt = (
-        f"loss {record.train_loss:.3f}, validation loss {record.validation_loss:.3f}, "
+        f"loss {record.train_loss:.3f}, validation loss {_figure(record.validation_loss)}, "
         f"accuracy {percent(record.validation_accuracy)}"
         if trained
         else "emulated, nothing trained"
     )
     slowest = record.measurements.slowest
-    late = "" if slowest is None else f"; rank {slowest[0]} the slowest, waited for {percent(slowest[1])} of a step"
+    late = "" if slowest is None else f"; others waited {percent(slowest[1])} of a step for rank {slowest[0]}"
     joules = record.measurements.energy_j
     spent = "" if joules is None else f", {joules / 1e3:.3g} kJ"
     head = f"epoch {record.epoch + 1}: {learnt}, {seconds(record.seconds)}{spent}, "
@@ -73,7 +73,7 @@ def epochs(records: Sequence[EpochRecord]) -> RenderableType:
         made.add_row(
             str(r.epoch + 1),
             f"{r.train_loss:.3f}",
-            f"{r.validation_loss:.3f}",
+            _figure(r.validation_loss),
             percent(r.validation_accuracy),
             seconds(r.seconds),
             seconds(m.step_time.median),
@@ -81,6 +81,10 @@ def epochs(records: Sequence[EpochRecord]) -> RenderableType:
             error(m.predicted_step_time_s, m.step_time.median),
         )
     return made
+
+
+def _figure(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.3f}"
 
 
 def _said(predicted: float | None, measured: float | None) -> str:

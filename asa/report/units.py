@@ -56,6 +56,15 @@ def rate(value: float | None) -> str:
     return NOTHING if value is None else f"{figures(value)}/s"
 
 
+def ranks(count: int) -> str:
+    """A number of ranks as text.
+
+    >>> ranks(1), ranks(2)
+    ('1 rank', '2 ranks')
+    """
+    return f"{count} rank{'s' * (count != 1)}"
+
+
 def percent(value: float | None, *, signed: bool = False) -> str:
     """A fraction as text in per cent, with one decimal.
 

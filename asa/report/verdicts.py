@@ -30,10 +30,11 @@ def busy(bench: Bench, model: str) -> str:
 
 def crowded(taken: float | None, cores: int, ranks: int) -> str:
     """Text on cores that other processes used while ``ranks`` ranks were measured, if too many; otherwise empty."""
+    measured = "1 rank was" if ranks == 1 else f"{ranks} ranks were"
     if taken is None or taken <= max(0, cores - ranks) + _BUSY * min(ranks, cores):
         return ""
     return (
-        f"other processes kept {taken:.1f} of {cores} cores busy while {ranks} ranks were measured: no verdict; "
+        f"other processes kept {taken:.1f} of {cores} cores busy while {measured} measured: no verdict; "
         "measure again on a quiet machine"
     )
 
@@ -41,14 +42,18 @@ def crowded(taken: float | None, cores: int, ranks: int) -> str:
 def against(c: Comparison, noise: Comparison | None, *, disturbed: bool = False) -> str:
     """How much less or more time the left strategy takes than the right one, in one line."""
     low, high = sorted((1 - c.low, 1 - c.high))
-    spread = f"{'all' if c.pairs < FEWEST else '95 %'}: {100 * low:.1f} to {100 * high:.1f} %, {c.pairs} pairs"
+    spread = f"{'all' if c.pairs < FEWEST else '95 %'}: {100 * low:.1f} to {100 * high:.1f} %, {_pairs(c)}"
     found = verdict(c, noise, disturbed=disturbed)
     if found in (c.left, c.right):
         word = "faster" if found == c.left else "slower"
         if found == c.right:
-            spread = f"95 %: {-100 * high:.1f} to {-100 * low:.1f} %, {c.pairs} pairs"
+            spread = f"95 %: {-100 * high:.1f} to {-100 * low:.1f} %, {_pairs(c)}"
         return f"{percent(abs(1 - c.ratio))} {word} than {c.right} ({spread})"
     return f"{c.right}: {percent(1 - c.ratio, signed=True)} ({spread}): {found or 'no verdict'}"
+
+
+def _pairs(c: Comparison) -> str:
+    return "1 pair" if c.pairs == 1 else f"{c.pairs} pairs"
 
 
 def verdict(c: Comparison, noise: Comparison | None, *, disturbed: bool = False) -> str:
@@ -68,7 +73,7 @@ def verdict(c: Comparison, noise: Comparison | None, *, disturbed: bool = False)
 def comparison(c: Comparison, noise: Comparison | None, *, disturbed: bool = False) -> str:
     """A paired ratio with its interval, and the conclusion given ``noise``, the A/A comparison."""
     few = c.pairs < FEWEST
-    interval = f"{c.ratio:.3f} ({'all' if few else '95 %'}: {c.low:.3f} to {c.high:.3f}, {c.pairs} pairs)"
+    interval = f"{c.ratio:.3f} ({'all' if few else '95 %'}: {c.low:.3f} to {c.high:.3f}, {_pairs(c)})"
     if c.left == c.right:
         return f"A/A, {c.left} against itself: {interval}: a ratio inside this says nothing"
     conclusion = verdict(c, noise, disturbed=disturbed)

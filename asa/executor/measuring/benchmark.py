@@ -286,6 +286,8 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
     test = _some(test, options.evaluation_samples)
     order = GlobalOrder(len(train), plans[0].global_batch, options.seed, drop_last=True)
     entrants = [Entrant(p, build, strategies, rank, votes, options, device) for p in plans]
+    for entrant in entrants:
+        entrant.cell.samples_per_epoch = len(train)
     if options.epochs is not None:
         for entrant in entrants:
             entrant.rate = _rates(plans[0], options, options.epochs * order.steps(0))
@@ -336,9 +338,8 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
         for index, seconds in paired.items():
             entrants[index].cell.turns.append(seconds)
         if rank == 0:
-            tell({"round": number, "rounds": rounds})
+            tell({"round": number, "rounds": rounds, "cells": [e.cell for e in entrants]})
     for entrant in entrants:
-        entrant.cell.samples_per_epoch = len(train)
         _usage(entrant, train, order, votes, stretch)
     for entrant in entrants:
         memory = votes.gather(_memory_figures(entrant, train, order))[: entrant.plan.num_ranks]
@@ -372,8 +373,8 @@ def measure(
 ) -> list[Cell]:
     """Benchmark ``plans`` (of one model and global batch) against each other. Returns a cell for each, in order.
 
-    ``build`` makes the model, and ``data`` the training and test images; both are called on every rank. Messages are
-    ``{"round": r, "rounds": n}``.
+    ``build`` makes the model, and ``data`` the training and test images; both are called on every rank. After every
+    round ``on_message`` gets ``{"round": r, "rounds": n, "cells": [...]}`` with all cells so far.
 
     Raises:
         WorkersFailedError: a rank died.

@@ -83,7 +83,7 @@ class RunLog:
         self.checkpoint: str | None = None
         """Path of the newest checkpoint, from which this run could be continued."""
         self.fingerprint: str | None = None
-        self._folder, self._listener = folder, listener
+        self.folder, self._listener = folder, listener
         self._track, self._trackers = track, list[trackers.Tracker]()
         self._work, self._ranks = work, 0
         self._facts: Event = {}
@@ -100,10 +100,10 @@ class RunLog:
             event = {**event, **self._work.rate(event["samples_per_s"], self._ranks)}
         line = json.dumps({"time": round(time.time(), 3), **event}, allow_nan=False)
         try:
-            with open_regular(self._folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as stream:
+            with open_regular(self.folder / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as stream:
                 stream.write(line.encode() + b"\n")
         except OSError as error:
-            raise UnavailableError(f"cannot write {self._folder / LOG}: {error.strerror or error}") from None
+            raise UnavailableError(f"cannot write {self.folder / LOG}: {error.strerror or error}") from None
         match event["event"]:
             case "epoch":
                 self.epochs.append(_record(event))
@@ -131,7 +131,7 @@ class RunLog:
         Incomplete lines at its end are skipped."""
         records: dict[int, Event] = {}
         shortages: list[Event] = []
-        for event in _events(self._folder):
+        for event in _events(self.folder):
             with contextlib.suppress(ValueError, KeyError, TypeError, InvalidInputError):
                 if event["event"] == "epoch" and event["epoch"] < before:
                     record = _record(event)
@@ -147,8 +147,8 @@ class RunLog:
         if not curves:
             return
         if not self._trackers:  # not earlier, because they start threads, and ranks are forked before the first event
-            name = self._folder.name
-            self._trackers = [trackers.opened(kind, self._folder, name, self._facts) for kind in self._track]
+            name = self.folder.name
+            self._trackers = [trackers.opened(kind, self.folder, name, self._facts) for kind in self._track]
         for tracker in self._trackers:
             tracker.log(curves, event["step"])
 
@@ -169,10 +169,10 @@ class RunLog:
             "summary": _summary(self.epochs[-1]["measurements"]) if self.epochs else None,
             "seconds": round(time.time() - self._began, 3),
         }
-        temporary = self._folder / f".{RESULT}.tmp"
+        temporary = self.folder / f".{RESULT}.tmp"
         try:
             temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            os.replace(temporary, self._folder / RESULT)
+            os.replace(temporary, self.folder / RESULT)
         except OSError:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)

@@ -230,7 +230,7 @@ def _way(index: int, degrees: Degrees, space: Space) -> Way:
     choice = space.data_degree(data if d > 1 and has_parameters and shards else "replicate", layout)
     if choice is None:
         single_node = len(space.cluster.levels) == 1
-        reason = "needs several nodes; asked for by name it cuts over half of this one"
+        reason = "needs several nodes, or 4 or more devices of one node where it is asked for by name"
         raise Unavailable(reason if single_node else "needs several nodes of several devices")
     return Way(
         layout=layout,

@@ -68,7 +68,11 @@ def _both(spec: str, shape: Shape | None) -> tuple[Samples, Samples, int, str]:
     parts = named[origin](rest, shape) if origin in named else from_factory(spec, shape)
     train, test = (parts.train, parts.test) if parts.test is not None else _divided(parts.train)
     if not len(train[1]) or not len(test[1]):
-        raise InvalidInputError(f"--data {spec}: {len(train[1])} samples to train on and {len(test[1])} to test on")
+        few = f"number of samples: {len(train[1])} to train on and {len(test[1])} to test on"
+        need = (
+            "each needs at least 1" if parts.test is not None else f"give {_TEST_SHARE} or more, a fifth is for testing"
+        )
+        raise InvalidInputError(f"--data {spec}: {few}; {need}")
     for x, _ in (train, test):
         if x.is_complex() or (x.is_floating_point() and not torch.isfinite(x).all()):
             raise InvalidInputError(f"--data {spec}: a sample has values that are not finite real numbers")
