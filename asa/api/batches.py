@@ -327,7 +327,8 @@ class GlobalBatches:
         if self.votes.num_ranks == 1:
             return
         mine = (-1.0, 0.0, 0.0) if total is None else (float(total), *fingerprints(batch))
-        found = self.votes.gather(mine)
+        every = self.votes.gather(mine)
+        found = [every[rank] for rank in self.votes.live]
         counts = [int(each[0]) for each in found]
         if len(set(counts)) > 1:
             said = ", ".join(f"{n} samples" if n >= 0 else "none" for n in counts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,11 +30,11 @@ from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.placed import MEETING_S
 from asa.api.planned import Wishes, agreed_plan, checked_plan, would_be
 from asa.api.planning import check_plain, device_of, shaped, spec_of
-from asa.api.rank_context import find_place, same_weights
+from asa.api.rank_context import TOLD, find_place, same_weights
 from asa.api.said import say
 from asa.api.schedules import Schedules
 from asa.api.wholes import whole_plan
-from asa.errors import UsageError
+from asa.errors import UsageError, WorkersFailedError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
@@ -49,7 +50,7 @@ from asa.ir.optimizers import planned_as
 from asa.ir.plan import Plan
 from asa.ir.profile import Precision
 from asa.ir.units import time_span
-from asa.launch import faults, give_back_freed_memory
+from asa.launch import faults, give_back_freed_memory, latecomer, store_of_ranks
 from asa.launch.worker import others_may_leave
 from asa.scheduler import Model, adapt
 from asa.sharding.batchnorm import without_torch_groups
@@ -150,6 +151,7 @@ class Job:
             batch_norm = "exact"
         schedules = Schedules(optimizer, scheduler, scheduler_every)
         self._place = place = find_place(device, timeout_s)
+        late, place.votes.told = latecomer() is not None, []
         self._stack = ExitStack()
         self._replan = replan
         votes = place.votes
@@ -210,8 +212,11 @@ class Job:
         self._names = StateNames(model)
         discipline = chosen.consistency
         if discipline is not None and not discipline.lockstep:
+            if place.rank == 0 and place.ranks > 1:
+                store_of_ranks().set(TOLD, json.dumps(votes.told))
             votes = batches.votes = StarVotes(timeout_s)  # the others continue without a lost rank
             self._place = place = replace(place, votes=votes)
+        place.votes.told = None
         spare = Blank(model) if replan and discipline is None and place.ranks > 1 else None
         plain = [model]
 
@@ -225,7 +230,7 @@ class Job:
             made = materialize(
                 wanted, subject(fresh), example.to(device_of(fresh)), rank=place.rank, strategies=offered(),
                 device=place.device, seed=seed, batch_norm=batch_norm, timeout_s=timeout_s, processes=processes,
-                keyed_draws=True, apart=True,
+                keyed_draws=True, apart=True, alone=late,
             )  # fmt: skip
             made.meet = votes.meet
             for line in differing(wanted, norms, made.changed, batch_norm) if place.rank == 0 else ():
@@ -238,7 +243,7 @@ class Job:
         found: tuple[Path, Manifest] | None = None
         if out is not None:
             votes.once(lambda: self._stack.enter_context(owned(Path(out), resume=resume)))
-            if resume:
+            if resume and not late:
                 found = self._chosen_checkpoint(Path(out) / CHECKPOINTS)
         self._executor = UserExecutor(
             chosen,
@@ -305,14 +310,28 @@ class Job:
         return list(self.epochs(epochs))
 
     def epochs(self, epochs: int) -> Iterator[EpochRecord]:
-        """Yield the records of :meth:`run` one at a time, for instance to change the learning rate in between."""
+        """Yield the records of :meth:`run` one at a time, for instance to change the learning rate in between.
+
+        Under a discipline that continues without lost ranks, a rank that comes back enters at the start of an epoch,
+        and has records only from there on.
+        """
         executor = self._executor
         with others_may_leave(), executor.stop.listening():
+            if not executor.entered and not executor.enter():
+                return
             executor.advance()
             able = self._replan and self.plan.consistency is None and self._place.votes.tell(self._origins is not None)
             model = self._model() if able else None
-            rounds = range(executor.next_epoch, epochs)
-            yield from adapt(executor, rounds, executor.announce, model=model, following=able)
+            while True:
+                rounds = range(executor.next_epoch, epochs)
+                try:
+                    yield from adapt(executor, rounds, executor.announce, model=model, following=able)
+                    return
+                except WorkersFailedError as error:
+                    if not executor.was_left_behind(error):
+                        raise
+                    if not executor.enter():
+                        return
 
     def _model(self) -> Model | None:
         """The cost model for re-planning on rank 0, which has the plan's profile and cluster; None on other ranks."""

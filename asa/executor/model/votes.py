@@ -30,6 +30,8 @@ class Votes:
         self._group: Any = None  # torch types it as ProcessGroup or int
         if dist.is_initialized():
             self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.told: list[Any] | None = None
+        """What ranks have told each other, if that is kept for a rank that comes late."""
         self.live: Sequence[int] = range(self.num_ranks)
         """The remaining ranks: all of them, unless ranks may be lost."""
         if self.num_ranks > 1:
@@ -91,7 +93,10 @@ class Votes:
         if self.rank == source:
             data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         dist.broadcast(data, source, group=self._group)
-        return json.loads(data.numpy().tobytes())
+        found = json.loads(data.numpy().tobytes())
+        if self.told is not None:
+            self.told.append(found)
+        return found
 
     def exchange(self, value: Any) -> list[Any]:
         """All ranks' JSON values, by rank."""
