@@ -344,3 +344,21 @@ def test_a_tiny_study_is_foreseen_run_resumed_and_tabled(place, monkeypatch):
     again = asa(*GRID, "--strategies", "single,ddp", cwd=place)
     assert "of 2)" not in again.stderr, "nothing is run twice"
     assert len(codec.load(Study, place / "out" / "study.json").rows) == len(made.rows), "one table"
+
+
+def test_what_is_compared_with_workers_that_do_not_wait_is_measured_like_them(tmp_path, monkeypatch):
+    words = args("--study", "grid", "--models", "tiny", "--strategies", "ddp,ps_async", "--gpus", "2")
+    (block,) = study_grid.define(words, most=4, cluster_gpus=None).blocks
+    ran: list[tuple[str, ...]] = []
+    monkeypatch.setattr(study_runners, "trained", lambda site, names: ran.append(tuple(names)) or {})
+    monkeypatch.setitem(study_runners.RUNNERS, "ps_async", lambda site, names: ran.append(tuple(names)) or {})
+    site = study_runners.Site(
+        block=block.with_strategies(["ddp"]), args=words, console=None, device="cpu", profile=nouns.profile(),
+        cluster=nouns.cluster(2), folder=tmp_path, budget_s=1.0,
+    )  # fmt: skip
+    study_runners.run(site, lambda _: None)
+    assert ran == [("ddp",)], "also where it is the only one left to do"
+    (turns,) = study_grid.define(
+        args("--study", "grid", "--models", "tiny", "--strategies", "ddp,single"), most=2, cluster_gpus=None
+    ).blocks
+    assert not turns.alone
