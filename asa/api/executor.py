@@ -185,6 +185,7 @@ class UserExecutor(PlannedExecutor):
         assert conduct is not None
         entry = votes.enter()
         if entry is None:
+            warnings.warn(f"rank {votes.rank} was lost, and the run ended before it could enter again", stacklevel=3)
             return False
         said = votes.noted(_ENTRY)
         self._epoch, self._done, self._step, self._running = entry.epoch, 0, entry.step, None

@@ -48,7 +48,7 @@ _END_S = 60.0
 """Seconds for which the process of a host outlasts its program while clients are connected."""
 
 _open: WeakSet[Exchange] = WeakSet()
-"""Exchanges of this process that were not closed."""
+"""Exchanges of this process that were not closed, or have clients that have not left."""
 
 HEAD = 32
 """Length of a header; its last two entries describe the body."""
@@ -243,7 +243,8 @@ class Exchange:
         for thread in self._threads:
             thread.join(timeout=max(0.0, until - time.monotonic()))
         self._to, self._threads = {}, []
-        _open.discard(self)
+        if not any(line.is_alive() for line in self._lines):  # else a client has not left, and end() waits for it
+            _open.discard(self)
 
     def end(self) -> None:
         """Close at the end of the process, and wait until all clients have gone, at most :data:`_END_S` seconds. A
