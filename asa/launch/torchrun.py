@@ -109,20 +109,21 @@ def _remedy(environment: Mapping[str, str]) -> str:
     return f"; where nodes come and leave, start every torchrun with {OWN_STORE}=1"
 
 
-_met: tuple[Store, str] | None = None
-"""On rank 0, the store and the name of the last rendezvous."""
+_met: tuple[int, Store, str] | None = None
+"""On rank 0, its process, and the store and the name of the last rendezvous."""
 _answered: set[str] = set()
 """On rank 0, the names under which ranks have asked and were answered."""
 
 
 def answer_late(rank: int) -> None:
     """Answer a process that asks to join as ``rank`` of a running job: it becomes a latecomer. Called on rank 0."""
-    if _met is None or not _met[0].check([f"asa/asks/{rank}"]):
+    if _met is None or _met[0] != os.getpid():  # a fork of rank 0 has ranks of its own
         return
-    name = _met[0].get(f"asa/asks/{rank}").decode()
-    if name not in _answered:
+    _, store, meeting = _met
+    name = store.get(f"asa/asks/{rank}").decode() if store.check([f"asa/asks/{rank}"]) else ""
+    if name and name not in _answered:
         _answered.add(name)
-        _met[0].set(f"asa/told/{name}", f"late/{_met[1]}")
+        store.set(f"asa/told/{name}", f"late/{meeting}")
 
 
 def _meeting(store: Store, rank: int, num_ranks: int, timeout_s: float) -> tuple[str, bool]:
@@ -144,7 +145,7 @@ def _meeting(store: Store, rank: int, num_ranks: int, timeout_s: float) -> tuple
         store.set(f"asa/heard/{told}/{rank}", "")
         return told, False
     global _met
-    _met = (store.clone(), mine)
+    _met = (os.getpid(), store.clone(), mine)
     missing, until = set(range(1, num_ranks)), time.monotonic() + timeout_s
     while missing:
         for other in sorted(missing):
