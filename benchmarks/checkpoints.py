@@ -131,7 +131,7 @@ class _StopAfter:
         self._executor, self._steps = executor, steps
 
     @property
-    def asked(self) -> bool:
+    def requested(self) -> bool:
         """Whether it has come."""
         return bool(self._executor.step >= self._steps)
 

@@ -25,19 +25,21 @@ if rank == 1:
 dist.barrier()
 if str(rank) == sys.argv[1]:
     time.sleep(3)
+elif sys.argv[2] == "closes":
+    exchange.close()
 """
 
 
-@pytest.mark.parametrize("stays", [0, 1, None])
-def test_a_process_that_never_closes_its_connections_ends_without_an_abort(stays):
+@pytest.mark.parametrize(("stays", "closes"), [(0, ""), (1, ""), (None, ""), (1, "closes")])
+def test_a_process_ends_without_an_abort_while_others_are_connected(stays, closes):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     around = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(stays)], env={**around, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
-            stderr=subprocess.PIPE, text=True,
+            [sys.executable, "-c", PROGRAM, str(stays), closes], stderr=subprocess.PIPE, text=True,
+            env={**around, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
         )
         for rank in range(2)
     ]  # fmt: skip

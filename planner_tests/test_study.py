@@ -433,3 +433,21 @@ def test_a_batch_larger_than_the_data_is_refused_before_the_model_is_profiled(tm
     made = json.loads(asa("bench", "--study", "grid", *words, cwd=tmp_path).stdout)
     assert "a global batch of 2000 is larger than the 1437 images of digits" in made["rows"][0]["why"]
     assert not (tmp_path / "profiles").exists()
+
+
+def test_what_is_compared_with_workers_that_do_not_wait_is_measured_like_them(tmp_path, monkeypatch):
+    words = args("--study", "grid", "--models", "tiny", "--strategies", "ddp,ps_async", "--gpus", "2")
+    (block,) = study_grid.define(words, most=4, cluster_gpus=None).blocks
+    ran: list[tuple[str, ...]] = []
+    monkeypatch.setattr(study_runners, "trained", lambda site, names: ran.append(tuple(names)) or {})
+    monkeypatch.setitem(study_runners.RUNNERS, "ps_async", lambda site, names: ran.append(tuple(names)) or {})
+    site = study_runners.Site(
+        block=block.with_strategies(["ddp"]), args=words, console=None, device="cpu", profile=nouns.profile(),
+        cluster=nouns.cluster(2), folder=tmp_path, budget_s=1.0,
+    )  # fmt: skip
+    study_runners.run(site, lambda _: None)
+    assert ran == [("ddp",)], "also where it is the only one left to do"
+    (turns,) = study_grid.define(
+        args("--study", "grid", "--models", "tiny", "--strategies", "ddp,single"), most=2, cluster_gpus=None
+    ).blocks
+    assert not turns.alone

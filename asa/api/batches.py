@@ -327,7 +327,8 @@ class GlobalBatches:
         if self.votes.num_ranks == 1:
             return
         figures = (-1.0, 0.0, 0.0) if total is None else (float(total), *fingerprints(batch))
-        by_rank = self.votes.gather(figures)
+        of_all = self.votes.gather(figures)
+        by_rank = [of_all[rank] for rank in self.votes.live]
         counts = [int(each[0]) for each in by_rank]
         if len(set(counts)) > 1:
             counts_text = ", ".join(f"{n} samples" if n >= 0 else "none" for n in counts)

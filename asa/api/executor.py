@@ -25,8 +25,9 @@ from asa.api.optimizers import Rebinding
 from asa.api.rank_context import RankContext
 from asa.api.schedules import FILE, Schedules
 from asa.api.validation import Metric, validated
-from asa.errors import AsaError, PreemptedError, UsageError
+from asa.errors import AsaError, PreemptedError, UsageError, WorkersFailedError
 from asa.executor.consistency import conduct_of
+from asa.executor.consistency.served import put_statistics, statistics_of
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.step import forward_backward, microbatch_rows, microbatches_of
@@ -48,6 +49,8 @@ from asa.launch import faults, give_back_freed_memory
 from asa.sharding.batchnorm import SynchronisedBatchNorm
 from asa.sharding.waits import waits
 
+_ENTRY = "entry"
+"""Name of the state that a rank receives when it enters again."""
 _UNCOUNTED = 1 << 40
 """Number of samples in an epoch, for positions in checkpoints, if the loader does not know it."""
 
@@ -167,9 +170,50 @@ class UserExecutor(PlannedExecutor):
 
         return least(total) >= min(self._fewest, least(plan.global_batch)) > 0
 
+    @property
+    def entered(self) -> bool:
+        """Whether this rank takes part. One that takes the place of a lost rank does so after :meth:`enter`."""
+        return not isinstance(self._votes, StarVotes) or self._votes.entered
+
+    def was_left_behind(self, error: WorkersFailedError) -> bool:
+        """Whether ``error`` says that the others continued without this rank, which may :meth:`enter` again."""
+        return isinstance(self._votes, StarVotes) and error.lost and error.rank == self._votes.rank
+
+    def enter(self) -> bool:
+        """Enter the run at the start of an epoch, in the place of a lost rank; returns False if the run is over."""
+        votes, conduct = self._votes, self._worker.conduct
+        assert isinstance(votes, StarVotes)
+        assert conduct is not None
+        entry = votes.enter()
+        if entry is None:
+            warnings.warn(f"rank {votes.rank} was lost, and the run ended before it could enter again", stacklevel=3)
+            return False
+        state = votes.noted(_ENTRY)
+        self._epoch, self._samples_done, self._step, self._running = entry.epoch, 0, entry.step, None
+        put_statistics(self.model, entry.statistics)
+        self._schedules.restore({"schedules": torch.tensor(state["schedules"], dtype=torch.uint8)})
+        self._loss.adopt(state["loss"])
+        conduct.enter()
+        return True
+
+    def _admit(self, epoch: int) -> None:
+        """On rank 0, let ranks enter that have come back."""
+        coordinator = self._votes.coordinator if isinstance(self._votes, StarVotes) else None
+        if coordinator is None or not coordinator.waiting or self._samples_done:
+            return
+        assert isinstance(self._votes, StarVotes)
+        state = self._schedules.state()["schedules"].tolist()
+        self._votes.note({"schedules": state, "loss": self._loss.state}, _ENTRY)
+        coordinator.admit(epoch, self._step, statistics_of(self.model))
+
     def train_step(self, batch: Any = None) -> float:
         """Make one update on ``batch`` (global, the same on every rank) or on the loader's next; returns the mean
         loss."""
+        if not self.entered:
+            raise UsageError(
+                f"the others go on without rank {self._votes.rank}, which can enter in job.run() and job.epochs() "
+                "only: train with these, or start all ranks again with resume=True"
+            )
         self.model.train()
         if batch is None:
             share = self._next()
@@ -264,9 +308,10 @@ class UserExecutor(PlannedExecutor):
             )  # a process without components may use any dtype
             kind = torch.bfloat16 if worker.precision in DTYPE else kind
             counted.checked(total, counts, kind)
-        loss_counter.note(
-            loss / scale.value * share.total * float(model.counts_rows()), share.total if self.leads else 0
-        )
+        rows = share.total if self.leads else 0
+        if isinstance(self._votes, StarVotes) and worker.conduct is not None:  # a lost rank counts nothing
+            rows = worker.conduct.rows(share.total)
+        loss_counter.note(loss / scale.value * share.total * float(model.counts_rows()), rows)
         faults.reached("all_reduce")
         if scale.unscale(model.parameters(), self._votes):
             if self._max_norm is not None:
@@ -290,6 +335,7 @@ class UserExecutor(PlannedExecutor):
         if epoch != self.next_epoch:
             raise UsageError(f"epoch {epoch} cannot run: training stands in epoch {self.next_epoch}")
         began, first = time.perf_counter(), self._step
+        self._admit(epoch)
         if self._votes.anyone(self.stop.requested):
             self._preempt()
         self.model.train()
@@ -365,6 +411,9 @@ class UserExecutor(PlannedExecutor):
                 message = f"rank {rank} {how}; the others go on without it, and without its share of every batch"
                 self.announce({"event": "lost", "rank": rank, "message": message})
                 warnings.warn(message, stacklevel=2)
+            for rank in self._votes.coordinator.returned_since():
+                assert self._worker.conduct is not None
+                self.announce({"event": "returned", "rank": rank, "message": self._worker.conduct.returned(rank)})
         self.announce({"event": "steps", "epoch": self._epoch, "step": self._step, "loss": interval.loss,
                        "step_time_s": (interval.seconds - interval.data_wait_s) / interval.steps,
                        **who_is_late(interval.measured)})  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,12 +32,12 @@ from asa.api.optimizers import Rebinding, check_shared, no_shards_because
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.planned import PlanOptions, agreed_plan, checked_plan, cost_model
 from asa.api.planning import check_plain, device_of, shaped, spec_of
-from asa.api.rank_context import join_ranks, same_weights
+from asa.api.rank_context import ANNOUNCED, join_ranks, same_weights
 from asa.api.schedules import Schedules
 from asa.api.template import ModelTemplate
 from asa.api.validation import Metric
 from asa.api.whole_model import whole_plan
-from asa.errors import UsageError
+from asa.errors import UsageError, WorkersFailedError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
@@ -53,7 +54,7 @@ from asa.ir.optimizers import planned_as
 from asa.ir.plan import Plan
 from asa.ir.profile import Precision
 from asa.ir.units import time_span
-from asa.launch import faults, give_back_freed_memory
+from asa.launch import faults, give_back_freed_memory, latecomer, store_of_ranks
 from asa.launch.worker import others_may_leave
 from asa.scheduler import Model, adapt
 from asa.sharding.batchnorm import without_torch_groups
@@ -159,6 +160,7 @@ class Job:
             batch_norm = "exact"
         schedules = Schedules(optimizer, scheduler, scheduler_every)
         self._context = context = join_ranks(device, timeout_s)
+        late, context.votes.announced = latecomer() is not None, []
         self._stack = ExitStack()
         self._replan = replan
         votes = context.votes
@@ -219,8 +221,11 @@ class Job:
         self._names = StateNames(model)
         discipline = chosen.consistency
         if discipline is not None and not discipline.lockstep:
+            if context.rank == 0 and context.ranks > 1:
+                store_of_ranks().set(ANNOUNCED, json.dumps(votes.announced))
             votes = batches.votes = StarVotes(timeout_s)  # the others continue without a lost rank
             self._context = context = replace(context, votes=votes)
+        context.votes.announced = None
         spare = ModelTemplate(model) if replan and discipline is None and context.ranks > 1 else None
         plain = [model]
 
@@ -234,7 +239,7 @@ class Job:
             built = materialize(
                 new_plan, subject(fresh), example.to(device_of(fresh)), rank=context.rank, strategies=offered(),
                 device=context.device, seed=seed, batch_norm=batch_norm, timeout_s=timeout_s, processes=processes,
-                keyed_draws=True, runs_discipline=True,
+                keyed_draws=True, runs_discipline=True, isolated=late,
             )  # fmt: skip
             built.meet = votes.meet
             for line in differing(new_plan, norms, built.changed, batch_norm) if context.rank == 0 else ():
@@ -249,7 +254,7 @@ class Job:
         self._on_event = on_event if context.rank == 0 else None
         if out is not None:
             votes.once(lambda: self._stack.enter_context(owned(Path(out), resume=resume)))
-            if resume:
+            if resume and not late:
                 resumed_from = self._chosen_checkpoint(Path(out) / CHECKPOINTS)
             self._log = RunLog(Path(out)) if context.rank == 0 else None
         self._executor = UserExecutor(
@@ -327,17 +332,31 @@ class Job:
         return list(self.epochs(epochs))
 
     def epochs(self, epochs: int) -> Iterator[EpochRecord]:
-        """Yield the records of :meth:`run` one at a time, for instance to change the learning rate in between."""
+        """Yield the records of :meth:`run` one at a time, for instance to change the learning rate in between.
+
+        Under a discipline that continues without lost ranks, a rank that comes back enters at the start of an epoch,
+        and has records only from there on.
+        """
         executor = self._executor
         with others_may_leave(), executor.stop.listening():
+            if not executor.entered and not executor.enter():
+                return
             executor.advance()
             able = (
                 self._replan and self.plan.consistency is None and self._context.votes.tell(self._origins is not None)
             )
             model = self._model() if able else None
-            rounds = range(executor.next_epoch, epochs)
             with concluded(self._log):
-                yield from adapt(executor, rounds, executor.announce, model=model, following=able)
+                while True:
+                    rounds = range(executor.next_epoch, epochs)
+                    try:
+                        yield from adapt(executor, rounds, executor.announce, model=model, following=able)
+                        return
+                    except WorkersFailedError as error:
+                        if not executor.was_left_behind(error):
+                            raise
+                        if not executor.enter():
+                            return
 
     def _model(self) -> Model | None:
         """The cost model for re-planning on rank 0, which has the plan's profile and cluster; None on other ranks."""

@@ -16,7 +16,7 @@ from asa.api.messages import say
 from asa.api.rank_context import RankContext
 from asa.api.tape import MOST_BYTES
 from asa.api.trial import tolerance
-from asa.errors import UsageError
+from asa.errors import UsageError, WorkersFailedError
 
 LossWeight = Callable[[Any], Tensor | float] | Literal["sum"] | None
 _MEAN = 1
@@ -108,7 +108,12 @@ class JobLoss:
         first = not self._epochs and not self._steps
         self._steps += 1
         self.tried = self._steps >= _STEPS
-        result, why = self._whole_batch_loss(counts)
+        try:
+            result, why = self._whole_batch_loss(counts)
+        except WorkersFailedError as error:
+            if not error.lost or error.rank == self._context.rank:
+                raise
+            result, why = None, str(error)  # the others continue without it
         self._recorded.clear()
         if result is None or result[0] != result[0]:
             if not self._reported:
@@ -139,6 +144,15 @@ class JobLoss:
             self._epochs, self._steps = self._epochs + 1, 0
         self.tried = self._epochs >= _EPOCHS
 
+    @property
+    def state(self) -> list[Any]:
+        """What a rank that comes late needs to know, as a JSON value: how losses are divided and what was checked."""
+        return [self._counting, self.tried, self._epochs, self._steps]
+
+    def adopt(self, state: list[Any]) -> None:
+        """Continue from the :attr:`state` of another rank."""
+        self._counting, self.tried, self._epochs, self._steps = state
+
     def _whole_batch_loss(self, counts: bool) -> tuple[tuple[float, float] | None, str]:
         """The loss of the whole batch and the distance of its gradients from those of the parts; or why they are
         unknown."""
@@ -149,6 +163,8 @@ class JobLoss:
         size = sum(t.nbytes for one in leaves for t in one)
         if sum(s[0] for s in votes.gather([float(size)])) > MOST_BYTES:
             return None, "its whole batch has too many outputs"
+        if len(votes.live) < votes.num_ranks:
+            return None, "a rank is lost"
         specs: list[list[list[Any]]] = []
         parts: list[list[Tensor]] = []
         for rank in range(votes.num_ranks):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +15,7 @@ from torch import nn
 
 from asa.errors import UnavailableError, UsageError
 from asa.executor.model.votes import Votes
-from asa.launch import join, launched
+from asa.launch import Latecomer, join, latecomer, launched
 
 _FIRST_S = 60.0
 """Time limit in seconds for the first meeting of all ranks; later ones have the user's limit."""
@@ -37,6 +40,37 @@ class RankContext:
     def ranks(self) -> int:
         """Number of ranks."""
         return self.votes.num_ranks
+
+
+ANNOUNCED = "announced"
+"""Name in the store of ranks of the values that ranks announced while they made their job."""
+
+
+class ReplayedVotes(Votes):
+    """Votes of a process that takes the place of a lost rank, while it makes its job. Announcements are those that the
+    others stored. All other values are assumed to be the same on every rank, because all run the same program."""
+
+    def __init__(self, late: Latecomer) -> None:
+        self.rank, self.num_ranks, self.live, self._group = late.rank, late.num_ranks, range(late.num_ranks), None
+        self._remaining: list[Any] = json.loads(late.store.get(ANNOUNCED))
+
+    def meet(self, what: str, *, within_s: float) -> None:
+        """Wait for nobody."""
+
+    def gather(self, values: Sequence[float]) -> list[list[float]]:
+        """``values``, for every rank."""
+        return [list(values)] * self.num_ranks
+
+    def exchange(self, value: Any) -> list[Any]:
+        """``value``, for every rank."""
+        return [value] * self.num_ranks
+
+    def tell(self, value: Any, *, source: int = 0) -> Any:
+        """The next stored announcement."""
+        return self._remaining.pop(0)
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int = 0) -> None:
+        """Leave ``tensor``: the current weights come later."""
 
 
 _votes: list[Votes] = []
@@ -73,7 +107,8 @@ def join_ranks(device: str, timeout_s: float) -> RankContext:
         local = worker.local_rank
     if cuda:
         torch.cuda.set_device(local)
-    votes = Votes(timeout_s)
+    late = latecomer()
+    votes = Votes(timeout_s) if late is None else ReplayedVotes(late)
     votes.meet("asa.parallelize (or asa.Job)", within_s=_FIRST_S)
     _votes[:] = [votes]
     return RankContext(votes=votes, device=torch.device("cuda", local) if cuda else torch.device("cpu"))

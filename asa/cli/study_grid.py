@@ -12,6 +12,7 @@ from typing import Any
 from asa.cli import options as o
 from asa.cli.verb import Arguments
 from asa.errors import UsageError
+from asa.ir.consistency import is_discipline
 from asa.ir.study import Mode, Published, StudyCell
 from asa.report.units import ranks
 
@@ -46,7 +47,8 @@ class Block:
     """Cells that differ only in strategy and epochs, so that strategies can take turns on the same ranks.
 
     ``input_shape`` is empty for the model's own; ``cluster`` names the devices of a predicted block; ``microbatches``:
-    None for the fastest number.
+    None for the fastest number. ``alone``: strategies do not take turns. Each has a training run of its own, because
+    some of the study's cannot take turns, and all are to be measured in one way.
     """
 
     model: str
@@ -61,6 +63,7 @@ class Block:
     precision: str = "fp32"
     cluster: str | None = None
     microbatches: int | None = None
+    alone: bool = False
 
     @property
     def title(self) -> str:
@@ -131,6 +134,7 @@ def define(args: Arguments, *, most: int, cluster_gpus: int | None) -> Definitio
                 model=model, data=data, gpus=gpus, global_batch=batch, seed=seed, mode=mode, cluster=where,
                 strategies=_those(grid["strategies"], gpus, min(grid["gpus"])), epochs=tuple(sorted(grid["epochs"])),
                 input_shape=shape, precision=args.precision, microbatches=args.microbatches,
+                alone=any(is_discipline(s) for s in grid["strategies"]),
             )
         )  # fmt: skip
     measured = [b for b in blocks if b.mode == "measured"]

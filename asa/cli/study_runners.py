@@ -19,8 +19,9 @@ from asa.ir import codec
 from asa.ir.bench import AccuracyPoint, BenchResult
 from asa.ir.cluster import Cluster
 from asa.ir.consistency import DisciplineName
+from asa.ir.measurements import Measurements
 from asa.ir.plan import Plan
-from asa.ir.profile import Profile
+from asa.ir.profile import Profile, Stat
 
 if TYPE_CHECKING:
     from asa.zoo.data import ImageSet
@@ -95,8 +96,8 @@ def verdicts(site: Site, contest: c.ModelBench) -> list[str]:
 
 
 def trained(site: Site, strategies: Sequence[str]) -> Found:
-    """Run a complete training for each strategy: ``asa`` with replanning, and disciplines whose workers do not wait for
-    one another and so cannot take turns with others."""
+    """Run a complete training for each strategy: ``asa`` with replanning, disciplines whose workers do not wait for one
+    another and so cannot take turns, and whatever is compared with these."""
     return {strategy: _trained(site, strategy) for strategy in strategies}
 
 
@@ -162,16 +163,24 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
                 validation_loss=r.validation_loss or 0.0, validation_accuracy=r.validation_accuracy or 0.0,
             )
         )  # fmt: skip
-    whole = last.step_time.median + last.data_wait_s
+    steps = Stat.of([_whole_step_s(r.measurements) for r in (records[-1:] if replan else records[1:] or records)])
     return BenchResult(
         model=site.block.model, strategy=strategy, ranks=last.num_ranks, global_batch=last.global_batch,
-        step_time_s=last.step_time, predicted_step_time_s=last.predicted_step_time_s,
-        samples_per_s=last.global_batch / whole, data_wait_s=last.data_wait_s, communication_s=last.communication_s,
+        step_time_s=steps, predicted_step_time_s=last.predicted_step_time_s,
+        samples_per_s=last.global_batch / steps.median, data_wait_s=last.data_wait_s,
+        communication_s=last.communication_s,
         peak_memory_bytes=max(last.peak_memory_bytes) if last.peak_memory_bytes else None,
         predicted_memory_bytes=max(last.predicted_memory_bytes), plan_fingerprint=last.plan_fingerprint,
         components=plan.components, accuracy=tuple(points),
-        flops_per_s=c.flops_per_sample(site.profile) * last.global_batch / whole,
+        flops_per_s=c.flops_per_sample(site.profile) * last.global_batch / steps.median,
     )  # fmt: skip
+
+
+def _whole_step_s(measured: Measurements) -> float:
+    """Mean seconds of an epoch per global batch, with waiting for data: known for workers that wait for one another and
+    for those that do not."""
+    step = measured.step_time.median if measured.mean_step_s is None else measured.mean_step_s
+    return step + measured.data_wait_s
 
 
 DISCIPLINES: tuple[str, ...] = get_args(DisciplineName)
@@ -185,9 +194,10 @@ def run(site: Site, done: Callable[[Found], None]) -> None:
     """Run all strategies of a block, and call ``done`` with results as soon as they exist: of all that take turns
     together, and of each that runs alone. Strategies that cannot run are passed with the reason."""
     found: Found
-    together = [s for s in site.block.strategies if s not in RUNNERS]
+    usual = RUNNERS if not site.block.alone else dict.fromkeys(site.block.strategies, trained) | RUNNERS
+    together = [s for s in site.block.strategies if s not in usual]
     groups = [(side_by_side, together)] if together else []
-    for runner, strategies in (*groups, *((RUNNERS[s], [s]) for s in site.block.strategies if s in RUNNERS)):
+    for runner, strategies in (*groups, *((usual[s], [s]) for s in site.block.strategies if s in usual)):
         share = len(strategies) / len(site.block.strategies)
         try:
             found = runner(replace(site, budget_s=site.budget_s * share), strategies)

@@ -20,7 +20,7 @@ from asa.errors import UnavailableError, UsageError
 from asa.launch import faults
 from asa.launch.devices import cuda_devices
 from asa.launch.heap import keep_freed_memory
-from asa.launch.worker import form_group
+from asa.launch.worker import come_late, form_group
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """If set to 1, torchrun creates a store for the ranks instead of sharing that of an agent."""
@@ -62,7 +62,8 @@ def join(*, backend: str = "gloo", timeout_s: float = 600) -> Iterator[TorchrunR
     """Context in which this process is the rank given by ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``.
 
     An existing group is used and left as it is. A group formed here is destroyed at the end, but not after an error,
-    since its peers may be gone.
+    since its peers may be gone. If the others train already and continue without lost ranks, this process becomes a
+    :class:`~asa.launch.Latecomer`.
 
     Raises:
         UsageError: there is no launcher, or its variables are not valid numbers.
@@ -85,14 +86,19 @@ def join(*, backend: str = "gloo", timeout_s: float = 600) -> Iterator[TorchrunR
     timeout = timedelta(seconds=timeout_s)
     try:
         store, rank, num_ranks = next(rendezvous("env://", timeout=timeout))
-        own = PrefixStore(f"asa/{_meeting(store, rank, num_ranks, timeout_s)}", store)
+        name, late = _meeting(store, rank, num_ranks, timeout_s)
+        own = PrefixStore(f"asa/{name}", store)
         keep_freed_memory()
-        form_group(backend, own, rank, num_ranks, place.local_rank, timeout)
+        if late:
+            come_late(rank, num_ranks, own)
+        else:
+            form_group(backend, own, rank, num_ranks, place.local_rank, timeout)
     except (dist.DistError, ValueError, OSError) as error:
         reason = " ".join(str(error).split())[:200] + _remedy(os.environ)
         raise UnavailableError(f"rank {place.rank} of {place.num_ranks} found no rendezvous: {reason}") from error
     yield place
-    dist.destroy_process_group()
+    if not late:
+        dist.destroy_process_group()
 
 
 def _remedy(environment: Mapping[str, str]) -> str:
@@ -103,8 +109,25 @@ def _remedy(environment: Mapping[str, str]) -> str:
     return f"; where nodes come and leave, start every torchrun with {OWN_STORE}=1"
 
 
-def _meeting(store: Store, rank: int, num_ranks: int, timeout_s: float) -> str:
-    """A random name chosen by rank 0 for this rendezvous; the same on every rank.
+_met: tuple[int, Store, str] | None = None
+"""On rank 0, its process, and the store and the name of the last rendezvous."""
+_answered: set[str] = set()
+"""On rank 0, the names under which ranks have asked and were answered."""
+
+
+def answer_late(rank: int) -> None:
+    """Answer a process that asks to join as ``rank`` of a running job: it becomes a latecomer. Called on rank 0."""
+    if _met is None or _met[0] != os.getpid():  # a fork of rank 0 has ranks of its own
+        return
+    _, store, meeting = _met
+    name = store.get(f"asa/asks/{rank}").decode() if store.check([f"asa/asks/{rank}"]) else ""
+    if name and name not in _answered:
+        _answered.add(name)
+        store.set(f"asa/told/{name}", f"late/{meeting}")
+
+
+def _meeting(store: Store, rank: int, num_ranks: int, timeout_s: float) -> tuple[str, bool]:
+    """A random name chosen by rank 0 for this rendezvous, the same on every rank, and whether this rank comes late.
 
     A store may outlive the ranks, and contain entries of earlier ranks. The launcher's number of restarts does not
     distinguish them: an elastic launcher does not count changes of nodes, and each node has its own count. So every
@@ -117,23 +140,26 @@ def _meeting(store: Store, rank: int, num_ranks: int, timeout_s: float) -> str:
     if rank:
         store.set(f"asa/asks/{rank}", mine)
         told: str = store.get(f"asa/told/{mine}").decode()
+        if told.startswith("late/"):
+            return told.removeprefix("late/"), True
         store.set(f"asa/heard/{told}/{rank}", "")
-        return told
+        return told, False
+    global _met
+    _met = (os.getpid(), store.clone(), mine)
     missing, until = set(range(1, num_ranks)), time.monotonic() + timeout_s
-    answered: set[str] = set()
     while missing:
         for other in sorted(missing):
             if store.check([f"asa/heard/{mine}/{other}"]):
                 missing.discard(other)
             elif store.check([f"asa/asks/{other}"]):
                 name = store.get(f"asa/asks/{other}").decode()
-                if name not in answered:
-                    answered.add(name)
+                if name not in _answered:
+                    _answered.add(name)
                     store.set(f"asa/told/{name}", mine)
         if missing and time.monotonic() > until:
             raise dist.DistStoreError(f"rank {min(missing)} did not come within {timeout_s:g} s")
         time.sleep(_LOOK_S if missing else 0.0)
-    return mine
+    return mine, False
 
 
 def _number(variable: str, otherwise: int | None = None) -> int:

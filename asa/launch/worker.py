@@ -210,7 +210,10 @@ def others_may_leave() -> Iterator[None]:
         found = failure(error)
         if not found.collective:
             raise
-        raise WorkersFailedError(f"another rank is gone; this one {found.line}") from error
+        line = found.line.partition(". This is typically")[0]
+        raise WorkersFailedError(
+            f"another rank is gone: start all ranks again and resume from the last checkpoint (this rank {line})"
+        ) from error
 
 
 def _pickles(value: object) -> bool:
@@ -264,10 +267,15 @@ def _enter(setting: Setting) -> None:
     store = TCPStore(setting.where.host, setting.port, None, False, timeout=timeout)
     shared = PrefixStore("asa", store)
     if setting.late:
-        global _late
-        _late = Latecomer(rank=setting.rank, num_ranks=setting.num_ranks, store=shared)
+        come_late(setting.rank, setting.num_ranks, shared)
     else:
         form_group(setting.backend, shared, setting.rank, setting.num_ranks, setting.rank, timeout)
+
+
+def come_late(rank: int, num_ranks: int, store: Store) -> None:
+    """Make this process take the place of a lost rank, in no process group."""
+    global _late
+    _late = Latecomer(rank=rank, num_ranks=num_ranks, store=store)
 
 
 def form_group(backend: str, store: Store, rank: int, num_ranks: int, local_rank: int, timeout: timedelta) -> None:

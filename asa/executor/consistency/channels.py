@@ -48,7 +48,7 @@ _END_S = 60.0
 """Seconds for which the process of a host outlasts its program while clients are connected."""
 
 _open: WeakSet[Exchange] = WeakSet()
-"""Exchanges of this process that were not closed."""
+"""Exchanges of this process that were not closed, or have clients that have not left."""
 
 HEAD = 32
 """Length of a header; its last two entries describe the body."""
@@ -109,25 +109,34 @@ class Exchange:
         self._threads: list[threading.Thread] = []
         self._lines: list[_Line] = []
         self._handle: Handle | None = None
+        self._beside: Callable[[int], None] | None = None
         self._closed = False
         self._name = f"exchange/{next(_COUNT)}"
         store = store_of_ranks() if len({*hosts, *clients}) > 1 else None
         self._store = None if store is None else PrefixStore(self._name, store.clone())
         _open.add(self)
 
-    def note(self, value: Any) -> None:
-        """Store a JSON value for ranks that join late."""
+    def note(self, value: Any, name: str = "noted") -> None:
+        """Store a JSON value under ``name`` for ranks that join late."""
         if self._store is not None:
-            self._store.set("noted", json.dumps(value))
+            self._store.set(name, json.dumps(value))
 
-    def noted(self) -> Any:
+    def noted(self, name: str = "noted") -> Any:
         """The value that :meth:`note` has stored."""
         assert self._store is not None
-        return json.loads(self._store.get("noted"))
+        return json.loads(self._store.get(name))
 
-    def serve(self, handle: Handle, lost: Callable[[int], None]) -> None:
-        """Answer each client in threads of its own. ``lost`` is called with a client whose connection has broken."""
-        self._handle = handle
+    @property
+    def closed(self) -> bool:
+        """Whether this end was closed."""
+        return self._closed
+
+    def serve(
+        self, handle: Handle, lost: Callable[[int], None], beside: Callable[[int], None] | None = None
+    ) -> None:  # fmt: skip
+        """Answer each client in threads of its own. ``lost`` is called with a client whose connection has broken, and
+        ``beside`` with each client at every check for a call."""
+        self._handle, self._beside = handle, beside
         for client in self.clients:
             if client != self.rank:
                 thread = threading.Thread(target=self._answer, args=(client, handle, lost), daemon=True)
@@ -215,6 +224,8 @@ class Exchange:
         None if this end is closed, or the client has announced that it leaves."""
         call, answered = f"call/{client}/{self.rank}", f"answered/{client}/{self.rank}"
         while not self._closed and not (line is not None and line.left):
+            if self._beside is not None:
+                self._beside(client)
             if store.check([call]):
                 name = str(store.get(call).decode())
                 if name != last and not (store.check([answered]) and store.get(answered).decode() == name):
@@ -232,7 +243,8 @@ class Exchange:
         for thread in self._threads:
             thread.join(timeout=max(0.0, until - time.monotonic()))
         self._to, self._threads = {}, []
-        _open.discard(self)
+        if not any(line.is_alive() for line in self._lines):  # else a client has not left, and end() waits for it
+            _open.discard(self)
 
     def end(self) -> None:
         """Close at the end of the process, and wait until all clients have gone, at most :data:`_END_S` seconds. A

@@ -26,6 +26,7 @@ from asa.executor.consistency.channels import Exchange, head
 from asa.executor.consistency.server import Snapshots
 from asa.executor.model.votes import Votes
 from asa.launch import alive, latecomer
+from asa.launch.torchrun import answer_late
 
 _SWAP, _TICKET, _ENTER = 1.0, 2.0, 3.0
 _OUT, _DONE, _WAIT = -1.0, 0.0, -2.0
@@ -58,6 +59,7 @@ class Coordinator:
         self.returned: list[int] = []
         self._entry: Entry | None = None
         self._open = self._over = False
+        self._waiting: set[int] = set()
         self._round: dict[int, int] = dict.fromkeys(self.live, 0)
         self._said: dict[int, dict[int, bytes]] = {}
         self._heard_out: dict[int, set[int]] = {}
@@ -122,25 +124,44 @@ class Coordinator:
             self._changed.notify_all()
 
     def enter(self, rank: int) -> Entry | None:
-        """Admit ``rank``, which had been lost, while samples are handed out; None if it must ask again.
+        """Admit ``rank``, which had been lost, while samples are handed out or by :meth:`admit`; None if it must ask
+        again.
 
         Raises:
             WorkersFailedError: the run is over.
         """
         with self._changed:
-            if not self._open and not self._over:
-                self._changed.wait(timeout=_LOOK_S)
+            if rank not in self.live:
+                self._waiting.add(rank)
+                if not self._open and not self._over:
+                    self._changed.wait(timeout=_LOOK_S)
             if self._over:
                 raise WorkersFailedError("the run is over", rank=rank, lost=True)
-            if not self._open or self._entry is None:
-                return None
-            self.live.add(rank)
-            self._round[rank] = self._round[0]
-            self._asked.pop(rank, None)
-            self._longest.pop(rank, None)
-            self._met[rank] = time.monotonic()
-            self.returned.append(rank)
-            return self._entry
+            if self._open:
+                self._let_in(rank)
+            return self._entry if rank in self.live else None
+
+    def admit(self, epoch: int, step: int, statistics: Tensor) -> None:
+        """Admit all ranks that wait to enter, before ``epoch`` begins on rank 0."""
+        with self._changed:
+            self._entry = Entry(epoch=epoch, position=0, step=step, statistics=statistics)
+            for rank in sorted(self._waiting):
+                self._let_in(rank)
+            self._changed.notify_all()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a rank waits to enter."""
+        return bool(self._waiting)
+
+    def _let_in(self, rank: int) -> None:
+        self._waiting.discard(rank)
+        self.live.add(rank)
+        self._round[rank] = self._round[0]
+        self._asked.pop(rank, None)
+        self._longest.pop(rank, None)
+        self._met[rank] = time.monotonic()
+        self.returned.append(rank)
 
     def end(self) -> None:
         """Admit no rank any more."""
@@ -187,6 +208,7 @@ class Coordinator:
     def gone(self, rank: int) -> None:
         """Record that ``rank`` has closed its connection."""
         with self._changed:
+            self._waiting.discard(rank)
             if rank in self.live:
                 self._lose(rank, "is gone")
 
@@ -199,7 +221,7 @@ class Coordinator:
 
 class StarVotes(Votes):
     """Votes between ranks of which all but the first may be lost. All of them construct it (collective), or one process
-    that takes the place of a lost rank (``late``).
+    that takes the place of a lost rank (``late``). That one is alone with its values until it has entered.
 
     ``returning`` are ranks that are started again if they are lost. ``snapshots`` is where a server on this rank stores
     its state.
@@ -215,12 +237,13 @@ class StarVotes(Votes):
         else:
             self._timeout_s, self._group = timeout_s, None
             self.rank, self.num_ranks, self.live = late.rank, late.num_ranks, range(late.num_ranks)
+        self.entered = late is None
         self.coordinator = Coordinator(self.num_ranks) if self.rank == 0 else None
         self._exchange: Exchange | None = None
         if self.num_ranks > 1:
             self._exchange = Exchange(self.rank, range(self.num_ranks), [0])
             if self.coordinator is not None:
-                self._exchange.serve(self._answer, self.coordinator.gone)
+                self._exchange.serve(self._answer, self.coordinator.gone, answer_late)
             self._exchange.connect()
 
     def _answer(self, rank: int, asked: Tensor, body: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -228,6 +251,8 @@ class StarVotes(Votes):
         if asked[0] == _TICKET:
             return head(*self.coordinator.ticket(rank, int(asked[1]), int(asked[2]), *map(bool, asked[3:5]))), None
         if asked[0] == _ENTER:
+            if self._exchange is not None and self._exchange.closed:
+                return head(_OUT), None
             try:
                 entry = self.coordinator.enter(rank)
             except WorkersFailedError:
@@ -251,6 +276,8 @@ class StarVotes(Votes):
         """
         if self._exchange is None:
             return [said]
+        if not self.entered:
+            return [said] * self.num_ranks
         # An empty body would not be sent; a newline is no part of any message.
         ((answer, body),) = self._exchange.ask(
             [(head(_SWAP), torch.frombuffer(bytearray(said + b"\n"), dtype=torch.uint8))]
@@ -277,18 +304,19 @@ class StarVotes(Votes):
                 return None
             if answer[0] == _DONE:
                 assert statistics is not None
+                self.entered = True
                 epoch, position, step = (int(x) for x in answer[1:4])
                 return Entry(epoch=epoch, position=position, step=step, statistics=statistics)
 
-    def note(self, value: Any) -> None:
-        """Store a JSON value for ranks that come late."""
+    def note(self, value: Any, name: str = "noted") -> None:
+        """Store a JSON value under ``name`` for ranks that come late."""
         if self._exchange is not None:
-            self._exchange.note(value)
+            self._exchange.note(value, name)
 
-    def noted(self) -> Any:
+    def noted(self, name: str = "noted") -> Any:
         """The value that :meth:`note` has stored."""
         assert self._exchange is not None
-        return self._exchange.noted()
+        return self._exchange.noted(name)
 
     def ticket(self, epoch: int, samples: int, *, stop: bool, ahead: bool = False) -> tuple[int, int]:
         """(start, number) of the next samples for this rank. The number is 0 at the end of the epoch. ``ahead``: those
@@ -324,6 +352,8 @@ class StarVotes(Votes):
         Raises:
             WorkersFailedError: ``source`` is lost.
         """
+        if not self.entered:
+            return value
         message = self.swap(json.dumps(value).encode() if self.rank == source else b"")[source]
         if message is None:
             raise WorkersFailedError(f"rank {source} is gone, and was to speak", rank=source, lost=True)

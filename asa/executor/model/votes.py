@@ -30,6 +30,8 @@ class Votes:
         self._group: Any = None  # torch types it as ProcessGroup or int
         if dist.is_initialized():
             self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.announced: list[Any] | None = None
+        """Values announced so far by any rank, stored for ranks that come late; None if they are not stored."""
         self.live: Sequence[int] = range(self.num_ranks)
         """The remaining ranks: all of them, unless ranks may be lost."""
         if self.num_ranks > 1:
@@ -91,7 +93,10 @@ class Votes:
         if self.rank == source:
             data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         dist.broadcast(data, source, group=self._group)
-        return json.loads(data.numpy().tobytes())
+        received = json.loads(data.numpy().tobytes())
+        if self.announced is not None:
+            self.announced.append(received)
+        return received
 
     def exchange(self, value: Any) -> list[Any]:
         """All ranks' JSON values, by rank."""

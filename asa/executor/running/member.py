@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from asa.errors import PreemptedError
+from asa.errors import PreemptedError, WorkersFailedError
 from asa.executor.measuring.emulation import EmulatedDevice, Emulation
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
@@ -202,12 +202,18 @@ def _work(
 
 
 def _to_the_end(job: Job, executor: TrainingExecutor, say: Announce, watch: MemoryWatch) -> Ending:
-    try:
-        for _ in job.adapt(executor, range(executor.next_epoch, job.settings.epochs), say):
-            pass
-    except PreemptedError as error:
-        return Ending(preempted=str(error))
-    except NearlyExhausted:
-        return Ending(tight=watch.shortage(executor.plan, executor.step))
-    executor.close()
-    return Ending()
+    while True:
+        try:
+            for _ in job.adapt(executor, range(executor.next_epoch, job.settings.epochs), say):
+                pass
+            executor.close()
+            return Ending()
+        except PreemptedError as error:
+            return Ending(preempted=str(error))
+        except NearlyExhausted:
+            return Ending(tight=watch.shortage(executor.plan, executor.step))
+        except WorkersFailedError as error:
+            if not isinstance(executor, AsynchronousExecutor) or not executor.was_left_behind(error):
+                raise
+            if not executor.enter():  # it was only late, and its process goes on
+                return Ending()

@@ -38,7 +38,7 @@ from asa.interfaces.strategy import Strategies
 from asa.ir import codec
 from asa.ir.codec import fingerprint
 from asa.ir.plan import Plan
-from asa.launch import bind_to_core, faults, join, launched, run_ranks, tell
+from asa.launch import bind_to_core, faults, join, latecomer, launched, run_ranks, tell
 from asa.launch.forking import ranks_can_fork
 from asa.launch.torchrun import agent
 from asa.launch.worker import others_may_leave
@@ -220,6 +220,8 @@ def _run_as_rank(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Reg
         if (threads := _threads(job)) is not None:
             torch.set_num_threads(threads)
         _bind(job, worker.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE") or 0))
+        if latecomer() is not None:
+            return _as_latecomer(job, worker.local_rank)
         votes = _votes(job.plan, settings.timeout_s)
         # An elastic launcher counts the restarts of each node separately, and counts none if a node has joined or left.
         # Then the agent that began the run is the one that continues it.
@@ -247,6 +249,16 @@ def _run_as_rank(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Reg
                 _note(log, restart, job)
             return _run_and_log(log, lambda: work(job, material, votes, worker.local_rank, log))
         return {"exit_code": _run_to_end(lambda: work(job, material, votes, worker.local_rank, lambda _: None))}
+
+
+def _as_latecomer(job: Job, local_rank: int) -> Event:
+    """Take the place of a lost rank of a running job, under its plan."""
+    plan = codec.load(Plan, Path(job.settings.out) / "plan.json")
+    train, test = open_images(plan, job.settings)
+    votes = _votes(plan, job.settings.timeout_s)
+    material = Material(train=train, test=test, run="", resume=None)
+    job = replace(job, plan=plan)
+    return {"exit_code": _run_to_end(lambda: work(job, material, votes, local_rank, lambda _: None))}
 
 
 def _note(log: RunLog, restart: Pending, job: Job) -> None:

@@ -1,0 +1,151 @@
+"""``asa.Job`` under disciplines that continue without lost ranks: a rank that is killed or late enters again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import training
+from test_consistency_runs import of, under
+
+from asa.executor.consistency.star import Coordinator
+from asa.executor.running.run import train
+from asa.launch import faults
+from asa.scheduler import adapt
+from asa.strategies import offered
+
+RANKS, LIMIT_S = 3, 150.0
+PROGRAM = """
+import os, sys, torch, asa
+from torch import nn
+from asa.errors import PreemptedError
+from torch.utils.data import DataLoader, TensorDataset
+
+out, discipline, indexed, cache = sys.argv[1:]
+torch.manual_seed(0)
+torch.set_num_threads(1)
+net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+images = torch.randn(96, 8)
+data = TensorDataset(images, images[:, :4].argmax(dim=1))
+loader = DataLoader(data, 24, shuffle=indexed == "yes")
+if indexed == "no":
+    loader = [batch for batch in loader]
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+job = asa.Job(
+    net, optimizer, loader, nn.functional.cross_entropy, strategies=(discipline,), out=out, cache=cache, timeout_s=60,
+    scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), time_limit_s=1,
+    on_event=lambda e: e["event"] in ("lost", "returned") and print(e["event"], e["rank"], flush=True),
+)
+try:
+    for record in job.epochs(100_000):
+        print("epoch", record.epoch, f"{record.learning_rate:.12g}", record.train_loss, flush=True)
+except PreemptedError:
+    print("saved", flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def disarmed():
+    """Leave no fault armed for the ranks that later tests fork from here."""
+    yield
+    faults.arm("")
+
+
+def waited(condition: Callable[[], bool], running: list[subprocess.Popen[str]]) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < until, "nothing came"
+        assert running[0].poll() is None, running[0].communicate()
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("discipline", "indexed"),
+    [("ps_bounded", "yes"), ("hogwild", "yes"), ("diloco:period=2:quorum=2", "no")],
+)  # fmt: skip
+def test_a_killed_process_of_a_job_that_is_started_again_enters_at_the_next_epoch(tmp_path, discipline, indexed):
+    program, once = tmp_path / "program.py", tmp_path / "once"
+    program.write_text(PROGRAM)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    around = {
+        **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS),
+        "LOCAL_WORLD_SIZE": str(RANKS), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+        faults.VARIABLE: f"kill@rank=2,step=6,point=backward,once={once};hang:0.05@point=backward",
+    }  # fmt: skip
+
+    def start(rank: int, name: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(program), str(tmp_path / "run"), discipline, indexed, str(tmp_path / "cache")]
+        with (tmp_path / name).open("w") as stream, (tmp_path / f"{name}.errors").open("w") as errors:
+            return subprocess.Popen(
+                command, env={**around, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=stream, stderr=errors,
+                text=True,
+            )  # fmt: skip
+
+    def said(name: str) -> list[list[str]]:
+        text = (tmp_path / name).read_text()
+        return [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    running = [start(rank, str(rank)) for rank in range(RANKS)]
+    try:
+        waited(lambda: ["lost", "2"] in said("0"), running)
+        assert running[2].wait() == -signal.SIGKILL
+        running.append(start(2, "again"))
+        waited(lambda: len([line for line in said("again") if line[0] == "epoch"]) >= 2, running)
+        running[0].send_signal(signal.SIGTERM)
+        codes = [running[i].wait(timeout=60) for i in (0, 1, 3)]
+        assert codes == [0, 0, 0], (tmp_path / "again.errors").read_text()
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    assert ["returned", "2"] in said("0")
+    ours = {line[1]: line[2:] for line in said("0") if line[0] == "epoch"}
+    again = {line[1]: line[2:] for line in said("again") if line[0] == "epoch"}
+    assert len(again) >= 2
+    assert all(ours[epoch] == found for epoch, found in again.items()), "rates and losses, as on rank 0"
+    assert [name for name in ("0", "1", "again") if said(name)[-1] == ["saved"]] == ["0", "1", "again"]
+    assert (tmp_path / "run" / "checkpoints").is_dir()
+
+
+def test_a_rank_that_was_only_late_enters_again_in_its_own_process(tmp_path, monkeypatch):
+    monkeypatch.setattr("asa.launch.returns.MOST_STARTS", 0)  # it is not started again
+    monkeypatch.setattr("asa.executor.consistency.star._LATE_S", 0.5)
+    monkeypatch.setattr("asa.executor.consistency.star._LATE_STEPS", 2.0)
+    late = f"hang:6@rank=2,step=3,point=backward,once={tmp_path / 'once'};hang:0.1@point=backward"
+    monkeypatch.setenv(faults.VARIABLE, late)
+    settings = training.settings(tmp_path / "run", steps_per_epoch=20, observe=False, epochs=6)
+    events: list[dict[str, Any]] = []
+    result = train(under("ps_bounded", 3), settings, strategies=offered(), adapt=adapt, on_event=events.append)
+    assert result["exit_code"] == 0
+    assert [e["rank"] for e in of(events, "lost")] == [e["rank"] for e in of(events, "returned")] == [2]
+    assert of(events, "consistency")[-1]["live"] == [0, 1, 2]
+
+
+def test_ranks_that_wait_are_admitted_at_the_start_of_an_epoch() -> None:
+    import torch
+
+    ranks = Coordinator(3)
+    ranks.gone(2)
+    assert ranks.enter(2) is None
+    assert ranks.waiting
+    ranks.admit(5, 70, torch.ones(1))
+    assert not ranks.waiting
+    assert ranks.live == {0, 1, 2}
+    assert ranks.returned_since() == [2]
+    entry = ranks.enter(2)  # it had to ask again
+    assert entry is not None
+    assert (entry.epoch, entry.step) == (5, 70)
+    assert ranks.returned_since() == []
+    ranks.gone(2)
+    assert ranks.enter(2) is None
+    ranks.gone(2)
+    assert not ranks.waiting
