@@ -123,9 +123,9 @@ def test_gradients_that_backward_has_not_made_yet_are_not_counted(strategy: str,
     def predicted(profile: Profile) -> float:
         return price_plan(plan, profile, nouns.cluster(2), offered()).stages[0].most
 
-    assert highest <= predicted(profile) <= 1.05 * highest
+    assert highest <= predicted(profile) <= 1.1 * highest
     before = replace(profile, timings=tuple(replace(t, unmade_bytes=0) for t in profile.timings))
-    assert predicted(before) > 1.05 * highest
+    assert predicted(before) > 1.1 * highest
 
 
 class Passing(nn.Module):
