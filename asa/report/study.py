@@ -21,21 +21,21 @@ _MARKS = {"measured": "", "predicted": "~", "refused": "-", "open": "..."}
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A block to run: its title, what is done, its estimated seconds and their basis ``how``."""
+    """A block to run: its title, what is done, its estimated seconds and the ``basis`` of these."""
 
     title: str
     mode: str
     strategies: tuple[str, ...]
     epochs: int
     seconds: float
-    how: str
+    basis: str
 
 
 def planned(name: str, title: str, items: Sequence[Planned], budget_s: float, folder: Path) -> list[RenderableType]:
     """The open work of a study, and its estimated duration."""
     said: list[RenderableType] = [line(f"study {name}: {title}", "bold")]
     for item in items:
-        last = "done" if item.how == "done" else f"about {seconds(item.seconds)}, {item.how}"
+        last = "done" if item.basis == "done" else f"about {seconds(item.seconds)}, {item.basis}"
         said.append(line(f"  {item.mode}: {item.title}"))
         said.append(line(f"    {', '.join(item.strategies)}: {last}", "dim"))
     total = sum(item.seconds for item in items)
@@ -56,7 +56,7 @@ def planned_document(name: str, folder: Path, items: Sequence[Planned], budget_s
         "about_s": sum(i.seconds for i in items),
         "blocks": [
             {"title": i.title, "mode": i.mode, "strategies": list(i.strategies), "epochs": i.epochs,
-             "about_s": i.seconds, "how": i.how} for i in items
+             "about_s": i.seconds, "how": i.basis} for i in items
         ],
     }  # fmt: skip
 
