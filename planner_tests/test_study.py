@@ -308,7 +308,7 @@ def test_predictions_take_no_share_of_the_time_for_measuring():
     blocks = study_grid.define(args("--study", "pipeline"), most=4, cluster_gpus=None).blocks
     work = [(b, b.strategies) for b in blocks]
     assert [b.mode for b in blocks] == ["measured"] * 3 + ["predicted"] * 2
-    assert verb._share(300.0, work) == pytest.approx((300 - 2 * 5) / 3)
+    assert verb._budget_share(300.0, work) == pytest.approx((300 - 2 * 5) / 3)
 
 
 def test_accuracy_at_chance_is_shown_as_a_loss():

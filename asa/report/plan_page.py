@@ -167,5 +167,5 @@ def beside(found: Difference) -> Chart:
         caption=f"Predicted parts of a step: {seconds(found.plan_s)} in all here, {seconds(found.other_s)} there.",
         columns=("term", "plan_s", "other_s"),
         rows=tuple(rows),
-        draw=plan_drawing.beside,
+        draw=plan_drawing.comparison,
     )
