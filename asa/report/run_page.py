@@ -132,7 +132,8 @@ def learning(events: Iterable[Mapping[str, Any]]) -> Chart:
             if event["validation_loss"] is None:
                 continue
             rows.append(("after every epoch", "validation", int(event["epoch"]) + 1, elapsed_s,
-                         float(event["train_loss"]), event["validation_loss"], event["validation_accuracy"]))  # fmt: skip
+                         float(event["train_loss"]), event["validation_loss"],
+                         event["validation_accuracy"]))  # fmt: skip
         except (KeyError, TypeError, ValueError):
             continue
     has_accuracy = any(float(r[6] or 0) > 0 for r in rows)
