@@ -43,9 +43,9 @@ def run(args: Arguments, console: Console) -> None:
     """List the open work, or do it, and write the table."""
     if isinstance(args.device, EmulatedName):
         raise UsageError("a study measures real devices; leave out --device emulated:... (`asa bench` takes it)")
-    device, most, name = _local_devices(args)
+    device, max_ranks, name = _local_devices(args)
     predicts_all = _is_other_machine(args, device, name)
-    study = study_grid.define(args, most=0 if predicts_all else most, cluster_gpus=_cluster_size(args))
+    study = study_grid.define(args, most=0 if predicts_all else max_ranks, cluster_gpus=_cluster_size(args))
     folder = Path(args.out) if args.out else places.COMPARISONS / f"study-{study.name}"
     places.check_writable(folder / FILE, "--out")
     _check(args, study)
@@ -113,9 +113,9 @@ def _check(args: Arguments, study: Definition) -> None:
 def _budget_share(remaining_s: float, work: Sequence[tuple[Block, Sequence[str]]]) -> float:
     """Seconds for the first block of the open ``work``: predictions get what they need, and measured blocks share the
     rest."""
-    foreseen = sum(_PLAN_S * len(open_strategies) for block, open_strategies in work if block.mode == "predicted")
+    predicted_s = sum(_PLAN_S * len(open_strategies) for block, open_strategies in work if block.mode == "predicted")
     measured = sum(1 for block, open_strategies in work if open_strategies and block.mode == "measured")
-    return max(_LEAST_S, remaining_s - foreseen) / max(1, measured)
+    return max(_LEAST_S, remaining_s - predicted_s) / max(1, measured)
 
 
 def _local_devices(args: Arguments) -> tuple[bench_setup.DeviceType, int, str]:
@@ -127,8 +127,8 @@ def _local_devices(args: Arguments) -> tuple[bench_setup.DeviceType, int, str]:
 
     device_args = Arguments({**vars(args), "gpus": None}, args.origin)
     device, count = bench_setup.device_of(device_args)
-    most = cuda_devices() if device == "cuda" else max(_OVERSUBSCRIBED, usable_cores(), count)
-    return device, most, device_record(torch.device(device)).name
+    max_ranks = cuda_devices() if device == "cuda" else max(_OVERSUBSCRIBED, usable_cores(), count)
+    return device, max_ranks, device_record(torch.device(device)).name
 
 
 def _is_other_machine(args: Arguments, device: bench_setup.DeviceType, name: str) -> bool:
@@ -300,8 +300,8 @@ def _store_rows(
             reason = missing
             if result is not None:
                 ran = result.step_time_s is not None
-                foreseen = block.mode == "predicted" and result.predicted_step_time_s is not None
-                state = "measured" if ran else "predicted" if foreseen else "refused"
+                is_predicted = block.mode == "predicted" and result.predicted_step_time_s is not None
+                state = "measured" if ran else "predicted" if is_predicted else "refused"
                 reason = "" if state != "refused" else result.why_not
             stored = rows.get(cell)
             if state == "open" and stored is not None and stored.result is not None:

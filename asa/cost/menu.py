@@ -229,8 +229,8 @@ class Menu:
             key = (self.component[w], self.layout[w], id(self._upkeep[w].page), saved[at])
             if key not in by_key:
                 way, i = self.ways[w], int(self.component[w])
-                alike = range(i, i + 1) if isolated and self._joint[w] else None
-                neighbours = pricer.around.of(i, way.tensor, float(saved[at]), alike)
+                same_ways = range(i, i + 1) if isolated and self._joint[w] else None
+                neighbours = pricer.around.of(i, way.tensor, float(saved[at]), same_ways)
                 by_key[key] = self._upkeep[w].page.transient(self._upkeep[w].share, way.layout.data, neighbours)
             transient[at] = by_key[key]
         return transient

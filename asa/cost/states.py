@@ -239,8 +239,8 @@ class States:
             pages = [p for p in self._strategies.tensor.values() if not p.refusal(component, layout.tensor)]
             inner = [p.traffic(component, layout.tensor, 1) for p in pages] if layout.tensor > 1 else []
             forward = max((launched(x, "forward") for x in inner), default=0)
-            both = max((launched(x, "forward") + launched(x, "backward") for x in inner), default=0)
-            self._launch_bounds[key] = units + self.collective_s * forward, units + self.collective_s * both
+            passes = max((launched(x, "forward") + launched(x, "backward") for x in inner), default=0)
+            self._launch_bounds[key] = units + self.collective_s * forward, units + self.collective_s * passes
         return self._launch_bounds[key]
 
     def _sync(
