@@ -65,10 +65,10 @@ class Menu:
         self._launch = np.array([times.launch(c) for c in graph.components])
         self.ways = [w for row in ways for w in row]
         self.component = np.repeat(np.arange(len(ways)), [len(row) for row in ways])
-        distinct, pair_of = _distinct_states(ways)
+        distinct, pair = _distinct_states(ways)
         self.layouts: tuple[Layout, ...] = tuple(dict.fromkeys(w.layout for _, w in distinct))
         number = {layout: k for k, layout in enumerate(self.layouts)}
-        self.layout = np.array([number[w.layout] for _, w in distinct], dtype=np.int64)[pair_of]
+        self.layout = np.array([number[w.layout] for _, w in distinct], dtype=np.int64)[pair]
         self.checkpoint = np.array([w.checkpoint for w in self.ways], dtype=bool)
         self.saving = self.checkpoint.copy()
         for at in np.flatnonzero(self.checkpoint).tolist():
@@ -80,11 +80,10 @@ class Menu:
         for i, way in distinct:
             self._cells.setdefault((i, number[way.layout]), way)
         if distinct:
-            self._price_states(distinct, pair_of, optimizer)
+            self._price_states(distinct, pair, optimizer)
 
-    def _price_states(self, pairs: list[tuple[int, Way]], pair_of: Any, optimizer: OptimizerName) -> None:
-        """Compute the costs of keeping state, once for each distinct state; :func:`_distinct_states` returns
-        the arguments."""
+    def _price_states(self, pairs: list[tuple[int, Way]], pair: Any, optimizer: OptimizerName) -> None:
+        """Compute the costs of keeping state, once for each distinct state; arguments from :func:`_distinct_states`."""
         by_key, surroundings = dict[object, tuple[StateCost, Gathers | None]](), self._states.surroundings
         for key, i, w in (((surroundings[i], id(w)), i, w) for i, w in pairs):
             by_key[key] = by_key.get(key) or (self._states.state_cost(i, w), self._states.gathers(i, w))
@@ -92,8 +91,8 @@ class Menu:
         distinct = {id(k): k for k in states}
         number = {key: at for at, key in enumerate(distinct)}
         self._costs: Upkeep = _stacked([k.costs for k in distinct.values()])
-        self._costs = _selected(self._costs, np.array([number[id(k)] for k in states], dtype=np.int64)[pair_of])
-        self._upkeep = [states[k] for k in pair_of.tolist()]
+        self._costs = _selected(self._costs, np.array([number[id(k)] for k in states], dtype=np.int64)[pair])
+        self._upkeep = [states[k] for k in pair.tolist()]
         update, fixed, varies, joint, repeated = [], [], [], [], []
         bucketed = [k.memory.buckets > 0 for k in states]
         for (i, way), k in zip(pairs, states, strict=True):
@@ -105,17 +104,13 @@ class Menu:
             if joint[-1]:
                 least = k.page.least(k.share, way.layout.data, optimizer, self._other_bytes(i, way))
             repeated.append(k.memory.optimizer - least if joint[-1] else 0.0)
-        self._update, self._fixed, self._repeated = (
-            np.array(x, dtype=float)[pair_of] for x in (update, fixed, repeated)
-        )
-        self._varies, self._joint, self._bucketed = (
-            np.array(x, dtype=bool)[pair_of] for x in (varies, joint, bucketed)
-        )
+        self._update, self._fixed, self._repeated = (np.array(x, dtype=float)[pair] for x in (update, fixed, repeated))
+        self._varies, self._joint, self._bucketed = (np.array(x, dtype=bool)[pair] for x in (varies, joint, bucketed))
         self._repeated = np.where(self.offload, 0.0, self._repeated)
         none = Gathers(0.0, 0.0, 0.0, 0.0)
         self._gathers: Gathers | None = None
         if any(ahead):
-            self._gathers = _selected(_stacked([x or none for x in ahead]), pair_of)
+            self._gathers = _selected(_stacked([x or none for x in ahead]), pair)
 
     @cached_property
     def wrapping(self) -> Any:
@@ -165,11 +160,9 @@ class Menu:
         if x.gathers is not None:
             x.ahead, x.behind = self._neighbour_seconds(pricer, which, cells[:2], x.gathers)
         c = pricer.price(x)
-        footprint, own_transient = c.footprint, transient * margin()
-        least = own_transient + (
-            buffers if pricer.states.prefetching else self._transient(pricer, which, saved, isolated=True)
-        )
-        least = np.minimum(least, own_transient + buffers) + pricer.fresh(x) - self._unmade(pricer, which)
+        footprint, own = c.footprint, transient * margin()
+        least = own + (buffers if pricer.states.prefetching else self._transient(pricer, which, saved, isolated=True))
+        least = np.minimum(least, own + buffers) + pricer.fresh(x) - self._unmade(pricer, which)
         return PricedWays(
             forward=c.forward_s + c.forward_communication_s,
             backward=c.backward_s + c.backward_communication_s,
@@ -280,12 +273,12 @@ def _distinct_states(ways: Sequence[Sequence[Way]]) -> tuple[list[tuple[int, Way
     """The distinct pairs (component, way) by how they keep state, and for each way the index of its pair. Consecutive
     ways that differ only by a checkpoint or an optimizer on the host share a pair."""
     pairs: list[tuple[int, Way]] = []
-    pair_of: list[int] = []
+    pair: list[int] = []
     for i, row in enumerate(ways):
         last: Way | None = None
         for way in row:
             if last is None or not (way.layout is last.layout and way.tensor is last.tensor and way.data is last.data):
                 pairs.append((i, way))
                 last = way
-            pair_of.append(len(pairs) - 1)
-    return pairs, np.array(pair_of, dtype=np.int64)
+            pair.append(len(pairs) - 1)
+    return pairs, np.array(pair, dtype=np.int64)

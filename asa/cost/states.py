@@ -256,12 +256,12 @@ class States:
         for c in collectives:
             share_sent = remaining(self._compression, c, share.num_parameter_tensors, whole=bucketed)
             if c.op != "all_reduce" or not bucketed:
-                seconds = self.links.message_seconds(c.op, share_sent * c.bytes, c.ranks, c.stride)
+                seconds = self.links.time(c.op, share_sent * c.bytes, c.ranks, c.stride)
                 prompt += seconds
                 scattered += seconds * (c.op == "reduce_scatter")
                 continue
             message = bucket_bytes(self._graph, c.bytes, share.num_parameter_tensors)
-            seconds = self.links.message_seconds(c.op, share_sent * message, c.ranks, c.stride) * c.bytes / message
+            seconds = self.links.time(c.op, share_sent * message, c.ranks, c.stride) * c.bytes / message
             prompt += seconds * self.releases[index].prompt
             late += seconds * (1 - self.releases[index].prompt)
             if self._cluster.device.memory_bandwidth > 0:

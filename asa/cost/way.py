@@ -76,10 +76,9 @@ class Figures:
     the component in front, ``behind``: backward of the one behind); ``update``: an optimizer step on all parameters of
     a tensor rank; ``floor``: launch of a forward by the host; ``inner_s``: collectives inside the component, in forward
     and in backward. ``count``: the number of these in each of :data:`PHASES`. Bytes: ``saved`` for backward,
-    ``transient`` in it, and ``buffers`` for the strategy's buffers, neighbours' gathers included. Booleans:
-    ``checkpoint``, ``offload``, ``split`` (tensor degree > 1), ``single_rank`` (data degree 1). Only for a single way:
-    ``release`` of :class:`asa.cost.step.ComponentCost`, the standard errors ``error`` (compute, seconds) and
-    ``link_error`` (share).
+    ``transient`` in it, and in ``buffers`` of strategy and neighbours. Booleans: ``checkpoint``, ``offload``, ``split``
+    (tensor degree > 1), ``single_rank`` (data degree 1). Only for a single way: ``release`` of
+    :class:`asa.cost.step.ComponentCost`, the standard errors ``error`` (compute, seconds) and ``link_error`` (share).
     """
 
     upkeep: Upkeep
