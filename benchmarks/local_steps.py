@@ -152,7 +152,7 @@ def main() -> None:
         return
     began = time.monotonic()
     plans = [codec.load(Plan, path) for path in args.plans]
-    for kind, name in ((LocalSteps, "meet"), (OuterSteps, "_weighed")):
+    for kind, name in ((LocalSteps, "average_weights"), (OuterSteps, "_average_weighted")):
         counted(kind, name)
     leave_network()
     with shaped(plans[0].num_processes, args.megabits):

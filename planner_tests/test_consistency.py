@@ -15,7 +15,7 @@ import training
 from asa.errors import UsageError
 from asa.executor.consistency import star
 from asa.executor.consistency.flat import FlatParameters, dequantised, quantised, slices
-from asa.executor.consistency.quorum import Meetings
+from asa.executor.consistency.quorum import AveragingRounds
 from asa.executor.consistency.served import Served, _options
 from asa.executor.consistency.server import Server
 from asa.executor.measuring import equivalence
@@ -79,8 +79,8 @@ def test_no_gradient_is_older_than_the_window(window):
         pauses = random.Random(worker)
         for _ in range(steps):
             time.sleep(pauses.random() * (0.004 if worker == 0 else 0.001))
-            server.pushed(worker, torch.ones(4), 4, [0.1])
-        server.through(worker)
+            server.push(worker, torch.ones(4), 4, [0.1])
+        server.finish(worker)
 
     threads = [threading.Thread(target=work, args=(w,)) for w in range(workers)]
     for thread in threads:
@@ -98,11 +98,11 @@ def test_a_push_moves_weights_by_its_share_and_less_the_older_it_is():
     server = _served("ps_bounded:window=9:max_age=3")
     server.pull(0)
     for _ in range(2):  # two workers push a global batch and a third of it
-        server.pushed(1, torch.ones(4), 4, [0.3])
-        server.pushed(2, torch.ones(4), 4, [0.3])
+        server.push(1, torch.ones(4), 4, [0.3])
+        server.push(2, torch.ones(4), 4, [0.3])
     before = server.pull(1)
     torch.testing.assert_close(before, torch.full((4,), -0.4))  # four times a third of 0.3
-    after = server.pushed(0, torch.ones(4), 4, [0.3])
+    after = server.push(0, torch.ones(4), 4, [0.3])
     assert server.counts.ages == {0: 4, 1: 1}
     torch.testing.assert_close(after - before, torch.full((4,), -0.05))
 
@@ -111,31 +111,31 @@ def test_a_gradient_older_than_the_limit_is_rejected_and_counted():
     server = _served("ps_bounded:window=9:max_age=0")
     server.pull(0)
     for _ in range(2):
-        server.pushed(1, torch.ones(4), 4, [0.3])
-        server.pushed(2, torch.ones(4), 4, [0.3])
+        server.push(1, torch.ones(4), 4, [0.3])
+        server.push(2, torch.ones(4), 4, [0.3])
     before = server.pull(1)
-    assert torch.equal(server.pushed(0, torch.ones(4), 4, [0.3]), before)
+    assert torch.equal(server.push(0, torch.ones(4), 4, [0.3]), before)
     assert (server.counts.rejected, server.counts.applied) == (4, 16)
 
 
 def test_a_lost_worker_is_not_waited_for():
     server = _served("ps_sync", workers=2)
     found: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(server.pushed(0, torch.ones(4), 6, [0.1])))
+    thread = threading.Thread(target=lambda: found.append(server.push(0, torch.ones(4), 6, [0.1])))
     thread.start()
     thread.join(0.2)
     assert not found
-    server.lost(1)
+    server.remove(1)
     thread.join(5)
     assert found
 
 
 def test_a_worker_that_is_through_with_an_epoch_is_not_waited_for():
     server = _served("ps_bounded:window=1", workers=2, batch=4)
-    server.through(1)
+    server.finish(1)
     began = time.monotonic()
     for _ in range(4):
-        server.pushed(0, torch.ones(4), 4, [0.1])
+        server.push(0, torch.ones(4), 4, [0.1])
     assert time.monotonic() - began < 1.5  # silence alone would take 2 s
     assert server.counts.ages == {0: 4}
 
@@ -143,33 +143,33 @@ def test_a_worker_that_is_through_with_an_epoch_is_not_waited_for():
 def test_a_worker_that_waits_for_all_others_holds_up_none_of_them():
     server = _served("ps_bounded:window=1", workers=2, batch=4)
     server.pull(1)
-    server.paused(1)
+    server.pause(1)
     began = time.monotonic()
     for _ in range(4):
-        server.pushed(0, torch.ones(4), 4, [0.1])
+        server.push(0, torch.ones(4), 4, [0.1])
     assert time.monotonic() - began < 1.5  # silence alone would take 2 s
     server.pull(1)  # after the meeting
-    server.pushed(1, torch.ones(4), 4, [0.1])
+    server.push(1, torch.ones(4), 4, [0.1])
     assert server.counts.ages == {0: 5}
 
 
 def test_a_quorum_meets_without_the_others_and_takes_in_who_is_late():
-    meetings = Meetings(parse("diloco:quorum=1:grace_s=0:outer_rate=1:outer_momentum=0"), torch.zeros(2), [0, 1])
-    assert torch.equal(meetings.met(0, torch.ones(2)), -torch.ones(2))
-    assert meetings.absences == 1
-    assert torch.equal(meetings.met(1, torch.full((2,), 3.0)), torch.full((2,), -4.0))
-    meetings.last(0, torch.zeros(2))
-    meetings.last(1, torch.full((2,), 2.0))
-    meetings.anew([0, 1])
-    assert torch.equal(meetings.weights.detach(), torch.full((2,), -5.0))
-    meetings.lost(1)
-    assert torch.equal(meetings.met(0, torch.ones(2)), torch.full((2,), -6.0))
+    rounds = AveragingRounds(parse("diloco:quorum=1:grace_s=0:outer_rate=1:outer_momentum=0"), torch.zeros(2), [0, 1])
+    assert torch.equal(rounds.contribute(0, torch.ones(2)), -torch.ones(2))
+    assert rounds.absences == 1
+    assert torch.equal(rounds.contribute(1, torch.full((2,), 3.0)), torch.full((2,), -4.0))
+    rounds.contribute_last(0, torch.zeros(2))
+    rounds.contribute_last(1, torch.full((2,), 2.0))
+    rounds.restart([0, 1])
+    assert torch.equal(rounds.weights.detach(), torch.full((2,), -5.0))
+    rounds.remove(1)
+    assert torch.equal(rounds.contribute(0, torch.ones(2)), torch.full((2,), -6.0))
 
 
 def test_a_mean_over_a_quorum_is_weighted_by_samples():
-    meetings = Meetings(parse("local_sgd:quorum=2:grace_s=0"), torch.zeros(1), [0, 1])
-    meetings.last(0, torch.ones(1), 3)
-    assert torch.equal(meetings.met(1, torch.full((1,), 5.0), 1), torch.tensor([-2.0]))
+    rounds = AveragingRounds(parse("local_sgd:quorum=2:grace_s=0"), torch.zeros(1), [0, 1])
+    rounds.contribute_last(0, torch.ones(1), 3)
+    assert torch.equal(rounds.contribute(1, torch.full((1,), 5.0), 1), torch.tensor([-2.0]))
 
 
 def test_a_rank_that_hangs_between_two_meetings_is_left_out_and_said(monkeypatch):
@@ -195,7 +195,7 @@ def test_servers_hold_slices_of_one_size_with_their_part_of_every_group():
     flat = torch.arange(4.0)
     server = Server(parse("ps_sync"), flat, 2, [(0, 3), (3, 7)], optimizer, [0], 1)
     assert server.parts == [(0, 1), (1, 4)]
-    found = server.pushed(0, torch.ones(4), 1, [1.0, 0.1])
+    found = server.push(0, torch.ones(4), 1, [1.0, 0.1])
     torch.testing.assert_close(found, torch.tensor([-1.0, 1 - 0.15, 2 - 0.2, 3 - 0.25]))
 
 
@@ -275,8 +275,8 @@ def _pushes_in(text: str, seconds: float) -> int:
     def work(worker: int) -> None:
         while time.monotonic() < until:
             time.sleep(0.04 if worker == 0 else 0.02)
-            server.pushed(worker, torch.ones(4), 3, [0.1])
-        server.through(worker)
+            server.push(worker, torch.ones(4), 3, [0.1])
+        server.finish(worker)
 
     threads = [threading.Thread(target=work, args=(w,)) for w in range(4)]
     for thread in threads:

@@ -134,7 +134,7 @@ def test_ranks_that_wait_are_admitted_at_the_start_of_an_epoch() -> None:
     import torch
 
     ranks = Coordinator(3)
-    ranks.gone(2)
+    ranks.disconnect(2)
     assert ranks.enter(2) is None
     assert ranks.waiting
     ranks.admit(5, 70, torch.ones(1))
@@ -145,7 +145,7 @@ def test_ranks_that_wait_are_admitted_at_the_start_of_an_epoch() -> None:
     assert entry is not None
     assert (entry.epoch, entry.step) == (5, 70)
     assert ranks.returned_since() == []
-    ranks.gone(2)
+    ranks.disconnect(2)
     assert ranks.enter(2) is None
-    ranks.gone(2)
+    ranks.disconnect(2)
     assert not ranks.waiting

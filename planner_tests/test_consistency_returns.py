@@ -113,25 +113,25 @@ def test_a_server_says_how_much_was_lost_with_its_process_and_takes_no_push_twic
 
     (file,) = files(1)
     first = server()
-    first.keep(Seldom(file, "0" * 16))
+    first.keep_snapshots(Seldom(file, "0" * 16))
     for serial in range(1, 6):  # the snapshot is of the second of them
-        first.pushed(0, torch.ones(4), 4, [0.1], serial=serial)
+        first.push(0, torch.ones(4), 4, [0.1], serial=serial)
     seen = first.age
     assert seen == (20, 0)
     kept = RowSnapshots(file, "0" * 16).read()
     assert kept is not None
     second = server()
-    second.recall(kept)
+    second.restore(kept)
     assert second.age == (8, 1)
-    second.missed(*seen)
-    second.missed(*second.age)
-    assert second.counted()["samples_gone"] == 12
+    second.count_lost_samples(*seen)
+    second.count_lost_samples(*second.age)
+    assert second.counters()["samples_gone"] == 12
     before = second.pull(1)
-    assert torch.equal(second.pushed(0, torch.ones(4), 4, [0.1], serial=2), before)  # it is in the snapshot
-    again = second.pushed(0, torch.ones(4), 4, [0.1], serial=6)
+    assert torch.equal(second.push(0, torch.ones(4), 4, [0.1], serial=2), before)  # it is in the snapshot
+    again = second.push(0, torch.ones(4), 4, [0.1], serial=6)
     alone = server()
     for _ in range(3):
-        wanted = alone.pushed(0, torch.ones(4), 4, [0.1])
+        wanted = alone.push(0, torch.ones(4), 4, [0.1])
     torch.testing.assert_close(again, wanted)  # momentum came back, too
     assert RowSnapshots(file, "1" * 16).read() is None
     os.close(file)
@@ -141,7 +141,7 @@ def test_ranks_enter_while_samples_are_handed_out_and_not_at_the_end():
     ranks = Coordinator(3)
     assert ranks.enter(2) is None
     ranks.begin(4, 100, 200, step=7, statistics=torch.ones(2))
-    ranks.gone(2)
+    ranks.disconnect(2)
     assert ranks.live == {0, 1}
     entry = ranks.enter(2)
     assert entry is not None
@@ -149,7 +149,7 @@ def test_ranks_enter_while_samples_are_handed_out_and_not_at_the_end():
     assert ranks.ticket(2, 4, 60, False) == (100, 60)
     assert ranks.ticket(0, 4, 60, False) == (160, 40)
     assert ranks.ticket(0, 4, 60, False)[1] == 0
-    ranks.gone(2)
+    ranks.disconnect(2)
     assert ranks.enter(2) is None  # the others are about to meet
     ranks.end()
     with pytest.raises(WorkersFailedError, match="the run is over"):
@@ -161,12 +161,12 @@ def test_all_samples_count_as_lost_that_a_lost_rank_has_not_trained_on():
     ranks.begin(0, 0, 200)
     for ahead in (False, True, True):
         ranks.ticket(1, 0, 30, False, ahead)
-    ranks.gone(1)
+    ranks.disconnect(1)
     assert ranks.lost_samples == 60  # it had come back for a third ticket, so the first one is trained on
     ranks.begin(0, 90, 200)
     for ahead in (True, False):
         ranks.ticket(0, 0, 30, False, ahead)
-    ranks.gone(0)
+    ranks.disconnect(0)
     assert ranks.lost_samples == 90
 
 

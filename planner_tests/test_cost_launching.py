@@ -193,7 +193,7 @@ def test_no_way_launches_more_for_itself_than_what_is_kept_from_its_ends():
     states = pricer.states
     for i in range(len(SMALL.graph)):
         for way in prices.space.ways(i, 8, 1):
-            most, own = states.most_launched(i, way.layout), Launches(*states.kept(i, way).costs.launches)
+            most, own = states.most_launched(i, way.layout), Launches(*states.state_cost(i, way).costs.launches)
             inner = [states.collective_s * launched(pricer.inner(i, way), p) for p in ("forward", "backward")]
             assert own.forward + own.update + inner[0] <= most[0] + 1e-12
             assert own.backward + own.gradient + inner[1] + way.checkpoint * inner[0] <= most[1] + 1e-12

@@ -90,7 +90,7 @@ def test_gradients_of_split_components_hide_less_over_the_links_of_their_collect
     assert first.split is not None
     links, samples = Links(inside, 8, 8), 64 // 4
     sent = [c for c in first.split.collectives if c.phase == "backward"]
-    met = sum(links.taken(c.op, c.bytes_per_sample * samples, 2, 1) for c in sent)
+    met = sum(links.time(c.op, c.bytes_per_sample * samples, 2, 1) for c in sent)
     assert met > 0
     for c in blocks(found, inside):
         sync = c.prompt_sync_s + c.late_sync_s + c.update_communication_s

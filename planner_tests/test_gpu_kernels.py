@@ -76,7 +76,7 @@ def test_tf32_is_taken_and_given_back() -> None:
     exact = a.double() @ a.double()
     errors = {}
     for precision in ("fp32", "tf32", "fp32"):
-        execution.settle_kernels(gpu(), precision)
+        execution.configure_kernels(gpu(), precision)
         errors.setdefault(precision, []).append(float((a @ a - exact).abs().max()))
     assert errors["tf32"][0] > 10 * errors["fp32"][0], "products took no TF32"
     assert errors["fp32"][0] == errors["fp32"][1], "TF32 stayed"

@@ -97,7 +97,9 @@ def test_at_once_and_one_by_one(name: str) -> None:
                 check(exact, named)
                 assert 0 <= least[0] <= named["state"]
                 assert least[1] <= named["transient"]
-                assert added == (pricer.states.kept(int(menu.component[w]), menu.ways[w]).costs.added if m > 1 else 0.0)
+                assert added == (
+                    pricer.states.state_cost(int(menu.component[w]), menu.ways[w]).costs.added if m > 1 else 0.0
+                )
                 seen += 1
     assert seen > 50
 

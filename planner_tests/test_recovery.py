@@ -27,7 +27,7 @@ from asa.executor.running import exhausted, outdir, recovery
 from asa.executor.running.recovery import shortage_line
 from asa.executor.running.run import train
 from asa.executor.training import checkpoint, worker
-from asa.instruments import room
+from asa.instruments import memory_limits
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.codec import fingerprint
@@ -152,11 +152,11 @@ def test_a_process_the_kernel_killed_ran_out_of_memory_another_did_not(
 def test_ranks_agree_between_steps_that_one_is_about_to_run_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tight(device: torch.device) -> list[room.Room]:
+    def tight(device: torch.device) -> list[memory_limits.MemoryLimit]:
         full = 0.99 if os.environ.get("RANK") == "1" else 0.5
-        return [room.Room(kind="device", used=int(full * 1000), limit=1000, full=full)]
+        return [memory_limits.MemoryLimit(kind="device", used=int(full * 1000), limit=1000, full=full)]
 
-    monkeypatch.setattr(room, "rooms", tight)
+    monkeypatch.setattr(memory_limits, "limits_of", tight)
     train(DDP, training.settings(tmp_path / "calm"), strategies=offered(), adapt=adapt)
     heard: list[Shortage] = []
 

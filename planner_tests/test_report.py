@@ -302,9 +302,9 @@ def test_communication_that_noise_hides_is_not_drawn():
     alone = replace(nouns.bench().results[0], ranks=1, step_time_s=nouns.Stat(median=1.0, p10=1.0, p90=1.0, n=9))
     cell = replace(alone, ranks=2, communication_s=0.1, communication_low_s=0.05, communication_high_s=0.15,
                    step_time_s=nouns.Stat(median=0.6, p10=0.6, p90=0.6, n=9))  # fmt: skip
-    assert bench.told_apart(cell, alone)
-    assert not bench.told_apart(replace(cell, communication_low_s=-0.1), alone), "the interval is too wide"
-    assert not bench.told_apart(replace(cell, communication_s=0.3), alone), "no rank computes that fast"
+    assert bench.clear_communication(cell, alone)
+    assert not bench.clear_communication(replace(cell, communication_low_s=-0.1), alone), "the interval is too wide"
+    assert not bench.clear_communication(replace(cell, communication_s=0.3), alone), "no rank computes that fast"
     assert bench.exposed(cell) == "17 (8 to 25) %"
     assert bench.costs(cell, 10, alone)[3] == "17 (8 to 25) %"
     assert bench.costs(replace(cell, communication_s=0.3), 10, alone)[3] == "not told apart"

@@ -165,13 +165,13 @@ def test_a_study_comes_back_from_its_file_and_does_only_what_is_left(tmp_path, m
         replace(ended, result=replace(ended.result, accuracy=points)),
     )
     codec.save(study(*rows), tmp_path / verb.FILE)
-    kept = verb._before(tmp_path)
+    kept = verb._stored_study(tmp_path)
     assert kept is not None
     found = {r.cell: r for r in kept.rows}
     assert found == {r.cell: r for r in rows}
-    left = verb._open(block, args("--study", "grid", "--models", "tiny"), found, "Test CPU")
+    left = verb._open_strategies(block, args("--study", "grid", "--models", "tiny"), found, "Test CPU")
     assert left == ("tensor", "fsdp", "hybrid"), "what has figures stays; refusals and runs cut short are tried again"
-    assert verb._open(block, args("--study", "grid"), found, "Another CPU") == block.strategies
+    assert verb._open_strategies(block, args("--study", "grid"), found, "Another CPU") == block.strategies
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -243,9 +243,9 @@ def test_what_is_finished_is_stored_before_the_next_strategy_begins(monkeypatch,
     write = partial(verb._write, definition, words, rows, tmp_path, "Test CPU")
     with pytest.raises(KeyboardInterrupt):
         verb._block(block, words, None, "cpu", "Test CPU", rows, tmp_path, 1.0, write)
-    kept = verb._before(tmp_path)
+    kept = verb._stored_study(tmp_path)
     assert [(r.cell.strategy, r.state) for r in kept.rows] == [("alone", "measured"), ("ddp", "measured")]
-    assert verb._open(block, words, {r.cell: r for r in kept.rows}, "Test CPU") == ("other",)
+    assert verb._open_strategies(block, words, {r.cell: r for r in kept.rows}, "Test CPU") == ("other",)
 
 
 def test_the_order_of_a_table_is_that_of_the_study_and_cells_of_another_process_stay(monkeypatch, tmp_path):
@@ -261,7 +261,7 @@ def test_the_order_of_a_table_is_that_of_the_study_and_cells_of_another_process_
     assert [(r.cell.strategy, r.state) for r in made.rows] == [
         ("ddp", "measured"), ("tensor", "measured"), ("fsdp", "measured"), ("hybrid", "measured"),
     ]  # fmt: skip
-    assert verb._before(tmp_path).rows == made.rows
+    assert verb._stored_study(tmp_path).rows == made.rows
 
 
 def test_other_microbatches_than_asked_for_are_run_again(monkeypatch):
@@ -274,7 +274,7 @@ def test_other_microbatches_than_asked_for_are_run_again(monkeypatch):
     for asked, left in (((), ()), (("--microbatches", "2"), ()), (("--microbatches", "4"), ("gpipe",))):
         given = args(*words, *asked)
         (block,) = study_grid.define(given, most=2, cluster_gpus=None).blocks
-        assert verb._open(block, given, rows, "Test CPU") == left
+        assert verb._open_strategies(block, given, rows, "Test CPU") == left
 
 
 def test_training_that_the_budget_is_too_short_for_is_left_and_not_refused(tmp_path, monkeypatch):
@@ -288,10 +288,10 @@ def test_training_that_the_budget_is_too_short_for_is_left_and_not_refused(tmp_p
         folder=tmp_path, budget_s=1e-9,
     )  # fmt: skip
     monkeypatch.setattr(study_runners.Site, "images", lambda site: (range(1437), range(360)))
-    found = study_runners.trained(site, block.strategies)
+    found = study_runners.train_each(site, block.strategies)
     rows: dict = {}
     monkeypatch.setattr(verb, "_shape", lambda block, args: (3, 8, 8))
-    verb._keep(rows, block, block.strategies, words, "Test CPU", found, "")
+    verb._store_rows(rows, block, block.strategies, words, "Test CPU", found, "")
     (only,) = rows.values()
     assert only.state == "open"
     assert "of --budget are left" in only.why
@@ -300,7 +300,7 @@ def test_training_that_the_budget_is_too_short_for_is_left_and_not_refused(tmp_p
     assert "refused" not in text
     # Figures of a run that ended early stay where there is no time for another one.
     rows = {only.cell: replace(only, state="measured", result=row().result)}
-    verb._keep(rows, block, block.strategies, words, "Test CPU", None, "the budget is used up")
+    verb._store_rows(rows, block, block.strategies, words, "Test CPU", None, "the budget is used up")
     assert [r.state for r in rows.values()] == ["measured"]
 
 
@@ -308,7 +308,7 @@ def test_predictions_take_no_share_of_the_time_for_measuring():
     blocks = study_grid.define(args("--study", "pipeline"), most=4, cluster_gpus=None).blocks
     work = [(b, b.strategies) for b in blocks]
     assert [b.mode for b in blocks] == ["measured"] * 3 + ["predicted"] * 2
-    assert verb._share(300.0, work) == pytest.approx((300 - 2 * 5) / 3)
+    assert verb._budget_share(300.0, work) == pytest.approx((300 - 2 * 5) / 3)
 
 
 def test_accuracy_at_chance_is_shown_as_a_loss():
@@ -439,7 +439,7 @@ def test_what_is_compared_with_workers_that_do_not_wait_is_measured_like_them(tm
     words = args("--study", "grid", "--models", "tiny", "--strategies", "ddp,ps_async", "--gpus", "2")
     (block,) = study_grid.define(words, most=4, cluster_gpus=None).blocks
     ran: list[tuple[str, ...]] = []
-    monkeypatch.setattr(study_runners, "trained", lambda site, names: ran.append(tuple(names)) or {})
+    monkeypatch.setattr(study_runners, "train_each", lambda site, names: ran.append(tuple(names)) or {})
     monkeypatch.setitem(study_runners.RUNNERS, "ps_async", lambda site, names: ran.append(tuple(names)) or {})
     site = study_runners.Site(
         block=block.with_strategies(["ddp"]), args=words, console=None, device="cpu", profile=nouns.profile(),
@@ -450,4 +450,4 @@ def test_what_is_compared_with_workers_that_do_not_wait_is_measured_like_them(tm
     (turns,) = study_grid.define(
         args("--study", "grid", "--models", "tiny", "--strategies", "ddp,single"), most=2, cluster_gpus=None
     ).blocks
-    assert not turns.alone
+    assert not turns.trains_separately

@@ -164,7 +164,7 @@ def test_a_copy_stands_on_its_own() -> None:
     assert not any(p.data_ptr() in mine for p in clone.parameters())
 
 
-def test_a_settled_component_computes_the_same_with_whatever_parameters_it_has_by_then() -> None:
+def test_a_component_with_cached_lookups_computes_the_same_with_replaced_parameters() -> None:
     model = torchvision.models.VisionTransformer(8, 4, num_layers=2, num_heads=2, hidden_dim=8, mlp_dim=16)
     x = torch.rand(2, 3, 8, 8)
     first = trace(model, x, name="vit").components[0].eval()
@@ -175,13 +175,13 @@ def test_a_settled_component_computes_the_same_with_whatever_parameters_it_has_b
     first.register_parameter("class_token", nn.Parameter(first.class_token + 1))  # as fully_shard puts others there
     first.conv_proj.register_parameter("weight", nn.Parameter(torch.zeros_like(first.conv_proj.weight)))
     after = first(x)[0]
-    unsettled = copy.deepcopy(first)
-    assert unsettled._settled is None
-    assert torch.equal(after, unsettled(x)[0])
+    uncached = copy.deepcopy(first)
+    assert uncached._runs is None
+    assert torch.equal(after, uncached(x)[0])
     assert not torch.equal(after, wanted)
 
 
-def test_a_settled_component_still_has_two_modes() -> None:
+def test_a_component_with_cached_lookups_has_two_modes() -> None:
     model, x = build("googlenet")
     components = trace(model, x, name="g").components
     component = next(c for c in components if c.name == "inception4a")

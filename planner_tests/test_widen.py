@@ -30,10 +30,10 @@ def test_inside_what_is_known_nothing_changes_and_more_nodes_take_no_less(name: 
     wide = widen.widened(known, 4 * known.num_devices)
     for ranks, stride in ((2, 1), (known.node, 1), (known.num_devices // known.node, known.node)):
         if ranks > 1:
-            was, now = (Links(c, known.num_devices).taken("all_reduce", 1e8, ranks, stride) for c in (known, wide))
+            was, now = (Links(c, known.num_devices).time("all_reduce", 1e8, ranks, stride) for c in (known, wide))
             assert now == pytest.approx(was, rel=1e-12)
-    small = Links(wide, known.num_devices).taken("all_reduce", 1e8, known.num_devices, 1)
-    assert Links(wide).taken("all_reduce", 1e8, wide.num_devices, 1) >= small
+    small = Links(wide, known.num_devices).time("all_reduce", 1e8, known.num_devices, 1)
+    assert Links(wide).time("all_reduce", 1e8, wide.num_devices, 1) >= small
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("h100-nvlink-8", 16), ("h100-4x8-ib", 10**6)])

@@ -188,7 +188,7 @@ class UserExecutor(PlannedExecutor):
         if entry is None:
             warnings.warn(f"rank {votes.rank} was lost, and the run ended before it could enter again", stacklevel=3)
             return False
-        state = votes.noted(_ENTRY)
+        state = votes.stored_value(_ENTRY)
         self._epoch, self._samples_done, self._step, self._running = entry.epoch, 0, entry.step, None
         put_statistics(self.model, entry.statistics)
         self._schedules.restore({"schedules": torch.tensor(state["schedules"], dtype=torch.uint8)})
@@ -203,7 +203,7 @@ class UserExecutor(PlannedExecutor):
             return
         assert isinstance(self._votes, StarVotes)
         state = self._schedules.state()["schedules"].tolist()
-        self._votes.note({"schedules": state, "loss": self._loss.state}, _ENTRY)
+        self._votes.store_value({"schedules": state, "loss": self._loss.state}, _ENTRY)
         coordinator.admit(epoch, self._step, statistics_of(self.model))
 
     def train_step(self, batch: Any = None) -> float:
@@ -374,7 +374,7 @@ class UserExecutor(PlannedExecutor):
             message = f"{skipped} samples of epoch {epoch} were left out: too few for a batch on all ranks"
             self.announce({"event": "note", "message": message})
         self._epoch, self._samples_done, self._warm = epoch + 1, 0, timer.warm
-        self._worker.settle()
+        self._worker.synchronize()
         if stopping:  # the sender of the signal may not wait for a validation
             self._schedules.epoch_ended(timer.train_loss)
             self.save(epoch)
@@ -400,7 +400,7 @@ class UserExecutor(PlannedExecutor):
             return
         conduct.pause()
         yield
-        conduct.go_on()
+        conduct.resume()
 
     def _exchange(self, timer: EpochTimer, counter: LossCounter) -> Interval:
         """Combine the figures of all ranks since the last exchange, and announce them."""
@@ -432,9 +432,9 @@ class UserExecutor(PlannedExecutor):
             self._worker.precision,
         )  # fmt: skip
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Bring all ranks to one state (collective)."""
-        self._worker.settle()
+        self._worker.synchronize()
 
     def _preempt(self) -> None:
         where = f", saved to {self.commit()}" if self._folder is not None else "; without a folder nothing is saved"

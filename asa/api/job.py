@@ -376,7 +376,7 @@ class Job:
     def state_dict(self) -> dict[str, Tensor]:
         """Full weights and buffers under the model's own names, on the CPU of every rank (collective)."""
         self.model.meet("job.state_dict()", within_s=MEETING_S)
-        self._executor.settle()
+        self._executor.synchronize()
         return self._names.full(self.model, self._context.votes)
 
     def close(self) -> None:

@@ -102,7 +102,7 @@ def validated(
             loss, weight = loss_fn.weighed(local_output, local_labels, count)
             batch = (loss, weight, score or 0.0, 0 if score is None else count, count)
             sums = [a + b for a, b in zip(sums, batch, strict=True)]
-    model.links.settle()
+    model.links.finish_sends()
     model.train()
     loss, weight, score, scored, rows_seen = (math.fsum(column) for column in zip(*votes.gather(sums), strict=True))
     return loss / max(1.0, weight), score / scored if scored and scored == rows_seen else math.nan

@@ -59,22 +59,22 @@ def run(args: Arguments, console: Console) -> None:
         batch, classes = args.global_batch or contest.profile.global_batch, contest.profile.graph.num_classes
         bench_setup.check_data(args, bench_setup.images(args.data, args.data_root, shape)[0], classes, batch)
     started = c.now()
-    early: BaseException | None = None
+    interruption: BaseException | None = None
     for contest in contests:
         graph = contest.profile.graph
         data = partial(bench_setup.images, args.data, args.data_root, graph.input_shape)
-        if early is not None:
+        if interruption is not None:
             contest.ended = "the comparison ended before its turn"
             continue
         try:
             c.measure(contest, args, console, device, args.budget / len(contests), data)
         except (KeyboardInterrupt, ending.Terminated, WorkersFailedError) as error:
-            early = error
+            interruption = error
             contest.ended = contest.ended or "the comparison ended before its first round"
             console.say(f"asa: {contest.model}: {contest.ended}")
-    if early is not None and not any(contest.cells for contest in contests):
-        raise early
-    made = Bench(
+    if interruption is not None and not any(contest.cells for contest in contests):
+        raise interruption
+    bench = Bench(
         created=created,
         started=started,
         environment=bench_setup.environment(device, cluster, gpus),
@@ -85,11 +85,11 @@ def run(args: Arguments, console: Console) -> None:
         comparisons=tuple(x for contest in contests for x in contest.comparisons),
         notes=tuple(n for contest in contests for n in c.notes(contest)),
     )
-    paths = page.write(made, folder)
-    console.result(codec.document(made), lambda: report.render(made, verbose=args.verbose))
+    paths = page.write(bench, folder)
+    console.result(codec.document(bench), lambda: report.render(bench, verbose=args.verbose))
     console.say(f"asa: wrote {paths[0]} and {len(paths) - 1} files beside it")
-    if early is not None:
-        raise early
+    if interruption is not None:
+        raise interruption
 
 
 _LISTS = ("gpus", "global_batch", "data", "seed")

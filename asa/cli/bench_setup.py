@@ -73,10 +73,10 @@ def check(args: Arguments, folder: Path, gpus: int) -> None:
                 f"{discipline}: its ranks never take a step together, and a comparison takes turns; time it with "
                 "asa train, or leave it out"
             )
-    known = names()
+    model_names = names()
     for model in args.models:
         shape, classes = default_input(model, input_shape(args), args.classes)
-        if model not in known:
+        if model not in model_names:
             build(model, num_classes=classes, input_shape=shape)
         train, _ = images(args.data, args.data_root, shape)
         check_data(args, train, args.classes or train.num_classes, args.global_batch or 1)
@@ -121,39 +121,39 @@ def cluster_here(args: Arguments, console: Console, device: DeviceType, gpus: in
     from asa.profiler.machine import device_record
 
     name = device_record(torch.device(device)).name
-    known = [c for _, c in places.clusters(console) if c.device.type == device and c.device.name == name]
-    enough = [c for c in known if c.num_devices >= gpus]
-    if enough:
+    stored = [c for _, c in places.clusters(console) if c.device.type == device and c.device.name == name]
+    large_enough = [c for c in stored if c.num_devices >= gpus]
+    if large_enough:
         # The smallest cluster was measured with the fewest idle ranks beside the working ones.
-        return min(enough, key=lambda c: c.num_devices)
+        return min(large_enough, key=lambda c: c.num_devices)
     console.say(f"asa: no cluster file is of {name}: its links are measured first, for up to {MEASURE_LIMIT_S:.0f} s")
     with console.progress(f"measuring {gpus} ranks") as report:
-        made = measure_cluster(
+        cluster = measure_cluster(
             gpus, backend="nccl" if device == "cuda" else "gloo", time_limit_s=MEASURE_LIMIT_S, progress=report
         )
-    codec.save(made, places.cluster_path(made))
-    return made
+    codec.save(cluster, places.cluster_path(cluster))
+    return cluster
 
 
 def images(name: str, root: str | None, shape: tuple[int, ...]) -> tuple[ImageSet, ImageSet]:
     """Training and test images in the model's input shape; called on every rank."""
     from asa.zoo.data import open_split
 
-    where = Path(root) if root else None
-    train = open_split(name, split="train", root=where, input_shape=shape)
-    return train, open_split(name, split="test", root=where, input_shape=shape)
+    folder = Path(root) if root else None
+    train = open_split(name, split="train", root=folder, input_shape=shape)
+    return train, open_split(name, split="test", root=folder, input_shape=shape)
 
 
 def stand_in(shape: tuple[int, ...], classes: int) -> tuple[ImageSet, ImageSet]:
     """Synthetic images for a model with any number of classes, if only the time of a step matters."""
-    found = [replace(s, **_fewer(s, classes)) for s in images("synthetic", None, shape)]
-    return found[0], found[1]
+    sets = [replace(s, **_with_fewer_classes(s, classes)) for s in images("synthetic", None, shape)]
+    return sets[0], sets[1]
 
 
-def _fewer(images: ImageSet, classes: int) -> dict[str, Any]:
+def _with_fewer_classes(images: ImageSet, classes: int) -> dict[str, Any]:
     """Replacements for the fields of an image set, if a model has fewer classes or knows fewer tokens."""
-    found: dict[str, Any] = {"labels": images.labels % classes, "num_classes": min(classes, images.num_classes)}
-    return found | ({"images": images.images % classes} if len(images.shape) == 1 else {})
+    replacements: dict[str, Any] = {"labels": images.labels % classes, "num_classes": min(classes, images.num_classes)}
+    return replacements | ({"images": images.images % classes} if len(images.shape) == 1 else {})
 
 
 def environment(device: DeviceType, cluster: Cluster, gpus: int) -> nouns.BenchEnvironment:

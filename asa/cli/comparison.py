@@ -56,10 +56,10 @@ class ModelBench:
 
     def distinct(self) -> list[Plan]:
         """Plans that differ in what they run, with the predicted fastest first, which is also compared with itself."""
-        found: dict[object, Plan] = {}
+        plans: dict[object, Plan] = {}
         for plan in self.plans.values():
-            found.setdefault(conduct(plan), plan)
-        return sorted(found.values(), key=lambda p: p.prediction.step_time_s)
+            plans.setdefault(conduct(plan), plan)
+        return sorted(plans.values(), key=lambda p: p.prediction.step_time_s)
 
 
 def conduct(plan: Plan) -> object:
@@ -75,13 +75,13 @@ def now() -> str:
 def prepare(args: Arguments, console: Console, model: str, cluster: Cluster, gpus: int, folder: Path) -> ModelBench:
     """Profile the model if necessary, plan every strategy, and store the plans."""
     if isinstance(args.device, EmulatedName):
-        profile, cluster, said = emulated.stage(args, args.device, model, cluster)
+        profile, cluster, origin = emulated.stage(args, args.device, model, cluster)
     else:
-        profile, said = choose.profile_here(args, console, model, cluster.device.type, gpus)
-    console.say(f"asa: {model}: {said}")
+        profile, origin = choose.profile_here(args, console, model, cluster.device.type, gpus)
+    console.say(f"asa: {model}: {origin}")
     contest = ModelBench(model=model, profile=profile, cluster=cluster)
     if isinstance(args.device, EmulatedName):
-        contest.emulated = said
+        contest.emulated = origin
     for strategy in args.strategies or STRATEGIES:
         try:
             plan = _plan(args, contest, gpus, strategy)[0]
@@ -114,22 +114,22 @@ def side_by_side(contest: ModelBench, free: int, *, shared: bool) -> list[Plan]:
     """
     distinct = contest.distinct()
     named = {conduct(contest.plans[s]) for s in ("asa", "ddp") if s in contest.plans}
-    kept: list[Plan] = []
-    taken = 0
+    chosen: list[Plan] = []
+    used_bytes = 0
     for plan in sorted(distinct, key=lambda p: conduct(p) not in named):
-        each = plan.prediction.memory_bytes_per_rank
-        more = taken + (sum(each) if shared else max(each))
-        if kept and more > FILLED * free:
+        rank_bytes = plan.prediction.memory_bytes_per_rank
+        needed_bytes = used_bytes + (sum(rank_bytes) if shared else max(rank_bytes))
+        if chosen and needed_bytes > FILLED * free:
             for strategy in [s for s, p in contest.plans.items() if conduct(p) == conduct(plan)]:
                 del contest.plans[strategy]
                 contest.why_not[strategy] = (
-                    f"not run: with those that take turns with it {more / GIB:.1f} GiB would be held, "
+                    f"not run: with those that take turns with it {needed_bytes / GIB:.1f} GiB would be held, "
                     f"{free / GIB:.1f} are free; compare fewer at once with --strategies"
                 )
         else:
-            kept.append(plan)
-            taken = more
-    return [p for p in distinct if p in kept]
+            chosen.append(plan)
+            used_bytes = needed_bytes
+    return [p for p in distinct if p in chosen]
 
 
 def measure(
@@ -171,34 +171,34 @@ def measure(
         device=device, budget_s=budget_s, epochs=epochs, seed=args.seed, lr=args.lr, threads=1,
         steps_per_turn=turn_steps(plans),
     )  # fmt: skip
-    heard: dict[str, Any] = {}
+    latest: dict[str, Any] = {}
     with watching() as others, console.progress(f"measuring {contest.model}") as report:
 
-        def hear(_rank: int, message: dict[str, Any]) -> None:
-            heard.update(message)
+        def on_message(_rank: int, message: dict[str, Any]) -> None:
+            latest.update(message)
             report(message["round"] / message["rounds"], f"round {message['round']} of {message['rounds']}")
 
-        early: BaseException | None = None
+        interruption: BaseException | None = None
         try:
-            cells = run(plans, factory, offered(), data, options, on_message=hear)
+            cells = run(plans, factory, offered(), data, options, on_message=on_message)
         except (KeyboardInterrupt, Terminated, WorkersFailedError) as error:
-            if not heard:
+            if not latest:
                 raise
-            early, cells = error, heard["cells"]
-            contest.ended = f"ended after round {heard['round']} of {heard['rounds']}"
+            interruption, cells = error, latest["cells"]
+            contest.ended = f"ended after round {latest['round']} of {latest['rounds']}"
     by_conduct = {conduct(p): cell for p, cell in zip(plans, cells, strict=True)}
     contest.cells = {strategy: by_conduct[conduct(p)] for strategy, p in contest.plans.items()}
-    taken = None if device == "cuda" else others.cores
-    contest.comparisons = [compare(contest.model, cells[0], cells[0], others_cores=taken)]
-    own = contest.cells.get("asa")
+    others_cores = None if device == "cuda" else others.cores
+    contest.comparisons = [compare(contest.model, cells[0], cells[0], others_cores=others_cores)]
+    planned_cell = contest.cells.get("asa")
     # A cell has the name of the first strategy that ran its plan; here it is compared as asa.
     contest.comparisons += [
-        replace(compare(contest.model, own, c, others_cores=taken), left="asa")
+        replace(compare(contest.model, planned_cell, c, others_cores=others_cores), left="asa")
         for c in cells
-        if own is not None and c is not own
+        if planned_cell is not None and c is not planned_cell
     ]
-    if early is not None:
-        raise early
+    if interruption is not None:
+        raise interruption
 
 
 def results(args: Arguments, contest: ModelBench) -> list[nouns.BenchResult]:
@@ -230,14 +230,14 @@ def notes(contest: ModelBench) -> list[str]:
     from asa.report.plan import notes as plan_notes
 
     first: dict[object, str] = {}
-    said = [f"{contest.model}: {text}" for text in (contest.emulated, contest.ended) if text]
+    lines = [f"{contest.model}: {text}" for text in (contest.emulated, contest.ended) if text]
     for strategy, plan in contest.plans.items():
-        same = first.setdefault(conduct(plan), strategy)
-        if same != strategy:
-            said.append(f"{contest.model}: {strategy} and {same} are the same plan here, which was measured once")
+        original = first.setdefault(conduct(plan), strategy)
+        if original != strategy:
+            lines.append(f"{contest.model}: {strategy} and {original} are the same plan here, which was measured once")
     if "asa" in contest.plans:
-        said += [f"{contest.model}: {note}" for note in plan_notes(contest.plans["asa"])]
-    return said
+        lines += [f"{contest.model}: {note}" for note in plan_notes(contest.plans["asa"])]
+    return lines
 
 
 def settings(args: Arguments, contests: Sequence[ModelBench], gpus: int, train: ImageSet) -> nouns.BenchSettings:
@@ -280,7 +280,7 @@ def _plan(args: Arguments, contest: ModelBench, gpus: int, strategy: str) -> Seq
 
 
 def _scaling(args: Arguments, contest: ModelBench, gpus: int) -> list[nouns.ScalingPoint]:
-    found = []
+    points = []
     for ranks in sorted({*SCALES, gpus}):
         if ranks > contest.cluster.num_devices:
             break
@@ -293,12 +293,12 @@ def _scaling(args: Arguments, contest: ModelBench, gpus: int) -> list[nouns.Scal
             # On one rank every strategy is the single device.
             time = times.get("single" if ranks == 1 else strategy)
             if time is not None and (strategy != "single" or ranks == 1):
-                found.append(
+                points.append(
                     nouns.ScalingPoint(
                         model=contest.model, strategy=strategy, ranks=ranks, predicted_s=time, measured_s=None
                     )
                 )
-    return found
+    return points
 
 
 def _result(contest: ModelBench, strategy: str, global_batch: int) -> nouns.BenchResult:
@@ -316,8 +316,8 @@ def _result(contest: ModelBench, strategy: str, global_batch: int) -> nouns.Benc
     p, peaks = plan.prediction, cell.peak_memory_bytes
     low, high = median_interval(cell.communication) if cell.communication else (None, None)
     wait = statistics.median(cell.data_wait) if cell.data_wait else 0.0
-    whole = cell.step_time.median + wait
-    rate = flops_per_sample(contest.profile) * plan.global_batch / whole
+    step_s = cell.step_time.median + wait
+    rate = flops_per_sample(contest.profile) * plan.global_batch / step_s
     peak = peak_flops(contest.cluster, plan.precision)
     return nouns.BenchResult(
         model=contest.model,
@@ -328,7 +328,7 @@ def _result(contest: ModelBench, strategy: str, global_batch: int) -> nouns.Benc
         predicted_step_time_s=p.step_time_s,
         predicted_low_s=p.step_time_low_s,
         predicted_high_s=p.step_time_high_s,
-        samples_per_s=plan.global_batch / whole,
+        samples_per_s=plan.global_batch / step_s,
         communication_s=cell.communication_s,
         communication_low_s=low,
         communication_high_s=high,

@@ -25,7 +25,7 @@ from asa.ir.consistency import is_discipline
 from asa.ir.study import State, Study, StudyCell, StudyRow
 
 if TYPE_CHECKING:
-    from asa.cli.study_runners import Found, Site
+    from asa.cli.study_runners import Results, Site
     from asa.ir.profile import Profile
 
 FILE = "study.json"
@@ -43,43 +43,45 @@ def run(args: Arguments, console: Console) -> None:
     """List the open work, or do it, and write the table."""
     if isinstance(args.device, EmulatedName):
         raise UsageError("a study measures real devices; leave out --device emulated:... (`asa bench` takes it)")
-    device, most, name = _here(args)
-    elsewhere = _elsewhere(args, device, name)
-    study = study_grid.define(args, most=0 if elsewhere else most, cluster_gpus=_cluster_size(args))
+    device, max_ranks, name = _local_devices(args)
+    predicts_all = _is_other_machine(args, device, name)
+    study = study_grid.define(args, most=0 if predicts_all else max_ranks, cluster_gpus=_cluster_size(args))
     folder = Path(args.out) if args.out else places.COMPARISONS / f"study-{study.name}"
     places.check_writable(folder / FILE, "--out")
     _check(args, study)
-    before = _before(folder)
-    rows = {row.cell: row for row in before.rows} if before else {}
-    work = [(block, _open(block, args, rows, name)) for block in study.blocks]
+    stored = _stored_study(folder)
+    rows = {row.cell: row for row in stored.rows} if stored else {}
+    work = [(block, _open_strategies(block, args, rows, name)) for block in study.blocks]
     if args.dry_run:
-        _tell(args, console, study, work, folder, device)
+        _show_work(args, console, study, work, folder, device)
         return
     began = time.monotonic()
-    for number, (block, left) in enumerate(work):
-        if not left:
+    for number, (block, open_strategies) in enumerate(work):
+        if not open_strategies:
             continue
         remaining = args.budget - (time.monotonic() - began)
-        share = _share(remaining, work[number:])
+        share_s = _budget_share(remaining, work[number:])
         if remaining <= 0:
-            _keep(rows, block, left, args, name, None, "the budget is used up; the same command goes on")
+            _store_rows(
+                rows, block, open_strategies, args, name, None, "the budget is used up; the same command goes on"
+            )
             continue
-        console.say(f"asa: {block.title}: {', '.join(left)} ({number + 1} of {len(work)})")
+        console.say(f"asa: {block.title}: {', '.join(open_strategies)} ({number + 1} of {len(work)})")
         write = partial(_write, study, args, rows, folder, name)
         try:
-            _block(block.with_strategies(left), args, console, device, name, rows, folder, share, write)
+            _block(block.with_strategies(open_strategies), args, console, device, name, rows, folder, share_s, write)
         except (KeyboardInterrupt, Terminated):
             done = sum(row.result is not None for row in rows.values())
             if done:
                 console.say(f"asa: {done} cells have results in {folder / FILE}; the same command runs the others")
             raise
         write()
-    made = _write(study, args, rows, folder, name)
+    written = _write(study, args, rows, folder, name)
     from asa.report import study as report
     from asa.report import study_files
 
-    paths = study_files.write(made, folder)
-    console.result(codec.document(made), lambda: report.render(made))
+    paths = study_files.write(written, folder)
+    console.result(codec.document(written), lambda: report.render(written))
     console.say(f"asa: wrote {folder / FILE}, {', '.join(p.name for p in paths)}")
 
 
@@ -97,38 +99,39 @@ def _check(args: Arguments, study: Definition) -> None:
     for block in study.blocks:
         o.check_model(args, block.model)
         specs.check_there(block.data)
-        many = block.microbatches or 1
-        if args.microbatches and (many & (many - 1) or many > block.global_batch):
+        microbatches = block.microbatches or 1
+        if args.microbatches and (microbatches & (microbatches - 1) or microbatches > block.global_batch):
             raise UsageError(
-                f"a batch of {block.global_batch} is not cut into {many} microbatches; take a power of two up to it"
+                f"a batch of {block.global_batch} is not cut into {microbatches} microbatches; take a power of two up "
+                "to it"
             )
         # Strategies that cannot run somewhere are refused cell by cell; those that do not exist are a mistake.
         plain = [s.removesuffix("+replan") for s in block.strategies if s not in PIPELINES and not is_discipline(s)]
         baselines.check(tuple(plain), offered(), max(b.gpus for b in study.blocks))
 
 
-def _share(remaining_s: float, work: Sequence[tuple[Block, Sequence[str]]]) -> float:
+def _budget_share(remaining_s: float, work: Sequence[tuple[Block, Sequence[str]]]) -> float:
     """Seconds for the first block of the open ``work``: predictions get what they need, and measured blocks share the
     rest."""
-    foreseen = sum(_PLAN_S * len(left) for block, left in work if block.mode == "predicted")
-    measured = sum(1 for block, left in work if left and block.mode == "measured")
-    return max(_LEAST_S, remaining_s - foreseen) / max(1, measured)
+    predicted_s = sum(_PLAN_S * len(open_strategies) for block, open_strategies in work if block.mode == "predicted")
+    measured = sum(1 for block, open_strategies in work if open_strategies and block.mode == "measured")
+    return max(_LEAST_S, remaining_s - predicted_s) / max(1, measured)
 
 
-def _here(args: Arguments) -> tuple[bench_setup.DeviceType, int, str]:
+def _local_devices(args: Arguments) -> tuple[bench_setup.DeviceType, int, str]:
     """Kind of device, largest number of ranks to measure, and name of the device."""
     import torch
 
     from asa.launch import cuda_devices, usable_cores
     from asa.profiler.machine import device_record
 
-    wanted = Arguments({**vars(args), "gpus": None}, args.origin)
-    device, found = bench_setup.device_of(wanted)
-    most = cuda_devices() if device == "cuda" else max(_OVERSUBSCRIBED, usable_cores(), found)
-    return device, most, device_record(torch.device(device)).name
+    device_args = Arguments({**vars(args), "gpus": None}, args.origin)
+    device, count = bench_setup.device_of(device_args)
+    max_ranks = cuda_devices() if device == "cuda" else max(_OVERSUBSCRIBED, usable_cores(), count)
+    return device, max_ranks, device_record(torch.device(device)).name
 
 
-def _elsewhere(args: Arguments, device: bench_setup.DeviceType, name: str) -> bool:
+def _is_other_machine(args: Arguments, device: bench_setup.DeviceType, name: str) -> bool:
     """Whether the named cluster has other devices than this machine, so that all cells are predicted for it."""
     if not args.cluster:
         return False
@@ -146,7 +149,7 @@ def _cluster_size(args: Arguments) -> int | None:
     return named_cluster(args.cluster).num_devices
 
 
-def _before(folder: Path) -> Study | None:
+def _stored_study(folder: Path) -> Study | None:
     """The stored study, which is continued; None if there is none.
 
     Raises:
@@ -166,23 +169,23 @@ def _cells(block: Block, strategy: str, args: Arguments, name: str, shape: tuple
     return [block.cell(strategy, e, shape=shape, optimizer=args.optimizer, devices=devices) for e in block.epochs]
 
 
-def _open(block: Block, args: Arguments, rows: dict[StudyCell, StudyRow], name: str) -> tuple[str, ...]:
+def _open_strategies(block: Block, args: Arguments, rows: dict[StudyCell, StudyRow], name: str) -> tuple[str, ...]:
     """Strategies of a block with a cell that has no result yet, too few epochs, or other microbatches than asked for;
     refused cells are tried again."""
     shape = _shape(block, args)
-    done = {c for c, row in rows.items() if row.state in ("measured", "predicted")
-            and not _short(row) and _chunked(row) in (block.microbatches or _chunked(row), None)}  # fmt: skip
+    done = {c for c, row in rows.items() if row.state in ("measured", "predicted") and not _ended_early(row)
+            and _microbatches(row) in (block.microbatches or _microbatches(row), None)}  # fmt: skip
     return tuple(s for s in block.strategies if not done.issuperset(_cells(block, s, args, name, shape)))
 
 
-def _short(row: StudyRow) -> bool:
+def _ended_early(row: StudyRow) -> bool:
     """Whether the budget ended a run before all its epochs."""
     if row.state != "measured" or row.result is None or not row.result.accuracy:
         return False
     return row.result.accuracy[-1].epoch < row.cell.epochs - _ROUNDING
 
 
-def _chunked(row: StudyRow) -> int | None:
+def _microbatches(row: StudyRow) -> int | None:
     """Number of microbatches of a pipeline; None for other strategies."""
     return row.result.num_microbatches if row.result is not None and row.cell.strategy in PIPELINES else None
 
@@ -207,27 +210,28 @@ def _block(
     """Run or predict the cells of a block, and store each result at once with ``write``."""
     from asa.cli import study_runners
 
-    mine = _with(args, block)
+    block_args = _block_arguments(args, block)
     try:
         if block.mode == "predicted":
-            found, _ = study_runners.predict(block, mine, console)
-            _keep(rows, block, block.strategies, args, name, found, "")
+            results, _ = study_runners.predict(block, block_args, console)
+            _store_rows(rows, block, block.strategies, args, name, results, "")
             return
         train, _ = bench_setup.images(block.data, args.data_root, _shape(block, args))
-        bench_setup.check_data(mine, train, args.classes or train.num_classes, block.global_batch)  # before a profile
-        site = _site(block, mine, console, device, folder, budget_s)
+        bench_setup.check_data(
+            block_args, train, args.classes or train.num_classes, block.global_batch
+        )  # before a profile
+        site = _site(block, block_args, console, device, folder, budget_s)
         train, _ = site.images()
-        bench_setup.check_data(mine, train, site.profile.graph.num_classes, block.global_batch)
+        bench_setup.check_data(block_args, train, site.profile.graph.num_classes, block.global_batch)
 
-        def done(found: Found) -> None:
-            said = tuple(site.notes)
-            _keep(rows, block, tuple(found), args, name, found, "", train.source, len(train), train.num_classes,
-                  notes=said)  # fmt: skip
+        def on_results(results: Results) -> None:
+            _store_rows(rows, block, tuple(results), args, name, results, "", train.source, len(train),
+                        train.num_classes, notes=tuple(site.notes))  # fmt: skip
             write()
 
-        study_runners.run(site, done)
+        study_runners.run(site, on_results)
     except AsaError as error:
-        _keep(rows, block, block.strategies, args, name, None, str(error), refused=True)
+        _store_rows(rows, block, block.strategies, args, name, None, str(error), refused=True)
 
 
 def _site(
@@ -245,15 +249,15 @@ def _site(
     began = time.monotonic()
     cluster = bench_setup.cluster_here(args, console, device, max(2, block.gpus) if device == "cpu" else block.gpus)
     limit = min(choose.PROFILE_LIMIT_S, max(_LEAST_S, 0.5 * budget_s))
-    profile, said = choose.profile_here(args, console, block.model, device, block.gpus, limit_s=limit)
-    console.say(f"asa: {block.model}: {said}")
-    left = max(_LEAST_S, budget_s - (time.monotonic() - began) - _START_S)
-    at = places.slug(f"{block.model}.{block.data}.{block.gpus}.{block.global_batch}.{block.seed}")
+    profile, origin = choose.profile_here(args, console, block.model, device, block.gpus, limit_s=limit)
+    console.say(f"asa: {block.model}: {origin}")
+    remaining_s = max(_LEAST_S, budget_s - (time.monotonic() - began) - _START_S)
+    folder_name = places.slug(f"{block.model}.{block.data}.{block.gpus}.{block.global_batch}.{block.seed}")
     return Site(block=block, args=args, console=console, device=device, profile=profile, cluster=cluster,
-                folder=folder / "blocks" / at, budget_s=left)  # fmt: skip
+                folder=folder / "blocks" / folder_name, budget_s=remaining_s)  # fmt: skip
 
 
-def _with(args: Arguments, block: Block) -> Arguments:
+def _block_arguments(args: Arguments, block: Block) -> Arguments:
     """The command's values, with lists replaced by the values of the block."""
     values = {
         **vars(args), "models": (block.model,), "data": block.data, "gpus": block.gpus, "seed": block.seed,
@@ -267,13 +271,13 @@ def _with(args: Arguments, block: Block) -> Arguments:
     return Arguments(values, origin, args.words)
 
 
-def _keep(
+def _store_rows(
     rows: dict[StudyCell, StudyRow],
     block: Block,
     strategies: Sequence[str],
     args: Arguments,
     name: str,
-    found: Found | None,
+    results: Results | None,
     why: str,
     source: str = "",
     samples: int | None = None,
@@ -285,28 +289,29 @@ def _keep(
     """Store a row for every strategy and number of epochs: results, or why there are none."""
     from asa.launch import usable_cores
 
-    crowded = block.mode == "measured" and block.gpus > usable_cores()
-    if crowded:
+    is_oversubscribed = block.mode == "measured" and block.gpus > usable_cores()
+    if is_oversubscribed:
         notes = (*notes, f"{block.gpus} ranks on {usable_cores()} cores: times are no finding")
     for strategy in strategies:
-        given = why if found is None else found[strategy]
-        result, left = (None, given) if isinstance(given, str) else (given, why)
+        outcome = why if results is None else results[strategy]
+        result, missing = (None, outcome) if isinstance(outcome, str) else (outcome, why)
         for cell in _cells(block, strategy, args, name, _shape(block, args)):
             state: State = "refused" if refused else "open"
-            said = left
+            reason = missing
             if result is not None:
                 ran = result.step_time_s is not None
-                foreseen = block.mode == "predicted" and result.predicted_step_time_s is not None
-                state = "measured" if ran else "predicted" if foreseen else "refused"
-                said = "" if state != "refused" else result.why_not
-            before = rows.get(cell)
-            if state == "open" and before is not None and before.result is not None:
+                is_predicted = block.mode == "predicted" and result.predicted_step_time_s is not None
+                state = "measured" if ran else "predicted" if is_predicted else "refused"
+                reason = "" if state != "refused" else result.why_not
+            stored = rows.get(cell)
+            if state == "open" and stored is not None and stored.result is not None:
                 continue  # a run that the budget ended is better than none
-            kept = None if result is None or state == "refused" else _until(result, cell.epochs)
+            shortened = None if result is None or state == "refused" else _until(result, cell.epochs)
             rows[cell] = StudyRow(
-                cell=cell, state=state, result=kept, why=said, data_source=source, created=c.now(),
-                samples_per_epoch=samples or SAMPLES.get(block.data), num_classes=classes, oversubscribed=crowded,
-                asa_version=asa.__version__, notes=notes if state == "measured" else (),
+                cell=cell, state=state, result=shortened, why=reason, data_source=source, created=c.now(),
+                samples_per_epoch=samples or SAMPLES.get(block.data), num_classes=classes,
+                oversubscribed=is_oversubscribed, asa_version=asa.__version__,
+                notes=notes if state == "measured" else (),
             )  # fmt: skip
 
 
@@ -320,21 +325,21 @@ def _until(result: BenchResult, epochs: int) -> BenchResult:
 def _write(study: Definition, args: Arguments, rows: dict[StudyCell, StudyRow], folder: Path, name: str) -> Study:
     """Write the current study to its folder, and return it. Its rows are in the order of the study, then those of other
     grids; results that another process has stored in the meantime are kept."""
-    before = _before(folder)
-    for row in before.rows if before else ():
+    stored = _stored_study(folder)
+    for row in stored.rows if stored else ():
         if row.cell not in rows or (row.result is not None and rows[row.cell].result is None):
             rows[row.cell] = row
-    own = [cell for b in study.blocks for s in b.strategies for cell in _cells(b, s, args, name, _shape(b, args))]
-    made = Study(
+    cells = [cell for b in study.blocks for s in b.strategies for cell in _cells(b, s, args, name, _shape(b, args))]
+    written = Study(
         name=study.name, title=study.title, created=c.now(), published=study.published,
-        rows=tuple(rows[cell] for cell in dict.fromkeys((*own, *rows)) if cell in rows),
+        rows=tuple(rows[cell] for cell in dict.fromkeys((*cells, *rows)) if cell in rows),
         differs=study.differs, target=args.target_accuracy, price=args.price,
     )  # fmt: skip
-    codec.save(made, folder / FILE)
-    return made
+    codec.save(written, folder / FILE)
+    return written
 
 
-def _tell(
+def _show_work(
     args: Arguments,
     console: Console,
     study: Definition,
@@ -347,21 +352,23 @@ def _tell(
 
     items = []
     profiled: set[tuple[str, int]] = set()
-    for block, left in work:
-        seconds, how = _about(block, left, args, console, device, profiled) if left else (0.0, "done")
+    for block, open_strategies in work:
+        seconds, basis = (
+            _estimate(block, open_strategies, args, console, device, profiled) if open_strategies else (0.0, "done")
+        )
         items.append(
             report.Planned(
-                title=block.title, mode=block.mode, strategies=left or block.strategies, epochs=max(block.epochs),
-                seconds=seconds, how=how,
+                title=block.title, mode=block.mode, strategies=open_strategies or block.strategies,
+                epochs=max(block.epochs), seconds=seconds, basis=basis,
             )
         )  # fmt: skip
     data = report.planned_document(study.name, folder, items, args.budget)
     console.result(data, lambda: report.planned(study.name, study.title, items, args.budget, folder))
 
 
-def _about(
+def _estimate(
     block: Block,
-    left: tuple[str, ...],
+    open_strategies: tuple[str, ...],
     args: Arguments,
     console: Console,
     device: bench_setup.DeviceType,
@@ -371,34 +378,34 @@ def _about(
     from asa.cli import choose
     from asa.cli.estimates import traced_before
 
-    mine = _with(args, block)
+    block_args = _block_arguments(args, block)
     key = (block.model, block.global_batch)
     if block.mode == "predicted":
-        traced = traced_before(block.model, mine) or key in profiled
+        traced = traced_before(block.model, block_args) or key in profiled
         profiled.add(key)
-        how = "planned" if traced else "traced, then planned"
-        return _PLAN_S * len(left) + (0.0 if traced else _TRACE_S), how
-    known = choose.known_here(mine, console, block.model, device)
+        basis = "planned" if traced else "traced, then planned"
+        return _PLAN_S * len(open_strategies) + (0.0 if traced else _TRACE_S), basis
+    stored_profile = choose.known_here(block_args, console, block.model, device)
     samples = SAMPLES.get(block.data)
-    if known is None or samples is None:
+    if stored_profile is None or samples is None:
         first = 0.0 if key in profiled else choose.PROFILE_LIMIT_S
         profiled.add(key)
         share = args.budget / 2
         return first + _START_S * 2 + min(share, 60.0 * max(block.epochs)), "profiled first, so a guess"
-    step = alone(known[0], block.global_batch)
-    runs = 1 if block.gpus == 1 else len(left)  # on one rank every strategy is the single device
+    step = single_device_step_s(stored_profile[0], block.global_batch)
+    runs = 1 if block.gpus == 1 else len(open_strategies)  # on one rank every strategy is the single device
     turns = runs + 1 + 3 / max(block.epochs)
     training = turns * max(block.epochs) * (samples // block.global_batch) * step
     passes = "1 epoch" if max(block.epochs) == 1 else f"{max(block.epochs)} epochs"
     return training + _START_S, f"{passes} of steps of {step:.3g} s"
 
 
-def alone(profile: Profile, batch: int) -> float:
+def single_device_step_s(profile: Profile, batch: int) -> float:
     """Approximate seconds of a step on one device: forward and backward of every component at the batch."""
     largest = max(t.microbatch for t in profile.timings)
-    each = sum(
+    total_s = sum(
         t.forward.median + t.backward.median
         for t in profile.timings
         if t.tensor_degree == 1 and t.microbatch == largest
     )
-    return each * batch / largest
+    return total_s * batch / largest

@@ -19,9 +19,9 @@ from asa.report.units import ranks
 GRID = "grid"
 """Name of the study that consists only of the given options."""
 
-ALONE = ("ddp", "zero1", "zero2", "fsdp")
+LIKE_SINGLE = ("ddp", "zero1", "zero2", "fsdp")
 """Strategies that on one device equal the single device, as in published tables."""
-_SEVERAL = (
+_MULTI_DEVICE = (
     "tensor",
     "sequence",
     "hybrid",
@@ -47,8 +47,8 @@ class Block:
     """Cells that differ only in strategy and epochs, so that strategies can take turns on the same ranks.
 
     ``input_shape`` is empty for the model's own; ``cluster`` names the devices of a predicted block; ``microbatches``:
-    None for the fastest number. ``alone``: strategies do not take turns. Each has a training run of its own, because
-    some of the study's cannot take turns, and all are to be measured in one way.
+    None for the fastest number. ``trains_separately``: strategies do not take turns. Each has a training run of its
+    own, because some of the study's cannot take turns, and all are to be measured in one way.
     """
 
     model: str
@@ -63,14 +63,14 @@ class Block:
     precision: str = "fp32"
     cluster: str | None = None
     microbatches: int | None = None
-    alone: bool = False
+    trains_separately: bool = False
 
     @property
     def title(self) -> str:
         """Description of its place in the grid."""
-        where = f" of {self.cluster}" if self.cluster else ""
+        cluster = f" of {self.cluster}" if self.cluster else ""
         seed = f", seed {self.seed}" if self.seed else ""
-        return f"{self.model}, {self.data}, {ranks(self.gpus)}{where}, batch {self.global_batch}{seed}"
+        return f"{self.model}, {self.data}, {ranks(self.gpus)}{cluster}, batch {self.global_batch}{seed}"
 
     def with_strategies(self, strategies: Sequence[str]) -> Block:
         """The block with only the given strategies."""
@@ -110,14 +110,14 @@ def define(args: Arguments, *, most: int, cluster_gpus: int | None) -> Definitio
     Raises:
         UsageError: a grid without a model.
     """
-    found = _definitions().get(args.study) or {}
-    if not found and not args.given("models"):
+    definition = _definitions().get(args.study) or {}
+    if not definition and not args.given("models"):
         raise UsageError("--study grid compares what the options say; name models with --models")
-    fall_back = {
+    defaults = {
         "models": args.models, "data": args.data, "gpus": (most,), "global_batch": (64,), "epochs": (1,),
         "seeds": (0,), "strategies": ("single", "ddp", "tensor", "hybrid", "asa"),
     }  # fmt: skip
-    grid = {key: tuple(found.get(key, usual)) for key, usual in fall_back.items()}
+    grid = {key: tuple(definition.get(key, default)) for key, default in defaults.items()}
     for option, key in (("models", "models"), ("data", "data"), ("gpus", "gpus"), ("global_batch", "global_batch"),
                         ("epochs", "epochs"), ("seed", "seeds"), ("strategies", "strategies")):  # fmt: skip
         if args.given(option):
@@ -128,61 +128,67 @@ def define(args: Arguments, *, most: int, cluster_gpus: int | None) -> Definitio
         grid["models"], grid["data"], sorted(grid["gpus"]), grid["global_batch"], grid["seeds"]
     ):
         mode: Mode = "measured" if gpus <= most else "predicted"
-        where = None if mode == "measured" else args.cluster or _first_cluster(found)
+        cluster = None if mode == "measured" else args.cluster or _first_cluster(definition)
         blocks.append(
             Block(
-                model=model, data=data, gpus=gpus, global_batch=batch, seed=seed, mode=mode, cluster=where,
-                strategies=_those(grid["strategies"], gpus, min(grid["gpus"])), epochs=tuple(sorted(grid["epochs"])),
-                input_shape=shape, precision=args.precision, microbatches=args.microbatches,
-                alone=any(is_discipline(s) for s in grid["strategies"]),
+                model=model, data=data, gpus=gpus, global_batch=batch, seed=seed, mode=mode, cluster=cluster,
+                strategies=_strategies_of_block(grid["strategies"], gpus, min(grid["gpus"])),
+                epochs=tuple(sorted(grid["epochs"])), input_shape=shape, precision=args.precision,
+                microbatches=args.microbatches, trains_separately=any(is_discipline(s) for s in grid["strategies"]),
             )
         )  # fmt: skip
     measured = [b for b in blocks if b.mode == "measured"]
     predicted = [b for b in blocks if b.mode == "predicted"]
-    narrowed = {k: set(grid[k]) for k in ("models", "gpus", "strategies") if args.given(k)}
-    there = [p for p in found.get("predict", ()) if args.cluster in (None, p["cluster"])]
-    foreseen = [b for p in there for b in _foreseen(p, narrowed)]
-    asked = args.given("gpus") or args.given("cluster")
-    predicted = [b for b in predicted if asked or (b.model, b.gpus) not in {(f.model, f.gpus) for f in foreseen}]
+    chosen = {k: set(grid[k]) for k in ("models", "gpus", "strategies") if args.given(k)}
+    configurations = [p for p in definition.get("predict", ()) if args.cluster in (None, p["cluster"])]
+    published_blocks = [b for p in configurations for b in _published_blocks(p, chosen)]
+    is_requested = args.given("gpus") or args.given("cluster")
+    predicted = [
+        b for b in predicted if is_requested or (b.model, b.gpus) not in {(f.model, f.gpus) for f in published_blocks}
+    ]
     return Definition(
         name=args.study,
-        title=found.get("title", "A grid"),
-        blocks=(*measured, *predicted, *(b for b in foreseen if b.gpus <= (cluster_gpus or b.gpus))),
+        title=definition.get("title", "A grid"),
+        blocks=(*measured, *predicted, *(b for b in published_blocks if b.gpus <= (cluster_gpus or b.gpus))),
         published=tuple(
-            Published(**{**p, "value": float(p["value"])}, source=found["source"]) for p in found.get("published", ())
+            Published(**{**p, "value": float(p["value"])}, source=definition["source"])
+            for p in definition.get("published", ())
         ),
-        differs=tuple(found.get("differs", ())),
+        differs=tuple(definition.get("differs", ())),
     )
 
 
-def _those(strategies: tuple[str, ...], gpus: int, fewest: int) -> tuple[str, ...]:
+def _strategies_of_block(strategies: tuple[str, ...], gpus: int, fewest: int) -> tuple[str, ...]:
     """Strategies of a block. The strategy for one device is not repeated on more ranks if the study has a block for
     one; on one rank, strategies that split or plan again are left out."""
     if gpus == 1:
-        return tuple(s for s in strategies if s in (*ALONE, "single", "asa") or s not in _SEVERAL) or ("single",)
+        return tuple(s for s in strategies if s in (*LIKE_SINGLE, "single", "asa") or s not in _MULTI_DEVICE) or (
+            "single",
+        )
     return tuple(s for s in strategies if s != "single" or fewest > 1)
 
 
-def _foreseen(p: dict[str, Any], narrowed: dict[str, set[Any]]) -> list[Block]:
+def _published_blocks(p: dict[str, Any], chosen: dict[str, set[Any]]) -> list[Block]:
     """The published configurations, as blocks to predict."""
     return [
         Block(
             model=model, data=p["data"], gpus=gpus, global_batch=p["global_batch"], seed=0, mode="predicted",
-            strategies=_those(strategies, gpus, min(p["gpus"])), epochs=(1,), input_shape=o.shape(p["input"]),
-            precision=p["precision"], cluster=p["cluster"], microbatches=p.get("microbatches"),
+            strategies=_strategies_of_block(strategies, gpus, min(p["gpus"])), epochs=(1,),
+            input_shape=o.shape(p["input"]), precision=p["precision"], cluster=p["cluster"],
+            microbatches=p.get("microbatches"),
         )
         for model in p["models"]
         for gpus in p["gpus"]
-        if model in narrowed.get("models", {model}) and gpus in narrowed.get("gpus", {gpus})
-        if (strategies := tuple(s for s in p["strategies"] if s in narrowed.get("strategies", {s})))
+        if model in chosen.get("models", {model}) and gpus in chosen.get("gpus", {gpus})
+        if (strategies := tuple(s for s in p["strategies"] if s in chosen.get("strategies", {s})))
     ]  # fmt: skip
 
 
-def _first_cluster(found: dict[str, Any]) -> str | None:
-    return next((str(p["cluster"]) for p in found.get("predict", ())), None)
+def _first_cluster(definition: dict[str, Any]) -> str | None:
+    return next((str(p["cluster"]) for p in definition.get("predict", ())), None)
 
 
 def _definitions() -> dict[str, dict[str, Any]]:
     text = files("asa").joinpath("data", "studies.json").read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = json.loads(text)
-    return found
+    definitions: dict[str, dict[str, Any]] = json.loads(text)
+    return definitions

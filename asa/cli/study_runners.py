@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from asa.cli import bench_setup, choose, estimates, places
 from asa.cli import comparison as c
 from asa.cli.console import Console
-from asa.cli.study_grid import ALONE, PIPELINES, Block
+from asa.cli.study_grid import LIKE_SINGLE, PIPELINES, Block
 from asa.cli.verb import Arguments
 from asa.errors import AsaError, InfeasibleError, UsageError
 from asa.ir import codec
@@ -58,13 +58,13 @@ class Site:
         return bench_setup.images(self.block.data, self.args.data_root, self.shape)
 
 
-Found = dict[str, "BenchResult | str"]
+Results = dict[str, "BenchResult | str"]
 """Results by strategy: with ``why_not`` if it cannot run, and only a sentence if there was too little time for it."""
-Runner = Callable[[Site, Sequence[str]], Found]
+Runner = Callable[[Site, Sequence[str]], Results]
 """Function that runs some strategies of a block."""
 
 
-def side_by_side(site: Site, strategies: Sequence[str]) -> Found:
+def side_by_side(site: Site, strategies: Sequence[str]) -> Results:
     """Run strategies in turns on the same ranks, samples and seed, for all the epochs of the block."""
     block = site.block
     contest = c.ModelBench(model=block.model, profile=site.profile, cluster=site.cluster)
@@ -78,37 +78,37 @@ def side_by_side(site: Site, strategies: Sequence[str]) -> Found:
         codec.save(contest.plans[strategy], site.folder / "plans" / f"{places.slug(strategy)}.json")
     if contest.plans:
         c.measure(contest, site.args, site.console, site.device, site.budget_s, site.images, max(block.epochs))
-    found: Found = {r.strategy: r for r in c.results(site.args, contest)}
+    results: Results = {r.strategy: r for r in c.results(site.args, contest)}
     site.notes.extend(verdicts(site, contest))
-    return found | {s: refusal(block, s, why) for s, why in refused.items()}
+    return results | {s: refusal(block, s, why) for s, why in refused.items()}
 
 
 def verdicts(site: Site, contest: c.ModelBench) -> list[str]:
     """Sentences on the paired comparisons of ``asa`` with the others, and on the ratio that noise alone reaches."""
     from asa.launch import usable_cores
-    from asa.report.verdicts import comparison, crowded
+    from asa.report.verdicts import busy_note, comparison
 
     noise = next((x for x in contest.comparisons if x.left == x.right), None)
-    taken = noise.others_cores if noise is not None else None
-    busy = crowded(taken, usable_cores(), site.block.gpus) if site.device == "cpu" else ""
-    said = [comparison(x, noise, disturbed=bool(busy)) for x in contest.comparisons]
-    return [f"{site.block.title}: {text}" for text in (*said, *([busy] if busy else []))]
+    others_cores = noise.others_cores if noise is not None else None
+    note = busy_note(others_cores, usable_cores(), site.block.gpus) if site.device == "cpu" else ""
+    sentences = [comparison(x, noise, disturbed=bool(note)) for x in contest.comparisons]
+    return [f"{site.block.title}: {text}" for text in (*sentences, *([note] if note else []))]
 
 
-def trained(site: Site, strategies: Sequence[str]) -> Found:
+def train_each(site: Site, strategies: Sequence[str]) -> Results:
     """Run a complete training for each strategy: ``asa`` with replanning, disciplines whose workers do not wait for one
     another and so cannot take turns, and whatever is compared with these."""
-    return {strategy: _trained(site, strategy) for strategy in strategies}
+    return {strategy: _train_one(site, strategy) for strategy in strategies}
 
 
-def _trained(site: Site, strategy: str) -> BenchResult | str:
+def _train_one(site: Site, strategy: str) -> BenchResult | str:
     try:
         plan = plan_of(site, strategy.removesuffix("+replan"))
         steps = max(site.block.epochs) * -(-len(site.images()[0]) // site.block.global_batch)
-        about = steps * plan.prediction.step_time_s
-        if about > site.budget_s:
+        estimated_s = steps * plan.prediction.step_time_s
+        if estimated_s > site.budget_s:
             return (
-                f"its training takes about {about:.0f} s and {site.budget_s:.0f} s of --budget are left for it; "
+                f"its training takes about {estimated_s:.0f} s and {site.budget_s:.0f} s of --budget are left for it; "
                 "give the same command with more"
             )
         return _run(site, strategy, plan)
@@ -128,19 +128,19 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
 
     replan = strategy == REPLANNED
     places.keep_origins(site.profile, site.cluster)
-    out = site.folder / places.slug(strategy)
-    with owned(out, resume=True):  # what an ended study has left: a cell is one run from its start to its end
-        shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
-        (out / LOG).unlink(missing_ok=True)
+    folder = site.folder / places.slug(strategy)
+    with owned(folder, resume=True):  # what an ended study has left: a cell is one run from its start to its end
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+        (folder / LOG).unlink(missing_ok=True)
     settings = TrainSettings(
-        out=str(out), data=site.block.data, data_root=site.args.data_root, epochs=max(site.block.epochs),
+        out=str(folder), data=site.block.data, data_root=site.args.data_root, epochs=max(site.block.epochs),
         lr=site.args.lr, seed=site.block.seed, device=site.device, replan=replan,
     )  # fmt: skip
-    adapt, relieve = adapting(plan, site.console, replan=replan, out=out)
+    adapt, relieve = adapting(plan, site.console, replan=replan, out=folder)
     records: list[EpochRecord] = []
     changes = 0
 
-    def hear(event: dict[str, Any]) -> None:
+    def on_event(event: dict[str, Any]) -> None:
         nonlocal changes
         if event["event"] == "epoch":
             fields = {k: v for k, v in event.items() if k not in ("event", "line")}
@@ -150,20 +150,20 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
     with site.console.progress(f"training {site.block.model}") as report:
         report(0.0, strategy)
         train(plan, settings, strategies=offered(), adapt=adapt, relieve=relieve,
-              regroup=partial(regroup, site.console) if replan else None, on_event=hear)  # fmt: skip
+              regroup=partial(regroup, site.console) if replan else None, on_event=on_event)  # fmt: skip
     if replan:
         site.notes.append(f"{site.block.title}: {strategy} changed its plan {changes} times")
     last = records[-1].measurements
-    spent, points = 0.0, []
+    elapsed_s, points = 0.0, []
     for r in records:
-        spent += r.seconds
+        elapsed_s += r.seconds
         points.append(
             AccuracyPoint(
-                epoch=r.epoch + 1.0, seconds=spent, train_loss=r.train_loss,
+                epoch=r.epoch + 1.0, seconds=elapsed_s, train_loss=r.train_loss,
                 validation_loss=r.validation_loss or 0.0, validation_accuracy=r.validation_accuracy or 0.0,
             )
         )  # fmt: skip
-    steps = Stat.of([_whole_step_s(r.measurements) for r in (records[-1:] if replan else records[1:] or records)])
+    steps = Stat.of([_mean_step_s(r.measurements) for r in (records[-1:] if replan else records[1:] or records)])
     return BenchResult(
         model=site.block.model, strategy=strategy, ranks=last.num_ranks, global_batch=last.global_batch,
         step_time_s=steps, predicted_step_time_s=last.predicted_step_time_s,
@@ -176,7 +176,7 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
     )  # fmt: skip
 
 
-def _whole_step_s(measured: Measurements) -> float:
+def _mean_step_s(measured: Measurements) -> float:
     """Mean seconds of an epoch per global batch, with waiting for data: known for workers that wait for one another and
     for those that do not."""
     step = measured.step_time.median if measured.mean_step_s is None else measured.mean_step_s
@@ -186,27 +186,29 @@ def _whole_step_s(measured: Measurements) -> float:
 DISCIPLINES: tuple[str, ...] = get_args(DisciplineName)
 """Strategies whose data-parallel workers do not take every step together."""
 
-RUNNERS: dict[str, Runner] = {REPLANNED: trained, **dict.fromkeys(DISCIPLINES, trained)}
+RUNNERS: dict[str, Runner] = {REPLANNED: train_each, **dict.fromkeys(DISCIPLINES, train_each)}
 """Runners by name of the strategy; every other strategy takes turns with the rest of its block."""
 
 
-def run(site: Site, done: Callable[[Found], None]) -> None:
-    """Run all strategies of a block, and call ``done`` with results as soon as they exist: of all that take turns
+def run(site: Site, on_results: Callable[[Results], None]) -> None:
+    """Run all strategies of a block, and call ``on_results`` with results as soon as they exist: of all that take turns
     together, and of each that runs alone. Strategies that cannot run are passed with the reason."""
-    found: Found
-    usual = RUNNERS if not site.block.alone else dict.fromkeys(site.block.strategies, trained) | RUNNERS
-    together = [s for s in site.block.strategies if s not in usual]
-    groups = [(side_by_side, together)] if together else []
-    for runner, strategies in (*groups, *((usual[s], [s]) for s in site.block.strategies if s in usual)):
+    results: Results
+    runners = (
+        RUNNERS if not site.block.trains_separately else dict.fromkeys(site.block.strategies, train_each) | RUNNERS
+    )
+    in_turns = [s for s in site.block.strategies if s not in runners]
+    groups = [(side_by_side, in_turns)] if in_turns else []
+    for runner, strategies in (*groups, *((runners[s], [s]) for s in site.block.strategies if s in runners)):
         share = len(strategies) / len(site.block.strategies)
         try:
-            found = runner(replace(site, budget_s=site.budget_s * share), strategies)
+            results = runner(replace(site, budget_s=site.budget_s * share), strategies)
         except AsaError as error:
-            found = {s: refusal(site.block, s, str(error)) for s in strategies}
-        done(found)
+            results = {s: refusal(site.block, s, str(error)) for s in strategies}
+        on_results(results)
 
 
-def predict(block: Block, args: Arguments, console: Console) -> tuple[Found, tuple[int, ...]]:
+def predict(block: Block, args: Arguments, console: Console) -> tuple[Results, tuple[int, ...]]:
     """Predicted results of every strategy of a block on the devices of its cluster, and the shape of a sample.
 
     Raises:
@@ -220,16 +222,16 @@ def predict(block: Block, args: Arguments, console: Console) -> tuple[Found, tup
     profile, _ = _profile_for(block, args, console, cluster)
     site = Site(block=block, args=args, console=console, device=cluster.device.type, profile=profile, cluster=cluster,
                 folder=Path(), budget_s=0.0)  # fmt: skip
-    found: Found = {}
+    results: Results = {}
     for strategy in block.strategies:
         try:
-            found[strategy] = foreseen(site, strategy)
+            results[strategy] = predicted_result(site, strategy)
         except AsaError as error:
-            found[strategy] = refusal(block, strategy, str(error))
-    return found, profile.graph.input_shape
+            results[strategy] = refusal(block, strategy, str(error))
+    return results, profile.graph.input_shape
 
 
-def foreseen(site: Site, strategy: str) -> BenchResult:
+def predicted_result(site: Site, strategy: str) -> BenchResult:
     """The prediction of one strategy, as a result without a measurement."""
     plan = plan_of(site, strategy.partition("+replan")[0])
     p = plan.prediction
@@ -258,7 +260,7 @@ def plan_of(site: Site, strategy: str) -> Plan:
     from asa.planner.space import baselines
     from asa.strategies import offered
 
-    if site.block.gpus == 1 and strategy in ALONE:
+    if site.block.gpus == 1 and strategy in LIKE_SINGLE:
         strategy = "single"  # on one device all of them are the same
     if strategy not in DISCIPLINES:
         baselines.check((strategy,), offered(), site.block.gpus)
@@ -284,7 +286,7 @@ def refusal(block: Block, strategy: str, why: str) -> BenchResult:
 def _profile_for(block: Block, args: Arguments, console: Console, cluster: Cluster) -> tuple[Profile, str]:
     """A measured profile for the cluster's devices, or the structure of the model with estimated times."""
     for path, p in places.profiles(console):
-        there = p.device.name == cluster.device.name and p.precision == block.precision
-        if there and choose.fits(p, args, block.model):
+        same_device = p.device.name == cluster.device.name and p.precision == block.precision
+        if same_device and choose.fits(p, args, block.model):
             return p, f"profile {places.shown(path)}"
     return estimates.estimated(args, block.model, cluster)

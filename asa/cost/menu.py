@@ -65,10 +65,10 @@ class Menu:
         self._launch = np.array([times.launch(c) for c in graph.components])
         self.ways = [w for row in ways for w in row]
         self.component = np.repeat(np.arange(len(ways)), [len(row) for row in ways])
-        distinct, like = _keeping(ways)
+        distinct, pair = _distinct_states(ways)
         self.layouts: tuple[Layout, ...] = tuple(dict.fromkeys(w.layout for _, w in distinct))
         number = {layout: k for k, layout in enumerate(self.layouts)}
-        self.layout = np.array([number[w.layout] for _, w in distinct], dtype=np.int64)[like]
+        self.layout = np.array([number[w.layout] for _, w in distinct], dtype=np.int64)[pair]
         self.checkpoint = np.array([w.checkpoint for w in self.ways], dtype=bool)
         self.saving = self.checkpoint.copy()
         for at in np.flatnonzero(self.checkpoint).tolist():
@@ -80,19 +80,19 @@ class Menu:
         for i, way in distinct:
             self._cells.setdefault((i, number[way.layout]), way)
         if distinct:
-            self._price_states(distinct, like, optimizer)
+            self._price_states(distinct, pair, optimizer)
 
-    def _price_states(self, pairs: list[tuple[int, Way]], like: Any, optimizer: OptimizerName) -> None:
-        """Compute the costs of keeping state, once for each distinct state; arguments as :func:`_keeping` returns."""
+    def _price_states(self, pairs: list[tuple[int, Way]], pair: Any, optimizer: OptimizerName) -> None:
+        """Compute the costs of keeping state, once for each distinct state; arguments from :func:`_distinct_states`."""
         by_key, surroundings = dict[object, tuple[StateCost, Gathers | None]](), self._states.surroundings
         for key, i, w in (((surroundings[i], id(w)), i, w) for i, w in pairs):
-            by_key[key] = by_key.get(key) or (self._states.kept(i, w), self._states.gathers(i, w))
+            by_key[key] = by_key.get(key) or (self._states.state_cost(i, w), self._states.gathers(i, w))
         states, ahead = zip(*(by_key[surroundings[i], id(w)] for i, w in pairs), strict=True)
         distinct = {id(k): k for k in states}
         number = {key: at for at, key in enumerate(distinct)}
         self._costs: Upkeep = _stacked([k.costs for k in distinct.values()])
-        self._costs = _among(self._costs, np.array([number[id(k)] for k in states], dtype=np.int64)[like])
-        self._upkeep = [states[k] for k in like.tolist()]
+        self._costs = _selected(self._costs, np.array([number[id(k)] for k in states], dtype=np.int64)[pair])
+        self._upkeep = [states[k] for k in pair.tolist()]
         update, fixed, varies, joint, repeated = [], [], [], [], []
         bucketed = [k.memory.buckets > 0 for k in states]
         for (i, way), k in zip(pairs, states, strict=True):
@@ -104,13 +104,13 @@ class Menu:
             if joint[-1]:
                 least = k.page.least(k.share, way.layout.data, optimizer, self._other_bytes(i, way))
             repeated.append(k.memory.optimizer - least if joint[-1] else 0.0)
-        self._update, self._fixed, self._repeated = (np.array(x, dtype=float)[like] for x in (update, fixed, repeated))
-        self._varies, self._joint, self._bucketed = (np.array(x, dtype=bool)[like] for x in (varies, joint, bucketed))
+        self._update, self._fixed, self._repeated = (np.array(x, dtype=float)[pair] for x in (update, fixed, repeated))
+        self._varies, self._joint, self._bucketed = (np.array(x, dtype=bool)[pair] for x in (varies, joint, bucketed))
         self._repeated = np.where(self.offload, 0.0, self._repeated)
         none = Gathers(0.0, 0.0, 0.0, 0.0)
         self._gathers: Gathers | None = None
         if any(ahead):
-            self._gathers = _among(_stacked([x or none for x in ahead]), like)
+            self._gathers = _selected(_stacked([x or none for x in ahead]), pair)
 
     @cached_property
     def wrapping(self) -> Any:
@@ -148,21 +148,21 @@ class Menu:
         i, k = self.component[which], self.layout[which]
         cells, checkpoint = self._in_cells(pricer, which), self.checkpoint[which]
         saved, transient = (np.where(checkpoint, cells[b][k, i], cells[a][k, i]) for a, b in ((8, 10), (9, 11)))
-        around, gathers = self._transient(pricer, which, saved), self._gathers
+        buffers, gathers = self._transient(pricer, which, saved), self._gathers
         x = Figures(
-            kept=_among(self._costs, which), gathers=None if gathers is None else _among(gathers, which),
+            upkeep=_selected(self._costs, which), gathers=None if gathers is None else _selected(gathers, which),
             forward=cells[0][k, i], backward=cells[1][k, i], ahead=0.0, behind=0.0, update=self._update[which],
-            floor=self._launch[i], met=[c[k, i] for c in cells[2:4]], count=[c[k, i] for c in cells[4:8]], saved=saved,
-            transient=transient, around=around, checkpoint=checkpoint, offload=self.offload[which],
+            floor=self._launch[i], inner_s=[c[k, i] for c in cells[2:4]], count=[c[k, i] for c in cells[4:8]],
+            saved=saved, transient=transient, buffers=buffers, checkpoint=checkpoint, offload=self.offload[which],
             split=np.array([x.tensor > 1 for x in self.layouts])[k],
-            alone=np.array([x.data == 1 for x in self.layouts])[k],
+            single_rank=np.array([x.data == 1 for x in self.layouts])[k],
         )  # fmt: skip
         if x.gathers is not None:
             x.ahead, x.behind = self._neighbour_seconds(pricer, which, cells[:2], x.gathers)
         c = pricer.price(x)
-        footprint, lone = c.footprint, transient * margin()
-        least = lone + (around if pricer.states.prefetching else self._transient(pricer, which, saved, alone=True))
-        least = np.minimum(least, lone + around) + pricer.fresh(x) - self._unmade(pricer, which)
+        footprint, own = c.footprint, transient * margin()
+        least = own + (buffers if pricer.states.prefetching else self._transient(pricer, which, saved, isolated=True))
+        least = np.minimum(least, own + buffers) + pricer.fresh(x) - self._unmade(pricer, which)
         return PricedWays(
             forward=c.forward_s + c.forward_communication_s,
             backward=c.backward_s + c.backward_communication_s,
@@ -176,13 +176,13 @@ class Menu:
             gradients=footprint.gradients,
             transient=footprint.transient,
             least_state=footprint.state - self._repeated[which],
-            least_transient=np.maximum(least, x.kept.updating),
-            added=(pricer.num_microbatches > 1) * x.kept.added,
+            least_transient=np.maximum(least, x.upkeep.updating),
+            added=(pricer.num_microbatches > 1) * x.upkeep.added,
         )
 
     def _unmade(self, pricer: Pricer, which: Any) -> Any:
         """For each way, the bytes of gradients that do not exist yet at the peak of the component's backward
-        (:meth:`asa.cost.pricing.Pricer.as_made`)."""
+        (:meth:`asa.cost.pricing.Pricer.without_unmade`)."""
         unmade = np.zeros(len(which))
         if pricer.num_microbatches > 1 or not pricer.times.unmade:
             return unmade
@@ -203,18 +203,18 @@ class Menu:
         behind = passes[1][k, back] + self.checkpoint[which] * passes[0][k, back]
         for at in np.flatnonzero(gathers.forward + gathers.once + gathers.backward).tolist():
             way = self.ways[int(which[at])]
-            if self._by_one(pricer, way.layout):
-                ahead[at], behind[at] = pricer.neighbour_seconds(int(i[at]), way, _among(gathers, at))
+            if self._is_priced_alone(pricer, way.layout):
+                ahead[at], behind[at] = pricer.neighbour_seconds(int(i[at]), way, _selected(gathers, at))
         return ahead, behind
 
     @staticmethod
-    def _by_one(pricer: Pricer, layout: Layout) -> bool:
+    def _is_priced_alone(pricer: Pricer, layout: Layout) -> bool:
         """Whether components must be priced one at a time: ranks differ in shard or speed, or tokens are split."""
         return bool(layout.weights or layout.sequence or pricer.shards.speeds)
 
-    def _transient(self, pricer: Pricer, which: Any, saved: Any, *, alone: bool = False) -> Any:
-        """For each way, transient bytes as its strategy declares them, buffers of neighbours included. ``alone``: as if
-        no neighbour of a joint strategy ran the same way."""
+    def _transient(self, pricer: Pricer, which: Any, saved: Any, *, isolated: bool = False) -> Any:
+        """For each way, transient bytes as its strategy declares them, buffers of neighbours included. ``isolated``: as
+        if no neighbour of a joint strategy ran the same way."""
         transient = self._fixed[which]
         by_key: dict[tuple[object, ...], float] = {}  # alike whether or not its state is on the host
         for at in np.flatnonzero(self._varies[which]).tolist():
@@ -222,8 +222,8 @@ class Menu:
             key = (self.component[w], self.layout[w], id(self._upkeep[w].page), saved[at])
             if key not in by_key:
                 way, i = self.ways[w], int(self.component[w])
-                alike = range(i, i + 1) if alone and self._joint[w] else None
-                neighbours = pricer.around.of(i, way.tensor, float(saved[at]), alike)
+                same_ways = range(i, i + 1) if isolated and self._joint[w] else None
+                neighbours = pricer.around.of(i, way.tensor, float(saved[at]), same_ways)
                 by_key[key] = self._upkeep[w].page.transient(self._upkeep[w].share, way.layout.data, neighbours)
             transient[at] = by_key[key]
         return transient
@@ -240,21 +240,21 @@ class Menu:
         for k, layout in enumerate(self.layouts):
             if not used[k].any():
                 continue
-            by_one = self._by_one(pricer, layout)
+            one_by_one = self._is_priced_alone(pricer, layout)
             first: dict[int, int] = {}
-            for i in np.flatnonzero(used[k]).tolist() if by_one or layout.tensor > 1 else ():
-                twin = first.setdefault(i if by_one else self._states.like[i], i)
+            for i in np.flatnonzero(used[k]).tolist() if one_by_one or layout.tensor > 1 else ():
+                twin = first.setdefault(i if one_by_one else self._states.like[i], i)
                 figures[:8, k, i] = pricer.cell(i, self._cells[i, k]) if twin == i else figures[:8, k, twin]
-                if by_one:
+                if one_by_one:
                     component = self._graph.components[i]
                     for at, checkpoint in ((8, False), (10, True)):
                         figures[at : at + 2, k, i] = pricer.keeping.component(component, layout, checkpoint=checkpoint)
-            if not by_one:
+            if not one_by_one:
                 samples = pricer.local(layout)
                 figures[:2, k] = self._times.passes(samples, layout.tensor) * pricer.slowed(samples)
                 saved, transient = self._times.sizes(samples, layout.tensor)
-                kept = np.minimum(saved, samples * outputs)
-                figures[8:, k] = saved, transient, kept, transient + saved - kept
+                checkpointed = np.minimum(saved, samples * outputs)
+                figures[8:, k] = saved, transient, checkpointed, transient + saved - checkpointed
         return figures
 
 
@@ -264,21 +264,21 @@ def _stacked(objects: Sequence[Any]) -> Any:
     return type(objects[0])(*(np.array(column, dtype=float).T for column in columns))
 
 
-def _among(figures: Any, which: Any) -> Any:
+def _selected(figures: Any, which: Any) -> Any:
     """The entries ``which`` of an object of arrays."""
     return type(figures)(*(values[..., which] for values in vars(figures).values()))
 
 
-def _keeping(ways: Sequence[Sequence[Way]]) -> tuple[list[tuple[int, Way]], Any]:
+def _distinct_states(ways: Sequence[Sequence[Way]]) -> tuple[list[tuple[int, Way]], Any]:
     """The distinct pairs (component, way) by how they keep state, and for each way the index of its pair. Consecutive
     ways that differ only by a checkpoint or an optimizer on the host share a pair."""
     pairs: list[tuple[int, Way]] = []
-    like: list[int] = []
+    pair: list[int] = []
     for i, row in enumerate(ways):
         last: Way | None = None
         for way in row:
             if last is None or not (way.layout is last.layout and way.tensor is last.tensor and way.data is last.data):
                 pairs.append((i, way))
                 last = way
-            like.append(len(pairs) - 1)
-    return pairs, np.array(like, dtype=np.int64)
+            pair.append(len(pairs) - 1)
+    return pairs, np.array(pair, dtype=np.int64)

@@ -165,19 +165,19 @@ class Pricer:
     def figures(self, index: int, way: Way, alike: range | None = None) -> Figures:
         """The input of :meth:`price` for component ``index``, run as ``way`` says. ``alike``: the range of components
         around it that run the same way; all components if None."""
-        component, layout, kept = self.graph.components[index], way.layout, self.states.kept(index, way)
-        (forward, backward, *met, a, b, c, d), gathers = self.cell(index, way), self.states.gathers(index, way)
+        component, layout, state = self.graph.components[index], way.layout, self.states.state_cost(index, way)
+        (forward, backward, *inner_s, a, b, c, d), gathers = self.cell(index, way), self.states.gathers(index, way)
         ahead, behind = (0.0, 0.0) if gathers is None else self.neighbour_seconds(index, way, gathers)
         saved, transient = self.keeping.component(component, layout, checkpoint=way.checkpoint)
-        around = self.around.of(index, way.tensor, saved, alike)
+        neighbours = self.around.of(index, way.tensor, saved, alike)
         work, slow = self.longest(component, layout)
         return Figures(
-            kept=kept.costs, gathers=gathers, forward=forward, backward=backward, ahead=ahead, behind=behind,
-            update=self.states.update(index, way.tensor), floor=self.times.launch(component), met=met,
+            upkeep=state.costs, gathers=gathers, forward=forward, backward=backward, ahead=ahead, behind=behind,
+            update=self.states.update(index, way.tensor), floor=self.times.launch(component), inner_s=inner_s,
             count=(a, b, c, d), saved=saved, transient=transient,
-            around=kept.page.transient(kept.share, layout.data, around), checkpoint=way.checkpoint, offload=way.offload,
-            split=layout.tensor > 1, alone=layout.data == 1, release=self._releases[index].index,
-            error=slow * work.error_s, link_error=self.edges.link_error(layout),
+            buffers=state.page.transient(state.share, layout.data, neighbours), checkpoint=way.checkpoint,
+            offload=way.offload, split=layout.tensor > 1, single_rank=layout.data == 1,
+            release=self._releases[index].index, error=slow * work.error_s, link_error=self.edges.link_error(layout),
         )  # fmt: skip
 
     def neighbour_seconds(self, index: int, way: Way, gathers: Gathers) -> tuple[float, float]:
@@ -188,34 +188,35 @@ class Pricer:
 
     def price(self, x: Figures) -> ComponentCost:
         """The costs of components with these figures: numbers of one, or arrays with an entry for each way."""
-        lesser = np.minimum if isinstance(x.forward, np.ndarray) else min
-        k, m, slowest, collective_s = x.kept, self.num_microbatches, self.shards.slowest, self.states.collective_s
+        minimum = np.minimum if isinstance(x.forward, np.ndarray) else min
+        k, m, slowest, collective_s = x.upkeep, self.num_microbatches, self.shards.slowest, self.states.collective_s
         added = adding(x.update * self.slow_memory / slowest, self.optimizer, m)
         backward = x.backward + x.checkpoint * x.forward + added
-        met_ahead, met_back = x.met[0], x.met[1] + x.checkpoint * x.met[0]
-        ahead, met_backward = self._met(x, 0), self._met(x, 1) + x.checkpoint * x.met[0]
+        inner_forward, inner_backward = x.inner_s[0], x.inner_s[1] + x.checkpoint * x.inner_s[0]
+        ahead, blocking_backward = self._blocking_s(x, 0), self._blocking_s(x, 1) + x.checkpoint * x.inner_s[0]
         saved, host, sync = _NOTHING_HIDDEN, _NOTHING_AWAITED, k.prompt + k.late
         if x.gathers is not None:
             saved = hidden(
                 x.gathers, self.cluster.overlap, ahead=x.ahead, behind=x.behind, own=backward,
-                met=(k.shared * met_ahead, k.shared * met_back), scattered=k.scattered, microbatches=m, least=lesser,
+                met=(k.shared * inner_forward, k.shared * inner_backward), scattered=k.scattered, microbatches=m,
+                least=minimum,
             )  # fmt: skip
         if self.states.async_device:
             launches = Launches(*k.launches).plus(
                 collective_s * x.count[0], collective_s * (x.count[1] + x.checkpoint * x.count[0])
             )
-            host = awaited(launches, forward=x.forward, backward=backward, floor=x.floor, greater=_most(x))
-        held_up = alongside(sync, compute=backward, collectives=k.shared * met_back, least=lesser) + saved.queued
-        held_up = lesser(sync, held_up)
+            host = awaited(launches, forward=x.forward, backward=backward, floor=x.floor, greater=_maximum(x))
+        held_up = alongside(sync, compute=backward, collectives=k.shared * inner_backward, least=minimum) + saved.queued
+        held_up = minimum(sync, held_up)
         free = 1 - held_up / (sync + (sync <= 0))
-        update = self._updated(x)
-        bucket = k.copied * self.slow / slowest + k.handled[3] + host.gradient
+        update = self._update_s(x)
+        bucket = k.copied * self.slow / slowest + k.overhead_s[3] + host.gradient
         return ComponentCost(
             num_microbatches=m,
             forward_s=x.forward,
             backward_s=backward,
             forward_communication_s=ahead - saved.forward + host.forward,
-            backward_communication_s=met_backward - saved.backward + host.backward,
+            backward_communication_s=blocking_backward - saved.backward + host.backward,
             bucket_s=bucket + (1 - x.offload) * update * self.held_up_by_update,
             prompt_sync_s=k.prompt * free,
             late_sync_s=k.late * free,
@@ -223,26 +224,26 @@ class Pricer:
             update_s=update,
             update_communication_s=k.update_moved - saved.once + host.update + held_up,
             error_s=m * x.error,
-            link_error_s=(m * (ahead + met_backward) + k.update_moved + sync) * x.link_error,
+            link_error_s=(m * (ahead + blocking_backward) + k.update_moved + sync) * x.link_error,
             footprint=self.footprint(x),
             covered_s=saved.covered,
             prefetched_s=m * (saved.forward + saved.backward) + saved.once,
         )
 
-    def _met(self, x: Figures, at: int) -> Any:
+    def _blocking_s(self, x: Figures, at: int) -> Any:
         """Seconds that block in pass ``at`` (0 forward, 1 backward): the collectives, and waiting for the slowest rank
         at each of them. A tensor-parallel component has at least one synchronisation point, inside it or at its
         boundary. Blocking collectives that run once per step also are such points, in one of the microbatches; their
         own time is priced separately."""
-        k, once, compute = x.kept, 2 + at, (x.forward, x.backward)[at]
+        k, once, compute = x.upkeep, 2 + at, (x.forward, x.backward)[at]
         per_step = k.blocking * (k.count[once] + x.count[once]) / self.num_microbatches
-        number = _most(x)(x.count[at] + k.moving * k.count[at] + per_step, 1.0 * x.split)
+        number = _maximum(x)(x.count[at] + k.moving * k.count[at] + per_step, 1.0 * x.split)
         wait_s = compute * (waiting(self.cluster, self.width, compute / (number + (number == 0))) - 1)
-        return (number > 0) * (x.met[at] + k.moving * k.taken[at] + wait_s) + k.moving * k.handled[at]
+        return (number > 0) * (x.inner_s[at] + k.moving * k.link_s[at] + wait_s) + k.moving * k.overhead_s[at]
 
-    def _updated(self, x: Figures) -> Any:
+    def _update_s(self, x: Figures) -> Any:
         """Seconds of the optimizer step, on the device or on its host."""
-        k, sharding = x.kept, self.cluster.sharding
+        k, sharding = x.upkeep, self.cluster.sharding
         full = OPTIMIZER_WORDS[self.optimizer] * k.size
         part = k.optimizer / (full + (full <= 0))
         update = part * x.update * self.slow_update
@@ -253,19 +254,19 @@ class Pricer:
 
     def footprint(self, x: Figures) -> Footprint:
         """The bytes that components with these figures hold."""
-        k, several = x.kept, self.num_microbatches > 1
+        k, accumulates = x.upkeep, self.num_microbatches > 1
         # k.updating is held during the update, when no activations exist, but all gradients. It is counted as if it
         # were transient in the component's backward: the sum differs by activations up to it and gradients before it.
         return Footprint(
-            state=k.state + several * (k.added + k.kept) - x.offload * k.optimizer,
-            activations=x.saved * margin() + (not several) * k.kept,
-            gradients=(not several) * k.gradients,
-            transient=_most(x)(x.transient * margin() + x.around + self.fresh(x), k.updating),
+            state=k.state + accumulates * (k.added + k.kept) - x.offload * k.optimizer,
+            activations=x.saved * margin() + (not accumulates) * k.kept,
+            gradients=(not accumulates) * k.gradients,
+            transient=_maximum(x)(x.transient * margin() + x.buffers + self.fresh(x), k.updating),
         )
 
     def fresh(self, x: Figures) -> Any:
         """Bytes of the largest new gradient before it is accumulated; 0 with a single microbatch."""
-        return (self.num_microbatches > 1) * x.alone * x.kept.largest
+        return (self.num_microbatches > 1) * x.single_rank * x.upkeep.largest
 
     def pass_of(self, index: int, way: Way) -> tuple[float, float]:
         """Compute seconds of forward and of backward of component ``index``, for one microbatch."""
@@ -283,14 +284,14 @@ class Pricer:
         page = self.strategies.data[way.data.strategy].of(way.data)
         return page.remaining_bytes(self.states.share(index, way.tensor), way.layout.data, self.num_microbatches)
 
-    def as_made(self, index: int, way: Way, footprint: Footprint, *, ending: bool) -> Footprint:
+    def without_unmade(self, index: int, way: Way, footprint: Footprint, *, ending: bool) -> Footprint:
         """The ``footprint`` of component ``index``, corrected for gradients that do not exist yet at the peak of its
         backward. It is unchanged if gradients exist earlier: in buckets, or from an earlier microbatch. ``ending``: the
         component is the last one with weights in its wrapped unit; its forward has no gradients, but still the buffer
         of its gathered weights."""
         if self.num_microbatches > 1 or not self.times.unmade:
             return footprint
-        memory, component = self.states.kept(index, way).memory, self.graph.components[index]
+        memory, component = self.states.state_cost(index, way).memory, self.graph.components[index]
         unmade = 0.0 if memory.buckets else self.keeping.unmade(component, way.layout)
         if not unmade:
             return footprint
@@ -332,7 +333,7 @@ class Pricer:
         return list(zip(sent(sizes, source, target, offset), sent(sizes, target, source, offset), strict=True))
 
 
-def _most(x: Figures) -> Any:
+def _maximum(x: Figures) -> Any:
     """The function that gives the greater of two numbers, or of two arrays entry by entry."""
     return np.maximum if isinstance(x.forward, np.ndarray) else max
 

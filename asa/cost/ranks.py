@@ -83,7 +83,7 @@ class Ranks:
             width = len(stage.ranks)
             pricer, links = self._pricer(stage, ()), Links(self._cluster, width, self._busy or width)
             for i, way in enumerate(ways, start):
-                for c in (*pricer.inner(i, way), *pricer.states.kept(i, way).traffic):
+                for c in (*pricer.inner(i, way), *pricer.states.state_cost(i, way).traffic):
                     if c.ranks > 1 and c.bytes > 0:
                         key = (c.op, links.level(c.ranks, c.stride), c.ranks, c.stride)
                         if key not in largest or largest[key].bytes < c.bytes:

@@ -58,7 +58,7 @@ class States:
         """For each component, all of it and of its neighbours that the cost of its state depends on."""
         self._shares: dict[tuple[int, TensorDegree], Share] = {}
         self._updates: dict[tuple[int, TensorDegree], float] = {}
-        self._kept: dict[tuple[object, ...], StateCost] = {}
+        self._costs: dict[tuple[object, ...], StateCost] = {}
         self._prefetched: dict[tuple[object, ...], Gathers | None] = {}
         self.async_device = cluster.device.type != "cpu"  # its host launches kernels ahead of it
         self.collective_s = constant("collective_launch_s") if self.async_device else 0.0
@@ -97,12 +97,12 @@ class States:
             self._updates[key] = self._times.update(component, tensor.degree, self._optimizer, size, bandwidth)
         return self._updates[key]
 
-    def kept(self, index: int, way: Way) -> StateCost:
+    def state_cost(self, index: int, way: Way) -> StateCost:
         """The state of component ``index``, run as ``way`` says, with its costs."""
         key = (self.like[index], self.releases[index].prompt, way.layout, way.tensor, way.data)
-        if key not in self._kept:
-            self._kept[key] = self._new(index, way)
-        return self._kept[key]
+        if key not in self._costs:
+            self._costs[key] = self._new(index, way)
+        return self._costs[key]
 
     def gathers(self, index: int, way: Way) -> Gathers | None:
         """Seconds of the prefetched gathers for component ``index``, and of those during its backward; None if its
@@ -129,7 +129,7 @@ class States:
         component = self._graph.components[index]
         if self._strategies.tensor[way.tensor.strategy].refusal(component, way.tensor.degree):
             return {}
-        traffic = self.kept(index, way).traffic
+        traffic = self.state_cost(index, way).traffic
         return {
             p: sum(self.links.seconds(c) for c in traffic if c.phase == p and c.op == "all_gather")
             for p in ("forward", "backward", "update")
@@ -139,7 +139,7 @@ class States:
         """Bytes of optimizer state by which the sum over components ``indices``, priced one by one, exceeds what a rank
         holds if they all run as ``way`` says and are wrapped as one unit."""
         page = self._strategies.data[way.data.strategy].of(way.data)
-        summed = sum(self.kept(i, way).memory.optimizer for i in indices)
+        summed = sum(self.state_cost(i, way).memory.optimizer for i in indices)
         shares = [self.share(i, way.tensor) for i in indices]
         return summed - page.together(shares, way.layout.data, self._optimizer)
 
@@ -152,9 +152,9 @@ class States:
         # that are gathered once per step.
         blocking = self._cluster.device.type == "cpu" and not memory.buckets
         tensors = share.num_parameter_tensors
-        handled = tuple(self._handled(traffic, phase, tensors) for phase in PHASES)
+        overhead_s = tuple(self._overhead_s(traffic, phase, tensors) for phase in PHASES)
         link_s = [sum(self.links.seconds(c) for c in traffic if c.phase == phase) for phase in PHASES[:3]]
-        update_moved = link_s[2] + handled[2]
+        update_moved = link_s[2] + overhead_s[2]
         gradients = [c for c in traffic if c.phase == "gradient"]
         prompt, late, copied, scattered = self._sync(index, share, gradients, bucketed=memory.buckets > 0)
         if blocking:
@@ -162,8 +162,8 @@ class States:
         costs = Upkeep(
             update_moved=update_moved, prompt=prompt, late=late, copied=copied, blocking=blocking,
             moving=blocking or any(c.phase in PHASES[:2] for c in traffic), shared=self._shared(traffic, layout),
-            scattered=scattered, handled=handled, count=tuple(launched(traffic, phase) for phase in PHASES),
-            taken=tuple(link_s[:2]), launches=self._launches(traffic, tensors), state=memory.state, kept=memory.kept,
+            scattered=scattered, overhead_s=overhead_s, count=tuple(launched(traffic, phase) for phase in PHASES),
+            link_s=tuple(link_s[:2]), launches=self._launches(traffic, tensors), state=memory.state, kept=memory.kept,
             gradients=memory.gradients, optimizer=memory.optimizer, parameters=memory.parameters,
             added=memory.gradients if memory.accumulated is None else memory.accumulated, updating=memory.updating,
             size=share.parameter_bytes, largest=share.largest_parameter_bytes, tensors=tensors,
@@ -208,7 +208,7 @@ class States:
             self._between[key] = Crossings([self.crossing(ends, x, whole(x)) for x in layouts])
         return self._between[key]
 
-    def _handled(self, traffic: Iterable[Collective], phase: Phase, tensors: int) -> float:
+    def _overhead_s(self, traffic: Iterable[Collective], phase: Phase, tensors: int) -> float:
         """Seconds that a rank spends on copies and calls for the gathers and scatters of one unit of ``tensors``
         tensors, without the time on links. If the cluster has no measurement, copies at memory bandwidth are assumed.
         For asynchronous devices the host's time is not included."""
@@ -239,8 +239,8 @@ class States:
             pages = [p for p in self._strategies.tensor.values() if not p.refusal(component, layout.tensor)]
             inner = [p.traffic(component, layout.tensor, 1) for p in pages] if layout.tensor > 1 else []
             forward = max((launched(x, "forward") for x in inner), default=0)
-            both = max((launched(x, "forward") + launched(x, "backward") for x in inner), default=0)
-            self._launch_bounds[key] = units + self.collective_s * forward, units + self.collective_s * both
+            passes = max((launched(x, "forward") + launched(x, "backward") for x in inner), default=0)
+            self._launch_bounds[key] = units + self.collective_s * forward, units + self.collective_s * passes
         return self._launch_bounds[key]
 
     def _sync(
@@ -256,12 +256,12 @@ class States:
         for c in collectives:
             share_sent = remaining(self._compression, c, share.num_parameter_tensors, whole=bucketed)
             if c.op != "all_reduce" or not bucketed:
-                seconds = self.links.taken(c.op, share_sent * c.bytes, c.ranks, c.stride)
+                seconds = self.links.time(c.op, share_sent * c.bytes, c.ranks, c.stride)
                 prompt += seconds
                 scattered += seconds * (c.op == "reduce_scatter")
                 continue
             message = bucket_bytes(self._graph, c.bytes, share.num_parameter_tensors)
-            seconds = self.links.taken(c.op, share_sent * message, c.ranks, c.stride) * c.bytes / message
+            seconds = self.links.time(c.op, share_sent * message, c.ranks, c.stride) * c.bytes / message
             prompt += seconds * self.releases[index].prompt
             late += seconds * (1 - self.releases[index].prompt)
             if self._cluster.device.memory_bandwidth > 0:

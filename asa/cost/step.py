@@ -62,9 +62,9 @@ class ComponentCost:
     def released_at(self, release: int) -> ComponentCost:
         """A copy with another ``release``, made without checking every field again: it is needed for a thousand
         components of many plans."""
-        found = object.__new__(ComponentCost)
-        found.__dict__.update(self.__dict__, release=release)
-        return found
+        copied = object.__new__(ComponentCost)
+        copied.__dict__.update(self.__dict__, release=release)
+        return copied
 
     @property
     def compute_s(self) -> float:
@@ -125,15 +125,15 @@ def side_by_side(
 ) -> float:  # fmt: skip
     """Seconds during which both streams work: tau in the formula of this module. ``windows`` (b_l), ``prompt`` and
     ``late`` are seconds of each component; late gradients are sent after component ``release`` (r_l)."""
-    leaving = np.array(prompt, dtype=float)
-    np.add.at(leaving, list(release), late)
-    return max(0.0, float(hidden_from(np.array(windows, dtype=float), leaving, sp, sc).min()))
+    sync_after = np.array(prompt, dtype=float)
+    np.add.at(sync_after, list(release), late)
+    return max(0.0, float(hidden_from(np.array(windows, dtype=float), sync_after, sp, sc).min()))
 
 
-def hidden_from(windows: Any, leaving: Any, sp: float, sc: float) -> Any:
+def hidden_from(windows: Any, sync_after: Any, sp: float, sc: float) -> Any:
     """For each component k, the expression whose minimum over k is tau (formula of this module). ``windows`` are b_l;
-    ``leaving`` are the seconds of synchronisation sent after each component. Component is the first axis."""
-    behind = leaving.sum(axis=0) - leaving.cumsum(axis=0)
+    ``sync_after`` are the seconds of synchronisation sent after each component. Component is the first axis."""
+    behind = sync_after.sum(axis=0) - sync_after.cumsum(axis=0)
     return sp * (windows.cumsum(axis=0) - windows) + sc * behind
 
 
@@ -143,14 +143,14 @@ def step(components: Sequence[ComponentCost], boundaries: Sequence[BoundaryCost]
     sync = sum(c.sync_s for c in components)
     blocking = sum(c.blocking_s + c.update_communication_s for c in components) + sum(b.blocking_s for b in boundaries)
     if overlap.saving >= 0:
-        both = side_by_side(
+        overlap_s = side_by_side(
             [c.window_s for c in components], [c.prompt_sync_s for c in components],
             [c.late_sync_s for c in components], [c.release for c in components],
             overlap.compute_slowdown, overlap.communication_slowdown,
         )  # fmt: skip
     else:
-        both = overlap.communication_slowdown * sync
-    total = compute + sync + blocking - overlap.saving * both
+        overlap_s = overlap.communication_slowdown * sync
+    total = compute + sync + blocking - overlap.saving * overlap_s
     exposed = total - compute
     return StepCost(
         total_s=total,
@@ -158,5 +158,5 @@ def step(components: Sequence[ComponentCost], boundaries: Sequence[BoundaryCost]
         exposed_s=exposed,
         hidden_s=max(0.0, sync + blocking - exposed) + sum(c.prefetched_s for c in components),
         update_s=sum(c.update_s + c.update_communication_s for c in components),
-        overlap_s=both,
+        overlap_s=overlap_s,
     )

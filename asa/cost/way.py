@@ -22,8 +22,8 @@ class Upkeep:
 
     Once per step, in seconds: ``update_moved`` is communication of the update, ``prompt`` and ``late`` are gradient
     synchronisation (:class:`asa.cost.step.ComponentCost`), ``copied`` are copies at the speed of the profiled device.
-    For each of :data:`PHASES`: ``count`` collectives, ``handled`` seconds of the rank for copies and calls,
-    ``launches`` seconds of an asynchronous device's host; for the first two phases: ``taken`` seconds on links.
+    For each of :data:`PHASES`: ``count`` collectives, ``overhead_s`` seconds of the rank for copies and calls,
+    ``launches`` seconds of an asynchronous device's host; for the first two phases: ``link_s`` seconds on links.
     ``moving``: whether some of the traffic blocks in every microbatch; ``blocking``: whether backward waits for all of
     it. ``shared``: share of the traffic's time on the same links as the collectives inside the component;
     ``scattered``: the reduce-scatters in ``prompt``. Bytes are those of :class:`asa.ir.traffic.Memory` and
@@ -38,9 +38,9 @@ class Upkeep:
     blocking: Any
     shared: Any
     scattered: Any
-    handled: Any
+    overhead_s: Any
     count: Any
-    taken: Any
+    link_s: Any
     launches: Any
     state: Any
     gradients: Any
@@ -74,14 +74,14 @@ class Figures:
 
     Seconds: compute ``forward`` and ``backward``; compute of neighbours that can hide gathers (``ahead``: forward of
     the component in front, ``behind``: backward of the one behind); ``update``: an optimizer step on all parameters of
-    a tensor rank; ``floor``: launch of a forward by the host; ``met``: collectives inside the component, in forward and
-    in backward. ``count``: the number of these in each of :data:`PHASES`. Bytes: ``saved`` for backward, ``transient``
-    in it, and ``around`` for the strategy's buffers, neighbours' gathers included. Booleans: ``checkpoint``,
-    ``offload``, ``split`` (tensor degree > 1), ``alone`` (data degree 1). Only for a single way: ``release`` of
+    a tensor rank; ``floor``: launch of a forward by the host; ``inner_s``: collectives inside the component, in forward
+    and in backward. ``count``: the number of these in each of :data:`PHASES`. Bytes: ``saved`` for backward,
+    ``transient`` in it, and in ``buffers`` of strategy and neighbours. Booleans: ``checkpoint``, ``offload``, ``split``
+    (tensor degree > 1), ``single_rank`` (data degree 1). Only for a single way: ``release`` of
     :class:`asa.cost.step.ComponentCost`, the standard errors ``error`` (compute, seconds) and ``link_error`` (share).
     """
 
-    kept: Upkeep
+    upkeep: Upkeep
     gathers: Gathers | None
     forward: Any
     backward: Any
@@ -89,15 +89,15 @@ class Figures:
     behind: Any
     update: Any
     floor: Any
-    met: Any
+    inner_s: Any
     count: Any
     saved: Any
     transient: Any
-    around: Any
+    buffers: Any
     checkpoint: Any
     offload: Any
     split: Any
-    alone: Any
+    single_rank: Any
     release: int = 0
     error: float = 0.0
     link_error: float = 0.0

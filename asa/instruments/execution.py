@@ -26,7 +26,7 @@ _products: str | None = None
 """Torch's precision of float32 products before this process computed in TF32; None if it does not."""
 
 
-def settle_kernels(device: torch.device, precision: Precision) -> None:
+def configure_kernels(device: torch.device, precision: Precision) -> None:
     """Let cuDNN try its kernels on every new shape and keep the fastest. That happens in the first step of a shape,
     which is not timed.
 

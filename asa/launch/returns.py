@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, field
 
 MOST_STARTS = 8
-"""Largest number of restarts of one rank, each of which did not last :data:`_SETTLED_S`."""
-_SETTLED_S = 60.0
+"""Largest number of restarts of one rank, each of which did not last :data:`_STABLE_S`."""
+_STABLE_S = 60.0
 _PAUSE_S = 0.5
 
 
@@ -33,7 +33,7 @@ class Return:
         ([0.0, 1.5, 3.5], None)
         """
         if self._due is None:
-            if now - self._began > _SETTLED_S:
+            if now - self._began > _STABLE_S:
                 self.starts = 0
             if self.starts >= MOST_STARTS:
                 return None

@@ -140,7 +140,7 @@ def profile_module(
         graph = replace(
             graph, notes=(*graph.notes, *draws_note(drawing(traced.components, subject.batch(_EXAMPLE_SAMPLES))))
         )
-        execution.settle_kernels(device, precision)  # not before: tracing has batches of its own
+        execution.configure_kernels(device, precision)  # not before: tracing has batches of its own
         compile_s = None
         if compiled != "none":
             report(0.03, "compiling")

@@ -44,7 +44,7 @@ def costs(r: BenchResult, num_classes: int, single: BenchResult | None = None) -
         size(r.peak_memory_bytes),
         size(r.predicted_memory_bytes),
         error(r.predicted_memory_bytes, r.peak_memory_bytes),
-        exposed(r) if told_apart(r, single) else NOTHING if r.communication_s is None else "not told apart",
+        exposed(r) if clear_communication(r, single) else NOTHING if r.communication_s is None else "not told apart",
         learnt_by(last, num_classes) if last else NOTHING,
     )
 
@@ -67,7 +67,7 @@ def communication_share(r: BenchResult) -> float | None:
     return r.communication_s / r.step_time_s.median
 
 
-def told_apart(r: BenchResult, single: BenchResult | None) -> bool:
+def clear_communication(r: BenchResult, single: BenchResult | None) -> bool:
     """Whether the exposed communication of a cell is known well enough to be shown.
 
     It is not if its interval is wider than a quarter of a step, or if the rest for computation is less than a rank's
@@ -80,8 +80,8 @@ def told_apart(r: BenchResult, single: BenchResult | None) -> bool:
     low, high, step = r.communication_low_s, r.communication_high_s, r.step_time_s.median
     if low is None or high is None or high - low > _WIDEST * step:
         return False
-    alone = single.step_time_s.median if single is not None and single.step_time_s is not None else 0.0
-    return step - r.communication_s >= _LEAST_SHARE * alone / r.ranks
+    single_step_s = single.step_time_s.median if single is not None and single.step_time_s is not None else 0.0
+    return step - r.communication_s >= _LEAST_SHARE * single_step_s / r.ranks
 
 
 def near_chance(last: AccuracyPoint, num_classes: int) -> bool:
@@ -110,32 +110,32 @@ def story(bench: Bench, model: str) -> str:
     if not timed:
         return f"{model}: nothing could be measured."
     best = min(timed, key=lambda s: (timed[s], s != "asa"))
-    said = [f"{model}: {best} has the lowest median, {seconds(timed[best])} a step"]
-    known = (("ddp", "plain data parallelism"), ("single", "one device"), ("asa", "asa"))
-    for other, name in known:
+    lines = [f"{model}: {best} has the lowest median, {seconds(timed[best])} a step"]
+    references = (("ddp", "plain data parallelism"), ("single", "one device"), ("asa", "asa"))
+    for other, name in references:
         if other == best or other not in timed:
             continue
         if between(bench, model, best, other) == best:
-            said.append(f"{timed[other] / timed[best]:.2f} times as fast as {name}")
+            lines.append(f"{timed[other] / timed[best]:.2f} times as fast as {name}")
         else:
-            said.append(f"not told apart from {name}")
+            lines.append(f"not told apart from {name}")
     ended = "".join(f" It {n.removeprefix(f'{model}: ')}." for n in bench.notes if n.startswith(f"{model}: ended"))
-    return "; ".join(said[:1] + [", ".join(said[1:])] * (len(said) > 1)) + f".{ended}"
+    return "; ".join(lines[:1] + [", ".join(lines[1:])] * (len(lines) > 1)) + f".{ended}"
 
 
 def sentences(bench: Bench, model: str) -> list[str]:
     """Sentences on the cells of one model: the fastest, the failures, the ratios and their noise."""
-    said = []
+    lines = []
     timed = [(r.step_time_s.median, r.strategy) for r in bench.of(model) if r.step_time_s is not None]
     if timed:
         time, strategy = min(timed)
-        said.append(f"lowest median for {model}: {strategy}, {seconds(time)} a step")
-    said += [f"{r.strategy} was not measured: {r.why_not}" for r in bench.of(model) if r.step_time_s is None]
-    said += [f"asa chose {summary(r.components)}" for r in bench.of(model) if r.strategy == "asa" and r.components]
-    own = [c for c in bench.comparisons if c.model == model]
+        lines.append(f"lowest median for {model}: {strategy}, {seconds(time)} a step")
+    lines += [f"{r.strategy} was not measured: {r.why_not}" for r in bench.of(model) if r.step_time_s is None]
+    lines += [f"asa chose {summary(r.components)}" for r in bench.of(model) if r.strategy == "asa" and r.components]
+    pairs = [c for c in bench.comparisons if c.model == model]
     noise = noise_of(bench, model)
     disturbed = busy(bench, model)
-    return said + [comparison(c, noise, disturbed=bool(disturbed)) for c in own] + ([disturbed] if disturbed else [])
+    return lines + [comparison(c, noise, disturbed=bool(disturbed)) for c in pairs] + ([disturbed] if disturbed else [])
 
 
 def machine(bench: Bench) -> str:
@@ -181,10 +181,10 @@ CSV_COLUMNS = (
 
 def csv_rows(bench: Bench) -> list[tuple[object, ...]]:
     """Rows of all cells, in plain seconds and bytes."""
-    found: list[tuple[object, ...]] = []
+    rows: list[tuple[object, ...]] = []
     for r in bench.results:
         t, last = r.step_time_s, r.accuracy[-1] if r.accuracy else None
-        found.append(
+        rows.append(
             (
                 r.model,
                 r.strategy,
@@ -206,7 +206,7 @@ def csv_rows(bench: Bench) -> list[tuple[object, ...]]:
                 r.why_not,
             )
         )
-    return found
+    return rows
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -69,12 +69,12 @@ def binomial(hits: int, trials: int, level: float = _SURE) -> tuple[float, float
         ways = (lgamma(trials + 1) - lgamma(i + 1) - lgamma(trials - i + 1) for i in range(k + 1))
         return sum(exp(w + i * log(p) + (trials - i) * log1p(-p)) for i, w in enumerate(ways))
 
-    low = 0.0 if hits == 0 else _where(lambda p: at_most(hits - 1, p) > 1 - tail)
-    high = 1.0 if hits == trials else _where(lambda p: at_most(hits, p) > tail)
+    low = 0.0 if hits == 0 else _largest_where(lambda p: at_most(hits - 1, p) > 1 - tail)
+    high = 1.0 if hits == trials else _largest_where(lambda p: at_most(hits, p) > tail)
     return low, high
 
 
-def _where(holds: Callable[[float], bool]) -> float:
+def _largest_where(holds: Callable[[float], bool]) -> float:
     """Largest p in 0 to 1 for which ``holds`` is true, if it is true up to some point."""
     low, high = 0.0, 1.0
     for _ in range(50):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from asa.ir.bench import Bench
 from asa.report import drawing
-from asa.report.bench import communication_share, told_apart
+from asa.report.bench import clear_communication, communication_share
 from asa.report.drawing import Row
 from asa.report.tables import short
 
@@ -90,8 +90,8 @@ def predicted_measured(bench: Bench) -> Chart:
 
 def speedup(bench: Bench) -> Chart:
     """Speed-up over a single device: predicted for 1, 2, 4, 8 ranks, measured where that many ran."""
-    alone_p = {p.model: p.predicted_s for p in bench.scaling if p.strategy == "single" and p.ranks == 1}
-    alone_m = {p.model: p.measured_s for p in bench.scaling if p.strategy == "single" and p.ranks == 1}
+    predicted_single = {p.model: p.predicted_s for p in bench.scaling if p.strategy == "single" and p.ranks == 1}
+    measured_single = {p.model: p.measured_s for p in bench.scaling if p.strategy == "single" and p.ranks == 1}
     rows: list[Row] = [
         (
             p.model,
@@ -99,8 +99,8 @@ def speedup(bench: Bench) -> Chart:
             p.ranks,
             p.predicted_s,
             p.measured_s,
-            _ratio(alone_p.get(p.model), p.predicted_s),
-            _ratio(alone_m.get(p.model), p.measured_s),
+            _ratio(predicted_single.get(p.model), p.predicted_s),
+            _ratio(measured_single.get(p.model), p.measured_s),
         )
         for p in bench.scaling
         if p.strategy != "single"
@@ -121,9 +121,9 @@ def speedup(bench: Bench) -> Chart:
 def compute_communication(bench: Bench) -> Chart:
     """A measured step, divided into computation and exposed communication."""
     rows: list[Row] = []
-    alone = {r.model: r for r in bench.results if r.strategy == "single"}
+    single = {r.model: r for r in bench.results if r.strategy == "single"}
     for r in bench.results:
-        if r.step_time_s is not None and r.communication_s is not None and told_apart(r, alone.get(r.model)):
+        if r.step_time_s is not None and r.communication_s is not None and clear_communication(r, single.get(r.model)):
             total = r.step_time_s.median
             low, high = (None, None) if r.ranks == 1 else (r.communication_low_s, r.communication_high_s)
             rows.append(
@@ -223,5 +223,5 @@ def assignment(bench: Bench) -> Chart:
     )
 
 
-def _ratio(alone: float | None, together: float | None) -> float | None:
-    return alone / together if alone and together else None
+def _ratio(single: float | None, parallel: float | None) -> float | None:
+    return single / parallel if single and parallel else None

@@ -37,9 +37,9 @@ def overview(clusters: Sequence[tuple[str, Cluster]]) -> RenderableType:
     for origin, c in clusters:
         names = [c.device.name, *(d.name for d in c.devices or ())]
         kinds = dict.fromkeys(_MAKER.sub("", name) for name in names)
-        where = "" if origin == "preset" else ", shipped" if origin.endswith("(shipped)") else ", here"
+        origin_note = "" if origin == "preset" else ", shipped" if origin.endswith("(shipped)") else ", here"
         devices = f"{c.num_devices} x {' + '.join(kinds)}"
-        result.add_row(c.name, devices, size(c.device.memory_bytes), f"{c.status}{where}")
+        result.add_row(c.name, devices, size(c.device.memory_bytes), f"{c.status}{origin_note}")
     return result
 
 

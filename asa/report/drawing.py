@@ -25,9 +25,9 @@ KNOWN = (
     "layers", "sequence", "interleaved", "asa+replan", "zero_bubble", "ps_sync", "ps_async", "ps_bounded",
 )  # fmt: skip
 MARKERS = "osD^vPX*<>"
-_MOST_TOLD = 12
+_MAX_TEXTS = 12
 """Most points of a line that have texts under the pointer."""
-_ACROSS = 3
+_MAX_COLUMNS = 3
 """Largest number of panels side by side."""
 
 
@@ -44,14 +44,14 @@ def colour(strategy: str) -> str:
 def training_time(rows: Sequence[Row]) -> Figure:
     """Figure of rows: model, strategy, median, p10, p90, predicted, epoch."""
     figure, panels = _panels(rows, height=_bar_height(rows))
-    for axes, found in panels:
-        for y, row in enumerate(found):
+    for axes, panel_rows in panels:
+        for y, row in enumerate(panel_rows):
             median, p10, p90, predicted = (_number(row[i]) for i in (2, 3, 4, 5))
             if median is not None and p10 is not None and p90 is not None:
                 axes.barh(y, median, color=colour(str(row[1])), height=0.62)
                 axes.errorbar(median, y, xerr=[[median - p10], [p90 - median]], color=INK, capsize=3, linewidth=1)
             _predicted(axes, predicted, y, missing=median is None)
-        _strategies(axes, found)
+        _strategies(axes, panel_rows)
         axes.set_xlabel("seconds per step")
     return figure
 
@@ -59,13 +59,13 @@ def training_time(rows: Sequence[Row]) -> Figure:
 def predicted_measured(rows: Sequence[Row]) -> Figure:
     """Figure of rows: model, strategy, measured, predicted, low, high."""
     figure, panels = _panels(rows, height=3.6)
-    for axes, found in panels:
-        times = [v for row in found for i in (2, 3) if (v := _number(row[i])) is not None]
+    for axes, panel_rows in panels:
+        times = [v for row in panel_rows for i in (2, 3) if (v := _number(row[i])) is not None]
         ends = [0.8 * min(times), 1.25 * max(times)] if times else [0.1, 1.0]
         axes.fill_between(ends, [0.9 * x for x in ends], [1.1 * x for x in ends], color="#DDDDDD", linewidth=0)
         axes.plot(ends, ends, color="#999999", linewidth=1)
-        strategies = list(dict.fromkeys(str(row[1]) for row in found))
-        for row in found:
+        strategies = list(dict.fromkeys(str(row[1]) for row in panel_rows))
+        for row in panel_rows:
             measured, predicted, low, high = (_number(row[k]) for k in (2, 3, 4, 5))
             if measured is None or predicted is None:
                 continue
@@ -78,21 +78,21 @@ def predicted_measured(rows: Sequence[Row]) -> Figure:
         axes.set_xlabel("measured, seconds per step")
         axes.set_ylabel("predicted, seconds per step")
         handles, labels = axes.get_legend_handles_labels()
-        once = dict(zip(labels, handles, strict=True))  # a strategy on several numbers of ranks
-        axes.legend(once.values(), once.keys(), frameon=False, fontsize=7)
+        handle_by_label = dict(zip(labels, handles, strict=True))  # a strategy on several numbers of ranks
+        axes.legend(handle_by_label.values(), handle_by_label.keys(), frameon=False, fontsize=7)
     return figure
 
 
 def memory(rows: Sequence[Row]) -> Figure:
     """Figure of rows: model, strategy, ranks, measured bytes, predicted bytes."""
     figure, panels = _panels(rows, height=_bar_height(rows))
-    for axes, found in panels:
-        for y, row in enumerate(found):
+    for axes, panel_rows in panels:
+        for y, row in enumerate(panel_rows):
             measured, predicted = ((v / 2**30 if (v := _number(row[i])) is not None else None) for i in (3, 4))
             if measured is not None:
                 axes.barh(y, measured, color=colour(str(row[1])), height=0.62)
             _predicted(axes, predicted, y, missing=measured is None)
-        _strategies(axes, found)
+        _strategies(axes, panel_rows)
         axes.set_xlabel("GiB on the fullest device")
     return figure
 
@@ -101,8 +101,8 @@ def compute_communication(rows: Sequence[Row]) -> Figure:
     """Figure of rows: model, strategy, compute, communication, share, lowest and highest communication (None:
     unknown)."""
     figure, panels = _panels(rows, height=_bar_height(rows))
-    for axes, found in panels:
-        for y, row in enumerate(found):
+    for axes, panel_rows in panels:
+        for y, row in enumerate(panel_rows):
             compute, communication, share = (_number(row[i]) or 0.0 for i in (2, 3, 4))
             axes.barh(y, compute, color="#8DA0B3", height=0.62, label="computation" if y == 0 else None)
             axes.barh(
@@ -120,10 +120,10 @@ def compute_communication(rows: Sequence[Row]) -> Figure:
                 axes.errorbar(end, y, xerr=spread, color=INK, capsize=3, linewidth=1)
                 end = compute + max(communication, high)
             axes.annotate(f"{100 * share:.0f} %", (end, y), (4, 0), textcoords="offset points", va="center")
-        _strategies(axes, found)
+        _strategies(axes, panel_rows)
         axes.set_xlabel("seconds per step")
         axes.margins(x=0.14)
-        if found:
+        if panel_rows:
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, frameon=False)
     return figure
 
@@ -131,20 +131,20 @@ def compute_communication(rows: Sequence[Row]) -> Figure:
 def speedup(rows: Sequence[Row]) -> Figure:
     """Figure of rows: model, strategy, ranks, predicted and measured seconds, predicted and measured speed-up."""
     figure, panels = _panels(rows, height=3.4)
-    for axes, found in panels:
-        counts = sorted({int(n) for row in found if (n := _number(row[2])) is not None})
+    for axes, panel_rows in panels:
+        counts = sorted({int(n) for row in panel_rows if (n := _number(row[2])) is not None})
         axes.plot(counts, counts, color="#BBBBBB", linewidth=1, linestyle=":", label="perfect")
         curves: dict[Any, list[str]] = {}  # strategies with the same figures have one line
-        for strategy in dict.fromkeys(str(row[1]) for row in found):
-            mine = sorted((row for row in found if row[1] == strategy), key=lambda row: _number(row[2]) or 0)
-            foreseen = tuple((row[2], row[5]) for row in mine if row[5] is not None)
-            seen = tuple((row[2], row[6]) for row in mine if row[6] is not None)
-            curves.setdefault((foreseen, seen), []).append(strategy)
-        for i, ((foreseen, seen), names) in enumerate(curves.items()):
-            own = "asa" if "asa" in names else names[0]
-            style: dict[str, Any] = {"color": colour(own), "zorder": 4 if own == "asa" else 3}
-            axes.plot(*_columns(foreseen), linestyle="--", label=" = ".join(names), linewidth=1.6, **style)
-            axes.plot(*_columns(seen), linestyle="none", marker=MARKERS[i % len(MARKERS)], markersize=7, **style)
+        for strategy in dict.fromkeys(str(row[1]) for row in panel_rows):
+            matches = sorted((row for row in panel_rows if row[1] == strategy), key=lambda row: _number(row[2]) or 0)
+            predicted = tuple((row[2], row[5]) for row in matches if row[5] is not None)
+            measured = tuple((row[2], row[6]) for row in matches if row[6] is not None)
+            curves.setdefault((predicted, measured), []).append(strategy)
+        for i, ((predicted, measured), names) in enumerate(curves.items()):
+            name = "asa" if "asa" in names else names[0]
+            style: dict[str, Any] = {"color": colour(name), "zorder": 4 if name == "asa" else 3}
+            axes.plot(*_columns(predicted), linestyle="--", label=" = ".join(names), linewidth=1.6, **style)
+            axes.plot(*_columns(measured), linestyle="none", marker=MARKERS[i % len(MARKERS)], markersize=7, **style)
         axes.set_xlabel("ranks")
         axes.set_ylabel("times one device")
         axes.set_xticks(counts, [str(n) for n in counts])
@@ -155,11 +155,11 @@ def speedup(rows: Sequence[Row]) -> Figure:
 def over_ranks(rows: Sequence[Row]) -> Figure:
     """Figure of rows: panel, strategy, ranks, state, samples per second, devices."""
     figure, panels = _panels(rows, height=3.4)
-    for axes, found in panels:
-        counts = sorted({int(n) for row in found if (n := _number(row[2])) is not None})
-        for i, (strategy, state, devices) in enumerate(dict.fromkeys((row[1], row[3], row[5]) for row in found)):
-            mine = [row for row in found if (row[1], row[3], row[5]) == (strategy, state, devices)]
-            points = sorted((_number(row[2]) or 0.0, _number(row[4]) or 0.0) for row in mine)
+    for axes, panel_rows in panels:
+        counts = sorted({int(n) for row in panel_rows if (n := _number(row[2])) is not None})
+        for i, (strategy, state, devices) in enumerate(dict.fromkeys((row[1], row[3], row[5]) for row in panel_rows)):
+            matches = [row for row in panel_rows if (row[1], row[3], row[5]) == (strategy, state, devices)]
+            points = sorted((_number(row[2]) or 0.0, _number(row[4]) or 0.0) for row in matches)
             measured = state == "measured"
             axes.plot(
                 *_columns(points), color=colour(str(strategy)), marker=MARKERS[i % len(MARKERS)], markersize=6,
@@ -168,7 +168,7 @@ def over_ranks(rows: Sequence[Row]) -> Figure:
             )  # fmt: skip
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(n) for n in counts])
-        rates = [v for row in found if (v := _number(row[4]))]
+        rates = [v for row in panel_rows if (v := _number(row[4]))]
         if rates and max(rates) > _WIDE * min(rates):
             _plain_log(axes, "y")
         else:
@@ -194,11 +194,11 @@ def loss(rows: Sequence[Row]) -> Figure:
     return _over(rows, 2, "epochs", 5, 1.0, "validation loss")
 
 
-def _over(rows: Sequence[Row], across: int, what: str, column: int, scale: float, label: str) -> Figure:
+def _over(rows: Sequence[Row], x_column: int, x_label: str, column: int, scale: float, label: str) -> Figure:
     figure, panels = _panels(rows, height=3.4)
-    for axes, found in panels:
-        for i, strategy in enumerate(dict.fromkeys(str(row[1]) for row in found)):
-            points = [(row[across], scale * value) for row in found
+    for axes, panel_rows in panels:
+        for i, strategy in enumerate(dict.fromkeys(str(row[1]) for row in panel_rows)):
+            points = [(row[x_column], scale * value) for row in panel_rows
                       if row[1] == strategy and (value := _number(row[column])) is not None]  # fmt: skip
             axes.plot(
                 *_columns(points),
@@ -209,8 +209,8 @@ def _over(rows: Sequence[Row], across: int, what: str, column: int, scale: float
                 linewidth=1.4,
                 label=strategy,
             )
-        axes.set_xlabel(what)
-        if what == "epochs" and all((_number(row[across]) or 0.0).is_integer() for row in found):
+        axes.set_xlabel(x_label)
+        if x_label == "epochs" and all((_number(row[x_column]) or 0.0).is_integer() for row in panel_rows):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel(label)
         if scale == _PERCENT:
@@ -246,10 +246,10 @@ def assignment(rows: Sequence[Row]) -> Figure:
     labels = list(dict.fromkeys(str(row[8]) for row in rows))
     shade = {label: PALETTE[i % len(PALETTE)] for i, label in enumerate(labels)}
     figure, panels = _panels(rows, height=0.6 + 0.2 * max((int(_number(row[2]) or 0) for row in rows), default=8))
-    for axes, found in panels:
-        strategies = list(dict.fromkeys(str(row[1]) for row in found))
-        names = {int(_number(row[2]) or 0): str(row[3]) for row in found}
-        for row in found:
+    for axes, panel_rows in panels:
+        strategies = list(dict.fromkeys(str(row[1]) for row in panel_rows))
+        names = {int(_number(row[2]) or 0): str(row[3]) for row in panel_rows}
+        for row in panel_rows:
             x, y = strategies.index(str(row[1])), int(_number(row[2]) or 0)
             axes.add_patch(Rectangle((x + 0.03, y + 0.05), 0.94, 0.9, facecolor=shade[str(row[8])], linewidth=0))
         axes.set_xlim(0, len(strategies))
@@ -270,15 +270,15 @@ def assignment(rows: Sequence[Row]) -> Figure:
 
 def _panels(rows: Sequence[Row], *, height: float) -> tuple[Figure, list[tuple[Any, list[Row]]]]:
     models = list(dict.fromkeys(str(row[0]) for row in rows))
-    across = min(_ACROSS, max(1, len(models)))
-    down = -(-max(1, len(models)) // across)
-    figure = Figure(figsize=(4.6 * across, (height + 0.9) * down), layout="constrained")
+    columns = min(_MAX_COLUMNS, max(1, len(models)))
+    lines = -(-max(1, len(models)) // columns)
+    figure = Figure(figsize=(4.6 * columns, (height + 0.9) * lines), layout="constrained")
     if not models:
         figure.text(0.5, 0.5, "nothing was measured", ha="center", va="center", color=INK)
         return figure, []
     panels = []
     for i, model in enumerate(models):
-        axes = figure.add_subplot(down, across, i + 1)
+        axes = figure.add_subplot(lines, columns, i + 1)
         axes.set_title(model, fontsize=10, loc="left", color=INK)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
@@ -301,34 +301,34 @@ def single(height: float, *, width: float = 6.4) -> tuple[Figure, Any]:
 
 def hovering(figure: Figure) -> dict[str, str]:
     """Texts for bars and lines of ``figure`` under the pointer, by the ids that these get in its SVG."""
-    told: dict[str, str] = {}
+    texts: dict[str, str] = {}
 
-    def say(artist: Any, text: str) -> None:
-        artist.set_gid(f"value-{len(told)}")
-        told[artist.get_gid()] = text
+    def add_text(artist: Any, text: str) -> None:
+        artist.set_gid(f"value-{len(texts)}")
+        texts[artist.get_gid()] = text
 
     for axes in figure.axes:
         for bars in axes.containers:
             if not isinstance(bars, BarContainer):
                 continue
-            across = bars.orientation == "horizontal"
-            places = axes.yaxis if across else axes.xaxis
-            names = dict(zip(places.get_ticklocs(), (t.get_text() for t in places.get_ticklabels()), strict=False))
-            unit = axes.get_xlabel() if across else axes.get_ylabel()
+            is_horizontal = bars.orientation == "horizontal"
+            axis = axes.yaxis if is_horizontal else axes.xaxis
+            names = dict(zip(axis.get_ticklocs(), (t.get_text() for t in axis.get_ticklabels()), strict=False))
+            unit = axes.get_xlabel() if is_horizontal else axes.get_ylabel()
             for bar in bars:
-                middle = bar.get_y() + bar.get_height() / 2 if across else bar.get_x() + bar.get_width() / 2
-                own = names.get(min(names, key=lambda at: abs(at - middle), default=0.0), "")
-                size = bar.get_width() if across else bar.get_height()
-                what = f" ({bars.get_label()})" if _named(bars) else ""
-                say(bar, f"{own}{what}: {size:.3g} {unit}".strip(": "))
-        for drawn in axes.get_lines():
-            x_data, y_data = np.asarray(drawn.get_xdata()), np.asarray(drawn.get_ydata())
+                middle = bar.get_y() + bar.get_height() / 2 if is_horizontal else bar.get_x() + bar.get_width() / 2
+                bar_name = names.get(min(names, key=lambda at: abs(at - middle), default=0.0), "")
+                size = bar.get_width() if is_horizontal else bar.get_height()
+                legend = f" ({bars.get_label()})" if _named(bars) else ""
+                add_text(bar, f"{bar_name}{legend}: {size:.3g} {unit}".strip(": "))
+        for line in axes.get_lines():
+            x_data, y_data = np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
             points = list(zip(x_data.tolist(), y_data.tolist(), strict=True))
-            if str(drawn.get_marker()) in ("None", "|", "_", "") or not 1 <= len(points) <= _MOST_TOLD:
+            if str(line.get_marker()) in ("None", "|", "_", "") or not 1 <= len(points) <= _MAX_TEXTS:
                 continue
-            name = f"{drawn.get_label()}: " if _named(drawn) else ""
-            say(drawn, name + "; ".join(f"{_short(x)}, {_short(y)}" for x, y in points))
-    return told
+            name = f"{line.get_label()}: " if _named(line) else ""
+            add_text(line, name + "; ".join(f"{_short(x)}, {_short(y)}" for x, y in points))
+    return texts
 
 
 def _named(artist: Any) -> bool:

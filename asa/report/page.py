@@ -49,28 +49,28 @@ def write(bench: Bench, folder: Path) -> list[Path]:
     page, data, table = folder / "report.html", folder / "bench.json", folder / "results.csv"
     codec.save(bench, data)
     words.write_csv(table, words.CSV_COLUMNS, words.csv_rows(bench))
-    drawn: list[tuple[Chart, str]] = []
+    drawings: list[tuple[Chart, str]] = []
     paths = [page, data, table]
     for chart in charts(bench):
         if not chart.rows:
             continue
         files, svg = draw(chart, folder / "figures")
         paths += files
-        drawn.append((chart, svg))
-    codec.write(html(bench, drawn), page)
+        drawings.append((chart, svg))
+    codec.write(html(bench, drawings), page)
     return paths
 
 
-def html(bench: Bench, drawn: list[tuple[Chart, str]]) -> str:
-    """The page; ``drawn`` contains the figures with their inline SVG."""
-    first, *others = drawn
+def html(bench: Bench, drawings: list[tuple[Chart, str]]) -> str:
+    """The page; ``drawings`` contains the figures with their inline SVG."""
+    first, *others = drawings
     models = escape(", ".join(bench.settings.models))
     parts = [
         head(f"asa bench: {', '.join(bench.settings.models)}"),
         f"<h1>{models} under every strategy</h1>",
         *(f'<p class="first">{escape(words.story(bench, model))}</p>' for model in bench.settings.models),
         figure(*first),
-        _contents(bench, drawn),
+        _contents(bench, drawings),
     ]
     for model in bench.settings.models:
         parts += [f'<h2 id="model-{escape(model)}">{escape(model)}</h2>', *_results(bench, model)]
@@ -87,19 +87,21 @@ def html(bench: Bench, drawn: list[tuple[Chart, str]]) -> str:
     return "\n".join(parts)
 
 
-def figure(chart: Chart, svg: str, beside: str = "bench.json") -> str:
-    """A figure with its title, its caption as alternative text, and a reference to the file ``beside`` with its
+def figure(chart: Chart, svg: str, data_file: str = "bench.json") -> str:
+    """A figure with its title, its caption as alternative text, and a reference to the file ``data_file`` with its
     data."""
     name = escape(chart.name)
-    told = f'role="img" aria-labelledby="{name}-title" aria-describedby="{name}-caption"'
-    drawn = re.search(r'<svg[^>]* width="([\d.]+)pt"', svg)
-    if drawn:  # scrolls rather than shrink to unreadable letters; not enlarged much
-        told += f' style="min-width: {0.75 * float(drawn[1]):.0f}pt; max-width: {_LARGEST * float(drawn[1]):.0f}pt"'
+    attributes = f'role="img" aria-labelledby="{name}-title" aria-describedby="{name}-caption"'
+    width = re.search(r'<svg[^>]* width="([\d.]+)pt"', svg)
+    if width:  # scrolls rather than shrink to unreadable letters; not enlarged much
+        attributes += (
+            f' style="min-width: {0.75 * float(width[1]):.0f}pt; max-width: {_LARGEST * float(width[1]):.0f}pt"'
+        )
     return (
         f'<h2 id="{name}-title">{escape(chart.title)}</h2><figure id="{name}">'
-        f'<div class="paper" tabindex="0">{svg.replace("<svg ", f"<svg {told} ", 1)}</div>'
+        f'<div class="paper" tabindex="0">{svg.replace("<svg ", f"<svg {attributes} ", 1)}</div>'
         f'<figcaption id="{name}-caption">{escape(chart.caption)} Data: <code>figures/{name}.csv</code> beside '
-        f"<code>{escape(beside)}</code>.</figcaption></figure>"
+        f"<code>{escape(data_file)}</code>.</figcaption></figure>"
     )
 
 
@@ -114,12 +116,12 @@ def head(title: str) -> str:
 
 def contents(links: list[tuple[str, str]]) -> str:
     """A list of links to sections of the page, from (id, text)."""
-    items = "".join(f'<li><a href="#{escape(at)}">{escape(text)}</a></li>' for at, text in links)
+    items = "".join(f'<li><a href="#{escape(anchor)}">{escape(text)}</a></li>' for anchor, text in links)
     return f'<nav aria-label="Contents"><ul>{items}</ul></nav>'
 
 
-def _contents(bench: Bench, drawn: list[tuple[Chart, str]]) -> str:
-    links = [(f"model-{m}", m) for m in bench.settings.models] + [(f"{c.name}-title", c.title) for c, _ in drawn]
+def _contents(bench: Bench, drawings: list[tuple[Chart, str]]) -> str:
+    links = [(f"model-{m}", m) for m in bench.settings.models] + [(f"{c.name}-title", c.title) for c, _ in drawings]
     links += [("notes", "Notes")] if bench.notes else []
     links.append(("plans", "Plans"))
     return contents(links)
@@ -130,9 +132,9 @@ def _results(bench: Bench, model: str) -> list[str]:
     costs: list[tuple[str, tuple[str, ...]]] = []
     single = next((r for r in bench.of(model) if r.strategy == "single"), None)
     for r in bench.of(model):
-        kind = "asa" if r.strategy == "asa" else "missing" if r.step_time_s is None else ""
-        times.append((kind, words.times(r)))
-        costs.append((kind, (r.strategy, *words.costs(r, bench.settings.num_classes, single))))
+        css_class = "asa" if r.strategy == "asa" else "missing" if r.step_time_s is None else ""
+        times.append((css_class, words.times(r)))
+        costs.append((css_class, (r.strategy, *words.costs(r, bench.settings.num_classes, single))))
     return [
         html_table(f"{model}: time of a step, measured and predicted", words.TIMES, times),
         html_table(f"{model}: memory of the fullest rank, communication, learning", ("strategy", *words.COSTS), costs),
@@ -148,10 +150,10 @@ def html_table(caption: str, columns: tuple[str, ...], rows: Sequence[tuple[str,
     """A table that scrolls if it is too wide; rows are (class, cells), and the first cell is the row's heading."""
     head = "".join(f'<th scope="col">{escape(c)}</th>' for c in columns)
     body = "".join(
-        f'<tr class="{kind}"><th scope="row">{escape(row[0])}</th>'
+        f'<tr class="{css_class}"><th scope="row">{escape(row[0])}</th>'
         + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
         + "</tr>"
-        for kind, row in rows
+        for css_class, row in rows
     )
     return (
         f'<div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
@@ -186,8 +188,8 @@ def draw(chart: Chart, folder: Path) -> tuple[list[Path], str]:
 
 def titled(svg: str, values: Mapping[str, str]) -> str:
     """``svg`` with a title on every element whose id is in ``values``, shown under the pointer."""
-    for key, told in values.items():
-        svg = svg.replace(f'<g id="{key}">', f'<g id="{key}"><title>{escape(told)}</title>', 1)
+    for key, text in values.items():
+        svg = svg.replace(f'<g id="{key}">', f'<g id="{key}"><title>{escape(text)}</title>', 1)
     return svg
 
 

@@ -26,11 +26,11 @@ def render(plan: Plan, *, verbose: bool = False, shares: Sequence[float] = ()) -
     ``shares``: of a step, per component, if known. ``verbose``: every strategy with its refusal, the parts of the step,
     the space of the certificate and the course of the search.
     """
-    found: list[RenderableType] = [headline(plan), *standing(plan), line("")]
-    found += [assignments(plan, shares), line(""), *baselines(plan, verbose=verbose)]
+    blocks: list[RenderableType] = [headline(plan), *standing(plan), line("")]
+    blocks += [assignments(plan, shares), line(""), *baselines(plan, verbose=verbose)]
     if verbose:
-        found += [line(""), prediction(plan), certificate(plan), *search(plan), *doubt(plan)]
-    return [*found, *measured(plan), *(line(f"note: {n}") for n in notes(plan))]
+        blocks += [line(""), prediction(plan), certificate(plan), *search(plan), *doubt(plan)]
+    return [*blocks, *measured(plan), *(line(f"note: {n}") for n in notes(plan))]
 
 
 def notes(plan: Plan) -> tuple[str, ...]:
@@ -40,13 +40,13 @@ def notes(plan: Plan) -> tuple[str, ...]:
 
 def headline(plan: Plan) -> RenderableType:
     """Model, devices, batch and settings, in one line."""
-    where = f"{plan.gpus} x {plan.device_type}"
+    devices = f"{plan.gpus} x {plan.device_type}"
     if plan.num_ranks * plan.groups < plan.gpus:
-        where = f"{plan.num_ranks * plan.groups} of {where}"
+        devices = f"{plan.num_ranks * plan.groups} of {devices}"
     if plan.groups > 1:
-        where += f" in {plan.groups} groups"
+        devices += f" in {plan.groups} groups"
     return line(
-        f"{plan.model_spec} on {where} ({plan.cluster}, {plan.origin}), batch {plan.global_batch}, {plan.precision}, "
+        f"{plan.model_spec} on {devices} ({plan.cluster}, {plan.origin}), batch {plan.global_batch}, {plan.precision}, "
         f"{plan.optimizer}" + (f", gradients as {plan.compression}" if plan.compression != "none" else ""),
         "bold",
     )
@@ -64,8 +64,8 @@ def standing(plan: Plan) -> list[RenderableType]:
     if c.gap <= _PROVED:
         lines.append(f"Proof    optimal in {seconds(c.solve_s)}: nothing in the space is faster")
     else:
-        most = f"at most {percent(c.gap)}" if c.gap >= 0.0005 else "less than 0.1 %"
-        lines.append(f"Proof    {c.status} after {seconds(c.solve_s)}: {most} could be saved")
+        saving = f"at most {percent(c.gap)}" if c.gap >= 0.0005 else "less than 0.1 %"
+        lines.append(f"Proof    {c.status} after {seconds(c.solve_s)}: {saving} could be saved")
     if sure is not None and sure.finalists > 1 and plan.measured is None:
         lines.append(f"Doubt    {100 * sure.p_best:.0f} % that it is the best of {sure.finalists}, or within 1 % of it")
     return [line(text) for text in lines]
@@ -127,17 +127,17 @@ def baselines(plan: Plan, *, verbose: bool = False) -> list[RenderableType]:
     result.title = None
     if verbose:
         result.columns[-1].justify = "left"
-    for alike in shown:
-        b = alike[0]
+    for equals in shown:
+        b = equals[0]
         cells = [
-            " = ".join(x.name for x in alike),
+            " = ".join(x.name for x in equals),
             seconds(b.step_time_s),
             NOTHING if b is this_plan else error(b.step_time_s, best),
             size(b.memory_bytes_max),
         ]
         if verbose:
             cells.append("yes" if b.fits else f"no: {b.why_not}" if b.why_not else "no")
-        result.add_row(*cells, style="bold" if this_plan in alike else "" if b.fits else "dim")
+        result.add_row(*cells, style="bold" if this_plan in equals else "" if b.fits else "dim")
     return [result] if verbose else [result, *_folded(plan, len(rows) - len(shown))]
 
 
@@ -165,7 +165,7 @@ def _folded(plan: Plan, more: int) -> list[RenderableType]:
     """One line on what the short table leaves out."""
     run = [b for b in plan.baselines if not _on_request(b)]
     texts = [f"{more} more"] if more else []
-    for what, names in (
+    for reason, names in (
         (KEPT_OUT, [b.name for b in run if b.why_not == KEPT_OUT]),
         ("too large", [b.name for b in run if not b.fits and b.step_time_s is not None and b.why_not != KEPT_OUT]),
         (TOO_SLOW, [b.name for b in run if b.why_not == TOO_SLOW]),
@@ -173,7 +173,7 @@ def _folded(plan: Plan, more: int) -> list[RenderableType]:
         ("only on request", [b.name for b in plan.baselines if _on_request(b)]),
     ):
         rest = f" and {len(names) - _NAMES} others" if len(names) > _NAMES else ""
-        texts += [f"{what}: {', '.join(names[:_NAMES])}{rest}"] if names else []
+        texts += [f"{reason}: {', '.join(names[:_NAMES])}{rest}"] if names else []
     return [line(f"-v shows: {'; '.join(texts)}", "dim")] if texts else []
 
 
@@ -229,14 +229,14 @@ def measured(plan: Plan) -> list[RenderableType]:
             percent(t.p_best_after),
             style="bold" if s == m.step_time_s else "",
         )
-    where = f"{m.num_devices} x {m.device_name}" + (f" on {m.cpu_cores} cores" if m.device_type == "cpu" else "")
+    machine = f"{m.num_devices} x {m.device_name}" + (f" on {m.cpu_cores} cores" if m.device_type == "cpu" else "")
     return [
         line(""),
         result,
         line(
             f"measured {seconds(m.step_time_s.median)} a step (prediction "
             f"{error(plan.prediction.step_time_s, m.step_time_s.median)}) over {m.step_time_s.n} steps, {m.created}, "
-            f"{where}, torch {m.torch_version}; {seconds(m.seconds)} for all finalists"
+            f"{machine}, torch {m.torch_version}; {seconds(m.seconds)} for all finalists"
         ),
         line(
             f"P(best) {percent(m.before.p_best)} before and {percent(m.after.p_best)} after measuring; expected regret "

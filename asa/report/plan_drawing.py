@@ -12,7 +12,7 @@ from matplotlib.patches import FancyBboxPatch, Patch
 from asa.report.drawing import ASA, INK, MARKERS, PALETTE, Row, colour, single
 from asa.report.tables import fitted
 
-_ACROSS = 5
+_MAX_COLUMNS = 5
 """Number of boxes of a network side by side."""
 _COMPUTE, _SENT = "#8DA0B3", ASA
 
@@ -20,12 +20,12 @@ _COMPUTE, _SENT = "#8DA0B3", ASA
 def network(rows: Sequence[Row]) -> Figure:
     """Figure of rows: index, component, assignment, stage, share of the step. Boxes in the order of the data, line by
     line."""
-    down = -(-len(rows) // _ACROSS)
-    figure, axes = single(0.8 + 0.72 * down, width=8.4)
+    num_lines = -(-len(rows) // _MAX_COLUMNS)
+    figure, axes = single(0.8 + 0.72 * num_lines, width=8.4)
     labels = list(dict.fromkeys(str(row[2]) for row in rows))
     shade = {label: PALETTE[i % len(PALETTE)] for i, label in enumerate(labels)}
     for i, row in enumerate(rows):
-        x, y = _place(i)
+        x, y = _position(i)
         axes.add_patch(
             FancyBboxPatch((x + 0.06, y + 0.2), 0.88, 0.6, boxstyle="round,pad=0,rounding_size=0.06",
                            facecolor=shade[str(row[2])], alpha=0.55, linewidth=0)
@@ -37,22 +37,22 @@ def network(rows: Sequence[Row]) -> Figure:
             axes.text(x + 0.5, y + 0.65, f"{100 * float(row[4]):.0f} %", ha="center", va="center", fontsize=8,
                       color="black")  # fmt: skip
         if i:
-            before = _place(i - 1)
-            start = (before[0] + 0.94, before[1] + 0.5) if before[1] == y else (before[0] + 0.5, before[1] + 0.82)
-            end = (x + 0.06, y + 0.5) if before[1] == y else (x + 0.5, y + 0.18)
-            cut = row[3] != rows[i - 1][3]
-            axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": ASA if cut else INK,
-                                                      "linewidth": 1.8 if cut else 0.8})  # fmt: skip
-    axes.set_xlim(0, _ACROSS)
-    axes.set_ylim(down, 0)
+            last = _position(i - 1)
+            start = (last[0] + 0.94, last[1] + 0.5) if last[1] == y else (last[0] + 0.5, last[1] + 0.82)
+            end = (x + 0.06, y + 0.5) if last[1] == y else (x + 0.5, y + 0.18)
+            is_new_stage = row[3] != rows[i - 1][3]
+            axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": ASA if is_new_stage else INK,
+                                                      "linewidth": 1.8 if is_new_stage else 0.8})  # fmt: skip
+    axes.set_xlim(0, _MAX_COLUMNS)
+    axes.set_ylim(num_lines, 0)
     axes.set_axis_off()
     handles = [Patch(facecolor=shade[label], alpha=0.55, label=label) for label in labels]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(3, max(1, len(labels))), frameon=False)
     return figure
 
 
-def _place(index: int) -> tuple[int, int]:
-    return index % _ACROSS, index // _ACROSS
+def _position(index: int) -> tuple[int, int]:
+    return index % _MAX_COLUMNS, index // _MAX_COLUMNS
 
 
 def component_times(rows: Sequence[Row]) -> Figure:
@@ -72,12 +72,12 @@ def component_times(rows: Sequence[Row]) -> Figure:
 def search(rows: Sequence[Row]) -> Figure:
     """Figure of rows: seconds of search, best step time (None: none yet), lower bound."""
     figure, axes = single(3.2)
-    at = [float(row[0] or 0.0) for row in rows]
-    best = [(t, float(row[1])) for t, row in zip(at, rows, strict=True) if row[1] is not None]
+    times = [float(row[0] or 0.0) for row in rows]
+    best = [(t, float(row[1])) for t, row in zip(times, rows, strict=True) if row[1] is not None]
     axes.step([t for t, _ in best], [1e3 * v for _, v in best], where="post", color=ASA, marker="o", markersize=4,
               label="best plan so far")  # fmt: skip
     bounds = [1e3 * float(row[2] or 0.0) for row in rows]
-    axes.step(at, bounds, where="post", color=INK, linestyle="--", label="lower bound: no plan is faster")
+    axes.step(times, bounds, where="post", color=INK, linestyle="--", label="lower bound: no plan is faster")
     axes.set_xlabel("seconds of search")
     axes.set_ylabel("milliseconds a step, predicted")
     _from_zero(axes, "y")
@@ -100,11 +100,11 @@ def trade(rows: Sequence[Row]) -> Figure:
             label="fastest within that memory",
         )
     for i, row in enumerate(r for r in rows if r[0] != "frontier"):
-        own = row[0] == "plan"
+        is_plan = row[0] == "plan"
         axes.plot(
             float(row[2] or 0) / 2**30, 1e3 * float(row[3] or 0), linestyle="none", label=str(row[1]),
-            marker="*" if own else MARKERS[i % 4], markersize=13 if own else 6,
-            color=ASA if own else colour(str(row[1])),
+            marker="*" if is_plan else MARKERS[i % 4], markersize=13 if is_plan else 6,
+            color=ASA if is_plan else colour(str(row[1])),
         )  # fmt: skip
     axes.set_xlabel("GiB on the fullest device, predicted")
     axes.set_ylabel("milliseconds a step, predicted")
@@ -127,7 +127,7 @@ def cost(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def beside(rows: Sequence[Row]) -> Figure:
+def comparison(rows: Sequence[Row]) -> Figure:
     """Figure of rows: term, seconds in this plan, seconds in the other; the first row is (term, this name, other
     name)."""
     figure, axes = single(0.9 + 0.5 * max(3, len(rows) - 1))
@@ -152,16 +152,16 @@ def step_times(rows: Sequence[Row]) -> Figure:
     ):
         points = [(float(r[1] or 0), 1e3 * float(r[2] or 0)) for r in rows if r[0] == kind]
         if points:
-            drawn: dict[str, Any] = {**style, "drawstyle": "steps-pre"}
-            axes.plot(*zip(*points, strict=True), **drawn)
-    seen = set()
+            step_style: dict[str, Any] = {**style, "drawstyle": "steps-pre"}
+            axes.plot(*zip(*points, strict=True), **step_style)
+    labelled = set()
     for row in rows:
         if row[0] in ("change", "finding"):
             shade, label = (ASA, "another plan") if row[0] == "change" else (PALETTE[1], "something was slow")
             axes.axvline(float(row[1] or 0), color=shade, linewidth=1.6 if row[0] == "change" else 1.0,
                          linestyle="-" if row[0] == "change" else ":",
-                         label=None if label in seen else label)  # fmt: skip
-            seen.add(label)
+                         label=None if label in labelled else label)  # fmt: skip
+            labelled.add(label)
     axes.set_xlabel("step")
     axes.set_ylabel("milliseconds a step")
     _from_zero(axes, "y")

@@ -68,7 +68,7 @@ def charts(
     cost."""
     figures = [network(plan, explanation)]
     figures += [component_times(explanation)] if explanation is not None else []
-    figures += [beside(other)] if other is not None and other.other_s is not None else []
+    figures += [comparison(other)] if other is not None and other.other_s is not None else []
     figures += [search(plan)] if len(plan.certificate.curve or ()) > 1 else []
     figures.append(trade(plan, curves.memory if curves is not None else ()))
     figures += [cost(curves.cost)] if curves is not None and curves.cost else []
@@ -157,15 +157,16 @@ def cost(points: Sequence[CostPoint]) -> Chart:
     )
 
 
-def beside(found: Difference) -> Chart:
+def comparison(difference: Difference) -> Chart:
     """The step of the plan and of another one, term by term."""
-    rows: list[Row] = [("term", "this plan", found.other)]
-    rows += [(t.name, t.plan_s, t.other_s) for t in found.terms]
+    rows: list[Row] = [("term", "this plan", difference.other)]
+    rows += [(t.name, t.plan_s, t.other_s) for t in difference.terms]
     return Chart(
         name="beside",
-        title=f"This plan beside {found.other}",
-        caption=f"Predicted parts of a step: {seconds(found.plan_s)} in all here, {seconds(found.other_s)} there.",
+        title=f"This plan beside {difference.other}",
+        caption=f"Predicted parts of a step: {seconds(difference.plan_s)} in all here, "
+        f"{seconds(difference.other_s)} there.",
         columns=("term", "plan_s", "other_s"),
         rows=tuple(rows),
-        draw=plan_drawing.beside,
+        draw=plan_drawing.comparison,
     )

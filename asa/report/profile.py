@@ -205,7 +205,7 @@ def _roofline(profile: Profile) -> list[RenderableType]:
 
 def _remarks(profile: Profile) -> list[RenderableType]:
     lines: list[RenderableType] = [line(f"dispatch floor {seconds(profile.dispatch_floor_s)} a component")]
-    lines += [line(f"skipped, {why}: {'; '.join(what)}") for why, what in _by_reason(profile.skipped).items()]
+    lines += [line(f"skipped, {why}: {'; '.join(parts)}") for why, parts in _by_reason(profile.skipped).items()]
     lines += _warnings(profile)
     if profile.provenance.note:
         lines.append(line(profile.provenance.note))
@@ -232,6 +232,6 @@ def _by_reason(skipped: Sequence[str]) -> dict[str, list[str]]:
     """
     groups: dict[str, list[str]] = {}
     for entry in skipped:
-        what, colon, why = entry.rpartition(": ")
-        groups.setdefault(why if colon else "unmeasured", []).append(what if colon else entry)
+        item, colon, why = entry.rpartition(": ")
+        groups.setdefault(why if colon else "unmeasured", []).append(item if colon else entry)
     return groups

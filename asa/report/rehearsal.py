@@ -42,5 +42,5 @@ def render(rehearsal: Rehearsal) -> list[RenderableType]:
 
 
 def _times(c: RehearsedComponent) -> tuple[str, str, str]:
-    foreseen = c.predicted_forward_s + c.predicted_backward_s
-    return seconds(c.forward_s + c.backward_s), seconds(foreseen), error(foreseen, c.forward_s + c.backward_s)
+    predicted_s = c.predicted_forward_s + c.predicted_backward_s
+    return seconds(c.forward_s + c.backward_s), seconds(predicted_s), error(predicted_s, c.forward_s + c.backward_s)

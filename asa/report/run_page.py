@@ -19,36 +19,36 @@ _CHANGES = ("switch", "rollback", "memory", "lost")
 
 
 def write(
-    found: Story, events: Iterable[Mapping[str, Any]], folder: Path, plan: Plan | None = None, name: str = ""
+    story: Story, events: Iterable[Mapping[str, Any]], folder: Path, plan: Plan | None = None, name: str = ""
 ) -> Path:
     """Write ``report.html`` with ``figures/`` beside it to ``folder``; returns the page's path. ``name`` is
     that of the run (default: that of the folder)."""
-    drawn = [(c, page.draw(c, folder / "figures")[1]) for c in charts(list(events), plan)]
+    drawings = [(c, page.draw(c, folder / "figures")[1]) for c in charts(list(events), plan)]
     path = folder / "report.html"
-    codec.write(html(found, drawn, name or folder.name), path)
+    codec.write(html(story, drawings, name or folder.name), path)
     return path
 
 
-def html(found: Story, drawn: list[tuple[Chart, str]], name: str) -> str:
-    """The page; ``drawn`` contains the figures with their inline SVG."""
-    first, *others = drawn
-    told = [
+def html(story: Story, drawings: list[tuple[Chart, str]], name: str) -> str:
+    """The page; ``drawings`` contains the figures with their inline SVG."""
+    first, *others = drawings
+    items = [
         f"after step {h.step}{'' if h.epoch is None else f' (epoch {h.epoch + 1})'}: {PREFIX.get(h.kind, '')}{h.line}"
-        for h in found.happenings
+        for h in story.happenings
     ]
-    stretches = [("", (f"{s.first_step} to {s.last_step}", s.plan, seconds(s.step_s))) for s in found.stretches]
-    links = [(f"{c.name}-title", c.title) for c, _ in drawn] + [("happened", "What happened")]
+    stretches = [("", (f"{s.first_step} to {s.last_step}", s.plan, seconds(s.step_s))) for s in story.stretches]
+    links = [(f"{c.name}-title", c.title) for c, _ in drawings] + [("happened", "What happened")]
     return "\n".join(
         [
             page.head(f"asa train: {name}"),
             f"<h1>{escape(name)}</h1>",
-            f'<p class="first">{escape(first_sentence(found))}</p>',
+            f'<p class="first">{escape(first_sentence(story))}</p>',
             page.figure(*first, "log.jsonl"),
             page.contents(links),
             *(page.figure(c, svg, "log.jsonl") for c, svg in others),
             '<h2 id="happened">What happened</h2>',
             "<ul>",
-            *(f"<li>{escape(text)}</li>" for text in told),
+            *(f"<li>{escape(text)}</li>" for text in items),
             "</ul>",
             page.html_table("Step time between findings and changes", ("steps", "plan", "step"), stretches),
             "</main></body></html>\n",
@@ -56,17 +56,17 @@ def html(found: Story, drawn: list[tuple[Chart, str]], name: str) -> str:
     )
 
 
-def first_sentence(found: Story) -> str:
+def first_sentence(story: Story) -> str:
     """Number of steps and of changes of plan, and the gain of these."""
-    steps = max((s.last_step for s in found.stretches), default=0)
-    slow = sum(h.kind == "finding" for h in found.happenings)
-    often = f"changed {_times(len(found.changes))}" if found.changes else "never changed"
-    said = f"{steps} steps; the plan was {often}"
-    won = [c.won_s for c in found.changes if c.won_s is not None]
-    gains = [c.measured_gain for c in found.changes if c.measured_gain is not None]
-    said += f", which measured {', '.join(percent(g, signed=True) for g in gains)} of a step" if gains else ""
-    said += f" and won {sum(won):.3g} s" if won else ""
-    return f"{said}; something was found slow {_times(slow)}." if slow else f"{said}."
+    steps = max((s.last_step for s in story.stretches), default=0)
+    slow = sum(h.kind == "finding" for h in story.happenings)
+    changes = f"changed {_times(len(story.changes))}" if story.changes else "never changed"
+    sentence = f"{steps} steps; the plan was {changes}"
+    won = [c.won_s for c in story.changes if c.won_s is not None]
+    gains = [c.measured_gain for c in story.changes if c.measured_gain is not None]
+    sentence += f", which measured {', '.join(percent(g, signed=True) for g in gains)} of a step" if gains else ""
+    sentence += f" and won {sum(won):.3g} s" if won else ""
+    return f"{sentence}; something was found slow {_times(slow)}." if slow else f"{sentence}."
 
 
 def _times(count: int) -> str:
@@ -75,13 +75,13 @@ def _times(count: int) -> str:
 
 def charts(events: list[Mapping[str, Any]], plan: Plan | None = None) -> tuple[Chart, ...]:
     """Figures of a run: step time first, then learning, memory of the last epoch, and the first plan."""
-    made = [timeline(events)]
-    learnt = learning(events)
-    made += [learnt] if learnt.rows else []
-    kept = memory(events)
-    made += [kept] if kept.rows else []
-    made += [plan_page.network(plan)] if plan is not None else []
-    return tuple(made)
+    figures = [timeline(events)]
+    learning_chart = learning(events)
+    figures += [learning_chart] if learning_chart.rows else []
+    memory_chart = memory(events)
+    figures += [memory_chart] if memory_chart.rows else []
+    figures += [plan_page.network(plan)] if plan is not None else []
+    return tuple(figures)
 
 
 def timeline(events: Iterable[Mapping[str, Any]]) -> Chart:
@@ -96,10 +96,10 @@ def timeline(events: Iterable[Mapping[str, Any]]) -> Chart:
                     rows.append(("measured", step, float(event["step_time_s"]), None))
                 case "epoch":
                     step = int(event["step"])
-                    promised = float(event["measurements"]["predicted_step_time_s"])
+                    predicted_s = float(event["measurements"]["predicted_step_time_s"])
                     if not any(row[0] == "expected" for row in rows):
-                        rows.append(("expected", 0, promised, None))
-                    rows.append(("expected", step, promised, None))
+                        rows.append(("expected", 0, predicted_s, None))
+                    rows.append(("expected", step, predicted_s, None))
                 case "replan" if event["kind"] in _CHANGES:
                     rows.append(("change", step, None, str(event["why"])))
                 case "finding":
@@ -123,26 +123,27 @@ def timeline(events: Iterable[Mapping[str, Any]]) -> Chart:
 def learning(events: Iterable[Mapping[str, Any]]) -> Chart:
     """Validation accuracy, or the loss if there is none, after every epoch."""
     rows: list[Row] = []
-    took = 0.0
+    elapsed_s = 0.0
     for event in events:
         if event.get("event") != "epoch":
             continue
         try:
-            took += float(event["seconds"])
+            elapsed_s += float(event["seconds"])
             if event["validation_loss"] is None:
                 continue
-            rows.append(("after every epoch", "validation", int(event["epoch"]) + 1, took, float(event["train_loss"]),
-                         event["validation_loss"], event["validation_accuracy"]))  # fmt: skip
+            rows.append(("after every epoch", "validation", int(event["epoch"]) + 1, elapsed_s,
+                         float(event["train_loss"]), event["validation_loss"],
+                         event["validation_accuracy"]))  # fmt: skip
         except (KeyError, TypeError, ValueError):
             continue
-    told = any(float(r[6] or 0) > 0 for r in rows)
+    has_accuracy = any(float(r[6] or 0) > 0 for r in rows)
     return Chart(
         name="learning",
-        title=f"Validation {'accuracy' if told else 'loss'} over training time",
+        title=f"Validation {'accuracy' if has_accuracy else 'loss'} over training time",
         caption="A point an epoch; seconds of whole epochs.",
         columns=("panel", "strategy", "epoch", "seconds", "train_loss", "validation_loss", "validation_accuracy"),
         rows=tuple(rows),
-        draw=drawing.accuracy_over_time if told else drawing.loss,
+        draw=drawing.accuracy_over_time if has_accuracy else drawing.loss,
     )
 
 
@@ -154,8 +155,8 @@ def memory(events: Iterable[Mapping[str, Any]]) -> Chart:
             last = event["measurements"]
     rows: list[Row] = []
     if last is not None:
-        seen = last.get("peak_memory_bytes") or [None] * len(last["predicted_memory_bytes"])
-        rows = [(i, p, m) for i, (p, m) in enumerate(zip(last["predicted_memory_bytes"], seen, strict=False))]
+        measured = last.get("peak_memory_bytes") or [None] * len(last["predicted_memory_bytes"])
+        rows = [(i, p, m) for i, (p, m) in enumerate(zip(last["predicted_memory_bytes"], measured, strict=False))]
     return Chart(
         name="rank_memory",
         title="Memory of every rank",

@@ -29,10 +29,10 @@ def render(check: SealedCheck) -> list[RenderableType]:
             )
         ]
     columns = ("model", "strategy", "batch", "sealed", "predicted", "measured", "error", "in 90 %", "memory error")
-    made = table(f"Sealed predictions on {machine}", columns, left=2)
+    result = table(f"Sealed predictions on {machine}", columns, left=2)
     for c in check.cells:
         m = c.measured
-        made.add_row(
+        result.add_row(
             f"{c.model} at {'x'.join(map(str, c.input_shape))}",
             c.strategy,
             str(c.global_batch),
@@ -45,7 +45,7 @@ def render(check: SealedCheck) -> list[RenderableType]:
         )
     s = scores(check)
     return [
-        made,
+        result,
         line(""),
         line(
             f"{s['measured']} of {s['cells']} cells measured, {s['failed']} failed; mean absolute error "

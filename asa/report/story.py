@@ -98,8 +98,8 @@ class _Teller:
                 self._end()
                 self.plan = str(event["plan_fingerprint"])
                 data = event["data"]
-                said = data[0] if isinstance(data, list | tuple) else data
-                self._note(event, "start", f"{event['model']} on {ranks(event['ranks'])}; {said}")
+                source = data[0] if isinstance(data, list | tuple) else data
+                self._note(event, "start", f"{event['model']} on {ranks(event['ranks'])}; {source}")
             case "steps":
                 self._stepped(int(event["step"]), float(event["step_time_s"]))
             case "epoch":

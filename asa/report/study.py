@@ -21,28 +21,28 @@ _MARKS = {"measured": "", "predicted": "~", "refused": "-", "open": "..."}
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A block to run: its title, what is done, its estimated seconds and their basis ``how``."""
+    """A block to run: its title, what is done, its estimated seconds and the ``basis`` of these."""
 
     title: str
     mode: str
     strategies: tuple[str, ...]
     epochs: int
     seconds: float
-    how: str
+    basis: str
 
 
 def planned(name: str, title: str, items: Sequence[Planned], budget_s: float, folder: Path) -> list[RenderableType]:
     """The open work of a study, and its estimated duration."""
-    said: list[RenderableType] = [line(f"study {name}: {title}", "bold")]
+    lines: list[RenderableType] = [line(f"study {name}: {title}", "bold")]
     for item in items:
-        last = "done" if item.how == "done" else f"about {seconds(item.seconds)}, {item.how}"
-        said.append(line(f"  {item.mode}: {item.title}"))
-        said.append(line(f"    {', '.join(item.strategies)}: {last}", "dim"))
+        last = "done" if item.basis == "done" else f"about {seconds(item.seconds)}, {item.basis}"
+        lines.append(line(f"  {item.mode}: {item.title}"))
+        lines.append(line(f"    {', '.join(item.strategies)}: {last}", "dim"))
     total = sum(item.seconds for item in items)
     fits = "within" if total <= budget_s else "more than"
-    said.append(line(f"about {seconds(total)} in all, {fits} the budget of {seconds(budget_s)}; nothing was run"))
-    said.append(line(f"results go to {folder}; cells that are there already are not run again"))
-    return said
+    lines.append(line(f"about {seconds(total)} in all, {fits} the budget of {seconds(budget_s)}; nothing was run"))
+    lines.append(line(f"results go to {folder}; cells that are there already are not run again"))
+    return lines
 
 
 def planned_document(name: str, folder: Path, items: Sequence[Planned], budget_s: float) -> dict[str, Any]:
@@ -56,80 +56,82 @@ def planned_document(name: str, folder: Path, items: Sequence[Planned], budget_s
         "about_s": sum(i.seconds for i in items),
         "blocks": [
             {"title": i.title, "mode": i.mode, "strategies": list(i.strategies), "epochs": i.epochs,
-             "about_s": i.seconds, "how": i.how} for i in items
+             "about_s": i.seconds, "how": i.basis} for i in items
         ],
     }  # fmt: skip
 
 
 def render(study: Study) -> list[RenderableType]:
     """A table for every model, data set and place, in 80 columns; refusals and notes below."""
-    said: list[RenderableType] = [line(f"study {study.name}: {study.title}", "bold")]
+    lines: list[RenderableType] = [line(f"study {study.name}: {study.title}", "bold")]
     rows = figures.of(study)
-    for heading in dict.fromkeys(f.place for f in rows):
-        mine = [f for f in rows if f.place == heading and f.row.result is not None]
-        if not mine:
+    for heading in dict.fromkeys(f.heading for f in rows):
+        group = [f for f in rows if f.heading == heading and f.row.result is not None]
+        if not group:
             continue
-        made = table(heading, ("strategy", "ranks", "step", "samples/s", "epoch", "memory", "learnt"))
-        for f in mine:
-            made.add_row(
+        group_table = table(heading, ("strategy", "ranks", "step", "samples/s", "epoch", "memory", "learnt"))
+        for f in group:
+            group_table.add_row(
                 f.row.cell.strategy, str(f.row.cell.gpus),
                 _MARKS[f.row.state] + seconds(f.step_s), rate(f.samples_per_s), seconds(f.epoch_s),
                 size(f.memory_bytes), f.learnt,
                 style="bold" if f.row.cell.strategy == "asa" else "dim" if f.row.state == "predicted" else "",
             )  # fmt: skip
-        said += [line(""), made]
+        lines += [line(""), group_table]
     if any(f.row.state == "predicted" for f in rows):
-        said.append(line("~: predicted, not run"))
-    said += [line(""), *(line(wrapped(text)) for text in folded(study))]
-    beside = [f for f in rows if f.published]
-    if beside:
-        made = table("beside what was published", ("model", "strategy", "ranks", "figure", "here", "published"), left=2)
-        for f in beside:
-            for p, own in f.published:
-                made.add_row(
+        lines.append(line("~: predicted, not run"))
+    lines += [line(""), *(line(wrapped(text)) for text in folded(study))]
+    published_rows = [f for f in rows if f.published]
+    if published_rows:
+        comparison = table(
+            "beside what was published", ("model", "strategy", "ranks", "figure", "here", "published"), left=2
+        )
+        for f in published_rows:
+            for p, value in f.published:
+                comparison.add_row(
                     f.row.cell.model, f.row.cell.strategy, str(f.row.cell.gpus), p.metric.replace("_", " "),
-                    NOTHING if own is None else f"{_MARKS[f.row.state]}{own:.4g}", f"{p.value:g} ({p.hardware})",
+                    NOTHING if value is None else f"{_MARKS[f.row.state]}{value:.4g}", f"{p.value:g} ({p.hardware})",
                 )  # fmt: skip
-        said += [line(""), made]
+        lines += [line(""), comparison]
     missing = figures.unmatched(study, rows)
     if missing:
-        said.append(line(f"{len(missing)} published figures have no cell beside them: {figures.grouped(missing)}"))
-    said += [line(wrapped(f"differs: {text}")) for text in study.differs]
-    return said
+        lines.append(line(f"{len(missing)} published figures have no cell beside them: {figures.grouped(missing)}"))
+    lines += [line(wrapped(f"differs: {text}")) for text in study.differs]
+    return lines
 
 
 def folded(study: Study) -> list[str]:
     """Lines with each reason of refusal and its cells, notes, and the open work."""
-    found = [f"refused ({n}): {_few(cells)}: {why}" for n, (why, cells) in enumerate(_reasons(study).items(), 1)]
-    short = [row for row in study.rows if row.result is not None and row.result.accuracy
+    lines = [f"refused ({n}): {_few(cells)}: {why}" for n, (why, cells) in enumerate(_reasons(study).items(), 1)]
+    unfinished = [row for row in study.rows if row.result is not None and row.result.accuracy
              and row.result.accuracy[-1].epoch < row.cell.epochs - 0.01]  # fmt: skip
-    if short:
-        found.append(
-            f"{len(short)} cells were ended by the budget before their epochs; the same command runs them anew"
+    if unfinished:
+        lines.append(
+            f"{len(unfinished)} cells were ended by the budget before their epochs; the same command runs them anew"
         )
     for why, cells in _reasons(study, "open").items():
-        found.append(f"left ({len(cells)}): {_few(cells)}: {why}")
+        lines.append(f"left ({len(cells)}): {_few(cells)}: {why}")
     notes = dict.fromkeys(n for row in study.rows for n in row.notes)
     sources = dict.fromkeys(row.data_source for row in study.rows if row.data_source)
-    return found + [f"note: {n}" for n in notes] + [f"data: {s}" for s in sources]
+    return lines + [f"note: {n}" for n in notes] + [f"data: {s}" for s in sources]
 
 
 def _reasons(study: Study, state: str = "refused") -> dict[str, list[str]]:
     """Reasons of cells in ``state``, each with its cells; a reason's number is its position."""
-    said: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for row in study.rows:
         if row.state == state:
-            said.setdefault(row.why, []).append(f"{row.cell.strategy} of {row.cell.model} on {row.cell.gpus}")
-    return said
+            reasons.setdefault(row.why, []).append(f"{row.cell.strategy} of {row.cell.model} on {row.cell.gpus}")
+    return reasons
 
 
-def _few(cells: Sequence[str], most: int = 4) -> str:
+def _few(cells: Sequence[str], limit: int = 4) -> str:
     cells = list(dict.fromkeys(cells))
-    more = f" and {len(cells) - most} more" if len(cells) > most else ""
-    return ", ".join(cells[:most]) + more
+    more = f" and {len(cells) - limit} more" if len(cells) > limit else ""
+    return ", ".join(cells[:limit]) + more
 
 
-READ = (
+TABLE_COLUMNS = (
     "model", "data", "ranks", "batch", "strategy", "epochs", "state", "step", "samples/s", "epoch", "utilisation",
     "MFU", "active memory", "state memory", "communication", "learnt", "to target", "cost of an epoch", "published",
 )  # fmt: skip
@@ -137,14 +139,14 @@ READ = (
 
 
 def cells(f: Figures, reasons: Sequence[str], *, price: bool) -> tuple[str, ...]:
-    """A row with the columns :data:`READ`, as text. Refused cells have the number of their reason."""
+    """A row with the columns :data:`TABLE_COLUMNS`, as text. Refused cells have the number of their reason."""
     c, r = f.row.cell, f.row.result
-    place = (c.model, c.data, str(c.gpus), str(c.global_batch), c.strategy, str(c.epochs))
+    key = (c.model, c.data, str(c.gpus), str(c.global_batch), c.strategy, str(c.epochs))
     if r is None:
         number = f" ({reasons.index(f.row.why) + 1})" if f.row.why in reasons else ""
-        return (*place, f.row.state + number, *([NOTHING] * (len(READ) - 7)))
+        return (*key, f.row.state + number, *([NOTHING] * (len(TABLE_COLUMNS) - 7)))
     return (
-        *place, f.row.state + (f" for {c.devices}" if f.row.state == "predicted" else ""),
+        *key, f.row.state + (f" for {c.devices}" if f.row.state == "predicted" else ""),
         seconds(f.step_s), rate(f.samples_per_s), seconds(f.epoch_s), percent(r.utilisation), percent(r.mfu),
         size(f.memory_bytes), size(r.state_memory_bytes), percent(f.communication_share), f.learnt, f.to_target,
         f"{f.cost_per_epoch:.3g}" if price and f.cost_per_epoch is not None else NOTHING,
@@ -154,24 +156,25 @@ def cells(f: Figures, reasons: Sequence[str], *, price: bool) -> tuple[str, ...]
 
 def markdown(study: Study, rows: Sequence[Figures]) -> str:
     """The table and all notes, as Markdown."""
-    kept, made = columns(study, rows)
-    out = [f"# {study.title}", "", f"Study `{study.name}`, {study.created}.", ""]
-    out += [f"| {' | '.join(READ[i] for i in kept)} |", f"|{'---|' * len(kept)}"]
-    out += [f"| {' | '.join(row[i].replace('|', chr(92) + '|') for i in kept)} |" for row in made]
-    out += ["", *(f"- {text}" for text in (*folded(study), *(f"differs: {d}" for d in study.differs)))]
-    beside = [(f, p, own) for f in rows for p, own in f.published]
-    if beside:
-        out += [
+    indices, texts = columns(study, rows)
+    lines = [f"# {study.title}", "", f"Study `{study.name}`, {study.created}.", ""]
+    lines += [f"| {' | '.join(TABLE_COLUMNS[i] for i in indices)} |", f"|{'---|' * len(indices)}"]
+    lines += [f"| {' | '.join(row[i].replace('|', chr(92) + '|') for i in indices)} |" for row in texts]
+    lines += ["", *(f"- {text}" for text in (*folded(study), *(f"differs: {d}" for d in study.differs)))]
+    published_rows = [(f, p, value) for f in rows for p, value in f.published]
+    if published_rows:
+        lines += [
             "",
             "| model | strategy | ranks | figure | here | by | published | hardware | source |",
             f"|{'---|' * 9}",
         ]
-        out += [
+        lines += [
             f"| {f.row.cell.model} | {f.row.cell.strategy} | {f.row.cell.gpus} | {p.metric.replace('_', ' ')} | "
-            f"{NOTHING if own is None else f'{own:.4g}'} | {f.row.state} | {p.value:g} | {p.hardware} | {p.source} |"
-            for f, p, own in beside
+            f"{f'{value:.4g}' if value is not None else NOTHING} | {f.row.state} | {p.value:g} | {p.hardware} | "
+            f"{p.source} |"
+            for f, p, value in published_rows
         ]
-    return "\n".join(out) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 _SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"} | {
@@ -181,20 +184,20 @@ _SPECIAL = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textas
 
 def latex(study: Study, rows: Sequence[Figures]) -> str:
     """The table in LaTeX with ``booktabs``."""
-    kept, made = columns(study, rows)
-    left = {"model", "data", "strategy", "state"}
-    out = [
+    indices, texts = columns(study, rows)
+    left_aligned = {"model", "data", "strategy", "state"}
+    lines = [
         f"% {study.title}; {study.created}",
         *(f"% {text}" for text in folded(study)),
-        r"\begin{tabular}{" + "".join("l" if READ[i] in left else "r" for i in kept) + "}",
+        r"\begin{tabular}{" + "".join("l" if TABLE_COLUMNS[i] in left_aligned else "r" for i in indices) + "}",
         r"\toprule",
-        " & ".join(_escaped(READ[i]) for i in kept) + r" \\",
+        " & ".join(_escaped(TABLE_COLUMNS[i]) for i in indices) + r" \\",
         r"\midrule",
-        *(" & ".join(_escaped(row[i]) for i in kept) + r" \\" for row in made),
+        *(" & ".join(_escaped(row[i]) for i in indices) + r" \\" for row in texts),
         r"\bottomrule",
         r"\end{tabular}",
     ]
-    return "\n".join(out) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _escaped(text: str) -> str:
@@ -204,6 +207,6 @@ def _escaped(text: str) -> str:
 def columns(study: Study, rows: Sequence[Figures]) -> tuple[list[int], list[tuple[str, ...]]]:
     """Indices of columns in which any row has a value, and all rows."""
     reasons = list(_reasons(study))
-    made = [cells(f, reasons, price=study.price is not None) for f in rows]
-    kept = [i for i in range(len(READ)) if i < 8 or any(row[i] != NOTHING for row in made)]
-    return kept, made
+    texts = [cells(f, reasons, price=study.price is not None) for f in rows]
+    indices = [i for i in range(len(TABLE_COLUMNS)) if i < 8 or any(row[i] != NOTHING for row in texts)]
+    return indices, texts

@@ -38,7 +38,7 @@ class Figures:
     published: tuple[tuple[Published, float | None], ...] = ()
 
     @property
-    def place(self) -> str:
+    def heading(self) -> str:
         """Title of the table for this row."""
         c = self.row.cell
         shape = "x".join(map(str, c.input_shape))
@@ -64,27 +64,27 @@ class Figures:
 def of(study: Study) -> list[Figures]:
     """All rows with derived values, sorted by model and number of ranks, otherwise in the order of the study."""
     rows = sorted(study.rows, key=_order(study.rows))
-    found = [_figures(row, study) for row in rows]
-    by_cell = {f.row.cell: f for f in found}
-    return [_beside(f, by_cell, study.published) for f in found]
+    figures = [_figures(row, study) for row in rows]
+    by_cell = {f.row.cell: f for f in figures}
+    return [_with_published(f, by_cell, study.published) for f in figures]
 
 
 def _order(rows: Sequence[StudyRow]) -> Callable[[StudyRow], Any]:
     """A sort key: models, places and strategies in their order of first appearance, counts by size."""
-    seen: dict[str, dict[object, int]] = {}
+    ordinals: dict[str, dict[object, int]] = {}
 
-    def place(field: str, value: object) -> int:
-        known = seen.setdefault(field, {})
-        return known.setdefault(value, len(known))
+    def ordinal(field: str, value: object) -> int:
+        numbers = ordinals.setdefault(field, {})
+        return numbers.setdefault(value, len(numbers))
 
     for row in rows:
         for field in ("model", "data", "devices", "strategy"):
-            place(field, getattr(row.cell, field))
+            ordinal(field, getattr(row.cell, field))
 
     def key(row: StudyRow) -> tuple[object, ...]:
         c = row.cell
-        return (place("model", c.model), c.mode, place("data", c.data), place("devices", c.devices), c.input_shape,
-                c.gpus, c.global_batch, c.seed, c.epochs, place("strategy", c.strategy))  # fmt: skip
+        return (ordinal("model", c.model), c.mode, ordinal("data", c.data), ordinal("devices", c.devices),
+                c.input_shape, c.gpus, c.global_batch, c.seed, c.epochs, ordinal("strategy", c.strategy))  # fmt: skip
 
     return key
 
@@ -105,7 +105,7 @@ def _figures(row: StudyRow, study: Study) -> Figures:
     return Figures(
         row=row, step_s=step, samples_per_s=speed, epoch_s=epoch, run_s=run,
         memory_bytes=r.predicted_memory_bytes if r.peak_memory_bytes is None else r.peak_memory_bytes,
-        communication_share=communication_share(r) if measured is not None else _foreseen_share(r),
+        communication_share=communication_share(r) if measured is not None else _predicted_share(r),
         last=r.accuracy[-1] if r.accuracy else None, target=target,
         cost_per_epoch=_times(hourly, epoch), cost_of_run=_times(hourly, run),
         cost_to_target=_times(hourly, target.seconds if target else None),
@@ -116,19 +116,19 @@ def _times(a: float | None, b: float | None) -> float | None:
     return None if a is None or b is None else a * b
 
 
-def _foreseen_share(r: BenchResult) -> float | None:
+def _predicted_share(r: BenchResult) -> float | None:
     if r.predicted_communication_s is None or not r.predicted_step_time_s:
         return None
     return r.predicted_communication_s / r.predicted_step_time_s
 
 
-def _beside(f: Figures, every: dict[StudyCell, Figures], published: Iterable[Published]) -> Figures:
+def _with_published(f: Figures, by_cell: dict[StudyCell, Figures], published: Iterable[Published]) -> Figures:
     from dataclasses import replace
 
     c = f.row.cell
     if f.row.result is None:
         return f
-    mine = [
+    matches = [
         p
         for p in published
         if p.strategy == c.strategy
@@ -137,10 +137,10 @@ def _beside(f: Figures, every: dict[StudyCell, Figures], published: Iterable[Pub
         # Predictions are compared only for equal data; measurements here are of another machine anyway.
         and (c.mode == "measured" or p.data == c.data)
     ]
-    return replace(f, published=tuple((p, _own(p.metric, f, every)) for p in mine)) if mine else f
+    return replace(f, published=tuple((p, _local_value(p.metric, f, by_cell)) for p in matches)) if matches else f
 
 
-def _own(metric: str, f: Figures, every: dict[StudyCell, Figures]) -> float | None:
+def _local_value(metric: str, f: Figures, by_cell: dict[StudyCell, Figures]) -> float | None:
     """The value here to compare with a published one; None if the row has none."""
     from dataclasses import replace
 
@@ -155,27 +155,27 @@ def _own(metric: str, f: Figures, every: dict[StudyCell, Figures]) -> float | No
     if metric == "accuracy_percent":
         return None if f.last is None else 100 * f.last.validation_accuracy
     if metric == "speedup_over_single":
-        alone = every.get(replace(f.row.cell, strategy="single", gpus=1))
-        return alone.step_s / f.step_s if alone is not None and alone.step_s and f.step_s else None
+        single = by_cell.get(replace(f.row.cell, strategy="single", gpus=1))
+        return single.step_s / f.step_s if single is not None and single.step_s and f.step_s else None
     if metric == "gain_over_hybrid_percent":
-        hybrid = every.get(replace(f.row.cell, strategy="hybrid"))
+        hybrid = by_cell.get(replace(f.row.cell, strategy="hybrid"))
         return 100 * (hybrid.step_s / f.step_s - 1) if hybrid is not None and hybrid.step_s and f.step_s else None
     return None  # a time of unknown epochs
 
 
 def unmatched(study: Study, rows: Sequence[Figures]) -> list[Published]:
     """Published numbers without a corresponding row."""
-    matched = {p for f in rows for p, own in f.published if own is not None}
+    matched = {p for f in rows for p, value in f.published if value is not None}
     return [p for p in study.published if p not in matched]
 
 
 def grouped(published: Sequence[Published]) -> str:
     """Short description of ``published``."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for p in published:
         key = f"{p.strategy} {p.metric.replace('_', ' ')}"
-        found[key] = found.get(key, 0) + 1
-    return ", ".join(f"{key} ({n})" for key, n in found.items())
+        counts[key] = counts.get(key, 0) + 1
+    return ", ".join(f"{key} ({n})" for key, n in counts.items())
 
 
 COLUMNS = (

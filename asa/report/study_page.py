@@ -20,9 +20,9 @@ from asa.report.units import ranks
 def write(study: Study, folder: Path) -> list[Path]:
     """Write ``report.html`` with figures beside it; returns the page's path."""
     rows = figures.of(study)
-    drawn = [(chart, page.draw(chart, folder / "figures")[1]) for chart in charts(rows) if chart.rows]
+    drawings = [(chart, page.draw(chart, folder / "figures")[1]) for chart in charts(rows) if chart.rows]
     path = folder / "report.html"
-    codec.write(html(study, rows, drawn), path)
+    codec.write(html(study, rows, drawings), path)
     return [path]
 
 
@@ -34,12 +34,12 @@ def charts(rows: list[Figures]) -> tuple[Chart, ...]:
 
 def _longest(rows: list[Figures]) -> list[Figures]:
     """Rows without those of fewer epochs of the same run, which have the same values."""
-    found: dict[object, Figures] = {}
+    longest: dict[object, Figures] = {}
     for f in rows:
         key = replace(f.row.cell, epochs=0)
-        if key not in found or f.row.cell.epochs > found[key].row.cell.epochs:
-            found[key] = f
-    return list(found.values())
+        if key not in longest or f.row.cell.epochs > longest[key].row.cell.epochs:
+            longest[key] = f
+    return list(longest.values())
 
 
 def first_sentence(study: Study, rows: list[Figures]) -> str:
@@ -57,18 +57,18 @@ def first_sentence(study: Study, rows: list[Figures]) -> str:
     return f"{len(states)} cells: {counted}.{most}"
 
 
-def html(study: Study, rows: list[Figures], drawn: list[tuple[Chart, str]]) -> str:
-    """The page; ``drawn`` contains the figures with their inline SVG."""
-    kept, made = words.columns(study, rows)
+def html(study: Study, rows: list[Figures], drawings: list[tuple[Chart, str]]) -> str:
+    """The page; ``drawings`` contains the figures with their inline SVG."""
+    indices, texts = words.columns(study, rows)
     table = [
         ("asa" if f.row.cell.strategy == "asa" else "missing" if f.row.result is None else "",
-         tuple(row[i] for i in kept)) for f, row in zip(rows, made, strict=True)
+         tuple(row[i] for i in indices)) for f, row in zip(rows, texts, strict=True)
     ]  # fmt: skip
-    links = [(f"{c.name}-title", c.title) for c, _ in drawn] + [("cells", "All cells"), ("notes", "Notes")]
-    beside: list[tuple[str, tuple[str, ...]]] = [
+    links = [(f"{c.name}-title", c.title) for c, _ in drawings] + [("cells", "All cells"), ("notes", "Notes")]
+    published_rows: list[tuple[str, tuple[str, ...]]] = [
         ("", (f.row.cell.model, f.row.cell.strategy, str(f.row.cell.gpus), p.metric.replace("_", " "),
-              "-" if own is None else f"{own:.4g}", f.row.state, f"{p.value:g}", p.hardware))
-        for f in rows for p, own in f.published
+              "-" if value is None else f"{value:.4g}", f.row.state, f"{p.value:g}", p.hardware))
+        for f in rows for p, value in f.published
     ]  # fmt: skip
     columns = ("model", "strategy", "ranks", "figure", "here", "by", "published", "hardware")
     sources = "; ".join(dict.fromkeys(p.source for f in rows for p, _ in f.published))
@@ -77,14 +77,17 @@ def html(study: Study, rows: list[Figures], drawn: list[tuple[Chart, str]]) -> s
         page.head(f"asa study: {study.name}"),
         f"<h1>{escape(study.title)}</h1>",
         f'<p class="first">{escape(first_sentence(study, rows))}</p>',
-        *(page.figure(c, svg, "study.json") for c, svg in drawn[:1]),
+        *(page.figure(c, svg, "study.json") for c, svg in drawings[:1]),
         page.contents(links),
-        *(page.figure(c, svg, "study.json") for c, svg in drawn[1:]),
+        *(page.figure(c, svg, "study.json") for c, svg in drawings[1:]),
         '<h2 id="cells">All cells</h2>',
-        page.html_table("Every cell of the study", tuple(words.READ[i] for i in kept), table),
+        page.html_table("Every cell of the study", tuple(words.TABLE_COLUMNS[i] for i in indices), table),
         *(
-            ["<h2>Beside what was published</h2>", page.html_table(f"Figures of others: {sources}", columns, beside)]
-            if beside
+            [
+                "<h2>Beside what was published</h2>",
+                page.html_table(f"Figures of others: {sources}", columns, published_rows),
+            ]
+            if published_rows
             else []
         ),
         '<h2 id="notes">Notes</h2><ul>',
@@ -100,14 +103,14 @@ def _panel(f: Figures) -> str:
 
 
 def _throughput(rows: list[Figures]) -> Chart:
-    found: list[Row] = [
+    chart_rows: list[Row] = [
         (_panel(f), f.row.cell.strategy, f.row.cell.gpus, f.row.state, f.samples_per_s, f.row.cell.devices)
         for f in rows if f.samples_per_s is not None
     ]  # fmt: skip
     return Chart(
         name="throughput", title="Samples per second over ranks",
         caption="Filled marks and lines: measured, waiting for data included. Open marks, dashed: predicted.",
-        columns=("panel", "strategy", "ranks", "state", "samples_per_s", "devices"), rows=tuple(found),
+        columns=("panel", "strategy", "ranks", "state", "samples_per_s", "devices"), rows=tuple(chart_rows),
         draw=drawing.over_ranks,
     )  # fmt: skip
 
@@ -146,7 +149,7 @@ def _loss(rows: list[Figures]) -> Chart:
 
 
 def _memory(rows: list[Figures]) -> Chart:
-    found: list[Row] = [
+    chart_rows: list[Row] = [
         (f"{_panel(f)}, {ranks(f.row.cell.gpus)}", f.row.cell.strategy, r.ranks, r.peak_memory_bytes,
          r.predicted_memory_bytes, r.state_memory_bytes)
         for f in rows if (r := f.row.result) is not None and f.row.state == "measured"
@@ -155,12 +158,12 @@ def _memory(rows: list[Figures]) -> Chart:
         name="memory", title="Peak memory of the fullest rank",
         caption="Bars: measured active peak. Diamonds: the prediction.",
         columns=("panel", "strategy", "ranks", "peak_memory_bytes", "predicted_memory_bytes", "state_memory_bytes"),
-        rows=tuple(found), draw=drawing.memory,
+        rows=tuple(chart_rows), draw=drawing.memory,
     )  # fmt: skip
 
 
 def _scatter(rows: list[Figures]) -> Chart:
-    found: list[Row] = [
+    chart_rows: list[Row] = [
         ("all cells", f.row.cell.strategy, r.step_time_s.median, r.predicted_step_time_s, r.predicted_low_s,
          r.predicted_high_s)
         for f in rows if (r := f.row.result) is not None and r.step_time_s is not None and r.predicted_step_time_s
@@ -168,6 +171,6 @@ def _scatter(rows: list[Figures]) -> Chart:
     return Chart(
         name="predicted_measured", title="Predicted against measured step time",
         caption="The grey band is within 10 %. Lines: the interval of the prediction.",
-        columns=("panel", "strategy", "measured_s", "predicted_s", "low_s", "high_s"), rows=tuple(found),
+        columns=("panel", "strategy", "measured_s", "predicted_s", "low_s", "high_s"), rows=tuple(chart_rows),
         draw=drawing.predicted_measured,
     )  # fmt: skip

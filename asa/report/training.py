@@ -15,18 +15,18 @@ from asa.report.units import NOTHING, error, percent, rate, seconds, size
 def epoch_line(record: EpochRecord, *, trained: bool = True) -> str:
     """One epoch: loss, accuracy, speed; below it the slowest rank, and the scheduler's verdict on prediction and
     measurement."""
-    learnt = (
+    learning = (
         f"loss {record.train_loss:.3f}, validation loss {_figure(record.validation_loss)}, "
         f"accuracy {percent(record.validation_accuracy)}"
         if trained
         else "emulated, nothing trained"
     )
     slowest = record.measurements.slowest
-    late = "" if slowest is None else f"; others waited {percent(slowest[1])} of a step for rank {slowest[0]}"
+    slowest_text = "" if slowest is None else f"; others waited {percent(slowest[1])} of a step for rank {slowest[0]}"
     joules = record.measurements.energy_j
-    spent = "" if joules is None else f", {joules / 1e3:.3g} kJ"
-    head = f"epoch {record.epoch + 1}: {learnt}, {seconds(record.seconds)}{spent}, "
-    return f"{head}{rate(record.measurements.samples_per_s)}\n" + folded(f"    {record.verdict.reason}{late}")
+    energy = "" if joules is None else f", {joules / 1e3:.3g} kJ"
+    head = f"epoch {record.epoch + 1}: {learning}, {seconds(record.seconds)}{energy}, "
+    return f"{head}{rate(record.measurements.samples_per_s)}\n" + folded(f"    {record.verdict.reason}{slowest_text}")
 
 
 def replan_line(event: Mapping[str, Any]) -> str:
@@ -50,12 +50,12 @@ def replan_line(event: Mapping[str, Any]) -> str:
             f"new plan {event['new']} ({event['strategy']} on {event['ranks']} ranks instead of "
             f"{event['ranks_before']}): {event['why']}"
         )
-    where = _placed(event)
+    ranks = _on_ranks(event)
     norms = f"; {event['batch_norm']}" if event.get("batch_norm") else ""
-    return f"new plan {event['new']}{where}, {gain} of a step promised: {event['why']}{norms}"
+    return f"new plan {event['new']}{ranks}, {gain} of a step promised: {event['why']}{norms}"
 
 
-def _placed(event: Mapping[str, Any]) -> str:
+def _on_ranks(event: Mapping[str, Any]) -> str:
     """The ranks of a plan, if their number has changed."""
     if event.get("rung") not in ("fewer", "more"):
         return ""
@@ -65,12 +65,12 @@ def _placed(event: Mapping[str, Any]) -> str:
 
 def epochs(records: Sequence[EpochRecord]) -> RenderableType:
     """Table of the whole run."""
-    made = table(
+    epoch_table = table(
         "Epochs", ("epoch", "train loss", "val. loss", "val. accuracy", "time", "step", "predicted", "error"), left=0
     )
     for r in records:
         m = r.measurements
-        made.add_row(
+        epoch_table.add_row(
             str(r.epoch + 1),
             f"{r.train_loss:.3f}",
             _figure(r.validation_loss),
@@ -80,14 +80,14 @@ def epochs(records: Sequence[EpochRecord]) -> RenderableType:
             seconds(m.predicted_step_time_s),
             error(m.predicted_step_time_s, m.step_time.median),
         )
-    return made
+    return epoch_table
 
 
 def _figure(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.3f}"
 
 
-def _said(predicted: float | None, measured: float | None) -> str:
+def _error_text(predicted: float | None, measured: float | None) -> str:
     """The error of a prediction in words.
 
     >>> _said(1.1, 1.0), _said(0.5, 1.0), _said(None, 1.0)
@@ -101,13 +101,13 @@ def _said(predicted: float | None, measured: float | None) -> str:
     return f"{text[1:]} too {'high' if text[0] == '+' else 'low'}"
 
 
-def summary(found: Mapping[str, Any]) -> list[str]:
+def summary(result: Mapping[str, Any]) -> list[str]:
     """Lines comparing prediction and measurement (``summary`` of ``result.json``): step, memory per rank, waiting."""
-    step, memory = found["step_time_s"], found["memory_bytes_per_rank"]
+    step, memory = result["step_time_s"], result["memory_bytes_per_rank"]
     lines = [
         f"step: predicted {seconds(step['predicted'])}, measured {seconds(step['measured'])} "
-        f"({_said(step['predicted'], step['measured'])}, {step['n']} steps); "
-        f"{percent(found['data_wait_share'])} of the time waiting for data"
+        f"({_error_text(step['predicted'], step['measured'])}, {step['n']} steps); "
+        f"{percent(result['data_wait_share'])} of the time waiting for data"
     ]
     predicted, measured = memory["predicted"], memory["measured"]
     if measured is None:
@@ -115,7 +115,7 @@ def summary(found: Mapping[str, Any]) -> list[str]:
     pairs = [(p, m) for p, m in zip(predicted, measured, strict=True)]
     ranks: dict[tuple[str, str, str], list[int]] = {}
     for rank, (p, m) in enumerate(pairs):
-        ranks.setdefault((size(p), size(m), _said(p, m)), []).append(rank)
-    for (p, m, off), who in ranks.items():
-        lines.append(f"memory of rank {', '.join(map(str, who))}: predicted {p}, measured {m} ({off})")
+        ranks.setdefault((size(p), size(m), _error_text(p, m)), []).append(rank)
+    for (p, m, error_text), members in ranks.items():
+        lines.append(f"memory of rank {', '.join(map(str, members))}: predicted {p}, measured {m} ({error_text})")
     return lines

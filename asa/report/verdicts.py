@@ -25,16 +25,16 @@ def busy(bench: Bench, model: str) -> str:
     """Text on the cores that other processes used while ``model`` was measured, if too many; otherwise empty."""
     others = next((c.others_cores for c in bench.comparisons if c.model == model and c.others_cores is not None), None)
     ranks = max((r.ranks for r in bench.of(model)), default=1)
-    return crowded(others, bench.environment.cpu_cores, ranks)
+    return busy_note(others, bench.environment.cpu_cores, ranks)
 
 
-def crowded(taken: float | None, cores: int, ranks: int) -> str:
+def busy_note(others_cores: float | None, cores: int, ranks: int) -> str:
     """Text on cores that other processes used while ``ranks`` ranks were measured, if too many; otherwise empty."""
     measured = "1 rank was" if ranks == 1 else f"{ranks} ranks were"
-    if taken is None or taken <= max(0, cores - ranks) + _BUSY * min(ranks, cores):
+    if others_cores is None or others_cores <= max(0, cores - ranks) + _BUSY * min(ranks, cores):
         return ""
     return (
-        f"other processes kept {taken:.1f} of {cores} cores busy while {measured} measured: no verdict; "
+        f"other processes kept {others_cores:.1f} of {cores} cores busy while {measured} measured: no verdict; "
         "measure again on a quiet machine"
     )
 
@@ -43,13 +43,13 @@ def against(c: Comparison, noise: Comparison | None, *, disturbed: bool = False)
     """How much less or more time the left strategy takes than the right one, in one line."""
     low, high = sorted((1 - c.low, 1 - c.high))
     spread = f"{'all' if c.pairs < FEWEST else '95 %'}: {100 * low:.1f} to {100 * high:.1f} %, {_pairs(c)}"
-    found = verdict(c, noise, disturbed=disturbed)
-    if found in (c.left, c.right):
-        word = "faster" if found == c.left else "slower"
-        if found == c.right:
+    winner = verdict(c, noise, disturbed=disturbed)
+    if winner in (c.left, c.right):
+        word = "faster" if winner == c.left else "slower"
+        if winner == c.right:
             spread = f"95 %: {-100 * high:.1f} to {-100 * low:.1f} %, {_pairs(c)}"
         return f"{percent(abs(1 - c.ratio))} {word} than {c.right} ({spread})"
-    return f"{c.right}: {percent(1 - c.ratio, signed=True)} ({spread}): {found or 'no verdict'}"
+    return f"{c.right}: {percent(1 - c.ratio, signed=True)} ({spread}): {winner or 'no verdict'}"
 
 
 def _pairs(c: Comparison) -> str:

@@ -46,6 +46,6 @@ class Expected:
         if stride is None:  # not a transfer of the plan, but a probe of all ranks or of neighbours
             stride = 1 if transfer.group_size > border else border
         try:
-            return links.taken(transfer.op, transfer.num_bytes, transfer.group_size, stride)  # type: ignore[arg-type]
+            return links.time(transfer.op, transfer.num_bytes, transfer.group_size, stride)  # type: ignore[arg-type]
         except InvalidInputError:
             return None

@@ -161,7 +161,7 @@ class Averaging:
             for replica, p in self._sparse:
                 average_rows(p, replica.axis, self.weight)
         for each in self._unreached:
-            each.settle()
+            each.drop_filled_gradients()
 
     def complete(self) -> None:
         """Average all gradients after a backward in which no gradient arrived on this rank (collective)."""

@@ -43,7 +43,7 @@ class Unreached:
 
     def at_the_end(self, call: Callable[[], None]) -> None:
         """Set the function that is called at the end of a backward with such parameters. It must call
-        :meth:`settle`."""
+        :meth:`drop_filled_gradients`."""
         self._call = call
 
     def _filling(self, group: Any, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,7 +67,7 @@ class Unreached:
         full.grad = torch.full_like(full, -0.0)
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def drop_filled_gradients(self) -> None:
         """Remove the gradients of parameters that no rank's samples reached; call after gradients are scattered."""
         filled, self._filled = self._filled, []
         for p in filled:

@@ -83,7 +83,7 @@ class Link:
             works.append(self._started(dist.isend(part, self._processes[peer], group=self._group)))
         self._sends.append((works, x))
         while self._sends and all(work.is_completed() for work in self._sends[0][0]):
-            self.settle(len(self._sends) - 1)
+            self.finish_sends(len(self._sends) - 1)
 
     def receive(self, rows: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Arrival:
         """Start to receive this rank's rows, each of ``shape``. While collectives are silenced, each message is one
@@ -125,7 +125,7 @@ class Link:
             self._dtypes[training] = _DTYPES[int(code)]
         return self._dtypes[training]
 
-    def settle(self, keep: int = 0) -> None:
+    def finish_sends(self, keep: int = 0) -> None:
         """Wait until at most ``keep`` microbatches are still being sent."""
         while len(self._sends) > keep:
             works, rows = self._sends.popleft()

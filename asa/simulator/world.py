@@ -214,7 +214,7 @@ class World(Executor):
         for i, level in enumerate(cluster.levels):
             size = min(level.devices, self._count)
             if size > (cluster.levels[i - 1].devices if i else 1):
-                seconds = links.taken("all_reduce", _PROBE_BYTES, size, 1) * self._off()
+                seconds = links.time("all_reduce", _PROBE_BYTES, size, 1) * self._off()
                 transfers.append(
                     Transfer(op="all_reduce", level=i, group_size=size, num_bytes=_PROBE_BYTES, seconds=seconds, n=5)
                 )

@@ -69,7 +69,7 @@ def _looked_up(module: fx.GraphModule) -> Callable[[Tensor], tuple[Tensor, ...]]
             path, _, leaf = node.target.rpartition(".")
             setattr(names, f"m{i}", module.get_submodule(path))
             node.target = f"m{i}.{leaf}"
-    holder = fx.GraphModule(nn.Module(), fx.Graph(), class_name="SettledGraph")
+    holder = fx.GraphModule(nn.Module(), fx.Graph(), class_name="CachedGraph")
     holder.graph = graph
     return partial(cast(Any, type(holder)).forward, names)
 

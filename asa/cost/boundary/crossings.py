@@ -63,7 +63,7 @@ class Crossings:
         """Prices for tensors of ``sizes`` bytes, shape (size, pair). ``part(size, layout)``: bytes that a rank holds of
         such a tensor."""
         seconds = np.array(
-            [[links.taken(op, size * b, ranks, stride) for op, b, ranks, stride in self._messages] for size in sizes]
+            [[links.time(op, size * b, ranks, stride) for op, b, ranks, stride in self._messages] for size in sizes]
         )
         phase_s = np.zeros((len(_PHASES), len(sizes), self._count))
         for phase, into in zip(_PHASES, phase_s, strict=True):

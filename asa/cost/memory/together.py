@@ -53,7 +53,7 @@ def wrapped_memory(pricer: Pricer, alike: range, ways: Sequence[Way], *, whole: 
     parts = []
     for i, way in zip(alike, ways, strict=True):
         memory = pricer.footprint(pricer.figures(i, way, alike)) if joined else pricer.component(i, way).footprint
-        parts.append(pricer.as_made(i, way, memory, ending=i == last))
+        parts.append(pricer.without_unmade(i, way, memory, ending=i == last))
     if joint:
         remaining = next(filter(None, map(pricer.remaining_bytes, alike, ways)), 0.0)
     return Wrapped(alike, tuple(parts), repeated, remaining)
@@ -81,7 +81,7 @@ def stage_peak(
         return _without_repeated(peak(ended(parts, outlet), inlets, in_flight), repeated)
     # All forwards run before the first backward. During this one gradients are created, as with one microbatch; after
     # it, gradients of all components exist, and one microbatch fewer holds activations.
-    fresh = [_unmade(p, pricer.states.kept(start + i, ways[i]).costs.added) for i, p in enumerate(parts)]
+    fresh = [_unmade(p, pricer.states.state_cost(start + i, ways[i]).costs.added) for i, p in enumerate(parts)]
     first = peak(
         ended(fresh, outlet), [b if start + i == 0 else replace(b, state=0.0) for i, b in enumerate(inlets)], in_flight
     )

@@ -91,9 +91,9 @@ class Links:
             InvalidInputError: the cluster has no table from which this group could be priced.
         """
         c = collective
-        return self.taken(c.op, c.bytes, c.ranks, c.stride)
+        return self.time(c.op, c.bytes, c.ranks, c.stride)
 
-    def taken(self, op: CollectiveOp, size: float, ranks: int, stride: int) -> float:
+    def time(self, op: CollectiveOp, size: float, ranks: int, stride: int) -> float:
         """Seconds of operation ``op`` on ``size`` bytes among ``ranks`` ranks that are ``stride`` apart.
 
         Raises:

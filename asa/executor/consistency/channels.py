@@ -34,20 +34,20 @@ _FOREVER = timedelta(days=7)
 """Time limit of messages. A worker or server may wait for another as long as that lives; a lost rank closes its
 sockets."""
 _CONNECT = timedelta(seconds=10)
-_LOOK_S, _LOOK_LATER_S = 0.02, 0.2
+_POLL_S, _POLL_CONNECTED_S = 0.02, 0.2
 """Seconds between two checks for a call, without a connection and with one."""
-_COUNT = itertools.count()
+_NUMBERS = itertools.count()
 """Numbers for the exchanges of a process. All ranks create their exchanges in the same order."""
 
 Handle = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 """Function from a worker's request (rank, header, body) to a reply (header, body)."""
 
-_LEAVE_S = 1.0
+_LEAVE_TIMEOUT_S = 1.0
 """Seconds that clients may take to report that they leave; one that hangs never does."""
-_END_S = 60.0
+_END_TIMEOUT_S = 60.0
 """Seconds for which the process of a host outlasts its program while clients are connected."""
 
-_open: WeakSet[Exchange] = WeakSet()
+_open_exchanges: WeakSet[Exchange] = WeakSet()
 """Exchanges of this process that were not closed, or have clients that have not left."""
 
 HEAD = 32
@@ -105,24 +105,24 @@ class Exchange:
     ) -> None:  # fmt: skip
         self.rank, self.hosts, self.clients = rank, tuple(hosts), tuple(clients)
         self._returning, self._patience_s = frozenset(returning), patience_s
-        self._to: dict[int, Channel] = {}
+        self._channels: dict[int, Channel] = {}
         self._threads: list[threading.Thread] = []
-        self._lines: list[_Line] = []
+        self._connections: list[_Connection] = []
         self._handle: Handle | None = None
-        self._beside: Callable[[int], None] | None = None
+        self._on_check: Callable[[int], None] | None = None
         self._closed = False
-        self._name = f"exchange/{next(_COUNT)}"
+        self._name = f"exchange/{next(_NUMBERS)}"
         store = store_of_ranks() if len({*hosts, *clients}) > 1 else None
         self._store = None if store is None else PrefixStore(self._name, store.clone())
-        _open.add(self)
+        _open_exchanges.add(self)
 
-    def note(self, value: Any, name: str = "noted") -> None:
+    def store_value(self, value: Any, name: str = "noted") -> None:
         """Store a JSON value under ``name`` for ranks that join late."""
         if self._store is not None:
             self._store.set(name, json.dumps(value))
 
-    def noted(self, name: str = "noted") -> Any:
-        """The value that :meth:`note` has stored."""
+    def stored_value(self, name: str = "noted") -> Any:
+        """The value that :meth:`store_value` has stored."""
         assert self._store is not None
         return json.loads(self._store.get(name))
 
@@ -132,53 +132,53 @@ class Exchange:
         return self._closed
 
     def serve(
-        self, handle: Handle, lost: Callable[[int], None], beside: Callable[[int], None] | None = None
+        self, handle: Handle, on_lost: Callable[[int], None], on_check: Callable[[int], None] | None = None
     ) -> None:  # fmt: skip
-        """Answer each client in threads of its own. ``lost`` is called with a client whose connection has broken, and
-        ``beside`` with each client at every check for a call."""
-        self._handle, self._beside = handle, beside
+        """Answer each client in threads of its own. ``on_lost`` is called with a client whose connection has broken,
+        and ``on_check`` with each client at every check for a call."""
+        self._handle, self._on_check = handle, on_check
         for client in self.clients:
             if client != self.rank:
-                thread = threading.Thread(target=self._answer, args=(client, handle, lost), daemon=True)
+                thread = threading.Thread(target=self._serve_client, args=(client, handle, on_lost), daemon=True)
                 thread.start()
                 self._threads.append(thread)
 
     def connect(self) -> None:
         """Connect to all hosts, if this rank is a client."""
         for host in self.hosts if self.rank in self.clients else ():
-            if host != self.rank and host not in self._to:
-                self._to[host] = self._call(host)
+            if host != self.rank and host not in self._channels:
+                self._channels[host] = self._call(host)
 
     def ask(self, requests: Sequence[tuple[Tensor, Tensor | None]]) -> list[tuple[Tensor, Tensor | None]]:
         """Send one request to each host, then wait for the replies; returns them in the order of hosts."""
         self.connect()
-        sent = dict(zip(self.hosts, requests, strict=True))
-        for host, request in sent.items():
+        requests_by_host = dict(zip(self.hosts, requests, strict=True))
+        for host, request in requests_by_host.items():
             if host != self.rank:
-                with self._lasting(host):
-                    self._to[host].send(*request)
+                with self._tolerate_loss(host):
+                    self._channels[host].send(*request)
         replies: dict[int, tuple[Tensor, Tensor | None]] = {}
-        if self.rank in sent:
+        if self.rank in requests_by_host:
             assert self._handle is not None
-            replies[self.rank] = self._handle(self.rank, *sent[self.rank])
-        for host, request in sent.items():
+            replies[self.rank] = self._handle(self.rank, *requests_by_host[self.rank])
+        for host, request in requests_by_host.items():
             while host not in replies:
-                with self._lasting(host):
-                    if host not in self._to:
-                        self._to[host] = self._call(host)
-                        self._to[host].send(*request)
-                    replies[host] = self._to[host].receive()
+                with self._tolerate_loss(host):
+                    if host not in self._channels:
+                        self._channels[host] = self._call(host)
+                        self._channels[host].send(*request)
+                    replies[host] = self._channels[host].receive()
         return [replies[host] for host in self.hosts]
 
     @contextlib.contextmanager
-    def _lasting(self, host: int) -> Iterator[None]:
+    def _tolerate_loss(self, host: int) -> Iterator[None]:
         """Context in which the loss of a returning host leaves it unconnected."""
         try:
             yield
         except RuntimeError:
-            if host not in self._returning or host not in self._to:
+            if host not in self._returning or host not in self._channels:
                 raise
-            del self._to[host]
+            del self._channels[host]
 
     def _call(self, host: int) -> Channel:
         """Connect to ``host``, and try again until it answers.
@@ -200,91 +200,96 @@ class Exchange:
     def _group(self, store: Store, name: str, end: int) -> Any:
         return ProcessGroupGloo(PrefixStore(name, store.clone()), end, 2, timeout=_CONNECT)
 
-    def _answer(self, client: int, handle: Handle, lost: Callable[[int], None]) -> None:
+    def _serve_client(self, client: int, handle: Handle, on_lost: Callable[[int], None]) -> None:
         """Answer ``client``, and any process that takes its place. Each connection has a thread of its own, because the
         thread of a client that is gone may still be waiting for others."""
         assert self._store is not None
-        store, last, line = self._store.clone(), "", None
+        store, last, connection = self._store.clone(), "", None
         with contextlib.suppress(RuntimeError):  # the run has ended, and its store with it
-            while (name := self._called(store, client, last, line)) is not None:
+            while (name := self._next_call(store, client, last, connection)) is not None:
                 last = name
                 try:
                     channel = Channel(self._group(store, name, 1), 0)
                 except RuntimeError:  # the caller is gone, or has called again
                     continue
                 store.set(f"answered/{client}/{self.rank}", name)
-                if line is not None:
-                    line.end()
-                line = _Line(client, channel, handle, lost)
-                self._lines.append(line)
-                line.start()
+                if connection is not None:
+                    connection.end()
+                connection = _Connection(client, channel, handle, on_lost)
+                self._connections.append(connection)
+                connection.start()
 
-    def _called(self, store: Store, client: int, last: str, line: _Line | None) -> str | None:
+    def _next_call(self, store: Store, client: int, last: str, connection: _Connection | None) -> str | None:
         """The next name under which ``client`` calls, other than ``last`` and names that were answered here before.
         None if this end is closed, or the client has announced that it leaves."""
         call, answered = f"call/{client}/{self.rank}", f"answered/{client}/{self.rank}"
-        while not self._closed and not (line is not None and line.left):
-            if self._beside is not None:
-                self._beside(client)
+        while not self._closed and not (connection is not None and connection.client_left):
+            if self._on_check is not None:
+                self._on_check(client)
             if store.check([call]):
                 name = str(store.get(call).decode())
                 if name != last and not (store.check([answered]) and store.get(answered).decode() == name):
                     return name
-            time.sleep(_LOOK_S if line is None or line.ended else _LOOK_LATER_S)
+            time.sleep(_POLL_S if connection is None or connection.ended else _POLL_CONNECTED_S)
         return None
 
     def close(self) -> None:
         """Tell every host that this client leaves, and wait for the threads that serve clients here."""
-        for channel in self._to.values():
+        for channel in self._channels.values():
             with contextlib.suppress(RuntimeError):  # it has left before
                 channel.send(head(LEAVING), None)
         self._closed = True
-        until = time.monotonic() + _LEAVE_S
+        until = time.monotonic() + _LEAVE_TIMEOUT_S
         for thread in self._threads:
             thread.join(timeout=max(0.0, until - time.monotonic()))
-        self._to, self._threads = {}, []
-        if not any(line.is_alive() for line in self._lines):  # else a client has not left, and end() waits for it
-            _open.discard(self)
+        self._channels, self._threads = {}, []
+        if not any(
+            connection.is_alive() for connection in self._connections
+        ):  # else a client has not left, and end() waits for it
+            _open_exchanges.discard(self)
 
     def end(self) -> None:
-        """Close at the end of the process, and wait until all clients have gone, at most :data:`_END_S` seconds. A
-        thread that still waits for a message while the interpreter ends aborts the process, and gloo cannot stop it."""
+        """Close at the end of the process, and wait until all clients have gone, at most :data:`_END_TIMEOUT_S`
+        seconds. A thread that still waits for a message while the interpreter ends aborts the process, and gloo cannot
+        stop it."""
         self.close()
-        until = time.monotonic() + (0.0 if hasattr(sys, "last_value") else _END_S)  # after an exception others wait
-        for line in self._lines:
-            line.join(timeout=max(0.0, until - time.monotonic()))
+        until = time.monotonic() + (
+            0.0 if hasattr(sys, "last_value") else _END_TIMEOUT_S
+        )  # after an exception others wait
+        for connection in self._connections:
+            connection.join(timeout=max(0.0, until - time.monotonic()))
 
 
 @atexit.register
-def _end_all() -> None:
-    for exchange in list(_open):
+def _close_all() -> None:
+    for exchange in list(_open_exchanges):
         exchange.end()
 
 
-class _Line(threading.Thread):
-    """The host's end of one connection, while it lasts. ``left`` says that the client has announced that it leaves."""
+class _Connection(threading.Thread):
+    """The host's end of one connection, while it lasts. ``client_left``: the client has announced that it leaves."""
 
-    def __init__(self, client: int, channel: Channel, handle: Handle, lost: Callable[[int], None]) -> None:
+    def __init__(self, client: int, channel: Channel, handle: Handle, on_lost: Callable[[int], None]) -> None:
         super().__init__(daemon=True)
-        self._client, self._channel, self._handle, self._lost = client, channel, handle, lost
-        self._one = threading.Lock()
-        self.left = self.ended = False
+        self._client, self._channel, self._handle, self._on_lost = client, channel, handle, on_lost
+        self._lock = threading.Lock()
+        self.client_left = self.ended = False
 
     def run(self) -> None:
         """Answer requests until the connection ends."""
         with contextlib.suppress(RuntimeError):  # the other end is gone
-            while not self.left:
-                asked, body = self._channel.receive()
+            while not self.client_left:
+                header, body = self._channel.receive()
                 alive.beat()
-                if asked[0] == LEAVING:
-                    self.left = True
+                if header[0] == LEAVING:
+                    self.client_left = True
                 else:
-                    self._channel.send(*self._handle(self._client, asked, body))
+                    self._channel.send(*self._handle(self._client, header, body))
         self.end()
 
     def end(self) -> None:
         """Report the client as lost, once."""
-        with self._one:
+        with self._lock:
             if not self.ended:
-                self._lost(self._client)
+                self._on_lost(self._client)
             self.ended = True

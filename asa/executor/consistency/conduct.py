@@ -38,10 +38,10 @@ class Conduct(ABC):
 
     takes_part = True
     """Whether this worker computes the next step; :meth:`step` is called in any case."""
-    draws_own = False
+    has_own_samples = False
     """Whether this worker takes samples other than its rows of the global batch."""
 
-    def drawn(self, images: ImageSet, indices: Tensor, step: int) -> Tensor:
+    def own_samples(self, images: ImageSet, indices: Tensor, step: int) -> Tensor:
         """``indices`` (int64 [rows], of the global batch) with this worker's own samples in its rows. If workers are
         groups, only the group's rows."""
         del images, step
@@ -69,7 +69,7 @@ class Conduct(ABC):
         """Update after a backward over this worker's rows of a global batch of ``batch`` samples."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Bring all workers to the same weights, running statistics and optimizer state (collective)."""
 
     def enter(self) -> None:  # noqa: B027
@@ -83,11 +83,11 @@ class Conduct(ABC):
     def pause(self) -> None:  # noqa: B027  (most disciplines make nobody wait)
         """Announce that this worker is about to wait for all others, so that none of them waits for its updates."""
 
-    def go_on(self) -> None:  # noqa: B027
+    def resume(self) -> None:  # noqa: B027
         """Resume after :meth:`pause`, once all workers have met."""
 
     def state(self) -> dict[str, Tensor]:
-        """Further state that a resumed run of this discipline needs, by name; called when settled."""
+        """Further state that a resumed run of this discipline needs, by name; called after :meth:`synchronize`."""
         return {}
 
     def load(self, state: dict[str, Tensor]) -> None:  # noqa: B027  (most disciplines have no such state)
@@ -116,26 +116,26 @@ class Conduct(ABC):
     def rows(self, batch: int) -> int:
         """Number of this worker's samples in a global batch of ``batch``."""
         if self.model.grouped is not None:
-            mine = self.model.grouped.rows(batch)
-            return int(mine.stop - mine.start)
+            rows = self.model.grouped.rows(batch)
+            return int(rows.stop - rows.start)
         return sum(part.kept.stop - part.kept.start for part in microbatch_rows(self.model, batch))
 
-    def own_share(self, batch: int) -> float:
+    def gradient_scale(self, batch: int) -> float:
         """Factor by which this worker's gradients were scaled, so that their mean over workers is the mean over
         ``batch``."""
         return self.rows(batch) * self.model.layouts[-1].data / batch
 
     @torch.no_grad()
     def unscale(self, batch: int) -> None:
-        """Divide gradients by :meth:`own_share`: they become those of the mean over this worker's own rows. Does
+        """Divide gradients by :meth:`gradient_scale`: they become those of the mean over this worker's own rows. Does
         nothing in a group, where gradients are not scaled."""
         if self.model.grouped is not None:
             return
-        share = self.own_share(batch)
-        if share not in (0.0, 1.0):
+        scale = self.gradient_scale(batch)
+        if scale not in (0.0, 1.0):
             for p in self.model.parameters():
                 if p.grad is not None:
-                    p.grad.div_(share)
+                    p.grad.div_(scale)
 
     def update(self, batch: int) -> None:
         """Take an optimizer step of this worker alone, on its rows of ``batch`` samples."""
@@ -160,13 +160,13 @@ def average(tensors: list[Tensor], axis: Axis, weight: float = 1.0) -> None:
         return
     tensors = [local(t.detach()) for t in tensors]
     for dtype in dict.fromkeys(t.dtype for t in tensors):
-        alike = [t for t in tensors if t.dtype == dtype]
-        flat = torch.cat([t.reshape(-1) for t in alike])
+        same_dtype = [t for t in tensors if t.dtype == dtype]
+        flat = torch.cat([t.reshape(-1) for t in same_dtype])
         if weight != 1:
             flat *= weight
         dist.all_reduce(flat, group=axis.group)
         flat /= axis.size
-        for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+        for tensor, part in zip(same_dtype, flat.split([t.numel() for t in same_dtype]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
 
@@ -178,8 +178,8 @@ def check_plan(model: ParallelModel) -> None:
     """
     plan, discipline = model.plan, model.whole_plan.consistency
     assert discipline is not None
-    whole = discipline.waiting != "pipelined" and model.grouped is None
-    for c in plan.components if whole else ():
+    needs_replicas = discipline.waiting != "pipelined" and model.grouped is None
+    for c in plan.components if needs_replicas else ():
         if c.data.strategy != "replicate" or c.data.degree != plan.num_ranks or c.tensor.degree > 1 or c.offload:
             raise UsageError(
                 f"{discipline.name} runs on whole replicas; the plan has {c.name} as {c.data.text}, "
@@ -187,5 +187,5 @@ def check_plan(model: ParallelModel) -> None:
                 f"--strategies {discipline}"
             )
     if plan.compression != "none" or plan.precision == "fp16":
-        what = f"compression {plan.compression}" if plan.compression != "none" else "precision fp16"
-        raise UsageError(f"{discipline.name} does not run with {what}; leave that out")
+        setting = f"compression {plan.compression}" if plan.compression != "none" else "precision fp16"
+        raise UsageError(f"{discipline.name} does not run with {setting}; leave that out")

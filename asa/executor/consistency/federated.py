@@ -32,40 +32,40 @@ from asa.zoo.data import ImageSet
 class FederatedAverage(OuterSteps):
     """Implements ``fedavg``: its outer optimizer adds the mean of the clients' updates unchanged."""
 
-    _round = _samples = 0
-    _set: ImageSet | None = None
-    _own = torch.empty(0, dtype=torch.int64)
+    _round = _round_samples = 0
+    _image_set: ImageSet | None = None
+    _own_indices = torch.empty(0, dtype=torch.int64)
 
     def begin(self) -> None:
         """Start a round from the weights, which are equal on all clients."""
         super().begin()
-        self.draws_own = self.discipline.spread > 0
-        self._samples = 0
-        self._draw()
+        self.has_own_samples = self.discipline.spread > 0
+        self._round_samples = 0
+        self._draw_clients()
 
-    def _draw(self) -> None:
+    def _draw_clients(self) -> None:
         """Draw the clients that take part in the next round."""
         count = self.axis.size
         chosen = max(1, math.ceil(self.discipline.fraction * count - 1e-9))
-        drawn = random.Random(f"clients {self.model.context.seed} {self._round}").sample(range(count), chosen)
-        self.takes_part = self.axis.index in drawn
+        participants = random.Random(f"clients {self.model.context.seed} {self._round}").sample(range(count), chosen)
+        self.takes_part = self.axis.index in participants
 
-    def drawn(self, images: ImageSet, indices: Tensor, step: int) -> Tensor:
+    def own_samples(self, images: ImageSet, indices: Tensor, step: int) -> Tensor:
         """``indices`` with this client's own samples in its rows. Each of its samples is used once, in a new order,
         before any is repeated."""
-        if not self.draws_own:
+        if not self.has_own_samples:
             return indices
-        if self._set is not images:
+        if self._image_set is not images:
             seed = self.model.context.seed
             parts = clients(images.labels.tolist(), self.axis.size, self.discipline.spread, seed)
-            self._set, self._own = images, torch.tensor(parts[self.axis.index], dtype=torch.int64)
-        mixed, size = indices.clone(), len(self._own)
+            self._image_set, self._own_indices = images, torch.tensor(parts[self.axis.index], dtype=torch.int64)
+        mixed, size = indices.clone(), len(self._own_indices)
         rows = microbatch_rows(self.model, len(indices))
-        places = torch.cat([torch.arange(part.kept.start, part.kept.stop) for part in rows])
-        at = step * self.rows(self.model.plan.global_batch) + torch.arange(len(places))
+        positions = torch.cat([torch.arange(part.kept.start, part.kept.stop) for part in rows])
+        at = step * self.rows(self.model.plan.global_batch) + torch.arange(len(positions))
         for number in (at // size).unique().tolist():
-            now = at // size == number
-            mixed[places[now]] = self._own[self._shuffled(size, number)[at[now] % size]]
+            in_pass = at // size == number
+            mixed[positions[in_pass]] = self._own_indices[self._shuffled(size, number)[at[in_pass] % size]]
         return mixed
 
     def _shuffled(self, size: int, number: int) -> Tensor:
@@ -76,43 +76,43 @@ class FederatedAverage(OuterSteps):
     def step(self, batch: int) -> None:
         """Take a local step if this client takes part in the round, and average if the round is over."""
         if self.takes_part:
-            self._samples += self.rows(batch)
+            self._round_samples += self.rows(batch)
         super().step(batch)
 
     def _inner_step(self, batch: int) -> None:
         if self.takes_part:
             super()._inner_step(batch)
 
-    def _meet(self, fragment: int) -> None:
+    def _average_fragment(self, fragment: int) -> None:
         """Set the weights of all clients to the weighted mean, and begin the next round (collective)."""
-        counts = (len(self._own) or self._samples) if self._samples else 0
+        counts = (len(self._own_indices) or self._round_samples) if self._round_samples else 0
         total = torch.tensor([float(counts)], dtype=torch.float64, device=self.model.device)
         if self.axis.group is not None:
             dist.all_reduce(total, group=self.axis.group)
         self._weight = counts * self.axis.size / float(total)
         buffers = [b for c in self.model.components for b in c.buffers() if b.is_floating_point()]
         average(buffers, self.axis, self._weight)
-        super()._meet(fragment)
-        self._samples, self._round = 0, self._round + 1
-        self._draw()
+        super()._average_fragment(fragment)
+        self._round_samples, self._round = 0, self._round + 1
+        self._draw_clients()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Average everything that is not averaged yet, and the inner momenta. A client that never trained counts with
         momentum 0."""
-        if not self.optimizer.state and any(self._moved):
-            self._at_rest()
-        super().settle()
+        if not self.optimizer.state and any(self._has_changed):
+            self._create_optimizer_state()
+        super().synchronize()
 
     @torch.no_grad()
-    def _at_rest(self) -> None:
+    def _create_optimizer_state(self) -> None:
         """Make the optimizer create its state, all zeros, without changing weights."""
-        before = self._flat.weights()
+        weights = self._flat.weights()
         for p in self._flat.parameters:
             p.grad = torch.zeros_like(p)
         self.optimizer.step()
         for p in self._flat.parameters:
             p.grad = None
-        self._flat.put(before)
+        self._flat.put(weights)
         for moment in self._moments():
             moment.zero_()
 
@@ -124,7 +124,7 @@ class FederatedAverage(OuterSteps):
         """Continue with the round of a saved run."""
         if "fedavg.round" in state:
             self._round = int(state["fedavg.round"])
-            self._draw()
+            self._draw_clients()
 
 
 def clients(labels: Sequence[int], count: int, spread: float, seed: int) -> list[list[int]]:
@@ -144,15 +144,15 @@ def clients(labels: Sequence[int], count: int, spread: float, seed: int) -> list
         raise UsageError(f"{len(labels)} samples are too few for {count} clients")
     draws = random.Random(f"spread {seed}")
     parts: list[list[int]] = [[] for _ in range(count)]
-    for kind in sorted(set(labels)):
-        mine = [i for i, label in enumerate(labels) if label == kind]
-        draws.shuffle(mine)
+    for class_ in sorted(set(labels)):
+        of_class = [i for i, label in enumerate(labels) if label == class_]
+        draws.shuffle(of_class)
         shares = [draws.gammavariate(1 / spread, 1.0) for _ in range(count)]
         if not sum(shares):  # all too small for a float
             shares[draws.randrange(count)] = 1.0
-        cuts = [round(len(mine) * x / sum(shares)) for x in accumulate(shares, initial=0.0)]
+        cuts = [round(len(of_class) * x / sum(shares)) for x in accumulate(shares, initial=0.0)]
         for part, (a, b) in zip(parts, pairwise(cuts), strict=True):
-            part += mine[a:b]
+            part += of_class[a:b]
     for part in parts:
         if not part:
             part.append(max(parts, key=len).pop())

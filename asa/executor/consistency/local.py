@@ -16,31 +16,33 @@ from asa.executor.consistency.conduct import Conduct, average
 class LocalSteps(Conduct):
     """Implements ``local_sgd``."""
 
-    _since = _mine = _all = 0
+    _steps_since = _own_samples = _all_samples = 0
     """Number of steps since the last average, and the numbers of samples in them: this worker's and all workers'."""
 
     def begin(self) -> None:
         """Reset the counters; all workers start from equal weights."""
-        self._since = self._mine = self._all = 0
+        self._steps_since = self._own_samples = self._all_samples = 0
 
     def step(self, batch: int) -> None:
         """Take a local step, and average weights if the period is over."""
         self.update(batch)
-        self._since, self._mine, self._all = self._since + 1, self._mine + self.rows(batch), self._all + batch
-        if self._since >= self.discipline.period_at(self.rate):
-            self.meet()
+        self._steps_since += 1
+        self._own_samples += self.rows(batch)
+        self._all_samples += batch
+        if self._steps_since >= self.discipline.period_at(self.rate):
+            self.average_weights()
 
-    def meet(self) -> None:
+    def average_weights(self) -> None:
         """Average weights, each worker weighted by its samples, and running statistics (collective)."""
-        share = self._mine * self.axis.size / self._all
+        share = self._own_samples * self.axis.size / self._all_samples
         average([p for p in self.model.parameters() if p.requires_grad], self.axis, share)
         self.average_buffers()
-        self._since = self._mine = self._all = 0
+        self._steps_since = self._own_samples = self._all_samples = 0
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Average weights, running statistics and the optimizers' states (collective)."""
-        if self._since:
-            self.meet()
+        if self._steps_since:
+            self.average_weights()
         self.average_buffers()
         average(self._moments(), self.axis)
 

@@ -29,11 +29,11 @@ class OuterSteps(LocalSteps):
     def begin(self) -> None:
         """Copy the weights, which are equal on all workers, as outer weights, and create the outer optimizers."""
         self._flat = FlatParameters(self.optimizer)
-        self._parts = fragments(self._flat.sizes, self.discipline.fragments)
+        self._fragments = fragments(self._flat.sizes, self.discipline.fragments)
         at = [0]
         for size in self._flat.sizes:
             at.append(at[-1] + size)
-        self._bounds = [(at[a], at[b]) for a, b in self._parts]
+        self._bounds = [(at[a], at[b]) for a, b in self._fragments]
         weights = self._flat.weights().to(self.model.device)
         self._outer = [nn.Parameter(weights[a:b].clone()) for a, b in self._bounds]
         d = self.discipline
@@ -41,67 +41,67 @@ class OuterSteps(LocalSteps):
             torch.optim.SGD([p], lr=d.outer_rate, momentum=d.outer_momentum, nesterov=d.outer_momentum > 0)
             for p in self._outer
         ]
-        self._steps, self._moved = 0, [False] * len(self._outer)
-        self._had = [(0, 0)] * len(self._outer)
+        self._steps, self._has_changed = 0, [False] * len(self._outer)
+        self._samples_since = [(0, 0)] * len(self._outer)
 
     def step(self, batch: int) -> None:
         """Take an inner step, and average the fragment whose turn it is."""
         self._inner_step(batch)
         self._steps += 1
-        self._had = [(mine + self.rows(batch), every + batch) for mine, every in self._had]
-        self._moved = [True] * len(self._outer)
-        turn, left = divmod(self._steps, self.discipline.period // len(self._outer))
-        if not left:
-            self._weighed((turn - 1) % len(self._outer))
+        self._samples_since = [(own + self.rows(batch), total + batch) for own, total in self._samples_since]
+        self._has_changed = [True] * len(self._outer)
+        turn, remainder = divmod(self._steps, self.discipline.period // len(self._outer))
+        if not remainder:
+            self._average_weighted((turn - 1) % len(self._outer))
 
     def _inner_step(self, batch: int) -> None:
         self.update(batch)
 
-    def _weighed(self, fragment: int) -> None:
+    def _average_weighted(self, fragment: int) -> None:
         """Average one fragment, each worker weighted by its samples since the last time (collective)."""
-        mine, every = self._had[fragment]
-        self._weight = mine * self.axis.size / every
-        self._meet(fragment)
-        self._had[fragment] = (0, 0)
+        own, total = self._samples_since[fragment]
+        self._weight = own * self.axis.size / total
+        self._average_fragment(fragment)
+        self._samples_since[fragment] = (0, 0)
 
     @torch.no_grad()
-    def _meet(self, fragment: int) -> None:
+    def _average_fragment(self, fragment: int) -> None:
         """Take one outer step along the mean of all workers' changes (collective)."""
         start, stop = self._bounds[fragment]
         if start == stop:  # more fragments than parameters
             return
-        outer, (first, last) = self._outer[fragment], self._parts[fragment]
-        here = self._flat.row(first, last)
-        outer.grad = self._mean(outer.detach() - here, self._flat.sizes[first:last])
+        outer, (first, last) = self._outer[fragment], self._fragments[fragment]
+        weights = self._flat.row(first, last)
+        outer.grad = self._mean_change(outer.detach() - weights, self._flat.sizes[first:last])
         self._optimizers[fragment].step()
         outer.grad = None
         self._flat.put(outer.detach(), start)
         if self.model.grouped is not None:
             self.model.share_updates()
-        self._moved[fragment] = False
+        self._has_changed[fragment] = False
 
-    def _mean(self, moved: Tensor, sizes: list[int]) -> Tensor:
-        """Mean of ``moved`` over workers (collective). In int8, every worker's part is sent with its own scales."""
+    def _mean_change(self, change: Tensor, sizes: list[int]) -> Tensor:
+        """Mean of ``change`` over workers (collective). In int8, every worker's part is sent with its own scales."""
         axis = self.axis
         if axis.group is None:
-            return moved
+            return change
         if self._weight != 1:
-            moved = moved * self._weight
+            change = change * self._weight
         if self.discipline.message == "fp32":
-            average([moved], axis)
-            return moved
-        numbers, scales = quantised(moved, sizes)
+            average([change], axis)
+            return change
+        numbers, scales = quantised(change, sizes)
         all_numbers, all_scales = ([torch.empty_like(t) for _ in range(axis.size)] for t in (numbers, scales))
         dist.all_gather(all_numbers, numbers, group=axis.group)
         dist.all_gather(all_scales, scales, group=axis.group)
         parts = [dequantised(n, s, sizes) for n, s in zip(all_numbers, all_scales, strict=True)]
         return torch.stack(parts).mean(dim=0)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Average all changed fragments, running statistics and inner momenta (collective)."""
-        for fragment, moved in enumerate(self._moved):
-            if moved:
-                self._weighed(fragment)
+        for fragment, changed in enumerate(self._has_changed):
+            if changed:
+                self._average_weighted(fragment)
         self._steps = 0
         self.average_buffers()
         average(self._moments(), self.axis)
@@ -114,8 +114,8 @@ class OuterSteps(LocalSteps):
         ]
         if any(m is None for m in momenta):
             return {}
-        mine = {self._key(): torch.cat([m.cpu() for m in momenta if m is not None])}
-        return mine if self.model.grouped is None else self.model.grouped.united(mine)
+        momentum = {self._key(): torch.cat([m.cpu() for m in momenta if m is not None])}
+        return momentum if self.model.grouped is None else self.model.grouped.united(momentum)
 
     def _key(self) -> str:
         return "outer.momentum" if self.model.grouped is None else f"outer.momentum.{self.model.rank}"

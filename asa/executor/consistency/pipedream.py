@@ -34,15 +34,15 @@ _VERSIONS = 2
 @dataclass
 class _Batch:
     """A batch in flight: the ``version`` of weights that it uses, the learning ``rates`` of its update, and the number
-    of microbatches whose backward is not done (``left``)."""
+    of microbatches whose backward is not done (``pending_backwards``)."""
 
     step: Step
     version: int
     rates: list[float]
-    left: int = field(init=False)
+    pending_backwards: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.left = len(self.step.rows)
+        self.pending_backwards = len(self.step.rows)
 
 
 class UndrainedPipeline(Conduct):
@@ -54,19 +54,19 @@ class UndrainedPipeline(Conduct):
         self._stages = len(plan.stages)
         for c in plan.components:
             if c.data.degree * c.tensor.degree > 1 or c.offload or c.checkpoint:
-                more = ", offloaded" if c.offload else ", recomputed" if c.checkpoint else ""
+                setting = ", offloaded" if c.offload else ", recomputed" if c.checkpoint else ""
                 raise UsageError(
                     f"{discipline.name} runs with one device a stage; the plan has {c.name} as {c.data.text}, "
-                    f"{c.tensor.strategy} x{c.tensor.degree}{more}: plan with --strategies {discipline}"
+                    f"{c.tensor.strategy} x{c.tensor.degree}{setting}: plan with --strategies {discipline}"
                 )
-        self._behind = self._stages - 1 - model.position.stage if not model.idle else 0
-        self._flying: deque[tuple[_Batch, int]] = deque()
-        self._live: list[Step] = []
+        self._later_stages = self._stages - 1 - model.position.stage if not model.idle else 0
+        self._in_flight: deque[tuple[_Batch, int]] = deque()
+        self._unfinished_steps: list[Step] = []
         self._count = 0
 
     def begin(self) -> None:
         """Copy the model's weights into all versions."""
-        self._places = [
+        self._parameter_slots = [
             (module._parameters, name, p)
             for c in self.model.components
             for module in c.modules()
@@ -74,11 +74,11 @@ class UndrainedPipeline(Conduct):
             if p is not None and p.requires_grad
         ]
         self._versions = [
-            {p: nn.Parameter(p.detach().clone()) for _, _, p in self._places} if self._stages > 1 else {}
+            {p: nn.Parameter(p.detach().clone()) for _, _, p in self._parameter_slots} if self._stages > 1 else {}
             for _ in range(_VERSIONS)
         ]
-        self._flying.clear()
-        self._live.clear()
+        self._in_flight.clear()
+        self._unfinished_steps.clear()
         self._count = 0
 
     def played(
@@ -90,66 +90,66 @@ class UndrainedPipeline(Conduct):
         """
         if self._stages == 1:
             return super().played(model, samples, step, inputs, labels, **options)
-        made = Step(
+        new_step = Step(
             model=model, samples=samples, step=step, inputs=inputs, labels=labels,
-            rows=microbatch_rows(model, len(samples)), beside=self._live, **options,
+            rows=microbatch_rows(model, len(samples)), unfinished=self._unfinished_steps, **options,
         )  # fmt: skip
-        self._live.append(made)
-        batch = _Batch(made, self._count % _VERSIONS, [float(g["lr"]) for g in self.optimizer.param_groups])
+        self._unfinished_steps.append(new_step)
+        batch = _Batch(new_step, self._count % _VERSIONS, [float(g["lr"]) for g in self.optimizer.param_groups])
         self._count += 1
-        turns: list[tuple[_Batch, Action]] = []
-        while self._flying and self._flying[0][0].version == batch.version:  # the memory of its version is needed
-            turns.append(self._back())
-        for j in range(len(made.rows)):
-            turns.append((batch, Action(direction="forward", microbatch=j)))
-            self._flying.append((batch, j))
-            if len(self._flying) > self._behind:
-                turns.append(self._back())
-        self._play(turns)
-        return made
+        actions: list[tuple[_Batch, Action]] = []
+        while self._in_flight and self._in_flight[0][0].version == batch.version:  # the memory of its version is needed
+            actions.append(self._next_backward())
+        for j in range(len(new_step.rows)):
+            actions.append((batch, Action(direction="forward", microbatch=j)))
+            self._in_flight.append((batch, j))
+            if len(self._in_flight) > self._later_stages:
+                actions.append(self._next_backward())
+        self._run_actions(actions)
+        return new_step
 
-    def _back(self) -> tuple[_Batch, Action]:
-        batch, j = self._flying.popleft()
+    def _next_backward(self) -> tuple[_Batch, Action]:
+        batch, j = self._in_flight.popleft()
         return batch, Action(direction="backward", microbatch=j)
 
-    def _play(self, turns: Sequence[tuple[_Batch, Action]]) -> None:
+    def _run_actions(self, actions: Sequence[tuple[_Batch, Action]]) -> None:
         """Run all actions in order. During one of them, the data for the next is already being received."""
         try:
-            for i, (batch, action) in enumerate(turns):
-                for other, coming in turns[i : i + 2]:
-                    other.step.expect(coming)
+            for i, (batch, action) in enumerate(actions):
+                for coming_batch, coming_action in actions[i : i + 2]:
+                    coming_batch.step.expect(coming_action)
                 faults.reached(action.direction)
                 self._install(self._versions[batch.version])
                 if action.direction == "forward":
                     batch.step.forward(action.microbatch)
                     continue
-                batch.left -= 1
-                batch.step.backward(action.microbatch, last=not batch.left)
-                if not batch.left:
+                batch.pending_backwards -= 1
+                batch.step.backward(action.microbatch, last=not batch.pending_backwards)
+                if not batch.pending_backwards:
                     self._update(batch)
         finally:
             self._install(None)
 
     def _install(self, version: dict[nn.Parameter, nn.Parameter] | None) -> None:
         """Make modules compute with a version of the weights; None stands for the newest."""
-        for parameters, name, p in self._places:
+        for parameters, name, p in self._parameter_slots:
             parameters[name] = p if version is None else version[p]
 
     @torch.no_grad()
     def _update(self, batch: _Batch) -> None:
         """Take the optimizer step for a batch; the version that the batch was computed with becomes the newest."""
         version, groups = self._versions[batch.version], self.optimizer.param_groups
-        for p, held in version.items():
-            p.grad, held.grad = held.grad, None
-        now = [g["lr"] for g in groups]
+        for p, stashed in version.items():
+            p.grad, stashed.grad = stashed.grad, None
+        current_rates = [g["lr"] for g in groups]
         for group, rate in zip(groups, batch.rates, strict=True):
             group["lr"] = rate
         self.optimizer.step()
-        for group, rate in zip(groups, now, strict=True):
+        for group, rate in zip(groups, current_rates, strict=True):
             group["lr"] = rate
-        for p, held in version.items():
-            held.copy_(p)
-        self._live.remove(batch.step)
+        for p, stashed in version.items():
+            stashed.copy_(p)
+        self._unfinished_steps.remove(batch.step)
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of the last batch by name; drains the pipeline (collective)."""
@@ -162,7 +162,7 @@ class UndrainedPipeline(Conduct):
         if self._stages == 1:
             self.optimizer.step()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Drain the pipeline (collective)."""
         self._drain()
         self.model.average_buffers()
@@ -174,10 +174,10 @@ class UndrainedPipeline(Conduct):
     def _drain(self) -> None:
         if self._stages == 1:
             return
-        self._play([self._back() for _ in range(len(self._flying))])
-        self.model.links.settle()
+        self._run_actions([self._next_backward() for _ in range(len(self._in_flight))])
+        self.model.links.finish_sends()
         self._count = 0
         with torch.no_grad():
             for version in self._versions:
-                for p, held in version.items():
-                    held.copy_(p)
+                for p, stashed in version.items():
+                    stashed.copy_(p)

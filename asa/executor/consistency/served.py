@@ -25,7 +25,7 @@ from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
 from asa.ir.consistency import Discipline
 
-_PUSH, _PULL, _PUT, _KEYS, _STATE, _SET, _COUNTS, _THROUGH, _PAUSE = map(float, range(9))
+_PUSH, _PULL, _PUT, _KEYS, _STATE, _SET, _COUNTS, _FINISHED, _PAUSE = map(float, range(9))
 _MOST_GROUPS = HEAD - 8
 
 
@@ -51,21 +51,21 @@ class Served(Conduct):
         hosts = discipline.server_ranks(votes.num_ranks)
         returning = () if self._star is None else self._star.returning
         self._exchange = Exchange(votes.rank, model.processes, hosts, returning=returning)
-        described = None
+        description = None
         if not model.idle:
             self._flat = FlatParameters(optimizer)
             dtype = str(self._flat.dtype).removeprefix("torch.")
-            described = [self._flat.total, dtype, self._flat.groups]
+            description = [self._flat.total, dtype, self._flat.groups]
         if self._star is None or not self._star.late:
-            described = votes.tell(described, source=model.processes[0])
+            description = votes.tell(description, source=model.processes[0])
             if self._first:
-                self._exchange.note(described)
+                self._exchange.store_value(description)
         else:
-            described = self._exchange.noted()
-        total, dtype, groups_at = described
+            description = self._exchange.stored_value()
+        total, dtype, groups_at = description
         self._slices = slices(total, len(hosts))
         self._push_number = secrets.randbelow(1 << 30)
-        self._seen = [(0, 0)] * len(hosts)
+        self._server_ages = [(0, 0)] * len(hosts)
         if votes.rank in hosts:
             start, stop = self._slices[hosts.index(votes.rank)]
             flat = torch.zeros(stop - start, dtype=getattr(torch, dtype))
@@ -73,15 +73,15 @@ class Served(Conduct):
                 discipline, flat, start, groups_at, optimizer, model.processes, model.plan.global_batch
             )
             if self._star is not None and self._star.late:
-                self._recall()
-            self._exchange.serve(self._answer, self._server.lost)
+                self._restore()
+            self._exchange.serve(self._answer, self._server.remove)
         self._exchange.connect()
         self._options = _options(optimizer)
-        self._kept: Tensor | None = None
+        self._mean_gradient: Tensor | None = None
         self._samples = self._steps = 0
         self._batch = model.plan.global_batch
 
-    def _recall(self) -> None:
+    def _restore(self) -> None:
         """Continue this server from the snapshot of the process before it.
 
         Raises:
@@ -89,16 +89,16 @@ class Served(Conduct):
         """
         assert self._star is not None
         assert self._server is not None
-        kept = None if self._star.snapshots is None else self._star.snapshots.read()
-        if kept is None:
+        snapshot = None if self._star.snapshots is None else self._star.snapshots.read()
+        if snapshot is None:
             raise UnavailableError(f"rank {self._star.rank}, a server, was lost before its first snapshot")
-        self._server.recall(kept)
+        self._server.restore(snapshot)
 
     def begin(self) -> None:
         """Send the first worker's weights and optimizer state to the servers. A worker that joins late takes the
         servers' weights."""
         if self._star is not None and self._star.late:
-            self._keep()
+            self._start_snapshots()
             return
         if self._first:
             assert self._flat is not None
@@ -106,12 +106,12 @@ class Served(Conduct):
             self._ask([(head(_PUT), weights[a:b]) for a, b in self._slices])
             self._send_state()
         self._votes.gather([0.0])
-        self._keep()
-        self._kept, self._samples, self._steps = None, 0, 0
+        self._start_snapshots()
+        self._mean_gradient, self._samples, self._steps = None, 0, 0
 
-    def _keep(self) -> None:
+    def _start_snapshots(self) -> None:
         if self._server is not None and self._star is not None and self._star.snapshots is not None:
-            self._server.keep(self._star.snapshots)
+            self._server.keep_snapshots(self._star.snapshots)
 
     def enter(self) -> None:
         """Take the servers' weights."""
@@ -122,18 +122,20 @@ class Served(Conduct):
         """Push the gradient, wait until this worker may continue, and take the weights of the reply."""
         if self._flat is None:  # this process is a server only
             return
-        now = _options(self.optimizer)
-        changed = {k for was, new in zip(self._options, now, strict=True) for k in new if new[k] != was.get(k)}
+        options = _options(self.optimizer)
+        changed = {
+            k for before, new in zip(self._options, options, strict=True) for k in new if new[k] != before.get(k)
+        }
         if changed:
             raise UsageError(
                 f"{', '.join(sorted(changed))} of the optimizer changed during training: servers under "
                 f"{self.discipline} follow only learning rates (OneCycleLR: cycle_momentum=False); or train under ddp"
             )
         samples, rates = self.rows(batch), [float(g["lr"]) for g in self.optimizer.param_groups]
-        gradient = self._flat.gradients(1 / self.own_share(batch))
+        gradient = self._flat.gradients(1 / self.gradient_scale(batch))
         self._batch = batch if self.discipline.lockstep else self.model.plan.global_batch
         if self.discipline.period > 1:
-            gradient = self._kept_back(gradient, samples, rates)
+            gradient = self._accumulate(gradient, samples, rates)
             samples = self._samples
             if self._steps % self.discipline.period:
                 return
@@ -142,23 +144,23 @@ class Served(Conduct):
     def _push(self, gradient: Tensor, samples: int, rates: list[float]) -> None:
         assert self._flat is not None
         self._push_number += 1
-        asked: list[tuple[Tensor, Tensor | None]] = [
-            (head(_PUSH, samples, self._batch, self._push_number, *seen, *rates), gradient[a:b])
-            for (a, b), seen in zip(self._slices, self._seen, strict=True)
+        requests: list[tuple[Tensor, Tensor | None]] = [
+            (head(_PUSH, samples, self._batch, self._push_number, *server_age, *rates), gradient[a:b])
+            for (a, b), server_age in zip(self._slices, self._server_ages, strict=True)
         ]
-        self._take(self._ask(asked))
-        self._kept, self._samples = None, 0
+        self._load_weights(self._ask(requests))
+        self._mean_gradient, self._samples = None, 0
 
-    def _kept_back(self, gradient: Tensor, samples: int, rates: list[float]) -> Tensor:
+    def _accumulate(self, gradient: Tensor, samples: int, rates: list[float]) -> Tensor:
         """Mean of the gradients since the last push. Until the next push, the worker takes local steps of plain SGD."""
         assert self._flat is not None
         self._steps += 1
-        before = 0.0 if self._kept is None else self._samples
+        earlier = 0.0 if self._mean_gradient is None else self._samples
         self._samples += samples
-        mean = gradient if self._kept is None else self._kept
-        if self._kept is not None:
-            mean.mul_(before / self._samples).add_(gradient, alpha=samples / self._samples)
-        self._kept = mean
+        mean = gradient if self._mean_gradient is None else self._mean_gradient
+        if self._mean_gradient is not None:
+            mean.mul_(earlier / self._samples).add_(gradient, alpha=samples / self._samples)
+        self._mean_gradient = mean
         if self._steps % self.discipline.period:
             weights = self._flat.weights()
             for rate, (a, b) in zip(rates, self._flat.groups, strict=True):
@@ -166,17 +168,17 @@ class Served(Conduct):
             self._flat.put(weights)
         return mean
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Push remaining gradients. Then load the servers' weights on every worker, and their optimizer state on the
         first."""
-        if self._kept is not None:
-            self._push(self._kept, self._samples, [float(g["lr"]) for g in self.optimizer.param_groups])
+        if self._mean_gradient is not None:
+            self._push(self._mean_gradient, self._samples, [float(g["lr"]) for g in self.optimizer.param_groups])
         if self._flat is not None:
-            self._ask([(head(_THROUGH), None)] * len(self._slices))
+            self._ask([(head(_FINISHED), None)] * len(self._slices))
         self._votes.gather([0.0])
         if self._server is not None:
-            left = self._votes.live if isinstance(self._votes, StarVotes) else self.model.processes
-            self._server.rounds(left)
+            live = self._votes.live if isinstance(self._votes, StarVotes) else self.model.processes
+            self._server.reset_clocks(live)
         self._votes.gather([0.0])
         if self._flat is not None:
             self.pull()
@@ -186,12 +188,12 @@ class Served(Conduct):
 
     def pause(self) -> None:
         """Tell servers not to make others wait for this worker until it pulls again."""
-        if self._flat is not None and self._kept is None and not self.discipline.lockstep:
+        if self._flat is not None and self._mean_gradient is None and not self.discipline.lockstep:
             self._ask([(head(_PAUSE), None)] * len(self._slices))
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Pull the current weights, because those from before the pause may be older than the window allows."""
-        if self._flat is not None and self._kept is None and not self.discipline.lockstep:
+        if self._flat is not None and self._mean_gradient is None and not self.discipline.lockstep:
             self.pull()
 
     def average_buffers(self) -> None:
@@ -204,25 +206,25 @@ class Served(Conduct):
     def pull(self) -> None:
         """Set the model's weights to those of the servers."""
         assert self._flat is not None
-        self._take(self._ask([(head(_PULL), None)] * len(self._slices)))
+        self._load_weights(self._ask([(head(_PULL), None)] * len(self._slices)))
 
-    def _take(self, replies: list[tuple[Tensor, Tensor | None]]) -> None:
+    def _load_weights(self, replies: list[tuple[Tensor, Tensor | None]]) -> None:
         """Load the weights in the servers' ``replies``, and record how many samples each server has applied."""
         assert self._flat is not None
         for (start, _), (_, weights) in zip(self._slices, replies, strict=True):
             assert weights is not None
             self._flat.put(weights, start)
-        self._seen = [(int(said[0]), int(said[1])) for said, _ in replies]
+        self._server_ages = [(int(header[0]), int(header[1])) for header, _ in replies]
 
     def returned(self, rank: int) -> str:
         """A sentence about ``rank``, which has come back; for a server also how many samples are lost."""
         if rank not in self._exchange.hosts:
             return super().returned(rank)
         _, body = self._ask([(head(_COUNTS), None)] * len(self._slices))[self._exchange.hosts.index(rank)]
-        gone = json.loads(_text(body)).get("samples_gone", 0)
+        lost_samples = json.loads(_json_text(body)).get("samples_gone", 0)
         return (
-            f"rank {rank}, a server, is back with its last snapshot; the gradients of {gone} samples since then are "
-            "lost for its part of the weights"
+            f"rank {rank}, a server, is back with its last snapshot; the gradients of {lost_samples} samples since "
+            "then are lost for its part of the weights"
         )
 
     def figures(self) -> dict[str, object]:
@@ -231,7 +233,7 @@ class Served(Conduct):
         if not self._first:
             return {}
         replies = self._ask([(head(_COUNTS), None)] * len(self._slices))
-        return {"servers": [json.loads(_text(body)) for _, body in replies]}
+        return {"servers": [json.loads(_json_text(body)) for _, body in replies]}
 
     def close(self) -> None:
         """Close the connections to the servers."""
@@ -240,49 +242,51 @@ class Served(Conduct):
     def _ask(self, requests: list[tuple[Tensor, Tensor | None]]) -> list[tuple[Tensor, Tensor | None]]:
         return self._exchange.ask(requests)
 
-    def _answer(self, worker: int, asked: Tensor, body: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _answer(self, worker: int, header: Tensor, body: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The reply of this server to a request of ``worker``."""
         server = self._server
         assert server is not None
-        what = float(asked[0])
-        if what == _PUSH:
+        operation = float(header[0])
+        if operation == _PUSH:
             assert body is not None
-            rates = asked[6 : 6 + len(server.parts)].tolist()
-            batch, serial, applied, life = (int(x) for x in asked[2:6])
-            server.missed(applied, life)
-            weights = server.pushed(worker, body, int(asked[1]), rates, batch=batch, serial=serial)
+            rates = header[6 : 6 + len(server.parts)].tolist()
+            batch, serial, applied, restarts = (int(x) for x in header[2:6])
+            server.count_lost_samples(applied, restarts)
+            weights = server.push(worker, body, int(header[1]), rates, batch=batch, serial=serial)
             return head(*server.age), weights
-        if what == _PULL:
+        if operation == _PULL:
             return head(*server.age), server.pull(worker)
-        if what == _PUT:
+        if operation == _PUT:
             assert body is not None
             server.restart(body)
             return head(), None
-        if what == _THROUGH:
-            server.through(worker)
+        if operation == _FINISHED:
+            server.finish(worker)
             return head(), None
-        if what == _PAUSE:
-            server.paused(worker)
+        if operation == _PAUSE:
+            server.pause(worker)
             return head(), None
-        if what == _COUNTS:
-            return head(), _bytes(server.counted())
-        if what == _KEYS:
-            return head(), _bytes(server.described())
-        if what == _STATE:
-            said = json.loads(_text(body))
-            return head(), server.moment(*said)
-        assert what == _SET
-        group, key, dtype, scalar, row = _unpacked(body)
-        server.take(group, key, None if dtype is None else row.view(getattr(torch, dtype)), scalar)
+        if operation == _COUNTS:
+            return head(), _bytes(server.counters())
+        if operation == _KEYS:
+            return head(), _bytes(server.state_description())
+        if operation == _STATE:
+            arguments = json.loads(_json_text(body))
+            return head(), server.state_row(*arguments)
+        assert operation == _SET
+        group, key, dtype, scalar, row = _unpack(body)
+        server.set_state(group, key, None if dtype is None else row.view(getattr(torch, dtype)), scalar)
         return head(), None
 
     def _fetch_state(self) -> None:
         """Load the optimizer's state from all servers on the first worker, where checkpoints read it."""
         assert self._flat is not None
-        described = [json.loads(_text(body)) for _, body in self._ask([(head(_KEYS), None)] * len(self._slices))]
+        descriptions = [
+            json.loads(_json_text(body)) for _, body in self._ask([(head(_KEYS), None)] * len(self._slices))
+        ]
         self.optimizer.state.clear()
         for group in range(len(self._flat.groups)):
-            for key, scalar in {k: v for each in described for k, v in each[group].items()}.items():
+            for key, scalar in {k: v for each in descriptions for k, v in each[group].items()}.items():
                 if scalar is None:
                     replies = self._ask([(head(_STATE), _bytes([group, key]))] * len(self._slices))
                     row = torch.cat([body for _, body in replies if body is not None])
@@ -306,9 +310,9 @@ class Served(Conduct):
                 if all(v.shape == p.shape for v, p in zip(values, parameters, strict=True)):
                     row = torch.cat([v.detach().reshape(-1).cpu() for v in values])
                     cuts = [(min(max(a, begin), end) - begin, min(max(b, begin), end) - begin) for a, b in self._slices]
-                    self._ask([(head(_SET), _packed(group, key, row[a:b], 0.0)) for a, b in cuts])
+                    self._ask([(head(_SET), _pack(group, key, row[a:b], 0.0)) for a, b in cuts])
                 else:
-                    self._ask([(head(_SET), _packed(group, key, None, float(values[0])))] * len(self._slices))
+                    self._ask([(head(_SET), _pack(group, key, None, float(values[0])))] * len(self._slices))
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -323,9 +327,9 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
 @torch.no_grad()
 def average_over_star(model: ParallelModel, votes: StarVotes) -> None:
     """Average running statistics over all remaining workers (collective)."""
-    mine = statistics_of(model)
-    if any(votes.exchange(mine.numel())):
-        put_statistics(model, votes.mean(mine))
+    statistics = statistics_of(model)
+    if any(votes.exchange(statistics.numel())):
+        put_statistics(model, votes.mean(statistics))
 
 
 def _statistics(model: ParallelModel) -> list[Tensor]:
@@ -350,22 +354,22 @@ def _bytes(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def _text(body: Tensor | None) -> str:
+def _json_text(body: Tensor | None) -> str:
     assert body is not None
     return body.numpy().tobytes().decode()
 
 
-def _packed(group: int, key: str, row: Tensor | None, scalar: float) -> Tensor:
+def _pack(group: int, key: str, row: Tensor | None, scalar: float) -> Tensor:
     """A part of an optimizer's state as bytes: length of a JSON description, the description, and the row, if there is
     one."""
     dtype = None if row is None else str(row.dtype).removeprefix("torch.")
-    said = json.dumps([group, key, dtype, scalar]).encode()
-    front = torch.frombuffer(bytearray(len(said).to_bytes(4, "little") + said), dtype=torch.uint8)
+    text = json.dumps([group, key, dtype, scalar]).encode()
+    front = torch.frombuffer(bytearray(len(text).to_bytes(4, "little") + text), dtype=torch.uint8)
     return front if row is None or not row.numel() else torch.cat([front, row.contiguous().view(torch.uint8)])
 
 
-def _unpacked(body: Tensor | None) -> tuple[int, str, str | None, float, Tensor]:
-    """The inverse of :func:`_packed`; the row stays as bytes."""
+def _unpack(body: Tensor | None) -> tuple[int, str, str | None, float, Tensor]:
+    """The inverse of :func:`_pack`; the row stays as bytes."""
     assert body is not None
     size = int.from_bytes(body[:4].numpy().tobytes(), "little")
     group, key, dtype, scalar = json.loads(body[4 : 4 + size].numpy().tobytes())

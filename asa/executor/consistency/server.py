@@ -59,10 +59,11 @@ class Counts:
         ages: number of applied pushes by age.
         applied, rejected: samples.
         waited_s: seconds for which workers waited because of the window.
-        gone: samples whose gradients were applied and are lost, because this server was started again from a snapshot.
+        lost_samples: samples whose gradients were applied and are lost, because this server was started again from a
+            snapshot.
     """
 
-    gone: int = 0
+    lost_samples: int = 0
     ages: Counter[int] = field(default_factory=Counter)
     applied: int = 0
     rejected: int = 0
@@ -87,20 +88,21 @@ class _Member:
 
     Attributes:
         clock: number of pushes so far.
-        seen: number of other workers' samples that were applied when it last pulled.
-        serial: number of its last push.
+        seen_samples: number of other workers' samples that were applied when it last pulled.
+        last_serial: number of its last push.
+        finished: whether it pushes no more until the clocks are reset.
     """
 
     clock: int = 0
     applied: int = 0
-    seen: int = 0
-    heard: float = field(default_factory=time.monotonic)
+    seen_samples: int = 0
+    last_message_at: float = field(default_factory=time.monotonic)
     usual_s: float = 0.0
     silent: bool = False
     waiting: bool = False
-    through: bool = False
+    finished: bool = False
     computing: bool = True
-    serial: int = 0
+    last_serial: int = 0
 
 
 class Server:
@@ -115,21 +117,21 @@ class Server:
         workers: Sequence[int], batch: int,
     ) -> None:  # fmt: skip
         self.discipline, self.flat, self.start, self.batch = discipline, flat, start, batch
-        self.optimizer, self.parts = _like(optimizer, flat, start, groups)
-        self._reach = [lowered(group, discipline, len(workers)) for group in self.optimizer.param_groups]
+        self.optimizer, self.parts = _optimizer_like(optimizer, flat, start, groups)
+        self._rate_factors = [lower_momentum(group, discipline, len(workers)) for group in self.optimizer.param_groups]
         self.members = {w: _Member() for w in workers}
         self.counts = Counts()
         self._queue: list[_Push] = []
         self._total = 0
         self._changed = threading.Condition()
         self._snapshots: Snapshots | None = None
-        self._life = self._recalled = self._gone = 0
+        self._restarts = self._applied_before = self._lost_before = 0
         self._updated = time.monotonic()
         self._usual_s = 0.0
         self._window = 0 if discipline.waiting == "bulk" else discipline.window
         self._by_age = discipline.waiting == "stale"
 
-    def pushed(
+    def push(
         self, worker: int, gradient: Tensor, samples: int, rates: Sequence[float], *, batch: int | None = None,
         serial: int = 0,
     ) -> Tensor:  # fmt: skip
@@ -140,11 +142,11 @@ class Server:
         push, or 0. It shows that a push was sent again after a restart of this server.
         """
         with self._changed:
-            self._heard(worker)
+            self._record_message(worker)
             member = self.members[worker]
-            member.through = False
-            if not serial or serial != member.serial:
-                member.serial = serial
+            member.finished = False
+            if not serial or serial != member.last_serial:
+                member.last_serial = serial
                 member.clock += 1
                 member.computing = False
                 self._queue.append(_Push(worker, gradient, samples, tuple(rates), member.clock, batch or self.batch))
@@ -152,36 +154,36 @@ class Server:
                     self._apply()
                 self._changed.notify_all()
             self._wait_for(worker, member)
-            return self._pulled(member)
+            return self._weights_for(member)
 
     def pull(self, worker: int) -> Tensor:
         """Copy [n] of the current weights."""
         with self._changed:
-            self._heard(worker)
-            self.members[worker].through = False
-            return self._pulled(self.members[worker])
+            self._record_message(worker)
+            self.members[worker].finished = False
+            return self._weights_for(self.members[worker])
 
-    def through(self, worker: int) -> None:
-        """Record that ``worker`` pushes no more until :meth:`rounds` resets the clocks."""
+    def finish(self, worker: int) -> None:
+        """Record that ``worker`` pushes no more until :meth:`reset_clocks` resets the clocks."""
         with self._changed:
             if worker in self.members:
-                self.members[worker].through = True
+                self.members[worker].finished = True
             self._changed.notify_all()
 
-    def paused(self, worker: int) -> None:
+    def pause(self, worker: int) -> None:
         """Record that ``worker`` computes nothing until it pulls again."""
         with self._changed:
             if worker in self.members:
                 self.members[worker].computing = False
             self._changed.notify_all()
 
-    def lost(self, worker: int) -> None:
+    def remove(self, worker: int) -> None:
         """Remove ``worker``: nobody waits for it any more."""
         with self._changed:
             self.members.pop(worker, None)
             self._changed.notify_all()
 
-    def keep(self, snapshots: Snapshots) -> None:
+    def keep_snapshots(self, snapshots: Snapshots) -> None:
         """Write a snapshot now, and from now on whenever one is due."""
         with self._changed:
             self._snapshots = snapshots
@@ -194,27 +196,29 @@ class Server:
         for i, group in enumerate(self.optimizer.param_groups):
             for p in group["params"]:
                 rows |= {f"{i}.{k}": v for k, v in self.optimizer.state.get(p, {}).items() if isinstance(v, Tensor)}
-        told = [[w, m.serial, m.applied] for w, m in self.members.items()]
-        rows["members"] = torch.tensor(told, dtype=torch.int64).reshape(-1, 3)
+        records = [[w, m.last_serial, m.applied] for w, m in self.members.items()]
+        rows["members"] = torch.tensor(records, dtype=torch.int64).reshape(-1, 3)
         counts = self.counts
         rows["counts"] = torch.tensor(
-            [self._total, counts.applied, counts.rejected, counts.updates, counts.most_ahead, counts.gone, self._life]
-        )
+            [self._total, counts.applied, counts.rejected, counts.updates, counts.most_ahead, counts.lost_samples,
+             self._restarts]
+        )  # fmt: skip
         rows["ages"] = torch.tensor(list(counts.ages.items()), dtype=torch.int64).reshape(-1, 2)
         self._snapshots.write(counts.updates + 1, rows, self._usual_s)
 
     @torch.no_grad()
-    def recall(self, rows: dict[str, Tensor]) -> None:
+    def restore(self, rows: dict[str, Tensor]) -> None:
         """Continue from the snapshot ``rows`` of the process before this one. The next push of each worker counts as if
         the worker had just pulled, because it is unknown which of the lost updates it has seen."""
         with self._changed:
             c = self.counts
             self.flat.copy_(rows["weights"])
-            self._total, c.applied, c.rejected, c.updates, c.most_ahead, c.gone, self._life = rows["counts"].tolist()
-            self._recalled, self._gone, self._life = c.applied, c.gone, self._life + 1
+            numbers = rows["counts"].tolist()
+            self._total, c.applied, c.rejected, c.updates, c.most_ahead, c.lost_samples, restarts = numbers
+            self._applied_before, self._lost_before, self._restarts = c.applied, c.lost_samples, restarts + 1
             c.ages = Counter(dict(rows["ages"].tolist()))
             for worker, serial, applied in rows["members"].tolist():
-                self.members[worker] = _Member(serial=serial, applied=applied, seen=self._total - applied)
+                self.members[worker] = _Member(last_serial=serial, applied=applied, seen_samples=self._total - applied)
             for name, row in rows.items():
                 if name in ("weights", "counts", "ages", "members"):
                     continue
@@ -230,14 +234,14 @@ class Server:
             self.flat.copy_(weights)
             self.optimizer.state.clear()
 
-    def take(self, group: int, key: str, row: Tensor | None, scalar: float) -> None:
+    def set_state(self, group: int, key: str, row: Tensor | None, scalar: float) -> None:
         """Set a part of the optimizer's state: ``row``, this server's part of a group, or the number ``scalar``."""
         with self._changed:
             for p in self.optimizer.param_groups[group]["params"]:
                 value = torch.tensor(scalar, dtype=torch.float32) if row is None else row.clone()
                 self.optimizer.state[p][key] = value
 
-    def described(self) -> list[dict[str, float | None]]:
+    def state_description(self) -> list[dict[str, float | None]]:
         """Optimizer state by group and key: a number, or None for a row."""
         with self._changed:
             self._apply()
@@ -248,13 +252,13 @@ class Server:
                 entries.append({k: None if v.dim() else float(v) for k, v in sorted(rows.items())})
             return entries
 
-    def moment(self, group: int, key: str) -> Tensor:
+    def state_row(self, group: int, key: str) -> Tensor:
         """Copy of a row of the optimizer's state; empty if this server has no part of the group."""
         with self._changed:
             parameters = self.optimizer.param_groups[group]["params"]
             return self.optimizer.state[parameters[0]][key].clone() if parameters else self.flat.new_empty(0)
 
-    def counted(self) -> dict[str, object]:
+    def counters(self) -> dict[str, object]:
         """Counters so far, for a log."""
         with self._changed:
             c = self.counts
@@ -262,48 +266,50 @@ class Server:
             return {
                 "samples_applied": c.applied, "samples_rejected": c.rejected, "updates": c.updates, "ages": ages,
                 "most_steps_ahead": c.most_ahead, "waited_s": c.waited_s,
-                **({"samples_gone": c.gone} if self._life else {}),
+                **({"samples_gone": c.lost_samples} if self._restarts else {}),
             }  # fmt: skip
 
     @property
     def age(self) -> tuple[int, int]:
         """(samples, restarts): number of samples whose gradients were applied, and how often this server was started
         again."""
-        return self.counts.applied, self._life
+        return self.counts.applied, self._restarts
 
-    def missed(self, applied: int, life: int) -> None:
+    def count_lost_samples(self, applied: int, restarts: int) -> None:
         """Compare with :attr:`age` as a worker has last seen it, and record the samples that are lost: those applied
         between the snapshot and a restart."""
         with self._changed:
-            if life < self._life:
-                self.counts.gone = max(self.counts.gone, self._gone + applied - self._recalled)
+            if restarts < self._restarts:
+                self.counts.lost_samples = max(
+                    self.counts.lost_samples, self._lost_before + applied - self._applied_before
+                )
 
-    def rounds(self, live: Collection[int]) -> None:
-        """Reset the clocks of all remaining workers (``live``), which have settled."""
+    def reset_clocks(self, live: Collection[int]) -> None:
+        """Reset the clocks of all remaining workers (``live``), which have synchronized."""
         with self._changed:
             self._apply()
             self.members = {w: m for w, m in self.members.items() if w in live}
             for member in self.members.values():
-                member.clock, member.silent, member.through, member.heard = 0, False, False, time.monotonic()
-                member.computing, member.seen = True, self._total - member.applied
+                member.clock, member.silent, member.finished, member.last_message_at = 0, False, False, time.monotonic()
+                member.computing, member.seen_samples = True, self._total - member.applied
 
-    def _heard(self, worker: int) -> None:
+    def _record_message(self, worker: int) -> None:
         """Record a message of ``worker``. A worker that had been given up as silent continues at the clock of the
         slowest other worker."""
         member, now = self.members.get(worker), time.monotonic()
         if member is None:  # it takes the place of a lost one
-            clock = min((m.clock for m in self._waited_for(worker)), default=0)
-            member = self.members[worker] = _Member(clock=clock, seen=self._total)
+            clock = min((m.clock for m in self._active_others(worker)), default=0)
+            member = self.members[worker] = _Member(clock=clock, seen_samples=self._total)
         if member.silent:
             member.silent = False
-            member.clock = max(member.clock, min((m.clock for m in self._waited_for(worker)), default=0))
+            member.clock = max(member.clock, min((m.clock for m in self._active_others(worker)), default=0))
         else:
-            took = now - member.heard
-            member.usual_s = took if not member.usual_s else 0.8 * member.usual_s + 0.2 * min(took, 10 * member.usual_s)
-        member.heard = now
+            usual_s, elapsed_s = member.usual_s, now - member.last_message_at
+            member.usual_s = 0.8 * usual_s + 0.2 * min(elapsed_s, 10 * usual_s) if usual_s else elapsed_s
+        member.last_message_at = now
 
-    def _waited_for(self, worker: int) -> list[_Member]:
-        return [m for w, m in self.members.items() if w != worker and not m.silent and not m.through]
+    def _active_others(self, worker: int) -> list[_Member]:
+        return [m for w, m in self.members.items() if w != worker and not m.silent and not m.finished]
 
     def _wait_for(self, worker: int, member: _Member) -> None:
         """Wait until ``worker`` may continue, or another process has taken its place."""
@@ -312,37 +318,37 @@ class Server:
         began = time.monotonic()
         member.waiting = True
         while self.members.get(worker) is member:
-            ahead = member.clock - min((m.clock for m in self._waited_for(worker)), default=member.clock)
-            if self._may_go_on(worker, ahead):
+            ahead = member.clock - min((m.clock for m in self._active_others(worker)), default=member.clock)
+            if self._may_continue(worker, ahead):
                 self.counts.most_ahead = max(self.counts.most_ahead, ahead)
                 break
             if not self._changed.wait(timeout=0.25) and not self.discipline.lockstep:
                 self._give_up_silent()
         member.waiting = False
-        member.heard = time.monotonic()
-        self.counts.waited_s += member.heard - began
+        member.last_message_at = time.monotonic()
+        self.counts.waited_s += member.last_message_at - began
 
-    def _may_go_on(self, worker: int, ahead: int) -> bool:
+    def _may_continue(self, worker: int, ahead: int) -> bool:
         """Whether no gradient in flight gets too old; with a window of 0, whether no worker is a step behind."""
         if self._window == 0:
             return ahead <= 0
         assert self._window is not None
-        under_way = [m for m in self._waited_for(worker) if m.computing]
-        return all(self._total - m.applied - m.seen < self._window * self.batch for m in under_way)
+        computing_members = [m for m in self._active_others(worker) if m.computing]
+        return all(self._total - m.applied - m.seen_samples < self._window * self.batch for m in computing_members)
 
     def _give_up_silent(self) -> None:
         """Stop waiting for workers that have been silent for far longer than their steps usually take."""
         now = time.monotonic()
         for member in self.members.values():
             patience = _SILENT_STEPS * member.usual_s + _SILENT_S
-            if not member.waiting and now - member.heard > patience:
+            if not member.waiting and now - member.last_message_at > patience:
                 member.silent = True
 
-    def _pulled(self, member: _Member) -> Tensor:
+    def _weights_for(self, member: _Member) -> Tensor:
         self._apply()
-        member.seen = self._total - member.applied
+        member.seen_samples = self._total - member.applied
         member.computing = True
-        member.heard = time.monotonic()
+        member.last_message_at = time.monotonic()
         return self.flat.clone()
 
     @torch.no_grad()
@@ -352,66 +358,68 @@ class Server:
         due = min((m.clock for m in self.members.values() if not m.silent), default=0) if self._window == 0 else None
         queue = sorted((p for p in self._queue if due is None or p.clock <= due), key=lambda p: p.worker)
         self._queue = [] if due is None else [p for p in self._queue if p.clock > due]
-        taken: list[tuple[_Push, float]] = []
+        accepted: list[tuple[_Push, float]] = []
         for push in queue:
             member = self.members.get(push.worker, _Member())
-            age = (self._total - member.applied - member.seen) // self.batch
+            age = (self._total - member.applied - member.seen_samples) // self.batch
             if self.discipline.max_age is not None and age > self.discipline.max_age:
                 self.counts.rejected += push.samples
                 continue
             self.counts.ages[age] += 1
-            taken.append((push, push.samples / (1 + age) if self._by_age else float(push.samples)))
-        if not taken:
+            accepted.append((push, push.samples / (1 + age) if self._by_age else float(push.samples)))
+        if not accepted:
             return
-        whole = sum(weight for _, weight in taken)
-        gradient = taken[0][0].gradient * taken[0][1]
-        for push, weight in taken[1:]:
+        total_weight = sum(weight for _, weight in accepted)
+        gradient = accepted[0][0].gradient * accepted[0][1]
+        for push, weight in accepted[1:]:
             gradient.add_(push.gradient, alpha=weight)
-        gradient /= whole
-        for push, _ in taken:
+        gradient /= total_weight
+        for push, _ in accepted:
             self._total += push.samples
             self.counts.applied += push.samples
             if push.worker in self.members:
                 self.members[push.worker].applied += push.samples
-        self._update(gradient, whole / taken[-1][0].batch, taken[-1][0].rates)
+        self._update(gradient, total_weight / accepted[-1][0].batch, accepted[-1][0].rates)
 
-    def _update(self, gradient: Tensor, worth: float, rates: tuple[float, ...]) -> None:
+    def _update(self, gradient: Tensor, share: float, rates: tuple[float, ...]) -> None:
         self.counts.updates += 1
-        groups = zip(self.optimizer.param_groups, rates, self._reach, self.parts, strict=True)
-        for group, rate, reach, (begin, end) in groups:
-            group["lr"] = rate * worth * reach
+        groups = zip(self.optimizer.param_groups, rates, self._rate_factors, self.parts, strict=True)
+        for group, rate, rate_factor, (begin, end) in groups:
+            group["lr"] = rate * share * rate_factor
             if begin < end:
                 group["params"][0].grad = gradient[begin:end]
         self.optimizer.step()
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 p.grad = None
-        took, self._updated = time.monotonic() - self._updated, time.monotonic()
-        self._usual_s = took if not self._usual_s else 0.9 * self._usual_s + 0.1 * min(took, 10 * self._usual_s)
+        elapsed_s, self._updated = time.monotonic() - self._updated, time.monotonic()
+        self._usual_s = (
+            elapsed_s if not self._usual_s else 0.9 * self._usual_s + 0.1 * min(elapsed_s, 10 * self._usual_s)
+        )
         if self._snapshots is not None and self._snapshots.due(self.counts.updates + 1):
             self._snapshot()
 
 
-def lowered(group: dict[str, Any], discipline: Discipline, workers: int) -> float:
+def lower_momentum(group: dict[str, Any], discipline: Discipline, workers: int) -> float:
     """Lower the momentum of an SGD group as ``discipline`` asks, and return the factor by which to raise its rate."""
-    own = group.get("momentum", 0.0)
-    if not own:
+    momentum = group.get("momentum", 0.0)
+    if not momentum:
         return 1.0
-    group["momentum"] = discipline.momentum_at(own, workers)
-    return (1 - group["momentum"]) / (1 - own)
+    group["momentum"] = discipline.momentum_at(momentum, workers)
+    return (1 - group["momentum"]) / (1 - momentum)
 
 
-def _like(
+def _optimizer_like(
     optimizer: Optimizer, flat: Tensor, start: int, groups: Sequence[tuple[int, int]]
 ) -> tuple[Optimizer, list[tuple[int, int]]]:
     """An optimizer of the same class and options over views of ``flat``, and start and stop of each group in
     ``flat``."""
     parts = []
-    made = copy.copy(optimizer)
-    made.state = defaultdict(dict)
-    made.param_groups = []
+    new = copy.copy(optimizer)
+    new.state = defaultdict(dict)
+    new.param_groups = []
     for group, (a, b) in zip(optimizer.param_groups, groups, strict=True):
         begin, end = (min(max(x - start, 0), flat.numel()) for x in (a, b))
         parts.append((begin, end))
-        made.param_groups.append({**group, "params": [nn.Parameter(flat[begin:end])] if begin < end else []})
-    return made, parts
+        new.param_groups.append({**group, "params": [nn.Parameter(flat[begin:end])] if begin < end else []})
+    return new, parts

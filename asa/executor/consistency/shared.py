@@ -20,12 +20,12 @@ from asa.errors import UnavailableError, UsageError
 from asa.executor.consistency.conduct import Conduct
 from asa.executor.consistency.flat import FlatParameters
 from asa.executor.consistency.served import average_over_star
-from asa.executor.consistency.server import lowered
+from asa.executor.consistency.server import lower_momentum
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.ir.consistency import Discipline
 
-_MEMORY = Path("/dev/shm")
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 class SharedWeights(Conduct):
@@ -42,15 +42,17 @@ class SharedWeights(Conduct):
         at = 0
         with torch.no_grad():
             for p, size in zip(self._flat.parameters, self._flat.sizes, strict=True):
-                place = flat[at : at + size].view_as(p)
+                view = flat[at : at + size].view_as(p)
                 if votes.rank == 0:
-                    place.copy_(p)
-                p.data = place
+                    view.copy_(p)
+                p.data = view
                 at += size
-        self._meet()
-        self._reach = [lowered(group, discipline, len(model.processes)) for group in optimizer.param_groups]
+        self._wait_for_all()
+        self._rate_factors = [
+            lower_momentum(group, discipline, len(model.processes)) for group in optimizer.param_groups
+        ]
 
-    def _meet(self) -> None:
+    def _wait_for_all(self) -> None:
         """Wait for all workers, unless this process takes the place of a lost one, for which nobody waits."""
         if not self._votes.late:
             self._votes.gather([0.0])
@@ -62,16 +64,18 @@ class SharedWeights(Conduct):
         rank 0.
         """
         if self._votes.late:
-            return self._map(self._votes.noted())
+            return self._map(self._votes.stored_value())
         name, error = "", ""
         if self._votes.rank == 0:
             try:
-                handle, name = tempfile.mkstemp(prefix="asa-hogwild-", dir=_MEMORY if _MEMORY.is_dir() else None)
+                handle, name = tempfile.mkstemp(
+                    prefix="asa-hogwild-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+                )
                 os.truncate(handle, self._flat.total * self._flat.parameters[0].element_size())
-                self._votes.note(f"/proc/{os.getpid()}/fd/{handle}")
+                self._votes.store_value(f"/proc/{os.getpid()}/fd/{handle}")
                 weakref.finalize(self, os.close, handle)
-            except OSError as caught:
-                error = f"no shared memory for {self._flat.total} weights: {caught.strerror}"
+            except OSError as failure:
+                error = f"no shared memory for {self._flat.total} weights: {failure.strerror}"
         name, error = self._votes.tell([name, error])
         if error:
             raise UnavailableError(error)
@@ -87,20 +91,20 @@ class SharedWeights(Conduct):
 
     def begin(self) -> None:
         """Wait for all workers. The weights are already shared."""
-        self._meet()
+        self._wait_for_all()
 
     def step(self, batch: int) -> None:
         """Update the shared weights, with a learning rate in proportion to this worker's samples."""
-        worth = self.rows(batch) / self.model.plan.global_batch
+        share = self.rows(batch) / self.model.plan.global_batch
         self.unscale(batch)
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group, rate, reach in zip(self.optimizer.param_groups, rates, self._reach, strict=True):
-            group["lr"] = rate * worth * reach
+        for group, rate, rate_factor in zip(self.optimizer.param_groups, rates, self._rate_factors, strict=True):
+            group["lr"] = rate * share * rate_factor
         self.optimizer.step()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until no worker writes, and average running statistics (collective)."""
         self._votes.gather([0.0])
         average_over_star(self.model, self._votes)

@@ -29,8 +29,8 @@ from asa.launch import alive, latecomer
 from asa.launch.torchrun import answer_late
 
 _SWAP, _TICKET, _ENTER = 1.0, 2.0, 3.0
-_OUT, _DONE, _WAIT = -1.0, 0.0, -2.0
-_LOOK_S = 1.0
+_EXCLUDED, _DONE, _WAIT = -1.0, 0.0, -2.0
+_ASK_AGAIN_S = 1.0
 """Seconds after which a rank that waits to enter asks again."""
 _LATE_STEPS, _LATE_S, _LATE_TO_MEET_S = 10.0, 3.0, 10.0
 """Time by which a rank may be later than all others before it is excluded: this many of its own longest steps, plus
@@ -58,22 +58,22 @@ class Coordinator:
         self.lost: list[tuple[int, str]] = []
         self.returned: list[int] = []
         self._entry: Entry | None = None
-        self._open = self._over = False
+        self._open = self._ended = False
         self._waiting: set[int] = set()
         self._round: dict[int, int] = dict.fromkeys(self.live, 0)
-        self._said: dict[int, dict[int, bytes]] = {}
-        self._heard_out: dict[int, set[int]] = {}
-        self._out: dict[int, list[int]] = {}
-        self._asked: dict[int, float] = {}
+        self._messages: dict[int, dict[int, bytes]] = {}
+        self._receivers: dict[int, set[int]] = {}
+        self._open_tickets: dict[int, list[int]] = {}
+        self._ticket_at: dict[int, float] = {}
         self._longest: dict[int, float] = {}
-        self._met: dict[int, float] = {}
-        self._took: dict[int, float] = {}
+        self._round_ended_at: dict[int, float] = {}
+        self._round_step_s: dict[int, float] = {}
         self._next = self._end = 0
         self._epoch = -1
         self._stopping = False
         self._changed = threading.Condition()
 
-    def swap(self, rank: int, said: bytes) -> list[bytes | None] | None:
+    def swap(self, rank: int, message: bytes) -> list[bytes | None] | None:
         """Messages of all ranks in this round, with None for excluded ones. Returns None to a rank that is itself
         excluded."""
         with self._changed:
@@ -82,33 +82,33 @@ class Coordinator:
             number = self._round[rank]
             self._round[rank] += 1
             self._open = self._open and rank > 0  # ranks that only serve call this all the time
-            self._out.pop(rank, None)
-            self._asked.pop(rank, None)
+            self._open_tickets.pop(rank, None)
+            self._ticket_at.pop(rank, None)
             now = time.monotonic()
-            self._took[rank] = now - self._met.get(rank, now)
-            self._said.setdefault(number, {})[rank] = said
+            self._round_step_s[rank] = now - self._round_ended_at.get(rank, now)
+            self._messages.setdefault(number, {})[rank] = message
             self._changed.notify_all()
-            while not self.live <= self._said[number].keys():
+            while not self.live <= self._messages[number].keys():
                 if not self._changed.wait(timeout=0.25):
-                    self._leave_out_late(number)
-            self._met[rank] = time.monotonic()
-            messages = self._said[number]
-            heard = self._heard_out.setdefault(number, set())
-            heard.add(rank)
-            if self.live <= heard:
-                self._said.pop(number - 1, None)
-                self._heard_out.pop(number - 1, None)
+                    self._exclude_late(number)
+            self._round_ended_at[rank] = time.monotonic()
+            messages = self._messages[number]
+            receivers = self._receivers.setdefault(number, set())
+            receivers.add(rank)
+            if self.live <= receivers:
+                self._messages.pop(number - 1, None)
+                self._receivers.pop(number - 1, None)
             return [messages.get(r) for r in sorted(self._round)]
 
-    def _leave_out_late(self, number: int) -> None:
-        missing = self.live - self._said[number].keys() - {0}  # rank 0 itself is never excluded
+    def _exclude_late(self, number: int) -> None:
+        missing = self.live - self._messages[number].keys() - {0}  # rank 0 itself is never excluded
         now = time.monotonic()
-        others = max((self._took[r] for r in self._said[number]), default=0.0)
+        others_s = max((self._round_step_s[r] for r in self._messages[number]), default=0.0)
         for rank in missing:
-            since = self._asked.get(rank)
+            since = self._ticket_at.get(rank)
             patience = _LATE_STEPS * self._longest.get(rank, 0.0) + _LATE_S
             if since is None:
-                since, patience = self._met.get(rank), _LATE_STEPS * others + _LATE_TO_MEET_S
+                since, patience = self._round_ended_at.get(rank), _LATE_STEPS * others_s + _LATE_TO_MEET_S
             if since is not None and now - since > patience:
                 self._lose(rank, f"sent nothing for {now - since:.0f} s")
 
@@ -116,9 +116,9 @@ class Coordinator:
         """Offer samples ``position`` to ``end`` of the run as tickets in ``epoch``."""
         with self._changed:
             self._epoch, self._next, self._end, self._stopping = epoch, position, end, False
-            nothing = torch.empty(0, dtype=torch.float64)
+            empty = torch.empty(0, dtype=torch.float64)
             self._entry = Entry(
-                epoch=epoch, position=position, step=step, statistics=nothing if statistics is None else statistics
+                epoch=epoch, position=position, step=step, statistics=empty if statistics is None else statistics
             )
             self._open = position < end
             self._changed.notify_all()
@@ -133,12 +133,12 @@ class Coordinator:
         with self._changed:
             if rank not in self.live:
                 self._waiting.add(rank)
-                if not self._open and not self._over:
-                    self._changed.wait(timeout=_LOOK_S)
-            if self._over:
+                if not self._open and not self._ended:
+                    self._changed.wait(timeout=_ASK_AGAIN_S)
+            if self._ended:
                 raise WorkersFailedError("the run is over", rank=rank, lost=True)
             if self._open:
-                self._let_in(rank)
+                self._admit(rank)
             return self._entry if rank in self.live else None
 
     def admit(self, epoch: int, step: int, statistics: Tensor) -> None:
@@ -146,7 +146,7 @@ class Coordinator:
         with self._changed:
             self._entry = Entry(epoch=epoch, position=0, step=step, statistics=statistics)
             for rank in sorted(self._waiting):
-                self._let_in(rank)
+                self._admit(rank)
             self._changed.notify_all()
 
     @property
@@ -154,19 +154,19 @@ class Coordinator:
         """Whether a rank waits to enter."""
         return bool(self._waiting)
 
-    def _let_in(self, rank: int) -> None:
+    def _admit(self, rank: int) -> None:
         self._waiting.discard(rank)
         self.live.add(rank)
         self._round[rank] = self._round[0]
-        self._asked.pop(rank, None)
+        self._ticket_at.pop(rank, None)
         self._longest.pop(rank, None)
-        self._met[rank] = time.monotonic()
+        self._round_ended_at[rank] = time.monotonic()
         self.returned.append(rank)
 
     def end(self) -> None:
         """Admit no rank any more."""
         with self._changed:
-            self._over = True
+            self._ended = True
             self._changed.notify_all()
 
     def ticket(self, rank: int, epoch: int, samples: int, stop: bool, ahead: bool = False) -> tuple[int, int]:
@@ -176,16 +176,16 @@ class Coordinator:
             while epoch != self._epoch and rank in self.live:
                 self._changed.wait(timeout=0.25)
             now = time.monotonic()
-            before = self._asked.get(rank)
+            before = self._ticket_at.get(rank)
             if before is not None:
                 self._longest[rank] = max(self._longest.get(rank, 0.0), now - before)
-            self._asked[rank] = now
+            self._ticket_at[rank] = now
             self._stopping = self._stopping or stop
             start = self._next
             count = 0 if self._stopping or rank not in self.live else min(samples, self._end - start)
             self._next += count
             self._open = self._open and count > 0
-            self._out[rank] = [*(self._out.get(rank, [])[-1:] if ahead else []), count]
+            self._open_tickets[rank] = [*(self._open_tickets.get(rank, [])[-1:] if ahead else []), count]
             return start, count
 
     def lost_since(self) -> list[tuple[int, str]]:
@@ -205,17 +205,17 @@ class Coordinator:
         """Samples handed out since the start of the run."""
         return self._next
 
-    def gone(self, rank: int) -> None:
+    def disconnect(self, rank: int) -> None:
         """Record that ``rank`` has closed its connection."""
         with self._changed:
             self._waiting.discard(rank)
             if rank in self.live:
                 self._lose(rank, "is gone")
 
-    def _lose(self, rank: int, how: str) -> None:
+    def _lose(self, rank: int, reason: str) -> None:
         self.live.discard(rank)
-        self.lost_samples += sum(self._out.pop(rank, []))
-        self.lost.append((rank, how))
+        self.lost_samples += sum(self._open_tickets.pop(rank, []))
+        self.lost.append((rank, reason))
         self._changed.notify_all()
 
 
@@ -243,46 +243,46 @@ class StarVotes(Votes):
         if self.num_ranks > 1:
             self._exchange = Exchange(self.rank, range(self.num_ranks), [0])
             if self.coordinator is not None:
-                self._exchange.serve(self._answer, self.coordinator.gone, answer_late)
+                self._exchange.serve(self._answer, self.coordinator.disconnect, answer_late)
             self._exchange.connect()
 
-    def _answer(self, rank: int, asked: Tensor, body: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _answer(self, rank: int, header: Tensor, body: Tensor | None) -> tuple[Tensor, Tensor | None]:
         assert self.coordinator is not None
-        if asked[0] == _TICKET:
-            return head(*self.coordinator.ticket(rank, int(asked[1]), int(asked[2]), *map(bool, asked[3:5]))), None
-        if asked[0] == _ENTER:
+        if header[0] == _TICKET:
+            return head(*self.coordinator.ticket(rank, int(header[1]), int(header[2]), *map(bool, header[3:5]))), None
+        if header[0] == _ENTER:
             if self._exchange is not None and self._exchange.closed:
-                return head(_OUT), None
+                return head(_EXCLUDED), None
             try:
                 entry = self.coordinator.enter(rank)
             except WorkersFailedError:
-                return head(_OUT), None
+                return head(_EXCLUDED), None
             if entry is None:
                 return head(_WAIT), None
             return head(_DONE, entry.epoch, entry.position, entry.step), entry.statistics
         assert body is not None
         messages = self.coordinator.swap(rank, body.numpy().tobytes())
         if messages is None:
-            return head(_OUT), None
+            return head(_EXCLUDED), None
         sizes = [-1 if f is None else len(f) for f in messages]
         packed = json.dumps(sizes).encode() + b"\n" + b"".join(f for f in messages if f is not None)
         return head(_DONE), torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
-    def swap(self, said: bytes) -> list[bytes | None]:
+    def swap(self, message: bytes) -> list[bytes | None]:
         """Messages of all ranks, by rank; None for lost ranks.
 
         Raises:
             WorkersFailedError: this rank was excluded.
         """
         if self._exchange is None:
-            return [said]
+            return [message]
         if not self.entered:
-            return [said] * self.num_ranks
+            return [message] * self.num_ranks
         # An empty body would not be sent; a newline is no part of any message.
         ((answer, body),) = self._exchange.ask(
-            [(head(_SWAP), torch.frombuffer(bytearray(said + b"\n"), dtype=torch.uint8))]
+            [(head(_SWAP), torch.frombuffer(bytearray(message + b"\n"), dtype=torch.uint8))]
         )
-        if answer[0] == _OUT or body is None:
+        if answer[0] == _EXCLUDED or body is None:
             raise WorkersFailedError(
                 f"rank {self.rank} was too late, and the others continued without it", rank=self.rank, lost=True
             )
@@ -300,7 +300,7 @@ class StarVotes(Votes):
         while True:
             ((answer, statistics),) = self._exchange.ask([(head(_ENTER), None)])
             alive.beat()
-            if answer[0] == _OUT:
+            if answer[0] == _EXCLUDED:
                 return None
             if answer[0] == _DONE:
                 assert statistics is not None
@@ -308,15 +308,15 @@ class StarVotes(Votes):
                 epoch, position, step = (int(x) for x in answer[1:4])
                 return Entry(epoch=epoch, position=position, step=step, statistics=statistics)
 
-    def note(self, value: Any, name: str = "noted") -> None:
+    def store_value(self, value: Any, name: str = "noted") -> None:
         """Store a JSON value under ``name`` for ranks that come late."""
         if self._exchange is not None:
-            self._exchange.note(value, name)
+            self._exchange.store_value(value, name)
 
-    def noted(self, name: str = "noted") -> Any:
-        """The value that :meth:`note` has stored."""
+    def stored_value(self, name: str = "noted") -> Any:
+        """The value that :meth:`store_value` has stored."""
         assert self._exchange is not None
-        return self._exchange.noted(name)
+        return self._exchange.stored_value(name)
 
     def ticket(self, epoch: int, samples: int, *, stop: bool, ahead: bool = False) -> tuple[int, int]:
         """(start, number) of the next samples for this rank. The number is 0 at the end of the epoch. ``ahead``: those
@@ -337,8 +337,8 @@ class StarVotes(Votes):
     def gather(self, values: Sequence[float]) -> list[list[float]]:
         """All ranks' ``values``, by rank; zeros for lost ranks."""
         messages = self.swap(torch.tensor(list(values), dtype=torch.float64).numpy().tobytes())
-        nothing = [0.0] * len(values)
-        return [nothing if f is None else torch.frombuffer(bytearray(f), dtype=torch.float64).tolist() if f else []
+        empty = [0.0] * len(values)
+        return [empty if f is None else torch.frombuffer(bytearray(f), dtype=torch.float64).tolist() if f else []
                 for f in messages]  # fmt: skip
 
     def everyone(self, yes: bool) -> bool:
@@ -365,9 +365,9 @@ class StarVotes(Votes):
 
     def mean(self, flat: Tensor) -> Tensor:
         """Mean of ``flat`` [n] (on the host) over the remaining ranks that passed one."""
-        kind = flat.dtype
+        dtype = flat.dtype
         messages = self.swap(flat.contiguous().view(torch.uint8).numpy().tobytes())
-        rows = [torch.frombuffer(bytearray(f), dtype=kind) for f in messages if f]
+        rows = [torch.frombuffer(bytearray(f), dtype=dtype) for f in messages if f]
         return torch.stack(rows).mean(dim=0) if rows else flat
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
@@ -376,8 +376,8 @@ class StarVotes(Votes):
         Raises:
             WorkersFailedError: ``source`` is lost.
         """
-        said = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if self.rank == source else b""
-        message = self.swap(said)[source]
+        values = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if self.rank == source else b""
+        message = self.swap(values)[source]
         if message is None:
             raise WorkersFailedError(f"rank {source} is gone, and was to speak", rank=source, lost=True)
         if message:

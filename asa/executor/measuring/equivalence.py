@@ -144,7 +144,7 @@ def _run(
             optimizer.step()
             model.share_updates()
     if conduct is not None:
-        conduct.settle()
+        conduct.synchronize()
         conduct.close()
     if dtype == torch.float64:
         model.average_buffers()  # as in a checkpoint

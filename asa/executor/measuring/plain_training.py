@@ -196,7 +196,7 @@ def trained_steps(
             worker.train(images, indices, epoch=epoch, step=step, counter=counter)
             sums = votes.gather(counter.take())
             losses.append(math.fsum(rank[0] for rank in sums) / max(1.0, math.fsum(rank[2] for rank in sums)))
-    worker.settle()
+    worker.synchronize()
     if conduct is not None:
         conduct.close()
     return losses, full_state(model)

@@ -88,7 +88,7 @@ class _Supplied(Link):
     def hear_dtype(self, training: bool, device: torch.device) -> torch.dtype:
         return self._dtype
 
-    def settle(self, keep: int = 0) -> None:
+    def finish_sends(self, keep: int = 0) -> None:
         pass
 
 

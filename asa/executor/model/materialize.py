@@ -330,7 +330,7 @@ def materialize(
         component.to(device)
         component.cache_lookups()
     execution.require(device, plan.compiled)
-    execution.settle_kernels(device, plan.precision)
+    execution.configure_kernels(device, plan.precision)
     execution.apply(traced.components, plan.compiled, eager=BySample)
     segments = _wrap_segments(plan, traced, crossings, context, strategies, surroundings)
     parallel = ParallelModel(

@@ -111,11 +111,11 @@ class Links:
         """Whether there is another stage on either side."""
         return self.arriving is not None or self.leaving is not None
 
-    def settle(self, keep: int = 0) -> None:
+    def finish_sends(self, keep: int = 0) -> None:
         """Wait until at most ``keep`` microbatches are still being sent in each direction."""
         for link in (self.leaving, self.gradient_out):
             if link is not None:
-                link.settle(keep)
+                link.finish_sends(keep)
 
 
 class ParallelModel:
@@ -357,7 +357,7 @@ class ParallelModel:
             return None
         links, total = self.links, len(samples)
         if begin_step():
-            links.settle()  # what is still being sent would be overwritten
+            links.finish_sends()  # what is still being sent would be overwritten
         value = x
         if links.arriving is not None:
             dtype = links.arriving.hear_dtype(self.training, self.device)
@@ -368,7 +368,7 @@ class ParallelModel:
             return self.traced.assemble(value, sides)
         links.leaving.tell_dtype(self.training, value.dtype, self.device)
         links.leaving.send(value, total)
-        links.settle(keep=2)
+        links.finish_sends(keep=2)
         return None
 
     __call__ = forward
@@ -422,7 +422,7 @@ class ParallelModel:
 
     def close(self) -> None:
         """Destroy the plan's process groups (collective)."""
-        self.links.settle()
+        self.links.finish_sends()
         if self._groups is not None:
             self._groups.close()
         if self.grouped is not None:

@@ -160,7 +160,7 @@ class Step:
     flights: dict[int, _Flight] = field(default_factory=dict)
     coming: dict[int, Arrival] = field(default_factory=dict)
     gradients: dict[int, Arrival] = field(default_factory=dict)
-    beside: list[Step] = field(default_factory=list)
+    unfinished: list[Step] = field(default_factory=list)
     """Steps in flight at the same time, including this one, if the pipeline is not drained between them."""
 
     def play(self, turns: tuple[_Turn, ...]) -> None:
@@ -179,7 +179,7 @@ class Step:
                 self.forward(action.microbatch)
             else:
                 self.backward(action.microbatch, last=turn.final)
-        self.model.links.settle()
+        self.model.links.finish_sends()
 
     @property
     def loss(self) -> Tensor:
@@ -191,7 +191,7 @@ class Step:
 
     @property
     def _in_flight(self) -> int:
-        return sum(len(s.flights) for s in self.beside or (self,))
+        return sum(len(s.flights) for s in self.unfinished or (self,))
 
     def expect(self, action: Action) -> None:
         """Start to receive the input of ``action``, if it comes from another stage and its shape is known."""
@@ -237,7 +237,7 @@ class Step:
             del gradient
         if links.leaving is not None:
             # The last transfer has arrived or soon will, so its buffer need not be kept.
-            links.leaving.settle(keep=self._in_flight)
+            links.leaving.finish_sends(keep=self._in_flight)
         sent = self._send_when_computed(flight.entry, size)
         with model.reduction.backward(last=last, in_flight=self._in_flight):
             if flight.exit.requires_grad:
@@ -245,7 +245,7 @@ class Step:
         if links.gradient_out is not None:
             if not sent:
                 links.gradient_out.send(torch.zeros_like(flight.entry), size)
-            links.gradient_out.settle(keep=UNDER_WAY)
+            links.gradient_out.finish_sends(keep=UNDER_WAY)
 
     def _send_when_computed(self, entry: Tensor, size: int) -> list[Tensor]:
         """Send the gradient of the stage's input as soon as autograd has computed it. Returns a list that is filled

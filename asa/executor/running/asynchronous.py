@@ -72,7 +72,7 @@ class AsynchronousExecutor(TrainingExecutor):
         self.model.train()
         counter = LossCounter(self.model.device)
         steps = self._take(epoch, start, end, counter)
-        self._worker.settle()
+        self._worker.synchronize()
         seconds = time.perf_counter() - began
         loss, hits, rows = counter.take()
         stopping = self._stop.requested

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from asa.errors import ExhaustedError
-from asa.instruments.room import fullness, held, tightest
+from asa.instruments.memory_limits import fullness, tightest, used_bytes
 from asa.ir import codec
 from asa.ir.plan import Plan
 from asa.ir.shortage import Shortage, asked, is_exhaustion
@@ -41,7 +41,7 @@ class MemoryWatch:
 
     def __post_init__(self) -> None:
         # Memory that a process has before it holds any of the model is not part of the prediction.
-        self.before = held(self.device)
+        self.before = used_bytes(self.device)
 
     def full(self) -> float:
         """Fraction of this rank's memory in use, 0 to 1; 0 if ranks do not compare it."""
@@ -50,16 +50,16 @@ class MemoryWatch:
     def shortage(self, plan: Plan, step: int, error: BaseException | None = None) -> Shortage:
         """Description of the shortage that raised ``error``; with None, of memory that is nearly full."""
         requested_bytes = 0 if error is None else asked(error)
-        room = tightest(self.device, requested_bytes)
-        base = 0 if room is None else self.before.get(room.kind, 0)
+        limit = tightest(self.device, requested_bytes)
+        base = 0 if limit is None else self.before.get(limit.kind, 0)
         return Shortage(
             plan=plan,
             rank=self.rank,
             step=step,
             cause="tight" if error is None else "exhausted",
-            used_bytes=None if room is None else max(0, room.used - base),
+            used_bytes=None if limit is None else max(0, limit.used - base),
             asked_bytes=requested_bytes,
-            room_bytes=None if room is None else max(0, room.limit - base),
+            room_bytes=None if limit is None else max(0, limit.limit - base),
         )
 
 
@@ -90,12 +90,12 @@ def explained(watch: MemoryWatch, where: Callable[[], tuple[Plan, int]], note: P
 
 
 def _line(shortage: Shortage, device: torch.device) -> str:
-    used, room = shortage.used_bytes, shortage.room_bytes
-    if used is None or room is None:
+    used, limit = shortage.used_bytes, shortage.room_bytes
+    if used is None or limit is None:
         usage, remedy = "the host has no more", "plan again with a lower --memory, or with fewer --gpus here"
     else:
-        usage = f"{binary(used)} were in use and {binary(shortage.asked_bytes)} asked for, of {binary(room)}"
-        remedy = f"plan again with --memory {max(0.1, 0.9 * room / GIB):.1f}"
+        usage = f"{binary(used)} were in use and {binary(shortage.asked_bytes)} asked for, of {binary(limit)}"
+        remedy = f"plan again with --memory {max(0.1, 0.9 * limit / GIB):.1f}"
         if device.type != "cuda":
             remedy += ", or with fewer --gpus here"
     return (

@@ -32,7 +32,7 @@ from asa.executor.running.rank_losses import RankLosses, Regroup, regroup_event,
 from asa.executor.training import checkpoint
 from asa.executor.training.logs import Event, RunLog
 from asa.executor.training.snapshots import newest
-from asa.instruments.room import free_on_host, kernel_kills
+from asa.instruments.memory_limits import free_on_host, kernel_kills
 from asa.ir import codec
 from asa.ir.codec import fingerprint
 from asa.ir.plan import Plan

@@ -44,7 +44,7 @@ class Checkpointer:
             UnavailableError: it cannot be written; raised on every rank. Earlier checkpoints are intact.
         """
         faults.reached("checkpoint.begin")
-        worker.settle()
+        worker.synchronize()
         # One rank writes before training continues. The others need no copies, and its tensors may alias the model's.
         writer = worker.model.all_processes[0]
         writes = self.votes.rank == writer

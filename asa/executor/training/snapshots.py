@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from asa.executor.training.migration import Part
-from asa.instruments.room import rooms
+from asa.instruments.memory_limits import limits_of
 from asa.ir.region import Region
 
 _HEAD = mmap.PAGESIZE
@@ -83,7 +83,7 @@ def read(file: int, step: int) -> Snapshot:
 def lacks_memory(parts: Sequence[Part], device: torch.device) -> bool:
     """Whether two snapshots of ``parts`` would take more than half of the memory that is still free for ``device``."""
     size = 2 * sum(p.tensor.nbytes for p in parts)
-    return any(2 * size > (1 - room.full) * room.limit for room in rooms(device))
+    return any(2 * size > (1 - limit.full) * limit.limit for limit in limits_of(device))
 
 
 @dataclass
@@ -130,12 +130,12 @@ class SnapshotFile:
     every: int = 1
     step: int = 0
     _slot: int = 0
-    _room: int = 0
+    _slot_bytes: int = 0
     _map: mmap.mmap | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if size := os.fstat(self.file).st_size:  # snapshots of earlier ranks stay until there is a newer one
-            self._room, self._map = (size - _HEAD) // 2, mmap.mmap(self.file, size)
+            self._slot_bytes, self._map = (size - _HEAD) // 2, mmap.mmap(self.file, size)
             self._slot = min((s, slot) for slot, (s, *_) in enumerate(_slots(self.file)))[1]
 
     def due(self, step: int) -> bool:
@@ -158,12 +158,12 @@ class SnapshotFile:
         text = json.dumps(head | {"data": 10**9}).encode()
         data = -(-(8 + len(text)) // _HEAD) * _HEAD
         text = json.dumps(head | {"data": data}).encode()
-        room = -(-(data + size) // _HEAD) * _HEAD
-        if self._map is None or room > self._room:
+        slot_bytes = -(-(data + size) // _HEAD) * _HEAD
+        if self._map is None or slot_bytes > self._slot_bytes:
             os.ftruncate(self.file, 0)  # earlier snapshots belong to another plan
-            os.ftruncate(self.file, _HEAD + 2 * room)
-            self._room, self._map = room, mmap.mmap(self.file, _HEAD + 2 * room)
-        memory, at = self._map, _HEAD + self._slot * self._room
+            os.ftruncate(self.file, _HEAD + 2 * slot_bytes)
+            self._slot_bytes, self._map = slot_bytes, mmap.mmap(self.file, _HEAD + 2 * slot_bytes)
+        memory, at = self._map, _HEAD + self._slot * self._slot_bytes
         first = self._slot * _WORDS
         memory[first : first + 8] = bytes(8)
         memory[at : at + 8] = len(text).to_bytes(8, "little")

@@ -114,7 +114,7 @@ class Worker:
                 self.conduct.step(batch)
                 self.clock.mark()
                 return True
-            indices = self.conduct.drawn(images, indices, step)
+            indices = self.conduct.own_samples(images, indices, step)
         faults.reached("data")
         inputs, labels = self._fetch(images, indices, epoch)
         self.clock.mark()
@@ -152,10 +152,10 @@ class Worker:
         self.clock.mark()
         return updated
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Bring all workers to one common state, running statistics included (collective)."""
         if self.conduct is not None:
-            self.conduct.settle()
+            self.conduct.synchronize()
         else:
             self.model.average_buffers()
 
@@ -164,7 +164,7 @@ class Worker:
         return [part.read for part in microbatch_rows(self.model, batch)]
 
     def validate_locally(self, images: ImageSet, batch: int) -> LossCounter:
-        """Loss and hits over every image, computed on this rank alone; call :meth:`settle` on all workers before."""
+        """Loss and hits over every image, on this rank alone; call :meth:`synchronize` on all workers before."""
         counter = LossCounter(self.model.device)
         self.model.eval()
         with torch.no_grad():
@@ -185,8 +185,8 @@ class Worker:
     @property
     def prefetches(self) -> bool:
         """Whether :meth:`expect` prefetches anything on this rank."""
-        draws_own = self.conduct is not None and self.conduct.draws_own
-        return self.prefetcher is not None and self.model.reads and not draws_own
+        has_own_samples = self.conduct is not None and self.conduct.has_own_samples
+        return self.prefetcher is not None and self.model.reads and not has_own_samples
 
     def expect(self, following: Callable[[], Tensor]) -> None:
         """Start to prefetch the next step's samples for this rank. ``following`` returns their indices."""
@@ -233,7 +233,7 @@ class Worker:
         model, total = self.model, len(images)
         group_rows = slice(0, total) if model.grouped is None else model.grouped.rows(total)
         counter = LossCounter(model.device)
-        self.settle()
+        self.synchronize()
         model.eval()
         most = -(
             -total // model.whole_plan.groups
@@ -253,8 +253,8 @@ class Worker:
                 logits = logits_of(output)[:count].float()
                 counter.add(loss_of(logits, labels, 0.0, self.criterion), logits, labels, self.score)
             if should_stop():
-                model.links.settle()
+                model.links.finish_sends()
                 return None
-        model.links.settle()
+        model.links.finish_sends()
         model.train()
         return counter

@@ -178,7 +178,7 @@ def _overfull(sketch: Sketch, x: _Split, style: StageStyle) -> bool:
     space, m, n = sketch.space, x.num_microbatches, sketch.n
     pricer, ways = sketch.prices.pricer(x.d * x.t, m, sketch.gpus), [sketch.way(i, x.d * x.t, style) for i in range(n)]
     clock.count("way", n / 2)
-    costs = [pricer.states.kept(i, w).costs for i, w in enumerate(ways)]
+    costs = [pricer.states.state_cost(i, w).costs for i, w in enumerate(ways)]
     several = m > 1
     state = np.array([k.state + several * (k.added + k.kept) for k in costs])
     added = several * np.array([k.added for k in costs])

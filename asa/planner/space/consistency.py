@@ -94,7 +94,7 @@ def machine(prices: Prices, replicated: Candidate, discipline: Discipline | None
             for j in range(num_servers)
         ),
         spread=spread,
-        meeting_s=price.cost.exposed_s - inside if discipline is None else links.taken("all_reduce", size, ranks, 1),
+        meeting_s=price.cost.exposed_s - inside if discipline is None else links.time("all_reduce", size, ranks, 1),
     )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def grouped(prices: Prices, plan: Plan, discipline: Discipline) -> tuple[StepCos
             Worker(step_s=inside.step_time_s * slowest[0] / slow, rows=float(plan.global_batch)) for slow in slowest
         ),
         spread=relative_deviation(space.profile),
-        meeting_s=links.taken("all_reduce", max(rank_bytes), count, group_size),
+        meeting_s=links.time("all_reduce", max(rank_bytes), count, group_size),
     )
     played = play(discipline, machine, steps=max(_LEAST, min(_MOST, _CYCLES // count)) * discipline.period)
     total = played.step_time_s

@@ -14,7 +14,7 @@ _KIB = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class MemoryLimit:
     """A memory limit. ``used``: bytes of this process under ``limit``. ``full``: fraction in use, 0 to 1, by all
     processes.
 
@@ -28,20 +28,20 @@ class Room:
     full: float
 
 
-def tightest(device: torch.device, requested: int = 0) -> Room | None:
+def tightest(device: torch.device, requested: int = 0) -> MemoryLimit | None:
     """The limit that is closest to being reached; if an allocation of ``requested`` bytes failed, one that it exceeds.
     None if the system reports no limits."""
-    limits = rooms(device)
-    in_the_way = [r for r in limits if r.used + requested > r.limit] if requested else []
-    return max(in_the_way or limits, key=lambda r: r.full, default=None)
+    limits = limits_of(device)
+    exceeded = [r for r in limits if r.used + requested > r.limit] if requested else []
+    return max(exceeded or limits, key=lambda r: r.full, default=None)
 
 
 def fullness(device: torch.device) -> float:
     """Largest fraction in use of any limit, 0 to 1; 0 if nothing is known."""
-    return max((r.full for r in rooms(device)), default=0.0)
+    return max((r.full for r in limits_of(device)), default=0.0)
 
 
-def held(device: torch.device) -> dict[str, int]:
+def used_bytes(device: torch.device) -> dict[str, int]:
     """Bytes that this process holds now, by kind of limit, whether or not such a limit is set."""
     if device.type == "cuda":
         return {"device": torch.cuda.memory_allocated(device)}
@@ -50,16 +50,16 @@ def held(device: torch.device) -> dict[str, int]:
     return {"data": status.get("VmData", 0), "address": status.get("VmSize", 0), "host": resident, "group": resident}
 
 
-def rooms(device: torch.device) -> list[Room]:
+def limits_of(device: torch.device) -> list[MemoryLimit]:
     """All memory limits that apply to a rank's allocations on ``device``."""
     if device.type == "cuda":
         return [_on_cuda(device)]
-    used, limits = held(device), []
+    used, limits = used_bytes(device), []
     resident = used["host"]
-    for kind, which in (("data", resource.RLIMIT_DATA), ("address", resource.RLIMIT_AS)):
-        limit = resource.getrlimit(which)[0]
+    for kind, resource_id in (("data", resource.RLIMIT_DATA), ("address", resource.RLIMIT_AS)):
+        limit = resource.getrlimit(resource_id)[0]
         if limit != resource.RLIM_INFINITY and used[kind]:
-            limits.append(Room(kind=kind, used=used[kind], limit=limit, full=used[kind] / max(1, limit)))
+            limits.append(MemoryLimit(kind=kind, used=used[kind], limit=limit, full=used[kind] / max(1, limit)))
     host = _numbers(Path("/proc/meminfo"))
     if host.get("MemTotal") and "MemAvailable" in host:
         limits.append(_shared("host", resident, host["MemTotal"] - host["MemAvailable"], host["MemTotal"]))
@@ -80,18 +80,20 @@ def free_on_host() -> int | None:
     return min(free, default=None)
 
 
-def _on_cuda(device: torch.device) -> Room:
+def _on_cuda(device: torch.device) -> MemoryLimit:
     """Limit of a CUDA device. The caching allocator frees its reserve before it fails, so the reserve counts as
     available."""
     free, _ = torch.cuda.mem_get_info(device)
     limit = free + torch.cuda.memory_reserved(device)
     peak = torch.cuda.max_memory_allocated(device)
-    return Room(kind="device", used=peak, limit=limit, full=peak / max(1, limit))
+    return MemoryLimit(kind="device", used=peak, limit=limit, full=peak / max(1, limit))
 
 
-def _shared(kind: str, own_bytes: int, all_used: int, limit: int) -> Room:
+def _shared(kind: str, own_bytes: int, all_used: int, limit: int) -> MemoryLimit:
     """A limit shared with other processes: the memory of this process plus what is free."""
-    return Room(kind=kind, used=own_bytes, limit=own_bytes + max(0, limit - all_used), full=all_used / max(1, limit))
+    return MemoryLimit(
+        kind=kind, used=own_bytes, limit=own_bytes + max(0, limit - all_used), full=all_used / max(1, limit)
+    )
 
 
 def _group() -> tuple[int, int] | None:
@@ -109,15 +111,19 @@ def _group() -> tuple[int, int] | None:
         if names and "memory" not in names.split(","):
             continue
         root = _GROUPS / "memory" if names else _GROUPS
-        top, total = ("memory.limit_in_bytes", "total_") if names else ("memory.max", "")
-        home = root / path.lstrip("/")
-        inside = root == home or root in home.parents
+        limit_file, prefix = ("memory.limit_in_bytes", "total_") if names else ("memory.max", "")
+        own = root / path.lstrip("/")
+        inside = root == own or root in own.parents
         usages = []
-        for folder in (home, *(p for p in home.parents if inside and (p == root or root in p.parents)), root):
+        for folder in (
+            own,
+            *(p for p in own.parents if inside and (p == root or root in p.parents)),
+            root,
+        ):
             try:
-                limit = int((folder / top).read_text())
+                limit = int((folder / limit_file).read_text())
                 stat = dict(row.split() for row in (folder / "memory.stat").read_text().splitlines())
-                used = int(stat[f"{total}rss" if names else "anon"]) + int(stat.get(f"{total}shmem", 0))
+                used = int(stat[f"{prefix}rss" if names else "anon"]) + int(stat.get(f"{prefix}shmem", 0))
             except (OSError, ValueError, KeyError):
                 continue  # "max", or the path is that of another namespace
             usages.append((used, limit))
