@@ -270,7 +270,7 @@ def test_a_number_of_the_model_that_is_no_mean_over_samples(total: Any, apart: b
 class _OfOne:
     """Votes of one rank."""
 
-    num_ranks, rank = 1, 0
+    num_ranks, rank, live = 1, 0, range(1)
 
     @staticmethod
     def gather(values: list[float]) -> list[list[float]]:

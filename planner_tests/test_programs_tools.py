@@ -196,5 +196,5 @@ def test_a_plan_in_one_line_and_in_a_file(tmp_path: Path) -> None:
     assert str(plan) == plan.summary()
     assert "\n" not in plan.summary()
     assert "2 ranks" in plan.summary()
-    assert "<td>replicate x 2</td>" in plan._repr_html_()
+    assert ">replicate x 2</td>" in plan._repr_html_()
     assert codec.load(Plan, plan.save(tmp_path / "mine" / "plan.json")) == plan

@@ -45,7 +45,7 @@ def task(optimizer="sgd", *, momentum: float = 0.9, lr: float = 0.05) -> Task:
 def by_hand(t: Task, seed: int, steps: int) -> nn.Module:
     """Plain training, as anybody would write it."""
     model = t.build(seed)
-    optimizer = t.made(list(model.parameters()))
+    optimizer = t.optimizer_for(list(model.parameters()))
     for _, rows in zip(range(steps), t.batches(seed), strict=False):
         optimizer.zero_grad()
         t.loss(model(t.train[0][rows]), t.train[1][rows]).backward()
