@@ -123,7 +123,7 @@ def test_a_rank_that_was_only_late_enters_again_in_its_own_process(tmp_path, mon
     monkeypatch.setattr("asa.executor.consistency.star._LATE_STEPS", 0.5)
     late = f"hang:10@rank=2,step=3,point=backward,once={tmp_path / 'once'};hang:0.1@point=backward"
     monkeypatch.setenv(faults.VARIABLE, late)
-    settings = training.settings(tmp_path / "run", steps_per_epoch=10, observe=False, epochs=30)
+    settings = training.settings(tmp_path / "run", steps_per_epoch=10, observe=False, epochs=18)
     events: list[dict[str, Any]] = []
     result = train(under("ps_bounded", 3), settings, strategies=offered(), adapt=adapt, on_event=events.append)
     assert result["exit_code"] == 0
