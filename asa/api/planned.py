@@ -357,20 +357,25 @@ class StoredPlan:
         """Where the plan for this request is stored."""
         if options.cache is None:
             return StoredPlan(path=None)
-        from asa.profiler.machine import device_record
-
         # Traced on its own device, with two samples and without timing.
         traced = trace(model, example.to(device_of(model)), name=spec_of(model))
+        return StoredPlan.for_request(
+            context, options, model=traced.model_fingerprint, input=list(example.shape[1:]), at_once=options.at_once,
+            elementwise=not options.no_shards_because, pipelines=options.pipelines,
+        )  # fmt: skip
+
+    @staticmethod
+    def for_request(context: RankContext, options: PlanOptions, **details: Any) -> StoredPlan:
+        """Where the plan for ``options`` on these ranks and ``details`` of the model is stored."""
+        if options.cache is None:
+            return StoredPlan(path=None)
+        from asa.profiler.machine import device_record
+
         cluster = options.cluster
-        request = {
-            "model": traced.model_fingerprint,
-            "input": list(example.shape[1:]),
+        request = details | {
             "ranks": context.ranks,
             "batch": options.global_batch,
             "optimizer": options.optimizer,
-            "at_once": options.at_once,
-            "elementwise": not options.no_shards_because,
-            "pipelines": options.pipelines,
             "strategies": options.strategies,
             "pins": options.pins,
             "memory": options.memory_bytes,

@@ -6,8 +6,6 @@ to component. Every form of data parallelism runs it unchanged.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-import asa
 from asa.api.calls import Call, Numbered, samples_of
 from asa.api.messages import say
 from asa.api.names import StateNames
@@ -169,28 +166,12 @@ def by_hand(
 def _stored_plan(context: RankContext, traced: TracedModel, call: Call | None, options: PlanOptions) -> StoredPlan:
     if options.cache is None or call is None:
         return StoredPlan(path=None)
-    from asa.profiler.machine import device_record
-
     leaves = pytree.tree_leaves((call.args, call.options))
-    cluster = options.cluster
-    question = {
-        "whole": traced.model_fingerprint,
-        "call": [[str(t.dtype), *t.shape[1:]] if isinstance(t, Tensor) else type(t).__name__ for t in leaves],
-        "names": sorted(call.options),
-        "ranks": context.ranks,
-        "batch": options.global_batch,
-        "optimizer": options.optimizer,
-        "parts": not options.no_shards_because,
-        "strategies": options.strategies,
-        "pins": options.pins,
-        "memory": options.memory_bytes,
-        "precision": options.precision,
-        "cluster": codec.fingerprint(cluster) if isinstance(cluster, Cluster) else str(cluster),
-        "device": device_record(context.device).name,
-        "versions": [asa.__version__, torch.__version__],
-    }
-    key = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()[:24]
-    return StoredPlan(path=options.cache / key)
+    inputs = [[str(t.dtype), *t.shape[1:]] if isinstance(t, Tensor) else type(t).__name__ for t in leaves]
+    return StoredPlan.for_request(
+        context, options, whole=traced.model_fingerprint, call=inputs, names=sorted(call.options),
+        parts=not options.no_shards_because,
+    )  # fmt: skip
 
 
 def spare_of(model: nn.Module) -> ModelTemplate | None:
