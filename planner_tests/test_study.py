@@ -118,6 +118,8 @@ def test_what_was_published_stands_beside_the_same_cell():
     found = {f.row.cell.strategy: f for f in study_figures.of(study(*rows, published=(p,)))}
     assert found["ddp"].published == ((p, pytest.approx(1.0 / 0.62)),)
     assert not found["tensor"].published
+    text = report.markdown(study(*rows, published=(p,)), study_figures.of(study(*rows, published=(p,))))
+    assert text.count("model not named") == 2, "in the row and in the table of published figures"
     other = study(rows[1], published=(replace(p, gpus=4),))
     assert study_figures.unmatched(other, study_figures.of(other)) == [replace(p, gpus=4)]
 

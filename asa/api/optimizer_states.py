@@ -10,14 +10,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from asa.api.model_interface import MEETING_S
 from asa.errors import UsageError
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.parameter_hooks import replaced
 from asa.executor.model.state import full_optimizer_state, load_full_optimizer_state, restored, stored
 from asa.sharding.split import TensorPart, held_of
-
-_MEETING_S = 30.0
-"""Seconds to wait for all ranks in calls that a program easily makes on one rank only."""
 
 Names = Sequence[Sequence[tuple[str, ...]]]
 """For each group and parameter, in the user's order, all its names in the model."""
@@ -59,7 +57,7 @@ def plain_states(optimizer: Optimizer, model: ParallelModel, names: Names) -> Ca
 
     def saved(_optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         if model.state_axis is not None or any(map(replaced, model.plan.components)):
-            model.meet("optimizer.state_dict() of a plan that shares it out", within_s=_MEETING_S)
+            model.meet("optimizer.state_dict() of a plan that shares it out", within_s=MEETING_S)
         full: dict[str, dict[str, Any]] = {}
         for key, value in full_optimizer_state(model, over_local_tensors(optimizer)).items():
             name, _, what = key.rpartition("/")

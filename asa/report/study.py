@@ -90,7 +90,8 @@ def render(study: Study) -> list[RenderableType]:
             for p, value in f.published:
                 comparison.add_row(
                     f.row.cell.model, f.row.cell.strategy, str(f.row.cell.gpus), p.metric.replace("_", " "),
-                    NOTHING if value is None else f"{_MARKS[f.row.state]}{value:.4g}", f"{p.value:g} ({p.hardware})",
+                    NOTHING if value is None else f"{_MARKS[f.row.state]}{value:.4g}",
+                    f"{p.value:g} ({figures.conditions(p)})",
                 )  # fmt: skip
         lines += [line(""), comparison]
     missing = figures.unmatched(study, rows)
@@ -150,7 +151,10 @@ def cells(f: Figures, reasons: Sequence[str], *, price: bool) -> tuple[str, ...]
         seconds(f.step_s), rate(f.samples_per_s), seconds(f.epoch_s), percent(r.utilisation), percent(r.mfu),
         size(f.memory_bytes), size(r.state_memory_bytes), percent(f.communication_share), f.learnt, f.to_target,
         f"{f.cost_per_epoch:.3g}" if price and f.cost_per_epoch is not None else NOTHING,
-        "; ".join(f"{p.metric.replace('_', ' ')} {p.value:g}" for p, _ in f.published) or NOTHING,
+        "; ".join(
+            f"{p.metric.replace('_', ' ')} {p.value:g}{'' if p.model else ' (model not named)'}" for p, _ in f.published
+        )
+        or NOTHING,
     )  # fmt: skip
 
 
@@ -170,8 +174,8 @@ def markdown(study: Study, rows: Sequence[Figures]) -> str:
         ]
         lines += [
             f"| {f.row.cell.model} | {f.row.cell.strategy} | {f.row.cell.gpus} | {p.metric.replace('_', ' ')} | "
-            f"{f'{value:.4g}' if value is not None else NOTHING} | {f.row.state} | {p.value:g} | {p.hardware} | "
-            f"{p.source} |"
+            f"{f'{value:.4g}' if value is not None else NOTHING} | {f.row.state} | {p.value:g} | "
+            f"{figures.conditions(p)} | {p.source} |"
             for f, p, value in published_rows
         ]
     return "\n".join(lines) + "\n"

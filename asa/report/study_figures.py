@@ -163,6 +163,11 @@ def _local_value(metric: str, f: Figures, by_cell: dict[StudyCell, Figures]) -> 
     return None  # a time of unknown epochs
 
 
+def conditions(published: Published) -> str:
+    """Hardware of a published number, and a remark if the publication does not name the model."""
+    return published.hardware if published.model else f"{published.hardware}, model not named"
+
+
 def unmatched(study: Study, rows: Sequence[Figures]) -> list[Published]:
     """Published numbers without a corresponding row."""
     matched = {p for f in rows for p, value in f.published if value is not None}

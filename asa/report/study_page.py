@@ -67,7 +67,7 @@ def html(study: Study, rows: list[Figures], drawings: list[tuple[Chart, str]]) -
     links = [(f"{c.name}-title", c.title) for c, _ in drawings] + [("cells", "All cells"), ("notes", "Notes")]
     published_rows: list[tuple[str, tuple[str, ...]]] = [
         ("", (f.row.cell.model, f.row.cell.strategy, str(f.row.cell.gpus), p.metric.replace("_", " "),
-              "-" if value is None else f"{value:.4g}", f.row.state, f"{p.value:g}", p.hardware))
+              "-" if value is None else f"{value:.4g}", f.row.state, f"{p.value:g}", figures.conditions(p)))
         for f in rows for p, value in f.published
     ]  # fmt: skip
     columns = ("model", "strategy", "ranks", "figure", "here", "by", "published", "hardware")
