@@ -161,6 +161,44 @@ def test_docstrings_begin_with_what_is_returned_or_done():
     assert not found, "\n".join(found)
 
 
+def names_in(tree: ast.AST) -> set[str]:
+    """What a file defines, assigns or imports, in whatever scope."""
+    names = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=n) | ast.AsyncFunctionDef(name=n) | ast.ClassDef(name=n) | ast.alias(name=n):
+                names.add(getattr(node, "asname", None) or n.split(".")[0])
+            case ast.Name(id=n, ctx=ast.Store()) | ast.Attribute(attr=n, ctx=ast.Store()):
+                names.add(n)
+    return names
+
+
+def test_cross_references_name_something():
+    """Roles such as ``:func:`name``` in docstrings and comments; names of other packages are not looked up."""
+    files = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in (ROOT / "asa").rglob("*.py")}
+    known = {name.removesuffix(".__init__"): names_in(ast.parse(p.read_text())) for name, p in files.items()}
+    anywhere = set().union(*known.values())
+
+    def exists(here: str, target: str) -> bool:
+        if not target.startswith("asa."):
+            first, *rest = target.split(".")
+            return first in known[here] and set(rest) <= anywhere
+        module = target
+        while module not in known:
+            module = module.rpartition(".")[0]
+        rest = target.removeprefix(module).split(".")[1:]
+        return not rest or (rest[0] in known[module] and set(rest) <= anywhere)
+
+    lost = [
+        f"{p.relative_to(ROOT)}: {target}"
+        for name, p in files.items()
+        for target in re.findall(r":(?:meth|func|mod|class|data|attr|exc):`~?([\w.]+)`", p.read_text())
+        if target.split(".")[0] not in ("torch", "numpy", *sys.stdlib_module_names)
+        and not exists(name.removesuffix(".__init__"), target)
+    ]
+    assert not lost, "\n".join(lost)
+
+
 def test_class_names_are_unique_where_plans_are_priced_and_searched():
     found = {}
     for room in ("planner", "cost"):

@@ -23,7 +23,7 @@ class Origin:
 
 
 def origin(node: fx.Node) -> Origin:
-    """Origin of a node made by :class:`ModelTracer`."""
+    """Origin of a node made by :class:`asa.tracing.tracer.ModelTracer`."""
     recorded: Origin = node.meta["origin"]
     return recorded
 

@@ -36,7 +36,7 @@ def low_peak_plans(prices: Prices, allowed: Allowed = anything, *, few: bool = F
 
 
 def leanest(prices: Prices, allowed: Allowed = anything, *, few: bool = False) -> Leanest | None:
-    """The plan of :func:`lean` with the least ``excess``; None where there is no plan at all."""
+    """The plan of :func:`low_peak_plans` with the least ``excess``; None where there is no plan at all."""
     return min(low_peak_plans(prices, allowed, few=few), key=lambda x: x.excess, default=None)
 
 

@@ -112,7 +112,7 @@ class OpenList:
 
     def _explore_fully(self, columns: ColumnGeneration, best: float, ends: float) -> tuple[float, float]:
         """Explore all ways to run the stages of these cuts and widths that may be part of a better plan; returns as
-        :meth:`_closer`."""
+        :meth:`_examine`."""
         limit, frame, schedule = min(best, self._limit), self._frame, self._case.schedule
         keys = keys_of(columns.cuts)
         new = {key for key in keys if not self._explored.known(key, limit)}

@@ -74,14 +74,14 @@ class Space:
         self._data_degrees: dict[tuple[DataStrategyName, Layout], DataDegree | None] = {}
         self._splits: dict[tuple[int, int, bool], list[TensorStrategyName]] = {}
         self.may_cut_tokens = "sequence" in strategies.tensor and request.gpus > 1 and bool(profile.by_tokens)
-        """Whether components may also split their tokens where memory binds, which :class:`Prices` decides. Only where
-        such shards were measured."""
+        """Whether components may also split their tokens where memory binds, which the prices decide. Only where such
+        shards were measured."""
         self.by_tokens = "sequence" in strategies.tensor and "sequence" in request.named
         """Whether layouts that split tokens are searched: they were asked for by name, or memory binds."""
         self._measured_one = {t.component for t in profile.timings if t.microbatch == 1 and t.tensor_degree == 1}
         self.may_offload = strategies.offload and cluster.device.type == "cuda"
         self.offloading = self.may_offload and request.offload == "always"
-        """Whether components may keep their optimizer state on the host. With ``auto``, :class:`Prices` decides."""
+        """Whether components may keep their optimizer state on the host. With ``auto``, the prices decide."""
         self.pinned: Allowed = pinned(profile, request.pins) if request.pins else anything
         self.weights: dict[int, tuple[int, ...]] = {}
         """Weights by which stages from rank 0 on divide a batch, by width; stages of other widths divide it evenly."""
