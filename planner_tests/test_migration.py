@@ -22,6 +22,7 @@ from asa.errors import WorkersFailedError
 from asa.executor.model.materialize import materialize
 from asa.executor.model.state import full_optimizer_state, full_state
 from asa.executor.model.step import forward_backward
+from asa.executor.model.template import TracedTemplate
 from asa.executor.model.votes import Votes
 from asa.executor.training import migration
 from asa.executor.training.checkpointer import Checkpointer
@@ -86,6 +87,16 @@ def _digest(tensors: dict[str, Tensor]) -> str:
     return found.hexdigest()
 
 
+class _Unknown(TracedTemplate):
+    """A template whose copies have no weight that anybody could take for one."""
+
+    def copy(self) -> TracedModel:
+        traced = super().copy()
+        for p in (p for c in traced.components for p in c.parameters()):
+            torch.nn.init.constant_(p, float("nan"))
+        return traced
+
+
 class _Run:
     """A worker that goes from plan to plan in float64, at learning rate 0."""
 
@@ -100,13 +111,16 @@ class _Run:
         self.keeper = Checkpointer(
             folder=out, run="test", settings=settings, num_samples=BATCH, votes=self.votes, announce=lambda _: None
         )
+        self.template: _Unknown | None = None
         self.worker = self.made(placed)
+        kept = self.worker.model.template
+        self.template = _Unknown(traced=kept.traced, modes=kept.modes)
 
     def made(self, placed: Placed) -> Worker:
         plan, processes = placed
         model = materialize(
-            plan, copy.deepcopy(self.model), torch.empty(0), rank=self.votes.rank, strategies=offered(),
-            device=torch.device("cpu"), processes=processes, timeout_s=30,
+            plan, self.template or copy.deepcopy(self.model), torch.empty(0), rank=self.votes.rank,
+            strategies=offered(), device=torch.device("cpu"), processes=processes, timeout_s=30, keep_template=True,
         )  # fmt: skip
         return Worker(
             model=model, optimizer=build_optimizer("adamw", model.updated, lr=0.0, weight_decay=0.0),

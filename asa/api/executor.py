@@ -105,7 +105,8 @@ class UserExecutor(PlannedExecutor):
         began = time.perf_counter()
         self._fewest = needs
         self._worker = self._worker_of(build(plan, tuple(range(plan.num_ranks))), LossScale(plan.precision))
-        self._built_s = time.perf_counter() - began
+        again_s = self.model.from_template_s
+        self._rebuild_s = time.perf_counter() - began if again_s is None else again_s
         norms = any(
             isinstance(m, nn.modules.batchnorm._BatchNorm) and not issubclass(type(m), SynchronisedBatchNorm)
             for c in self.model.components

@@ -34,7 +34,6 @@ from asa.api.planned import PlanOptions, agreed_plan, checked_plan, cost_model
 from asa.api.planning import check_plain, device_of, shaped, spec_of
 from asa.api.rank_context import ANNOUNCED, join_ranks, same_weights
 from asa.api.schedules import Schedules
-from asa.api.template import ModelTemplate
 from asa.api.validation import Metric
 from asa.api.whole_model import whole_plan
 from asa.errors import UsageError, WorkersFailedError
@@ -42,6 +41,7 @@ from asa.executor.consistency.star import StarVotes
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.step import microbatches_of
+from asa.executor.model.template import TracedTemplate
 from asa.executor.running.outdir import CHECKPOINTS, owned
 from asa.executor.training import checkpoint
 from asa.executor.training.checkpoint import Manifest
@@ -226,22 +226,28 @@ class Job:
             votes = batches.votes = StarVotes(timeout_s)  # the others continue without a lost rank
             self._context = context = replace(context, votes=votes)
         context.votes.announced = None
-        spare = ModelTemplate(model) if replan and discipline is None and context.ranks > 1 else None
-        plain = [model]
+        replans = replan and discipline is None and context.ranks > 1
+        original, templates = [model], list[TracedTemplate]()
+        sample = example.to(device_of(model))
 
         def build(new_plan: Plan, processes: tuple[int, ...]) -> ParallelModel:
-            """Build the model under a plan: from the model itself the first time, later from a copy whose weights are
-            loaded afterwards."""
-            if not plain and spare is None:
-                raise UsageError("this job was made without re-planning")
-            first = bool(plain)
-            fresh = plain.pop() if plain or spare is None else spare.copy()
+            """Build the model under a plan: from the model itself the first time, later from a template, whose weights
+            are loaded afterwards."""
+            first = bool(original)
+            if not first and not templates:
+                raise UsageError(
+                    "the model cannot be copied (copy.deepcopy fails)"
+                    if replans
+                    else "this job was made without re-planning"
+                )
+            source = subject(original.pop()) if first else templates[0]
             built = materialize(
-                new_plan, subject(fresh), example.to(device_of(fresh)), rank=context.rank, strategies=offered(),
-                device=context.device, seed=seed, batch_norm=batch_norm, timeout_s=timeout_s, processes=processes,
-                keyed_draws=True, runs_discipline=True, isolated=late,
+                new_plan, source, sample, rank=context.rank, strategies=offered(), device=context.device, seed=seed,
+                batch_norm=batch_norm, timeout_s=timeout_s, processes=processes, keyed_draws=True,
+                keep_template=replans, runs_discipline=True, isolated=late,
             )  # fmt: skip
             built.meet = votes.meet
+            templates[:] = [] if built.template is None else [built.template]
             for line in differing(new_plan, norms, built.changed, batch_norm) if context.rank == 0 else ():
                 warnings.warn(line, stacklevel=4)
             if first and (names := next(filter(None, votes.exchange(drawing(built))), "")):

@@ -81,7 +81,7 @@ class Executor(ABC):
 
     @property
     def rebuild_s(self) -> float | None:
-        """Seconds that building this process's part of the model took for the first plan; None if it was not timed."""
+        """Seconds that building this process's part of the model again takes, by the first plan; None if not timed."""
         return None
 
     def clock(self) -> float:

@@ -50,7 +50,7 @@ class World(Executor):
     Attributes:
         window: steps between two observations; 0 for none inside an epoch.
         move_s: seconds that a change of plan takes.
-        rebuild_s: seconds that the first plan is said to have taken to build.
+        rebuild_s: seconds that building the model again is said to take.
         spent_s: sum over all steps and changes, in seconds.
         moves: the changes of plan that were made.
     """

@@ -8,7 +8,9 @@ segments. What runs is what the plan was priced for: the collectives in each str
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Any, Literal
@@ -24,6 +26,7 @@ from asa.executor.model.modes import Modes
 from asa.executor.model.parallel import Links, ParallelModel, PlacedSegment, Segment
 from asa.executor.model.parameter_hooks import check_hooks
 from asa.executor.model.position import Position
+from asa.executor.model.template import TracedTemplate, without_weights
 from asa.instruments import execution
 from asa.interfaces.schedule import Action
 from asa.interfaces.strategy import Strategies
@@ -226,7 +229,7 @@ def _back(microbatch: int) -> Action:
 
 def materialize(
     plan: Plan,
-    model: nn.Module | TracedModel,
+    model: nn.Module | TracedModel | TracedTemplate,
     example: Tensor,
     *,
     rank: int,
@@ -234,6 +237,7 @@ def materialize(
     device: torch.device,
     seed: int = 0,
     batch_norm: BatchNormMode = "local",
+    keep_template: bool = False,
     prepare: Callable[[TracedModel], None] | None = None,
     stand_in: StandIn | None = None,
     timeout_s: float = 600.0,
@@ -247,10 +251,12 @@ def materialize(
     """Build the part of ``model`` that process ``rank`` of the run computes under ``plan`` (collective).
 
     All processes call it with equal weights, also those that run no rank of the plan. The model's own modules are used,
-    and those of other stages lose their weights. A traced model is not traced again.
+    and those of other stages lose their weights. A traced model is not traced again. The weights of a template are
+    uninitialized until the caller loads all of them.
 
     Arguments:
         example: any batch that the model accepts; two samples are enough.
+        keep_template: whether to keep :attr:`ParallelModel.template`, if the model can be copied.
         prepare: called after tracing and before anything is split.
         stand_in: called for every component of the rank's stage.
         timeout_s: seconds for which a rank waits for the others in any collective of the plan.
@@ -277,8 +283,10 @@ def materialize(
     if plan.groups > 1:
         plan, grouped = plan.of_group(), Grouped(plan, rank, timeout_s)
         processes = grouped.processes
-    modes = Modes()
-    if isinstance(model, TracedModel):
+    modes, template = Modes(), None
+    if isinstance(model, TracedTemplate):
+        template, modes, traced, alike = model, model.modes, model.copy(), True
+    elif isinstance(model, TracedModel):
         traced = model
     else:
         modes = Modes.of(model)
@@ -292,25 +300,35 @@ def materialize(
             "of your own gives each rank the same number; use asa.Job, or plan with equal batches"
         )
     runs = tuple(range(plan.num_ranks)) if processes is None else processes
+    context, tested = SampleContext(seed=seed), False
+    began = time.perf_counter()
+    if keep_template and template is None:
+        with contextlib.suppress(Exception):  # a module may raise anything when it is copied
+            template = TracedTemplate(traced=without_weights(traced), modes=modes)
+    copied_s = time.perf_counter() - began
+    if prepare is not None and rank in runs:
+        prepare(traced)
+    drawing_components: Mapping[str, tuple[str, ...]] = {}
+    changed: tuple[str, ...] = ()
+    if isinstance(model, TracedTemplate):
+        drawing_components, changed = model.drawing, model.changed
+    elif keyed_draws and isinstance(model, nn.Module) and (rank in runs or template is not None):
+        make_reproducible(traced.components, context)
+        (drawing_components, changed), tested = _test_run(model, traced, example, context), True
+        if template is not None:
+            template = replace(template, drawing=drawing_components, changed=changed)
+    began = time.perf_counter() - copied_s
     if rank not in runs:
         groups = None if isolated else _groups(plan, None, timeout_s, outer, runs)
-        return _idle(plan, traced, groups, runs, device)
+        idle = _idle(plan, traced, groups, runs, device)
+        return _with_template(idle, template, began)
     own_rank = runs.index(rank)
     position = Position.of(plan, own_rank)
     order = _orders(plan, strategies, position.stage)
-    if prepare is not None:
-        prepare(traced)
     surroundings = _Surroundings(plan, own_rank, timeout_s, outer, alike, runs, grouped, isolated)
     links = _links(surroundings, traced)
-    context = SampleContext(seed=seed)
-    drawing_components: dict[str, tuple[str, ...]] = {}
-    changed: tuple[str, ...] = ()
-    if keyed_draws and not isinstance(model, TracedModel):
-        make_reproducible(traced.components, context)
-        drawing_components, changed = _test_run(model, traced, example, context)
-        traced, elsewhere = _components_of_stage(traced, position)
-    else:
-        traced, elsewhere = _components_of_stage(traced, position)
+    traced, elsewhere = _components_of_stage(traced, position)
+    if not tested:
         make_reproducible(traced.components, context)
     crossings = [
         None if b is None else surroundings.crossing(b) for b in _boundaries(position, traced.components, outer)
@@ -342,6 +360,12 @@ def materialize(
     parallel.drawing = tuple(drawing_components)
     modes.restore(parallel.components)
     modes.check(parallel.components)
+    return _with_template(parallel, template, began)
+
+
+def _with_template(parallel: ParallelModel, template: TracedTemplate | None, began: float) -> ParallelModel:
+    parallel.template = template
+    parallel.from_template_s = None if template is None else time.perf_counter() - began
     return parallel
 
 

@@ -17,6 +17,7 @@ from asa.executor.model.groups import Groups, Purpose, all_ranks
 from asa.executor.model.modes import Modes
 from asa.executor.model.position import Position
 from asa.executor.model.reduction import Reduction
+from asa.executor.model.template import TracedTemplate
 from asa.instruments.execution import begin_step, laid_out
 from asa.interfaces.schedule import Action
 from asa.ir.layout import Layout
@@ -154,6 +155,10 @@ class ParallelModel:
         """Names of buffers, other than BatchNorm's, that a forward in training changes."""
         self.drawing: tuple[str, ...] = ()
         """Names of components that draw random numbers in code of their own."""
+        self.template: TracedTemplate | None = None
+        """The model without weights, from which it can be built again under another plan."""
+        self.from_template_s: float | None = None
+        """Seconds that building this part again from the template takes; None without one."""
         self.meet: Callable[..., None] = _nobody
         self.updating: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context around the exchange of updates."""

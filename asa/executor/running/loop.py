@@ -104,7 +104,8 @@ class TrainingExecutor(PlannedExecutor):
         self._observer = Observer(votes, Path(settings.out), settings.trace_steps)
         began = time.perf_counter()
         self._worker = self._worker_of(build(plan, tuple(range(plan.num_ranks))), LossScale(plan.precision))
-        self._built_s = time.perf_counter() - began
+        again_s = self.model.from_template_s
+        self._rebuild_s = time.perf_counter() - began if again_s is None else again_s
 
     def _worker_of(self, model: ParallelModel, scale: LossScale) -> Worker:
         settings = self._settings

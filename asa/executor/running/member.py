@@ -8,11 +8,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from asa.errors import PreemptedError, WorkersFailedError
 from asa.executor.measuring.emulation import EmulatedDevice, Emulation
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
+from asa.executor.model.template import TracedTemplate
 from asa.executor.model.votes import Votes
 from asa.executor.running.asynchronous import AsynchronousExecutor
 from asa.executor.running.emulated import EmulatedExecutor
@@ -120,20 +122,22 @@ def _work(
     settings = job.settings
     say: Announce = announce if votes.rank == 0 else lambda _: None
     sizes: list[int] = []
+    templates: list[TracedTemplate] = []
     emulations: list[Emulation] = []
 
     def parallel(plan: Plan, processes: tuple[int, ...]) -> ParallelModel:
         shape = plan.sample_shape
-        model = None if job.model is None else job.model.take()
+        model: nn.Module | TracedTemplate | None = templates[0] if templates else None
+        if model is None and job.model is not None:
+            model = job.model.take()
         if model is None:
-            runnable = job.model is not None or bool(
-                sizes
-            )  # the plan is for such inputs, or the model was built before
+            tried = job.model is not None or bool(sizes)  # the plan is for such inputs, or the model was built before
             model = build(
-                plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=settings.seed, tried=runnable
+                plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=settings.seed, tried=tried
             )
         alive.beat()
-        sizes.append(sum(p.nbytes for p in model.parameters()))
+        if isinstance(model, nn.Module):
+            sizes.append(sum(p.nbytes for p in model.parameters()))
         if job.emulated is not None:
             emulations.append(Emulation(job.emulated, job.strategies, plan))
         parts = materialize(
@@ -147,12 +151,14 @@ def _work(
             batch_norm=settings.batch_norm,
             timeout_s=settings.timeout_s,
             alike=job.alike,
+            keep_template=job.plan.consistency is None,
             processes=processes,
             runs_discipline=job.emulated is None,
             isolated=latecomer() is not None,
             **(emulations[-1].hooks() if emulations else {}),
         )
         del model
+        templates[:] = [] if parts.template is None else [parts.template]
         alive.beat()
         give_back_freed_memory()  # the whole model was in memory for tracing
         return parts

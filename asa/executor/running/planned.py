@@ -19,7 +19,7 @@ class PlannedExecutor(Executor):
 
     _votes: Votes
     _worker: Worker
-    _built_s: float | None = None
+    _rebuild_s: float | None = None
 
     @property
     def plan(self) -> Plan:
@@ -43,8 +43,8 @@ class PlannedExecutor(Executor):
 
     @property
     def rebuild_s(self) -> float | None:
-        """Seconds it took to build the first plan's worker."""
-        return self._built_s
+        """Seconds that building another plan's worker takes, by the first one."""
+        return self._rebuild_s
 
     @property
     def model(self) -> ParallelModel:

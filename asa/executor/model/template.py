@@ -1,0 +1,50 @@
+"""A traced model without its weights, from which parts of further plans are built without tracing again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from asa.executor.model.modes import Modes
+from asa.tracing import TracedModel, histories
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedTemplate:
+    """A traced model whose parameters are on the meta device, and what is known of the model's own code.
+
+    Attributes:
+        drawing: components that draw random numbers in training, with the functions that they use.
+        changed: names of buffers that training changes.
+    """
+
+    traced: TracedModel
+    modes: Modes = field(default_factory=Modes)
+    drawing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    changed: tuple[str, ...] = ()
+
+    def copy(self) -> TracedModel:
+        """A new traced model on the CPU whose parameters are uninitialized. Buffers have the values of the template."""
+        return _copied(self.traced, lambda p: torch.empty(p.shape, dtype=p.dtype))
+
+
+def without_weights(traced: TracedModel) -> TracedModel:
+    """A copy of ``traced`` with parameters on the meta device. Raises whatever the model's modules raise if they cannot
+    be copied."""
+    return _copied(traced, lambda p: torch.empty_like(p, device="meta"))
+
+
+def _copied(traced: TracedModel, make: Callable[[Tensor], Tensor]) -> TracedModel:
+    old = {id(p): p for component in traced.components for p in component.parameters()}
+    new = {key: nn.Parameter(make(p), p.requires_grad) for key, p in old.items()}
+    memo: dict[int, object] = dict(new)
+    for component in traced.components:
+        memo.update(histories(component))
+    made = copy.deepcopy(traced, memo)
+    for before, after in zip(traced.components, made.components, strict=True):
+        after.ties = frozenset(id(new[tensor]) for tensor in before.ties)
+    return made
