@@ -1,8 +1,8 @@
 """One slow rank by a CPU quota: DDP beside disciplines, when the last of four ranks has half the processor time.
 
 Each rank is in a cgroup of its own with a quota of one core (Linux, root, cgroup v1 or v2 with ``cpu``), so four ranks
-have less than two cores together and take nothing from each other. A quota holds for all that a rank does: computing,
-messages, and its part as a server. Cells (a strategy and a seed) take turns; each is one JSON line.
+have less than two cores together and take nothing from each other. Their groups come before all other processes of the
+machine. A quota holds for all that a rank does: computing, messages, and its part as a server. Cells (a strategy and a seed) take turns; each is one JSON line.
 
     python benchmarks/quota.py -o CELLS [--only ddp,ps_bounded] [--seeds 5] [--share 0.4] [--budget S]
     python benchmarks/quota.py --record FILE -o CELLS
@@ -32,6 +32,8 @@ from asa.launch.apart import Surroundings, apart
 RANKS, BATCH, SAMPLES = 4, 64, 1437
 MODEL = ("cnn", "--input", "3x32x32", "--classes", "10", "--data", "digits")
 PERIOD_US = 20_000
+_FIRST = (1 << 18, 10_000)
+"""The largest weights of a group, of either version."""
 _V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 
 
@@ -43,7 +45,9 @@ def group(name: str, share: float) -> Path:
     if old:
         (made / "cpu.cfs_period_us").write_text(str(PERIOD_US))
         (made / "cpu.cfs_quota_us").write_text(str(int(share * PERIOD_US)))
+        (made / "cpu.shares").write_text(str(_FIRST[0]))
     else:
+        (made / "cpu.weight").write_text(str(_FIRST[1]))
         (made / "cpu.max").write_text(f"{int(share * PERIOD_US)} {PERIOD_US}")
     return made
 
