@@ -2,7 +2,8 @@
 
 Each rank is in a cgroup of its own with a quota of one core (Linux, root, cgroup v1 or v2 with ``cpu``), so four ranks
 have less than two cores together and take nothing from each other. Their groups come before all other processes of the
-machine. A quota holds for all that a rank does: computing, messages, and its part as a server. Cells (a strategy and a seed) take turns; each is one JSON line.
+machine. A quota holds for all that a rank does: computing, messages, and its part as a server. Cells (a strategy and a
+seed) take turns; each is one JSON line.
 
     python benchmarks/quota.py -o CELLS [--only ddp,ps_bounded] [--seeds 5] [--share 0.4] [--budget S]
     python benchmarks/quota.py --record FILE -o CELLS
