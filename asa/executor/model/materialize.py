@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Any, Literal
 
@@ -283,52 +283,32 @@ def materialize(
     if plan.groups > 1:
         plan, grouped = plan.of_group(), Grouped(plan, rank, timeout_s)
         processes = grouped.processes
-    modes, template = Modes(), None
-    if isinstance(model, TracedTemplate):
-        template, modes, traced, alike = model, model.modes, model.copy(), True
-    elif isinstance(model, TracedModel):
-        traced = model
-    else:
-        modes = Modes.of(model)
-        # A profile that was measured compared the trace with the model; an estimate did not.
-        known_fingerprint = plan.model_fingerprint if plan.origin == "measured" else ""
-        traced = trace(model, example, name=plan.model_spec, known_fingerprint=known_fingerprint)
-    _check(plan, traced, strategies)
+    source = _Source.of(plan, model, example, keep_template=keep_template)
+    _check(plan, source.traced, strategies)
     if outer is not None and outer.weights != (plan.stages[0].weights or ()):
         raise UsageError(
             f"the plan divides batches among its ranks in proportion {list(plan.stages[0].weights or ())}, but a loop "
             "of your own gives each rank the same number; use asa.Job, or plan with equal batches"
         )
     runs = tuple(range(plan.num_ranks)) if processes is None else processes
-    context, tested = SampleContext(seed=seed), False
-    began = time.perf_counter()
-    if keep_template and template is None:
-        with contextlib.suppress(Exception):  # a module may raise anything when it is copied
-            template = TracedTemplate(traced=without_weights(traced), modes=modes)
-    copied_s = time.perf_counter() - began
     if prepare is not None and rank in runs:
-        prepare(traced)
-    drawing_components: Mapping[str, tuple[str, ...]] = {}
-    changed: tuple[str, ...] = ()
-    if isinstance(model, TracedTemplate):
-        drawing_components, changed = model.drawing, model.changed
-    elif keyed_draws and isinstance(model, nn.Module) and (rank in runs or template is not None):
-        make_reproducible(traced.components, context)
-        (drawing_components, changed), tested = _test_run(model, traced, example, context), True
-        if template is not None:
-            template = replace(template, drawing=drawing_components, changed=changed)
-    began = time.perf_counter() - copied_s
+        prepare(source.traced)
+    context = SampleContext(seed=seed)
+    if keyed_draws and isinstance(model, nn.Module) and (rank in runs or source.template is not None):
+        source.test(model, example, context)
+    began = time.perf_counter()
     if rank not in runs:
         groups = None if isolated else _groups(plan, None, timeout_s, outer, runs)
-        idle = _idle(plan, traced, groups, runs, device)
-        return _with_template(idle, template, began)
+        idle = _idle(plan, source.traced, groups, runs, device)
+        return source.passed_on(idle, time.perf_counter() - began)
     own_rank = runs.index(rank)
     position = Position.of(plan, own_rank)
     order = _orders(plan, strategies, position.stage)
+    alike = alike or isinstance(model, TracedTemplate)  # its weights are loaded later, on all ranks
     surroundings = _Surroundings(plan, own_rank, timeout_s, outer, alike, runs, grouped, isolated)
-    links = _links(surroundings, traced)
-    traced, elsewhere = _components_of_stage(traced, position)
-    if not tested:
+    links = _links(surroundings, source.traced)
+    traced, elsewhere = _components_of_stage(source.traced, position)
+    if not source.reproducible:
         make_reproducible(traced.components, context)
     crossings = [
         None if b is None else surroundings.crossing(b) for b in _boundaries(position, traced.components, outer)
@@ -341,8 +321,8 @@ def materialize(
             synchronise(component, surroundings.samples_axis(layout))
         if stand_in is not None:
             stand_in(component, assignment, tensor_axis)
-        if component.name in drawing_components:
-            keyed(component, context, foreign=FOREIGN in drawing_components[component.name])
+        if component.name in source.drawing:
+            keyed(component, context, foreign=FOREIGN in source.drawing[component.name])
         if assignment.checkpoint:
             recompute(component, context)
         component.to(device)
@@ -355,18 +335,66 @@ def materialize(
         plan, traced, segments, crossings[-1], context, surroundings.groups, runs, device,
         position=position, links=links, order=order, elsewhere=elsewhere,
     )  # fmt: skip
-    parallel.modes, parallel.changed = modes, changed
     parallel.grouped = grouped
-    parallel.drawing = tuple(drawing_components)
-    modes.restore(parallel.components)
-    modes.check(parallel.components)
-    return _with_template(parallel, template, began)
+    source.modes.restore(parallel.components)
+    source.modes.check(parallel.components)
+    return source.passed_on(parallel, time.perf_counter() - began)
 
 
-def _with_template(parallel: ParallelModel, template: TracedTemplate | None, began: float) -> ParallelModel:
-    parallel.template = template
-    parallel.from_template_s = None if template is None else time.perf_counter() - began
-    return parallel
+@dataclass
+class _Source:
+    """A traced model, and what is known of the model's own code.
+
+    Attributes:
+        drawing, changed: as in :class:`asa.executor.model.template.TracedTemplate`.
+        reproducible: whether the random numbers of its layers follow the context already.
+        copy_s: seconds that a copy of the template takes.
+    """
+
+    traced: TracedModel
+    modes: Modes
+    template: TracedTemplate | None = None
+    drawing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    changed: tuple[str, ...] = ()
+    reproducible: bool = False
+    copy_s: float = 0.0
+
+    @classmethod
+    def of(
+        cls, plan: Plan, model: nn.Module | TracedModel | TracedTemplate, example: Tensor, *, keep_template: bool
+    ) -> _Source:
+        """The model, traced if it is not yet, with a template of it if one is to be kept and it can be copied."""
+        if isinstance(model, TracedTemplate):
+            return cls(model.copy(), model.modes, model, model.drawing, model.changed)
+        if isinstance(model, TracedModel):
+            source = cls(model, Modes())
+        else:
+            modes = Modes.of(model)
+            # A profile that was measured compared the trace with the model; an estimate did not.
+            known_fingerprint = plan.model_fingerprint if plan.origin == "measured" else ""
+            traced = trace(model, example, name=plan.model_spec, known_fingerprint=known_fingerprint)
+            source = cls(traced, modes)
+        if keep_template:
+            began = time.perf_counter()
+            with contextlib.suppress(Exception):  # a module may raise anything when it is copied
+                source.template = TracedTemplate(traced=without_weights(source.traced), modes=source.modes)
+            source.copy_s = time.perf_counter() - began
+        return source
+
+    def test(self, model: nn.Module, example: Tensor, context: SampleContext) -> None:
+        """Run ``example`` to find out which components draw random numbers, and which buffers training changes."""
+        make_reproducible(self.traced.components, context)
+        self.drawing, self.changed = _test_run(model, self.traced, example, context)
+        self.reproducible = True
+        if self.template is not None:
+            self.template = replace(self.template, drawing=self.drawing, changed=self.changed)
+
+    def passed_on(self, parallel: ParallelModel, build_s: float) -> ParallelModel:
+        """``parallel``, which took ``build_s`` seconds to build, with what is known of the model."""
+        parallel.modes, parallel.changed, parallel.drawing = self.modes, self.changed, tuple(self.drawing)
+        parallel.template = self.template
+        parallel.from_template_s = None if self.template is None else self.copy_s + build_s
+        return parallel
 
 
 def _idle(
