@@ -46,8 +46,8 @@ RECORD = ROOT / "benchmarks" / "records" / "ablation.json"
 Patch = tuple[Any, str, Any]
 
 
-def _no_bounds(pipelines: Any, *_: Any, counts: Any = None, **__: Any) -> dict[int, float]:
-    return dict.fromkeys(pipelines.microbatches() if counts is None else counts, 0.0)
+def _no_bounds(pipelines: Any, _best: float, counts: Any = None) -> tuple[dict[int, float], list[Any]]:
+    return dict.fromkeys(pipelines.microbatches() if counts is None else counts, 0.0), []
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -34,7 +34,7 @@ import practice
 from asa.cli.background import solve_again
 from asa.cost.machine import presets
 from asa.cost.machine.estimate import estimate
-from asa.cost.machine.slower import slower_profile
+from asa.cost.machine.what_if import slower_profile
 from asa.errors import InvalidInputError
 from asa.interfaces.executor import Placement
 from asa.ir import codec

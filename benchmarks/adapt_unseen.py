@@ -30,7 +30,7 @@ from typing import Any
 import adapt_loop as known
 from adapt_loop import EPOCHS, MOVE_S, STEPS, Cell, first_plan
 
-from asa.cost.machine.slower import slower_profile
+from asa.cost.machine.what_if import slower_profile
 from asa.interfaces.executor import Placement
 from asa.ir.cluster import Cluster
 from asa.ir.profile import Profile

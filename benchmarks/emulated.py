@@ -39,7 +39,7 @@ import asa
 from asa.cli.emulated import joined
 from asa.cost.machine import presets
 from asa.cost.machine.estimate import estimate
-from asa.cost.machine.slower import slower_profile
+from asa.cost.machine.what_if import slower_profile
 from asa.errors import InfeasibleError
 from asa.executor.measuring.emulation import EmulatedDevice
 from asa.executor.running.emulated import EmulationOptions, measure_emulated

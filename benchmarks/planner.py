@@ -51,7 +51,7 @@ from asa.ir.profile import Profile  # noqa: E402
 from asa.ir.units import GIB  # noqa: E402
 from asa.planner import Request, plan, usual_limit  # noqa: E402
 from asa.planner.answer.certificate import check  # noqa: E402
-from asa.planner.answer.leanest import leanest  # noqa: E402
+from asa.planner.answer.infeasible import leanest  # noqa: E402
 from asa.planner.space.candidate import Prices  # noqa: E402
 from asa.planner.space.space import Space  # noqa: E402
 from asa.strategies import offered  # noqa: E402

@@ -15,7 +15,7 @@ import torch
 from asa.cli.entry import run
 from asa.cost.machine import presets
 from asa.cost.planned import price_plan
-from asa.cost.traffic.compression import remaining
+from asa.cost.traffic.buckets import remaining
 from asa.errors import UsageError
 from asa.executor.measuring import tolerance
 from asa.executor.measuring.equivalence import verify

@@ -16,8 +16,7 @@ from asa.cost.machine.estimate import estimate
 from asa.cost.planned import price_plan
 from asa.cost.step import ComponentCost
 from asa.cost.traffic.collectives import Links
-from asa.cost.traffic.prefetch import Gathers, hidden
-from asa.cost.traffic.sharing import alongside
+from asa.cost.traffic.prefetch import Gathers, alongside, hidden
 from asa.ir import codec
 from asa.ir.cluster import Cluster, Overlap
 from asa.ir.plan import Plan

@@ -14,27 +14,28 @@ from asa.cost.machine import presets
 from asa.errors import InvalidInputError
 from asa.planner import Request, plan, verify
 from asa.planner.pipeline.whole import table
-from asa.planner.space.baselines import _first_stages
+from asa.planner.space.baselines import even
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space
 from asa.strategies import offered
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_balanced_cuts_have_the_least_maximum(seed):
-    """The bisection against every way to cut: the same maximum, for every start and number of stages."""
+def test_even_cuts_have_the_least_maximum(seed):
+    """Against every way to cut, for stages of equal and of unequal speed."""
     rng = random.Random(seed)
     n = rng.randint(2, 9)
     costs = [rng.choice((0.0, 1.0, 1.0, 2.0, rng.random())) for _ in range(n)]
-    before = np.array([0.0, *accumulate(costs)])
-    behind = before[n] - before[:n]
-    for stages in range(2, n + 1):
-        last = n - stages + 1
-        behind, ends = _first_stages(before, behind, n - stages)
-        cuts = [(0, *c, n) for c in combinations(range(1, n), stages - 1)]
-        best = min(max(before[b] - before[a] for a, b in pairwise(c)) for c in cuts)
-        assert behind[0] == pytest.approx(best)
-        assert 1 <= ends[0] <= last
+    for stages in range(1, n + 1):
+        equal = np.array([0.0, *accumulate(costs)])
+        before = [equal / rng.choice((1.0, 1.0, 2.5)) if seed % 2 else equal for _ in range(stages)]
+
+        def slowest(starts, before=before):
+            return max(row[b] - row[a] for row, (a, b) in zip(before, pairwise((*starts, n)), strict=True))
+
+        starts = even(before)
+        assert starts == sorted(set(starts))
+        assert slowest(starts) == pytest.approx(min(slowest((0, *c)) for c in combinations(range(1, n), stages - 1)))
 
 
 def test_no_whole_strategy_has_stages_across_nodes() -> None:

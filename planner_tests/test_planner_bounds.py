@@ -18,15 +18,15 @@ from asa.ir.units import GIB
 from asa.planner import Request, plan
 from asa.planner.parallel import Forked, can_fork
 from asa.planner.pipeline import joint
-from asa.planner.pipeline.lattice import Numbers, divisors
-from asa.planner.pipeline.points import Room
 from asa.planner.pipeline.skeletons import filled_up
 from asa.planner.pipeline.staged import StagedSpace
 from asa.planner.pipeline.stages import Explorer
+from asa.planner.pipeline.thinning import Room
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
 from asa.planner.stage import exhaustive, labels
 from asa.planner.stage.formulate import formulate
+from asa.planner.stage.lattice import Numbers, divisors
 from asa.schedules import schedules
 from asa.strategies import offered
 

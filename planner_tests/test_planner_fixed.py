@@ -12,15 +12,14 @@ import pytest
 from random_pipelines import RandomPipelines
 
 from asa.cost.pipeline import StageTimes, makespan
-from asa.planner.pipeline import column_generation, pricing_problem
-from asa.planner.pipeline.case import Case
+from asa.planner.pipeline import column_generation
 from asa.planner.pipeline.column_generation import ColumnGeneration, game, longest
-from asa.planner.pipeline.lattice import Numbers, divisors
 from asa.planner.pipeline.open_list import OpenList
-from asa.planner.pipeline.pricing_problem import PricingProblem
 from asa.planner.pipeline.stage_cache import StageCache
-from asa.planner.pipeline.stage_slice import StageSlice
 from asa.planner.pipeline.stages import Explorer
+from asa.planner.stage import pricing_problem
+from asa.planner.stage.lattice import Numbers, divisors
+from asa.planner.stage.pricing_problem import PricingProblem
 from asa.schedules import schedules
 
 INF = float("inf")
@@ -42,7 +41,7 @@ def stages() -> list[tuple[float, float, float]]:
         assert chain is not None
         start = rng.randrange(5 - n)
         ways = joint_oracle.stage(chain, start, start + n, flight)
-        piece = StageSlice(Explorer(Numbers(chain), flight), start, start + n)
+        piece = Explorer(Numbers(chain), flight).slice(start, start + n)
         for _ in range(6):
             f, b, longer, once = rng.uniform(0, 4), rng.uniform(0, 4), rng.choice([0, 2]), rng.choice([0, 0.3, 1])
             behind = np.array([rng.uniform(0, 2) for _ in divisors(2)])
@@ -68,6 +67,11 @@ def stages() -> list[tuple[float, float, float]]:
                 assert value == pytest.approx(ended[k], rel=1e-9), "the choice takes what it is said to take"
             few = stage.best(entry, INF, 3, INF)
             assert min(few.proved, float((few.values + behind).min())) <= truth + 1e-9, "what was dropped is known"
+            pivot, memory = (np.array([rng.choice([0, 0.3, 1]) + 1e-3 for _ in range(n)]) for _ in range(2))
+            told = PricingProblem(piece, (f, b, longer, once), behind, (pivot / pivot.sum(), piece.tight * memory))
+            assert float((told.entry_bounds() + entry).min()) <= truth + 1e-9, "any weights bound"
+            at_last = told.best(entry, truth * (1 + 1e-6), 10_000, INF).values + behind
+            assert float(at_last.min()) == pytest.approx(truth, rel=1e-9), "and let the best way through"
             found.append((truth, float(priced.min()), float(ended.min())))
     return found
 
@@ -95,7 +99,7 @@ def known(
 ) -> tuple[float, ColumnGeneration]:
     """The fastest plan of such cuts and widths, and what is said of them."""
     p, schedule = len(widths), x.schedules[name]
-    case = Case(StageCache(x), m, name, schedule, [p], lambda *_: True, OpenList)
+    case = OpenList(StageCache(x), m, name, schedule, [p], lambda *_: True)
     for _ in range(3):
         case.step(INF, INF)
     flights = [schedule.in_flight(s, p, m) for s in range(p)]
@@ -170,8 +174,8 @@ class Turns:
     ],
 )
 def test_a_plan_near_the_best_one_is_improved_at_once(values, told, left, monkeypatch):
-    case = Case(StageCache(pipelines(0)), 1, "1f1b", schedules()["1f1b"], [2], lambda *_: True, OpenList)
-    said, cuts, turns, some = [], ((2, 0, 2), (2, 2, 4)), Turns(values), OpenList(case, {}, tight=False)
+    case = OpenList(StageCache(pipelines(0)), 1, "1f1b", schedules()["1f1b"], [2], lambda *_: True)
+    said, cuts, turns, some = [], ((2, 0, 2), (2, 2, 4)), Turns(values), case
     monkeypatch.setattr(case, "propose", lambda _starts, _widths, ms: (said.append(ms) or ms, True))
     some._leaves[cuts], some._columns_of[cuts], some._listed = (None, None, False), turns, 100.0
     assert some._examine(5.0, cuts, 10.0, INF) == (5.0, min(told, default=INF))

@@ -10,13 +10,13 @@ from typing import Any
 
 import joint_oracle
 import pytest
+from floor_bounds import floors
 from random_pipelines import RandomPipelines
 
 from asa.planner.budget import Effort
 from asa.planner.pipeline.explored import Explored
-from asa.planner.pipeline.floors import floors
 from asa.planner.pipeline.joint import search
-from asa.planner.pipeline.pipelines import Skeleton, stage_times, value_of
+from asa.planner.pipeline.staged import Skeleton, stage_times, value_of
 from asa.planner.pipeline.thinning import Thinning
 from asa.planner.stage.problem import Chain
 

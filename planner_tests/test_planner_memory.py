@@ -13,8 +13,7 @@ from asa.cost.machine import presets
 from asa.errors import InfeasibleError
 from asa.ir.units import GIB
 from asa.planner import Request, plan, verify
-from asa.planner.pipeline.pipelines import Skeleton
-from asa.planner.pipeline.staged import StagedSpace
+from asa.planner.pipeline.staged import Skeleton, StagedSpace
 from asa.planner.pipeline.whole import table
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything

@@ -25,8 +25,7 @@ from asa.planner.pipeline.staged import StagedSpace
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
 from asa.planner.stage.formulate import formulate
-from asa.planner.stage.problem import MS, Edge
-from asa.planner.stage.rows import JOINT
+from asa.planner.stage.problem import JOINT, MS, Edge
 from asa.strategies import offered
 
 WAITING = (Waiting(ranks=4, points=((1e-5, 1.5), (1e-3, 1.2), (1.0, 1.0))),)

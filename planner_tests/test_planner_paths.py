@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from random_pipelines import RandomPipelines
 
-from asa.planner.pipeline.lattice import Numbers, divisors
-from asa.planner.pipeline.points import Room
 from asa.planner.pipeline.stages import Completions, Explorer
-from asa.planner.pipeline.thinning import BWD, FWD, SUM, C, P, Thinning, V
+from asa.planner.pipeline.thinning import BWD, FWD, SUM, C, P, Room, Thinning, V
+from asa.planner.stage.lattice import Numbers, divisors
 from asa.planner.stage.problem import Chain
 
 

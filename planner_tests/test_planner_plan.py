@@ -21,7 +21,7 @@ from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.units import GIB, MIB
 from asa.planner import Request, decide, parse_pin, plan, verify
-from asa.planner.answer.leanest import low_peak_plans
+from asa.planner.answer.infeasible import low_peak_plans
 from asa.planner.pipeline.whole import table
 from asa.planner.search import Outcome
 from asa.planner.space.candidate import Prices

@@ -22,9 +22,17 @@ from asa.planner.stage import exhaustive
 from asa.planner.stage.formulate import Formulation, formulate
 from asa.planner.stage.lookup import StageLookup
 from asa.planner.stage.problem import Choice, Problem
-from asa.planner.stage.runs import RunCharge, Runs, charged
+from asa.planner.stage.runs import RunCharge, Runs
 from asa.planner.stage.singles import Single
 from asa.strategies import offered
+
+
+def charged(charge: RunCharge, choice: tuple[int, ...]) -> bool:
+    """Whether a choice has the run of ``charge``."""
+    a, b = charge.start, charge.start + len(charge.members)
+    if any(choice[a + i] not in row for i, row in enumerate(charge.members)):
+        return False
+    return not (a and choice[a - 1] in charge.front) and not (b < len(choice) and choice[b] in charge.behind)
 
 
 def space(cluster: str, *, microbatches: int | None = None, components: int = 18, gpus: int = 8) -> Space:

@@ -10,6 +10,7 @@ import fake_strategies
 import known_models
 import nouns
 import pytest
+from floor_bounds import floors
 
 from asa.cost.machine import presets
 from asa.cost.planned import price_plan
@@ -21,9 +22,7 @@ from asa.ir.plan import Plan
 from asa.ir.units import GIB
 from asa.planner import Request, plan, verify
 from asa.planner.parallel import Exchange, Forked
-from asa.planner.pipeline.floors import floors
-from asa.planner.pipeline.pipelines import Skeleton
-from asa.planner.pipeline.staged import StagedSpace
+from asa.planner.pipeline.staged import Skeleton, StagedSpace
 from asa.planner.pipeline.whole import table
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Space, anything

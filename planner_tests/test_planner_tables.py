@@ -13,17 +13,17 @@ from random_pipelines import RandomPipelines
 from asa.cost.machine import presets
 from asa.ir.units import GIB
 from asa.planner import Request
-from asa.planner.pipeline.lattice import ACT, Numbers, PricedChain
-from asa.planner.pipeline.pipelines import stage_times
-from asa.planner.pipeline.points import Room
+from asa.planner.pipeline.staged import stage_times
 from asa.planner.pipeline.stages import Explorer
 from asa.planner.pipeline.tables import OWN_LAST, limited, priced_memory, rates, relaxed, rough, weights_of
+from asa.planner.pipeline.thinning import Room
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
 from asa.planner.stage import exhaustive, memory
 from asa.planner.stage.floor import floor
 from asa.planner.stage.formulate import formulate
 from asa.planner.stage.labels import Solver
+from asa.planner.stage.lattice import ACT, Numbers, PricedChain
 from asa.strategies import offered
 
 INF = float("inf")

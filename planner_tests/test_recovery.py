@@ -20,7 +20,7 @@ import wide_model
 
 from asa.cli.replanning import relieve
 from asa.cost.machine.estimate import estimate
-from asa.cost.machine.heavier import heavier_profile
+from asa.cost.machine.what_if import heavier_profile
 from asa.cost.memory.peak import reserved
 from asa.errors import ExhaustedError, InfeasibleError, WorkersFailedError
 from asa.executor.running import exhausted, outdir, recovery

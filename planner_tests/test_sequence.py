@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from asa.cost.machine import presets
-from asa.cost.machine.slower import slower_profile
+from asa.cost.machine.what_if import slower_profile
 from asa.cost.memory.peak import needed
 from asa.errors import InfeasibleError, UsageError
 from asa.interfaces.schedule import Schedule

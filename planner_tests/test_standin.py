@@ -24,7 +24,7 @@ EXCEPTIONS = {
     "asa/executor/running/recovery.py: job.device_type == 'cpu'": "the kernel kills for the host's memory alone",
     "asa/planner/decide.py: found.device_type == 'cuda'": _THINKS,
     "asa/planner/space/consistency.py: cluster.device.type != 'cpu'": _THINKS,
-    "asa/planner/space/admission.py: cluster.device.type == 'cpu'": _THINKS,
+    "asa/planner/space/baselines.py: cluster.device.type == 'cpu'": _THINKS,
     "asa/report/snippets/accelerate.py: plan.device_type == 'cpu'": _THINKS,
     "asa/report/snippets/script.py: plan.device_type == 'cuda'": _THINKS,
     "asa/scheduler/memory.py: cluster.device.type == 'cpu'": _THINKS,

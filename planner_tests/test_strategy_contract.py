@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asa.cost.boundary.ends import Ends
+from asa.cost.boundary.crossings import Ends
 from asa.executor.model.loss import loss_of
 from asa.executor.model.materialize import materialize
 from asa.ir import transfer

@@ -20,7 +20,7 @@ from asa.ir.plan import Plan, Stage
 from asa.planner import Request, plan, verify
 from asa.planner.answer import certificate
 from asa.planner.pipeline.kinds import KindSpace, kinds, numbering, views, weights
-from asa.planner.pipeline.pipelines import Skeleton
+from asa.planner.pipeline.staged import Skeleton
 from asa.planner.questions.explain import explain
 from asa.planner.space import baselines
 from asa.planner.space.candidate import Candidate, Prices

@@ -50,7 +50,7 @@ class EmulatedName:
         Raises:
             InvalidInputError: the file cannot be used.
         """
-        from asa.cost.machine.slower import slower_profile
+        from asa.cost.machine.what_if import slower_profile
 
         plain = codec.load(Profile, self.path)
         return plain if self.dilation == 1 else slower_profile(plain, self.dilation)

@@ -70,7 +70,7 @@ def makespan(
     """The time of a step. ``transfers[i]`` are the times of one microbatch from stage i to stage i + 1, and of its
     gradient back."""
     times = [(s.forward, s.backward, s.last_backward_extra, s.after) for s in stages]
-    total: float = _played(times, transfers, schedule, num_microbatches, max)
+    total: float = played(times, transfers, schedule, num_microbatches, max)
     return total
 
 
@@ -80,10 +80,10 @@ def makespans(times: Any, transfers: Any, schedule: Schedule, num_microbatches: 
     ``times`` has shape (stages, 4, pipelines): forward, backward, last_backward_extra, after; ``transfers`` has shape
     (stages - 1, 2, pipelines).
     """
-    return _played([[*x] for x in times], [[*x] for x in transfers], schedule, num_microbatches, np.maximum)
+    return played([[*x] for x in times], [[*x] for x in transfers], schedule, num_microbatches, np.maximum)
 
 
-def _played(times: Any, transfers: Any, schedule: Schedule, num_microbatches: int, later: Callable[..., Any]) -> Any:
+def played(times: Any, transfers: Any, schedule: Schedule, num_microbatches: int, later: Callable[..., Any]) -> Any:
     """The time of a step, a number or an array; ``later`` is the greater of two."""
     count = len(times)
     now, ahead_free, back_free = [0.0] * count, [0.0] * count, [0.0] * count

@@ -21,11 +21,9 @@ from asa.cost.step import ComponentCost
 from asa.cost.traffic.collectives import Links
 from asa.cost.traffic.handovers import Handovers
 from asa.cost.traffic.launching import Launches, Launching, awaited, launched
-from asa.cost.traffic.prefetch import Gathers, Hidden, hidden
-from asa.cost.traffic.sharing import alongside
+from asa.cost.traffic.prefetch import Gathers, Hidden, alongside, hidden
 from asa.cost.way import PHASES, Figures, Way
-from asa.cost.work.compute import Times, Work, adding
-from asa.cost.work.offload import host_update
+from asa.cost.work.compute import Times, Work, adding, host_update
 from asa.cost.work.spread import contention, slowest_rank, waiting, working
 from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
 from asa.ir.cluster import Cluster

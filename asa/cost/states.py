@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from asa.cost.boundary.crossings import Crossings
-from asa.cost.boundary.ends import Ends
+from asa.cost.boundary.crossings import Crossings, Ends
 from asa.cost.constants import constant
-from asa.cost.traffic.buckets import Release, bucket_bytes, releases
+from asa.cost.traffic.buckets import Release, bucket_bytes, releases, remaining
 from asa.cost.traffic.collectives import Links
-from asa.cost.traffic.compression import remaining
 from asa.cost.traffic.launching import MOST_UNITS, launched
 from asa.cost.traffic.prefetch import Gathers
 from asa.cost.way import PHASES, Upkeep, Way

@@ -3,7 +3,7 @@ not import torch."""
 
 from __future__ import annotations
 
-from asa.planner.answer.verify import step_shares, verify
+from asa.planner.answer.prediction import step_shares, verify
 from asa.planner.decide import plan
 from asa.planner.questions.explain import (
     Alternative,
@@ -14,7 +14,7 @@ from asa.planner.questions.explain import (
     explain,
     why_not,
 )
-from asa.planner.space.admission import check_request
+from asa.planner.space.baselines import check_request
 from asa.planner.space.request import Pin, Request, SolverName, parse_pin, usual_limit
 
 __all__ = [

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 ROUNDING = 1e-9
 """Relative difference up to which times, bounds or bytes count as equal: they are sums of many rounded numbers."""
 
+PROVED = 1e-6
+"""Gap up to which a plan counts as proved optimal."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from asa.cost.constants import constant
@@ -14,17 +16,15 @@ from asa.ir.cluster import Cluster
 from asa.ir.plan import KEPT_OUT, Certificate, CurvePoint, Plan
 from asa.ir.profile import Profile
 from asa.planner import clock
-from asa.planner.answer import disciplines, infeasible, leanest
-from asa.planner.answer.circumstances import circumstances
+from asa.planner.answer import disciplines, infeasible
 from asa.planner.answer.confidence import faster
 from asa.planner.answer.prediction import noise
-from asa.planner.answer.written import pins_allow, plan_of
-from asa.planner.budget import ROUNDING, USUAL, Budget
-from asa.planner.garbage import uncollected
+from asa.planner.answer.written import circumstances, pins_allow, plan_of
+from asa.planner.budget import PROVED, ROUNDING, USUAL, Budget
 from asa.planner.pipeline.whole import StrategyRow, table
 from asa.planner.search import Outcome, next_best, search
 from asa.planner.space import baselines
-from asa.planner.space.admission import check_request
+from asa.planner.space.baselines import check_request
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.nearest import single_changes, start
 from asa.planner.space.request import Request
@@ -33,14 +33,26 @@ from asa.planner.stage.problem import MS
 
 _WORTH = 0.02
 """Gap above which a note suggests a longer search."""
-_PROVED = 1e-6
-"""Gap up to which a plan counts as proved optimal."""
 _LEAST = 0.5
 """Least share of the time limit for the search, whatever the whole strategies took."""
 _BUSY, _SHORT_S = 2.0, 0.1
 """Wall seconds per second of work above which a machine counts as busy, and the least seconds of work to divide by."""
 _TIE = 1 + ROUNDING
 """Factor up to which a time counts as equal to the fastest, because of rounding."""
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Switch the garbage collector off inside, and on again afterwards if it was on. A search makes hundreds of
+    thousands of objects that stay, and each pass over them takes as long as pricing all plans with one number of
+    microbatches. In a forked process it also copies every shared page."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 @uncollected()
@@ -149,7 +161,7 @@ def _unfinished(fastest_s: float, outcome: Outcome) -> tuple[str, ...]:
             f"the search was stopped after {outcome.seconds:.2g} s, {100 * gap:.2g} % above its bound: a longer "
             "--time-limit may find a faster plan"
         )
-    if gap > _PROVED and outcome.wall_s > _BUSY * max(outcome.seconds, _SHORT_S):
+    if gap > PROVED and outcome.wall_s > _BUSY * max(outcome.seconds, _SHORT_S):
         notes.append(
             f"this machine was busy: {outcome.seconds:.2g} s of search took {outcome.wall_s:.2g} s, and less may have "
             "been tried than on a quiet one"
@@ -233,7 +245,7 @@ def _choose(prices: Prices, outcome: Outcome, simplest: StrategyRow | None) -> t
 def _open(possible: float) -> str:
     """A note on the share ``possible`` by which plans may be faster. Only a small one is called a possible gain."""
     if possible <= _WORTH:
-        return f"the best possible gain is {100 * possible if possible > _PROVED else 0:.2g} %"
+        return f"the best possible gain is {100 * possible if possible > PROVED else 0:.2g} %"
     return f"nothing was found that is surely faster; up to {100 * possible:.2g} % are not ruled out"
 
 
@@ -266,8 +278,8 @@ def _least(prices: Prices, *, proved: bool) -> tuple[Candidate, tuple[str, ...]]
     Raises:
         InfeasibleError: none of them fits, or it is ``proved`` that nothing does.
     """
-    fitting, ends = list[leanest.Leanest](), clock.now() + prices.space.request.time_limit_s
-    for x in () if proved else leanest.low_peak_plans(prices, prices.space.pinned):
+    fitting, ends = list[infeasible.Leanest](), clock.now() + prices.space.request.time_limit_s
+    for x in () if proved else infeasible.low_peak_plans(prices, prices.space.pinned):
         fitting += [x] if x.excess <= 0 else []
         if clock.now() > ends:
             break
@@ -284,9 +296,9 @@ def _certificate(prices: Prices, candidate: Candidate, outcome: Outcome, seconds
     gap = _below(bound, answer)
     return Certificate(
         solver=outcome.solver,
-        status="optimal" if gap <= _PROVED else "feasible",
+        status="optimal" if gap <= PROVED else "feasible",
         lower_bound_s=bound,
-        gap=0.0 if gap <= _PROVED else gap,
+        gap=0.0 if gap <= PROVED else gap,
         space=prices.space.describe(),
         solve_s=seconds,
         curve=_curve(outcome),

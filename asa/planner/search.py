@@ -19,15 +19,14 @@ from dataclasses import dataclass, replace
 from asa.errors import AsaError
 from asa.planner import clock
 from asa.planner.answer.canonical import canonical, improved
-from asa.planner.budget import ROUNDING, USUAL, Budget
+from asa.planner.budget import PROVED, ROUNDING, USUAL, Budget
 from asa.planner.parallel import Exchange, Forked, can_fork
 from asa.planner.pipeline import joint
 from asa.planner.pipeline.climb import first_plans
-from asa.planner.pipeline.floors import Paced, first_bounds, floors
+from asa.planner.pipeline.floors import floors
 from asa.planner.pipeline.kinds import pipelines, views
-from asa.planner.pipeline.pipelines import Pipelined
 from asa.planner.pipeline.practice import on_fewer
-from asa.planner.pipeline.staged import StagedSpace
+from asa.planner.pipeline.staged import Pipelined, StagedSpace
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.request import SolverName
 from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, anything
@@ -41,8 +40,8 @@ from asa.planner.stage.singles import Single, first_plan, likely_tight, singles
 _LOG = logging.getLogger("asa")
 _SLACK = 1e-7
 """Share added to the time of a uniform plan on fewer devices, so that the search can find the same plan itself."""
-_PROVED = 1e-6
-"""Gap up to which a plan counts as proved optimal."""
+_NEAR = 0.5
+"""Share of the best plan: a bound from compute below it is not raised where closer bounds follow anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +92,14 @@ def search(
     until = clock.counted() + polish_s
     # Only some batch weights of unequal devices are searched; this bound holds for all of them.
     outcome = replace(outcome, lower_bound_s=min(outcome.lower_bound_s, free_bound(prices, allowed) / MS))
-    if outcome.best is None and baselines and outcome.lower_bound_s < incumbent_s * (1 - _PROVED):
+    if outcome.best is None and baselines and outcome.lower_bound_s < incumbent_s * (1 - PROVED):
         improvement = improved(prices, baselines[0], allowed, until)
-        if prices.of(improvement).cost.total_s < incumbent_s * (1 - _PROVED):
+        if prices.of(improvement).cost.total_s < incumbent_s * (1 - PROVED):
             outcome = replace(outcome, best=replace(improvement, origin="asa"), solver="dp, as bounds")
     if outcome.best is None:
         return replace(outcome, wall_s=time.monotonic() - began)
     before_ms = prices.of(outcome.best).cost.total_s * MS
-    proved = outcome.lower_bound_s * MS >= before_ms * (1 - _PROVED)
+    proved = outcome.lower_bound_s * MS >= before_ms * (1 - PROVED)
     if proved:
         first = canonical(prices, outcome.best, allowed)
     else:  # which plan was found depends on the clock, so a limit on ties does no harm
@@ -232,12 +231,13 @@ class _Search:
         with that of the search so far."""
         best, staged, budget = self.best, self.staged, self.budget
         staged.likely_tight = likely_tight(self.single_stages)
-        paced = list[Paced]()
+        floor, paced = floors(staged, best.limit, counts)
         if joint.searched(staged):  # compute alone may show that no pipeline is better; closer bounds follow
-            floor = floors(staged, best.limit, self.ends, counts=counts, halvings=1)
-        else:
-            floor, paced = first_bounds(staged, best.limit, counts)
-            floor = {m: bound for m, bound in floor.items() if m not in {x.m for x in paced}}
+            for x in (x for x in paced if _NEAR * best.limit < x.bound < best.limit):
+                x.step(best.limit, self.ends)
+                floor[x.m] = x.bound
+            paced = []
+        floor = {m: bound for m, bound in floor.items() if m not in {x.m for x in paced}}
         ends = max(self.ends, clock.now() + budget.rest * (self.ends - best.started))
         pipelined = joint.search(
             staged, incumbent_ms=best.limit, time_limit_s=ends - clock.now(), gap=budget.enough,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from asa.cost.machine.estimate import on_device
-from asa.cost.machine.heavier import heavier_profile
+from asa.cost.machine.what_if import heavier_profile
 from asa.cost.memory.peak import needed, usable, within
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster

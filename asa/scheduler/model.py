@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from asa.cost.machine.slower import slower_profile
+from asa.cost.machine.what_if import slower_profile
 from asa.cost.planned import price_plan
 from asa.cost.traffic.collectives import Links
 from asa.errors import InfeasibleError

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from asa.cost.boundary.crossings import Crossings
-from asa.cost.boundary.ends import Ends
+from asa.cost.boundary.crossings import Crossings, Ends
 from asa.cost.constants import constant
 from asa.cost.memory.peak import Footprint, made_ready, margin
 from asa.cost.shards import Keeping

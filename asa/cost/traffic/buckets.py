@@ -1,4 +1,4 @@
-"""When the gradients of a component are sent: the buckets of data parallelism.
+"""When the gradients of a component are sent, and how much of them: buckets of data parallelism, and compression.
 
 DDP reduces *buckets*: gradients fill one in the order in which backward computes them; at 25 MiB (the first one: 1
 MiB) it is sent. Part of a component's gradients is sent with a bucket that fills up inside it; the rest waits for the
@@ -11,11 +11,17 @@ Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel 
 
 from __future__ import annotations
 
+from math import sqrt
+
 from asa.cost.constants import constant
 from asa.cost.traffic.collectives import Links
 from asa.ir.codec import noun
 from asa.ir.graph import LayerGraph
+from asa.ir.plan import POWERSGD_RANK, CompressionName
 from asa.ir.traffic import Collective
+
+_WORD = 4
+"""Bytes of an element of a gradient: parameters are fp32, whatever the precision of forward and backward."""
 
 
 @noun
@@ -81,3 +87,18 @@ def wrapper_seconds(graph: LayerGraph, links: Links, ranks: int, stride: int) ->
     first = min(constant("ddp_first_bucket_bytes"), total)
     bucket = bucket_bytes(graph, 0.0, 1)
     return 1.5 * max(0.0, seconds(first) - seconds(bucket) * first / bucket)
+
+
+def remaining(name: CompressionName, moved: Collective, num_tensors: int, *, whole: bool) -> float:
+    """The share of its bytes that a collective still moves under compression ``name``; 1 if it moves no gradients.
+
+    ``whole``: each rank has whole gradients, as in the buckets of DDP; PowerSGD compresses only these, into two
+    low-rank factors. The factors of a tensor of n elements together have at least ``2 sqrt(n)`` rows; the share is
+    computed with this bound. Vogels et al. 2019, "PowerSGD".
+    """
+    if moved.phase != "gradient" or name == "none":
+        return 1.0
+    if name != "powersgd":
+        return 0.5
+    elements = moved.bytes / _WORD / max(1, num_tensors)
+    return min(1.0, 2 * POWERSGD_RANK / sqrt(max(1.0, elements))) if whole else 1.0

@@ -22,8 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from asa.cost.traffic.sharing import alongside
 from asa.ir.cluster import Overlap
+
+_LEAST = 1e-30
 
 
 @dataclass
@@ -76,3 +77,20 @@ def hidden(
         covered=least(sc * gathers.front, sp * unused(own)) / sp,
         queued=(gathers.front > 0) * (scattered - least(scattered, sp / sc * own)),
     )
+
+
+def alongside(messages: Any, *, compute: Any, collectives: Any, least: Callable[[Any, Any], Any] = min) -> Any:
+    """Seconds of ``messages`` (m) that coincide with ``collectives`` (b); ``compute`` is w. All are in seconds.
+    ``least``: ``numpy.minimum`` for arrays.
+
+    If tensor and data parallelism of a component use the same links, gradients or gathered weights are sent while the
+    component computes *and* during its own collectives. During a collective each gets half of the link, so nothing is
+    saved. The messages run during the share m / (w + b) of the pass, so of their m seconds
+
+        b * min(1, m / (w + b))
+
+    coincide with collectives, and only the rest can be hidden. Here m, w and b are seconds of messages, compute and
+    collectives, evenly mixed. In fact the messages run during the neighbours' passes; the formula is exact if these are
+    alike, as :func:`hidden` assumes. Collectives at boundaries depend on two components and are ignored.
+    """
+    return collectives * least(1.0, messages / (compute + collectives + _LEAST))

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from asa.cost.constants import constant
+from asa.ir.cluster import Cluster
 from asa.ir.codec import noun
 from asa.ir.graph import Component
 from asa.ir.plan import OptimizerName
@@ -38,6 +39,20 @@ def adding(update_s: Any, optimizer: OptimizerName, num_microbatches: int) -> An
     """Seconds per microbatch to accumulate the gradients of parameters whose update takes ``update_s`` (a number or an
     array), averaged over a step; the first microbatch has nothing to add to."""
     return update_s * (_ADDING_PASSES / PASSES[optimizer] * (1 - 1 / num_microbatches))
+
+
+def host_update(cluster: Cluster, optimizer: OptimizerName, updated_bytes: Any, busy: int) -> Any:
+    """Seconds to update ``updated_bytes`` of a device's parameters (a number or an array) on its host, while ``busy``
+    devices do the same.
+
+    Gradients are copied to the host, the host updates, and parameters are copied back, one after the other
+    (:mod:`asa.executor.model.offload`). The devices of a host share its memory bandwidth; each has its own link. Ren et
+    al. 2021, "ZeRO-Offload".
+    """
+    link = cluster.device.host_bandwidth or constant("fallback_host_bandwidth")
+    neighbours = max(1, min(busy, cluster.host))
+    arithmetic = PASSES[optimizer] * updated_bytes * neighbours / constant("host_update_bandwidth")
+    return 2 * updated_bytes / link + arithmetic
 
 
 def deviation(stat: Stat) -> float:

@@ -18,7 +18,7 @@ ways.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, chain, combinations, pairwise, permutations
@@ -48,32 +48,25 @@ _CHANGES = 200
 def canonical(prices: Prices, candidate: Candidate, allowed: Allowed, ends: float = INF) -> Candidate:
     """The plan itself, or a plan that takes no longer and comes before it in the order. If there is time until
     ``ends``, no single change leads to an earlier one."""
-    if len(candidate.ways) > _MOST:
-        return candidate
-    around = _Around(prices, candidate, allowed)
-    plan = candidate
-    for _ in range(_CHANGES):
-        earlier = around.earlier(plan, ends)
-        if earlier is None:
-            break
-        plan = earlier
-    return _no_worse(prices, candidate, plan)
+    return _changed(prices, candidate, allowed, _Around.earlier, ends, _CHANGES)
 
 
 def improved(prices: Prices, candidate: Candidate, allowed: Allowed, ends: float = INF) -> Candidate:
     """A plan that is no slower. If there is time until ``ends``, no single change makes it faster. A plan that is not
     proved optimal is often not even a local optimum."""
-    if len(candidate.ways) > _MOST:
-        return candidate
-    around = _Around(prices, candidate, allowed)
-    plan = candidate
-    while (faster := around.faster(plan, ends)) is not None:
-        plan = faster
-    return _no_worse(prices, candidate, plan)
+    return _changed(prices, candidate, allowed, _Around.faster, ends)
 
 
-def _no_worse(prices: Prices, before: Candidate, after: Candidate) -> Candidate:
-    """``after`` if its full price is no worse, else ``before``."""
+def _changed(
+    prices: Prices, before: Candidate, allowed: Allowed,
+    better: Callable[[_Around, Candidate, float], Candidate | None], ends: float, most: float = INF,
+) -> Candidate:  # fmt: skip
+    """The plan after at most ``most`` changes to a neighbour that is ``better``, if its full price is no worse."""
+    if len(before.ways) > _MOST:
+        return before
+    around, after, count = _Around(prices, before, allowed), before, 0
+    while count < most and (other := better(around, after, ends)) is not None:
+        after, count = other, count + 1
     if after is before:
         return before
     price, limit_s = prices.of(after), prices.of(before).cost.total_s * (1 + 2 * TIE)
@@ -221,7 +214,8 @@ class _Around:
 
     def _coarse(self, x: Candidate) -> Iterator[Candidate]:
         if len(x.widths) > 1:
-            yield from self._restyled(x)
+            for s, w in enumerate(x.widths):
+                yield from self._in_styles(x, s, w)
             yield from self._cut_elsewhere(x)
             for name, schedule in self.space.schedules.items():
                 if name != x.schedule and not schedule.refusal(len(x.widths), x.num_microbatches):
@@ -277,10 +271,6 @@ class _Around:
             return
         if all(self._able(i, w, m // 2) for i, w in enumerate(x.ways)):
             yield replace(x, num_microbatches=m // 2)
-
-    def _restyled(self, x: Candidate) -> Iterator[Candidate]:
-        for s, w in enumerate(x.widths):
-            yield from self._in_styles(x, s, w)
 
     def _in_styles(self, x: Candidate, s: int, w: int) -> Iterator[Candidate]:
         """Plans whose stage ``s`` has ``w`` ranks and runs all its components in one style."""

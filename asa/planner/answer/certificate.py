@@ -68,7 +68,7 @@ class Evaluator:
         schedule_of(plan, strategies)
         self.answer = Candidate.of(plan, profile, strategies)
         self.space = self.space.weighted(self.answer.weights)
-        self._ways = lru_cache(maxsize=100_000)(self._all_ways)
+        self.ways = lru_cache(maxsize=100_000)(self._ways)
 
     def seconds(self, candidate: Candidate) -> float | None:
         """The step time of a candidate in seconds. None where it does not fit, or a stage of a pipeline has devices of
@@ -81,11 +81,8 @@ class Evaluator:
         price = self.prices.of(candidate)
         return price.cost.total_s if price.peak.total <= self.prices.capacity(candidate) + _ROOM else None
 
-    def ways(self, index: int, width: int, num_microbatches: int) -> tuple[Way, ...]:
+    def _ways(self, index: int, width: int, num_microbatches: int) -> tuple[Way, ...]:
         """Every way to run component ``index`` in a stage of ``width`` ranks."""
-        return self._ways(index, width, num_microbatches)
-
-    def _all_ways(self, index: int, width: int, num_microbatches: int) -> tuple[Way, ...]:
         return tuple(self.space.ways(index, width, num_microbatches, self.space.pinned))
 
     def floor(self) -> float:

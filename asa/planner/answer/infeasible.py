@@ -1,19 +1,27 @@
-"""Explains in numbers why no plan fits, and names the smallest change of the request after which one would."""
+"""Plans that need least memory; and, in numbers, why no plan fits, and the smallest change after which one would."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise, takewhile
 
-from asa.cost.memory.peak import usable
+import numpy as np
+
+from asa.cost.memory.peak import needed, usable
+from asa.cost.planned import Price
 from asa.errors import InfeasibleError
+from asa.ir.codec import noun
 from asa.ir.units import GIB, MOST_SAMPLES
 from asa.planner import clock
-from asa.planner.answer.leanest import leanest
+from asa.planner.pipeline.staged import Skeleton, StagedSpace
 from asa.planner.space import baselines
+from asa.planner.space.baselines import even
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.request import Pin
-from asa.planner.space.space import Allowed, Space, anything, widths
+from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, Space, anything, widths
+from asa.planner.stage import memory
+from asa.planner.stage.formulate import formulate
 
 _MOST_DEVICES = 64
 _LOOK_S = 1.0
@@ -91,8 +99,7 @@ def explain(prices: Prices, allowed: Allowed = anything, *, proved: bool = True)
     ranks, peak = prices.busy(smallest.candidate), smallest.price.peak
     name = space.profile.graph.components[peak.index].name
     total = min(space.cluster.memories()[:ranks]) if request.memory_bytes is None else request.memory_bytes
-    needed = _memory_for(space, peak.total, ranks)
-    options = _memory_option(needed)
+    options = _memory_option(_memory_for(space, peak.total, ranks))
     fewer = _smaller_batch(space)
     if fewer is not None:
         options.append(f"--global-batch {fewer}")
@@ -126,10 +133,14 @@ def _in_words(candidate: Candidate) -> str:
 def remedy(prices: Prices, names: Sequence[str]) -> str:
     """What to try where none of the whole strategies ``names``, the only ones asked for, can run; in words."""
     space = prices.space
-    needed = [_memory_for(space, prices.of(c).peak.total, prices.busy(c)) for n in names for c in _uniform(n, prices)]
-    options = _memory_option(min(needed)) if needed else []
-    if not needed:
-        fewer, larger = _fewer_devices(space, names), _larger_batch(space, names)
+    sizes = [_memory_for(space, prices.of(c).peak.total, prices.busy(c)) for n in names for c in _uniform(n, prices)]
+    options = _memory_option(min(sizes)) if sizes else []
+    if not sizes:
+        # Fewer devices may help: stages and splits need as many components, rows or samples as ranks.
+        fewer = _first_that(range(space.request.gpus - 1, 1, -1), lambda g: _one_fits(names, _with(space, gpus=g)))
+        batches = (space.request.global_batch * factor for factor in (2, 4, 8))
+        batches = (b for b in batches if b <= MOST_SAMPLES)
+        larger = _first_that(batches, lambda b: _one_fits(names, _with(space, global_batch=b)))
         options += [] if fewer is None else [f"--gpus {fewer}"]
         options += [] if larger is None else [f"--global-batch {larger}"]
     smallest = leanest(prices, space.pinned)
@@ -154,12 +165,8 @@ def _uniform(name: str, prices: Prices) -> Iterator[Candidate]:
 
 
 def _memory_for(space: Space, active: float, width: int) -> float:
-    """Bytes of device memory that leave ``active`` bytes usable, a little more to allow for rounding."""
-    low, high = active, 2 * active + 8 * GIB
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if usable(space.cluster.device, int(middle), width) >= active else (middle, high)
-    return high * 1.005  # room for the rounding of the figure that is printed
+    """Bytes of device memory that leave ``active`` bytes usable, with room for the rounding of the printed figure."""
+    return needed(space.cluster.device, active, width) * 1.005
 
 
 def _with(space: Space, **changes: object) -> Prices:
@@ -174,35 +181,19 @@ def _fits(prices: Prices) -> bool:
     return smallest is not None and smallest.excess <= 0
 
 
+def _first_that(values: Iterable[int], fits: Callable[[int], bool]) -> int | None:
+    """The first of ``values`` that ``fits``; None if none is found in time."""
+    ends = clock.now() + _LOOK_S
+    return next((x for x in takewhile(lambda _: clock.now() < ends, values) if fits(x)), None)
+
+
 def _smaller_batch(space: Space) -> int | None:
     """The largest of batch/2, batch/4, ... with which something fits; None if none is found in time."""
-    batch, ends = space.request.global_batch // 2, clock.now() + _LOOK_S
+    batch = space.request.global_batch // 2
     if batch and hopeless(_with(space, global_batch=batch), space.pinned):
         return None  # weights and state, which no smaller batch reduces, are too large
-    while batch >= 1 and clock.now() < ends:
-        if _fits(_with(space, global_batch=batch)):
-            return batch
-        batch //= 2
-    return None
-
-
-def _fewer_devices(space: Space, names: Sequence[str]) -> int | None:
-    """The most devices, fewer than asked for, on which one of the whole strategies fits; None if none is found in time.
-    Fewer may help: stages and splits need as many components, rows or samples as ranks."""
-    ends = clock.now() + _LOOK_S
-    for gpus in range(space.request.gpus - 1, 1, -1):
-        if _one_fits(names, _with(space, gpus=gpus)):
-            return gpus
-        if clock.now() > ends:
-            break
-    return None
-
-
-def _larger_batch(space: Space, names: Sequence[str]) -> int | None:
-    """The least of 2, 4 and 8 times the batch with which one of the whole strategies fits; None where none does."""
-    batch = space.request.global_batch
-    larger = (batch * factor for factor in (2, 4, 8) if batch * factor <= MOST_SAMPLES)
-    return next((b for b in larger if _one_fits(names, _with(space, global_batch=b))), None)
+    halves = (batch >> k for k in range(batch.bit_length()))
+    return _first_that(halves, lambda b: _fits(_with(space, global_batch=b)))
 
 
 def _one_fits(names: Sequence[str], prices: Prices) -> bool:
@@ -248,3 +239,81 @@ def _nothing_runs(space: Space, allowed: Allowed, *, proved: bool) -> str:
 
 def _in_text(pins: tuple[Pin, ...]) -> str:
     return " ".join(str(p) for p in pins)
+
+
+@noun
+class Leanest:
+    """A plan with a low peak of memory. ``excess``: bytes by which its peak exceeds what a rank may use."""
+
+    candidate: Candidate
+    price: Price
+    excess: float
+
+
+def low_peak_plans(prices: Prices, allowed: Allowed = anything, *, few: bool = False) -> Iterator[Leanest]:
+    """Plans with low peaks: single stages of every width (with ``few``: of 1 rank, all ranks, and the largest power of
+    two), and pipelines of every number of equal stages, cut so that state and activations are even."""
+    gpus = prices.space.request.gpus
+    sizes = sorted({1, gpus, 2 ** (gpus.bit_length() - 1)}) if few else list(widths(gpus))
+    for candidate in (*_leanest_stages(prices, allowed, sizes), *_leanest_pipelines(prices, allowed)):
+        price = prices.of(candidate)
+        yield Leanest(candidate=candidate, price=price, excess=price.peak.total - prices.capacity(candidate))
+
+
+def leanest(prices: Prices, allowed: Allowed = anything, *, few: bool = False) -> Leanest | None:
+    """The plan of :func:`low_peak_plans` with the least ``excess``; None where there is no plan at all."""
+    return min(low_peak_plans(prices, allowed, few=few), key=lambda x: x.excess, default=None)
+
+
+def _leanest_stages(prices: Prices, allowed: Allowed, sizes: Sequence[int]) -> Iterator[Candidate]:
+    """Single stages with one microbatch, where gradients need not all be held at once, and with the most microbatches
+    that leave each layout's ranks enough samples, where activations are smallest."""
+    for width in sizes:
+        counts = prices.space.microbatches()
+        divisors = [d for d in range(1, width + 1) if width % d == 0]
+        most = {max((m for m in counts if prices.space.enough_samples(0, d, m)), default=1) for d in divisors}
+        fewer = {m // 2 for m in most}  # where a later component needs two samples
+        for m in sorted({counts[0], *most, *fewer} & set(counts)):
+            formulation = formulate(prices, width, m, allowed, every=True, counted=True)
+            if formulation is None:
+                continue
+            solution = memory.least_memory(formulation.problem)
+            if solution.choice is not None:
+                yield formulation.candidate(solution.choice)
+
+
+def _leanest_pipelines(prices: Prices, allowed: Allowed) -> Iterator[Candidate]:
+    """Pipelines with the schedule 1f1b, which keeps the fewest microbatches in flight: with the most microbatches,
+    where activations are smallest, and with the fewest, where gradients need not all be held at once."""
+    space, n = prices.space, len(prices.space.profile.graph)
+    if "1f1b" not in space.schedules:
+        return
+    staged = StagedSpace(prices, allowed, every=True)
+    for stages in range(2, min(space.request.gpus, n) + 1):
+        width = space.request.gpus // stages
+        for w in sorted({width, 2 ** (width.bit_length() - 1)}):
+            counts = [m for m in space.microbatches() if m <= MOST_IN_A_PIPELINE]
+            least = next((m for m in counts if staged.chain(w, m) is not None), None)
+            many = next((m for m in reversed(counts) if staged.chain(w, m) is not None), None)
+            for m in dict.fromkeys(m for m in (least, many) if m is not None):
+                yield from _leanest_pipeline(space, staged, stages, w, m)
+
+
+def _leanest_pipeline(space: Space, staged: StagedSpace, stages: int, width: int, m: int) -> Iterator[Candidate]:
+    """The pipeline of ``stages`` even stages with ``m`` microbatches; none where the model cannot be cut like that."""
+    n = len(space.profile.graph)
+    chain, schedule = staged.chain(width, m), space.schedules["1f1b"]
+    cuts = [i for i in range(n) if space.profile.graph.cuttable(i)]
+    if chain is None or len(cuts) < stages:
+        return
+    flights = [schedule.in_flight(s, stages, m) for s in range(stages)]
+    held = [[0.0, *accumulate(min(c.state + f * c.activations for c in row) for row in chain.configs)] for f in flights]
+    starts = tuple(cuts[k] for k in even([np.array(sums)[[*cuts, n]] for sums in held]))
+    choices = []
+    for s, (start, stop) in enumerate(pairwise((*starts, n))):
+        choices.append(memory.least_memory(chain.stage(start, stop, flights[s])).choice)
+    fitting = tuple(c for c in choices if c is not None)
+    if len(fitting) == stages:
+        yield staged.candidate(
+            Skeleton(starts=starts, widths=(width,) * stages, num_microbatches=m, schedule="1f1b"), fitting
+        )

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from asa.planner.pipeline.lattice import INF, Table, divisors
+from asa.planner.stage.lattice import INF, Table, divisors
 from asa.planner.stage.pareto import begins
 
 NEVER = -1e30
@@ -252,7 +252,7 @@ class Frame:
 
     def room(self, w: int, r: int, cut: float) -> Any:
         """The most ms that stages may take in a plan that takes ``cut`` ms: figure
-        (:class:`asa.planner.pipeline.points.Room`) x start x stop."""
+        (:class:`asa.planner.pipeline.thinning.Room`) x start x stop."""
         rooms = np.zeros((3, self.n, self.n + 1))
         x = self.parts.get((w, r))
         if x is None:

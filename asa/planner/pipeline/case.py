@@ -1,15 +1,15 @@
 """Plans with one number of microbatches and one schedule, and a lower bound on all of them that rises in steps.
 
 The first bounds are dual bounds of stages (Lagrangian prices) without the memory limit, then with it where it may bind.
-Then single combinations of cuts and widths are examined, those with the lowest bounds first
-(:mod:`asa.planner.pipeline.open_list`).
+Then single combinations of cuts and widths are examined, those with the lowest bounds first, by the subclass
+:class:`asa.planner.pipeline.open_list.OpenList`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +17,9 @@ from asa.cost.pipeline import lead
 from asa.interfaces.schedule import Schedule
 from asa.planner import clock
 from asa.planner.pipeline.bounds import Frame, Keys, StageLinks, Tables
-from asa.planner.pipeline.lattice import INF, Table, divisors
-from asa.planner.pipeline.pipelines import Skeleton, value_of
 from asa.planner.pipeline.stage_cache import MANY, StageCache
+from asa.planner.pipeline.staged import Skeleton, value_of
+from asa.planner.stage.lattice import INF, Table, divisors
 from asa.planner.stage.pareto import OutOfTimeError
 from asa.planner.stage.problem import Choice
 
@@ -28,31 +28,19 @@ _PLACE_S = 7e-8
 _NOTHING = Table(steady=None, forward=None, whole=None, single=None)
 
 
-class Listed(Protocol):
-    """Best-first list of the cuts and widths of a case (:mod:`asa.planner.pipeline.open_list`)."""
-
-    bound: float
-    stuck: bool
-
-    def step(self, best: float, ends: float) -> None:
-        """Raise the bound."""
-
-
 class Case:
     """Plans with any of the numbers of stages in ``stages``; ``bound`` (ms) holds for all of them. ``offer(ms,
-    skeleton, choices)`` is called with each plan and returns whether it is the new incumbent. ``listed`` makes the list
-    of cuts."""
+    skeleton, choices)`` is called with each plan and returns whether it is the new incumbent."""
 
     value = INF
 
     def __init__(
         self, cache: StageCache, m: int, name: str, schedule: Schedule, stages: Sequence[int],
-        offer: Callable[[float, Skeleton, tuple[Choice, ...]], bool], listed: Callable[..., Listed],
-        bound: float = 0.0,
+        offer: Callable[[float, Skeleton, tuple[Choice, ...]], bool], bound: float = 0.0,
     ) -> None:  # fmt: skip
         self.cache, self.m, self.name, self.schedule, self.stages = cache, m, name, schedule, tuple(stages)
         self.most, each = max(stages), range(1, max(stages) + 1)
-        self.offer, self._make_list = offer, listed
+        self.offer = offer
         self.bound, self.level = bound, 0
         self.in_flight = {r: min(schedule.in_flight(p - r, p, m) for p in stages if p >= r) for r in each}
         self._leads = {r: lead(schedule, [(p - r, p) for p in self.stages if p >= r], m) for r in each}
@@ -65,7 +53,6 @@ class Case:
         self._usable = {(w, r): every for w in self.widths for r in each}
         self.stuck = False
         self._tight = self._rough = False
-        self._list: Listed | None = None
 
     def framed(self) -> Frame:
         """Lower bounds from the current tables."""
@@ -78,15 +65,12 @@ class Case:
 
         return Frame(self.cache.n, self.m, keys, links, tables, self.most, self._leads.__getitem__, usable)
 
-    def _framing_s(self) -> float:
-        """Estimated CPU seconds of a frame, including the test of which stages may be in a plan at all."""
-        offsets = sum(len(self.cache.offsets[w]) for w in self.widths)
-        return _PLACE_S * self.most * self.cache.n**2 * offsets
-
     def step(self, best: float, ends: float) -> None:
         """Raise the bound. Plans of ``best`` ms or more do not count."""
         if self.level < 2:
-            ends -= self._framing_s()
+            # the time of a frame, including the test of which stages may be in a plan at all
+            offsets = sum(len(self.cache.offsets[w]) for w in self.widths)
+            ends -= _PLACE_S * self.most * self.cache.n**2 * offsets
             if clock.now() > ends:
                 self.stuck = True
                 return
@@ -181,7 +165,5 @@ class Case:
         return value, self.offer(value, skeleton, choices)
 
     def _by_plans(self, best: float, ends: float) -> None:
-        if self._list is None:
-            self._list = self._make_list(self, dict(self.tables), tight=self._tight)
-        self._list.step(best, ends)
-        self.bound, self.stuck = max(self.bound, self._list.bound), self._list.stuck
+        """Raise the bound by single combinations of cuts and widths."""
+        raise NotImplementedError

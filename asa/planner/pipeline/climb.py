@@ -1,11 +1,13 @@
 """Local search from the first pipeline plans: one change at a time, as long as it helps.
 
-The changes are those of :mod:`asa.planner.pipeline.neighbours`. Each stage is priced once, so that a further plan costs
-one evaluation of the pipeline's clock (:mod:`asa.cost.pipeline`).
+A change moves one cut, or one rank to another stage or out of use, gives a stage another style, joins two stages or
+halves one, takes twice or half the microbatches, or another schedule. Each stage is priced once, so that a further plan
+costs one evaluation of the pipeline's clock (:mod:`asa.cost.pipeline`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +16,7 @@ from asa.cost.pipeline import StageTimes, lower_bound, makespan
 from asa.cost.pricing import Way
 from asa.ir.layout import Layout
 from asa.planner import clock
-from asa.planner.pipeline.neighbours import Neighbours
 from asa.planner.pipeline.sketch import INF, PipelineOutline, Sketch, StageStyle
-from asa.planner.pipeline.uniform import Uniform
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, widths
 
@@ -25,6 +25,8 @@ _BEST = 2
 _STEADY = 16
 """Microbatches after which a pipeline is taken to be in its steady state. The plan that is returned is timed in full.
 """
+_LONG = 40
+"""Stages beyond which widths and the number of stages stay, and a cut moves by one component only."""
 
 
 class Climber:
@@ -61,7 +63,10 @@ class Climber:
             first = self._alike(offset, w)
             if first is None or not self.space.placed(offset, w):
                 return INF
-            stage = self._stage(a, b, w, style, m, schedule.in_flight(s, p, m), first)
+            key = (a, b, w, style, m, schedule.in_flight(s, p, m), first)
+            if key not in self._stages:
+                self._stages[key] = self._price_stage(*key)
+            stage = self._stages[key]
             if stage is None:
                 return INF
             stage_times, entry, leaving = stage
@@ -87,48 +92,24 @@ class Climber:
         kind = set(kinds[offset : offset + w])
         return next((k for k in range(self.gpus) if set(kinds[k : k + w]) == kind), None) if len(kind) == 1 else None
 
-    def _stage(
-        self, a: int, b: int, w: int, style: StageStyle, m: int, flight: int, first: int
-    ) -> tuple[StageTimes, Layout, Layout] | None:
-        key = (a, b, w, style, m, flight, first)
-        if key not in self._stages:
-            self._stages[key] = self._price_stage(a, b, w, style, m, flight, first)
-        return self._stages[key]
-
     def _price_stage(
         self, a: int, b: int, w: int, style: StageStyle, m: int, flight: int, first: int
     ) -> tuple[StageTimes, Layout, Layout] | None:
         if not self.sketch.possible(w, m, style)[a:b].all():
             return None
         uniform, room = self.sketch.uniform(w, m, style, first), self.space.room(first, w, self.gpus)
-        times, peak = uniform.stage(a, b, flight)
-        if peak > room:
-            return None
         if style.checkpoint:
             stored = self.sketch.uniform(w, m, replace(style, checkpoint=False), first)
-            spared = self._spared(uniform, stored, a, b, flight, room - peak)
-            while spared:
-                mixed = uniform.mixed(stored, spared)
-                better, peak = mixed.stage(a, b, flight)
-                if peak <= room:
-                    times, uniform = better, mixed
-                    break
-                spared = spared[: -1 - len(spared) // 8]
+            needed = [i for i in range(a, b) if not self.sketch.allowed(i, stored.ways[i])]
+            found = stored.recomputed(uniform, a, b, flight, room, needed)
+        else:
+            times, peak = uniform.stage(a, b, flight)
+            found = (times, uniform) if peak <= room else None
+        if found is None:
+            return None
+        times, uniform = found
         self._ways[a, b, w, style, m, flight, first] = list(uniform.ways[a:b])
         return times, uniform.ways[a].layout, uniform.ways[b - 1].layout
-
-    def _spared(self, full: Uniform, stored: Uniform, start: int, stop: int, flight: int, room: float) -> list[int]:
-        """Components that need no recomputation, by time gained per byte, as many as ``room`` bytes allow."""
-        stage = slice(start, stop)
-        more = np.maximum(1.0, flight * (stored.priced.activations[stage] - full.priced.activations[stage]))
-        gain = (full.priced.backward[stage] - stored.priced.backward[stage]) / more
-        allowed = [self.sketch.allowed(i, stored.ways[i]) for i in range(start, stop)]
-        spared = []
-        for i in np.argsort(-gain, kind="stable").tolist():
-            if full.ways[start + i].checkpoint and allowed[i] and more[i] <= room:
-                spared.append(start + i)
-                room -= float(more[i])
-        return spared
 
     def candidate(self, x: PipelineOutline) -> Candidate:
         """The full plan of an outline that was priced."""
@@ -165,6 +146,109 @@ class Climber:
                     x, value, moved = other, seconds, True
                     break
         return x
+
+
+class Neighbours:
+    """Outlines that differ from a given one in one change, whether they fit or not."""
+
+    def __init__(self, sketch: Sketch) -> None:
+        self.sketch, self.space, self.n = sketch, sketch.space, sketch.n
+        self.widths = tuple(w for w in widths(sketch.gpus) if w < sketch.gpus)
+        self._styles: dict[tuple[int, int], list[StageStyle]] = {}
+
+    def of(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
+        """Neighbours of ``x``, the most promising first."""
+        p = len(x.starts)
+        yield from self._cut_elsewhere(x, 1)
+        for name in self.space.schedules:
+            if name != x.schedule:
+                yield replace(x, schedule=name)
+        for m in (x.num_microbatches // 2, 2 * x.num_microbatches):
+            if m <= MOST_IN_A_PIPELINE and m in self.space.microbatches():
+                yield replace(x, num_microbatches=m)
+        yield from self._otherwise(x)
+        if p <= _LONG:
+            yield from self._other_widths(x)
+            yield from self._joined(x)
+            yield from self._halved(x)
+            yield from self._cut_elsewhere(x, 2)
+
+    def _cut_elsewhere(self, x: PipelineOutline, far: int) -> Iterator[PipelineOutline]:
+        ends = (*x.starts, self.n)
+        for s in range(1, len(x.starts)):
+            for start in (x.starts[s] - far, x.starts[s] + far):
+                if ends[s - 1] < start < ends[s + 1] and self.space.profile.graph.cuttable(start):
+                    yield replace(x, starts=(*x.starts[:s], start, *x.starts[s + 1 :]))
+
+    def _offered(self, w: int, m: int) -> list[StageStyle]:
+        if (w, m) not in self._styles:
+            self._styles[w, m] = self.sketch.styles(w, m, save_memory=True)
+        return self._styles[w, m]
+
+    def _otherwise(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
+        for s, w in enumerate(x.widths):
+            for style in self._offered(w, x.num_microbatches):
+                if style != x.styles[s]:
+                    yield replace(x, styles=(*x.styles[:s], style, *x.styles[s + 1 :]))
+
+    def _resized(self, x: PipelineOutline, s: int, w: int) -> PipelineOutline | None:
+        """The outline with width ``w`` for stage ``s``, in the style most like its own; None for an impossible
+        width."""
+        if w not in self.widths:
+            return None
+        old = x.styles[s]
+        style = min(
+            self._offered(w, x.num_microbatches),
+            key=lambda y: (y.strategy != old.strategy, y.checkpoint != old.checkpoint,
+                           abs(y.tensor - old.tensor) if old.tensor < x.widths[s] or old.tensor == 1 else -y.tensor),
+        )  # fmt: skip
+        return replace(
+            x, widths=(*x.widths[:s], w, *x.widths[s + 1 :]), styles=(*x.styles[:s], style, *x.styles[s + 1 :])
+        )
+
+    def _other_widths(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
+        """Outlines with one rank (or one node) moved from one stage to another, or from or to the idle ranks."""
+        for s, w in enumerate(x.widths):
+            for up in (v for v in (w + 1, w + 8) if v in self.widths):
+                grown = self._resized(x, s, up)
+                if grown is None:
+                    continue
+                yield grown
+                for k, v in enumerate(x.widths):
+                    if k != s and (shrunk := self._resized(grown, k, v - (up - w))) is not None:
+                        yield shrunk
+            for down in (v for v in (w - 1, w - 8) if v in self.widths):
+                less = self._resized(x, s, down)
+                if less is not None:
+                    yield less
+
+    def _joined(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
+        for s in range(1, len(x.starts)):
+            fewer = PipelineOutline(
+                x.starts[:s] + x.starts[s + 1 :], x.widths[:s] + x.widths[s + 1 :], x.styles[:s] + x.styles[s + 1 :],
+                x.num_microbatches, x.schedule,
+            )  # fmt: skip
+            if len(fewer.starts) < 2:
+                return
+            yield fewer
+            for k in {0, s - 1, len(fewer.starts) - 1}:
+                if (resized := self._resized(fewer, k, fewer.widths[k] + x.widths[s])) is not None:
+                    yield resized
+
+    def _halved(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
+        ends = (*x.starts, self.n)
+        for s, w in enumerate(x.widths):
+            middle = (ends[s] + ends[s + 1]) // 2
+            if w < 2 or not ends[s] < middle < ends[s + 1] or not self.space.profile.graph.cuttable(middle):
+                continue
+            more = PipelineOutline(
+                (*x.starts[: s + 1], middle, *x.starts[s + 1 :]), (*x.widths[: s + 1], w, *x.widths[s + 1 :]),
+                (*x.styles[: s + 1], x.styles[s], *x.styles[s + 1 :]), x.num_microbatches, x.schedule,
+            )  # fmt: skip
+            first = self._resized(more, s, w - w // 2)
+            resized = None if first is None else self._resized(first, s + 1, w // 2)
+            if resized is not None:
+                yield resized
 
 
 def first_plans(

@@ -3,7 +3,7 @@
 A step is the longest of many paths through the clock (:mod:`asa.cost.pipeline`), so no plan takes less than any
 weighted mean of paths. For fixed weights, stages depend on each other only through the data degrees at their ends. Each
 stage then is a pricing problem with its own minimum under the memory limit
-(:mod:`asa.planner.pipeline.pricing_problem`), and the sum of these minima is a lower bound on all plans with these cuts
+(:mod:`asa.planner.stage.pricing_problem`), and the sum of these minima is a lower bound on all plans with these cuts
 and widths. The best weights are the optimal mixed strategy of a zero-sum game between paths (rows) and the choices
 generated so far (columns). The best choice under these weights is the next column (Dantzig and Wolfe, Operations
 Research 8, 1960).
@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from asa.cost.pipeline import program
+from asa.cost.pipeline import played
 from asa.interfaces.schedule import Schedule
 from asa.planner.pipeline.case import Case
-from asa.planner.pipeline.lattice import INF
-from asa.planner.pipeline.pipelines import stage_times
-from asa.planner.pipeline.pricing_problem import PricedChoice, PricingProblem
-from asa.planner.pipeline.stage_slice import StageSlice
+from asa.planner.pipeline.staged import stage_times
+from asa.planner.stage.lattice import INF
+from asa.planner.stage.pricing_problem import PricedChoice, PricingProblem
 from asa.planner.stage.problem import Choice
+from asa.planner.stage.stage_slice import StageSlice
 
 Cuts = tuple[tuple[int, int, int], ...]
 """For each stage its width, its first component, and the component behind its last one."""
@@ -192,39 +192,31 @@ def longest(times: Any, schedule: Schedule, stages: int, num_microbatches: int) 
 
     ``times``: forward, backward, last_backward_extra and after of each stage; then forward and backward of each link.
     """
-    p, m, size = stages, num_microbatches, len(times)
-    value = times.tolist()
-
-    def then(at: tuple[float, Any], k: int) -> tuple[float, Any]:
-        return at[0] + value[k], (k, at[1])
-
-    start: tuple[float, Any] = (0.0, None)
-    now, ahead_free, back_free = [start] * p, [start] * p, [start] * p
-    arrived, returned = [[start] * m for _ in range(p)], [[start] * m for _ in range(p)]
-    for s, ahead, k, last in program(schedule, p, m):
-        clock = now[s]
-        if ahead:
-            clock = then(_later(clock, arrived[s][k]), 4 * s)
-            if s + 1 < p:
-                ahead_free[s] = arrived[s + 1][k] = then(_later(clock, ahead_free[s]), 4 * p + 2 * s)
-        else:
-            clock = then(_later(clock, returned[s][k]), 4 * s + 1)
-            clock = then(clock, 4 * s + 2) if last else clock
-            if s:
-                back_free[s] = returned[s - 1][k] = then(_later(clock, back_free[s]), 4 * p + 2 * s - 1)
-        now[s] = clock
-    end = then(now[0], 3)
-    for s in range(1, p):
-        end = _later(end, then(now[s], 4 * s + 3))
-    counts, path = np.zeros(size), end[1]
+    entries = [_Traced(ms) for ms in times.tolist()]
+    for k, entry in enumerate(entries):
+        entry.path = (k, None)
+    own, links = entries[: 4 * stages], entries[4 * stages :]
+    stage_ms = [own[k : k + 4] for k in range(0, len(own), 4)]
+    end = played(stage_ms, list(zip(links[::2], links[1::2], strict=True)), schedule, num_microbatches, max)
+    counts, path = np.zeros(len(times)), end.path
     while path is not None:
         counts[path[0]] += 1
         path = path[1]
-    return end[0], counts
+    return float(end), counts
 
 
-def _later(a: tuple[float, Any], b: tuple[float, Any]) -> tuple[float, Any]:
-    return a if a[0] >= b[0] else b
+class _Traced(float):
+    """Ms with the entries of which they are the sum: the last one, and the path in front of it."""
+
+    path: Any = None
+
+    def __add__(self, other: Any) -> _Traced:
+        total = _Traced(float.__add__(self, other))
+        total.path = (other.path[0], self.path)
+        return total
+
+    def __radd__(self, start: float) -> _Traced:
+        return self
 
 
 def game(values: Any) -> tuple[Any, Any, float]:

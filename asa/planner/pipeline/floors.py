@@ -16,16 +16,13 @@ import numpy as np
 
 from asa.planner import clock
 from asa.planner.budget import ROUNDING
-from asa.planner.pipeline.lattice import INF
-from asa.planner.pipeline.pipelines import Pipelines
+from asa.planner.pipeline.staged import StagedSpace
+from asa.planner.stage.lattice import INF
 
 _NEVER = 1e18
-_LEAST_S = 0.1
 _STEPS = 12
-PACED = 7
+_PACED = 7
 """Bisections of the interval between a bound and the best plan."""
-_NEAR = 0.5
-"""Share of the best plan: a bound below it is not raised here, where closer bounds follow anyway."""
 _MOST_RANKS, _NODE = 128, 8
 """Beyond so many ranks, ranks are counted in nodes of eight, and narrower stages count as no rank."""
 _ONCE = 0.45
@@ -35,29 +32,10 @@ _MOST_ENTRIES = 4e8
 
 
 def floors(
-    pipelines: Pipelines, best: float = INF, ends: float = INF, *, halvings: int = PACED,
-    counts: Sequence[int] | None = None,
-) -> dict[int, float]:  # fmt: skip
-    """Lower bound in ms on every pipeline plan, by number of microbatches (those in ``counts``, or all where None);
-    ``best`` where the bound is not below it.
-
-    ``halvings``: how often the interval between the bound and ``best`` is bisected; 1 means none, for use where closer
-    bounds follow. The time ``ends`` (at least 0.1 s from now) limits only these bisections, which take most of the
-    time; the other bounds are always computed.
-    """
-    ends = max(ends, clock.now() + _LEAST_S)
-    bounds, paced = first_bounds(pipelines, best, counts, halvings=halvings)
-    for x in paced:
-        while x.bound < best and not x.stuck and clock.now() <= ends:
-            x.step(best, ends)
-        bounds[x.m] = x.bound
-    return bounds
-
-
-def first_bounds(
-    pipelines: Pipelines, best: float, counts: Sequence[int] | None = None, *, halvings: int = PACED
+    pipelines: StagedSpace, best: float = INF, counts: Sequence[int] | None = None
 ) -> tuple[dict[int, float], list[Paced]]:
-    """The bounds of :func:`floors` before any bisection, and the items that can raise some of them."""
+    """Lower bound in ms on every pipeline plan, by number of microbatches (those in ``counts``, or all where None);
+    ``best`` where the bound is not below it. Also the items that can raise some of these bounds."""
     bounds = dict.fromkeys(pipelines.microbatches() if counts is None else counts, 0.0)
     paced, gpus = list[Paced](), pipelines.gpus
     unit = 1 if gpus <= _MOST_RANKS else _NODE
@@ -75,8 +53,8 @@ def first_bounds(
             continue
         bounds[m] = max(low, m * _slowest(compute_ms, widths, gpus, low / m, best / m))
         entries = len(set((widths // unit).tolist())) * compute_ms.shape[1] ** 2 * (gpus // unit + 1)
-        if bounds[m] < best < INF and (halvings > 1 or bounds[m] > _NEAR * best) and entries <= _MOST_ENTRIES:
-            paced.append(Paced(pipelines, compute_ms, widths, unit, m, bounds[m], halvings))
+        if bounds[m] < best < INF and entries <= _MOST_ENTRIES:
+            paced.append(Paced(pipelines, compute_ms, widths, unit, m, bounds[m]))
     return bounds, paced
 
 
@@ -86,11 +64,9 @@ class Paced:
 
     value = INF
 
-    def __init__(
-        self, pipelines: Pipelines, compute_ms: Any, widths: Any, unit: int, m: int, low: float, halvings: int
-    ) -> None:
+    def __init__(self, pipelines: StagedSpace, compute_ms: Any, widths: Any, unit: int, m: int, low: float) -> None:
         self.m, self.bound, self.level, self.stuck = m, low, 0, False
-        self._pipelines, self._widths, self._halvings, self._high = pipelines, widths, halvings, INF
+        self._pipelines, self._widths, self._high = pipelines, widths, INF
         self._slots, self._slots_of = pipelines.gpus // unit, widths // unit
         self._sums = np.concatenate([np.zeros((len(widths), 1)), np.cumsum(compute_ms, axis=1)], axis=1)
         self._joints, self._whole = np.zeros((2, *compute_ms.shape)), np.zeros((2, 2, *compute_ms.shape))
@@ -121,7 +97,7 @@ class Paced:
             self._high = middle
         else:
             self.bound = middle
-        self.stuck = self.level > self._halvings
+        self.stuck = self.level > _PACED
 
     def _build_tables(self) -> dict[int, tuple[Any, Any, Any, Any]]:
         """The argument ``least`` of :func:`_reachable`, by the slots of a stage."""
@@ -136,7 +112,7 @@ class Paced:
 def _reachable(least: dict[int, tuple[Any, Any, Any, Any]], slots: int, m: int, most: float) -> bool:
     """Whether stages exist of which each, counted so, takes at most ``most`` ms. ``least``: for widths of so many
     slots, prefix sums of ms over components, ms of beginning and of ending with each component, and prefix sums of
-    :meth:`asa.planner.pipeline.pipelines.Pipelines.whole`.
+    :meth:`asa.planner.pipeline.staged.StagedSpace.whole`.
 
     A stage ends after all its microbatches and its once-per-step work. It also ends after one microbatch has passed it
     and all stages behind it, plus its once-per-step work.

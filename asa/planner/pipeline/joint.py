@@ -15,13 +15,12 @@ from typing import Protocol
 from asa.interfaces.schedule import Schedule
 from asa.planner import clock
 from asa.planner.budget import ROUNDING, USUAL, Effort
-from asa.planner.pipeline.case import Case
 from asa.planner.pipeline.floors import floors
-from asa.planner.pipeline.lattice import INF
 from asa.planner.pipeline.open_list import OpenList
-from asa.planner.pipeline.pipelines import Pipelined, Pipelines, Skeleton
 from asa.planner.pipeline.stage_cache import StageCache
+from asa.planner.pipeline.staged import Pipelined, Skeleton, StagedSpace
 from asa.planner.stage import exhaustive
+from asa.planner.stage.lattice import INF
 from asa.planner.stage.problem import Choice
 
 MOST_COMPONENTS, MOST_RANKS = 100, 128
@@ -51,7 +50,7 @@ class Incumbent:
     """The best plan so far, and the curve of best plan and bound over time. ``limit``: ms of the best plan of all
     kinds; ``value``: ms of the best pipeline plan."""
 
-    def __init__(self, pipelines: Pipelines | None, incumbent_ms: float, started: float | None = None) -> None:
+    def __init__(self, pipelines: StagedSpace | None, incumbent_ms: float, started: float | None = None) -> None:
         self.pipelines = pipelines
         self.limit, self.value = incumbent_ms, float("inf")
         self.skeleton: Skeleton | None = None
@@ -98,13 +97,13 @@ class Incumbent:
         return x.fits(skeleton, choices)
 
 
-def searched(pipelines: Pipelines) -> bool:
+def searched(pipelines: StagedSpace) -> bool:
     """Whether pipeline plans are searched in full, not only bounded."""
     return len(pipelines.names) <= MOST_COMPONENTS and pipelines.gpus <= MOST_RANKS
 
 
 def search(
-    pipelines: Pipelines,
+    pipelines: StagedSpace,
     *,
     incumbent_ms: float = float("inf"),
     time_limit_s: float = 60.0,
@@ -126,13 +125,13 @@ def search(
     best = Incumbent(pipelines, incumbent_ms, started)
     ends = clock.now() + time_limit_s
     queue: list[Item] = [*others]
-    floor = floors(pipelines, incumbent_ms, ends) if floor is None else floor
+    floor = floors(pipelines, incumbent_ms)[0] if floor is None else floor
     if searched(pipelines):
         cache = StageCache(pipelines, likely_tight=likely_tight, effort=effort)
         for m in floor:
             for name, schedule in _distinct(pipelines.schedules, min(cache.n, cache.gpus), m).items():
                 for stages in _alike(schedule, min(cache.n, cache.gpus), m):
-                    queue.append(Case(cache, m, name, schedule, stages, best.offer, OpenList, bound=floor[m]))
+                    queue.append(OpenList(cache, m, name, schedule, stages, best.offer, bound=floor[m]))
     closed = INF if searched(pipelines) else min(floor.values(), default=incumbent_ms)
     counts = best_first(queue, best, ends, gap=gap, patience=clock.now() + patience_s, closed=closed)
     return Pipelined(

@@ -19,8 +19,8 @@ from asa.planner import clock
 from asa.planner.pipeline.case import Case
 from asa.planner.pipeline.column_generation import ColumnGeneration, Cuts
 from asa.planner.pipeline.explored import Explored, Key, Tables
-from asa.planner.pipeline.lattice import INF
 from asa.planner.pipeline.skeletons import FEW, Leaves, Options, plans
+from asa.planner.stage.lattice import INF
 from asa.planner.stage.pareto import OutOfTimeError
 
 _FOREVER = 1e15
@@ -38,28 +38,29 @@ _SEEN = 12
 """Most plans of the same cuts and widths against which the first weights are chosen."""
 
 
-class OpenList:
-    """The cuts and widths of a case; ``base`` bounds stages that are not explored. No plan takes less than ``bound``
-    ms; ``stuck``: it rises no further."""
+class OpenList(Case):
+    """A case with its cuts and widths. Its tables at the end of the first bounds are bounds on stages that are not
+    explored."""
 
-    def __init__(self, case: Case, base: Tables, *, tight: bool) -> None:
-        self._case, self._base, self._tight = case, base, tight
-        self._effort = case.cache.effort
-        self._explored = Explored(case.cache, case.m, case.in_flight)
+    def __init__(self, *case: Any, **options: Any) -> None:
+        super().__init__(*case, **options)
+        self._base: Tables = {}
+        self._effort = self.cache.effort
+        self._explored = Explored(self.cache, self.m, self.in_flight)
         self._share, self._fully_listed = _SHARE, False
         self._queue: list[tuple[float, Cuts]] = []
         self._leaves: dict[Cuts, tuple[Leaves, Any, bool]] = {}
         self._columns_of = dict[Cuts, ColumnGeneration]()
         self._final_bounds = dict[Cuts, float]()
         self._listed, self._floor = 0.0, INF
-        self.bound, self.stuck = case.bound, False
 
-    def step(self, best: float, ends: float) -> None:
-        """Raise the bound. Plans of ``best`` ms or more do not count.
+    def _by_plans(self, best: float, ends: float) -> None:
+        """Raise the bound by single combinations of cuts and widths. Plans of ``best`` ms or more do not count.
 
         Raises:
             OutOfTimeError: time is up.
         """
+        self._base = self._base or dict(self.tables)
         if not self._queue or self._queue[0][0] >= min(best, self._listed):
             self._list(best, ends)
             return
@@ -91,7 +92,7 @@ class OpenList:
                 self._floor = min(self._floor, low)
             return INF, value if accepted else INF
         if cuts not in self._columns_of:
-            self._columns_of[cuts] = ColumnGeneration(self._case, cuts, low, self._known_times(leaf, rows[:_SEEN]))
+            self._columns_of[cuts] = ColumnGeneration(self, cuts, low, self._known_times(leaf, rows[:_SEEN]))
         columns = self._columns_of[cuts]
         low = max(low, columns.bound)
         if low >= min(best, self._listed):
@@ -103,7 +104,7 @@ class OpenList:
         while columns.value < min(before, _NEAR * best):
             if columns.value < best:
                 starts, widths = tuple(a for _, a, _ in cuts), tuple(w for w, _, _ in cuts)
-                plan_ms, accepted = self._case.propose(starts, widths, columns.choices)
+                plan_ms, accepted = self.propose(starts, widths, columns.choices)
                 best, value = (plan_ms, plan_ms) if accepted else (best, value)
             before = columns.value
             if not columns.done:
@@ -113,7 +114,7 @@ class OpenList:
     def _explore_fully(self, columns: ColumnGeneration, best: float, ends: float) -> tuple[float, float]:
         """Explore all ways to run the stages of these cuts and widths that may be part of a better plan; returns as
         :meth:`_examine`."""
-        limit, frame, schedule = min(best, self._limit), self._frame, self._case.schedule
+        limit, frame, schedule = min(best, self._limit), self._bounds, self.schedule
         keys = keys_of(columns.cuts)
         new = {key for key in keys if not self._explored.known(key, limit)}
         if not new:
@@ -144,18 +145,19 @@ class OpenList:
         while True:
             share = self._next(best)
             limit = self._limit = min(best, cap, self.bound * (1 + share) if share < _ALL else INF)
-            self._case.tables = self._explored.tightened(self._base, limit)
-            frame = self._frame = self._case.framed()
-            bound = frame.value(self._case.stages)
+            self.tables = self._explored.tightened(self._base, limit)
+            frame = self._bounds = self.framed()
+            bound = frame.value(self.stages)
             if bound >= limit:
                 self._queue, self._listed = [], limit
                 break
             self.bound = max(self.bound, bound)
-            frame.look_ahead(self._case.stages)
+            frame.look_ahead(self.stages)
             options = self._options = self._explored.options(frame, limit)
-            leaves, proved = plans(frame, options, self._case.stages, self._case.schedule, limit, FEW)
+            leaves, proved = plans(frame, options, self.stages, self.schedule, limit, FEW)
             self._queue_cuts(leaves, min(proved, limit))
-            vague, slots = self._vague(), sum(len(cuts) for _, cuts in self._queue)
+            keys = [key for _, cuts in self._queue for key in keys_of(cuts)]
+            vague, slots = {key for key in keys if not self._explored.known(key, limit)}, len(keys)
             few = len(vague) * self._effort.shared >= slots and len(self._queue) <= self._effort.listed
             if few and (proved >= limit or proved > self.bound * (1 + _SHARE)):
                 break
@@ -166,7 +168,7 @@ class OpenList:
                 frame, limit, ends, vague if proved >= limit else None
             ):
                 if proved < limit:
-                    leaves, proved = plans(frame, options, self._case.stages, self._case.schedule, limit)
+                    leaves, proved = plans(frame, options, self.stages, self.schedule, limit)
                     self._queue_cuts(leaves, min(proved, limit))
                     self._fully_listed = True
                 break
@@ -201,12 +203,9 @@ class OpenList:
         stages = ways(leaf, i, self._options)
         return all(x.point[k] >= 0 and self._explored.exact(key, self._limit) for key, x, k in stages)
 
-    def _vague(self) -> set[Key]:
-        return {key for _, cuts in self._queue for key in keys_of(cuts) if not self._explored.known(key, self._limit)}
-
     def _known_times(self, leaf: Leaves, rows: Any) -> list[Any]:
         """Known times of plans, as :func:`asa.planner.pipeline.column_generation.longest` takes them."""
-        times, links = [], self._case.links
+        times, links = [], self.links
         assert links is not None
         for i in rows.tolist():
             column, offset, before = list[float](), 0, 0
@@ -215,7 +214,7 @@ class OpenList:
                 forward, _, longer, once = x.times[:, k].tolist()
                 steady, whole, _ = x.least[:, k].tolist()
                 if x.point[k] < 0:
-                    once = max(0.0, whole - self._case.m * steady)
+                    once = max(0.0, whole - self.m * steady)
                 column += [forward, max(0.0, steady - forward), max(0.0, longer), max(0.0, once - max(0.0, longer))]
                 if s:
                     where = (links.hops[offset], start, before, int(x.entry[k]))
@@ -229,7 +228,7 @@ class OpenList:
         """The ms of the plan that a leaf stands for, and whether it was taken."""
         stages = ways(leaf, i, options)
         choices = tuple(self._explored.points(key).choice(int(x.point[k])) for key, x, k in stages)
-        return self._case.propose(tuple(key[2] for key, _, _ in stages), tuple(key[0] for key, _, _ in stages), choices)
+        return self.propose(tuple(key[2] for key, _, _ in stages), tuple(key[0] for key, _, _ in stages), choices)
 
 
 def alike(leaves: Sequence[Leaves], options: dict[tuple[int, int], Options]) -> list[tuple[float, Leaves, Any]]:

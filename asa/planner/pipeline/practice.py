@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
@@ -227,25 +226,9 @@ def _recomputed(
     sketch: Sketch, uniform: Uniform, style: StageStyle, ends: tuple[int, int], flight: int, room: float
 ) -> tuple[StageTimes, Uniform] | None:
     """Times and configuration of a stage with as few components recomputed as fit; None where none fits."""
-    (start, stop), stage = ends, slice(*ends)
     if not sketch.space.strategies.checkpoint:
         return None
     full = sketch.uniform(style.data * style.tensor, uniform.pricer.num_microbatches, replace(style, checkpoint=True))
-    if not all(sketch.allowed(i, full.ways[i]) for i in range(start, stop)):
+    if not all(sketch.allowed(i, full.ways[i]) for i in range(*ends)):
         return None
-    spared = uniform.priced.activations[stage] - full.priced.activations[stage]
-    longer = full.priced.backward[stage] - uniform.priced.backward[stage]
-    able = np.array([w.checkpoint for w in full.ways[stage]], dtype=bool) & (spared > 0)
-    order: Any = np.argsort(np.where(able, longer / np.maximum(1.0, spared), INF), kind="stable")[: int(able.sum())]
-    low, high, count, best = 1, len(order), len(order), None
-    while low <= high:  # bisection; all recomputed comes first: if that does not fit, nothing does
-        mixed = uniform.mixed(full, [start + int(i) for i in order[:count]])
-        times, peak = mixed.stage(start, stop, flight)
-        if peak <= room:
-            best, high = (times, mixed), count - 1
-        elif best is None:
-            return None
-        else:
-            low = count + 1
-        count = (low + high) // 2
-    return best
+    return uniform.recomputed(full, *ends, flight, room)

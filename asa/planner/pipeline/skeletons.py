@@ -14,7 +14,7 @@ import numpy as np
 from asa.cost.pipeline import makespans, shape
 from asa.interfaces.schedule import Schedule
 from asa.planner.pipeline.bounds import NEVER, Frame
-from asa.planner.pipeline.lattice import INF
+from asa.planner.stage.lattice import INF
 from asa.planner.stage.pareto import begins, lowest
 
 MOST_ROWS = 60_000
@@ -32,7 +32,7 @@ class Options:
     """Choices for stages that begin with one component, r stages to the last: arrays with an entry for each choice.
 
     ``times``: forward, backward, what lengthens the last backward, once per step (that length included); ``least``:
-    steady, whole and single as in :class:`asa.planner.pipeline.lattice.Table`; ``point`` is the way's point, or
+    steady, whole and single as in :class:`asa.planner.stage.lattice.Table`; ``point`` is the way's point, or
     negative for a bound on all ways.
     """
 

@@ -11,13 +11,13 @@ from asa.ir.layout import Layout
 from asa.planner import clock
 from asa.planner.budget import USUAL, Effort
 from asa.planner.pipeline.bounds import Keys, StageLinks
-from asa.planner.pipeline.lattice import INF, Numbers, Table
-from asa.planner.pipeline.pipelines import Pipelines
-from asa.planner.pipeline.points import Points, Room
-from asa.planner.pipeline.stage_slice import StageSlice
+from asa.planner.pipeline.staged import StagedSpace
 from asa.planner.pipeline.stages import UTMOST, Explorer
 from asa.planner.pipeline.tables import limited, relaxed, rough
+from asa.planner.pipeline.thinning import Points, Room
+from asa.planner.stage.lattice import INF, Numbers, Table
 from asa.planner.stage.pareto import OutOfTimeError
+from asa.planner.stage.stage_slice import StageSlice
 
 MANY = 24
 """Total number of data degrees over all widths from which a first bound ignores the degrees at the ends of stages."""
@@ -27,7 +27,7 @@ class StageCache:
     """Chains as arrays, tables of bounds and transfers, computed once for all cases. ``likely_tight``: memory is likely
     to bind, so that bounds without memory are not worth their time."""
 
-    def __init__(self, pipelines: Pipelines, *, likely_tight: bool = False, effort: Effort = USUAL.effort) -> None:
+    def __init__(self, pipelines: StagedSpace, *, likely_tight: bool = False, effort: Effort = USUAL.effort) -> None:
         self.pipelines, self.likely_tight, self.effort = pipelines, likely_tight, effort
         self.n = len(pipelines.names)
         self.gpus = pipelines.gpus
@@ -73,7 +73,9 @@ class StageCache:
                 tables[f] = self._rough[w, m, f]
             elif not tight and ((w, m) in self._relaxed or clock.now() < ends):
                 table = self.relaxed(w, m)
-                tables[f] = None if table is None else table.least_over_degrees()
+                values = () if table is None else table.values()
+                least = [None if x is None else x.min(axis=(2, 3), keepdims=True) for x in values]
+                tables[f] = Table(*least) if least else None
             else:
                 tables[f] = self.by_compute(m).get(w)
         return tables
@@ -136,7 +138,7 @@ class StageCache:
         """The stage with this key as arrays."""
         slice_key = (*stage_key, *self.twin(stage_key[0], stage_key[1], start, stop))
         if slice_key not in self._slices:
-            self._slices[slice_key] = StageSlice(self.explorer(stage_key), *slice_key[3:])
+            self._slices[slice_key] = self.explorer(stage_key).slice(*slice_key[3:])
         return self._slices[slice_key]
 
     def explored(
@@ -147,7 +149,7 @@ class StageCache:
         missing = {}
         for stop, (room, most) in wanted.items():
             stored = self._points.get((*stage_key, start, stop))
-            if stored is None or stored[1] < most or not stored[0].covers(room):
+            if stored is None or stored[1] < most or any(a < b for a, b in zip(stored[0], room, strict=True)):
                 missing[stop] = (room.larger(1 + 1e-3), most)
         ending = {self.n} if stage_key[1] == 1 else set()  # of one microbatch, a last stage has fewer labels by itself
         for some in (missing.keys() & ending, missing.keys() - ending):

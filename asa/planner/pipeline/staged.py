@@ -1,35 +1,65 @@
-"""The space of pipeline plans as numbers for :mod:`asa.planner.pipeline.joint`, computed on demand."""
+"""The space of pipeline plans as numbers in ms and GiB, computed on demand, and the results of searching it.
+
+A pipeline plan cuts the chain of components into intervals. Stage s runs its components on ``widths[s]`` ranks, which
+are assigned in order from rank 0; it begins at rank ``sum(widths[:s])``. All stages compute the same number of
+microbatches, in the order of one schedule.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
+from asa.cost.pipeline import StageTimes, makespan
 from asa.cost.pricing import Way
+from asa.cost.step import side_by_side
 from asa.interfaces.schedule import Schedule
 from asa.ir.layout import Layout
-from asa.planner.pipeline.pipelines import Skeleton
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, widths
 from asa.planner.stage.floor import of_stages
 from asa.planner.stage.formulate import Formulation, formulate
-from asa.planner.stage.problem import MS, Chain, Choice
+from asa.planner.stage.problem import MS, Chain, Choice, Problem
 
 NEVER_MS = 1e9
 """Ms of a transfer where no stage may begin: never optimal, but finite, so that bounds can be subtracted."""
 
 
-def ways_of(
-    skeleton: Skeleton, choices: Sequence[Choice], formulated: Callable[[int, int], Formulation | None]
-) -> tuple[Way, ...]:
-    """Configuration of each component in a pipeline whose stages chose from ``formulated(width, microbatches)``."""
-    ways: list[Way] = []
-    for start, width, choice in zip(skeleton.starts, skeleton.widths, choices, strict=True):
-        formulation = formulated(width, skeleton.num_microbatches)
-        assert formulation is not None
-        ways += formulation.picked(start, choice)
-    return tuple(ways)
+@dataclass(frozen=True, kw_only=True)
+class Skeleton:
+    """A pipeline plan without the choices inside its stages: stage s begins with component ``starts[s]``."""
+
+    starts: tuple[int, ...]
+    widths: tuple[int, ...]
+    num_microbatches: int
+    schedule: str
+
+    def offsets(self) -> tuple[int, ...]:
+        """First rank of every stage."""
+        return (0, *accumulate(self.widths[:-1]))
+
+    def stops(self, components: int) -> tuple[int, ...]:
+        """For every stage the component behind its last one."""
+        return (*self.starts[1:], components)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipelined:
+    """Result of the search, in ms.
+
+    ``choices[s]`` indexes into ``chain(widths[s], m).configs[start:stop]``. ``skeleton`` is None where no plan that
+    fits is faster than the given incumbent. ``bound``: lower bound on all pipeline plans, at most the incumbent.
+    ``curve``: (seconds, best, bound) over time, the given incumbent included.
+    """
+
+    skeleton: Skeleton | None
+    choices: tuple[Choice, ...]
+    value: float
+    bound: float
+    curve: tuple[tuple[float, float, float], ...] = ()
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 class StagedSpace:
@@ -151,11 +181,56 @@ class StagedSpace:
 
     def candidate(self, skeleton: Skeleton, choices: Sequence[Choice]) -> Candidate:
         """The candidate for these choices in a pipeline."""
+        ways: list[Way] = []
+        for start, width, choice in zip(skeleton.starts, skeleton.widths, choices, strict=True):
+            formulation = self.formulation(width, skeleton.num_microbatches)
+            assert formulation is not None
+            ways += formulation.picked(start, choice)
         return Candidate(
             origin="asa",
             widths=tuple(self.width(w) for w in skeleton.widths),
             starts=skeleton.starts,
             schedule=skeleton.schedule,  # type: ignore[arg-type]
             num_microbatches=skeleton.num_microbatches,
-            ways=ways_of(skeleton, choices, self.formulation),
+            ways=tuple(ways),
         )
+
+
+def stage_times(problem: Problem, choice: Choice) -> StageTimes:
+    """Times in ms of one stage under ``choice`` for the clock of a pipeline (formulas: :mod:`asa.cost.step`)."""
+    m = problem.num_microbatches
+    picked = [problem.configs[i][c] for i, c in enumerate(choice)]
+    joints = [problem.edges[i][a.layout, b.layout] for i, (a, b) in enumerate(pairwise(picked))]
+    forward = sum(x.forward for x in picked) + sum(x.forward for x in joints)
+    backward = sum(x.backward for x in picked) + sum(x.backward for x in joints)
+    both = 0.0
+    if problem.saving > 0:
+        prompt, late = [c.prompt for c in picked], [c.late for c in picked]
+        both = side_by_side([c.window for c in picked], prompt, late, problem.release, problem.sp, problem.sc)
+    extra = sum(c.bucket for c in picked) + both * (1 - 1 / problem.sp)
+    total = sum(c.work for c in picked) + sum(e.cost for e in joints) - problem.saving * both
+    return StageTimes(
+        forward=forward,
+        backward=backward,
+        last_backward_extra=extra,
+        after=max(0.0, total - m * (forward + backward) - extra),
+    )
+
+
+def value_of(pipelines: StagedSpace, skeleton: Skeleton, choices: Sequence[Choice]) -> float:
+    """Ms of a step of that plan, by the clock of a pipeline; infinite where some component cannot run."""
+    m, schedule = skeleton.num_microbatches, pipelines.schedules[skeleton.schedule]
+    times, ends = [], []
+    for width, start, choice in zip(skeleton.widths, skeleton.starts, choices, strict=True):
+        chain = pipelines.chain(width, m)
+        if chain is None:
+            return float("inf")
+        stage = chain.chosen(start, choice)
+        times.append(stage_times(stage, (0,) * len(choice)))
+        ends.append((chain.layouts[stage.configs[0][0].layout], chain.layouts[stage.configs[-1][0].layout]))
+    transfers = [
+        pipelines.transfers((skeleton.starts[s],), m, ends[s - 1][1], ends[s][0], offset)[0]
+        for s, offset in enumerate(skeleton.offsets())
+        if s
+    ]
+    return makespan(times, transfers, schedule, m)

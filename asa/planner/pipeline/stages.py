@@ -1,7 +1,7 @@
 """All ways to run a stage that could matter: labels over its components from front to back, for all stops at once.
 
 A label is a partial choice, reduced to what the rest can see: forward and backward of a microbatch, the clocks of
-gradient synchronisation (derived in :mod:`asa.planner.stage.labels`; here without work per microbatch), the memory held
+gradient synchronisation (:mod:`asa.planner.stage.pricing_problem`; here without work per microbatch), the memory held
 and its peak. A label is dropped if another with the same entry degree and layout is at least as good in everything, or
 if its best completion exceeds what a stage may take there. Where there are too many labels
 (:mod:`asa.planner.pipeline.thinning`), the result is still a bound.
@@ -16,12 +16,13 @@ import numpy as np
 
 from asa.planner import clock
 from asa.planner.budget import ROUNDING, USUAL
-from asa.planner.pipeline import lattice as at
-from asa.planner.pipeline.lattice import INF, Numbers, PricedChain
-from asa.planner.pipeline.points import Points, Room
 from asa.planner.pipeline.tables import OWN_LAST, Objective, priced_memory, rows_of, weights_of
-from asa.planner.pipeline.thinning import BKT, BWD, FWD, HELD, LAST, PEAK, SUM, C, LabelFront, P, Thinning, V
+from asa.planner.pipeline.thinning import BKT, BWD, FWD, HELD, LAST, MOVING, PEAK, SUM, C, P, Points, Room, Thinning, V
+from asa.planner.stage import lattice as at
+from asa.planner.stage.lattice import INF, Numbers, PricedChain
 from asa.planner.stage.pareto import OutOfTimeError, efficient
+from asa.planner.stage.pricing_problem import Labels, clocks
+from asa.planner.stage.stage_slice import StageSlice
 
 _CLOSE = 1 + 1e-12
 UTMOST = 12_000
@@ -99,6 +100,25 @@ class Explorer:
             for layout in np.unique(x.layout[i][keep])
         ]
 
+    def slice(self, start: int, stop: int) -> StageSlice:
+        """Components ``start`` to ``stop - 1`` as one stage."""
+        x, (layout, config, row) = self.numbers, (list[Any](), list[Any](), list[Any]())
+        for configs in self.by_layout[start:stop]:
+            layout.append(np.concatenate([np.full(len(c), k) for k, c, _ in configs]))
+            config.append(np.concatenate([c for _, c, _ in configs]))
+            row.append(np.concatenate([r for _, _, r in configs]))
+        for k, end in ((0, x.inlets[start]), (-1, x.outlets[stop - 1])):
+            joined = end[:, layout[k]]
+            mask = np.isfinite(joined[at.EF])
+            layout[k], config[k], joined = layout[k][mask], config[k][mask], joined[:, mask]
+            row[k] = row[k][mask]
+            for into, added in ((at.F, at.EF), (at.B, at.EB), (at.ONCE, at.EONCE), (at.STATE, at.ESTATE),
+                            (at.ACT, at.EACT), (at.TRANS, at.ETRANS)):  # fmt: skip
+                row[k][:, into] += joined[added]
+        release = [max(r, start) - start for r in x.release[start:stop]]
+        edges, more = x.edges[start : stop - 1], self.in_flight - 1
+        return StageSlice(x, layout, config, row, edges, release, more=more, tight=self.tight)
+
     def explore(
         self, start: int, caps: Mapping[int, Room], most: int = USUAL.effort.labels, *, ends: float = INF
     ) -> dict[int, Points]:
@@ -116,7 +136,7 @@ class Explorer:
         exact = True
         history: list[tuple[Any, Any]] = []
         points_by_stop: dict[int, Points] = {}
-        front: LabelFront | None = None
+        front: Labels | None = None
         for i in range(start, stops[-1]):
             if clock.now() > ends:
                 raise OutOfTimeError
@@ -128,7 +148,7 @@ class Explorer:
             front = self._begin(i) if front is None else self._cross_edge(front, i, room)
             if front is not None:
                 front = self._run_component(front, i, start, room)
-            if front is None or not len(front.labels):
+            if front is None or not len(front.columns):
                 break
             front, merged = self.thin.thinned(front, i + 1 in caps, most, grain)
             exact = exact and not merged
@@ -139,7 +159,7 @@ class Explorer:
                     points_by_stop[i + 1] = points
         return points_by_stop
 
-    def _begin(self, i: int) -> LabelFront | None:
+    def _begin(self, i: int) -> Labels | None:
         """Labels in each layout in which component i can begin a stage, before its configuration."""
         x, more = self.numbers, self.in_flight - 1
         inlet = x.inlets[i]
@@ -152,22 +172,22 @@ class Explorer:
         memory = inlet[at.ESTATE] + more * inlet[at.EACT]
         labels[:, PEAK] = 0.0
         labels[:, HELD] = memory + inlet[at.EACT]
-        labels[:, 10] = labels[:, HELD] + inlet[at.ETRANS]
+        labels[:, MOVING] = labels[:, HELD] + inlet[at.ETRANS]
         none = np.zeros(len(layouts), dtype=np.int64)
-        return LabelFront(labels, x.degree[layouts], layouts, none, none)
+        return Labels(labels, x.degree[layouts], layouts, none, none)
 
-    def _cross_edge(self, front: LabelFront, i: int, room: Any) -> LabelFront | None:
+    def _cross_edge(self, front: Labels, i: int, room: Any) -> Labels | None:
         """Labels that arrive in each layout of component i, before its configuration."""
         x, more = self.numbers, self.in_flight - 1
         edges = x.edges[i - 1][:, front.layout, :]
         possible = np.isfinite(edges[at.EF])
-        base = self.bounds.values(front.labels, i - 1).T[:, :, None]
+        base = self.bounds.values(front.columns, i - 1).T[:, :, None]
         possible &= (base + self.bounds.over[i - 1][:, front.layout] <= room[:, None, :]).all(axis=0)
         source, layout = np.nonzero(possible)
         if not len(source):
             return None
         e = edges[:, source, layout]
-        labels = front.labels[source]
+        labels = front.columns[source]
         labels = np.concatenate([labels[:, :10], np.zeros((len(source), 2))], axis=1)
         labels[:, FWD] += e[at.EF]
         labels[:, BWD] += e[at.EB]
@@ -176,14 +196,14 @@ class Explorer:
         memory = e[at.ESTATE] + more * e[at.EACT]
         labels[:, PEAK] = np.maximum(labels[:, PEAK], labels[:, LAST]) + memory
         labels[:, HELD] += memory + e[at.EACT]
-        labels[:, 10] = labels[:, HELD] + e[at.ETRANS]
-        arrived = LabelFront(labels, front.entry[source], layout, source, np.zeros(len(source), dtype=np.int64))
+        labels[:, MOVING] = labels[:, HELD] + e[at.ETRANS]
+        arrived = Labels(labels, front.entry[source], layout, source, np.zeros(len(source), dtype=np.int64))
         if len(source) > 40:
             keep = self.thin.best(labels, arrived.entry * x.count + layout, arriving=True)
             arrived = arrived.select(keep)
         return arrived
 
-    def _run_component(self, front: LabelFront, i: int, start: int, room: Any) -> LabelFront | None:
+    def _run_component(self, front: Labels, i: int, start: int, room: Any) -> Labels | None:
         """Labels with every configuration of component i."""
         x, more = self.numbers, self.in_flight - 1
         picked, config, rows = [], [], []
@@ -198,11 +218,11 @@ class Explorer:
         index, chosen, row = np.concatenate(picked), np.concatenate(config), np.concatenate(rows)
         if self.tight:
             at_start = row[:, at.STATE] + more * row[:, at.ACT] + row[:, at.GRAD]
-            last = front.labels[index, 10] + row[:, at.ACT] + row[:, at.TRANS]
-            fitting = at_start + np.maximum(front.labels[index, PEAK], last) <= x.capacity * _CLOSE
+            last = front.columns[index, MOVING] + row[:, at.ACT] + row[:, at.TRANS]
+            fitting = at_start + np.maximum(front.columns[index, PEAK], last) <= x.capacity * _CLOSE
             index, chosen, row = index[fitting], chosen[fitting], row[fitting]
-        labels = front.labels[index]
-        moving = labels[:, 10]
+        labels = front.columns[index]
+        moving = labels[:, MOVING]
         labels = labels[:, :10].copy()
         labels[:, FWD] += row[:, at.F]
         labels[:, BWD] += row[:, at.B]
@@ -210,14 +230,10 @@ class Explorer:
         sync = row[:, at.PROMPT] + row[:, at.LATE]
         paid = row[:, at.ONCE] + sync
         prompt = x.saving * x.sc * row[:, at.PROMPT]
-        v = labels[:, V] + paid - prompt - x.saving * x.sc * row[:, at.LATE]
-        c = labels[:, C] + paid - prompt
-        p = labels[:, P] + paid
-        if i + 1 >= x.n or max(x.release[i + 1], start) >= i:  # no bucket spans this component
-            v, c = np.maximum(v, c), p.copy()
-        else:
-            c = np.maximum(c, p)
-        labels[:, V], labels[:, C], labels[:, P] = v, c, p - x.saving * x.sp * row[:, at.WINDOW]
+        bucket, window = paid - prompt, x.saving * x.sp * row[:, at.WINDOW]
+        sides = (paid - window, paid, bucket, bucket - x.saving * x.sc * row[:, at.LATE])
+        across = i + 1 < x.n and max(x.release[i + 1], start) < i
+        labels[:, V : P + 1] = np.stack(clocks(labels[:, V : P + 1].T, sides, across=across), axis=1)
         labels[:, SUM] += paid
         state = row[:, at.STATE] + more * row[:, at.ACT]
         grown = state + row[:, at.ACT]
@@ -226,15 +242,15 @@ class Explorer:
         labels[:, HELD] += grown
         layout = front.layout[index]
         good = (self.bounds.values(labels, i) <= room[:, layout].T).all(axis=1)
-        return LabelFront(labels[good], front.entry[index][good], layout[good], front.parent[index][good], chosen[good])
+        return Labels(labels[good], front.entry[index][good], layout[good], front.parent[index][good], chosen[good])
 
     def _points_at(
-        self, front: LabelFront, i: int, caps: Room, exact: bool, history: list[tuple[Any, Any]]
+        self, front: Labels, i: int, caps: Room, exact: bool, history: list[tuple[Any, Any]]
     ) -> Points | None:
         """The points of the stage that stops behind component i; None where there are none."""
         x, more = self.numbers, self.in_flight - 1
         e = x.outlets[i][:, front.layout]
-        labels = front.labels
+        labels = front.columns
         forward, backward = labels[:, FWD] + e[at.EF], labels[:, BWD] + e[at.EB]
         once = np.maximum(labels[:, V], labels[:, C]) + e[at.EONCE]
         memory = e[at.ESTATE] + more * e[at.EACT]

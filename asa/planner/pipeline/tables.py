@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from asa.planner.budget import ROUNDING
-from asa.planner.pipeline import lattice as at
-from asa.planner.pipeline.lattice import INF, ChainWeights, Numbers, PricedChain, Table
+from asa.planner.stage import lattice as at
+from asa.planner.stage.lattice import INF, ChainWeights, Numbers, PricedChain, Table
 
 Objective = tuple[float, float, float, float, float, float, float]
 """Weights of steady time, of forward alone, of once-per-step time and of memory; microbatches in flight; ``hidden``;
@@ -93,11 +93,6 @@ def priced_memory(numbers: Numbers, in_flight: int) -> list[Objective]:
     return rows
 
 
-def _backward_too(rows: list[Objective]) -> list[Objective]:
-    """The objectives, and backward alone at the prices of steady time."""
-    return rows + [(1.0, -1.0, *r[2:]) for r in rows if r[0] == 1.0 and not r[2]]
-
-
 def _ends_small(x: Numbers) -> bool:
     """Whether, on average over configurations, backward holds more in the second to last component than in the last."""
     means = [float((row[:, at.GRAD] + row[:, at.TRANS]).mean()) for row in x.rows[-2:]]
@@ -121,7 +116,8 @@ def relaxed(numbers: Numbers) -> Table:
 def limited(numbers: Numbers, table: Table, in_flight: Sequence[int]) -> list[Table]:
     """Tables with the memory limit, one for each number in ``in_flight``; infinite where a stage cannot fit."""
     x, tables = numbers, list[Table]()
-    rows = [_backward_too(priced_memory(x, f)) for f in in_flight]
+    priced = [priced_memory(x, f) for f in in_flight]  # and backward alone at the prices of steady time
+    rows = [some + [(1.0, -1.0, *r[2:]) for r in some if r[0] == 1.0 and not r[2]] for some in priced]
     if not rows:
         return []
     entries = max(len(r) for r in rows) * x.n * x.degrees * max((x.n + 1) * x.degrees, x.count**2)

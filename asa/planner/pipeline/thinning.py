@@ -1,4 +1,4 @@
-"""Labels of stages, and how their number is limited.
+"""Ways to run a stage: labels while it is explored, how their number is limited, and the points that result.
 
 Dominated labels are dropped. If too many are left, their numbers are rounded down a little, so that more of them
 dominate each other. If that is not enough, similar ones are merged, with the least of each number. The choice behind a
@@ -8,32 +8,84 @@ merged label is only one of those that it stands for, but none of these is bette
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from asa.planner.pipeline import lattice as at
-from asa.planner.pipeline.lattice import Numbers
-from asa.planner.pipeline.points import Room
+from asa.planner.budget import ROUNDING
+from asa.planner.stage import lattice as at
+from asa.planner.stage.lattice import Numbers
 from asa.planner.stage.pareto import begins, efficient
+from asa.planner.stage.pricing_problem import Labels, traced
+from asa.planner.stage.problem import Choice
 
 _ROUNDED, _ROUNDED_MEMORY = 5e-4, 2e-4
 """By what part of a stage's time, and of the memory, all its components together are rounded down at most."""
 
 # Columns of a label.
-FWD, BWD, BKT, V, C, P, PEAK, LAST, HELD, SUM = range(10)
+FWD, BWD, BKT, V, C, P, PEAK, LAST, HELD, SUM, MOVING = range(11)
+_ANY = 1e15
+"""Ms that no stage takes."""
 
 
-class LabelFront:
-    """Labels behind one component."""
+class Room(NamedTuple):
+    """The most ms that a stage may take: a microbatch forward and back; all of a step; one microbatch with what is paid
+    once per step."""
 
-    def __init__(self, labels: Any, entry: Any, layout: Any, parent: Any, config: Any) -> None:
-        self.labels, self.entry, self.layout, self.parent, self.config = labels, entry, layout, parent, config
+    steady: float
+    whole: float
+    single: float = _ANY
 
-    def select(self, index: Any) -> LabelFront:
-        return LabelFront(
-            self.labels[index], self.entry[index], self.layout[index], self.parent[index], self.config[index]
+    def union(self, other: Room) -> Room:
+        """The room that covers both."""
+        return Room(*map(max, self, other))
+
+    def larger(self, factor: float) -> Room:
+        """The room multiplied by ``factor``."""
+        return Room(*(x * factor for x in self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Points:
+    """Ways to run one stage of which none is better in everything: arrays with an entry for each way, in ms.
+
+    ``least`` holds forward, backward, what lengthens the last backward, and all that is paid once per step (that length
+    included), never more than the truth; ``exact`` says whether they are the truth. ``entry`` and ``exit`` are data
+    degrees by number. ``origin`` and ``history`` lead back to the choices.
+    """
+
+    least: Any
+    entry: Any
+    exit: Any
+    exact: bool
+    extra: Any
+    origin: Any
+    stop: int
+    history: list[tuple[Any, Any]]
+
+    def __len__(self) -> int:
+        return len(self.entry)
+
+    def within(self, m: int, room: Room) -> Points | None:
+        """Points that take no longer than ``room`` allows."""
+        forward, backward, _, once = self.least
+        mask = forward + backward <= room.steady * (1 + ROUNDING)
+        mask &= m * (forward + backward) + once <= room.whole * (1 + ROUNDING)
+        mask &= forward + backward + once <= room.single * (1 + ROUNDING)
+        if mask.all():
+            return self
+        if not mask.any():
+            return None
+        keep = np.flatnonzero(mask)
+        return replace(
+            self, least=self.least[:, keep], entry=self.entry[keep], exit=self.exit[keep], extra=self.extra[keep],
+            origin=self.origin[keep],
         )  # fmt: skip
+
+    def choice(self, index: int) -> Choice:
+        """The choice that a point stands for."""
+        return tuple(traced(self.history, int(self.origin[index])))
 
 
 class Thinning:
@@ -61,7 +113,7 @@ class Thinning:
         columns = [np.where(np.isfinite(x), x, 0.0) for x in self._paths(labels)]
         if self.tight:
             if arriving:
-                columns.append(labels[:, [PEAK, HELD, 10]])
+                columns.append(labels[:, [PEAK, HELD, MOVING]])
             elif ending and self.outlets_hold:
                 columns.append(labels[:, [PEAK, LAST, HELD]])
             else:
@@ -102,25 +154,25 @@ class Thinning:
         amounts[[PEAK, LAST, HELD]] = _ROUNDED_MEMORY * self.numbers.capacity / self.numbers.n if self.tight else 1.0
         return amounts
 
-    def thinned(self, front: LabelFront, ending: bool, most: int, grain: Any) -> tuple[LabelFront, bool]:
+    def thinned(self, front: Labels, ending: bool, most: int, grain: Any) -> tuple[Labels, bool]:
         """At most ``most`` labels, and whether they are less than the truth."""
         group = front.entry * self.numbers.count + front.layout
-        if len(front.labels) > 1:
-            front = front.select(self.best(front.labels, group, arriving=False, ending=ending))
-        if len(front.labels) <= most:
+        if len(front.columns) > 1:
+            front = front.select(self.best(front.columns, group, arriving=False, ending=ending))
+        if len(front.columns) <= most:
             return front, False
-        total = front.labels[:, SUM].copy()
-        front.labels = (np.floor(front.labels / grain) - 1e-9) * grain
-        front.labels[:, SUM] = total
+        total = front.columns[:, SUM].copy()
+        front.columns = (np.floor(front.columns / grain) - 1e-9) * grain
+        front.columns[:, SUM] = total
         self.rounded = True
         group = front.entry * self.numbers.count + front.layout
-        front = front.select(self.best(front.labels, group, arriving=False, ending=ending))
-        return (front if len(front.labels) <= most else self._merged(front, most)), True
+        front = front.select(self.best(front.columns, group, arriving=False, ending=ending))
+        return (front if len(front.columns) <= most else self._merged(front, most)), True
 
-    def _merged(self, front: LabelFront, most: int) -> LabelFront:
+    def _merged(self, front: Labels, most: int) -> Labels:
         """At most ``most`` labels: similar ones become one, with the least of each number and one of their choices."""
         group = front.entry * self.numbers.count + front.layout
-        labels = front.labels
+        labels = front.columns
         steady = labels[:, FWD] + labels[:, BWD]
         keys = np.stack([self.numbers.m * steady + np.maximum(labels[:, V], labels[:, C]),
                          labels[:, HELD] if self.tight else steady], axis=1)  # fmt: skip
@@ -135,6 +187,6 @@ class Thinning:
                 break
             cells = max(1, cells * 2 // 3)
         merged = front.select(order[first])
-        merged.labels = np.minimum.reduceat(labels[order], first, axis=0)
-        merged.labels[:, SUM] = labels[order[first], SUM]
+        merged.columns = np.minimum.reduceat(labels[order], first, axis=0)
+        merged.columns[:, SUM] = labels[order[first], SUM]
         return merged

@@ -57,6 +57,32 @@ class Uniform:
         mixture.__dict__["_between"] = self._between
         return mixture
 
+    def recomputed(
+        self, full: Uniform, start: int, stop: int, in_flight: int, room: float, needed: Sequence[int] = ()
+    ) -> tuple[StageTimes, Uniform] | None:
+        """Times and configuration of a stage in which as few components are ``full``, recomputed, as fit into ``room``
+        bytes, those first that cost least time for the bytes they free; None where not even all fit. ``needed``: those
+        that are recomputed in any case."""
+        stage = slice(start, stop)
+        spared = self.priced.activations[stage] - full.priced.activations[stage]
+        longer = full.priced.backward[stage] - self.priced.backward[stage]
+        able = np.array([w.checkpoint for w in full.ways[stage]], dtype=bool) & (spared > 0)
+        rank = np.where(able, longer / np.maximum(1.0, spared), np.inf)
+        rank[[i - start for i in needed]] = -np.inf
+        order: Any = np.argsort(rank, kind="stable")[: int((rank < np.inf).sum())]
+        low, high, count, best = max(1, len(needed)), len(order), len(order), None
+        while low <= high:  # bisection; all recomputed comes first: if that does not fit, nothing does
+            mixed = self.mixed(full, [start + int(i) for i in order[:count]])
+            times, peak = mixed.stage(start, stop, in_flight)
+            if peak <= room:
+                best, high = (times, mixed), count - 1
+            elif best is None:
+                return None
+            else:
+                low = count + 1
+            count = (low + high) // 2
+        return best
+
     def stage(self, start: int, stop: int, in_flight: int) -> tuple[StageTimes, float]:
         """Times in seconds and peak bytes of a rank, for a stage of the components ``start`` to ``stop - 1``."""
         clock.count("stage")

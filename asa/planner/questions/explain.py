@@ -26,7 +26,7 @@ from asa.planner.space import baselines, consistency
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.nearest import start
 from asa.planner.space.request import Pin, Request, parse_pin
-from asa.planner.space.space import TOLERANCE_GIB, Space, pinned
+from asa.planner.space.space import Space, pinned
 from asa.planner.stage.formulate import formulate
 
 _FORCED_S = 1.5
@@ -102,11 +102,11 @@ class Difference:
 
     other: str
     plan_s: float
-    other_s: float | None
-    fits: bool
-    why_not: str
-    terms: tuple[Term, ...]
-    changed: tuple[str, ...]
+    other_s: float | None = None
+    fits: bool = False
+    why_not: str = ""
+    terms: tuple[Term, ...] = ()
+    changed: tuple[str, ...] = ()
     remark: str = ""
 
 
@@ -158,7 +158,7 @@ def explain(
                 + price.boundaries[i].footprint.activations
                 + price.boundaries[i].footprint.state,
                 transient_bytes=c.footprint.transient + price.boundaries[i].footprint.transient,
-                alternative=_alternative(prices, candidate, price, i, capacity),
+                alternative=_alternative(prices, candidate, price, i),
                 stage=candidate.stage(i),
                 checkpoint=way.checkpoint,
                 offload=way.offload,
@@ -177,13 +177,13 @@ def explain(
     )
 
 
-def _alternative(prices: Prices, candidate: Candidate, price: Price, index: int, capacity: float) -> Alternative | None:
+def _alternative(prices: Prices, candidate: Candidate, price: Price, index: int) -> Alternative | None:
     best: Alternative | None = None
     for way in prices.space.ways(index, candidate.width(index), candidate.num_microbatches):
         if way == candidate.ways[index]:
             continue
         other = prices.of(candidate.with_way(index, way))
-        fits = other.peak.total <= capacity + TOLERANCE_GIB * GIB
+        fits = prices.fits(candidate.with_way(index, way))
         extra = other.cost.total_s - price.cost.total_s
         if best is None or (not fits, extra) < (not best.fits, best.extra_s):
             best = Alternative(
@@ -218,13 +218,10 @@ def why_not(
         return _versus_discipline(plan, candidate, prices, other)
     rival, reason = _forced(prices, other, plan, candidate) if "=" in other else _whole(prices, other)
     if rival is None:
-        return Difference(
-            other=other, plan_s=price.cost.total_s, other_s=None, fits=False, why_not=reason, terms=(), changed=()
-        )  # fmt: skip
+        return Difference(other=other, plan_s=price.cost.total_s, why_not=reason)
     rival_price = prices.of(rival)
-    capacity = prices.capacity(rival)
-    fits = rival_price.peak.total <= capacity + TOLERANCE_GIB * GIB
-    lacking = f"{rival_price.peak.total / GIB:.3g} GiB of {max(0.0, capacity) / GIB:.3g} GiB"
+    fits = prices.fits(rival)
+    lacking = f"{rival_price.peak.total / GIB:.3g} GiB of {max(0.0, prices.capacity(rival)) / GIB:.3g} GiB"
     return Difference(
         other=other,
         plan_s=price.cost.total_s,
@@ -252,10 +249,7 @@ def _versus_discipline(plan: Plan, candidate: Candidate, prices: Prices, other: 
     """``plan`` compared with the discipline of consistency ``other`` on the workers of plain data parallelism."""
     price, workers = prices.of(candidate), row("ddp", prices)
     if workers.candidate is None:
-        return Difference(
-            other=other, plan_s=price.cost.total_s, other_s=None, fits=False, why_not=workers.why_not, terms=(),
-            changed=(),
-        )  # fmt: skip
+        return Difference(other=other, plan_s=price.cost.total_s, why_not=workers.why_not)
     discipline = parse(other)
     rival_price = consistency.disciplined(prices, workers.candidate, discipline).price
     return Difference(

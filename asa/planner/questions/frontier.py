@@ -20,7 +20,7 @@ from asa.ir.codec import noun
 from asa.ir.plan import Assignment, Plan
 from asa.ir.profile import Profile
 from asa.planner import clock
-from asa.planner.answer.leanest import leanest
+from asa.planner.answer.infeasible import leanest
 from asa.planner.budget import ROUNDING
 from asa.planner.decide import plan
 from asa.planner.space.candidate import Prices
@@ -68,13 +68,13 @@ class CostPoint:
 
     gpus: int
     up_to: int
-    num_ranks: int
-    step_time_s: float | None
-    epoch_s: float | None
-    epoch_cost: float | None
-    gap: float
-    memory_bytes_max: int
-    on_frontier: bool
+    num_ranks: int = 0
+    step_time_s: float | None = None
+    epoch_s: float | None = None
+    epoch_cost: float | None = None
+    gap: float = 0.0
+    memory_bytes_max: int = 0
+    on_frontier: bool = False
     why_not: str = ""
 
 
@@ -136,7 +136,7 @@ def against_cost(
         try:
             best = plan(profile, cluster, strategies, narrower, known=prices)[0]
         except InfeasibleError as error:
-            points.append(_nothing(gpus, str(error)))
+            points.append(CostPoint(gpus=gpus, up_to=gpus, why_not=str(error)))
             continue
         best = _faster(best, answer) if gpus == request.gpus else best
         step = best.prediction.step_time_s
@@ -155,7 +155,6 @@ def against_cost(
                 epoch_cost=best.num_ranks * price * steps * step / 3600,
                 gap=best.certificate.gap,
                 memory_bytes_max=max(best.prediction.memory_bytes_per_rank),
-                on_frontier=False,
             )
         )
     return tuple(replace(p, on_frontier=_undominated(p, points)) for p in points)
@@ -276,13 +275,6 @@ def _as_points(plans: Sequence[Plan], cluster: Cluster, have: int) -> tuple[Memo
         )
         for i, (p, bound) in enumerate(faster_plans)
     )
-
-
-def _nothing(gpus: int, why_not: str) -> CostPoint:
-    return CostPoint(
-        gpus=gpus, up_to=gpus, num_ranks=0, step_time_s=None, epoch_s=None, epoch_cost=None, gap=0.0,
-        memory_bytes_max=0, on_frontier=False, why_not=why_not,
-    )  # fmt: skip
 
 
 def _undominated(point: CostPoint, others: Sequence[CostPoint]) -> bool:

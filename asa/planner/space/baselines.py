@@ -7,22 +7,25 @@ split it, as in the stock implementations.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from asa.cost.machine import presets
 from asa.cost.pricing import Way
 from asa.errors import UsageError
 from asa.interfaces.strategy import Strategies
+from asa.ir.cluster import Cluster
 from asa.ir.codec import noun
 from asa.ir.consistency import is_discipline, parse
 from asa.ir.layout import Layout
 from asa.ir.plan import DataStrategyName, ScheduleName, TensorDegree, TensorStrategyName
 from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.request import Request
 from asa.planner.space.space import MOST_IN_A_PIPELINE, Space
+from asa.planner.space.space import check as check_pins
 
 _DATA: dict[str, DataStrategyName] = {
     "ddp": "replicate",
@@ -113,6 +116,30 @@ def check(requested: tuple[str, ...], strategies: Strategies, gpus: int) -> None
             raise UsageError(f"strategy {name} is not built yet; one of {', '.join(offered)}")
         called = "; of the whole model it is called fsdp" if name == "zero3" else ""
         raise UsageError(f"no strategy {name!r}{called}; one of {', '.join(offered)}")
+
+
+def check_request(cluster: Cluster | None, strategies: Strategies, request: Request) -> None:
+    """Refuse a request that no model can satisfy. ``cluster`` is None where it is yet to be measured: then only what no
+    cluster can satisfy is refused.
+
+    Raises:
+        UsageError: unknown strategies, pins to strategies not offered, more devices than the cluster has, or offload on
+            a CPU.
+    """
+    if cluster is not None and request.gpus > cluster.num_devices:
+        larger = presets.offered(request.gpus, like=cluster.name)
+        larger = larger or "one of several nodes is widened to as many as are asked for"
+        raise UsageError(
+            f"asked for {request.gpus} devices, cluster {cluster.name} has {cluster.num_devices}; lower --gpus, name "
+            f"a larger --cluster ({larger}), or measure one"
+        )
+    if cluster is not None and request.offload == "always" and cluster.device.type == "cpu":
+        raise UsageError(
+            f"offload saves nothing on {cluster.name}: what a CPU rank holds is in host memory already; leave it out, "
+            "or name a cluster of CUDA devices (`asa verify PLAN --device cpu` runs such a plan here)"
+        )
+    check(request.strategies or ("asa",), strategies, request.gpus)
+    check_pins(strategies, request.pins)
 
 
 def members(name: str, strategies: Strategies, gpus: int) -> tuple[str, ...]:
@@ -242,7 +269,7 @@ def _way(index: int, degrees: Degrees, space: Space) -> Way:
 
 
 def _balanced(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatches: int) -> tuple[int, ...]:
-    """Starts of ``p`` stages such that the most compute of a stage is least.
+    """Starts of ``p`` stages such that the most compute of a stage is least, each on its own devices.
 
     Raises:
         Unavailable: fewer components or cuts than stages, or the schedule is not offered or refuses them.
@@ -255,54 +282,35 @@ def _balanced(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatche
         raise Unavailable(f"needs a component for each of its {p} stages, the model has {n}")
     if refusal := schedule.refusal(p, num_microbatches):
         raise Unavailable(refusal)
-    graph = prices.space.profile.graph
+    cuts = [i for i in range(n) if prices.space.profile.graph.cuttable(i)]
+    if len(cuts) < p:
+        raise Unavailable(f"may be cut into {len(cuts)} stages, not {p}")
+    width, gpus = degrees.d * degrees.t, prices.space.request.gpus
     if prices.space.cluster.unequal:
-        return _one_by_one(prices, ways, degrees, num_microbatches)
-    component_s = prices.compute_in([w.layout for w in ways], num_microbatches, prices.space.request.gpus)
-    sums = np.concatenate([[0.0], np.cumsum(component_s)])
-    # best[i]: least maximum over the remaining stages if they start at component i; ends: where the first of them ends.
-    best, ends = sums[n] - sums[:n], [np.full(n, n)]
-    for stages_left in range(2, p + 1):
-        best, stop = _first_stages(sums, best, n - stages_left)
+        pricers = (prices.pricer(width, num_microbatches, gpus, s * width) for s in range(p))
+        sums = [_sums([sum(pricer.cell(i, w)[:2]) for i, w in enumerate(ways)], cuts) for pricer in pricers]
+    else:
+        sums = [_sums(prices.compute_in([w.layout for w in ways], num_microbatches, gpus), cuts)] * p
+    return tuple(cuts[k] for k in even(sums))
+
+
+def _sums(row: Any, cuts: list[int]) -> Any:
+    return np.concatenate([[0.0], np.cumsum(row)])[[*cuts, len(row)]]
+
+
+def even(sums: Sequence[Any]) -> list[int]:
+    """Points at which stages begin such that the largest sum over a stage is least. ``sums[s]``: for stage s, the sums
+    in front of each point and, last, of everything; one array for all stages where these are alike."""
+    first_stages = _first_stages if all(row is sums[0] for row in sums) else _every_stage
+    # best[i]: least maximum over the remaining stages if they start at point i; ends: where the first of them ends.
+    best, ends = sums[-1][-1] - sums[-1][:-1], []
+    for stages_left in range(2, len(sums) + 1):
+        best, stop = first_stages(sums[-stages_left], best, len(sums[0]) - 1 - stages_left)
         ends.append(stop)
     starts = [0]
-    for stages_left in range(p, 1, -1):
-        starts.append(int(ends[stages_left - 1][starts[-1]]))
-    if all(graph.cuttable(start) for start in starts):
-        return tuple(starts)
-    return _one_by_one(prices, ways, degrees, num_microbatches)
-
-
-_Cuts = dict[int, tuple[float, tuple[int, ...]]]
-"""By first component of the last k stages: seconds of compute of the slowest of them, and where they start."""
-
-
-def _one_more(behind: _Cuts, sums: list[float], allowed: list[int]) -> _Cuts:
-    """The best cuts with one more stage before those of ``behind``. ``before[i]``: compute before component i."""
-    return {
-        i: min((max(sums[j] - sums[i], value), (i, *rest)) for j, (value, rest) in behind.items() if j > i)
-        for i in allowed
-        if any(j > i for j in behind)
-    }
-
-
-def _one_by_one(prices: Prices, ways: list[Way], degrees: Degrees, num_microbatches: int) -> tuple[int, ...]:
-    """Starts of stages as for :func:`_balanced`, for unequal devices, where a stage's compute depends on its ranks, and
-    for models that can be cut in some places only. Every cut is tried.
-
-    Raises:
-        Unavailable: fewer cuts than stages.
-    """
-    n, p, width, gpus = len(ways), degrees.p, degrees.d * degrees.t, prices.space.request.gpus
-    allowed = [i for i in range(n) if prices.space.profile.graph.cuttable(i)]
-    if len(allowed) < p:
-        raise Unavailable(f"may be cut into {len(allowed)} stages, not {p}")
-    best: _Cuts = {n: (0.0, ())}
-    for stage in range(p - 1, -1, -1):
-        pricer = prices.pricer(width, num_microbatches, gpus, stage * width)
-        sums = [0.0, *accumulate(sum(pricer.cell(i, w)[:2]) for i, w in enumerate(ways))]
-        best = _one_more(best, sums, allowed)
-    return best[0][1]
+    for stop in reversed(ends):
+        starts.append(int(stop[starts[-1]]))
+    return starts
 
 
 def _first_stages(sums: Any, behind: Any, last: int) -> tuple[Any, Any]:
@@ -319,6 +327,13 @@ def _first_stages(sums: Any, behind: Any, last: int) -> tuple[Any, Any]:
     slowest, stop = np.full(len(behind), np.inf), np.full(len(behind), len(behind))
     slowest[start], stop[start] = least, np.maximum(first, start + 1)
     return slowest, stop
+
+
+def _every_stage(sums: Any, behind: Any, _last: int) -> tuple[Any, Any]:
+    """The result of :func:`_first_stages` where stages differ: then a later start may make those behind it slower."""
+    at = np.arange(len(behind))
+    slowest = np.where(at > at[:, None], np.maximum(sums[:-1] - sums[:-1, None], behind), np.inf)
+    return slowest.min(axis=1), slowest.argmin(axis=1)
 
 
 def _degrees(name: str, gpus: int) -> Degrees:

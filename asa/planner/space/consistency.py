@@ -115,10 +115,7 @@ def disciplined(prices: Prices, replicated: Candidate, discipline: Discipline) -
     update = sum(w.update_s * w.rows for w in simulated.workers) / simulated.rows
     computed = min(total, ideal + update)
     moved = min(total - computed, sum(w.push_s + w.pull_s for w in simulated.workers) / count / discipline.period)
-    cost = StepCost(
-        total_s=total, compute_s=computed, exposed_s=moved, hidden_s=0.0, update_s=min(update, computed), overlap_s=0.0,
-        bubble_s=total - computed - moved,
-    )  # fmt: skip
+    cost = _simulated(total, computed, moved, update)
     peak = _peak_under(prices, price.peak, discipline)
     stage = replace(price.stages[0], cost=cost, peak=peak, peaks=())
     return Disciplined(price=replace(price, cost=cost, peak=peak, stages=(stage,)), played=played, machine=simulated)
@@ -149,11 +146,16 @@ def grouped(prices: Prices, plan: Plan, discipline: Discipline) -> tuple[StepCos
     total = played.step_time_s
     computed = min(total, inside.compute_s)
     moved = min(total - computed, inside.exposed_communication_s + machine.meeting_s / discipline.period)
-    cost = StepCost(
-        total_s=total, compute_s=computed, exposed_s=moved, hidden_s=0.0, update_s=min(inside.update_s, computed),
-        overlap_s=0.0, bubble_s=total - computed - moved,
-    )  # fmt: skip
+    cost = _simulated(total, computed, moved, inside.update_s)
     return cost, tuple(math.ceil(_for_meetings(discipline, h)) for h in rank_bytes)
+
+
+def _simulated(total: float, computed: float, moved: float, update: float) -> StepCost:
+    """The cost of a step of ``total`` seconds; what is neither computed nor moved is waited for."""
+    return StepCost(
+        total_s=total, compute_s=computed, exposed_s=moved, hidden_s=0.0, update_s=min(update, computed), overlap_s=0.0,
+        bubble_s=total - computed - moved,
+    )  # fmt: skip
 
 
 def _for_meetings(discipline: Discipline, size: float) -> float:

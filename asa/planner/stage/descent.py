@@ -44,13 +44,18 @@ class Descent:
             self._set_choice(picked)
             self.by_one()
 
+    @property
+    def _gaining(self) -> float:
+        return self.value - ROUNDING * abs(self.value)
+
     def _with(self, i: int, row: int) -> list[int]:
         return [*self.picked[:i], row, *self.picked[i + 1 :]]
 
-    def _best_change(self) -> tuple[int, int] | None:
-        """(component, row) of the change that gains most; None if no change gains."""
-        least, change = self.value - ROUNDING * abs(self.value), None
-        for i in range(self.x.n):
+    def _best_change(self, least: float | None = None, but: int = -1) -> tuple[int, int] | None:
+        """(component, row) of the change, in a component other than ``but``, after which everything fits in the least
+        ms, below ``least`` or what gains at all; None if there is none."""
+        least, change = self._gaining if least is None else least, None
+        for i in (i for i in range(self.x.n) if i != but):
             values, fits = self._alternatives(i)
             values = np.where(fits, values, INF)
             row = int(values.argmin())
@@ -60,7 +65,7 @@ class Descent:
 
     def _best_pair(self) -> list[int] | None:
         """A choice with two changes that gain together; None if there is none."""
-        least = self.value - ROUNDING * abs(self.value)
+        least = self._gaining
         for i in range(self.x.n):
             values, fits = self._alternatives(i)
             values = np.where(fits, INF, values)
@@ -68,21 +73,9 @@ class Descent:
                 if values[row] >= least:
                     break
                 overfull = Descent(self.x, self._with(i, row))
-                change = overfull._best_below(least, i)
+                change = overfull._best_change(least, i)
                 if change is not None:
                     return overfull._with(*change)
-        return None
-
-    def _best_below(self, least: float, but: int) -> tuple[int, int] | None:
-        """(component, row) of the change, in a component other than ``but``, after which everything fits in less than
-        ``least`` ms; None if there is none."""
-        for j in range(self.x.n):
-            if j != but:
-                values, fits = self._alternatives(j)
-                values = np.where(fits, values, INF)
-                row = int(values.argmin())
-                if values[row] < least:
-                    return j, row
         return None
 
     def _alternatives(self, i: int) -> tuple[Any, Any]:

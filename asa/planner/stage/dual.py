@@ -23,8 +23,7 @@ from asa.cost.memory.peak import peaks
 from asa.cost.step import hidden_from
 from asa.planner.budget import ROUNDING
 from asa.planner.stage.pareto import begins
-from asa.planner.stage.problem import Choice, Problem
-from asa.planner.stage.rows import JOINT, Joints
+from asa.planner.stage.problem import JOINT, Choice, Joints, Problem
 
 INF = float("inf")
 _SIDES = 64
@@ -45,7 +44,8 @@ class Arrays:
         number = {layout: k for k, layout in enumerate(used)}
         count = self.count = len(used)
         self.saving, self.sp, self.sc, self.capacity = problem.saving, problem.sp, problem.sc, problem.capacity
-        self.release = problem.release
+        self.release, self.m = problem.release, problem.num_microbatches
+        self.degrees, self.degree = 1, np.zeros(count, dtype=np.int64)  # no other stage depends on the data degree
         self.rows: list[Any] = []
         self.layout: list[Any] = []
         self.index: list[Any] = []
@@ -146,8 +146,6 @@ class StageWeights:
     """The weight of one ms or GiB of each field of a component, under a batch of prices. ``offset`` is added to the
     sum."""
 
-    pivot: Any
-    memory: Any
     window: Any
     prompt: Any
     late: Any
@@ -155,9 +153,6 @@ class StageWeights:
     activations: Any
     gradients: Any
     offset: Any
-
-    def __len__(self) -> int:
-        return len(self.offset)
 
 
 def weigh(x: Arrays, pivot: Any, memory: Any) -> StageWeights:
@@ -167,8 +162,6 @@ def weigh(x: Arrays, pivot: Any, memory: Any) -> StageWeights:
     upto = np.cumsum(memory, axis=1)
     total = upto[:, -1:]
     return StageWeights(
-        pivot=pivot,
-        memory=memory,
         window=x.saving * x.sp * behind,
         prompt=x.saving * x.sc * before,
         late=x.saving * x.sc * before[:, list(x.release)],
@@ -179,45 +172,23 @@ def weigh(x: Arrays, pivot: Any, memory: Any) -> StageWeights:
     )
 
 
-def config_costs(x: Arrays, w: StageWeights, i: int) -> Any:
-    """Costs of the configurations of component i: batch x configuration."""
-    r = x.rows[i]
-    cost = r[:, WORK] - w.window[:, i, None] * r[:, WINDOW] - w.prompt[:, i, None] * r[:, PROMPT]
-    cost = cost - w.late[:, i, None] * r[:, LATE]
-    cost += w.state[:, None] * r[:, STATE] + w.activations[:, i, None] * r[:, ACT]
-    return cost + w.gradients[:, i, None] * r[:, GRAD] + w.memory[:, i, None] * r[:, TRANS]
-
-
-def edge_costs(x: Arrays, w: StageWeights, i: int) -> Any:
-    """Costs of the edges in front of component i: batch x layout x layout."""
-    e = x.edges[i - 1]
-    cost = e[COST] + w.state[:, None, None] * e[ESTATE] + w.activations[:, i, None, None] * e[EACT]
-    return cost + w.memory[:, i, None, None] * e[ETRANS]
-
-
-class PricedStage:
-    """Least costs under a batch of prices: of components, of edges, and of everything behind a component."""
-
-    def __init__(self, x: Arrays, w: StageWeights) -> None:
-        n = x.n
-        self.weights = w
-        self.configs = [config_costs(x, w, i) for i in range(n)]
-        self.least = np.full((n, len(w), x.count), INF)
-        for i in range(n):
-            self.least[i][:, x.layouts_of[i]] = np.minimum.reduceat(self.configs[i], x.begins[i], axis=1)
-        self.edges = [np.zeros(0)] + [edge_costs(x, w, i) for i in range(1, n)]
-        self.behind = np.zeros((n, len(w), x.count))
-        for i in range(n - 1, 0, -1):
-            self.behind[i - 1] = (self.edges[i] + (self.least[i] + self.behind[i])[:, None, :]).min(axis=2)
-
-    @property
-    def value(self) -> Any:
-        """The bound from each set of prices."""
-        return (self.least[0] + self.behind[0]).min(axis=1) + self.weights.offset
+def _overlap_bounds(x: Arrays, pivot: Any) -> Any:
+    """A bound without the memory limit for each row of weights ``pivot``."""
+    w = weigh(x, pivot, np.zeros_like(pivot))
+    behind = np.zeros((len(pivot), x.count))
+    for i in range(x.n - 1, -1, -1):
+        r, least = x.rows[i], np.full(behind.shape, INF)
+        cost = r[:, WORK] - w.window[:, i, None] * r[:, WINDOW] - w.prompt[:, i, None] * r[:, PROMPT]
+        cost = cost - w.late[:, i, None] * r[:, LATE]
+        least[:, x.layouts_of[i]] = np.minimum.reduceat(cost, x.begins[i], axis=1)
+        behind = least + behind
+        if i:
+            behind = (x.edges[i - 1][COST] + behind[:, None, :]).min(axis=2)
+    return behind.min(axis=1)
 
 
 class Search:
-    """Search for good prices. ``bound`` is the best value of :class:`PricedStage`. ``value`` and ``picked`` are the
+    """Search for good prices. ``bound`` is the best value under prices. ``value`` and ``picked`` are the
     best choice that fits among those it met. ``loose`` is the value of the best choice it met, whether or not it
     fits."""
 
@@ -227,7 +198,7 @@ class Search:
         self.value = self.loose = INF
         self.picked: list[int] = []
         single = np.eye(n)[np.unique(np.linspace(0, n - 1, min(n, _SIDES)).astype(np.int64))]
-        sides = PricedStage(x, weigh(x, single, np.zeros_like(single))).value
+        sides = _overlap_bounds(x, single)
         at = int(sides.argmax())
         self.bound = float(sides[at])
         self.best = (single[at], np.zeros(n))
@@ -240,7 +211,7 @@ class Search:
         reach, since = 1.0, 0
         drift: Any = None
         for _ in range(steps):
-            low, path = self._shortest(pivot, memory)
+            low, path = self.shortest(pivot, memory)
             if not low <= x.dearest * (1 + ROUNDING):
                 self.bound = INF
                 return
@@ -279,7 +250,7 @@ class Search:
             pivot = _project_on_simplex(pivot + length * drift[:n]) if x.saving > 0 else pivot
             memory = np.maximum(0.0, memory + length * drift[n:] * unit)
 
-    def _shortest(self, pivot: Any, memory: Any) -> tuple[float, list[int]]:
+    def shortest(self, pivot: Any, memory: Any) -> tuple[float, list[int]]:
         """The least value under these prices, and a choice that has it."""
         x, n = self.x, self.x.n
         w = weigh(x, pivot[None], memory[None])

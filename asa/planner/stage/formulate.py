@@ -16,8 +16,7 @@ from asa.ir.units import GIB
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Allowed, anything
 from asa.planner.stage.pareto import begins, efficient
-from asa.planner.stage.problem import MS, Chain, Choice, Problem
-from asa.planner.stage.rows import COLUMNS, JOINT, Joints, Row, Sides
+from asa.planner.stage.problem import COLUMNS, JOINT, MS, Chain, Choice, Joints, Problem, Row, Sides
 
 
 class Formulation:
@@ -154,7 +153,7 @@ def _layouts(menu: Menu, offered: Any, count: int) -> list[tuple[int, ...]]:
 
 class _Options:
     """Ways of a menu with their prices, a row for each way: ms and GiB in columns
-    :data:`asa.planner.stage.rows.COLUMNS`."""
+    :data:`asa.planner.stage.problem.COLUMNS`."""
 
     def __init__(self, menu: Menu, pricer: Pricer, which: Any, forced: float, *, counted: bool) -> None:
         self._menu, self.which = menu, which
@@ -257,8 +256,8 @@ def _edges(
 
 
 def _figures(pricer: Pricer, columns: Any) -> Any:
-    """Numbers of boundaries in ms and GiB: component x figure (:data:`asa.planner.stage.rows.JOINT`) x pair or layout.
-    ``columns`` are those of :class:`asa.cost.boundary.edges.Edges`."""
+    """Numbers of boundaries in ms and GiB: component x figure (``JOINT``) x pair or layout. ``columns`` are those of
+    :class:`asa.cost.boundary.edges.Edges`."""
     forward, backward, once = columns[:, :3].swapaxes(0, 1)
     cost = pricer.num_microbatches * (forward + backward) + once
     return np.concatenate([cost[:, None] * MS, columns[:, :3] * MS, columns[:, 3:6] / GIB], axis=1)

@@ -77,13 +77,11 @@ def solve(
     time_limit_s: float = 60.0,
     forbidden: tuple[Choice, ...] = (),
     charges: Sequence[RunCharge] = (),
-    cutoff: float = float("inf"),
 ) -> Solution:
     """The best choice, solved by HiGHS.
 
     ``forbidden`` choices are excluded, to enumerate the best plans one after the other. ``charges`` are what some runs
-    of components hold beyond the sum. Choices that are not faster than ``cutoff`` ms do not count: if there is no
-    other, ``choice`` is None and ``cutoff`` is a proved bound.
+    of components hold beyond the sum.
 
     Raises:
         UnavailableError: PuLP or HiGHS is not installed.
@@ -97,14 +95,12 @@ def solve(
         _memory(model, pulp, _runs(model, pulp, charges))
     for choice in forbidden:
         model.lp += pulp.lpSum(model.x[i][c] for i, c in enumerate(choice)) <= len(choice) - 1
-    goal = _objective(model, pulp, tau)
-    if cutoff < float("inf"):
-        model.lp += goal <= cutoff
+    _objective(model, pulp, tau)
     solver = _solver(pulp, time_limit_s)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         outcome = model.lp.solve(solver)
-    return _solution(model, pulp, _ending(model.lp, outcome, pulp), cutoff)
+    return _solution(model, pulp, _ending(model.lp, outcome, pulp))
 
 
 def _choose(model: _Model, pulp: Any) -> None:
@@ -175,11 +171,9 @@ def _memory(model: _Model, pulp: Any, runs: Sequence[tuple[Any, RunCharge]]) -> 
         model.lp += state + activations[k] + gradients[k] + moving + more <= problem.capacity
 
 
-def _objective(model: _Model, pulp: Any, tau: Any) -> Any:
+def _objective(model: _Model, pulp: Any, tau: Any) -> None:
     terms = [t for i in range(len(model.problem)) for t in (*model.picked(i, "work"), *model.passed(i, "cost"))]
-    goal = _sum(pulp, [*terms, (tau, -model.problem.saving)])
-    model.lp.setObjective(goal)
-    return goal
+    model.lp.setObjective(_sum(pulp, [*terms, (tau, -model.problem.saving)]))
 
 
 def _sum(pulp: Any, terms: list[tuple[Any, float]]) -> Any:
@@ -188,9 +182,9 @@ def _sum(pulp: Any, terms: list[tuple[Any, float]]) -> Any:
     return expression(terms)
 
 
-def _solution(model: _Model, pulp: Any, ending: Ending, cutoff: float) -> Solution:
+def _solution(model: _Model, pulp: Any, ending: Ending) -> Solution:
     if ending == "infeasible":
-        return Solution(choice=None, value=float("inf"), bound=cutoff, solver=_NAME)
+        return Solution(choice=None, value=float("inf"), bound=float("inf"), solver=_NAME)
     if ending == "nothing":
         return Solution(choice=None, value=float("inf"), bound=_dual_bound(model.lp), solver=_NAME)
     choice = tuple(max(range(len(row)), key=lambda c: row[c].value() or 0.0) for row in model.x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 from asa.ir.units import GIB
 from asa.planner import clock
@@ -15,6 +16,8 @@ from asa.planner.stage.formulate import Formulation, formulate
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
 from asa.planner.stage.runs import Runs
 
+Memory = Literal["least", "wrapped", "counted"]
+"""How the memory of a component is counted in a stage (:meth:`StageLookup.get`)."""
 _OPEN = Solution(choice=None, value=float("inf"), bound=0.0, solver="dp")
 
 
@@ -28,7 +31,7 @@ class FormulatedStage:
         ilp_ways: int = USUAL.effort.ilp_ways,
     ) -> None:  # fmt: skip
         self._formulation, self._fits_exactly, self._ilp_ways = formulation, fits_exactly, ilp_ways
-        self.unlimited, self.fits, self.decided, self._has_prices = _OPEN, False, True, False
+        self.unlimited, self.fits, self.decided = _OPEN, False, True
         self._solver: labels.Solver | None = None
         self._unlimited_solver: labels.Solver | None = None
         self._possible = self.all_fit = False
@@ -72,24 +75,18 @@ class FormulatedStage:
         """The problem to solve; without the memory limit where the fastest choice fits anyway."""
         return self.problem.without_memory_limit() if self.fits else self.problem
 
-    def compute_prices(self, cutoff: float) -> None:
-        """Compute good Lagrangian prices, at the first call only."""
-        if self.solver is not None and not self._has_prices:
-            self._has_prices = True
-            self.solver.price(cutoff)
-
     def decide(self, cutoff: float, ends: float) -> None:
         """Determine whether the fastest choice fits, and store it in ``unlimited``. This stays open where no choice is
         below ``cutoff``, or where time is up."""
         if self.decided or self.solver is None:
             return
-        self.compute_prices(cutoff)
+        self.solver.price(cutoff)
         if self.solver.binds:
             self.decided = True
             return
         if self._unlimited_solver is None:
             self._unlimited_solver = labels.Solver(self.problem.without_memory_limit())
-            self._unlimited_solver.price(cutoff)
+        self._unlimited_solver.price(cutoff)
         self._unlimited_solver.run(cutoff, ends)
         self.unlimited = self._unlimited_solver.answer(cutoff)
         self.decided = self._unlimited_solver.done or (self.unlimited.choice is not None and self.unlimited.proved)
@@ -105,8 +102,7 @@ class StageLookup:
     ) -> None:
         self._prices, self._allowed, self.budget = prices, allowed, budget
         self._among = widths(prices.space.request.gpus) if among is None else among
-        self._stages: dict[tuple[int, int], FormulatedStage | None] = {}
-        self._variants: dict[tuple[object, ...], FormulatedStage] = {}
+        self._stages: dict[tuple[object, ...], FormulatedStage | None] = {}
         self._floors: dict[tuple[int, int], Floor] = {}
         self.pricing_s: dict[tuple[int, int], float] = {}
         """CPU seconds that :meth:`floor` took, by width and number of microbatches."""
@@ -150,39 +146,18 @@ class StageLookup:
             return unsplit.whole
         return max(compute_ms, compute_ms * (1 - 1 / m) + (unsplit.once if unsplit.once < float("inf") else 0.0))
 
-    def get(self, width: int, num_microbatches: int) -> FormulatedStage | None:
-        """The formulated stage; None where some component cannot run in it."""
-        key = (width, num_microbatches)
+    def get(self, width: int, num_microbatches: int, how: Memory = "least") -> FormulatedStage | None:
+        """The formulated stage; None where some component cannot run in it. ``how``: with the least memory of each
+        component; with that memory and all configurations that may hold less where neighbours run alike; or with the
+        memory as if neighbours ran alike (what fits there usually fits)."""
+        key = (width, num_microbatches, how)
         if key not in self._stages:
-            self._stages[key] = self._formulate(width, num_microbatches)
+            self._stages[key] = self._formulate(width, num_microbatches, how)
         return self._stages[key]
-
-    def counted(self, width: int, num_microbatches: int) -> FormulatedStage:
-        """The stage with the memory of each component as if its neighbours ran alike; what fits there usually fits."""
-        return self._variant(width, num_microbatches, counted=True)
-
-    def wrapped(self, width: int, num_microbatches: int) -> FormulatedStage:
-        """The stage with all configurations that may hold less memory where neighbours run alike."""
-        return self._variant(width, num_microbatches, wrapped=True)
-
-    def _variant(self, width: int, num_microbatches: int, **how: bool) -> FormulatedStage:
-        key = (width, num_microbatches, *how)
-        if key not in self._variants:
-            crowded = self.floor(width, num_microbatches).may_bind
-            formulation = formulate(self._prices, width, num_microbatches, self._allowed, likely_tight=crowded, **how)
-            self._variants[key] = self._formulated(formulation)
-        return self._variants[key]
 
     def runs(self, stage: FormulatedStage) -> Runs:
         """Memory of runs of equal choices beyond the sum over components."""
         return Runs(self._prices, stage.formulation)
-
-    def _formulated(self, formulation: Formulation | None) -> FormulatedStage:
-        if formulation is None:
-            return FormulatedStage(None)
-        return FormulatedStage(
-            formulation, lambda choice: self._prices.fits(formulation.candidate(choice)), self.budget.effort.ilp_ways
-        )
 
     def is_excluded(self, width: int, num_microbatches: int, cutoff: float, ends: float) -> bool | None:
         """Whether the fastest choice with fewer microbatches fits, which excludes this number; None where that is
@@ -203,9 +178,16 @@ class StageLookup:
         """Whether any choice may fit."""
         return floor.memory <= self._prices.space.capacity(width) / GIB + TOLERANCE_GIB
 
-    def _formulate(self, width: int, num_microbatches: int) -> FormulatedStage | None:
+    def _formulate(self, width: int, num_microbatches: int, how: Memory) -> FormulatedStage | None:
         floor = self.floor(width, num_microbatches)
         if not self.possible(width, floor):
             return FormulatedStage(None)
-        formulation = formulate(self._prices, width, num_microbatches, self._allowed, likely_tight=floor.may_bind)
-        return None if formulation is None else self._formulated(formulation)
+        formulation = formulate(
+            self._prices, width, num_microbatches, self._allowed, likely_tight=floor.may_bind,
+            wrapped=how == "wrapped", counted=how == "counted",
+        )  # fmt: skip
+        if formulation is None:
+            return None
+        return FormulatedStage(
+            formulation, lambda choice: self._prices.fits(formulation.candidate(choice)), self.budget.effort.ilp_ways
+        )

@@ -122,11 +122,3 @@ class Runs:
         return min(
             self._pricer.component(i, rows[c]).footprint.state / GIB - self._chain.configs[i][c].state for c in which
         )
-
-
-def charged(charge: RunCharge, choice: Sequence[int]) -> bool:
-    """Whether a choice has the run of ``charge``."""
-    a, b = charge.start, charge.start + len(charge.members)
-    if any(choice[a + i] not in row for i, row in enumerate(charge.members)):
-        return False
-    return not (a and choice[a - 1] in charge.front) and not (b < len(choice) and choice[b] in charge.behind)

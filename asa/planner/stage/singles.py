@@ -102,7 +102,7 @@ class Single:
         stage = self._stages.get(self.width, m)
         if stage is not None and stage.solver is not None:
             self.stage = stage
-            stage.compute_prices(best)
+            stage.solver.price(best)
             self._accept(stage.solver.answer(min(best, self.value)))
 
     def step(self, best: float, ends: float) -> None:
@@ -148,7 +148,7 @@ class Single:
         if stage is None or stage.solver is None:
             self.bound = float("inf")
             return
-        stage.compute_prices(best)
+        stage.solver.price(best)
         self._raise(stage.solver.bound)
         if self.num_microbatches == 1 and self._solver != "exhaustive":
             self._accept(stage.solver.answer(min(best, self.value)))
@@ -208,11 +208,12 @@ class Single:
         """Continue if the best choice does not fit: search for a plan with counted memory, then use the ILP with
         charges for the runs of refused choices."""
         self._refused_steps += 1
-        safe = self._stages.counted(self.width, self.num_microbatches)
+        safe = self._stages.get(self.width, self.num_microbatches, "counted")
+        assert safe is not None
         beyond = self._solver == "ilp" and self._charged_solves < _REFUSED
         beyond = beyond and ends - clock.now() > self._stages.budget.ilp_s
         if safe.solver is not None and not safe.solver.done and (self._refused_steps % 2 == 0 or not beyond):
-            safe.compute_prices(cutoff)
+            safe.solver.price(cutoff)
             safe.solver.run(cutoff, clock.now() + slice_s)
             self._accept(replace(safe.solver.answer(cutoff), bound=0.0), safe)
         elif beyond:
@@ -224,7 +225,8 @@ class Single:
     def _solve_by_charges(self, cutoff: float, until: float) -> None:
         """Search for the fastest choice, except for those that were refused and those that hold as much for the same
         reason."""
-        stage = self._stages.wrapped(self.width, self.num_microbatches)
+        stage = self._stages.get(self.width, self.num_microbatches, "wrapped")
+        assert stage is not None
         self._runs = self._runs or self._stages.runs(stage)
         if not self._forbidden:
             assert self.stage is not None
@@ -282,9 +284,9 @@ class Single:
 
     def _accept_counted(self) -> None:
         """Take a plan with counted memory, from the search for prices, in place of one that does not fit."""
-        safe = self._stages.counted(self.width, self.num_microbatches)
-        if safe.solver is not None:
-            safe.compute_prices(float("inf"))
+        safe = self._stages.get(self.width, self.num_microbatches, "counted")
+        if safe is not None and safe.solver is not None:
+            safe.solver.price(float("inf"))
             self._accept(replace(safe.solver.answer(self.value), bound=0.0), safe)
         if self.value <= self.bound:
             self.bound = self.value

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from asa.planner.stage.pareto import begins
-from asa.planner.stage.problem import Chain, all_ahead
-from asa.planner.stage.rows import COLUMNS, JOINT, Joints, Row, Sides
+from asa.planner.stage.problem import COLUMNS, JOINT, Chain, Joints, Row, Sides, all_ahead
 
 INF = float("inf")
 
@@ -310,10 +309,6 @@ class Table:
     whole: Any
     single: Any
     backward: Any = None
-
-    def least_over_degrees(self) -> Table:
-        """The table with the least of each value over the degrees at the ends."""
-        return Table(*(None if x is None else x.min(axis=(2, 3), keepdims=True) for x in self.values()))
 
     def values(self) -> tuple[Any, ...]:
         """The arrays."""

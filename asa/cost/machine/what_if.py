@@ -1,7 +1,8 @@
-"""What-if profiles in which every time is longer by a factor."""
+"""What-if profiles: all times longer, or activations larger, by a factor."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from asa.ir.profile import Profile, Stat, Timing
@@ -22,4 +23,23 @@ def slower_profile(profile: Profile, factor: float) -> Profile:
         by_tokens=None if profile.by_tokens is None else slowed(profile.by_tokens),
         updates=tuple(replace(u, step=scaled(u.step)) for u in profile.updates),
         dispatch_floor_s=factor * profile.dispatch_floor_s,
+    )
+
+
+def heavier_profile(profile: Profile, factor: float) -> Profile:
+    """A copy with ``factor`` times the saved and transient bytes. Parameters, gradients and optimizer state are known
+    exactly, so they stay."""
+    if factor == 1.0:
+        return profile
+    return replace(
+        profile,
+        timings=tuple(
+            replace(
+                t,
+                saved_bytes=math.ceil(factor * t.saved_bytes),
+                transient_bytes=math.ceil(factor * t.transient_bytes),
+                unmade_bytes=math.floor(min(1.0, factor) * t.unmade_bytes),
+            )
+            for t in profile.timings
+        ),
     )

@@ -1,15 +1,33 @@
-"""The pricing problem of column generation: one stage under weights of its times. It gives a lower bound with the
-memory limit, and the best choice.
+"""The label program for one stage under weights of its times: a lower bound with the memory limit, and the best choice.
 
 A path through the clock of a pipeline contains a stage's forward and backward a number of times, the extension of its
 last backward, and its once-per-step work; a weighted mean of paths contains fractions of them. Under such weights a
 stage is a :class:`asa.planner.stage.problem.Problem` with costs at its two ends: the stages in front have a cost for
-each data degree at its start, and those behind have a least cost for each data degree at its end. Lagrangian prices of
-memory in the backward of some components (:mod:`asa.planner.stage.dual`) bound every completion of a partial choice.
+each data degree at its start, and those behind have a least cost for each data degree at its end. This is the pricing
+problem of column generation. A stage that is alone has weight 1 for its once-per-step work, which is all it does.
+
+A label is a partial choice for components 0..i, reduced to what the others can see: the layout of component i and
+
+* ``P``: its cost, if all its backward windows overlapped with synchronisation still to come,
+* ``C``: its cost, if the communication stream stays busy to the end from a component of the bucket now open,
+* ``V``: the same, from a component in front of that bucket,
+* ``U``: the peak so far, in a step that ended here;  ``W``: state and activations held so far.
+
+Adding a component with cost d (its work and the edge before it), own release a = saving*sc*prompt, late release l =
+saving*sc*late:
+
+    V <- V + d - a - l,   C <- C + d - a,   P <- P + d     (a release behind a busy stretch's start is hidden)
+    a bucket begins here:  V <- max(V, C), C <- P;   else  C <- max(C, P)
+    P <- P - saving*sp*window
+    U <- max(U + state + gradients, W + state + activations + gradients + transient),   W <- W + state + activations
+
+All five are monotone, so a label that is no better in any of them than another with the same layout is dropped. The
+value at the end, ``max(V, C)`` with ``U <= capacity``, is exact. Lagrangian prices of memory in the backward of some
+components, and weights of the components at which the overlap is counted (:mod:`asa.planner.stage.dual`), bound every
+completion of a label.
 
 A ms of overlap of synchronisation with backward saves ``saving`` ms. Where the path continues in another stage, overlap
-only lengthens backward, and ``saving`` is negative. Bounds are then combined with min instead of max, component by
-component.
+only lengthens backward, and ``saving`` is negative. Clocks and bounds are then combined with min instead of max.
 """
 
 from __future__ import annotations
@@ -21,10 +39,10 @@ from typing import Any
 import numpy as np
 
 from asa.planner import clock
-from asa.planner.pipeline import lattice as at
-from asa.planner.pipeline.lattice import INF
-from asa.planner.pipeline.stage_slice import StageSlice
+from asa.planner.stage import lattice as at
+from asa.planner.stage.lattice import INF
 from asa.planner.stage.pareto import OutOfTimeError, begins, efficient, lowest
+from asa.planner.stage.stage_slice import StageSlice
 
 _CLOSE = 1 + 1e-12
 _COARSE, _WIDE = 10, (2e-3, 30.0)
@@ -39,18 +57,29 @@ V, C, P, U, W, MOVING = range(6)
 
 
 @dataclass
-class _Front:
-    """Labels behind one component: ``columns``, label x clocks (ms) and GiB; ``priced``, label x memory prices."""
+class Labels:
+    """Labels behind one component: ``columns``, label x clocks (ms) and GiB; ``entry`` and ``layout`` of each, the
+    label it comes from (``parent``) and its configuration; ``priced``, label x memory prices."""
 
     columns: Any
-    priced: Any
     entry: Any
     layout: Any
     parent: Any
     config: Any
+    priced: Any = None
 
-    def select(self, index: Any) -> _Front:
-        return _Front(*(x[index] for x in self.__dict__.values()))
+    def select(self, index: Any) -> Labels:
+        """The labels ``index``."""
+        return Labels(*(None if x is None else x[index] for x in self.__dict__.values()))
+
+
+def traced(history: Sequence[tuple[Any, Any]], label: int) -> list[int]:
+    """The configuration of each component in a label. ``history``: parents and configurations behind each."""
+    picked: list[int] = []
+    for parents, configs in reversed(history):
+        picked.append(int(configs[label]))
+        label = int(parents[label])
+    return picked[::-1]
 
 
 @dataclass(frozen=True)
@@ -67,9 +96,12 @@ class PricedChoice:
 class PricingProblem:
     """A stage under weights of its forward, of its backward, of the extension of its last backward (where the path
     continues), and of its once-per-step work (where the path ends). ``behind``: least cost of the later stages, for
-    each data degree at the end."""
+    each data degree at the end. ``prices``: good weights of the components at which the overlap may be counted, and
+    prices of memory (:class:`asa.planner.stage.dual.Search`); searched for where None."""
 
-    def __init__(self, stage: StageSlice, weights: Sequence[float], behind: Any) -> None:
+    def __init__(
+        self, stage: StageSlice, weights: Sequence[float], behind: Any, prices: tuple[Any, Any] | None = None
+    ) -> None:
         forward, backward, longer, once = weights
         x, n = stage.numbers, stage.n
         self.stage, self.after = stage, behind[x.degree]
@@ -94,8 +126,15 @@ class PricingProblem:
         self.begins = begins(self.component, self.layout)
         self.of = np.searchsorted(self.component, np.arange(n + 1))
         ks = sorted({0, n // 2, n - 1}) if s > 0 else [0]
-        self.pivots = np.array(ks)
-        self._price()
+        self.pivots = np.zeros((len(ks), n))
+        self.pivots[np.arange(len(ks)), ks] = 1.0
+        if prices is not None and s > 0:
+            self.pivots = np.concatenate([self.pivots, prices[0][None]])
+        self.passed = np.clip(np.cumsum(self.pivots, axis=1), 0.0, 1.0)
+        if prices is None:
+            self._price()
+        else:
+            self._set_memory_prices(np.outer((1.0, *_BESIDE) if prices[1].any() else (1.0,), prices[1]))
 
     def _undominated(self, times: Any) -> Any:
         r, stage = self.stage.row, self.stage
@@ -154,8 +193,9 @@ class PricingProblem:
         least[self.component[self.begins], :, :, self.layout[self.begins]] = np.moveaxis(cost, 2, 0)
         self.least = least
         self._bound_behind()
+        from_first = self._cost_from(0, self.behind[0])
         # price set x layout
-        self.root = self.offset[:, None] + self._rooted()
+        self.root = self.offset[:, None] + (from_first[:-1].max(axis=0) if self.saving >= 0 else from_first[P])
 
     def _bound_behind(self) -> None:
         """Compute the least cost behind each component: component x case x price set x layout. Where ``saving`` is not
@@ -177,18 +217,15 @@ class PricingProblem:
         """The least cost of component i and all behind it: case x price set x layout."""
         front, pivot, bucket, beyond = self.least[i]
         if self.saving >= 0:
-            pivot_costs = [front if i < k else pivot if i == k else beyond for k in self.pivots.tolist()]
-            return np.stack([*pivot_costs, beyond]) + behind
+            own, passed = self.pivots[:, i].tolist(), self.passed[:, i].tolist()
+            shares = [((front, 1 - b), (pivot, a), (beyond, max(0.0, b - a))) for a, b in zip(own, passed, strict=True)]
+            return np.stack([*(sum(share * x for x, share in some if share) for some in shares), beyond]) + behind
         if self.stage.across[i]:
             c = bucket + behind[C]
         else:
             c = bucket + behind[V]
         p = np.minimum(pivot + behind[C], front + behind[P])
         return np.stack([beyond + behind[V], c, p])
-
-    def _rooted(self) -> Any:
-        from_first = self._cost_from(0, self.behind[0])
-        return from_first[:-1].max(axis=0) if self.saving >= 0 else from_first[P]
 
     def entry_bounds(self) -> Any:
         """Lower bound for each data degree at the start, by its number."""
@@ -207,7 +244,7 @@ class PricingProblem:
         history: list[tuple[Any, Any]] = []
         proved = limit
         none = PricedChoice(np.full(degrees, INF), [None] * degrees, [0] * degrees, proved)
-        front: _Front | None = None
+        front: Labels | None = None
         for i in range(n):
             if clock.now() > ends:
                 raise OutOfTimeError
@@ -223,43 +260,36 @@ class PricingProblem:
         assert front is not None
         return self._by_degree(front, history, proved)
 
-    def _by_degree(self, front: _Front, history: list[tuple[Any, Any]], proved: float) -> PricedChoice:
+    def _by_degree(self, front: Labels, history: list[tuple[Any, Any]], proved: float) -> PricedChoice:
         x = self.stage.numbers
         values, choices = np.full(x.degrees, INF), list[tuple[int, ...] | None]([None] * x.degrees)
         entries = [0] * x.degrees
-        total = self._final_values(front.columns)
+        total = (np.maximum if self.saving >= 0 else np.minimum)(front.columns[:, V], front.columns[:, C])
         for label in np.argsort(total, kind="stable").tolist():
             degree = int(x.degree[front.layout[label]])
             if choices[degree] is not None:
                 continue
             values[degree] = total[label]
-            picked, k = [], label
-            for parents, rows in reversed(history):
-                picked.append(int(self.config[rows[k]]))
-                k = int(parents[k])
-            choices[degree] = tuple(reversed(picked))
+            choices[degree] = tuple(int(self.config[row]) for row in traced(history, label))
             entries[degree] = int(front.entry[label])
         return PricedChoice(values, choices, entries, proved)
 
-    def _final_values(self, x: Any) -> Any:
-        return np.maximum(x[:, V], x[:, C]) if self.saving >= 0 else np.minimum(x[:, V], x[:, C])
-
-    def _begin(self, entry: Any) -> _Front:
+    def _begin(self, entry: Any) -> Labels:
         x = self.stage.numbers
         layout = np.flatnonzero(np.isfinite(entry[x.degree]))
         columns = np.zeros((len(layout), 6))
         columns[:, V] = columns[:, C] = -_NEVER if self.saving >= 0 else _NEVER
         columns[:, P] = entry[x.degree[layout]]
         none = np.zeros(len(layout), dtype=np.int64)
-        return _Front(columns, np.zeros((len(layout), len(self.memory))), x.degree[layout], layout, none, none)
+        return Labels(columns, x.degree[layout], layout, none, none, np.zeros((len(layout), len(self.memory))))
 
-    def _efficient(self, front: _Front, columns: Any, ends: float) -> Any:
+    def _efficient(self, front: Labels, columns: Any, ends: float) -> Any:
         """Indices of the undominated labels. All labels of a layout agree on which clocks have begun."""
         if not self.saving:
             columns = columns[:, P:]
         return efficient(np.where(np.abs(columns) < _NEVER / 2, columns, 0.0), front.layout, ends)
 
-    def _cross_edge(self, front: _Front, i: int, limit: float, ends: float) -> _Front:
+    def _cross_edge(self, front: Labels, i: int, limit: float, ends: float) -> Labels:
         """Labels that arrive in each layout of component i, before its configuration is chosen."""
         e = self.stage.edges[i - 1]
         from_here = self._cost_from(i, self.behind[i])
@@ -275,7 +305,7 @@ class PricingProblem:
         columns[:, U] += e[at.ESTATE][pair]
         columns[:, W] += e[at.ESTATE][pair] + e[at.EACT][pair]
         columns[:, MOVING] = columns[:, W] + e[at.ETRANS][pair]
-        arrived = _Front(columns, priced[:, source, layout].T, front.entry[source], layout, source, 0 * source)
+        arrived = Labels(columns, front.entry[source], layout, source, 0 * source, priced[:, source, layout].T)
         if len(source) <= 40:
             return arrived
         return arrived.select(self._efficient(arrived, columns if self.stage.tight else columns[:, :U], ends))
@@ -284,20 +314,22 @@ class PricingProblem:
         """Lower bounds on the final value without the cost of memory: price set x label. ``clocks``: label x clock;
         ``behind``: the least cost behind component i, case x price set x label."""
         if self.saving >= 0:
-            bound = np.maximum(clocks[..., V], clocks[..., C])[None] + behind[-1]
-            for k, pivot in enumerate(self.pivots.tolist()):
-                if pivot > i:
-                    bound = np.maximum(bound, clocks[..., P][None] + behind[k])
+            begun = np.maximum(clocks[..., V], clocks[..., C])
+            bound = begun[None] + behind[-1]
+            for k, share in enumerate(self.passed[:, i].tolist()):
+                if share < 1:
+                    so_far = share * begun + (1 - share) * clocks[..., P] if share else clocks[..., P]
+                    bound = np.maximum(bound, so_far[None] + behind[k])
             return bound
         bound = np.minimum(clocks[..., V][None] + behind[V], clocks[..., C][None] + behind[C])
         return np.minimum(bound, clocks[..., P][None] + behind[P])
 
-    def _bounds(self, front: _Front, i: int) -> Any:
+    def _bounds(self, front: Labels, i: int) -> Any:
         """Lower bounds on the final value, one for each label."""
         bound = self._completed(front.columns[:, :3], self.behind[i][:, :, front.layout], i)
         return (bound + front.priced.T + self.offset[:, None]).max(axis=0)
 
-    def _configured(self, front: _Front, i: int, limit: float) -> _Front:
+    def _configured(self, front: Labels, i: int, limit: float) -> Labels:
         """Labels with every configuration of component i."""
         stage, x = self.stage, self.stage.numbers
         a, b = self.of[i], self.of[i + 1]
@@ -315,16 +347,18 @@ class PricingProblem:
             source, chosen, layout, columns, u, w = (v[fits] for v in (source, chosen, layout, columns, u, w))
         else:
             u = w = np.zeros(len(source))
-        windowed, d, bucket, beyond = self.sides[:, chosen]
-        v, c, p = columns[:, V] + beyond, columns[:, C] + bucket, columns[:, P] + d
         tighter = np.maximum if self.saving >= 0 else np.minimum
-        if stage.across[i]:
-            c = tighter(c, p)
-        else:
-            v, c = tighter(v, c), p
-        p = columns[:, P] + windowed
-        grown_front = _Front(
-            np.stack([v, c, p, u, w, w], axis=1), front.priced[source] + self.priced[:, chosen].T,
-            front.entry[source], layout, front.parent[source], chosen,
+        v, c, p = clocks(columns[:, :U].T, self.sides[:, chosen], across=stage.across[i], tighter=tighter)
+        grown_front = Labels(
+            np.stack([v, c, p, u, w, w], axis=1), front.entry[source], layout, front.parent[source], chosen,
+            front.priced[source] + self.priced[:, chosen].T,
         )  # fmt: skip
         return grown_front.select(np.flatnonzero(self._bounds(grown_front, i) < limit))
+
+
+def clocks(before: Any, sides: Any, *, across: bool, tighter: Any = np.maximum) -> tuple[Any, Any, Any]:
+    """The clocks V, C and P of labels behind one more component. ``sides``: its cost in front of the component at which
+    the overlap is counted, at it, behind it in the same bucket, and behind that; ``across``: a bucket spans it."""
+    (v, c, p), (windowed, at_it, bucket, beyond) = before, sides
+    v, c, now = v + beyond, c + bucket, p + at_it
+    return (v, tighter(c, now), p + windowed) if across else (tighter(v, c), now, p + windowed)
