@@ -141,7 +141,26 @@ def _statistics_anew(net: Any, opt: Any, batches: Any) -> State:
     return dict(net.state_dict())
 
 
+def _acting(net: Any, opt: Any, _: Any) -> State:
+    """Draws actions by what the model gives, one after another, and learns from them; ranks draw the same."""
+    torch.manual_seed(1)
+    drawn = []
+    for _episode in range(3):
+        state, logs = torch.zeros(8, dtype=torch.float64), []
+        for _time in range(3):
+            policy = torch.distributions.Categorical(logits=net(state[None]))
+            action = policy.sample()
+            logs.append(policy.log_prob(action))
+            drawn.append(action.item())
+            state = state * 0.5 + 0.1 * action.item()
+        opt.zero_grad()
+        torch.cat([-log * (i + 1) for i, log in enumerate(logs)]).sum().backward()
+        opt.step()
+    return {**net.state_dict(), "drawn": torch.tensor(drawn)}
+
+
 ALIKE: dict[str, tuple[Program, tuple[str, ...]]] = {
+    "acting": (_program(_acting), ("ddp",)),
     "shadow": (_program(_shadow), ("ddp", "fsdp", "mixed-sharded")),
     "initialised": (_program(_initialised), ("ddp", "tensor")),
     "vector": (_program(_as_vector), ("fsdp", "tensor", "mixed-sharded")),
@@ -202,7 +221,7 @@ def _of_all(net: Any, opt: Any, batches: Any) -> None:
 
 
 def _remembered(net: Any, opt: Any, batches: Any) -> None:
-    """What was answered for another sample is a sample's second target in later epochs; labels are numbers of samples."""
+    """What was answered for another sample is a sample's second target in later epochs; labels are numbers of them."""
     table = torch.zeros(21, 4, dtype=torch.float64)
     for epoch in range(3):
         for x, i in batches:
@@ -247,7 +266,7 @@ HEARD: dict[str, tuple[Program, str, str]] = {
     "answers": (_program(_answers), "ddp", "is of this rank's samples"),
     "behind backward": (_program(_behind), "ddp", "is of this rank's samples"),
     "for each sample": (
-        Program(model=_net, x=X, y=torch.arange(21), loop=_remembered), "ddp", "not a mean over samples",
+        Program(model=_net, x=X, y=torch.arange(21), loop=_remembered), "ddp", "a number that differs between ranks",
     ),
     "a hook": (_program(_kept_by_a_hook), "fsdp", "a forward hook on"),
     "a temperature": (_program(_contrasted, _Tempered), "ddp", "not a mean over samples"),
@@ -297,7 +316,7 @@ def _refused(_rank: int, tensor: Any, fsdp: Any) -> list[str]:
     said.append(str(replaced.value))
     net, *_ = asa.parallelize(*_program(lambda *_: {}).made(), plan=fsdp)
     with pytest.raises(UsageError) as unknown:
-        next(net.parameters()).detach().view(-1, 3)[0] = 1
+        next(net.parameters()).detach().index_fill_(0, torch.tensor([0]), 1.0)
     return [*said, str(unknown.value)]
 
 

@@ -231,8 +231,14 @@ class Tape:
     ) -> dict[int, Tensor]:
         """Values at all positions if those of outputs and leaves are ``values``; ``number`` maps whole numbers.
 
-        Operations that fail are left out, with everything computed from them, unless ``strict``.
+        Operations that fail are left out, with everything computed from them, unless ``strict``. Those that draw leave
+        the generators as they were.
         """
+        devices = {t.device.index or 0 for t in values.values() if t.is_cuda}
+        with torch.random.fork_rng(sorted(devices)):
+            return self._replay(values, number, strict=strict)
+
+    def _replay(self, values: dict[int, Tensor], number: Callable[[Any], Any], *, strict: bool) -> dict[int, Tensor]:
         replayed = dict(values)
         for function, args, options, refs in self.operations:
             try:
@@ -284,8 +290,7 @@ class Tape:
                         return True
             return False
 
-        devices = [loss.device] if loss.is_cuda else []
-        with torch.random.fork_rng(devices), torch.enable_grad(), warnings.catch_warnings():
+        with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return next((count for count in range(1, 1 + min(self.rows, _MOST_FEWEST)) if works(count)), 1)
 
