@@ -51,7 +51,7 @@ NAMING = (
     "weighs the mean of", "ignored by the loss", "from what one device would give", "a hook on its gradient",
     "keeps something from call to call", "no longer the same", "normalises over", "forward changes", "is not updated",
     "asks how many there are", "gradients of the model's inputs",
-    "was changed behind", "updates element by element",
+    "was changed behind", "a forward hook on", "updates element by element",
 )  # fmt: skip
 """Words in warnings and lines that name what differs from one process; that something was not checked is none."""
 
@@ -94,8 +94,11 @@ class Watched:
     def __len__(self) -> int:
         return len(self._batches)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
 
-BY_HAND = ("loss", "loop", "model", "data", "strange")
+
+BY_HAND = ("loss", "loop", "model", "data", "strange", "script", "method")
 """Kinds of programs for which plans are written by hand where they can be: what is tried is not the planner."""
 _LAYOUTS = {
     "ddp": (uniform(2, 1), "replicate"),
@@ -124,7 +127,7 @@ def spread(program: Program, how: str, seconds: dict[str, float]) -> dict[str, T
     """The weights that a rank has in the end."""
     usual = {"cluster": CLUSTER, "cache": None, "time_limit_s": 0.5, "timeout_s": 60, **program.options}
     seeded()
-    plan = by_hand(program, how) if how == "mixed" or (program.kind in BY_HAND and how != "job") else None
+    plan = by_hand(program, how) if how == "mixed" or (program.kind in BY_HAND and how in _LAYOUTS) else None
     seeded()
     if plan is not None:
         usual["plan"] = plan

@@ -56,6 +56,9 @@ def _identity(x: Tensor) -> Tensor:
     return x.clone()
 
 
+_identity.across = True  # type: ignore[attr-defined]  # numbers computed from it are of all ranks
+
+
 class _Rows(torch.autograd.Function):
     """Gathers the counted rows of all ranks."""
 

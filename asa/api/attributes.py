@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
+from collections.abc import Iterator
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -50,7 +53,8 @@ def get_attribute(model: DistributedModelBase, name: str) -> Any:
 
 
 def part_of(model: DistributedModelBase, value: Any) -> Any:
-    """The ranks' version of ``value`` if it is a module of the model; otherwise ``value``."""
+    """The ranks' version of ``value`` if it is a module of the model, whose calls are collective; otherwise
+    ``value``."""
     if not isinstance(value, nn.Module) or model.parallel is None:
         return value
     path = next((n for n, m in model.origin.named_modules() if m is value), "")
@@ -59,8 +63,45 @@ def part_of(model: DistributedModelBase, value: Any) -> Any:
         for name in path.split("."):
             part = None if part is None else part._modules.get(name)
         if part is not None:
-            return part
+            return _called_by_all(model, path, part)
     return value
+
+
+def _called_by_all(model: DistributedModelBase, path: str, part: nn.Module) -> nn.Module:
+    """``part``, the module ``path`` of the model, as a program sees it: the same in everything, but a call is one of
+    the model's methods. Otherwise gradients of such a call would be those of one rank's samples, and a rank that holds
+    a piece of the module would compute with that."""
+    kind: type = type(part)
+
+    def inside(name: str, value: Any) -> Any:
+        return _called_by_all(model, f"{path}.{name}", value) if isinstance(value, nn.Module) else value
+
+    members: dict[str, Any] = {
+        "__call__": lambda _, *args, **options: _method(model, path, *args, **options),
+        "__getattr__": lambda self, name: inside(name, kind.__getattr__(self, name)),  # type: ignore[attr-defined]
+        "__reduce_ex__": lambda _, protocol: part.__reduce_ex__(protocol),  # a copy is a plain module
+        "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
+    }  # fmt: skip
+    if isinstance(part, nn.Sequential | nn.ModuleList):
+        members["__iter__"] = lambda self: iter([inside(n, m) for n, m in self._modules.items()])
+        members["__getitem__"] = lambda _, key: (
+            [inside(n, m) for n, m in part._modules.items()][key] if type(key) is int else part[key]  # type: ignore[index]
+        )
+    view: nn.Module = object.__new__(type(kind.__name__, (kind,), members))
+    view.__dict__ = part.__dict__
+    return view
+
+
+@contextlib.contextmanager
+def _weights_preserved(module: nn.Module) -> Iterator[None]:
+    """Context after which parameters are as before: a method may change them (an average of weights)."""
+    before = [(p, p.data, p.detach().clone()) for p in module.parameters()]
+    try:
+        yield
+    finally:
+        for p, memory, values in before:
+            p.data = memory
+            p.data.copy_(values)
 
 
 def _method(model: DistributedModelBase, name: str, /, *args: Any, **options: Any) -> Any:
@@ -74,12 +115,16 @@ def _method(model: DistributedModelBase, name: str, /, *args: Any, **options: An
                 f"model.{name}() needs the whole model, of which ranks hold parts under {parallel.plan.strategy}: plan "
                 "with strategies=('ddp',), or load model.state_dict() into a plain one"
             )
-        if not torch.is_grad_enabled():
-            return getattr(model.origin, name)(*args, **options)
-        with preserved(model.origin):
-            result = getattr(model.origin, name)(*args, **options)
+        run = attrgetter(name)
+        gives_nothing: set[str] = model.__dict__.setdefault("gives_nothing", set())
+        if not torch.is_grad_enabled() or name in gives_nothing:
+            return run(model.origin)(*args, **options)
+        with preserved(model.origin), _weights_preserved(model.origin):
+            result = run(model.origin)(*args, **options)
         if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(result)):
-            return getattr(model.origin, name)(*args, **options)
+            if result is None:
+                gives_nothing.add(name)
+            return run(model.origin)(*args, **options)
         model.run_whole(f"model.{name}() computes with gradients")
     return model.call(name, args, options)
 

@@ -228,7 +228,10 @@ class GlobalBatches:
             return size
         if self.indexed:
             size = getattr(self.loader.batch_sampler, "batch_size", None)
-            return size if isinstance(size, int) else max(map(len, self.loader.batch_sampler))
+            if isinstance(size, int):
+                return size
+            with restored_afterwards(self.loader):  # a sampler may draw
+                return max(map(len, self.loader.batch_sampler))
         return samples_in(self._first())
 
     @property

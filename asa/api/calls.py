@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +43,8 @@ class Call:
 def _shortened(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"tensor {list(value.shape)}"
-    return type(value).__name__ if isinstance(value, Sequence | Mapping | PackedSequence) else repr(value)[:24]
+    named = value is None or isinstance(value, bool | int | float | str)
+    return repr(value)[:24] if named else type(value).__name__
 
 
 def _parameters(model: nn.Module) -> list[inspect.Parameter]:

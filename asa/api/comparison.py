@@ -70,8 +70,14 @@ class Comparison:
         size = sum(t.nbytes for t, b in zip(leaves, batched, strict=True) if b) * votes.num_ranks
         if not reason and size > MOST_BYTES:
             reason = f"its whole batch has {size / 2**20:.0f} MiB of outputs"
-        if not reason and any(not is_batched(t, tape.rows) for t in tape.values):
-            reason = "an output of the model has no row for each sample: one over pairs of samples has each rank's own"
+        # An output without rows that is the same on all ranks (a temperature) is the same for the whole batch.
+        others = [t.detach().double().abs().sum() for t in tape.values if not is_batched(t, tape.rows)]
+        size_of_others = float(torch.stack(others).sum()) if others and not reason else 0.0
+        if len({f[0] for f in votes.gather([size_of_others])}) > 1:
+            reason = (
+                reason
+                or "an output of the model has no row for each sample: one over pairs of samples has each rank's own"
+            )
         figures = [float(tape.rows), float(tape.rows if self._weight else 0), float(tape.array_read)]
         by_rank = votes.gather([float(bool(reason)), float(len(leaves)), *figures])
         if any(f[0] for f in by_rank):
@@ -187,6 +193,7 @@ class Comparison:
         at = tape.index_of(self._loss)
         leaf_ids = {id(t) for t in tape.leaves}
         inputs = [t for t in tape.model_inputs if id(t) not in leaf_ids and is_batched(t, tape.rows)]
+        have_rows = [is_batched(v, tape.rows) for v in tape.values]
         results = []
 
         counted = self._rows[self._votes.rank]
@@ -225,8 +232,8 @@ class Comparison:
                         plain = t.detach().as_subclass(Tensor)
                         pairs.append((local_rows(replayed_input.detach()), plain if counted else plain[:0]))
                 rows = [
-                    local_rows(torch.zeros_like(e) if g is None else g)
-                    for e, g in zip(outputs, output_gradients, strict=True)
+                    local_rows(torch.zeros_like(e) if g is None else g) if batched else e.new_zeros(0)
+                    for e, g, batched in zip(outputs, output_gradients, have_rows, strict=True)
                 ]
                 results.append((float(replayed[at].detach().sum()), rows, pairs, assumes_local, repeated, reading))
         return results
@@ -249,7 +256,9 @@ class Comparison:
         for value, rows, pairs, assumes_local, repeated, reading in readings[:count]:
             gradients = [
                 (
-                    torch.zeros_like(expected) if actual is None or not share else actual.detach().to(expected) * share,
+                    torch.zeros_like(expected)
+                    if actual is None or not share or not expected.numel()
+                    else actual.detach().to(expected) * share,
                     expected,
                 )
                 for actual, expected in zip(received, rows, strict=True)

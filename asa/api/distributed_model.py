@@ -27,6 +27,7 @@ from asa.api.model_interface import ModelInterface
 from asa.api.names import StateNames
 from asa.api.numbers import patch_sharded_tensors
 from asa.api.outputs import Demands, entering, leaving
+from asa.api.parameter_tools import understood_by_torch as tools_understood_by_torch
 from asa.api.rank_context import RankContext
 from asa.api.trial import Trial
 from asa.api.views import TensorViews
@@ -68,7 +69,7 @@ class DistributedModel(ModelInterface):
     """Function that rebuilds the model to run as a whole, given a reason; None if that is impossible."""
     output_factor: float
     """Weight of the outputs in the last call."""
-    parameter_ids: list[tuple[int, ...]] | None
+    parameter_ids: list[tuple[int | str, ...]] | None
     """Identities of the parameters at the time when the model was distributed."""
     optimizers: Sequence[Optimizer]
     coupled: bool
@@ -110,6 +111,7 @@ class DistributedModel(ModelInterface):
             understood_by_torch(parallel)
             collectives.understood_by_torch()
             patch_sharded_tensors(parallel.parameters())
+            tools_understood_by_torch(list(self.parameters()))
             refuse_hooks(parallel.parameters())
             self._independent = all(layout.data == self.rank_context.ranks for layout in parallel.layouts)
             self.__dict__["_averages"] = self._independent and not any(map(replaced, parallel.plan.components))
@@ -457,21 +459,41 @@ class DistributedModel(ModelInterface):
                 "activations: pad batches to one length in collate_fn, or plan with strategies=('ddp',)"
             )
 
-    def _parameter_ids(self) -> list[tuple[int, ...]]:
-        """Identities of the parameters of the original model and of the distributed one."""
+    def _parameter_ids(self) -> list[tuple[int | str, ...]]:
+        """Identities of the parameters of the original model and of the distributed one; names, if ranks hold
+        shards."""
         assert self.parallel is not None
         # Parameter objects that ranks hold in shards are replaced in each step.
         sharded = any(map(replaced, self.parallel.plan.components))
         return [
-            (sum(1 for _ in m.parameters()),)
+            tuple(n for n, _ in m.named_parameters(remove_duplicate=False))
             if sharded
             else tuple(id(p) for _, p in m.named_parameters(remove_duplicate=False))
             for m in (self.origin, *self.parallel.components)
         ]
 
     def remember(self) -> None:
-        """Record the current parameters."""
+        """Record the current parameters, and hooks of layers."""
         self.__dict__["parameter_ids"] = self._parameter_ids()
+        self.__dict__["hooks"] = {id(m): len(m._forward_hooks) for m in self.parts.modules()}
+
+    def _warn_of_hooks(self) -> None:
+        """Warn once of a hook on a layer that was added behind the call, where gradients through it are not weighed."""
+        known: dict[int, int] | None = self.__dict__.get("hooks")
+        if known is None or self.parallel is None or self._averages:
+            return
+        found = (
+            n for part in self.parts for n, m in part.named_modules() if len(m._forward_hooks) > known.get(id(m), 0)
+        )
+        name = next(found, None)
+        if name is not None:
+            self.__dict__["hooks"] = None
+            warnings.warn(
+                f"a forward hook on {name} gets what this rank computes of it: a loss that uses it counts otherwise "
+                "than on one device under a plan that shards or splits the model; return it from forward beside the "
+                "output, or plan with strategies=('ddp',)",
+                stacklevel=4,
+            )
 
     def unchanged(self) -> None:
         """Check that no parameter was replaced since the model was distributed.
@@ -479,6 +501,7 @@ class DistributedModel(ModelInterface):
         Raises:
             UsageError: one was replaced or tied.
         """
+        self._warn_of_hooks()
         if (
             self.parallel is not None
             and self.training

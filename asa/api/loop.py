@@ -43,6 +43,7 @@ from asa.tracing import TracedModel, called
 
 SEVERAL = 8
 """Number of samples with which a model is tested for dependence between samples."""
+ONLY_WHOLE = "it runs on whole batches of the loader, and not on some samples of one"
 KEEPS_ROWS = "it keeps something from call to call with a row for each sample, and each rank has its own"
 
 
@@ -118,8 +119,11 @@ def parallelize(
     context = join_ranks(device, timeout_s)
     least = [2 if trained_norms(model) and batch_norm == "local" else 1]
     models: list[DistributedModel] = []
+    only_whole = False
 
     def rows(total: int) -> list[int]:
+        if only_whole:
+            return list(range(total))
         learning = not models or models[0].training
         return local_rows(total, context.ranks, context.rank, least[0] if learning else 1)
 
@@ -145,6 +149,7 @@ def parallelize(
         no_shards_because=next(filter(None, (no_shards_because(o, model, elementwise) for o in optimizers)), ""),
     )  # fmt: skip
     call, why = find_call(context, model, batches, example_input)
+    only_whole = why == ONLY_WHOLE
     subject: nn.Module | TracedModel = model
     example = torch.zeros(2, 1)
     chosen = checked_plan(context, plan) if plan != "auto" else None
@@ -189,7 +194,7 @@ def parallelize(
         return built
 
     spare = spare_of(model) if not why else None
-    several = with_more_samples(model, batches, call)
+    several = None if only_whole else with_more_samples(model, batches, call)
     change = coupled(model, several, exact=batch_norm == "exact") if context.rank == 0 else 0.0
     degrees = {layout.data for layout in chosen.layouts()}
     if degrees == {1}:  # every rank computes on all samples
@@ -201,6 +206,8 @@ def parallelize(
     )
     if degrees != {1}:  # BatchNorm needs more than one sample
         least[:] = [max(*least, fewest, 2 if samples_meet and all_independent else 1)]
+    if only_whole:
+        least[:] = [batches.batch_size]
     parallel = build(chosen, subject)
     for line in (
         (*differing(chosen, normalised, parallel.changed, batch_norm), *warning_of(change, chosen))
@@ -304,6 +311,11 @@ def find_call(
 
     choice = context.votes.tell(context.votes.once(choose))
     index, reason = int(choice[0]), str(choice[1])
+    if index < 0:  # one graph, a loss over the batch: few samples are no batch
+        whole = list(guesses(model, batches.example(batches.batch_size)))
+        found = context.votes.once(lambda: next((i for i, way in enumerate(whole) if not why_not(model, way)), -1))
+        if (at := int(context.votes.tell(found))) >= 0:
+            return whole[at], ONLY_WHOLE
     if index < 0:
         cause = "it does not run on the loader's batches"
         return None, f"{cause} ({reason[:160]}), so how it is called is not known; say so with example_input"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from asa.api import attributes
 from asa.api.clipping import clip
 from asa.api.losses import LearningModel
 from asa.api.names import StateNames
+from asa.api.parameter_tools import drawn_as_whole, held_parts
 from asa.api.views import TensorViews
 from asa.errors import UsageError
 from asa.executor.model.parameter_hooks import replaced
@@ -81,17 +84,42 @@ class ModelInterface(LearningModel):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors from :meth:`state_dict` or the plain model; every rank must pass all of them.
 
+        Returns what one device returns: names that are missing, and names that are too many.
+
         Raises:
-            UsageError: a name is missing.
+            UsageError: there are such names, or shapes are others.
         """
         parallel = self.parallel
         if parallel is None:
             return self.parts[0].load_state_dict(state_dict, strict=strict, assign=assign)
+        assert self.names is not None
         try:
-            load_full_state(parallel, dict(state_dict))
-        except KeyError as error:
-            raise UsageError(f"the state lacks {error.args[0]}") from None
-        return None
+            found = self.names.compared(parallel, state_dict, strict=strict)
+        except RuntimeError as error:
+            raise UsageError(" ".join(str(error).split())) from None
+        load_full_state(parallel, found.state, partly=not strict)
+        return found.differing
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call ``fn`` for every module, as for any module (``model.apply(initialise)``). ``torch.nn.init`` draws what
+        one device draws; other changes of a part that a module has are warned of."""
+        if self.parallel is None or self.views is None:
+            return super().apply(fn)
+
+        def watched(module: nn.Module) -> None:
+            before = [(name, p, p.detach().clone()) for name, p in held_parts(module)]
+            fn(module)
+            changed = [name for name, p, was in before if not drawn_as_whole(p) and not torch.equal(p.detach(), was)]
+            if changed:
+                warnings.warn(
+                    f"a function that model.apply calls changed {type(module).__name__}.{changed[0]}, of which this "
+                    "rank has a part: one device changes the whole; use torch.nn.init, or model.named_parameters()",
+                    stacklevel=4,
+                )
+
+        for part in self.parts:
+            part.apply(watched)
+        return self
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip gradients like ``torch.nn.utils.clip_grad_norm_``, over all ranks and shards (collective)."""

@@ -3,12 +3,25 @@ weights are in no component."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from asa.executor.model.exchange import broadcast_tensors
 from asa.executor.model.parallel import ParallelModel
-from asa.executor.model.state import full_state
+from asa.executor.model.state import full_state, local_tensors
 from asa.executor.model.votes import Votes
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A state to load, by the names that components use, and how its names differ from the model's."""
+
+    state: dict[str, Tensor]
+    differing: _IncompatibleKeys
 
 
 class StateNames:
@@ -19,6 +32,7 @@ class StateNames:
         self._values: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
         for name, tensor in self._values.items():
             self._alike.setdefault(id(tensor), []).append(name)
+        self._shapes = {name: tensor.shape for name, tensor in self._values.items() if isinstance(tensor, Tensor)}
         self._names = {name: names for names in self._alike.values() for name in names}
         self._unused: dict[str, Tensor] | None = None
 
@@ -37,3 +51,27 @@ class StateNames:
             source = next((a for a in names if a in tensors), None)
             state[name] = self._unused[name].detach().cpu().clone() if source is None else tensors[source]
         return state
+
+    def compared(self, model: ParallelModel, state: Mapping[str, Any], *, strict: bool) -> Compared:
+        """``state`` as the model would load it.
+
+        Raises:
+            RuntimeError: with ``strict``, names are missing or too many; shapes are others.
+        """
+        missing = [name for name in self._names if name not in state]
+        unexpected = [name for name in state if name not in self._names]
+        if strict and (missing or unexpected):
+            what = f"lacks {', '.join(missing[:3])}" if missing else f"has {', '.join(unexpected[:3])}, which are none"
+            raise RuntimeError(f"the state {what} of the model's; strict=False loads the others")
+        for name, shape in self._shapes.items():
+            if name in state and state[name].shape != shape:
+                raise RuntimeError(f"{name} has the shape {list(shape)}, and in the state {list(state[name].shape)}")
+        local = {item.name for item in local_tensors(model)}
+        found = {}
+        for name, value in state.items():
+            for alike in self._names.get(name, ()):
+                if alike in local and (alike == name or alike not in state):
+                    found[alike] = value
+            if name in (self._unused or {}):
+                self._unused[name].data.copy_(value)  # type: ignore[index]
+        return Compared(found, _IncompatibleKeys(missing, unexpected))

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from asa.errors import UsageError
+from asa.sharding.sharded import place_local
+
 _READING = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__")
 
 
@@ -21,6 +24,41 @@ def patch_sharded_tensors(parameters: Iterable[Tensor]) -> None:
         setattr(DTensor, name, _read_in_full(getattr(Tensor, name)))
     for name in _DRAWING:
         setattr(DTensor, name, _drawn_in_full(getattr(Tensor, name)))
+    DTensor.__torch_function__ = classmethod(_refused_in_a_line)  # type: ignore[assignment]
+    setattr(DTensor, "data", property(_DATA.__get__, _replace_data))  # noqa: B010  # torch declares it a tensor
+
+
+def _refused_in_a_line(_cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """``func`` of sharded tensors.
+
+    Raises:
+        UsageError: torch does not know it for them.
+    """
+    if not all(issubclass(t, DTensor) for t in types):
+        return NotImplemented  # theirs to answer
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    except RuntimeError as error:
+        if "harding propagation failed" not in str(error):
+            raise
+        name = getattr(func, "__name__", str(func))
+        raise UsageError(
+            f"{name} needs a whole tensor, and ranks hold shards of this one: use p.full_tensor() or "
+            "model.state_dict(), or plan with strategies=('ddp',)"
+        ) from error
+
+
+_DATA: Any = Tensor.data
+
+
+def _replace_data(tensor: DTensor, value: Tensor) -> None:
+    """``p.data = value``: torch leaves a DTensor as it was, without a word."""
+    if not isinstance(value, DTensor):
+        value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+    if value.shape != tensor.shape or value.placements != tensor.placements:
+        raise UsageError(f"data of shape {list(value.shape)} cannot take the place of {list(tensor.shape)}")
+    place_local(tensor, value.to_local().to(tensor.dtype))
 
 
 _DRAWING = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_", "geometric_")

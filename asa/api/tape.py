@@ -28,6 +28,20 @@ _WINDOWS, _MOST_FEWEST = 4, 8
 
 
 @dataclass
+class Readings:
+    """Whether a number of a rank's own samples was read out as a Python value; ``say`` is called at the first."""
+
+    say: Callable[[], None]
+    said: bool = False
+
+    def note(self) -> None:
+        """A number is read out."""
+        if not self.said:
+            self.said = True
+            self.say()
+
+
+@dataclass
 class Tape:
     """Operations, in order, on tensors that come from a batch or from ``outputs``.
 
@@ -63,8 +77,8 @@ class Tape:
     """Why the record is incomplete; empty if it is complete."""
     closed: bool = False
     """Whether its batch is over. Later uses of its tensors belong to another record."""
-    value_read: bool = False
-    """Whether a number was read out as a Python value."""
+    readings: Readings | None = None
+    """Whether numbers of this rank's samples were read out as Python values."""
     array_read: bool = False
     """Whether all numbers of a tensor were."""
     size_read: bool = False
@@ -217,8 +231,14 @@ class Tape:
     ) -> dict[int, Tensor]:
         """Values at all positions if those of outputs and leaves are ``values``; ``number`` maps whole numbers.
 
-        Operations that fail are left out, with everything computed from them, unless ``strict``.
+        Operations that fail are left out, with everything computed from them, unless ``strict``. Those that draw leave
+        the generators as they were.
         """
+        devices = {t.device.index or 0 for t in values.values() if t.is_cuda}
+        with torch.random.fork_rng(sorted(devices)):
+            return self._replay(values, number, strict=strict)
+
+    def _replay(self, values: dict[int, Tensor], number: Callable[[Any], Any], *, strict: bool) -> dict[int, Tensor]:
         replayed = dict(values)
         for function, args, options, refs in self.operations:
             try:
@@ -270,8 +290,7 @@ class Tape:
                         return True
             return False
 
-        devices = [loss.device] if loss.is_cuda else []
-        with torch.random.fork_rng(devices), torch.enable_grad(), warnings.catch_warnings():
+        with torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return next((count for count in range(1, 1 + min(self.rows, _MOST_FEWEST)) if works(count)), 1)
 
@@ -302,6 +321,10 @@ class Tape:
     def index_of(self, tensor: Tensor) -> int:
         """Index of ``tensor`` on the tape."""
         return self.positions[id(tensor)]
+
+    def of_all_ranks(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` was computed from what ``asa.reduce`` or ``asa.gather`` returned."""
+        return any(hasattr(operation[0], "across") for operation in self.needed([tensor])[0])
 
 
 def is_batched(tensor: Tensor, rows: int) -> bool:
@@ -376,7 +399,9 @@ class Watched(Tensor):
         for each in tapes:
             each.hooked = each.hooked or func is Tensor.register_hook
             each.size_read = each.size_read or func in _SIZES
-        if tape is None or tape.problem:
+        if tape is None:
+            return _kept(result, args, options)
+        if tape.problem:
             return _unwatched(result, args, options)
         if func is Tensor.register_hook:
             tape.problem = "a hook changes gradients before they reach the model"
@@ -397,8 +422,9 @@ class Watched(Tensor):
     def _read_out(self, *, all_values: bool = False) -> Tensor:
         tape = getattr(self, "tape", None)
         if tape is not None:
-            tape.value_read = True
             tape.array_read = tape.array_read or all_values
+            if tape.readings is not None and not tape.readings.said and not tape.of_all_ranks(self):
+                tape.readings.note()
         return self.as_subclass(Tensor)
 
     def item(self) -> Any:
@@ -443,6 +469,25 @@ class Watched(Tensor):
         """State for copies and files, which contain a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def _kept(result: Any, args: Any, options: Any) -> Any:
+    """``result`` of tensors of former batches: a total or a list that a loop reads out at the end of an epoch. It stays
+    of this rank's samples until that is said."""
+    found = ((t, t.tape.readings) for t in watched_in((args, options)))
+    readings = next((r for t, r in found if r is not None and not r.said and not t.tape.of_all_ranks(t)), None)
+    if readings is None:
+        return _unwatched(result, args, options)
+    light = Tape(0, closed=True, readings=readings)  # the batch's own tensors are not kept
+
+    def kept(leaf: Any) -> Any:
+        if type(leaf) is not Tensor or leaf.requires_grad:
+            return leaf
+        former = leaf.as_subclass(Watched)
+        former.tape = light
+        return former
+
+    return pytree.tree_map(kept, result)
 
 
 def _unwatched(result: Any, args: Any, options: Any) -> Any:

@@ -19,7 +19,7 @@ from asa.api.comparison import Comparison, Difference
 from asa.api.distributed_model_base import DistributedModelBase
 from asa.api.in_step import REMEDY
 from asa.api.messages import say
-from asa.api.tape import Tape, Watched, functions_followed
+from asa.api.tape import Readings, Tape, Watched, functions_followed
 from asa.errors import UsageError
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -48,7 +48,8 @@ class Trial:
         """Whether the batch is small, or of a size for which no loss was compared (equal on all ranks)."""
         self._compared = self._unfinished = 0
         self._reported_reasons: set[str] = set()
-        self._hooks = self._warned_of_values = self._warned_of_sizes = False
+        self._hooks = self._warned_of_sizes = False
+        self._readings = Readings(self._say_of_values)
         self._tape: Tape | None = None
         self._graphs: set[int] = set()
         self._restarts = 0
@@ -84,7 +85,10 @@ class Trial:
 
     def epoch_began(self) -> None:
         """Check again, because a program may have another loss in another epoch."""
-        self._remaining = max(self._remaining, 2) if self._compared < _MOST_COMPARED else self._remaining
+        if self._compared < _MOST_COMPARED:
+            self._remaining = max(self._remaining, 2)
+            # Once more in every epoch: what a loop keeps for each sample may differ between ranks from then on.
+            self._occurrences = Counter({form: min(n, _TIMES - 1) for form, n in self._occurrences.items()})
         self._unfinished = 0
 
     def begin(self, batch: Any, share: Share) -> Any:
@@ -99,7 +103,7 @@ class Trial:
         functions_followed(True)
         model = self._model()
         leave = model.in_step.leave if model is not None and model.in_step is not None else _do_nothing
-        self._tape = Tape(rows, share.total, leave)
+        self._tape = Tape(rows, share.total, leave, readings=self._readings)
         return self._tape.begin(batch)
 
     @contextmanager
@@ -126,7 +130,7 @@ class Trial:
         self._unfinished += 1
         if self._tape is None:
             functions_followed(True)
-            self._tape = Tape(rows)
+            self._tape = Tape(rows, readings=self._readings)
         if self._tape.rows != rows:
             self._tape.problem = self._tape.problem or "the model is called with other samples than those of a batch"
         return output if self._tape.problem else self._tape.follow(output)
@@ -223,19 +227,18 @@ class Trial:
         """Stop recording. Tensors of the batch behave like any others from here on."""
         if self._tape is not None:
             self._tape.closed = True
-            self._warned_of_values = self._warned_of_values or self._tape.value_read
             self.sized = self.sized or self._tape.size_read
             self._tape = None
 
+    def _say_of_values(self) -> None:
+        model = self._model()
+        if model is not None:
+            say(model.rank_context, "a number that is taken out of a tensor (loss.item(), answers as an array) is of "
+                "this rank's samples; asa.reduce(loss) is of the whole batch, by which a loop that branches is to "
+                "decide")  # fmt: skip
+
     def _stop_if_finished(self) -> None:
         """Drop the record if no further backward is checked."""
-        if self._tape is not None and self._tape.value_read and not self._warned_of_values:
-            self._warned_of_values = True
-            model = self._model()
-            if model is not None:
-                say(model.rank_context, "a number that is taken out of a tensor (loss.item()) is of this rank's "
-                    "samples; asa.reduce(loss) is of the whole batch, by which a loop that branches is to "
-                    "decide")  # fmt: skip
         if not self.watching:
             self._close()
             functions_followed(False)

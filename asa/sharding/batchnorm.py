@@ -84,6 +84,9 @@ class SynchronisedBatchNorm(nn.Module):
     def __init__(self, source: _BatchNorm, axis: Axis) -> None:
         super().__init__()
         self.axis, self.eps, self.momentum = axis, source.eps, source.momentum
+        self.num_features, self.affine, self.track_running_stats = (
+            source.num_features, source.affine, source.track_running_stats,
+        )  # fmt: skip
         self.__dict__["_source"] = type(source)
         for name in ("weight", "bias"):
             self.register_parameter(name, getattr(source, name))
@@ -100,6 +103,14 @@ class SynchronisedBatchNorm(nn.Module):
         them."""
         source: type = self.__dict__.get("_source", type(self))
         return source
+
+    def reset_running_stats(self) -> None:
+        """Set running statistics to those of a new layer, as ``torch.optim.swa_utils.update_bn`` does first."""
+        _BatchNorm.reset_running_stats(self)  # type: ignore[arg-type]
+
+    def reset_parameters(self) -> None:
+        """Set everything to what a new layer has."""
+        _BatchNorm.reset_parameters(self)  # type: ignore[arg-type]
 
     @property
     def meets(self) -> bool:

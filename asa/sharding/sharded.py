@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed import get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from asa.sharding.axis import Axis
 from asa.sharding.compression import REDUCED
@@ -21,6 +22,9 @@ from asa.sharding.replicated import replicated
 
 GATHERED_ONCE = "asa_gathered_once"
 """Attribute of a module whose weights stay gathered until a step's last backward."""
+
+_OWNER = "asa_owner"
+"""Attribute of a sharded parameter: what gathers it."""
 
 UNREACHED = "asa_unreached"
 """Attribute of a module that holds its :class:`Unreached`."""
@@ -112,8 +116,30 @@ def sharded(module: nn.Module, axis: Axis, *, release: bool) -> nn.Module:
     fully_shard(module, mesh=mesh, reshard_after_forward=release, mp_policy=policy, ignored_params=scalars)
     module.__dict__[GATHERED_ONCE] = not release
     module.__dict__[UNREACHED] = Unreached(module)
+    for unit in module.modules():
+        for group in _groups_of(unit):
+            for p in group.fsdp_params:
+                p.sharded_param.__dict__[_OWNER] = p
     # Parameters without a dimension to shard (temperatures, gains) are whole on every rank.
     return replicated(module, replace(axis, alike=True), only=scalars) if scalars else module
+
+
+@torch.no_grad()
+def place_local(parameter: DTensor, part: Tensor) -> None:
+    """Let ``part`` be this rank's part of a sharded ``parameter``: from here on it is what ranks gather. The memory of
+    the part before is left as it is."""
+    owner = parameter.__dict__.get(_OWNER)
+    if owner is not None:
+        size, dim = owner.padded_sharded_param_size, owner.fsdp_placement.dim
+        if part.size() != size or not part.is_contiguous():
+            padded, length = part.new_zeros(size), part.size(dim) if part.numel() else 0
+            if length:
+                padded.narrow(dim, 0, length).copy_(part)
+            part = padded.narrow(dim, 0, length)
+            owner._sharded_param_data = padded.view(-1)
+        else:
+            owner._sharded_param_data = part.view(-1)
+    parameter._local_tensor = part  # type: ignore[misc]
 
 
 def _without_sparse_gradients(module: nn.Module) -> None:

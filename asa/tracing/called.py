@@ -4,6 +4,7 @@ components."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -18,8 +19,8 @@ possible."""
 
 
 class CalledModel(WholeModel):
-    """A model as one component with the model's own inputs and outputs. A call runs its ``method``, or ``forward`` if
-    that is None."""
+    """A model as one component with the model's own inputs and outputs. A call runs its ``method`` (also one of its
+    modules, by path), or ``forward`` if that is None."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, ((), ()))
@@ -27,7 +28,7 @@ class CalledModel(WholeModel):
     def forward(self, *args: Any, method: str | None = None, **options: Any) -> Any:  # type: ignore[override]
         """The model's own output."""
         model = self.__dict__["_whole"]
-        run: Callable[..., Any] = model if method is None else getattr(model, method)
+        run: Callable[..., Any] = model if method is None else attrgetter(method)(model)
         return run(*args, **options)
 
 

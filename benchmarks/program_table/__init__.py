@@ -92,6 +92,16 @@ def made(net: nn.Module, *tensors: Tensor, batch: int = 6, lr: float = 0.05, **o
 
 def table() -> dict[str, Program]:
     """All programs by name; those of libraries that are not installed are left out."""
-    from benchmarks.program_table import adversary, batches, library, loops, losses, networks, strange  # noqa: F401
+    from benchmarks.program_table import (  # noqa: F401
+        adversary,
+        batches,
+        library,
+        loops,
+        losses,
+        methods,
+        networks,
+        scripts,
+        strange,
+    )
 
     return PROGRAMS

@@ -31,6 +31,7 @@ from asa.sharding.transfer import Link
 from asa.sharding.updates import shared_update
 from asa.tracing import CalledModel, TracedModel
 from asa.tracing.component import TracedComponent
+from asa.tracing.preserve import foreign_state
 from asa.zoo.data import draws
 
 _LOOKS, _MODEL_DRAWS = 2, named("model draws")
@@ -342,9 +343,9 @@ class ParallelModel:
         # Random numbers drawn by the model's own code are seeded by the rank's first sample and the step.
         first = int(samples[0]) if len(samples) and samples.device.type == "cpu" else 0
         with seeded(draws.key(self.context.seed, step, first, _MODEL_DRAWS), foreign=True):
-            before = torch.get_rng_state() if step < _LOOKS else None
+            before = (bytes(torch.get_rng_state().numpy()), foreign_state()) if step < _LOOKS else None
             output = self._segments[0].module(*args, **options)
-            if before is not None and not torch.equal(before, torch.get_rng_state()):
+            if before is not None and before != (bytes(torch.get_rng_state().numpy()), foreign_state()):
                 self.draws = True
         return output
 

@@ -116,18 +116,19 @@ def full_gradients(model: ParallelModel) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_full_state(model: ParallelModel, state: dict[str, Tensor]) -> None:
-    """Copy full tensors into the model's parameters and buffers.
+def load_full_state(model: ParallelModel, state: dict[str, Tensor], *, partly: bool = False) -> None:
+    """Copy full tensors into the model's parameters and buffers; ``partly``: those that ``state`` has.
 
     Raises:
         KeyError: a name is missing; nothing has been changed then.
     """
     items = list(local_tensors(model))
     missing = [item.name for item in items if item.name not in state]
-    if missing:
+    if missing and not partly:
         raise KeyError(missing[0])
     for item in items:
-        item.tensor.copy_(cut(item, state[item.name]))
+        if item.name in state:
+            item.tensor.copy_(cut(item, state[item.name]))
 
 
 _PLAIN: dict[str, Callable[[float], Any]] = {"int": int, "float": float, "bool": bool, "NoneType": lambda _: None}

@@ -43,6 +43,8 @@ def elementwise(call: Call) -> Any:
     lead = max(parts, key=Tensor.dim)
     if call.name == "where" and len(call.args) < 3 and not {"other", "y"} & call.options.keys():
         refuse("where", lead.parted)
+    if call.name in ("to", "type_as") and call.args[0] is not lead and not isinstance(call.args[0], TensorPart):
+        return call.args[0].to(device=lead.device, dtype=lead.dtype)
     if call.in_place and not isinstance(call.args[0], TensorPart):
         raise UsageError(
             f"{call.name} would write a tensor that ranks hold in parts into a tensor that is not split: make the "

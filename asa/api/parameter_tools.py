@@ -1,0 +1,99 @@
+"""Tools of torch for whole parameters, patched for those that ranks hold in parts: ``torch.nn.init`` draws what it
+would draw for the whole tensor, and ``parameters_to_vector`` and ``vector_to_parameters`` use whole tensors."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import init, utils
+from torch.nn.utils import convert_parameters
+
+from asa.executor.model.state import LocalTensor, gather
+from asa.sharding.split import TensorPart
+
+_views: WeakValueDictionary[int, TensorPart] = WeakValueDictionary()
+"""Views of the whole, by ``id`` of the part that a rank holds (and that modules have as their parameter)."""
+_drawn: set[int] = set()
+"""``id`` of parts that ``torch.nn.init`` changed."""
+
+
+def understood_by_torch(parameters: Iterable[Tensor]) -> None:
+    """Patch these tools for ``parameters``, a program's view of them. Other calls are unchanged."""
+    parts = [p for p in parameters if isinstance(p, TensorPart)]
+    _views.update({id(p.held): p for p in parts})
+    if not parts and not any(isinstance(p, DTensor) for p in parameters):
+        return
+    for name, function in inspect.getmembers(init, inspect.isfunction):
+        draws = name.endswith("_") and not name.startswith("_")
+        if (draws or name == "_calculate_fan_in_and_fan_out") and not hasattr(function, "asa"):
+            setattr(init, name, _of_the_whole(function))
+    tools: tuple[Any, ...] = (utils, convert_parameters)
+    for where in tools:
+        if not hasattr(where.parameters_to_vector, "asa"):
+            where.parameters_to_vector = _joined(where.parameters_to_vector)
+            where.vector_to_parameters = _cut(where.vector_to_parameters)
+
+
+def drawn_as_whole(part: Tensor) -> bool:
+    """Whether ``torch.nn.init`` changed ``part`` since this was asked last."""
+    found = id(part) in _drawn
+    _drawn.discard(id(part))
+    return found
+
+
+def _of_the_whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        view = _views.get(id(tensor))
+        if view is None or view.held is not tensor:
+            return function(tensor, *args, **options)
+        _drawn.add(id(tensor))
+        result = function(view, *args, **options)
+        return tensor if result is view else result
+
+    wrapper.asa = True  # type: ignore[attr-defined]
+    return wrapper
+
+
+def _whole(p: Tensor) -> Tensor:
+    if isinstance(p, TensorPart):
+        item = LocalTensor("", p.held, p.parted.shard, p.parted.axis, 0)
+        return gather(item, p.held).to(p.device)
+    return p.full_tensor() if isinstance(p, DTensor) else p
+
+
+def _joined(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:
+        listed = list(parameters)
+        if not any(isinstance(p, TensorPart | DTensor) for p in listed):
+            return function(listed)
+        with torch.no_grad():  # a part of a loss is not computed from it
+            return torch.cat([_whole(p).detach().reshape(-1) for p in listed])
+
+    parameters_to_vector.asa = True  # type: ignore[attr-defined]
+    return parameters_to_vector
+
+
+def _cut(function: Callable[..., None]) -> Callable[..., None]:
+    def vector_to_parameters(vec: Tensor, parameters: Iterable[Tensor]) -> None:
+        listed = list(parameters)
+        if not any(isinstance(p, TensorPart | DTensor) for p in listed):
+            function(vec, listed)
+            return
+        for p, values in zip(listed, vec.detach().split([p.numel() for p in listed]), strict=True):
+            p.data = values.view(p.shape).clone()
+
+    vector_to_parameters.asa = True  # type: ignore[attr-defined]
+    return vector_to_parameters
+
+
+def held_parts(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters of ``module`` itself of which it has a part, by name."""
+    return [(n, p) for n, p in module.named_parameters(recurse=False) if id(p) in _views]
