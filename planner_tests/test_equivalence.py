@@ -25,7 +25,7 @@ CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 1
 def check(name: str, width: int, choose: Choose, **options: Any) -> Equivalence:
     samples = options.pop("samples", None)
     plan = hand_plan(model_of(name), width, choose, input_shape=INPUT, num_classes=CLASSES[name], **options)
-    return verified(plan, name, samples=samples)
+    return verified(plan, name, samples=samples, steps=5)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
