@@ -14,13 +14,13 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 
 LONGEST = (
-    "test_equivalence.py",
-    "test_train.py",
-    "test_cli_real.py",
-    "test_strategy_contract.py",
-    "test_verify_plans.py",
-    "test_zoo_models.py",
-)
+    "test_equivalence.py", "test_docs_commands.py", "test_pipeline.py", "test_cli_real.py", "test_zero.py",
+    "test_planner_joint.py", "test_hsdp.py", "test_planner_golden.py", "test_planner_fuzz.py", "test_recompute.py",
+    "test_planner_memory.py", "test_pipeline_runs.py", "test_losses.py", "test_tracing.py", "test_recovery.py",
+    "test_verify_training.py", "test_emulation.py", "test_faults.py", "test_cost_units.py", "test_migration.py",
+    "test_consistency_returns.py", "test_consistency_jobs.py", "test_observe.py", "test_strategy_contract.py",
+    "test_train.py", "test_verify_plans.py", "test_zoo_models.py",
+)  # fmt: skip
 """Files that take long, so that no process is left alone with one of them at the end."""
 
 
@@ -36,11 +36,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _given_back() -> Iterator[None]:
-    """Between files, memory: a process that has profiled keeps what it frees, and a file of large models frees much."""
+    """Between files, memory: a process that has profiled keeps what it frees, and a file of large models frees much.
+    What is left then stays, and is not looked through again."""
     yield
     if "asa.launch.heap" in sys.modules:
-        gc.collect()
         sys.modules["asa.launch.heap"].give_back_freed_memory()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from asa.ir.plan import Assignment, Certificate, DataDegree, Plan, Prediction, S
 from asa.sharding.propagate import SplitPlan
 from asa.sharding.tensor import plan_split, sequence_plans
 from asa.tracing import TracedModel, trace
+from planner_tests.small_models import INPUT, build
 
 Choose = Callable[[int, str], tuple[int, int]]
 """(index, name) of a component to its (data, tensor) degrees."""
@@ -20,6 +22,12 @@ Choose = Callable[[int, str], tuple[int, int]]
 def traced(model: nn.Module, input_shape: tuple[int, ...]) -> TracedModel:
     """The model's components."""
     return trace(model, torch.zeros((2, *input_shape)), name="model")
+
+
+@cache
+def model_of(name: str, *, even: bool = False) -> TracedModel:
+    """The small model of a name, traced once for all plans of it; ranks trace a model of their own."""
+    return traced(build(name, even=even), INPUT)
 
 
 def hand_plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import asa
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
+from asa.tracing import TracedModel, trace
 from planner_tests.hand_plans import alternating, hand_plan, uniform
 
 LAYOUTS = {
@@ -82,13 +84,17 @@ class Program:
             net = self.model().double()
         return net, self.optimizer(net), DataLoader(TensorDataset(self.x, self.y), self.batch)
 
+    @cached_property
+    def traced(self) -> TracedModel:
+        """The model, traced once for all plans."""
+        return trace(self.made()[0], self.x[:2], name="model")
+
     def plan(self, name: str, ranks: int = 2) -> Plan:
         """A plan of :data:`LAYOUTS`, or of one rank (``single``)."""
         ranks = 1 if name == "single" else ranks
         choose, strategy = LAYOUTS.get(name, (uniform(1, 1), "replicate"))
-        net = self.made()[0]
         return hand_plan(
-            net, ranks, choose, input_shape=tuple(self.x.shape[1:]), num_classes=1, example=self.x[:2],
+            self.traced, ranks, choose, input_shape=tuple(self.x.shape[1:]), num_classes=1,
             data_strategy=lambda _i: strategy, global_batch=self.batch,
         )  # fmt: skip
 

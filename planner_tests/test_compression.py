@@ -28,7 +28,7 @@ from asa.planner import Request, plan
 from asa.report.verify import verdict
 from asa.strategies import offered
 from planner_tests import traffic_checks
-from planner_tests.hand_plans import hand_plan, uniform
+from planner_tests.hand_plans import hand_plan, model_of, uniform
 from planner_tests.small_models import INPUT, build
 from planner_tests.test_zero import STRATEGIES, plan_of
 from planner_tests.verified import verified
@@ -143,7 +143,7 @@ def test_rounding_and_infinities_are_no_compression() -> None:
     """A network that loses digits in fp32 by itself, and a mask."""
     mask = {"mask": torch.tensor([0.0, float("-inf")]), "w": torch.ones(2)}
     assert tolerance.distance({**mask, "w": torch.tensor([1.0, 1.1])}, mask) == pytest.approx(0.1 / 2**0.5)
-    plan = hand_plan(build("blocks"), 1, uniform(1, 1), input_shape=INPUT, num_classes=10, global_batch=8)
+    plan = hand_plan(model_of("blocks"), 1, uniform(1, 1), input_shape=INPUT, num_classes=10, global_batch=8)
     found = verify(plan, lambda: build("blocks"), offered(), timeout_s=60)
     for rounding, within in ((0.0, False), (1e-3, True)):
         judged = tolerance.compressed(found, "powersgd", weights=0.0, gradients=7e-4, rounding=rounding)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
 
 import pytest
+from started import rank_of, together
 
 PROGRAM = """
-import os, sys, time
+import sys, time
 import torch.distributed as dist
 from asa.executor.consistency.channels import Exchange, head
 
@@ -24,24 +22,17 @@ if rank == 1:
     exchange.ask([(head(5.0), None)])
 dist.barrier()
 if str(rank) == sys.argv[1]:
-    time.sleep(3)
+    time.sleep(1.5)
 elif sys.argv[2] == "closes":
     exchange.close()
 """
 
 
 @pytest.mark.parametrize(("stays", "closes"), [(0, ""), (1, ""), (None, ""), (1, "closes")])
-def test_a_process_ends_without_an_abort_while_others_are_connected(stays, closes):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    around = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(stays), closes], stderr=subprocess.PIPE, text=True,
-            env={**around, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
+def test_a_process_ends_without_an_abort_while_others_are_connected(stays, closes, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    env = {**os.environ, **together(2)}
+    ranks = [rank_of(program, rank, str(stays), closes, env=env) for rank in range(2)]
+    codes = [rank.wait(timeout=120) for rank in ranks]
+    assert codes == [0, 0], [rank.err.read_text() for rank in ranks]

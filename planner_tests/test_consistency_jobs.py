@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import training
+from started import Program, rank_of, together
 from test_consistency_runs import of, under
 
 from asa.executor.consistency.star import Coordinator
@@ -58,11 +56,11 @@ def disarmed():
     faults.arm("")
 
 
-def waited(condition: Callable[[], bool], running: list[subprocess.Popen[str]]) -> None:
+def waited(condition: Callable[[], bool], running: list[Program]) -> None:
     until = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < until, "nothing came"
-        assert running[0].poll() is None, running[0].communicate()
+        assert running[0].poll() is None, running[0].err.read_text()
         time.sleep(0.1)
 
 
@@ -73,46 +71,32 @@ def waited(condition: Callable[[], bool], running: list[subprocess.Popen[str]]) 
 def test_a_killed_process_of_a_job_that_is_started_again_enters_at_the_next_epoch(tmp_path, discipline, indexed):
     program, once = tmp_path / "program.py", tmp_path / "once"
     program.write_text(PROGRAM)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    around = {
-        **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS),
-        "LOCAL_WORLD_SIZE": str(RANKS), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-        faults.VARIABLE: f"kill@rank=2,step=6,point=backward,once={once};hang:0.05@point=backward",
-    }  # fmt: skip
+    faulty = f"kill@rank=2,step=6,point=backward,once={once};hang:0.05@point=backward"
+    around = {**os.environ, **together(RANKS), faults.VARIABLE: faulty}
+    argv = (str(tmp_path / "run"), discipline, indexed, str(tmp_path / "cache"))
 
-    def start(rank: int, name: str) -> subprocess.Popen[str]:
-        command = [sys.executable, str(program), str(tmp_path / "run"), discipline, indexed, str(tmp_path / "cache")]
-        with (tmp_path / name).open("w") as stream, (tmp_path / f"{name}.errors").open("w") as errors:
-            return subprocess.Popen(
-                command, env={**around, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=stream, stderr=errors,
-                text=True,
-            )  # fmt: skip
-
-    def said(name: str) -> list[list[str]]:
-        text = (tmp_path / name).read_text()
+    def said(by: Program) -> list[list[str]]:
+        text = by.out.read_text()
         return [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
 
-    running = [start(rank, str(rank)) for rank in range(RANKS)]
+    running = [rank_of(program, rank, *argv, env=around) for rank in range(RANKS)]
     try:
-        waited(lambda: ["lost", "2"] in said("0"), running)
+        waited(lambda: ["lost", "2"] in said(running[0]), running)
         assert running[2].wait() == -signal.SIGKILL
-        running.append(start(2, "again"))
-        waited(lambda: len([line for line in said("again") if line[0] == "epoch"]) >= 2, running)
-        running[0].send_signal(signal.SIGTERM)
-        codes = [running[i].wait(timeout=60) for i in (0, 1, 3)]
-        assert codes == [0, 0, 0], (tmp_path / "again.errors").read_text()
+        running[2] = rank_of(program, 2, *argv, env=around, name="again")
+        waited(lambda: len([line for line in said(running[2]) if line[0] == "epoch"]) >= 2, running)
+        running[0].signal(signal.SIGTERM)
+        assert [rank.wait(timeout=60) for rank in running] == [0, 0, 0], running[2].err.read_text()
     finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    assert ["returned", "2"] in said("0")
-    ours = {line[1]: line[2:] for line in said("0") if line[0] == "epoch"}
-    again = {line[1]: line[2:] for line in said("again") if line[0] == "epoch"}
+        for rank in running:
+            rank.signal(signal.SIGKILL)
+            rank.wait()
+    assert ["returned", "2"] in said(running[0])
+    ours = {line[1]: line[2:] for line in said(running[0]) if line[0] == "epoch"}
+    again = {line[1]: line[2:] for line in said(running[2]) if line[0] == "epoch"}
     assert len(again) >= 2
     assert all(ours[epoch] == found for epoch, found in again.items()), "rates and losses, as on rank 0"
-    assert [name for name in ("0", "1", "again") if said(name)[-1] == ["saved"]] == ["0", "1", "again"]
+    assert all(said(rank)[-1] == ["saved"] for rank in running)
     assert (tmp_path / "run" / "checkpoints").is_dir()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -44,10 +46,11 @@ def model() -> nn.Module:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def profile() -> Profile:
+@cache
+def profile_of(build: Callable[[], nn.Module], batch: int) -> Profile:
+    """Measured once for all tests that ask."""
     return profile_module(
-        model(), torch.zeros((2, *SHAPE)), spec="model", num_classes=CLASSES, global_batch=BATCH,
+        build(), torch.zeros((2, *SHAPE)), spec=build.__name__, num_classes=CLASSES, global_batch=batch,
         device=torch.device("cpu"), time_limit_s=3.0, max_tensor_degree=1,
     )  # fmt: skip
 
@@ -74,7 +77,8 @@ def _rank(rank: int, plans: list[Plan]) -> list[int]:
 
 
 @pytest.mark.parametrize("strategy", ["replicate", "zero1", "zero2", "zero3", "replicate/zero3"])
-def test_the_bound_covers_the_peak_of_two_ranks_closely(strategy: str, profile: Profile) -> None:
+def test_the_bound_covers_the_peak_of_two_ranks_closely(strategy: str) -> None:
+    profile = profile_of(model, BATCH)
     plans = [plan_of(strategy, o, m) for o, m in (("sgd", 1), ("adamw", 1), ("sgd", 4))]
     measured = run_ranks(2, _rank, plans, threads=1, timeout_s=60)
     for i, plan in enumerate(plans):
@@ -110,10 +114,7 @@ def _wide_rank(rank: int, plan: Plan) -> int:
 @pytest.mark.parametrize(("strategy", "ranks"), [("replicate", 1), ("zero2", 2), ("zero3", 2)])
 def test_gradients_that_backward_has_not_made_yet_are_not_counted(strategy: str, ranks: int) -> None:
     samples = 256
-    profile = profile_module(
-        wide(), torch.zeros((2, *SHAPE)), spec="wide", num_classes=CLASSES, global_batch=ranks * samples,
-        device=torch.device("cpu"), time_limit_s=3.0, max_tensor_degree=1,
-    )  # fmt: skip
+    profile = profile_of(wide, ranks * samples)
     plan = hand_plan(
         wide(), ranks, uniform(ranks, 1), input_shape=SHAPE, num_classes=CLASSES, data_strategy=lambda _i: strategy,
         global_batch=ranks * samples, optimizer="sgd",
@@ -157,10 +158,7 @@ def _passing_rank(rank: int, plan: Plan) -> int:
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_in_forward_the_buffer_of_the_last_weights_is_still_there(strategy: str) -> None:
     samples = 256
-    profile = profile_module(
-        passing(), torch.zeros((2, *SHAPE)), spec="passing", num_classes=CLASSES, global_batch=2 * samples,
-        device=torch.device("cpu"), time_limit_s=3.0, max_tensor_degree=1,
-    )  # fmt: skip
+    profile = profile_of(passing, 2 * samples)
     plan = hand_plan(
         passing(), 2, uniform(2, 1), input_shape=SHAPE, num_classes=CLASSES, data_strategy=lambda _i: strategy,
         global_batch=2 * samples, optimizer="sgd",

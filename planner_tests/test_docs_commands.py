@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from forked import asa
+from started import rank_of, together
 
 from asa.cli.settings import arguments, parser
 from asa.cli.verb import Verb
@@ -74,15 +73,13 @@ def test_a_walk_runs_as_it_is_written(name: str, tmp_path: Path) -> None:
 def test_the_program_of_the_page_trains_on_two_ranks(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "python.md").read_text()
     program = next(text for text in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "DataLoader(" in text)
-    (tmp_path / "program.py").write_text(program)
+    path = tmp_path / "program.py"
+    path.write_text(program)
     kept = {k: v for k, v in os.environ.items() if not k.startswith("ASA_")}
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
-    done = subprocess.run(
-        words, cwd=tmp_path, env=kept | {"XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}, timeout=240,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    losses = [float(x) for x in re.findall(r"^epoch \d: loss (\S+)$", done.stdout, re.M)]
+    env = kept | {"XDG_CACHE_HOME": str(tmp_path)} | together(2)
+    ranks = [rank_of(path, rank, env=env) for rank in range(2)]
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err.read_text() + ranks[1].err.read_text()
+    losses = [float(x) for x in re.findall(r"^epoch \d: loss (\S+)$", ranks[0].out.read_text(), re.M)]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
     assert (tmp_path / "last.pt").is_file()

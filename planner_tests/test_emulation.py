@@ -23,7 +23,7 @@ from asa.ir.profile import Profile
 from asa.launch import run_ranks
 from asa.strategies import offered
 from planner_tests import nouns
-from planner_tests.hand_plans import alternating, hand_plan, traced, uniform
+from planner_tests.hand_plans import alternating, hand_plan, model_of, traced, uniform
 from planner_tests.small_models import INPUT, build
 from planner_tests.stage_plans import staged
 from planner_tests.test_strategy_contract import BATCH, CLASSES, Recorder, declared, graph_of
@@ -32,13 +32,13 @@ FAST = Device(name="fast", type="cuda", memory_bytes=1 << 34, peak_fp32_flops=1e
 
 
 def profile_of(name: str) -> Profile:
-    known = traced(build(name, even=True), INPUT).model_fingerprint
+    known = model_of(name, even=True).model_fingerprint
     return estimate(graph_of(name), FAST, model_spec=name, model_fingerprint=known, global_batch=16)
 
 
 def plan_of(name: str, width: int, choose: Any, **options: Any) -> Plan:
     return hand_plan(
-        build(name, even=True), width, choose, input_shape=INPUT, num_classes=CLASSES[name], global_batch=BATCH,
+        model_of(name, even=True), width, choose, input_shape=INPUT, num_classes=CLASSES[name], global_batch=BATCH,
         **options,
     )  # fmt: skip
 

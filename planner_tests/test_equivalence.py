@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -16,24 +15,17 @@ from asa.ir.equivalence import Equivalence
 from asa.ir.layout import Boundary
 from asa.sharding import batchnorm, boundary, replicated
 from asa.strategies import offered
-from asa.tracing import TracedModel
-from planner_tests.hand_plans import Choose, alternating, hand_plan, traced, uniform
+from planner_tests.hand_plans import Choose, alternating, hand_plan, model_of, uniform
 from planner_tests.small_models import INPUT, MODELS, build
 from planner_tests.verified import verified
 
 CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 10}
 
 
-@cache
-def model_of(name: str) -> TracedModel:
-    """Traced once for all plans; ranks trace a model of their own."""
-    return traced(build(name), INPUT)
-
-
 def check(name: str, width: int, choose: Choose, **options: Any) -> Equivalence:
     samples = options.pop("samples", None)
     plan = hand_plan(model_of(name), width, choose, input_shape=INPUT, num_classes=CLASSES[name], **options)
-    return verified(plan, name, samples=samples)
+    return verified(plan, name, samples=samples, steps=5)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -57,7 +49,7 @@ def test_uneven_batches_and_microbatches() -> None:
 def test_a_batch_too_small_for_all_microbatches_is_cut_alike_on_one_device() -> None:
     """Of weights 3 and 1 every shard of 4 samples has one: 11 are 2 microbatches, not 5."""
     plan = hand_plan(
-        build("blocks"), 2, uniform(2, 1), input_shape=INPUT, num_classes=10, global_batch=11, num_microbatches=5
+        model_of("blocks"), 2, uniform(2, 1), input_shape=INPUT, num_classes=10, global_batch=11, num_microbatches=5
     )  # fmt: skip
     plan = replace(plan, stages=(replace(plan.stages[0], weights=(3, 1)),))
     found = verify(plan, lambda: build("blocks"), offered(), timeout_s=60)
@@ -127,7 +119,7 @@ def test_a_shifted_batch_norm_mean_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_sabotage_hooks_are_on_the_path() -> None:
     """The three tests above would pass for nothing if what they patch were never called."""
-    plan = hand_plan(build("plain"), 2, lambda i, n: (1, 2) if "2." in n or n == "2" else (2, 1),
+    plan = hand_plan(model_of("plain"), 2, lambda i, n: (1, 2) if "2." in n or n == "2" else (2, 1),
                      input_shape=INPUT, num_classes=100)  # fmt: skip
     layouts = plan.layouts()
     assert any(Boundary(source=a, target=b).gathers > 1 for a, b in pairwise(layouts))

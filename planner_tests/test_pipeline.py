@@ -20,7 +20,7 @@ from asa.ir.plan import Plan
 from asa.ir.transfer import Hop, hops, whole
 from asa.launch import run_ranks
 from asa.strategies import offered
-from planner_tests.hand_plans import hand_plan, traced, uniform
+from planner_tests.hand_plans import hand_plan, model_of, traced, uniform
 from planner_tests.small_models import INPUT, build
 from planner_tests.stage_plans import staged
 from planner_tests.test_strategy_contract import Recorder, graph_of
@@ -39,7 +39,7 @@ def in_turn(index: int, width: int) -> tuple[int, int]:
 
 
 def plan_of(name: str, widths: list[int], **options: Any) -> Plan:
-    base = hand_plan(build(name), 2, uniform(1, 2), input_shape=INPUT, num_classes=CLASSES[name], global_batch=24)
+    base = hand_plan(model_of(name), 2, uniform(1, 2), input_shape=INPUT, num_classes=CLASSES[name], global_batch=24)
     return staged(base, widths, **options)
 
 
@@ -185,7 +185,7 @@ def _collectives(rank: int, plan: Plan, name: str) -> dict[str, int]:
 @pytest.mark.parametrize(("name", "cut"), [("perceptron", 1), ("blocks", 2), ("vision_transformer", 2)])
 def test_collectives_at_the_edges_of_stages_are_those_declared(name: str, cut: int) -> None:
     """A split component may leave its stage with partial sums, or hand back a partial gradient: each is summed once."""
-    base = hand_plan(build(name, even=True), 2, uniform(1, 2), input_shape=INPUT, num_classes=12, global_batch=24)
+    base = hand_plan(model_of(name, even=True), 2, uniform(1, 2), input_shape=INPUT, num_classes=12, global_batch=24)
     plan = staged(base, [2, 2], cuts=[cut], microbatches=2, degrees=split_where_possible)
     graph, tensor, rows = graph_of(name), offered().tensor, plan.global_batch // plan.num_microbatches
     (hop,) = hops(plan)

@@ -65,7 +65,7 @@ def test_a_plan_alone_is_the_best_and_a_copy_of_it_changes_nothing():
 
 def test_every_plan_says_how_sure_it_is():
     profile, links = known_models.profile(known_models.transformer(), 500.0, 64), presets.load("3090-pcie-8")
-    for found in plan(profile, links, STAGED, Request(gpus=8, global_batch=64, top_k=2)):
+    for found in plan(profile, links, STAGED, Request(gpus=8, global_batch=64, top_k=2, time_limit_s=1.0)):
         assert found.confidence is not None
         assert 0 <= found.confidence.p_best <= 1
         assert found.confidence.finalists > 5

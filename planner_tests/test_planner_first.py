@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import known_models
 import label_program
@@ -32,17 +33,27 @@ PROFILES = {
 }
 
 
-def tight(model: str, cluster: str, share: float) -> Prices:
-    """Four devices with so many times the memory that the leanest plan of one stage of all of them needs."""
-    request, where = Request(gpus=4, global_batch=64), presets.load(cluster)
-    roomy = Prices(Space(on_device(PROFILES[model], where), where, offered(), request))
-    peaks = []
+REQUEST = Request(gpus=4, global_batch=64)
+
+
+@cache
+def leanest(model: str, cluster: str) -> float:
+    """Bytes that the leanest plan of one stage of four devices needs."""
+    where, peaks = presets.load(cluster), []
+    roomy = Prices(Space(on_device(PROFILES[model], where), where, offered(), REQUEST))
     for m in (1, 2, 4):
         formulation = formulate(roomy, 4, m, every=True)
         assert formulation is not None
         peaks.append(memory.least_memory(formulation.problem).value * GIB)
-    limit = int(needed(where.device, share * min(peaks), 4))
-    return Prices(Space(roomy.space.profile, where, offered(), replace(request, memory_bytes=limit)))
+    return min(peaks)
+
+
+def tight(model: str, cluster: str, share: float) -> Prices:
+    """Four devices with so many times the memory that the leanest plan of one stage of all of them needs."""
+    where = presets.load(cluster)
+    limit = int(needed(where.device, share * leanest(model, cluster), 4))
+    profile = on_device(PROFILES[model], where)
+    return Prices(Space(profile, where, offered(), replace(REQUEST, memory_bytes=limit)))
 
 
 def whole(prices: Prices) -> Candidate:

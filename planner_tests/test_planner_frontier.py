@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import fake_strategies
 import nouns
@@ -115,6 +116,7 @@ def test_memory_needed_is_the_inverse_of_memory_usable(device, ranks):
     assert usable(device, total, ranks) >= 3.5 * GIB
 
 
+@cache
 def curve():
     request = Request(gpus=4, global_batch=8)
     return frontier.against_memory(nouns.profile(), nouns.cluster(4), FULL, request)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import joint_oracle
 import numpy as np
@@ -39,38 +38,41 @@ def drawn(seed: int, m: int = 1) -> Chain:
 
 
 @cache
-def ways_through(seed: int, m: int, a: int, b: int) -> list[tuple[tuple[float, float, float, float], Any, Any, Any]]:
-    """All ways through components a to b - 1, by brute force."""
-    return joint_oracle.stage(drawn(seed, m), a, b, 1)
+def ways_through(seed: int, m: int, a: int, b: int) -> tuple[np.ndarray, np.ndarray]:
+    """All ways through components a to b - 1, by brute force: times, and the degrees at both ends."""
+    ways, degrees = joint_oracle.stage(drawn(seed, m), a, b, 1), divisors(2)
+    ends = [[degrees.index(entry.data), degrees.index(leaving.data)] for _, entry, leaving, _ in ways]
+    return np.array([times for times, *_ in ways]).reshape(-1, 4), np.array(ends, int).reshape(-1, 2)
 
 
 def kept(most: int, *, m: int = 1, within: float = 1e3) -> list[tuple[int, int]]:
     """Of first, middle and last stages, how many points there are, and how many ways they stand for: of every way that
     takes no longer than ``within`` times the fastest one a point that is slower along none of the paths that lead
     through such a stage."""
-    found, degrees = [], divisors(2)
+    found = []
     for seed in range(48):
         chain = drawn(seed, m)
         for a, b in ((0, 3), (1, 3), (1, 4)):
-            ways = ways_through(seed, m, a, b)
-            if not ways:
+            times, ends = ways_through(seed, m, a, b)
+            if not len(times):
                 continue
-            whole = within * min(sum(times) for times, *_ in ways)
+            whole = within * times.sum(axis=1).min()
             points = Explorer(Numbers(chain), 1).explore(a, {b: Room(1e3, 1e4, whole)}, most).get(b)
             assert points is not None, seed
-            f, back, longer, once = points.least
-            near = [way for way in ways if sum(way[0]) <= whole]
-            for (forward, backward, extra, after), entry, leaving, _ in near:
-                good = (points.entry == degrees.index(entry.data)) & (points.exit == degrees.index(leaving.data))
-                good &= f + back + once <= forward + backward + extra + after + 1e-9
-                if b < 4 or m > 1:
-                    good &= f <= forward + 1e-9
-                if m > 1:
-                    good &= back <= backward + 1e-9
-                if a > 0:
-                    good &= f + back + longer <= forward + backward + extra + 1e-9
-                assert good.any(), (seed, a, b)
-            found.append((len(points), len(near)))
+            f, back, longer, once = (x[:, None] for x in points.least)
+            near = times.sum(axis=1) <= whole
+            forward, backward, extra, after = times[near].T
+            entry, leaving = ends[near].T
+            good = (points.entry[:, None] == entry) & (points.exit[:, None] == leaving)
+            good &= f + back + once <= forward + backward + extra + after + 1e-9
+            if b < 4 or m > 1:
+                good &= f <= forward + 1e-9
+            if m > 1:
+                good &= back <= backward + 1e-9
+            if a > 0:
+                good &= f + back + longer <= forward + backward + extra + 1e-9
+            assert good.any(axis=0).all(), (seed, a, b)
+            found.append((len(points), int(near.sum())))
     return found
 
 

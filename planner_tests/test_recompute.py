@@ -17,7 +17,7 @@ from asa.sharding.recompute import recompute
 from asa.sharding.samples import SampleContext, SampleDropout
 from asa.strategies import offered
 from asa.tracing import trace
-from planner_tests.hand_plans import hand_plan, uniform
+from planner_tests.hand_plans import hand_plan, model_of, uniform
 from planner_tests.small_models import INPUT, build
 from planner_tests.stage_plans import Degrees, staged
 from planner_tests.verified import verified
@@ -38,7 +38,7 @@ def always(_index: int) -> bool:
 
 
 def plan_of(name: str, widths: list[int], **options: Any) -> Plan:
-    base = hand_plan(build(name), 2, uniform(1, 2), input_shape=INPUT, num_classes=CLASSES[name], global_batch=24)
+    base = hand_plan(model_of(name), 2, uniform(1, 2), input_shape=INPUT, num_classes=CLASSES[name], global_batch=24)
     return staged(base, widths, **({"checkpoint": always, "microbatches": 2} | options))
 
 

@@ -25,7 +25,7 @@ from asa.planner import plan as solve
 from asa.sharding import direct
 from asa.strategies import offered
 from planner_tests import nouns
-from planner_tests.hand_plans import alternating, hand_plan, uniform
+from planner_tests.hand_plans import alternating, hand_plan, model_of, uniform
 from planner_tests.small_models import INPUT, build
 from planner_tests.stage_plans import staged
 
@@ -34,7 +34,7 @@ CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 1
 
 def plan_of(name: str, choose: Any, width: int = 8, **options: Any) -> Plan:
     return hand_plan(
-        build(name), width, choose, input_shape=INPUT, num_classes=CLASSES[name], global_batch=48, **options
+        model_of(name), width, choose, input_shape=INPUT, num_classes=CLASSES[name], global_batch=48, **options
     )  # fmt: skip
 
 

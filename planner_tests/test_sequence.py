@@ -29,7 +29,7 @@ from asa.sharding.samples import SampleContext, SampleDropout
 from asa.sharding.tensor import detached_copy, sequence_plans, split
 from asa.strategies import offered
 from asa.strategies.sequence import SequenceParallel
-from planner_tests.hand_plans import hand_plan, traced, uniform
+from planner_tests.hand_plans import hand_plan, model_of, traced, uniform
 from planner_tests.small_models import INPUT, build
 from planner_tests.stage_plans import staged
 from planner_tests.verified import verified
@@ -232,7 +232,7 @@ def test_parameters_lie_as_under_tensor_parallelism_and_masks_as_their_tokens(in
 
 
 def test_stages_hand_over_whole_tokens_and_recompute_cut_ones() -> None:
-    alone = hand_plan(build("vision_transformer"), 2, uniform(1, 2), input_shape=INPUT, num_classes=10)
+    alone = hand_plan(model_of("vision_transformer"), 2, uniform(1, 2), input_shape=INPUT, num_classes=10)
     base = staged(alone, [2, 1], cuts=[2], microbatches=2, degrees=lambda _i, width: (1, width))
 
     def cut(c: Any) -> Any:

@@ -4,6 +4,7 @@ collectives a materialised plan really performs are those its pages and boundari
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ from asa.launch import run_ranks
 from asa.sharding import direct
 from asa.sharding.describe import layer_graph
 from asa.strategies import offered
-from planner_tests.hand_plans import alternating, hand_plan, traced, uniform
+from planner_tests.hand_plans import alternating, hand_plan, model_of, uniform
 from planner_tests.small_models import INPUT, MODELS, build
 
 BATCH = 24
@@ -76,8 +77,9 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@cache
 def graph_of(name: str) -> LayerGraph:
-    return layer_graph(traced(build(name, even=True), INPUT), model=name, input_shape=INPUT, num_classes=CLASSES[name])
+    return layer_graph(model_of(name, even=True), model=name, input_shape=INPUT, num_classes=CLASSES[name])
 
 
 def declared(plan: Plan, graph: LayerGraph) -> list[Collective]:
@@ -128,7 +130,7 @@ def _third_step(rank: int, plan: Plan, name: str) -> dict[str, int]:
 )
 def test_what_is_declared_is_what_runs(name: str, width: int, choose: Any) -> None:
     plan = hand_plan(
-        build(name, even=True), width, choose, input_shape=INPUT, num_classes=CLASSES[name], global_batch=BATCH
+        model_of(name, even=True), width, choose, input_shape=INPUT, num_classes=CLASSES[name], global_batch=BATCH
     )
     said: Counter[str] = Counter()
     for c in declared(plan, graph_of(name)):
@@ -143,7 +145,7 @@ def test_what_is_declared_is_what_runs(name: str, width: int, choose: Any) -> No
 def test_sharded_traffic_is_what_runs(width: int) -> None:
     """Fully sharded: weights gathered twice, gradients scattered once, to the byte where dimensions divide."""
     plan = hand_plan(
-        build("plain", even=True), width, uniform(width, 1), input_shape=INPUT, num_classes=100, global_batch=BATCH,
+        model_of("plain", even=True), width, uniform(width, 1), input_shape=INPUT, num_classes=100, global_batch=BATCH,
         data_strategy=lambda _i: "zero3",
     )  # fmt: skip
     said: Counter[str] = Counter()
@@ -178,7 +180,7 @@ def test_what_is_cut_by_tokens_moves_what_is_declared() -> None:
     """5 tokens over 2 ranks: shards are uneven, and travel padded."""
     name = "vision_transformer"
     plan = hand_plan(
-        build(name, even=True), 2, uniform(1, 2), input_shape=INPUT, num_classes=CLASSES[name], global_batch=BATCH,
+        model_of(name, even=True), 2, uniform(1, 2), input_shape=INPUT, num_classes=CLASSES[name], global_batch=BATCH,
         data_strategy=lambda _i: "zero1", by_tokens=lambda _i: True,
     )  # fmt: skip
     assert "sequence" in {c.tensor.strategy for c in plan.components}

@@ -19,7 +19,7 @@ from asa.ir.layout import Layout
 from asa.ir.plan import Plan, Stage
 from asa.launch import run_ranks
 from asa.strategies import offered
-from planner_tests.hand_plans import Choose, alternating, hand_plan, uniform
+from planner_tests.hand_plans import Choose, alternating, hand_plan, model_of, uniform
 from planner_tests.small_models import INPUT, build
 from planner_tests.stage_plans import staged
 from planner_tests.test_api_job import in_float64, plan_of, reference, run, user
@@ -31,7 +31,7 @@ CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 1
 def uneven(name: str, weights: tuple[int, ...], choose: Choose | None = None, **options: Any) -> Plan:
     width = len(weights)
     made = hand_plan(
-        build(name), width, choose or uniform(width, 1), input_shape=INPUT, num_classes=CLASSES[name], **options
+        model_of(name), width, choose or uniform(width, 1), input_shape=INPUT, num_classes=CLASSES[name], **options
     )
     return replace(made, stages=(Stage(ranks=tuple(range(width)), weights=weights),))
 
@@ -65,7 +65,7 @@ def test_sharded_states_do_not_care_for_weights() -> None:
 
 
 def test_a_pipeline_with_an_uneven_stage() -> None:
-    base = hand_plan(build("blocks"), 2, uniform(1, 2), input_shape=INPUT, num_classes=10, global_batch=24)
+    base = hand_plan(model_of("blocks"), 2, uniform(1, 2), input_shape=INPUT, num_classes=10, global_batch=24)
     made = staged(base, [1, 2], microbatches=3)
     made = replace(made, stages=(made.stages[0], replace(made.stages[1], weights=(3, 1))))
     found = check("blocks", made, 13)

@@ -25,7 +25,7 @@ from asa.sharding.updates import SharedUpdate
 from asa.strategies import offered
 from asa.strategies.zero1 import SharedOptimizer
 from asa.strategies.zero2 import ShardedGradients
-from planner_tests.hand_plans import hand_plan, uniform
+from planner_tests.hand_plans import hand_plan, model_of, uniform
 from planner_tests.small_models import INPUT, build
 from planner_tests.stage_plans import data_parallel, staged
 from planner_tests.test_strategy_contract import OPS, Recorder, graph_of
@@ -39,7 +39,7 @@ BATCH = 24
 def plan_of(name: str, widths: list[int], strategy: Any, *, optimizer: str = "sgd", **options: Any) -> Plan:
     choose = strategy if callable(strategy) else lambda _i: strategy
     base = hand_plan(
-        build(name, even=True), 2, uniform(1, 2), input_shape=INPUT, num_classes=CLASSES[name], global_batch=BATCH,
+        model_of(name, even=True), 2, uniform(1, 2), input_shape=INPUT, num_classes=CLASSES[name], global_batch=BATCH,
         optimizer=optimizer,
     )  # fmt: skip
     return staged(base, widths, **({"strategy": choose, "microbatches": 2} | options))
