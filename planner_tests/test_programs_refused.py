@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import asa
-from asa.api import model_interface, optimizer_states
+from asa.api import model_interface
 from asa.errors import UsageError, WorkersFailedError
 from asa.executor.model.votes import Votes
 from asa.launch import run_ranks
@@ -21,7 +21,7 @@ from planner_tests.test_api_loop import CASES, in_float64, plan_of
 
 
 def one_rank_saves(rank: int, plan: Any, what: str) -> str:
-    model_interface.MEETING_S = optimizer_states._MEETING_S = 1.0
+    model_interface.MEETING_S = 1.0
     net = user.model()
     model, opt, batches = asa.parallelize(net, user.optimizer(net), user.loader(), plan=plan)
     user.loop(model, opt, batches, epochs=1)

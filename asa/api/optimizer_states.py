@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from asa.api.model_interface import MEETING_S
+from asa.api import model_interface
 from asa.errors import UsageError
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.parameter_hooks import replaced
@@ -57,7 +57,7 @@ def plain_states(optimizer: Optimizer, model: ParallelModel, names: Names) -> Ca
 
     def saved(_optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         if model.state_axis is not None or any(map(replaced, model.plan.components)):
-            model.meet("optimizer.state_dict() of a plan that shares it out", within_s=MEETING_S)
+            model.meet("optimizer.state_dict() of a plan that shares it out", within_s=model_interface.MEETING_S)
         full: dict[str, dict[str, Any]] = {}
         for key, value in full_optimizer_state(model, over_local_tensors(optimizer)).items():
             name, _, what = key.rpartition("/")
