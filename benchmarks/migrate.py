@@ -31,6 +31,7 @@ from torch import nn
 
 from asa.executor.model.materialize import materialize
 from asa.executor.model.state import full_optimizer_state, full_state, load_full_optimizer_state, load_full_state
+from asa.executor.model.template import TracedTemplate
 from asa.executor.model.votes import Votes
 from asa.executor.training.clock import StepClock
 from asa.executor.training.migration import move, parts_of, target_parts
@@ -82,11 +83,12 @@ def plans(name: str, ranks: int, optimizer: str) -> dict[str, Plan]:
     }  # fmt: skip
 
 
-def worker_of(plan: Plan, rank: int, votes: Votes) -> Worker:
-    """A rank's part, with moments of some random gradient."""
+def worker_of(plan: Plan, rank: int, votes: Votes, template: TracedTemplate | None = None) -> Worker:
+    """A rank's part, from ``template`` if there is one, as in a run."""
     model = materialize(
-        plan, _made(plan.model_spec), torch.zeros(2, *plan.input_shape), rank=rank, strategies=offered(),
+        plan, template or _made(plan.model_spec), torch.zeros(2, *plan.input_shape), rank=rank, strategies=offered(),
         device=torch.device("cpu"), processes=tuple(range(plan.num_ranks)), timeout_s=120, alike=True,
+        keep_template=True,
     )  # fmt: skip
     return Worker(
         model=model, optimizer=build_optimizer(plan.optimizer, model.updated, lr=0.0), scale=LossScale("fp32"),
@@ -161,12 +163,17 @@ def _through_file(old: Worker, new: Worker, folder: str, votes: Votes) -> None:
 def measure(rank: int, name: str, optimizer: str, ranks: int, folder: str) -> list[dict[str, Any]]:
     """All changes of one model; figures of the slowest or busiest process, the same on all."""
     votes, known, found = Votes(300), plans(name, ranks, optimizer), []
-    bandwidth = _bandwidth(votes)
+    bandwidth, template = _bandwidth(votes), None
     for before, after in CHANGES:
-        old = worker_of(known[before], rank, votes)
+        old = worker_of(known[before], rank, votes, template)
+        template = old.model.template
         if not old.model.idle:
             _step(old)
-        new, build_s = _timed(votes, lambda after=after: worker_of(known[after], rank, votes))
+        for p in old.model.parameters():
+            torch.nn.init.ones_(p)
+        new, build_s = _timed(votes, lambda after=after, t=template: worker_of(known[after], rank, votes, t))
+        for p in new.model.parameters():
+            torch.nn.init.zeros_(p)  # memory of a template is given where it is written first
         give_back_freed_memory()
 
         def moving(old: Worker = old, new: Worker = new) -> Any:
