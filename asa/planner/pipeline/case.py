@@ -7,6 +7,7 @@ Then single combinations of cuts and widths are examined, those with the lowest 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -28,7 +29,7 @@ _PLACE_S = 7e-8
 _NOTHING = Table(steady=None, forward=None, whole=None, single=None)
 
 
-class Case:
+class Case(ABC):
     """Plans with any of the numbers of stages in ``stages``; ``bound`` (ms) holds for all of them. ``offer(ms,
     skeleton, choices)`` is called with each plan and returns whether it is the new incumbent."""
 
@@ -40,8 +41,7 @@ class Case:
     ) -> None:  # fmt: skip
         self.cache, self.m, self.name, self.schedule, self.stages = cache, m, name, schedule, tuple(stages)
         self.most, each = max(stages), range(1, max(stages) + 1)
-        self.offer = offer
-        self.bound, self.level = bound, 0
+        self.offer, self.bound, self.level = offer, bound, 0
         self.in_flight = {r: min(schedule.in_flight(p - r, p, m) for p in stages if p >= r) for r in each}
         self._leads = {r: lead(schedule, [(p - r, p) for p in self.stages if p >= r], m) for r in each}
         """Warm-up microbatches by number of stages to the last; None where the schedule waits for no return."""
@@ -164,6 +164,6 @@ class Case:
         value = value_of(self.cache.pipelines, skeleton, choices)
         return value, self.offer(value, skeleton, choices)
 
+    @abstractmethod
     def _by_plans(self, best: float, ends: float) -> None:
         """Raise the bound by single combinations of cuts and widths."""
-        raise NotImplementedError
