@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -121,6 +123,20 @@ def _trained(_rank: int, program: Program, plans: list[Plan]) -> list[Any]:
             break
         net.close()
     return states + ["not reached"] * (len(plans) - len(states))
+
+
+def heard_of(_rank: int, cases: list[tuple[Program, Any]]) -> list[list[str]]:
+    """Warnings and lines on standard error of each program under its plan."""
+    lines = []
+    for program, plan in cases:
+        text = io.StringIO()
+        with warnings.catch_warnings(record=True) as heard, contextlib.redirect_stderr(text):
+            warnings.simplefilter("always")
+            net, opt, batches = asa.parallelize(*program.made(), plan=plan)
+            program.loop(net, opt, batches)
+            net.close()
+        lines.append([str(w.message) for w in heard] + text.getvalue().splitlines())
+    return lines
 
 
 def distance(state: State, reference: State) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import warnings
 from typing import Any
 
@@ -19,7 +17,7 @@ from asa.api.coupling import coupled
 from asa.api.job_loss import JobLoss
 from asa.errors import AsaError, UsageError
 from asa.launch import run_ranks
-from planner_tests.programs import Program, State, assert_as_alone, classes, cross_entropy, epochs, numbers
+from planner_tests.programs import Program, State, assert_as_alone, classes, cross_entropy, epochs, heard_of, numbers
 
 X, Y = numbers(21, 8), classes(21, 4)
 
@@ -167,22 +165,9 @@ SAID: dict[str, tuple[Program, str, str]] = {
 }
 
 
-def _heard(_rank: int, plans: list[Any]) -> list[list[str]]:
-    found = []
-    for (program, _, _), plan in zip(SAID.values(), plans, strict=True):
-        text = io.StringIO()
-        with warnings.catch_warnings(record=True) as heard, contextlib.redirect_stderr(text):
-            warnings.simplefilter("always")
-            net, opt, batches = asa.parallelize(*program.made(), plan=plan)
-            program.loop(net, opt, batches)
-            net.close()
-        found.append([str(w.message) for w in heard] + text.getvalue().splitlines())
-    return found
-
-
 def test_what_differs_is_named() -> None:
-    plans = [program.plan(name) for program, name, _ in SAID.values()]
-    lines = run_ranks(2, _heard, plans, threads=1, timeout_s=60)[0]  # rank 0 speaks for all
+    cases = [(program, program.plan(name)) for program, name, _ in SAID.values()]
+    lines = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]  # rank 0 speaks for all
     for (name, (_, _, words)), heard in zip(SAID.items(), lines, strict=True):
         assert any(words in line for line in heard), (name, heard)
 

@@ -3,9 +3,7 @@ differs. Whole scripts are in ``benchmarks/program_table/scripts.py`` and ``meth
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
 import random
 import warnings
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ from asa.api.batches import GlobalBatches
 from asa.api.calls import Call
 from asa.errors import UsageError
 from asa.launch import run_ranks
-from planner_tests.programs import Program, State, classes, cross_entropy, distance, epochs, numbers
+from planner_tests.programs import Program, State, classes, cross_entropy, distance, epochs, heard_of, numbers
 
 X, Y = numbers(21, 8), classes(21, 4)
 
@@ -273,23 +271,10 @@ HEARD: dict[str, tuple[Program, str, str]] = {
 }  # fmt: skip
 
 
-def _heard(_rank: int, cases: list[tuple[Program, Any]]) -> list[list[str]]:
-    found = []
-    for program, plan in cases:
-        text = io.StringIO()
-        with warnings.catch_warnings(record=True) as heard, contextlib.redirect_stderr(text):
-            warnings.simplefilter("always")
-            net, opt, batches = asa.parallelize(*program.made(), plan=plan)
-            program.loop(net, opt, batches)
-            net.close()
-        found.append([str(w.message) for w in heard] + text.getvalue().splitlines())
-    return found
-
-
 def test_what_differs_is_said_and_what_does_not_is_not() -> None:
     quiet = _program(_of_all)
     cases = [(program, program.plan(plan)) for program, plan, _ in HEARD.values()]
-    *found, nothing = run_ranks(2, _heard, [*cases, (quiet, quiet.plan("ddp"))], threads=1, timeout_s=60)[0]
+    *found, nothing = run_ranks(2, heard_of, [*cases, (quiet, quiet.plan("ddp"))], threads=1, timeout_s=60)[0]
     for (name, (_, _, words)), lines in zip(HEARD.items(), found, strict=True):
         assert any(words in line for line in lines), (name, lines)
     assert not any("this rank's samples" in line for line in nothing), nothing

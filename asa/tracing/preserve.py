@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +15,8 @@ from torch import nn
 from asa.errors import InvalidInputError
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+T = TypeVar("T")
 
 
 def _shallow(module: nn.Module) -> dict[str, Any]:
@@ -55,6 +58,20 @@ def histories(model: nn.Module) -> dict[int, Any]:
     cannot be copied. Modules have them for instance with ``torch.nn.utils.weight_norm``."""
     tensors = (t for module in model.modules() for t in vars(module).values() if isinstance(t, torch.Tensor))
     return {id(t): t.detach().clone() for t in tensors if not t.is_leaf}
+
+
+def with_parameters(
+    value: T, modules: Iterable[nn.Module], make: Callable[[nn.Parameter], torch.Tensor]
+) -> tuple[T, dict[int, nn.Parameter]]:
+    """A deep copy of ``value``, which holds ``modules``, with ``make(p)`` in place of each of their parameters p; and
+    these, by ``id(p)``. Raises whatever a module raises when it is copied."""
+    memo: dict[int, Any] = {}
+    old: dict[int, nn.Parameter] = {}
+    for module in modules:
+        memo.update(histories(module))
+        old.update({id(p): p for p in module.parameters()})
+    new = {key: nn.Parameter(make(p), p.requires_grad) for key, p in old.items()}
+    return copy.deepcopy(value, {**memo, **new}), new
 
 
 def _refuse_scripted(model: nn.Module) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from asa.executor.model.modes import Modes
-from asa.tracing import TracedModel, histories
+from asa.tracing import TracedModel
+from asa.tracing.preserve import with_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +39,7 @@ def without_weights(traced: TracedModel) -> TracedModel:
 
 
 def _copied(traced: TracedModel, make: Callable[[Tensor], Tensor]) -> TracedModel:
-    old = {id(p): p for component in traced.components for p in component.parameters()}
-    new = {key: nn.Parameter(make(p), p.requires_grad) for key, p in old.items()}
-    memo: dict[int, object] = dict(new)
-    for component in traced.components:
-        memo.update(histories(component))
-    made = copy.deepcopy(traced, memo)
+    made, new = with_parameters(traced, traced.components, make)
     for before, after in zip(traced.components, made.components, strict=True):
         after.ties = frozenset(id(new[tensor]) for tensor in before.ties)
     return made
