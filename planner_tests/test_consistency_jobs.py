@@ -102,8 +102,7 @@ def test_a_killed_process_of_a_job_that_is_started_again_enters_at_the_next_epoc
 
 def test_a_rank_that_was_only_late_enters_again_in_its_own_process(tmp_path, monkeypatch):
     monkeypatch.setattr("asa.launch.returns.MOST_STARTS", 0)  # it is not started again
-    # The others notice at the end of an epoch, which is far shorter than the hang, also on a busy machine.
-    monkeypatch.setattr("asa.executor.consistency.star._LATE_S", 1.5)
+    # The others notice 3 s after an epoch has ended, long before the hang ends.
     monkeypatch.setattr("asa.executor.consistency.star._LATE_STEPS", 0.5)
     late = f"hang:10@rank=2,step=3,point=backward,once={tmp_path / 'once'};hang:0.1@point=backward"
     monkeypatch.setenv(faults.VARIABLE, late)
@@ -111,7 +110,9 @@ def test_a_rank_that_was_only_late_enters_again_in_its_own_process(tmp_path, mon
     events: list[dict[str, Any]] = []
     result = train(under("ps_bounded", 3), settings, strategies=offered(), adapt=adapt, on_event=events.append)
     assert result["exit_code"] == 0
-    assert [e["rank"] for e in of(events, "lost")] == [e["rank"] for e in of(events, "returned")] == [2]
+    lost = [event["rank"] for event in of(events, "lost")]
+    assert set(lost) == {2}
+    assert lost == [event["rank"] for event in of(events, "returned")]  # twice where a busy machine made it late again
     assert of(events, "consistency")[-1]["live"] == [0, 1, 2]
 
 
