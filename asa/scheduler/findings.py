@@ -19,6 +19,9 @@ from asa.scheduler.lasting import ALL_ALIKE, Lasting, UsualVariation, disturbed
 Cause = Literal["compute", "link", "data", "memory", "everything", "figures"]
 DATA_SHARE = 0.10
 """Fraction of a step spent waiting for input from which on it is reported, and again for each further such fraction."""
+_PLAIN = 3.0
+"""Multiple of LIKE above which a change of all ranks alike is reported at once, where nothing says who uses the cores:
+below it, noise in the first windows looks the same, and no plan helps."""
 _EVERYBODY = -1
 _AWRY = 2.0
 """A part that takes longer than this multiple of the step is attributed to an error of the clock."""
@@ -173,14 +176,17 @@ class Findings:
         like = LIKE if shared is None else self.variation.like
         seconds = steps * typical(measured)
 
-        def differs(key: Hashable, log: float, old: float, *, borne_out: bool, times: int = 1) -> bool:
+        def differs(
+            key: Hashable, log: float, old: float, *, borne_out: bool, at_once: bool = shared is None, times: int = 1
+        ) -> bool:
             more = abs(log - old) > (LIKE if borne_out else like)
             return self.lasting.holds(
-                key, differs=more, steps=steps, seconds=seconds, borne_out=borne_out or shared is None, times=times
+                key, differs=more, steps=steps, seconds=seconds, borne_out=borne_out or at_once, times=times
             )
 
         common = differs(
-            "common", now.common, self.reported.common, times=ALL_ALIKE,
+            "common", now.common, self.reported.common, times=1 if shared is None else ALL_ALIKE,
+            at_once=shared is None and abs(now.common - self.reported.common) > _PLAIN * LIKE,
             borne_out=_EVERYBODY in self.stolen or (shared is not None and len(shared) == len(processes)),
         )  # fmt: skip
         ranks = [
