@@ -122,7 +122,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--share", type=float, default=0.4, help="of a core, for all ranks but the last")
-    parser.add_argument("--period", type=int, default=20_000, help="microseconds after which a rank gets its share again")
+    parser.add_argument("--period", type=int, default=20_000, help="microseconds between two shares")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cell is begun")
     parser.add_argument("--record", type=Path)
     parser.add_argument("--shares", type=json.loads, help=argparse.SUPPRESS)
@@ -136,7 +136,7 @@ def main() -> int:
         made = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": f"{usable_cores()} CPU cores, torch {torch.__version__}, gloo on one host",
-            "slow": f"CPU quota by cgroup, period {cells[0]['period_us']} us: the last rank has half the time of the others",
+            "slow": f"CPU quota by cgroup, period {cells[0]['period_us']} us: the last rank has half of the others'",
             "model": " ".join(MODEL), "global_batch": BATCH, "rows": record(cells), "cells": cells,
         }  # fmt: skip
         args.record.write_text(json.dumps(made, indent=1) + "\n")
