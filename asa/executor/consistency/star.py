@@ -2,8 +2,8 @@
 
 A rank whose connection breaks, or that is far too late, is excluded from then on. The others notice only that it is
 silent. The first rank also hands out samples. A *ticket* is the next range of samples of the epoch, as long as its
-worker needs for one step. So workers of any speed share an epoch, and samples that a lost worker had not begun go to
-others.
+worker needs for one step. So workers of any speed share an epoch, and only the tickets that a lost worker had, at most
+two, are lost with it.
 
 A process that takes the place of a lost rank enters while samples are handed out. No messages are being collected then,
 so it knows which round comes next. It gets samples at once, and takes part in exchanges from the end of that epoch on.
