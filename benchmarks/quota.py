@@ -5,7 +5,7 @@ have less than two cores together and take nothing from each other. Their groups
 machine. A quota holds for all that a rank does: computing, messages, and its part as a server. Cells (a strategy and a
 seed) take turns; each is one JSON line.
 
-    python benchmarks/quota.py -o CELLS [--only ddp,ps_bounded] [--seeds 5] [--share 0.4] [--budget S]
+    python benchmarks/quota.py -o CELLS [--only ddp,ps_bounded] [--seeds 5] [--share 0.4] [--period 20000] [--budget S]
     python benchmarks/quota.py --record FILE -o CELLS
 """
 
@@ -32,30 +32,29 @@ from asa.launch.apart import Surroundings, apart
 
 RANKS, BATCH, SAMPLES = 4, 64, 1437
 MODEL = ("cnn", "--input", "3x32x32", "--classes", "10", "--data", "digits")
-PERIOD_US = 20_000
 _FIRST = (1 << 18, 10_000)
 """The largest weights of a group, of either version."""
 _V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 
 
-def group(name: str, share: float) -> Path:
-    """A new cgroup whose processes together get ``share`` of a core."""
+def group(name: str, share: float, period_us: int) -> Path:
+    """A new cgroup whose processes together get ``share`` of a core, in every period anew."""
     old = (_V1 / "cpu.cfs_quota_us").exists()
     made = (_V1 if old else _V2) / name
     made.mkdir()
     if old:
-        (made / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-        (made / "cpu.cfs_quota_us").write_text(str(int(share * PERIOD_US)))
+        (made / "cpu.cfs_period_us").write_text(str(period_us))
+        (made / "cpu.cfs_quota_us").write_text(str(int(share * period_us)))
         (made / "cpu.shares").write_text(str(_FIRST[0]))
     else:
         (made / "cpu.weight").write_text(str(_FIRST[1]))
-        (made / "cpu.max").write_text(f"{int(share * PERIOD_US)} {PERIOD_US}")
+        (made / "cpu.max").write_text(f"{int(share * period_us)} {period_us}")
     return made
 
 
-def within(shares: Sequence[float], arguments: list[str]) -> int:
+def within(shares: Sequence[float], period_us: int, arguments: list[str]) -> int:
     """Run the ``asa`` command ``arguments``, whose rank r gets ``shares[r]`` of a core."""
-    groups = [group(f"asa-{os.getpid()}-{rank}", share) for rank, share in enumerate(shares)]
+    groups = [group(f"asa-{os.getpid()}-{rank}", share, period_us) for rank, share in enumerate(shares)]
 
     def enter(rank: int) -> None:
         (groups[rank] / "cgroup.procs").write_text(str(os.getpid()))
@@ -68,7 +67,7 @@ def within(shares: Sequence[float], arguments: list[str]) -> int:
             made.rmdir()
 
 
-def cell(strategy: str, seed: int, share: float, epochs: int, cache: Path) -> dict[str, Any]:
+def cell(strategy: str, seed: int, share: float, period_us: int, epochs: int, cache: Path) -> dict[str, Any]:
     """One run: seconds of every epoch, accuracy after the last, and what the discipline counted."""
     plan, shares = cache / f"{strategy.replace(':', '-')}.json", (*[share] * (RANKS - 1), share / 2)
     if not plan.exists():
@@ -78,7 +77,8 @@ def cell(strategy: str, seed: int, share: float, epochs: int, cache: Path) -> di
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         command = [
-            sys.executable, __file__, "--shares", json.dumps(shares), "-o", os.devnull, "--", "train", str(plan),
+            sys.executable, __file__, "--shares", json.dumps(shares), "--period", str(period_us), "-o", os.devnull,
+            "--", "train", str(plan),
             *MODEL[5:], "--epochs", str(epochs), "--seed", str(seed), "--out", str(out), "--no-replan",
         ]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -89,7 +89,7 @@ def cell(strategy: str, seed: int, share: float, epochs: int, cache: Path) -> di
     seen = [e for e in lines if e["event"] == "epoch"]
     counted = [e for e in lines if e["event"] == "consistency"]
     return {
-        "strategy": strategy, "seed": seed, "shares": shares, "load_before": load,
+        "strategy": strategy, "seed": seed, "shares": shares, "period_us": period_us, "load_before": load,
         "step_s": [(e["measurements"].get("mean_step_s") or e["measurements"]["step_time"]["median"])
                    + e["measurements"]["data_wait_s"] for e in seen],
         "accuracy": seen[-1]["validation_accuracy"],
@@ -122,6 +122,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--share", type=float, default=0.4, help="of a core, for all ranks but the last")
+    parser.add_argument("--period", type=int, default=20_000, help="microseconds between two shares")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cell is begun")
     parser.add_argument("--record", type=Path)
     parser.add_argument("--shares", type=json.loads, help=argparse.SUPPRESS)
@@ -129,13 +130,13 @@ def main() -> int:
     parser.add_argument("command", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.shares:
-        return within(args.shares, args.command)
+        return within(args.shares, args.period, args.command)
     cells = [json.loads(t) for t in args.output.read_text().splitlines()] if args.output.exists() else []
     if args.record:
         made = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": f"{usable_cores()} CPU cores, torch {torch.__version__}, gloo on one host",
-            "slow": f"CPU quota by cgroup, period {PERIOD_US} us: the last rank has half the time of the others",
+            "slow": f"CPU quota by cgroup, period {cells[0]['period_us']} us: the last rank has half of the others'",
             "model": " ".join(MODEL), "global_batch": BATCH, "rows": record(cells), "cells": cells,
         }  # fmt: skip
         args.record.write_text(json.dumps(made, indent=1) + "\n")
@@ -150,7 +151,7 @@ def main() -> int:
                 continue
             if time.monotonic() - began > args.budget:
                 return 0
-            found = cell(strategy, seed, args.share, args.epochs, cache)
+            found = cell(strategy, seed, args.share, args.period, args.epochs, cache)
             with args.output.open("a") as stream:
                 stream.write(json.dumps(found) + "\n")
             print({k: found[k] for k in ("strategy", "seed", "step_s", "accuracy", "load_before")}, flush=True)

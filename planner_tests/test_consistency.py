@@ -17,7 +17,7 @@ from asa.executor.consistency import star
 from asa.executor.consistency.flat import FlatParameters, dequantised, quantised, slices
 from asa.executor.consistency.quorum import AveragingRounds
 from asa.executor.consistency.served import Served, _options
-from asa.executor.consistency.server import Server
+from asa.executor.consistency.server import Server, lower_momentum
 from asa.executor.measuring import equivalence
 from asa.executor.measuring.equivalence import on_one_device
 from asa.ir import codec
@@ -213,6 +213,13 @@ def test_asynchrony_brings_momentum_and_a_window_of_zero_does_not():
     assert _served("ps_sync", momentum=0.9).optimizer.param_groups[0]["momentum"] == 0.9
     assert _served("ps_bounded:window=0:max_age=0", momentum=0.9).optimizer.param_groups[0]["momentum"] == 0.9
     assert _served("ps_async:momentum=0.5", momentum=0.9).optimizer.param_groups[0]["momentum"] == 0.5
+
+
+def test_a_rate_makes_up_for_less_momentum_but_never_above_the_peak_of_its_schedule():
+    raised = lower_momentum({"momentum": 0.9, "lr": 0.01, "initial_lr": 0.1}, parse("ps_async"), 10)
+    assert [raised.of(rate) for rate in (0.1, 0.05, 0.001, 0.3)] == pytest.approx([0.1, 0.1, 0.01, 0.3])
+    assert lower_momentum({"lr": 0.1}, parse("ps_async"), 10).of(0.05) == 0.05
+    assert lower_momentum({"momentum": 0.9, "lr": 0.1}, parse("ps_sync"), 10).of(0.05) == 0.05
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -54,13 +55,26 @@ HEAD = 32
 """Length of a header; its last two entries describe the body."""
 LEAVING = -1.0
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int8)
+_HEADERS, _OTHERS, _USUAL = 0, 1, 2
+"""Tags of headers, bodies, and usual bodies."""
+_USUAL_BYTES = (1 << 10, 1 << 22)
+"""Smallest and largest usual body. The memory of one is kept for every connection."""
 
 
 class Channel:
-    """One end of the connection between two ranks. The calling end has number 0."""
+    """One end of the connection between two ranks. The calling end has number 0.
+
+    Gloo sends a message only when the other end has asked for it. So an end asks for the next header before it is sent,
+    and also for a body like the *usual* one: the first of at least :data:`_USUAL_BYTES` that came from the other end.
+    Usual bodies have a tag of their own. Both ends see the same bodies, so they agree on which one is usual.
+    """
 
     def __init__(self, group: Any, other: int) -> None:
         self.group, self.other = group, other
+        self._usual_sent: tuple[torch.dtype, int] | None = None
+        self._usual_received: tuple[torch.dtype, int] | None = None
+        self._header: _Awaited | None = None
+        self._body: _Awaited | None = None
 
     def send(self, head: Tensor, body: Tensor | None) -> None:
         """Send ``head`` [HEAD] float64 and ``body``. The last two entries of the header (dtype and size of the body)
@@ -68,20 +82,58 @@ class Channel:
         head = head.clone()
         head[-2] = -1.0 if body is None else float(_DTYPES.index(body.dtype))
         head[-1] = 0.0 if body is None else float(body.numel())
-        self.group.send([head], self.other, 0).wait(_FOREVER)
+        self.group.send([head], self.other, _HEADERS).wait(_FOREVER)
         if body is not None and body.numel():
-            self.group.send([body.contiguous()], self.other, 0).wait(_FOREVER)
+            tag = _USUAL if self._usual_sent == (body.dtype, body.numel()) else _OTHERS
+            self._usual_sent = self._usual_sent or _usual(body)
+            self.group.send([body.contiguous()], self.other, tag).wait(_FOREVER)
+
+    def expect(self) -> None:
+        """Ask for the next header and a usual body, if this was not done yet. :meth:`receive` returns them."""
+        self._header = self._header or self._awaited(torch.float64, HEAD, _HEADERS)
+        if self._usual_received is not None and self._body is None:
+            self._body = self._awaited(*self._usual_received, _USUAL)
 
     def receive(self) -> tuple[Tensor, Tensor | None]:
         """Receive a header and its body (None if there is none) from the other end."""
-        head = torch.empty(HEAD, dtype=torch.float64)
-        self.group.recv([head], self.other, 0).wait(_FOREVER)
+        self.expect()
+        assert self._header is not None
+        head, self._header = self._header.take(), None
         if head[-2] < 0:
             return head, None
-        body = torch.empty(int(head[-1]), dtype=_DTYPES[int(head[-2])])
-        if body.numel():
-            self.group.recv([body], self.other, 0).wait(_FOREVER)
+        dtype, size = _DTYPES[int(head[-2])], int(head[-1])
+        if not size:
+            return head, torch.empty(0, dtype=dtype)
+        if self._usual_received == (dtype, size):
+            assert self._body is not None
+            awaited, self._body = self._body, None
+            return head, awaited.take()
+        body = self._awaited(dtype, size, _OTHERS).take()
+        self._usual_received = self._usual_received or _usual(body)
         return head, body
+
+    def _awaited(self, dtype: torch.dtype, size: int, tag: int) -> _Awaited:
+        tensor = torch.empty(size, dtype=dtype)
+        return _Awaited(tensor, self.group.recv([tensor], self.other, tag))
+
+
+@dataclass
+class _Awaited:
+    """A message that was asked for, with the tensor it is written to."""
+
+    tensor: Tensor
+    work: Any
+
+    def take(self) -> Tensor:
+        """The message, once it is there."""
+        self.work.wait(_FOREVER)
+        return self.tensor
+
+
+def _usual(body: Tensor) -> tuple[torch.dtype, int] | None:
+    """Dtype and size of ``body``, if it is large enough to be the usual one and small enough to keep memory for it."""
+    least, most = _USUAL_BYTES
+    return (body.dtype, body.numel()) if least <= body.numel() * body.element_size() <= most else None
 
 
 def head(*numbers: float) -> Tensor:
@@ -108,6 +160,7 @@ class Exchange:
         self._channels: dict[int, Channel] = {}
         self._threads: list[threading.Thread] = []
         self._connections: list[_Connection] = []
+        self._requests: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._handle: Handle | None = None
         self._on_check: Callable[[int], None] | None = None
         self._closed = False
@@ -151,12 +204,24 @@ class Exchange:
 
     def ask(self, requests: Sequence[tuple[Tensor, Tensor | None]]) -> list[tuple[Tensor, Tensor | None]]:
         """Send one request to each host, then wait for the replies; returns them in the order of hosts."""
+        self.request(requests)
+        return self.replies()
+
+    def request(self, requests: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        """Send one request to each host, for :meth:`replies`. Replies to an earlier request are dropped."""
+        if self._requests:
+            self.replies()
         self.connect()
-        requests_by_host = dict(zip(self.hosts, requests, strict=True))
-        for host, request in requests_by_host.items():
+        self._requests = dict(zip(self.hosts, requests, strict=True))
+        for host, request in self._requests.items():
             if host != self.rank:
                 with self._tolerate_loss(host):
+                    self._channels[host].expect()
                     self._channels[host].send(*request)
+
+    def replies(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The replies to :meth:`request`, in the order of hosts."""
+        requests_by_host, self._requests = self._requests, {}
         replies: dict[int, tuple[Tensor, Tensor | None]] = {}
         if self.rank in requests_by_host:
             assert self._handle is not None

@@ -10,7 +10,7 @@ messages are sent. Each worker's pushes come from a thread of its own.
   staleness is bounded). So a rate means the same for any number of pushes.
 - If workers do not wait for all others, SGD's momentum is lower (:meth:`Discipline.momentum_at`). A late gradient acts
   like momentum, and both together are too much for most rates. The rate is raised in turn, so that a gradient has the
-  same total effect on the weights, ``rate / (1 - momentum)``.
+  same total effect on the weights, ``rate / (1 - momentum)``, but not above the peak of its schedule (:class:`Raise`).
 - The *age* of a push is the number of whole global batches of other workers' gradients that were applied since its
   worker pulled. With a window of s, a worker must wait while any gradient in flight is s global batches old. Workers
   that continued before may each push once more, together less than a global batch, so no age exceeds s. (Ho et al. 2013
@@ -118,7 +118,7 @@ class Server:
     ) -> None:  # fmt: skip
         self.discipline, self.flat, self.start, self.batch = discipline, flat, start, batch
         self.optimizer, self.parts = _optimizer_like(optimizer, flat, start, groups)
-        self._rate_factors = [lower_momentum(group, discipline, len(workers)) for group in self.optimizer.param_groups]
+        self._raises = [lower_momentum(group, discipline, len(workers)) for group in self.optimizer.param_groups]
         self.members = {w: _Member() for w in workers}
         self.counts = Counts()
         self._queue: list[_Push] = []
@@ -383,9 +383,9 @@ class Server:
 
     def _update(self, gradient: Tensor, share: float, rates: tuple[float, ...]) -> None:
         self.counts.updates += 1
-        groups = zip(self.optimizer.param_groups, rates, self._rate_factors, self.parts, strict=True)
-        for group, rate, rate_factor, (begin, end) in groups:
-            group["lr"] = rate * share * rate_factor
+        groups = zip(self.optimizer.param_groups, rates, self._raises, self.parts, strict=True)
+        for group, rate, raised, (begin, end) in groups:
+            group["lr"] = raised.of(rate) * share
             if begin < end:
                 group["params"][0].grad = gradient[begin:end]
         self.optimizer.step()
@@ -400,13 +400,32 @@ class Server:
             self._snapshot()
 
 
-def lower_momentum(group: dict[str, Any], discipline: Discipline, workers: int) -> float:
-    """Lower the momentum of an SGD group as ``discipline`` asks, and return the factor by which to raise its rate."""
+@dataclass(frozen=True)
+class Raise:
+    """How a learning rate is raised to make up for a lower momentum: by ``factor``, but not above ``most``, the peak of
+    its schedule.
+
+    Late gradients are stable only up to a lower rate than those of plain SGD with momentum
+    (:func:`asa.ir.consistency.bearable_one_late`). So the end of a schedule is raised, and its peak is not (decision
+    0140).
+    """
+
+    factor: float
+    most: float
+
+    def of(self, rate: float) -> float:
+        """The raised ``rate``; never below it."""
+        return max(rate, min(rate * self.factor, self.most))
+
+
+def lower_momentum(group: dict[str, Any], discipline: Discipline, workers: int) -> Raise:
+    """Lower the momentum of an SGD group as ``discipline`` asks; returns how its rates are raised in turn."""
     momentum = group.get("momentum", 0.0)
     if not momentum:
-        return 1.0
+        return Raise(1.0, 0.0)
     group["momentum"] = discipline.momentum_at(momentum, workers)
-    return (1 - group["momentum"]) / (1 - momentum)
+    peak = max(float(group.get(name) or 0.0) for name in ("lr", "initial_lr", "max_lr"))
+    return Raise((1 - group["momentum"]) / (1 - momentum), peak)
 
 
 def _optimizer_like(

@@ -48,9 +48,7 @@ class SharedWeights(Conduct):
                 p.data = view
                 at += size
         self._wait_for_all()
-        self._rate_factors = [
-            lower_momentum(group, discipline, len(model.processes)) for group in optimizer.param_groups
-        ]
+        self._raises = [lower_momentum(group, discipline, len(model.processes)) for group in optimizer.param_groups]
 
     def _wait_for_all(self) -> None:
         """Wait for all workers, unless this process takes the place of a lost one, for which nobody waits."""
@@ -98,8 +96,8 @@ class SharedWeights(Conduct):
         share = self.rows(batch) / self.model.plan.global_batch
         self.unscale(batch)
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group, rate, rate_factor in zip(self.optimizer.param_groups, rates, self._rate_factors, strict=True):
-            group["lr"] = rate * share * rate_factor
+        for group, rate, raised in zip(self.optimizer.param_groups, rates, self._raises, strict=True):
+            group["lr"] = raised.of(rate) * share
         self.optimizer.step()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate

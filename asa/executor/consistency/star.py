@@ -2,8 +2,8 @@
 
 A rank whose connection breaks, or that is far too late, is excluded from then on. The others notice only that it is
 silent. The first rank also hands out samples. A *ticket* is the next range of samples of the epoch, as long as its
-worker needs for one step. So workers of any speed share an epoch, and samples that a lost worker had not begun go to
-others.
+worker needs for one step. So workers of any speed share an epoch, and only the tickets that a lost worker had, at most
+two, are lost with it.
 
 A process that takes the place of a lost rank enters while samples are handed out. No messages are being collected then,
 so it knows which round comes next. It gets samples at once, and takes part in exchanges from the end of that epoch on.
@@ -11,6 +11,7 @@ so it knows which round comes next. It gets samples at once, and takes part in e
 
 from __future__ import annotations
 
+import heapq
 import json
 import threading
 import time
@@ -30,8 +31,12 @@ from asa.launch.torchrun import answer_late
 
 _SWAP, _TICKET, _ENTER = 1.0, 2.0, 3.0
 _EXCLUDED, _DONE, _WAIT = -1.0, 0.0, -2.0
+AT_NEED = -1
+"""In place of a number of samples: ask again when they are needed."""
 _ASK_AGAIN_S = 1.0
 """Seconds after which a rank that waits to enter asks again."""
+_LOOK_S = 0.02
+"""Seconds after which a rank that leaves the last samples to others looks whether they take them."""
 _LATE_STEPS, _LATE_S, _LATE_TO_MEET_S = 10.0, 3.0, 10.0
 """Time by which a rank may be later than all others before it is excluded: this many of its own longest steps, plus
 seconds. The last number replaces the seconds for a rank without samples, whose step is the time since the last
@@ -66,6 +71,7 @@ class Coordinator:
         self._open_tickets: dict[int, list[int]] = {}
         self._ticket_at: dict[int, float] = {}
         self._longest: dict[int, float] = {}
+        self._sample_s: dict[int, float] = {}
         self._round_ended_at: dict[int, float] = {}
         self._round_step_s: dict[int, float] = {}
         self._next = self._end = 0
@@ -160,6 +166,7 @@ class Coordinator:
         self._round[rank] = self._round[0]
         self._ticket_at.pop(rank, None)
         self._longest.pop(rank, None)
+        self._sample_s.pop(rank, None)
         self._round_ended_at[rank] = time.monotonic()
         self.returned.append(rank)
 
@@ -171,22 +178,56 @@ class Coordinator:
 
     def ticket(self, rank: int, epoch: int, samples: int, stop: bool, ahead: bool = False) -> tuple[int, int]:
         """(start, number) of the next samples of ``rank``. The number is 0 at the end of the epoch or the run.
-        ``ahead``: it has not trained on those before yet."""
+        ``ahead``: it has not trained on those before yet; the number is :data:`AT_NEED` then if it must ask again when
+        it has, because others may be sooner."""
         with self._changed:
             while epoch != self._epoch and rank in self.live:
                 self._changed.wait(timeout=0.25)
             now = time.monotonic()
-            before = self._ticket_at.get(rank)
+            before, tickets = self._ticket_at.get(rank), self._open_tickets.pop(rank, [])
+            begun = tickets[-1:] if ahead else []
             if before is not None:
                 self._longest[rank] = max(self._longest.get(rank, 0.0), now - before)
+                if trained := sum(tickets) - sum(begun):
+                    self._sample_s[rank] = (now - before) / trained
             self._ticket_at[rank] = now
             self._stopping = self._stopping or stop
+            begun_until = now + sum(begun) * self._sample_s.get(rank, 0.0)
+            while self._others_are_sooner(rank, samples, begun_until):
+                if ahead:
+                    self._open_tickets[rank] = begun
+                    return self._next, AT_NEED
+                self._changed.wait(timeout=_LOOK_S)
             start = self._next
             count = 0 if self._stopping or rank not in self.live else min(samples, self._end - start)
             self._next += count
             self._open = self._open and count > 0
-            self._open_tickets[rank] = [*(self._open_tickets.get(rank, [])[-1:] if ahead else []), count]
+            self._open_tickets[rank], self._ticket_at[rank] = [*begun, count], time.monotonic()
+            self._changed.notify_all()
             return start, count
+
+    def _others_are_sooner(self, rank: int, samples: int, free_at: float) -> bool:
+        """Whether the other ranks will have trained on all samples that are left before ``rank``, which is free at
+        ``free_at``, would have trained on ``samples`` of them. The end of an epoch does not wait for a slow rank's last
+        step then."""
+        left, now = self._end - self._next, time.monotonic()
+        finished_at = free_at + samples * self._sample_s.get(rank, 0.0)
+        if left <= 0 or self._stopping or rank not in self.live or now >= finished_at:
+            return False
+        free = [
+            (max(now, self._ticket_at[r] + sum(tickets) * self._sample_s[r]), r)
+            for r, tickets in self._open_tickets.items()
+            if sum(tickets) and r in self._sample_s and r in self.live
+        ]
+        heapq.heapify(free)
+        while left > 0 and free:
+            since, r = free[0]
+            until = since + samples * self._sample_s[r]
+            if until > finished_at:
+                return False
+            heapq.heapreplace(free, (until, r))
+            left -= samples
+        return left <= 0
 
     def lost_since(self) -> list[tuple[int, str]]:
         """(rank, reason) of every rank lost since the last call."""
@@ -239,6 +280,7 @@ class StarVotes(Votes):
             self.rank, self.num_ranks, self.live = late.rank, late.num_ranks, range(late.num_ranks)
         self.entered = late is None
         self.coordinator = Coordinator(self.num_ranks) if self.rank == 0 else None
+        self._ticket = (0, 0)
         self._exchange: Exchange | None = None
         if self.num_ranks > 1:
             self._exchange = Exchange(self.rank, range(self.num_ranks), [0])
@@ -318,13 +360,20 @@ class StarVotes(Votes):
         assert self._exchange is not None
         return self._exchange.stored_value(name)
 
-    def ticket(self, epoch: int, samples: int, *, stop: bool, ahead: bool = False) -> tuple[int, int]:
-        """(start, number) of the next samples for this rank. The number is 0 at the end of the epoch. ``ahead``: those
-        before are still to be trained on."""
+    def request_ticket(self, epoch: int, samples: int, *, stop: bool, ahead: bool) -> None:
+        """Ask for the next samples for this rank, which :meth:`requested_ticket` returns. ``ahead``: those before are
+        still to be trained on."""
         if self._exchange is None:
             assert self.coordinator is not None
-            return self.coordinator.ticket(0, epoch, samples, stop, ahead)
-        ((answer, _),) = self._exchange.ask([(head(_TICKET, epoch, samples, stop, ahead), None)])
+            self._ticket = self.coordinator.ticket(0, epoch, samples, stop, ahead)
+        else:
+            self._exchange.request([(head(_TICKET, epoch, samples, stop, ahead), None)])
+
+    def requested_ticket(self) -> tuple[int, int]:
+        """(start, number) of the samples of :meth:`request_ticket`, as :meth:`Coordinator.ticket` says."""
+        if self._exchange is None:
+            return self._ticket
+        ((answer, _),) = self._exchange.replies()
         return int(answer[0]), int(answer[1])
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from asa.errors import UsageError, WorkersFailedError
 from asa.executor.consistency.served import put_statistics, statistics_of
-from asa.executor.consistency.star import StarVotes
+from asa.executor.consistency.star import AT_NEED, StarVotes
 from asa.executor.running.loop import TrainingExecutor
 from asa.executor.training.stopping import VOTE_EVERY_S
 from asa.executor.training.worker import LossCounter
@@ -32,6 +32,9 @@ from asa.ir.layout import bounds
 from asa.ir.measurements import Measurements
 from asa.ir.profile import Stat
 from asa.zoo.data import ImageSet
+
+_AT_NEED = (0, AT_NEED, torch.empty(0, dtype=torch.int64))
+"""In place of a ticket: it must be asked for when it is needed."""
 
 
 class AsynchronousExecutor(TrainingExecutor):
@@ -125,29 +128,45 @@ class AsynchronousExecutor(TrainingExecutor):
     def _tickets(self, epoch: int, end: int) -> Iterator[tuple[int, int, Tensor]]:
         """Position, number of samples and global batch of each step of this worker, until none are left.
 
-        If samples can be prefetched, the ticket of the next step is taken before a step. Not so if fewer samples than a
-        global batch are left, because a slow worker would then keep them from the others.
+        The ticket of the next step is asked for before a step, so that its message travels while this worker computes.
+        Not so if fewer samples than a global batch are left, because a slow worker would then keep them from the
+        others.
         """
         following = self._ticket(epoch)
         while following is not None:
             at, count, indices = following
-            early = self._worker.prefetches and at + count + self.plan.global_batch <= end
+            early = at + count + self.plan.global_batch <= end
             if early:
-                following = self._ticket(epoch, ahead=True)
-                if following is not None:
+                self._request_ticket(epoch, ahead=True)
+            if early and self._worker.prefetches:
+                following = self._requested_ticket(epoch)
+                if following is not None and following is not _AT_NEED:
                     self._worker.expect(partial(itemgetter(2), following))
             yield at, count, indices
-            if not early:
+            if early and not self._worker.prefetches:
+                following = self._requested_ticket(epoch)
+            if not early or following is _AT_NEED:
                 following = self._ticket(epoch)
 
-    def _ticket(self, epoch: int, *, ahead: bool = False) -> tuple[int, int, Tensor] | None:
+    def _ticket(self, epoch: int) -> tuple[int, int, Tensor] | None:
         """The next ticket with which this worker can take a step; None if there is none."""
+        self._request_ticket(epoch)
+        return self._requested_ticket(epoch)
+
+    def _request_ticket(self, epoch: int, *, ahead: bool = False) -> None:
         most = self._rows(self.plan.global_batch)
+        self._votes.request_ticket(epoch, most, stop=self._stop.requested, ahead=ahead)
+
+    def _requested_ticket(self, epoch: int) -> tuple[int, int, Tensor] | None:
+        """The ticket that was asked for; None if there is none, and :data:`_AT_NEED` if it must be asked for later."""
         while True:
-            at, count = self._votes.ticket(epoch, most, stop=self._stop.requested, ahead=ahead)
+            at, count = self._votes.requested_ticket()
+            if count == AT_NEED:
+                return _AT_NEED
             indices = self._batch_of(self._order.at(at)[:count]) if count else None
             if indices is not None or not count:  # else too few are left for a step of this worker
                 return None if indices is None else (at, count, indices)
+            self._request_ticket(epoch)
 
     def _rate_at(self, position: int, rows: int) -> float:
         """Set and return the learning rate for the samples at ``position`` of the run."""
