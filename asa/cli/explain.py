@@ -29,8 +29,7 @@ def run(args: Arguments, console: Console) -> None:
     from asa.report.plan import headline, measured
     from asa.strategies import offered
 
-    if args.report:
-        places.check_writable(Path(args.report) / "report.html", "--report")
+    places.check_report(args.report)
     if args.plan is not None and Path(args.plan).is_dir():
         _show_run(args, console)
         return

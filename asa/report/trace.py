@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asa.ir import codec
 from asa.reading import read_bytes
 from asa.simulator import Timeline, chrome_trace
 
@@ -30,6 +30,5 @@ def save_together(planned: Timeline, measured: Sequence[Path], path: Path) -> No
     """Write :func:`together` of the ranks' own traces to ``path``, compressed."""
     documents = [json.loads(gzip.decompress(read_bytes(p))) for p in measured]
     text = json.dumps(together(planned, documents), allow_nan=False).encode()
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(gzip.compress(text, mtime=0))
-    os.replace(temporary, path)
+    with codec.replacing(path) as temporary:
+        temporary.write_bytes(gzip.compress(text, mtime=0))
