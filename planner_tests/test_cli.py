@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -431,6 +432,16 @@ def test_a_bar_shows_its_times_at_every_width(width, monkeypatch):
     drawn = screen.file.getvalue()
     assert "ETA -:--:--" in drawn
     assert "…" not in drawn
+
+
+def test_a_table_is_not_squeezed_into_a_narrow_terminal(monkeypatch):
+    drawn = StringIO()
+    monkeypatch.setattr(
+        "asa.cli.console._rich",
+        lambda *, stderr: Screen(file=drawn, force_terminal=True, width=30, color_system=None),
+    )
+    Console().show(cluster_report.overview([("preset", presets.load("a100-nvlink-8"))]))
+    assert re.search(r"^a100-nvlink-8 +8 x A100-SXM4-80GB +79.0 GiB +measured", drawn.getvalue(), re.M)
 
 
 def test_a_variable_that_nearly_names_an_option_is_told(capsys, monkeypatch):

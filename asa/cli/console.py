@@ -39,13 +39,17 @@ class Console:
 
         from asa.report.tables import folded
 
-        console = _rich(stderr=False)
+        console, tables = _rich(stderr=False), _rich(stderr=False)
+        tables.width = max(tables.width, _TABLE_WIDTH)
         for part in parts:
             if isinstance(part, Text) and console.is_terminal:
                 part = Text(folded(part.plain, console.width), style=part.style)
-            # Sentences that go to a pipe stay on one line.
+            # Sentences that go to a pipe stay on one line. Tables are not squeezed: a narrow terminal wraps them.
             with reaching_stdout():
-                console.print(part, soft_wrap=isinstance(part, Text))
+                if isinstance(part, Text):
+                    console.print(part, soft_wrap=True)
+                else:
+                    tables.print(part)
 
     def text(self, text: str) -> None:
         """Print a text that is the result itself, such as a script, to stdout; nothing with --json."""
@@ -183,6 +187,9 @@ class Console:
             finally:
                 self._bars = None
 
+
+_TABLE_WIDTH = 80
+"""Least number of columns that tables are laid out for."""
 
 LINE_EVERY_S = 10.0
 """Seconds between lines of progress if there is no terminal."""

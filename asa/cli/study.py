@@ -19,7 +19,7 @@ from asa.cli.ending import Terminated
 from asa.cli.study_grid import PIPELINES, SAMPLES, Block, Definition
 from asa.cli.verb import Arguments
 from asa.errors import AsaError, InvalidInputError, UsageError
-from asa.ir import codec
+from asa.ir import codec, units
 from asa.ir.bench import BenchResult
 from asa.ir.consistency import is_discipline
 from asa.ir.study import State, Study, StudyCell, StudyRow
@@ -397,7 +397,7 @@ def _estimate(
     turns = runs + 1 + 3 / max(block.epochs)
     training = turns * max(block.epochs) * (samples // block.global_batch) * step
     passes = "1 epoch" if max(block.epochs) == 1 else f"{max(block.epochs)} epochs"
-    return training + _START_S, f"{passes} of steps of {step:.3g} s"
+    return training + _START_S, f"{passes} of steps of {units.seconds(step)}"
 
 
 def single_device_step_s(profile: Profile, batch: int) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch
+from matplotlib.ticker import MaxNLocator
 
 from asa.report.drawing import ASA, INK, MARKERS, PALETTE, Row, colour, single
 from asa.report.tables import fitted
@@ -152,6 +153,7 @@ def step_times(rows: Sequence[Row]) -> Figure:
     ):
         points = [(float(r[1] or 0), 1e3 * float(r[2] or 0)) for r in rows if r[0] == kind]
         if points:
+            points = [(0.0, points[0][1]), *points]  # the first line of a log is of all steps before it
             step_style: dict[str, Any] = {**style, "drawstyle": "steps-pre"}
             axes.plot(*zip(*points, strict=True), **step_style)
     labelled = set()
@@ -163,6 +165,7 @@ def step_times(rows: Sequence[Row]) -> Figure:
                          label=None if label in labelled else label)  # fmt: skip
             labelled.add(label)
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("milliseconds a step")
     _from_zero(axes, "y")
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

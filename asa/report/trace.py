@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asa.errors import InvalidInputError
 from asa.ir import codec
 from asa.reading import read_bytes
 from asa.simulator import Timeline, chrome_trace
@@ -24,6 +26,21 @@ def together(planned: Timeline, measured: Sequence[dict[str, Any]]) -> dict[str,
             if event.get("name") == "process_name":
                 events.append({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": plan["otherData"]}
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The document that :func:`save_together` wrote.
+
+    Raises:
+        InvalidInputError: it cannot be read.
+    """
+    try:
+        document = json.loads(gzip.decompress(read_bytes(path)))
+        if isinstance(document["traceEvents"], list):
+            return dict(document)
+    except (ValueError, EOFError, KeyError, TypeError, OSError, zlib.error):
+        pass
+    raise InvalidInputError(f"{path} is not a trace of `asa train --trace`; delete it, or run that again")
 
 
 def save_together(planned: Timeline, measured: Sequence[Path], path: Path) -> None:
