@@ -402,6 +402,15 @@ def test_a_device_is_written_to_and_never_replaced_and_a_link_stays_one(place):
     places.check_writable(Path("/dev/null"), "-o")
 
 
+def test_a_plan_is_made_in_a_folder_that_cannot_be_written(place, monkeypatch, capsys):
+    codec.save(nouns.profile(), place / "profiles" / "tiny.json")
+    codec.save(nouns.cluster(), place / "profiles" / "cluster.box.json")
+    monkeypatch.setattr(places, "ORIGINS", Path("/proc/origins"))
+    assert entry.run(["plan", "profiles/tiny.json", "--cluster", "box", "-o", "elsewhere.json"]) == 0
+    assert "profile and cluster are not kept beside the plan (/proc/origins: " in capsys.readouterr().err
+    assert Path("elsewhere.json").is_file()
+
+
 def test_a_page_that_cannot_be_drawn_is_told_before_the_plan(place, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("asa.planner.plan", lambda *_: pytest.fail("planned"))

@@ -88,7 +88,11 @@ def run(args: Arguments, console: Console) -> None:
         plans = plan(profile, cluster, offered(), request)
     path = path or places.plan_path(plans[0])
     codec.save(plans[0], path)
-    places.keep_origins(profile, cluster)
+    try:
+        places.keep_origins(profile, cluster)
+    except OSError as error:  # the plan itself may be written elsewhere, with -o
+        why = f"{error.filename}: {error.strerror}"
+        console.say(f"asa: profile and cluster are not kept beside the plan ({why}); do not change their files")
     data = codec.document(plans[0])
     if len(plans) > 1:
         data["alternatives"] = [codec.document(p) for p in plans[1:]]
