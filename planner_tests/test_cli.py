@@ -419,6 +419,10 @@ def test_long_work_off_a_terminal_says_a_line_every_ten_seconds(monkeypatch, cap
     assert said.out == ""
     lines = said.err.splitlines()
     assert lines[0] == "asa: profiling cnn: component 10, 25 % after 10 s, about 30 s left"
+    with Console().progress("profiling cnn") as report:
+        now += 20
+        report(0.01, "tracing")
+    assert capsys.readouterr().err == "asa: profiling cnn: tracing, 1 % after 20 s\n", "not: 1980 s left"
     assert len(lines) == 3
 
 

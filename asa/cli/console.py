@@ -140,7 +140,7 @@ class Console:
             if now - last < LINE_EVERY_S:
                 return
             last = now
-            eta = f", about {(now - began) * (1 - fraction) / fraction:.0f} s left" if 0 < fraction < 1 else ""
+            eta = f", about {(now - began) * (1 - fraction) / fraction:.0f} s left" if _TELLING <= fraction < 1 else ""
             self.say(f"asa: {title}: {what}, {100 * fraction:.0f} % after {now - began:.0f} s{eta}")
 
         return report
@@ -190,6 +190,9 @@ class Console:
 
 _TABLE_WIDTH = 80
 """Least number of columns that tables are laid out for."""
+
+_TELLING = 0.1
+"""Fraction of long work from which on the time so far tells how long the rest takes."""
 
 LINE_EVERY_S = 10.0
 """Seconds between lines of progress if there is no terminal."""
