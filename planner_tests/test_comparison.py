@@ -59,7 +59,7 @@ def test_communication_has_an_interval_only_of_enough_pairs(count, told):
     contest = _contest()
     cell = Cell("asa")
     cell.steps, cell.communication = [1.0] * 9, [0.1] * count
-    contest.cells["asa"] = cell
+    contest.plans, contest.cells["asa"] = {"asa": contest.plans["asa"]}, cell
     (result,) = (r for r in results(SimpleNamespace(global_batch=64), contest) if r.strategy == "asa")
     assert (result.communication_low_s is not None, clear_communication(result, None)) == (told, told)
 
