@@ -147,6 +147,8 @@ def test_a_run_is_stepped_through_beside_its_plan(tmp_path: Path, monkeypatch, c
     assert [t.get_text() for t in figures[0].axes[0].get_yticklabels()][:3] == [
         "rank 0 planned", "rank 0 planned, communication", "rank 0 measured",
     ]  # fmt: skip
+    many = {"traceEvents": [e for e in traced()["traceEvents"] for _ in range(200 if e["ph"] == "X" else 1)]}
+    assert len(steps.charts(many)) == 1, "pages stay small"
     night = tmp_path / "night"
     (night / "trace").mkdir(parents=True)
     (night / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in EVENTS))

@@ -15,7 +15,8 @@ from asa.report.drawing import ASA, Row, single
 
 MOST = 6
 """Largest number of steps on a page."""
-_MOST_RANKS = 4
+_MOST_RANKS, _MOST_PIECES = 4, 1500
+"""Largest number of ranks, and of pieces of work in all figures, so that a page stays below 1 MB."""
 _SHADES = {
     "forward": "#56B4E9", "backward": "#0072B2", "update": "#999999", "gradient": ASA, "inside": "#CC79A7",
     "boundary": "#E69F00", "transfer": "#009E73",
@@ -30,7 +31,8 @@ _STREAMS = {number: stream for stream, number in THREADS.items()}
 def charts(trace: Mapping[str, Any]) -> tuple[Chart, ...]:
     """One figure for each of the first traced steps; ``trace`` is that of :func:`asa.report.trace.together`."""
     rows = pieces(trace)
-    numbers = sorted({int(row[0] or 0) for row in rows})[:MOST]
+    steps = sorted({int(row[0] or 0) for row in rows})
+    numbers = steps[: max(1, min(MOST, _MOST_PIECES * len(steps) // max(1, len(rows))))]
     end = max((float(row[6] or 0) for row in rows if row[0] in numbers), default=0.0)
     return tuple(
         Chart(
