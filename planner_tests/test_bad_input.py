@@ -406,9 +406,20 @@ def test_a_plan_is_made_in_a_folder_that_cannot_be_written(place, monkeypatch, c
     codec.save(nouns.profile(), place / "profiles" / "tiny.json")
     codec.save(nouns.cluster(), place / "profiles" / "cluster.box.json")
     monkeypatch.setattr(places, "ORIGINS", Path("/proc/origins"))
-    assert entry.run(["plan", "profiles/tiny.json", "--cluster", "box", "-o", "elsewhere.json"]) == 0
-    assert "profile and cluster are not kept beside the plan (/proc/origins: " in capsys.readouterr().err
+    words = ["plan", "profiles/tiny.json", "--gpus", "2", "-o", "elsewhere.json"]
+    assert entry.run([*words, "--cluster", "box"]) == 0
+    said = capsys.readouterr().err
+    assert "profile and cluster are not kept beside the plan (/proc/origins: " in said
+    assert "asa cluster measure" not in said, "it was named"
     assert Path("elsewhere.json").is_file()
+    other = nouns.cluster()
+    other = dataclasses.replace(other, device=dataclasses.replace(other.device, name="Another CPU"))
+    codec.save(other, place / "profiles" / "cluster.box.json")
+    monkeypatch.setattr(places, "SHIPPED", place)
+    assert entry.run(words) == 0
+    assert "links as of box, of Another CPU; `asa cluster measure --gpus 2` measures those here" in (
+        " ".join(capsys.readouterr().err.split())
+    )
 
 
 def test_a_page_that_cannot_be_drawn_is_told_before_the_plan(place, monkeypatch, capsys):

@@ -61,7 +61,11 @@ def run(args: Arguments, console: Console) -> None:
         unnamed = args.model is None and sentence.endswith("(shipped)")
         console.say(f"asa: {sentence}{'; no MODEL was named, and none was profiled here' if unnamed else ''}")
     device = profile.device
-    cluster = cluster or choose.default_cluster(console, device, args.gpus)
+    if cluster is None:
+        cluster = choose.default_cluster(console, device, args.gpus)
+        if cluster.device.name != device.name and cluster.num_devices > 1:
+            measure = f"`asa cluster measure --gpus {args.gpus or cluster.num_devices}`"
+            console.say(f"asa: links as of {cluster.name}, of {cluster.device.name}; {measure} measures those here")
     gpus = args.gpus or cluster.num_devices
     request = Request(
         gpus=gpus,
