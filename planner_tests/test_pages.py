@@ -190,6 +190,13 @@ def test_a_plan_and_a_run_become_all_their_files(tmp_path: Path):
     assert [c.name for c in only] == ["timeline"], "a run of which little is known is drawn as far as it is"
 
 
+def test_strategies_that_recompute_are_told_from_those_that_do_not():
+    names = ["ddp", *("one", "two", "three") * 3, "ddp+ckpt"]
+    (axes,) = plan_drawing.trade([("strategy", name, 2.0**30, 0.1) for name in names]).axes
+    first, last = (axes.get_lines()[i] for i in (0, -1))
+    assert (first.get_color(), first.get_fillstyle()) != (last.get_color(), last.get_fillstyle())
+
+
 def test_a_run_of_one_step_is_drawn_too():
     (axes,) = plan_drawing.step_times((("measured", 1, 0.03, None),)).axes
     (line,) = axes.get_lines()

@@ -102,10 +102,11 @@ def trade(rows: Sequence[Row]) -> Figure:
         )
     for i, row in enumerate(r for r in rows if r[0] != "frontier"):
         is_plan = row[0] == "plan"
+        recomputes = str(row[1]).endswith("+ckpt")  # has the colour of the strategy without
         axes.plot(
             float(row[2] or 0) / 2**30, 1e3 * float(row[3] or 0), linestyle="none", label=str(row[1]),
             marker="*" if is_plan else MARKERS[i % 4], markersize=13 if is_plan else 6,
-            color=ASA if is_plan else colour(str(row[1])),
+            color=ASA if is_plan else colour(str(row[1])), fillstyle="none" if recomputes else "full",
         )  # fmt: skip
     axes.set_xlabel("GiB on the fullest device, predicted")
     axes.set_ylabel("milliseconds a step, predicted")
