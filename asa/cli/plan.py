@@ -123,7 +123,8 @@ def run(args: Arguments, console: Console) -> None:
         explanation = explain(plans[0], profile, cluster, offered(), memory_bytes=args.memory)
         page = plan_page.write(plans[0], Path(args.report), explanation, curves=curve)
         console.say(f"asa: wrote {page}")
-    console.say(f"asa: next: {' | '.join(_next(cluster, plans[0], args))}")
+    if not codec.is_special(path):  # what went to a device cannot be read again
+        console.say(f"asa: next: {' | '.join(_next(cluster, plans[0], args))}")
 
 
 def _next(cluster: Cluster, plan: Plan, args: Arguments) -> list[str]:
