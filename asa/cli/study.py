@@ -71,9 +71,10 @@ def run(args: Arguments, console: Console) -> None:
         try:
             _block(block.with_strategies(open_strategies), args, console, device, name, rows, folder, share_s, write)
         except (KeyboardInterrupt, Terminated):
-            done = sum(row.result is not None for row in rows.values())
+            done = sum(row.result is not None and not _ended_early(row) for row in rows.values())
             if done:
-                console.say(f"asa: {done} cells have results in {folder / FILE}; the same command runs the others")
+                said = "1 cell has results" if done == 1 else f"{done} cells have results"
+                console.say(f"asa: {said} in {folder / FILE}; the same command runs the others")
             raise
         write()
     written = _write(study, args, rows, folder, name)
