@@ -363,6 +363,7 @@ def test_axes_of_a_study_show_plain_numbers_and_accuracy_from_zero():
     drawn = {c.name: c.draw(c.rows) for c in study_page.charts(rows)}
     throughput, accuracy, scatter = (drawn[n].axes[0] for n in ("throughput", "accuracy", "predicted_measured"))
     assert throughput.get_ylim()[0] == 0
+    assert throughput.get_ylim()[1] > 1.03 * max(y for line in throughput.lines for y in line.get_ydata())
     assert accuracy.get_ylim()[0] == 0
     for narrow in ((0.21, 0.33), (6300.0, 8100.0)):
         scatter.set_ylim(*narrow)
