@@ -53,7 +53,7 @@ def run(args: Arguments, console: Console) -> None:
     rows = {row.cell: row for row in stored.rows} if stored else {}
     work = [(block, _open_strategies(block, args, rows, name)) for block in study.blocks]
     if args.dry_run:
-        _show_work(args, console, study, work, folder, device)
+        _show_work(args, console, study, work, rows, folder, device, name)
         return
     began = time.monotonic()
     for number, (block, open_strategies) in enumerate(work):
@@ -345,18 +345,24 @@ def _show_work(
     console: Console,
     study: Definition,
     work: list[tuple[Block, tuple[str, ...]]],
+    rows: dict[StudyCell, StudyRow],
     folder: Path,
     device: bench_setup.DeviceType,
+    name: str,
 ) -> None:
-    """Show the open work and its estimated duration."""
+    """Show the open work and its estimated duration. What was refused before is expected to be refused again."""
     from asa.report import study as report
 
     items = []
     profiled: set[tuple[str, int]] = set()
     for block, open_strategies in work:
-        seconds, basis = (
-            _estimate(block, open_strategies, args, console, device, profiled) if open_strategies else (0.0, "done")
-        )
+        shape = _shape(block, args)
+        refused = {c.strategy for s in open_strategies for c in _cells(block, s, args, name, shape)
+                   if c in rows and rows[c].state == "refused"}  # fmt: skip
+        possible = tuple(s for s in open_strategies if s not in refused)
+        seconds, basis = 0.0, "refused before, and tried again" if open_strategies else "done"
+        if possible:
+            seconds, basis = _estimate(block, possible, args, console, device, profiled)
         items.append(
             report.Planned(
                 title=block.title, mode=block.mode, strategies=open_strategies or block.strategies,
