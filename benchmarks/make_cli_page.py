@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from asa.cli.verb import Option, Verb
@@ -53,8 +54,10 @@ def row(option: Option) -> str:
     """One line of the table."""
     value = option.metavar or "|".join(option.choices) or option.name.upper()
     name = value if option.positional else option.shown if option.switch else f"{option.shown} {value}"
-    default = "" if option.default in (None, False, (), "") else str(option.default)
-    cells = (f"`{name}`", option.help, default)
+    told = re.search(r" \(default: ([^()]*(?:\([^()]*\)[^()]*)*)\)", option.help)  # in the user's words
+    value = ", ".join(map(str, option.default)) if isinstance(option.default, tuple) else option.default
+    default = told[1] if told else "" if value in (None, False, "") else str(value)
+    cells = (f"`{name}`", option.help.replace(told[0], "") if told else option.help, default)
     return "| " + " | ".join(c.replace("|", "\\|").replace("\n", " ") for c in cells) + " |"
 
 

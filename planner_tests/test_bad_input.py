@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 from pathlib import Path
 
 import nouns
@@ -372,14 +373,71 @@ def test_a_disk_that_fills_up_is_told_with_the_file_and_the_remedy(place, capsys
     [("cuda", True, "asa explain"), ("cpu", False, "asa explain"), ("cpu", True, "asa train")],
 )
 def test_what_is_proposed_next_can_be_done_here(kind, torch, first, monkeypatch):
-    from asa.cli.plan import _next
+    from asa.cli.plan import VERBS, _next
 
     box = nouns.cluster()
     box = dataclasses.replace(box, device=dataclasses.replace(box.device, type=kind))
     monkeypatch.setattr("asa.cli.plan.driver", lambda: False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if torch else None)
-    assert _next(box)[0].startswith(first)
-    assert ("asa launch slurm" in _next(box)) == (kind == "cuda")
+    args = arguments(VERBS[0], ("tiny", "--gpus", "2"), {})
+    found = _next(box, nouns.plan(), args)
+    assert found[0].startswith(first)
+    assert ("asa launch slurm" in found) == (kind == "cuda")
+    assert ("asa plan tiny --gpus 2 --verify 3" in found) == (first == "asa train"), "the same plan, measured"
+    elsewhere = _next(box, nouns.plan(), arguments(VERBS[0], ("-o", "a b.json"), {}))
+    assert all("'a b.json'" in command for command in elsewhere), "it is not where commands look for the newest plan"
+
+
+def test_a_device_is_written_to_and_never_replaced_and_a_link_stays_one(place):
+    os.mkfifo("pipe")
+    Path("link.json").symlink_to("target.json")
+    reader = os.open("pipe", os.O_RDWR)
+    codec.write("text", Path("pipe"))
+    codec.write("text", Path("link.json"))
+    assert os.read(reader, 9) == b"text"
+    os.close(reader)
+    assert Path("pipe").is_fifo()
+    assert Path("link.json").is_symlink()
+    assert Path("target.json").read_text() == "text"
+    places.check_writable(Path("/dev/null"), "-o")
+
+
+def test_a_plan_is_made_in_a_folder_that_cannot_be_written(place, monkeypatch, capsys):
+    codec.save(nouns.profile(), place / "profiles" / "tiny.json")
+    codec.save(nouns.cluster(), place / "profiles" / "cluster.box.json")
+    monkeypatch.setattr(places, "ORIGINS", Path("/proc/origins"))
+    words = ["plan", "profiles/tiny.json", "--gpus", "2", "-o", "elsewhere.json"]
+    assert entry.run([*words, "--cluster", "box"]) == 0
+    said = capsys.readouterr().err
+    assert "profile and cluster are not kept beside the plan (/proc/origins: " in said
+    assert "asa cluster measure" not in said, "it was named"
+    assert Path("elsewhere.json").is_file()
+    other = nouns.cluster()
+    other = dataclasses.replace(other, device=dataclasses.replace(other.device, name="Another CPU"))
+    codec.save(other, place / "profiles" / "cluster.box.json")
+    monkeypatch.setattr(places, "SHIPPED", place)
+    assert entry.run(words) == 0
+    assert "links as of box, of Another CPU; `asa cluster measure --gpus 2` measures those here" in (
+        " ".join(capsys.readouterr().err.split())
+    )
+
+
+def test_a_page_that_cannot_be_drawn_is_told_before_the_plan(place, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("asa.planner.plan", lambda *_: pytest.fail("planned"))
+    for words in (["plan", "resnet50", "--gpus", "2"], ["explain"]):
+        assert entry.run([*words, "--report", "page"]) == 5
+        assert capsys.readouterr().err == (
+            "asa: --report needs matplotlib, which is not installed: pip install 'asa-parallel[train]'\n"
+        )
+
+
+def test_a_working_directory_that_is_gone_is_told(place, monkeypatch, capsys):
+    (place / "gone").mkdir()
+    monkeypatch.chdir(place / "gone")
+    (place / "gone").rmdir()
+    assert entry.run(["cluster", "list"]) == 5
+    assert capsys.readouterr().err == "asa: the working directory no longer exists; change to one that does\n"
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,17 @@ from __future__ import annotations
 import doctest
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
 import nouns
 import pytest
+from rich.console import Console as Screen
 
 from asa import errors
 from asa.cli import choose, entry, options, places, settings, verbs
@@ -351,7 +354,8 @@ def test_every_cluster_that_is_listed_can_be_named(capsys):
 def test_work_goes_on_when_nobody_reads_its_lines_any_more(tmp_path):
     code = (
         "import pathlib\nfrom asa.cli.console import Console\n"
-        "for i in range(9):\n    Console().line(f'epoch {i}')\n"
+        "for i in range(9):\n    Console().line(f'epoch {i}')\n    Console().text('a script')\n"
+        "    Console().show('a table')\n"
         f"pathlib.Path({str(tmp_path / 'end')!r}).touch()\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -370,14 +374,15 @@ def test_a_closed_stdout_is_like_one_nobody_reads():
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
-def test_a_document_that_cannot_be_written_is_one_line():
+@pytest.mark.parametrize("words", ["cluster list --json", "cluster list", "schema plan", "--version"])
+def test_a_result_that_cannot_be_written_is_one_line(words):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "asa", "cluster", "list", "--json"], stdout=full, stderr=subprocess.PIPE, text=True,
-            check=False,
-        )  # fmt: skip
+            [sys.executable, "-m", "asa", *words.split()], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
     assert (done.returncode, len(done.stderr.splitlines())) == (5, 1)
-    assert "cannot write the document to stdout" in done.stderr
+    assert "cannot write" in done.stderr
+    assert "to stdout" in done.stderr
 
 
 def test_help_of_a_command_may_be_asked_for_by_its_name(capsys):
@@ -414,7 +419,33 @@ def test_long_work_off_a_terminal_says_a_line_every_ten_seconds(monkeypatch, cap
     assert said.out == ""
     lines = said.err.splitlines()
     assert lines[0] == "asa: profiling cnn: component 10, 25 % after 10 s, about 30 s left"
+    with Console().progress("profiling cnn") as report:
+        now += 20
+        report(0.01, "tracing")
+    assert capsys.readouterr().err == "asa: profiling cnn: tracing, 1 % after 20 s\n", "not: 1980 s left"
     assert len(lines) == 3
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 120])
+def test_a_bar_shows_its_times_at_every_width(width, monkeypatch):
+    screen = Screen(file=StringIO(), force_terminal=True, width=width, color_system=None)
+    monkeypatch.setattr("asa.cli.console._rich", lambda *, stderr: screen)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with Console().progress("training cnn") as report:
+        report(0.5, "loss 1.514, 4130 samples/s, 8 % data " + "and more " * 9)
+    drawn = screen.file.getvalue()
+    assert "ETA -:--:--" in drawn
+    assert "…" not in drawn
+
+
+def test_a_table_is_not_squeezed_into_a_narrow_terminal(monkeypatch):
+    drawn = StringIO()
+    monkeypatch.setattr(
+        "asa.cli.console._rich",
+        lambda *, stderr: Screen(file=drawn, force_terminal=True, width=30, color_system=None),
+    )
+    Console().show(cluster_report.overview([("preset", presets.load("a100-nvlink-8"))]))
+    assert re.search(r"^a100-nvlink-8 +8 x A100-SXM4-80GB +79.0 GiB +measured", drawn.getvalue(), re.M)
 
 
 def test_a_variable_that_nearly_names_an_option_is_told(capsys, monkeypatch):
@@ -432,6 +463,7 @@ def test_a_variable_that_nearly_names_an_option_is_told(capsys, monkeypatch):
         (["train", "gpt2", "--input", "3x32x32"], "try --tokens"),
         (["bench", "--study", "grid", "--models", "cnn", "--tokens", "4"], "leave out --tokens"),
         (["simulate", "--trace", "step.txt"], "end in .json"),
+        (["launch", "slurm", "-o", "-"], "'-' is no file"),
     ],
 )
 def test_what_cannot_be_is_refused_before_torch_is_imported(argv, words, elsewhere):

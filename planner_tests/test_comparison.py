@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import nouns
 import pytest
 
 from asa.cli.bench import VERBS, one_of_each
-from asa.cli.comparison import FILLED, ModelBench, notes, prepare, side_by_side
+from asa.cli.comparison import FILLED, ModelBench, notes, prepare, results, side_by_side
 from asa.cli.console import Console
 from asa.cli.settings import arguments
 from asa.errors import UsageError
+from asa.executor.measuring.benchmark import Cell
 from asa.ir import codec
 from asa.ir.plan import Plan
+from asa.report.bench import clear_communication
 
 
 def _plan(strategy: str, step_s: float, each: int, microbatches: int) -> Plan:
@@ -49,6 +52,16 @@ def test_what_does_not_fit_is_left_out_and_named_under_all_its_names():
     assert set(contest.plans) == {"asa", "ddp", "single"}
     assert set(contest.why_not) == {"hybrid", "tensor"}
     assert "--strategies" in contest.why_not["tensor"]
+
+
+@pytest.mark.parametrize(("count", "told"), [(3, False), (5, False), (6, True)])
+def test_communication_has_an_interval_only_of_enough_pairs(count, told):
+    contest = _contest()
+    cell = Cell("asa")
+    cell.steps, cell.communication = [1.0] * 9, [0.1] * count
+    contest.plans, contest.cells["asa"] = {"asa": contest.plans["asa"]}, cell
+    (result,) = (r for r in results(SimpleNamespace(global_batch=64), contest) if r.strategy == "asa")
+    assert (result.communication_low_s is not None, clear_communication(result, None)) == (told, told)
 
 
 def test_devices_of_their_own_hold_their_own_ranks_alone():

@@ -62,6 +62,16 @@ def test_every_command_is_understood(page: Path) -> None:
         read(words, lambda verb, rest: parser(verb).parse_args(rest))
 
 
+def test_the_screen_of_the_readme_is_what_is_printed(tmp_path: Path) -> None:
+    page = (ROOT / "README.md").read_text()
+    (words,) = commands(ROOT / "README.md")
+    (screen,) = re.findall(r"^```\n(\w+ on 2 x cpu \(.*?)^```", page, re.M | re.S)
+    printed = {line.rstrip() for line in asa(*words, cwd=tmp_path).stdout.splitlines()}
+    shown = [line for line in screen.splitlines() if not line.startswith(("Proof", "Doubt"))]  # as the machine is busy
+    assert len(shown) > 10
+    assert [line for line in shown if line not in printed] == []
+
+
 @pytest.mark.parametrize("name", ["quickstart", "concepts", "clusters"])
 def test_a_walk_runs_as_it_is_written(name: str, tmp_path: Path) -> None:
     walk = commands(ROOT / "docs" / f"{name}.md")

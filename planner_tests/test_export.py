@@ -288,7 +288,7 @@ def test_a_single_device_in_a_plans_stead_is_one_device(
         assert entry.run(["export", "plan.json", "--to", tool]) == 0
         said = capsys.readouterr().out
         assert line in said
-        assert "as single on 1 ranks" in said
+        assert "as single on 1 rank," in said
 
 
 def test_uneven_rows_count_as_in_the_plan_and_maps_have_a_loss() -> None:

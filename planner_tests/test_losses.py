@@ -156,7 +156,7 @@ def test_a_rank_lost_for_good_is_done_without(tmp_path: Path, monkeypatch: pytes
     (event,) = _log(tmp_path / "run", "replan")
     assert (event["kind"], event["rank"], event["ranks_before"], event["ranks"]) == ("lost", 1, 2, 1)
     line = replan_line(event)
-    assert "on 1 ranks instead of 2): rank 1 of 2 was killed" in line
+    assert "on 1 rank instead of 2): rank 1 of 2 was killed" in line
     assert "\n" not in line
     assert codec.load(Plan, tmp_path / "run" / "plan.json").num_ranks == 1
     assert result["plan_fingerprint"] == event["new"]

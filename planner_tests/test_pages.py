@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import shutil
@@ -14,12 +15,14 @@ from typing import Any
 import nouns
 import pytest
 
+from asa.cli import entry
 from asa.ir import codec
 from asa.ir.plan import CurvePoint, Plan
+from asa.ir.streams import piece
 from asa.ir.study import Published, Study, StudyCell, StudyRow
 from asa.planner.questions.explain import Difference, Term
 from asa.planner.questions.frontier import Frontier, MemoryPoint
-from asa.report import charts, page, plan_page, run_page, study_figures, study_page
+from asa.report import charts, page, plan_drawing, plan_page, run_page, steps, study_figures, study_page
 from asa.report.story import story
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -117,8 +120,48 @@ EVENTS: list[dict[str, Any]] = [
 ]
 
 
+def traced() -> dict[str, Any]:
+    """Two ranks; the plan's step takes 3 ms, those of the run 4 and 5 ms."""
+    events: list[dict[str, Any]] = []
+    for process in range(4):
+        measured = process % 2
+        for i, at in enumerate((0.0, 0.004) if measured else (0.0,)):
+            events.append(piece("head", "forward", "compute", process, at, at + 0.003 + measured * (i + 1) / 1e3, None))
+            events.append(piece("all_reduce", "gradient", "communication", process, at + 0.001, at + 0.002, None))
+            events += [{"name": f"step {i}", "ph": "i", "ts": at * 1e6, "pid": process, "tid": 0}] * measured
+    return {"traceEvents": events}
+
+
 def run() -> str:
-    return run_page.html(story(EVENTS), [(c, SVG) for c in run_page.charts(EVENTS, a_plan())], "a run")
+    figures = [(c, SVG) for c in run_page.charts(EVENTS, a_plan())]
+    return run_page.html(story(EVENTS), figures, "a run", [(c, SVG) for c in steps.charts(traced())])
+
+
+def test_a_run_is_stepped_through_beside_its_plan(tmp_path: Path, monkeypatch, capsys):
+    rows = steps.pieces(traced())
+    ends = {(r[0], r[1], r[2]): r[6] for r in rows if r[4] == "forward"}
+    of_run = {(s, rank, "measured"): 3.0 + s for s in (1, 2) for rank in (0, 1)}
+    assert ends == pytest.approx(of_run | {(s, rank, "planned"): 3.0 for s in (1, 2) for rank in (0, 1)})
+    figures = [c.draw(c.rows) for c in steps.charts(traced())]
+    assert [f.axes[0].get_xlim() for f in figures] == 2 * [pytest.approx((0, 5.1))], "one scale"
+    assert [t.get_text() for t in figures[0].axes[0].get_yticklabels()][:3] == [
+        "rank 0 planned", "rank 0 planned, communication", "rank 0 measured",
+    ]  # fmt: skip
+    many = {"traceEvents": [e for e in traced()["traceEvents"] for _ in range(200 if e["ph"] == "X" else 1)]}
+    assert len(steps.charts(many)) == 1, "pages stay small"
+    night = tmp_path / "night"
+    (night / "trace").mkdir(parents=True)
+    (night / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in EVENTS))
+    path = night / "trace" / "plan_and_run.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(traced()).encode()))
+    monkeypatch.setattr(page, "draw", lambda chart, folder: ([], SVG))
+    assert entry.run(["explain", str(night), "--report", str(tmp_path / "page")]) == 0
+    text = (tmp_path / "page" / "report.html").read_text()
+    assert text.count('<input type="radio" name="steps"') == 2
+    assert text.count(" checked>") == 1
+    path.write_bytes(b"torn")
+    assert entry.run(["explain", str(night), "--report", str(tmp_path / "page")]) == 3
+    assert "is not a trace" in capsys.readouterr().err
 
 
 def test_the_timeline_of_a_run_marks_changes_of_plan_and_what_was_slow():
@@ -130,7 +173,7 @@ def test_the_timeline_of_a_run_marks_changes_of_plan_and_what_was_slow():
         ("expected", 30, promised, None),
     )  # fmt: skip
     said = run_page.first_sentence(story(EVENTS))
-    assert said == "30 steps; the plan was changed once and won 0.3 s; something was found slow once."
+    assert said == "30 steps; the plan was changed once and won 300 ms; something was found slow once."
 
 
 def test_a_plan_and_a_run_become_all_their_files(tmp_path: Path):
@@ -145,6 +188,20 @@ def test_a_plan_and_a_run_become_all_their_files(tmp_path: Path):
     assert "http" not in re.sub(r"xmlns(:\w+)?=\"[^\"]+\"", "", page.read_text())
     only = run_page.charts(EVENTS[:2])
     assert [c.name for c in only] == ["timeline"], "a run of which little is known is drawn as far as it is"
+
+
+def test_strategies_that_recompute_are_told_from_those_that_do_not():
+    names = ["ddp", *("one", "two", "three") * 3, "ddp+ckpt"]
+    (axes,) = plan_drawing.trade([("strategy", name, 2.0**30, 0.1) for name in names]).axes
+    first, last = (axes.get_lines()[i] for i in (0, -1))
+    assert (first.get_color(), first.get_fillstyle()) != (last.get_color(), last.get_fillstyle())
+
+
+def test_a_run_of_one_step_is_drawn_too():
+    (axes,) = plan_drawing.step_times((("measured", 1, 0.03, None),)).axes
+    (line,) = axes.get_lines()
+    assert list(zip(line.get_xdata(), line.get_ydata(), strict=True)) == [(0.0, 30.0), (1.0, 30.0)]
+    assert all(x == int(x) for x in axes.get_xticks()), "there is no half a step"
 
 
 def test_marks_of_the_largest_values_are_inside_their_figures():

@@ -296,6 +296,7 @@ def test_the_sentence_of_the_page_ranks_only_what_is_told_apart():
     assert said.endswith("not told apart from one device."), "they were never paired"
     loud = replace(made, comparisons=tuple(replace(c, others_cores=1e3) for c in made.comparisons))
     assert "times as fast" not in bench.story(loud, "tiny")
+    assert "Other processes kept 1000.0 of " in bench.story(loud, "tiny"), "why there is no verdict"
 
 
 def test_communication_that_noise_hides_is_not_drawn():

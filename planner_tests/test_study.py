@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import nouns
 import pytest
@@ -174,6 +175,22 @@ def test_a_study_comes_back_from_its_file_and_does_only_what_is_left(tmp_path, m
     left = verb._open_strategies(block, args("--study", "grid", "--models", "tiny"), found, "Test CPU")
     assert left == ("tensor", "fsdp", "hybrid"), "what has figures stays; refusals and runs cut short are tried again"
     assert verb._open_strategies(block, args("--study", "grid"), found, "Another CPU") == block.strategies
+
+
+def test_what_was_refused_takes_no_time_when_it_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(verb, "_shape", lambda *_: (3, 8, 8))
+    words = args("--study", "grid", "--models", "tiny", "--gpus", "2", "--data", "digits", "--strategies", "fsdp,ddp")
+    definition = study_grid.define(words, most=2, cluster_gpus=None)
+    (block,) = definition.blocks
+    why = StudyRow(cell=cell("fsdp", epochs=1), state="refused", result=None, why="no memory")
+    found = {why.cell: why}
+    got: list[dict] = []
+    monkeypatch.setattr(verb, "_estimate", lambda block, strategies, *_: (5.0 * len(strategies), "guessed"))
+    console = SimpleNamespace(result=lambda data, parts: got.append(data))
+    for strategies in (("fsdp", "ddp"), ("fsdp",), ()):
+        verb._show_work(words, console, definition, [(block, strategies)], found, tmp_path, "cpu", "Test CPU")
+    assert [d["about_s"] for d in got] == [5.0, 0.0, 0.0]
+    assert [d["blocks"][0]["how"] for d in got] == ["guessed", "refused before, and tried again", "done"]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -363,6 +380,7 @@ def test_axes_of_a_study_show_plain_numbers_and_accuracy_from_zero():
     drawn = {c.name: c.draw(c.rows) for c in study_page.charts(rows)}
     throughput, accuracy, scatter = (drawn[n].axes[0] for n in ("throughput", "accuracy", "predicted_measured"))
     assert throughput.get_ylim()[0] == 0
+    assert throughput.get_ylim()[1] > 1.03 * max(y for line in throughput.lines for y in line.get_ydata())
     assert accuracy.get_ylim()[0] == 0
     for narrow in ((0.21, 0.33), (6300.0, 8100.0)):
         scatter.set_ylim(*narrow)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from asa.api.rank_context import current_votes
 from asa.errors import InvalidInputError, UnavailableError, UsageError
 from asa.executor.model.state import LocalTensor, cut, gather
+from asa.ir import codec
 from asa.sharding.axis import SOLO
 from asa.sharding.split import TensorPart
 
@@ -34,10 +34,9 @@ def save(state: Any, path: Path | str) -> None:
     target = Path(path)
 
     def write() -> None:
-        partial = target.with_name(f"{target.name}.partial")
         try:
-            torch.save(full, partial)
-            os.replace(partial, target)
+            with codec.replacing(target) as partial:
+                torch.save(full, partial)
         except OSError as error:
             raise UnavailableError(f"{target} cannot be written: {error.strerror or error}") from None
 

@@ -10,8 +10,11 @@ def main() -> None:
     import sys
     from contextlib import suppress
 
-    from asa.cli.entry import run
-    from asa.cli.heap import start_again
+    try:
+        from asa.cli.entry import run
+        from asa.cli.heap import start_again
+    except KeyboardInterrupt:
+        os._exit(130)
 
     for number in (0, 1, 2):  # the next opened file would take a closed number
         with suppress(OSError):

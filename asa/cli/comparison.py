@@ -20,7 +20,7 @@ from asa.errors import InfeasibleError, WorkersFailedError
 from asa.ir import bench as nouns
 from asa.ir import codec
 from asa.ir.cluster import Cluster
-from asa.ir.intervals import median_interval
+from asa.ir.intervals import FEWEST, median_interval
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
@@ -314,7 +314,8 @@ def _result(contest: ModelBench, strategy: str, global_batch: int) -> nouns.Benc
         )
     plan, cell = contest.plans[strategy], contest.cells[strategy]
     p, peaks = plan.prediction, cell.peak_memory_bytes
-    low, high = median_interval(cell.communication) if cell.communication else (None, None)
+    # Of fewer differences the extremes are no interval of 95 %.
+    low, high = median_interval(cell.communication) if len(cell.communication) >= FEWEST else (None, None)
     wait = statistics.median(cell.data_wait) if cell.data_wait else 0.0
     step_s = cell.step_time.median + wait
     rate = flops_per_sample(contest.profile) * plan.global_batch / step_s

@@ -24,8 +24,7 @@ def run(args: Arguments, console: Console) -> None:
     every = [verb for word in WORDS for verb in verbs(word)]
     text = {"bash": bash, "zsh": zsh, "fish": fish}[args.shell](every)
     data = {"schema_version": codec.SCHEMA_VERSION, "kind": "completion", "shell": args.shell, "text": text}
-    for line in [] if console.as_json else text.split("\n"):
-        console.line(line)
+    console.text(text)
     console.document(data)
 
 

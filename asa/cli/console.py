@@ -39,12 +39,25 @@ class Console:
 
         from asa.report.tables import folded
 
-        console = _rich(stderr=False)
+        console, tables = _rich(stderr=False), _rich(stderr=False)
+        tables.width = max(tables.width, _TABLE_WIDTH)
         for part in parts:
             if isinstance(part, Text) and console.is_terminal:
                 part = Text(folded(part.plain, console.width), style=part.style)
-            # Sentences that go to a pipe stay on one line.
-            console.print(part, soft_wrap=isinstance(part, Text))
+            # Sentences that go to a pipe stay on one line. Tables are not squeezed: a narrow terminal wraps them.
+            with reaching_stdout():
+                if isinstance(part, Text):
+                    console.print(part, soft_wrap=True)
+                else:
+                    tables.print(part)
+
+    def text(self, text: str) -> None:
+        """Print a text that is the result itself, such as a script, to stdout; nothing with --json."""
+        if self.as_json or not self.first_rank:
+            return
+        with reaching_stdout():
+            sys.stdout.write(text.rstrip("\n") + "\n")
+            sys.stdout.flush()
 
     def say(self, message: str, *, verbatim: bool = False) -> None:
         """Print a message to stderr. Failure to write (a full disk, a closed terminal) is ignored.
@@ -127,7 +140,7 @@ class Console:
             if now - last < LINE_EVERY_S:
                 return
             last = now
-            eta = f", about {(now - began) * (1 - fraction) / fraction:.0f} s left" if 0 < fraction < 1 else ""
+            eta = f", about {(now - began) * (1 - fraction) / fraction:.0f} s left" if _TELLING <= fraction < 1 else ""
             self.say(f"asa: {title}: {what}, {100 * fraction:.0f} % after {now - began:.0f} s{eta}")
 
         return report
@@ -141,31 +154,45 @@ class Console:
         if self.as_json or not sys.stderr.isatty():
             yield self._now_and_then(title)
             return
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            ProgressColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
-        columns = (
+        terminal = _rich(stderr=True)
+        bar = max(4, min(30, terminal.width - 88))
+        columns: tuple[ProgressColumn, ...] = (
             TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
+            BarColumn(bar_width=bar),
             TextColumn("{task.percentage:3.0f} %"),
-            TimeElapsedColumn(),
+            *([TimeElapsedColumn()] if terminal.width >= 100 else []),
             TextColumn("ETA"),
             TimeRemainingColumn(),
         )
+        room = max(8, min(60, terminal.width - bar - 20 - 8 * (terminal.width >= 100)))
         # Nothing is redirected: what goes to stdout may go to a file.
-        with Progress(
-            *columns, console=_rich(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False
-        ) as bars:
+        with Progress(*columns, console=terminal, transient=True, redirect_stdout=False, redirect_stderr=False) as bars:
             task = bars.add_task(title, total=1.0)
             self._bars = bars
 
             def report(fraction: float, what: str) -> None:
-                bars.update(task, completed=fraction, description=f"{title}: {what}"[:60])
+                bars.update(task, completed=fraction, description=f"{title}: {what}"[:room])
 
             try:
                 yield report
             finally:
                 self._bars = None
 
+
+_TABLE_WIDTH = 80
+"""Least number of columns that tables are laid out for."""
+
+_TELLING = 0.1
+"""Fraction of long work from which on the time so far tells how long the rest takes."""
 
 LINE_EVERY_S = 10.0
 """Seconds between lines of progress if there is no terminal."""
@@ -177,9 +204,30 @@ def _unheard(descriptor: int) -> Iterator[None]:
     try:
         yield
     except (OSError, SystemExit):  # rich raises SystemExit for a closed pipe
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, descriptor)
-        os.close(nowhere)
+        _to_nowhere(descriptor)
+
+
+@contextmanager
+def reaching_stdout() -> Iterator[None]:
+    """Context in which results are written to stdout. If their reader has gone, as in ``| head``, later output goes
+    nowhere, and the command ends as if all had been read.
+
+    Raises:
+        UnavailableError: they cannot be written for another reason, such as a full disk.
+    """
+    try:
+        yield
+    except (BrokenPipeError, SystemExit):
+        _to_nowhere(1)
+    except OSError as error:
+        _to_nowhere(1)  # what is left in the buffer would be complained of once more at the end
+        raise UnavailableError(f"cannot write to stdout: {error.strerror or error}") from None
+
+
+def _to_nowhere(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def _quiet(fraction: float, what: str) -> None:

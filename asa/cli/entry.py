@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from asa.cli import ending
-from asa.cli.console import Console
+from asa.cli.console import Console, reaching_stdout
 from asa.cli.verbs import VERBS, verbs
 from asa.errors import AsaError, UnavailableError, UsageError, lacking
 
@@ -33,9 +33,13 @@ def run(argv: Sequence[str]) -> int:
     debug = os.environ.get("ASA_DEBUG", "") not in ("", "0")
     try:
         with console.keeping_stdout(), _quiet_libraries(debug), ending.terminable():
-            return dispatch(argv, console) or 0
-    except SystemExit as stop:  # argparse, after --help
-        return stop.code if isinstance(stop.code, int) else AsaError.exit_code if stop.code else 0
+            try:
+                code = dispatch(argv, console) or 0
+            except SystemExit as stop:  # argparse, after --help
+                code = stop.code if isinstance(stop.code, int) else AsaError.exit_code if stop.code else 0
+            with reaching_stdout():
+                sys.stdout.flush()
+            return code
     except BrokenPipeError:
         # The reader has gone; without this Python complains once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -50,6 +54,9 @@ def run(argv: Sequence[str]) -> int:
         # Of two names (a rename) the second is the target; the first may be a temporary file.
         if error.errno == errno.ENOMEM:
             return _internal(console, error, debug)
+        if error.errno == errno.ENOENT and not error.filename:
+            gone = "the working directory no longer exists; change to one that does"
+            return _end(console, gone, UnavailableError.exit_code, debug)
         name = error.filename2 or error.filename
         where = f"{name}: " if name else ""
         remedy = _REMEDIES.get(error.errno or 0, "")
@@ -70,12 +77,12 @@ def dispatch(argv: Sequence[str], console: Console) -> int | None:
     if words[:1] == ["help"] and words[1:]:
         words = [*words[1:], "--help"]
     if not words or words[0] in ("--help", "-h", "help"):
-        sys.stdout.write(overview())
+        console.text(overview())
         return 0 if words else UsageError.exit_code
     if words[0] in ("--version", "-V"):
         from asa import __version__
 
-        sys.stdout.write(f"asa {__version__}\n")
+        console.text(f"asa {__version__}")
         return 0
     if words[0].startswith("-"):
         raise UsageError(f"{words[0]} stands before the command; options come after it, as in `asa plan {words[0]}`")
@@ -88,7 +95,7 @@ def dispatch(argv: Sequence[str], console: Console) -> int | None:
                 console.say(f"asa: {sentence}")
             return verb.run(args, console)
     if words[1:2] in (["--help"], ["-h"]):
-        sys.stdout.write(_listing(f"asa {words[0]}", [(v.name, v.help) for v in commands]))
+        console.text(_listing(f"asa {words[0]}", [(v.name, v.help) for v in commands]))
         return 0
     offered = " or ".join(v.name for v in commands)
     raise UsageError(f"`{' '.join(['asa', *words[:2]])}` is no command; there is {offered}")

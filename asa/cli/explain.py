@@ -29,8 +29,7 @@ def run(args: Arguments, console: Console) -> None:
     from asa.report.plan import headline, measured
     from asa.strategies import offered
 
-    if args.report:
-        places.check_writable(Path(args.report) / "report.html", "--report")
+    places.check_report(args.report)
     if args.plan is not None and Path(args.plan).is_dir():
         _show_run(args, console)
         return
@@ -76,11 +75,13 @@ def _show_run(args: Arguments, console: Console) -> None:
     console.result(data, lambda: render(history))
     if args.report:
         from asa.ir.plan import Plan
-        from asa.report import run_page
+        from asa.report import run_page, trace
 
         run = Path(args.plan)
         begun = codec.load(Plan, run / "plan.json") if (run / "plan.json").is_file() else None
-        page = run_page.write(history, events(run / LOG), Path(args.report), begun, run.resolve().name)
+        traced = run / "trace" / "plan_and_run.json.gz"
+        beside = trace.load(traced) if traced.is_file() else None
+        page = run_page.write(history, events(run / LOG), Path(args.report), begun, run.resolve().name, beside)
         console.say(f"asa: wrote {page}")
 
 

@@ -74,8 +74,7 @@ def _snippet(args: Arguments, console: Console) -> dict[str, Any]:
         codec.write(text, Path(args.output))
         console.say(f"asa: wrote {args.output}")
     elif not console.as_json:
-        for line in text.rstrip("\n").split("\n"):
-            console.line(line)
+        console.text(text)
     for note in choice.notes:
         console.say(f"asa: {note}")
     return {

@@ -110,8 +110,7 @@ def _deliver(text: str, output: str | None, data: dict[str, object], console: Co
         codec.write(text, Path(output))
         console.say(f"asa: wrote {output}; start it with `{how.format(shlex.quote(output))}`")
     elif not console.as_json:
-        for line in text.rstrip("\n").split("\n"):
-            console.line(line)
+        console.text(text)
         if text.count("\n") > _SCREEN:
             console.say(f"asa: {text.count(chr(10))} lines; -o FILE writes them to a file")
     console.document(data)

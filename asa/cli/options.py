@@ -212,7 +212,22 @@ def option(base: Option, **changes: Any) -> Option:
 REPORT = Option(name="report", help="write report.html and figures to DIR", metavar="DIR")
 VERBOSE = Option(name="verbose", short="-v", help="show everything", switch=True, default=False)
 JSON = Option(name="json", help="print one JSON document on stdout, everything else on stderr", switch=True)
-OUTPUT = Option(name="output", short="-o", help="file to write", metavar="FILE")
+
+
+def file_name(text: str) -> str:
+    """``text`` as the name of a file to write.
+
+    Raises:
+        ValueError: it is empty, or ``-``, which other programs take for the screen.
+    """
+    if not text.strip():
+        raise ValueError("an empty text is no value; leave it out")
+    if text == "-":
+        raise ValueError("'-' is no file; /dev/stdout is the screen, ./- a file of that name")
+    return text
+
+
+OUTPUT = Option(name="output", short="-o", help="file to write", parse=file_name, metavar="FILE")
 DEVICE = Option(
     name="device", help="where to run; auto: CUDA if there is a GPU", choices=("auto", "cpu", "cuda"), default="auto"
 )

@@ -6,6 +6,7 @@ Profiles and measured clusters: ``profiles/`` of the working directory, then tho
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import tempfile
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from asa.cli.console import Console
-from asa.errors import InvalidInputError, UnavailableError, UsageError
+from asa.errors import InvalidInputError, UnavailableError, UsageError, lacking
 from asa.ir import codec, shipped
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
@@ -159,7 +160,11 @@ def check_writable(path: Path, flag: str) -> None:
         UnavailableError: it cannot; ``flag`` is the option that sets another path.
     """
     folder = next(p for p in (path.parent, *path.parent.parents) if p.exists() or p == p.parent)
-    if path.is_dir():
+    if codec.is_special(path):
+        if os.access(path, os.W_OK):
+            return
+        reason = "no permission to write to it"
+    elif path.is_dir():
         reason = "it is a directory"
     elif not folder.is_dir():
         reason = f"{folder} is not a directory"
@@ -173,6 +178,20 @@ def check_writable(path: Path, flag: str) -> None:
         except OSError as error:
             reason = f"{error.strerror or error} in {folder}"
     raise UnavailableError(f"cannot write {path}: {reason}; choose another {flag}")
+
+
+def check_report(folder: str | None) -> None:
+    """Check that ``--report`` can write its page and figures to ``folder`` (None: there is no such option), before
+    minutes of work go into what it shows.
+
+    Raises:
+        UnavailableError: it cannot, or the package that draws is missing.
+    """
+    if folder is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UnavailableError(lacking("matplotlib", "--report"))
+    check_writable(Path(folder) / "report.html", "--report")
 
 
 def check_unused(folder: Path) -> None:

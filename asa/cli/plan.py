@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,8 +35,7 @@ def run(args: Arguments, console: Console) -> None:
 
     path = Path(args.output) if args.output else None
     places.check_writable(path or places.PLANS / "plan.json", "-o")
-    if args.report:
-        places.check_writable(Path(args.report) / "report.html", "--report")
+    places.check_report(args.report)
     named = choose.named_cluster(args.cluster, args.gpus) if args.cluster else None
     cluster = named and choose.wide_enough(named, args.gpus, console)
     pins = tuple(parse_pin(text) for text in args.pin)
@@ -61,7 +61,11 @@ def run(args: Arguments, console: Console) -> None:
         unnamed = args.model is None and sentence.endswith("(shipped)")
         console.say(f"asa: {sentence}{'; no MODEL was named, and none was profiled here' if unnamed else ''}")
     device = profile.device
-    cluster = cluster or choose.default_cluster(console, device, args.gpus)
+    if cluster is None:
+        cluster = choose.default_cluster(console, device, args.gpus)
+        if cluster.device.name != device.name and cluster.num_devices > 1:
+            measure = f"`asa cluster measure --gpus {args.gpus or cluster.num_devices}`"
+            console.say(f"asa: links as of {cluster.name}, of {cluster.device.name}; {measure} measures those here")
     gpus = args.gpus or cluster.num_devices
     request = Request(
         gpus=gpus,
@@ -88,7 +92,11 @@ def run(args: Arguments, console: Console) -> None:
         plans = plan(profile, cluster, offered(), request)
     path = path or places.plan_path(plans[0])
     codec.save(plans[0], path)
-    places.keep_origins(profile, cluster)
+    try:
+        places.keep_origins(profile, cluster)
+    except OSError as error:  # the plan itself may be written elsewhere, with -o
+        why = f"{error.filename}: {error.strerror}"
+        console.say(f"asa: profile and cluster are not kept beside the plan ({why}); do not change their files")
     data = codec.document(plans[0])
     if len(plans) > 1:
         data["alternatives"] = [codec.document(p) for p in plans[1:]]
@@ -115,17 +123,29 @@ def run(args: Arguments, console: Console) -> None:
         explanation = explain(plans[0], profile, cluster, offered(), memory_bytes=args.memory)
         page = plan_page.write(plans[0], Path(args.report), explanation, curves=curve)
         console.say(f"asa: wrote {page}")
-    console.say(f"asa: next: {' | '.join(_next(cluster))}")
+    if not codec.is_special(path):  # what went to a device cannot be read again
+        console.say(f"asa: next: {' | '.join(_next(cluster, plans[0], args))}")
 
 
-def _next(cluster: Cluster) -> list[str]:
-    """Commands that are useful after a plan for ``cluster``, on this machine and with this installation."""
-    first = ["asa explain --why-not ddp"]
+def _next(cluster: Cluster, plan: Plan, args: Arguments) -> list[str]:
+    """Commands that are useful after ``plan`` for ``cluster``, on this machine and with this installation. They name a
+    plan that is not where commands look for the newest one."""
+    file = "" if args.output is None else f" {shlex.quote(args.output)}"
+    first = [f"asa explain{file} --why-not {_rival(plan)}"]
     if cluster.device.type == "cuda" and not driver():
-        return [*first, "asa simulate", "asa launch slurm"]
+        return [*first, f"asa simulate{file}", f"asa launch slurm{file}"]
     if importlib.util.find_spec("torch") is None:
-        return [*first, "asa simulate", f"pip install '{TRAINING}', then asa train"]
-    return ["asa train", *first, "asa plan --verify 3"]
+        return [*first, f"asa simulate{file}", f"pip install '{TRAINING}', then asa train{file}"]
+    again = [] if args.verify else [shlex.join(("asa", "plan", *args.words, "--verify", "3"))]
+    return [f"asa train{file}", *first, *again]
+
+
+def _rival(plan: Plan) -> str:
+    """The whole strategy to compare ``plan`` with: plain data parallelism, or the next best if that is the plan."""
+    own = (plan.prediction.step_time_s, max(plan.prediction.memory_bytes_per_rank))
+    others = [b for b in plan.baselines if b.fits and b.step_time_s and (b.step_time_s, b.memory_bytes_max) != own]
+    names = [b.name for b in sorted(others, key=lambda b: b.step_time_s or 0.0)]
+    return "ddp" if "ddp" in names or not names else names[0]
 
 
 def _frontier(args: Arguments, profile: Profile, cluster: Cluster, request: Request, answer: Plan) -> Frontier:

@@ -31,8 +31,7 @@ def run(args: Arguments, console: Console) -> None:
     if console.as_json:
         console.document({"schema_version": codec.SCHEMA_VERSION, "kind": "schema", "of": args.kind, "schema": schema})
         return
-    for text in json.dumps(schema, indent=1).split("\n"):
-        console.line(text)
+    console.text(json.dumps(schema, indent=1))
 
 
 def of(kind: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from asa.cli.ending import Terminated
 from asa.cli.study_grid import PIPELINES, SAMPLES, Block, Definition
 from asa.cli.verb import Arguments
 from asa.errors import AsaError, InvalidInputError, UsageError
-from asa.ir import codec
+from asa.ir import codec, units
 from asa.ir.bench import BenchResult
 from asa.ir.consistency import is_discipline
 from asa.ir.study import State, Study, StudyCell, StudyRow
@@ -53,7 +53,7 @@ def run(args: Arguments, console: Console) -> None:
     rows = {row.cell: row for row in stored.rows} if stored else {}
     work = [(block, _open_strategies(block, args, rows, name)) for block in study.blocks]
     if args.dry_run:
-        _show_work(args, console, study, work, folder, device)
+        _show_work(args, console, study, work, rows, folder, device, name)
         return
     began = time.monotonic()
     for number, (block, open_strategies) in enumerate(work):
@@ -71,9 +71,10 @@ def run(args: Arguments, console: Console) -> None:
         try:
             _block(block.with_strategies(open_strategies), args, console, device, name, rows, folder, share_s, write)
         except (KeyboardInterrupt, Terminated):
-            done = sum(row.result is not None for row in rows.values())
+            done = sum(row.result is not None and not _ended_early(row) for row in rows.values())
             if done:
-                console.say(f"asa: {done} cells have results in {folder / FILE}; the same command runs the others")
+                said = "1 cell has results" if done == 1 else f"{done} cells have results"
+                console.say(f"asa: {said} in {folder / FILE}; the same command runs the others")
             raise
         write()
     written = _write(study, args, rows, folder, name)
@@ -344,18 +345,24 @@ def _show_work(
     console: Console,
     study: Definition,
     work: list[tuple[Block, tuple[str, ...]]],
+    rows: dict[StudyCell, StudyRow],
     folder: Path,
     device: bench_setup.DeviceType,
+    name: str,
 ) -> None:
-    """Show the open work and its estimated duration."""
+    """Show the open work and its estimated duration. What was refused before is expected to be refused again."""
     from asa.report import study as report
 
     items = []
     profiled: set[tuple[str, int]] = set()
     for block, open_strategies in work:
-        seconds, basis = (
-            _estimate(block, open_strategies, args, console, device, profiled) if open_strategies else (0.0, "done")
-        )
+        shape = _shape(block, args)
+        refused = {c.strategy for s in open_strategies for c in _cells(block, s, args, name, shape)
+                   if c in rows and rows[c].state == "refused"}  # fmt: skip
+        possible = tuple(s for s in open_strategies if s not in refused)
+        seconds, basis = 0.0, "refused before, and tried again" if open_strategies else "done"
+        if possible:
+            seconds, basis = _estimate(block, possible, args, console, device, profiled)
         items.append(
             report.Planned(
                 title=block.title, mode=block.mode, strategies=open_strategies or block.strategies,
@@ -397,7 +404,7 @@ def _estimate(
     turns = runs + 1 + 3 / max(block.epochs)
     training = turns * max(block.epochs) * (samples // block.global_batch) * step
     passes = "1 epoch" if max(block.epochs) == 1 else f"{max(block.epochs)} epochs"
-    return training + _START_S, f"{passes} of steps of {step:.3g} s"
+    return training + _START_S, f"{passes} of steps of {units.seconds(step)}"
 
 
 def single_device_step_s(profile: Profile, batch: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from asa.errors import InvalidInputError
+from asa.ir import units
 from asa.ir.codec import later, noun
 from asa.ir.notebook import shown
 from asa.ir.plan import Assignment, OptimizerName
@@ -219,7 +220,7 @@ class Bench:
         for model in self.settings.models:
             timed = [(r.step_time_s.median, r.strategy) for r in self.of(model) if r.step_time_s is not None]
             best = min(timed, default=None)
-            lowest = best and f"{best[1]} has the lowest median, {1e3 * best[0]:.3g} ms a step, of {len(timed)}"
+            lowest = best and f"{best[1]} has the lowest median, {units.seconds(best[0])} a step, of {len(timed)}"
             said.append(f"{model}: {lowest or 'nothing measured'}")
         ranks = f"{self.settings.gpus} rank{'s' * (self.settings.gpus > 1)}"
         return (

@@ -13,8 +13,11 @@ import hashlib
 import json
 import math
 import os
+import stat
 import tempfile
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, dataclass_transform
@@ -185,19 +188,44 @@ def write(text: str, path: Path) -> None:
     Raises:
         OSError: it cannot be written; names ``path``.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Context with the path of a temporary file, which takes the place of ``path`` at the end. Of a link, its target is
+    replaced. A device or a pipe is never replaced: it is written to itself.
+
+    Raises:
+        OSError: it cannot be written; names ``path``.
+    """
+    if is_special(path):
+        yield path
+        return
+    target = Path(os.path.realpath(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    os.close(handle)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as stream:
-            stream.write(text)
+        yield Path(name)
         os.chmod(name, 0o644)
-        os.replace(name, path)
+        os.replace(name, target)
     except OSError as error:  # the error of a full disk names no file
         Path(name).unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def is_special(path: Path) -> bool:
+    """Whether ``path`` is a device, a pipe or a socket, as ``/dev/null`` is, and no file or folder."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def _refuse_constant(token: str) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from asa.errors import InvalidInputError
+from asa.ir import units
 from asa.ir.codec import hashed, later, noun
 from asa.ir.codec import save as write
 from asa.ir.consistency import Discipline
@@ -380,7 +381,7 @@ class Plan:
         promised = self.prediction.step_time_s
         if not promised:
             return f"{text}; nothing was measured"
-        text += f"; {1e3 * promised:.3g} ms a step predicted"
+        text += f"; {units.seconds(promised)} a step predicted"
         plain = next((b.step_time_s for b in self.baselines if b.name == "ddp" and b.step_time_s), None)
         if plain and self.strategy != "ddp":
             text += f", {plain / promised:.2f} times as fast as ddp"

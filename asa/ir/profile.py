@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from asa.errors import InvalidInputError
+from asa.ir import units
 from asa.ir.codec import later, noun
 from asa.ir.drift import Drift
 from asa.ir.execution import Compiled, MemoryFormat, execution
@@ -188,11 +189,10 @@ class Profile:
     def summary(self) -> str:
         """One line: the model, the device, and the total time of its components at the largest microbatch."""
         whole = self._whole_timings()
-        seconds = self.step_s
         shape = "x".join(map(str, self.graph.input_shape))
         return (
             f"profile of {self.model_spec} at {shape} on {self.device.name}, {self.precision}: "
-            f"{len(self.graph.components)} components, {1e3 * seconds:.3g} ms forward and backward "
+            f"{len(self.graph.components)} components, {units.seconds(self.step_s)} forward and backward "
             f"of {max(t.microbatch for t in whole)} samples"
         )
 

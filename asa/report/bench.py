@@ -119,8 +119,10 @@ def story(bench: Bench, model: str) -> str:
             lines.append(f"{timed[other] / timed[best]:.2f} times as fast as {name}")
         else:
             lines.append(f"not told apart from {name}")
+    disturbed = busy(bench, model)
+    no_verdict = f" {disturbed[0].upper()}{disturbed[1:]}." if disturbed else ""
     ended = "".join(f" It {n.removeprefix(f'{model}: ')}." for n in bench.notes if n.startswith(f"{model}: ended"))
-    return "; ".join(lines[:1] + [", ".join(lines[1:])] * (len(lines) > 1)) + f".{ended}"
+    return "; ".join(lines[:1] + [", ".join(lines[1:])] * (len(lines) > 1)) + f".{no_verdict}{ended}"
 
 
 def sentences(bench: Bench, model: str) -> list[str]:

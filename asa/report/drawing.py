@@ -172,7 +172,7 @@ def over_ranks(rows: Sequence[Row]) -> Figure:
         if rates and max(rates) > _WIDE * min(rates):
             _plain_log(axes, "y")
         else:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.06 * axes.dataLim.y1)  # the largest mark is inside, also of values that hardly differ
         axes.set_xlabel("ranks")
         axes.set_ylabel("samples per second")
         axes.legend(frameon=False, fontsize=7)

@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch
+from matplotlib.ticker import MaxNLocator
 
 from asa.report.drawing import ASA, INK, MARKERS, PALETTE, Row, colour, single
 from asa.report.tables import fitted
@@ -101,10 +102,11 @@ def trade(rows: Sequence[Row]) -> Figure:
         )
     for i, row in enumerate(r for r in rows if r[0] != "frontier"):
         is_plan = row[0] == "plan"
+        recomputes = str(row[1]).endswith("+ckpt")  # has the colour of the strategy without
         axes.plot(
             float(row[2] or 0) / 2**30, 1e3 * float(row[3] or 0), linestyle="none", label=str(row[1]),
             marker="*" if is_plan else MARKERS[i % 4], markersize=13 if is_plan else 6,
-            color=ASA if is_plan else colour(str(row[1])),
+            color=ASA if is_plan else colour(str(row[1])), fillstyle="none" if recomputes else "full",
         )  # fmt: skip
     axes.set_xlabel("GiB on the fullest device, predicted")
     axes.set_ylabel("milliseconds a step, predicted")
@@ -152,6 +154,7 @@ def step_times(rows: Sequence[Row]) -> Figure:
     ):
         points = [(float(r[1] or 0), 1e3 * float(r[2] or 0)) for r in rows if r[0] == kind]
         if points:
+            points = [(0.0, points[0][1]), *points]  # the first line of a log is of all steps before it
             step_style: dict[str, Any] = {**style, "drawstyle": "steps-pre"}
             axes.plot(*zip(*points, strict=True), **step_style)
     labelled = set()
@@ -163,6 +166,7 @@ def step_times(rows: Sequence[Row]) -> Figure:
                          label=None if label in labelled else label)  # fmt: skip
             labelled.add(label)
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("milliseconds a step")
     _from_zero(axes, "y")
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

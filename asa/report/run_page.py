@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from asa.ir import codec
 from asa.ir.plan import Plan
-from asa.report import drawing, page, plan_drawing, plan_page
+from asa.report import drawing, page, plan_drawing, plan_page, steps
 from asa.report.charts import Chart
 from asa.report.drawing import Row
 from asa.report.story import PREFIX, Story
@@ -19,25 +19,28 @@ _CHANGES = ("switch", "rollback", "memory", "lost")
 
 
 def write(
-    story: Story, events: Iterable[Mapping[str, Any]], folder: Path, plan: Plan | None = None, name: str = ""
-) -> Path:
+    story: Story, events: Iterable[Mapping[str, Any]], folder: Path, plan: Plan | None = None, name: str = "",
+    trace: Mapping[str, Any] | None = None,
+) -> Path:  # fmt: skip
     """Write ``report.html`` with ``figures/`` beside it to ``folder``; returns the page's path. ``name`` is
-    that of the run (default: that of the folder)."""
-    drawings = [(c, page.draw(c, folder / "figures")[1]) for c in charts(list(events), plan)]
+    that of the run (default: that of the folder); ``trace``: its traced steps beside those planned."""
+    drawn = [[(c, page.draw(c, folder / "figures")[1]) for c in figures]
+             for figures in (charts(list(events), plan), steps.charts(trace or {"traceEvents": ()}))]  # fmt: skip
     path = folder / "report.html"
-    codec.write(html(story, drawings, name or folder.name), path)
+    codec.write(html(story, drawn[0], name or folder.name, drawn[1]), path)
     return path
 
 
-def html(story: Story, drawings: list[tuple[Chart, str]], name: str) -> str:
-    """The page; ``drawings`` contains the figures with their inline SVG."""
+def html(story: Story, drawings: list[tuple[Chart, str]], name: str, traced: Sequence[tuple[Chart, str]] = ()) -> str:
+    """The page; ``drawings`` contains the figures with their inline SVG, ``traced`` those of traced steps."""
     first, *others = drawings
     items = [
         f"after step {h.step}{'' if h.epoch is None else f' (epoch {h.epoch + 1})'}: {PREFIX.get(h.kind, '')}{h.line}"
         for h in story.happenings
     ]
     stretches = [("", (f"{s.first_step} to {s.last_step}", s.plan, seconds(s.step_s))) for s in story.stretches]
-    links = [(f"{c.name}-title", c.title) for c, _ in drawings] + [("happened", "What happened")]
+    links = [(f"{c.name}-title", c.title) for c, _ in drawings]
+    links += [("steps", "Plan beside run")] * bool(traced) + [("happened", "What happened")]
     return "\n".join(
         [
             page.head(f"asa train: {name}"),
@@ -46,6 +49,7 @@ def html(story: Story, drawings: list[tuple[Chart, str]], name: str) -> str:
             page.figure(*first, "log.jsonl"),
             page.contents(links),
             *(page.figure(c, svg, "log.jsonl") for c, svg in others),
+            *steps.section(traced),
             '<h2 id="happened">What happened</h2>',
             "<ul>",
             *(f"<li>{escape(text)}</li>" for text in items),
@@ -61,11 +65,11 @@ def first_sentence(story: Story) -> str:
     steps = max((s.last_step for s in story.stretches), default=0)
     slow = sum(h.kind == "finding" for h in story.happenings)
     changes = f"changed {_times(len(story.changes))}" if story.changes else "never changed"
-    sentence = f"{steps} steps; the plan was {changes}"
+    sentence = f"{steps} step{'s' * (steps != 1)}; the plan was {changes}"
     won = [c.won_s for c in story.changes if c.won_s is not None]
     gains = [c.measured_gain for c in story.changes if c.measured_gain is not None]
     sentence += f", which measured {', '.join(percent(g, signed=True) for g in gains)} of a step" if gains else ""
-    sentence += f" and won {sum(won):.3g} s" if won else ""
+    sentence += f" and won {seconds(sum(won))}" if won else ""
     return f"{sentence}; something was found slow {_times(slow)}." if slow else f"{sentence}."
 
 

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from asa.ir.codec import noun
 from asa.report.tables import folded, line, table
 from asa.report.training import replan_line
-from asa.report.units import NOTHING, percent, ranks, seconds
+from asa.report.units import percent, ranks, seconds
 
 
 @noun
@@ -192,7 +192,7 @@ def render(history: Story) -> list[RenderableType]:
                 percent(c.predicted_gain, signed=True),
                 percent(c.measured_gain, signed=True),
                 seconds(c.change_s),
-                NOTHING if c.won_s is None else f"{c.won_s:.3g} s",
+                seconds(c.won_s),
             )
         parts += [line(""), result]
     elif history.stretches:

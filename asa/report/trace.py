@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asa.errors import InvalidInputError
+from asa.ir import codec
 from asa.reading import read_bytes
 from asa.simulator import Timeline, chrome_trace
 
@@ -26,10 +28,24 @@ def together(planned: Timeline, measured: Sequence[dict[str, Any]]) -> dict[str,
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": plan["otherData"]}
 
 
+def load(path: Path) -> dict[str, Any]:
+    """The document that :func:`save_together` wrote.
+
+    Raises:
+        InvalidInputError: it cannot be read.
+    """
+    try:
+        document = json.loads(gzip.decompress(read_bytes(path)))
+        if isinstance(document["traceEvents"], list):
+            return dict(document)
+    except (ValueError, EOFError, KeyError, TypeError, OSError, zlib.error):
+        pass
+    raise InvalidInputError(f"{path} is not a trace of `asa train --trace`; delete it, or run that again")
+
+
 def save_together(planned: Timeline, measured: Sequence[Path], path: Path) -> None:
     """Write :func:`together` of the ranks' own traces to ``path``, compressed."""
     documents = [json.loads(gzip.decompress(read_bytes(p))) for p in measured]
     text = json.dumps(together(planned, documents), allow_nan=False).encode()
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(gzip.compress(text, mtime=0))
-    os.replace(temporary, path)
+    with codec.replacing(path) as temporary:
+        temporary.write_bytes(gzip.compress(text, mtime=0))

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 
 from asa.ir.measurements import EpochRecord
 from asa.report.tables import folded, table
-from asa.report.units import NOTHING, error, percent, rate, seconds, size
+from asa.report.units import NOTHING, error, percent, ranks, rate, seconds, size
 
 
 def epoch_line(record: EpochRecord, *, trained: bool = True) -> str:
@@ -42,25 +42,25 @@ def replan_line(event: Mapping[str, Any]) -> str:
         return f"back to the old plan {event['new']}: {event['why']}"
     if event["kind"] == "memory":
         return (
-            f"new plan {event['new']} ({event['strategy']} on {event['ranks']} ranks, {size(event['promised_bytes'])} "
+            f"new plan {event['new']} ({event['strategy']} on {ranks(event['ranks'])}, {size(event['promised_bytes'])} "
             f"per rank): {event['why']}"
         )
     if event["kind"] == "lost":
         return (
-            f"new plan {event['new']} ({event['strategy']} on {event['ranks']} ranks instead of "
+            f"new plan {event['new']} ({event['strategy']} on {ranks(event['ranks'])} instead of "
             f"{event['ranks_before']}): {event['why']}"
         )
-    ranks = _on_ranks(event)
+    where = _on_ranks(event)
     norms = f"; {event['batch_norm']}" if event.get("batch_norm") else ""
-    return f"new plan {event['new']}{ranks}, {gain} of a step promised: {event['why']}{norms}"
+    return f"new plan {event['new']}{where}, {gain} of a step promised: {event['why']}{norms}"
 
 
 def _on_ranks(event: Mapping[str, Any]) -> str:
     """The ranks of a plan, if their number has changed."""
     if event.get("rung") not in ("fewer", "more"):
         return ""
-    ranks = ", ".join(map(str, sorted(event["processes"])))
-    return f" on rank {ranks}" if len(event["processes"]) == 1 else f" on ranks {ranks}"
+    numbers = ", ".join(map(str, sorted(event["processes"])))
+    return f" on rank {numbers}" if len(event["processes"]) == 1 else f" on ranks {numbers}"
 
 
 def epochs(records: Sequence[EpochRecord]) -> RenderableType:
@@ -106,16 +106,16 @@ def summary(result: Mapping[str, Any]) -> list[str]:
     step, memory = result["step_time_s"], result["memory_bytes_per_rank"]
     lines = [
         f"step: predicted {seconds(step['predicted'])}, measured {seconds(step['measured'])} "
-        f"({_error_text(step['predicted'], step['measured'])}, {step['n']} steps); "
+        f"({_error_text(step['predicted'], step['measured'])}, {step['n']} step{'s' * (step['n'] != 1)}); "
         f"{percent(result['data_wait_share'])} of the time waiting for data"
     ]
     predicted, measured = memory["predicted"], memory["measured"]
     if measured is None:
         return [*lines, f"memory per rank: predicted {size(max(predicted, default=None))}, not tracked"]
     pairs = [(p, m) for p, m in zip(predicted, measured, strict=True)]
-    ranks: dict[tuple[str, str, str], list[int]] = {}
+    alike: dict[tuple[str, str, str], list[int]] = {}
     for rank, (p, m) in enumerate(pairs):
-        ranks.setdefault((size(p), size(m), _error_text(p, m)), []).append(rank)
-    for (p, m, error_text), members in ranks.items():
+        alike.setdefault((size(p), size(m), _error_text(p, m)), []).append(rank)
+    for (p, m, error_text), members in alike.items():
         lines.append(f"memory of rank {', '.join(map(str, members))}: predicted {p}, measured {m} ({error_text})")
     return lines

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from asa.errors import UnavailableError
+from asa.ir import codec
 from asa.ir.streams import piece, process
 from asa.simulator.timeline import Timeline
 
@@ -54,14 +53,10 @@ def save_trace(timeline: Timeline, path: Path) -> None:
         UnavailableError: it cannot be written.
     """
     text = json.dumps(chrome_trace(timeline), allow_nan=False).encode()
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
-        os.replace(temporary, path)
+        with codec.replacing(path) as temporary:
+            temporary.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise UnavailableError(
             f"cannot write the trace to {path}: {error.strerror or error}; name another file"
         ) from None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -14,6 +12,7 @@ from asa.errors import InvalidInputError, NoCheckpointError, UnavailableError
 from asa.executor.running.outdir import CHECKPOINTS
 from asa.executor.training import checkpoint
 from asa.executor.training.checkpoint import CheckedCheckpoint
+from asa.ir import codec
 from asa.ir.codec import noun
 from asa.ir.plan import Plan
 from asa.zoo.models import build
@@ -52,15 +51,12 @@ def export_weights(run: Path, output: Path, *, step: int | None = None) -> Expor
         "step": str(manifest.step),
         "plan_fingerprint": manifest.plan_fingerprint,
     }
-    temporary = output.with_name(f".{output.name}.tmp")
+    if codec.is_special(output):
+        raise UnavailableError(f"cannot write {output}: weights go to a file, and it is none; choose another -o")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        save_file(state, temporary, metadata=metadata)
-        os.chmod(temporary, 0o644)  # safetensors creates files that only their owner can read
-        os.replace(temporary, output)
+        with codec.replacing(output) as temporary:
+            save_file(state, temporary, metadata=metadata)
     except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise UnavailableError(f"cannot write {output}: {getattr(error, 'strerror', None) or error}") from None
     return Exported(
         model_spec=manifest.model_spec,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from asa.errors import UsageError
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
+from asa.report.units import ranks
 
 PREEMPTED = 75
 GRACE_S = 120
@@ -30,7 +31,7 @@ def per_node(plan: Plan, cluster: Cluster | None, requested: int | None) -> int:
     Raises:
         UsageError: ranks do not divide evenly; torchrun starts equally many on every machine.
     """
-    ranks = plan.num_processes
+    count = plan.num_processes
     if requested is not None:
         most = requested
     elif cluster is None:
@@ -39,13 +40,13 @@ def per_node(plan: Plan, cluster: Cluster | None, requested: int | None) -> int:
         most = 1
     else:
         most = cluster.levels[0].devices
-    if ranks <= most:
-        return ranks
-    if ranks % most:
-        even = max(n for n in range(1, most + 1) if ranks % n == 0)
+    if count <= most:
+        return count
+    if count % most:
+        even = max(n for n in range(1, most + 1) if count % n == 0)
         raise UsageError(
-            f"{ranks} ranks do not fill machines of {most} evenly; --gpus-per-node {even} takes "
-            f"{ranks // even} machines"
+            f"{ranks(count)} do not fill machines of {most} evenly; --gpus-per-node {even} takes "
+            f"{count // even} machines"
         )
     return most
 
@@ -133,8 +134,9 @@ def verdict_lines(job: Job) -> list[str]:
 
 def title(job: Job) -> str:
     """Description of the job in one line."""
-    kind, machines = "GPUs" if job.gpu else "cores", "machine" if job.nodes == 1 else "machines"
+    kind = ("GPU" if job.gpu else "core") + "s" * (job.per_node > 1)
+    machines = "machine" if job.nodes == 1 else "machines"
     return (
         f"{job.plan.model_spec}, strategy {job.plan.strategy}: {job.nodes} {machines} of {job.per_node} {kind}, "
-        f"{job.plan.num_processes} ranks, global batch {job.plan.global_batch}"
+        f"{ranks(job.plan.num_processes)}, global batch {job.plan.global_batch}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asa.ir.plan import Plan
+from asa.report.units import ranks
 from asa.report.whole import Choice
 
 _OWN = ("bert", "cnn", "gru", "logistic", "lstm", "unet")
@@ -57,7 +58,7 @@ def split(model, mesh):
 def header(plan: Plan, choice: Choice, *, comment: str = "# ") -> str:
     """Comment lines on what the snippet is, and what it does not express."""
     lines = [
-        f"{plan.model_spec} as {choice.name} on {plan.num_ranks} ranks, global batch {plan.global_batch}, "
+        f"{plan.model_spec} as {choice.name} on {ranks(plan.num_ranks)}, global batch {plan.global_batch}, "
         f"{plan.precision}: a plan of asa.",
         *(f"NOT EXPRESSED: {note}." for note in choice.notes),
     ]
