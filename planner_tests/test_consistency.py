@@ -260,7 +260,7 @@ def test_more_servers_than_ranks_are_refused_with_the_most_there_can_be():
 
 @pytest.mark.parametrize("text", ["ps_sync:placement=own", "local_sgd:groups=2"])
 def test_a_job_leaves_a_plan_as_it_is_whose_servers_or_groups_take_all_ranks(text):
-    plan = under(text, 1)
+    plan = under(text, 1, gpus=2)
     assert plan.num_processes == 2
     assert _widened(plan, 2) is plan
 
