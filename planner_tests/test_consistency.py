@@ -12,6 +12,7 @@ import pytest
 import torch
 import training
 
+from asa.api.planned import _widened
 from asa.errors import UsageError
 from asa.executor.consistency import star
 from asa.executor.consistency.flat import FlatParameters, dequantised, quantised, slices
@@ -255,6 +256,13 @@ def test_more_servers_than_ranks_are_refused_with_the_most_there_can_be():
         parse("ps_sync:servers=4:placement=own").workers(4)
     assert parse("ps_sync:servers=1:placement=own").server_ranks(4) == (3,)
     assert parse("ps_sync:servers=2").server_ranks(4) == (0, 1)
+
+
+@pytest.mark.parametrize("text", ["ps_sync:placement=own", "local_sgd:groups=2"])
+def test_a_job_leaves_a_plan_as_it_is_whose_servers_or_groups_take_all_ranks(text):
+    plan = under(text, 1, gpus=2)
+    assert plan.num_processes == 2
+    assert _widened(plan, 2) is plan
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -334,7 +334,7 @@ def _unsharded(options: PlanOptions) -> tuple[str, ...]:
 def _widened(plan: Plan, ranks: int) -> Plan | None:
     """``plan`` on all ranks. A plan of one stage may be widened: the extra ranks repeat its work. None if that is not
     possible."""
-    if plan.num_ranks == ranks:
+    if plan.num_processes == ranks:
         return plan
     if len(plan.stages) > 1 or any(ranks % (c.data.degree * c.tensor.degree) for c in plan.components):
         return None
@@ -459,10 +459,11 @@ def checked_plan(context: RankContext, plan: Plan | Path | str) -> Plan:
         local_plan = plan if isinstance(plan, Plan) else codec.load(Plan, Path(plan))
     except AsaError as caught:
         error = caught
-    if local_plan is not None and local_plan.num_ranks != context.ranks:
+    if local_plan is not None and local_plan.num_processes != context.ranks:
+        needed = local_plan.num_processes
         error = UsageError(
-            f"the plan is for {local_plan.num_ranks} ranks, there are {context.ranks}; start {local_plan.num_ranks} "
-            f"(torchrun --nproc-per-node {local_plan.num_ranks}), or plan with gpus={context.ranks}"
+            f"the plan is for {needed} ranks, there are {context.ranks}; start {needed} "
+            f"(torchrun --nproc-per-node {needed}), or plan with gpus={context.ranks}"
         )
     context.votes.agree(error)
     text: Any = context.votes.tell(None if local_plan is None else codec.dumps(local_plan))
