@@ -145,6 +145,19 @@ def _stop_at(step: int, *, pid: int | None = None) -> Callable[[dict[str, Any]],
     return hear
 
 
+def test_an_interrupted_run_names_the_checkpoint_from_which_it_can_go_on(tmp_path: Path) -> None:
+    def interrupt(event: dict[str, Any]) -> None:
+        if event["event"] == "checkpoint":
+            raise KeyboardInterrupt
+
+    settings = training.settings(tmp_path / "run", steps_per_epoch=10)
+    with pytest.raises(KeyboardInterrupt, match="interrupted; --resume continues from .*step_") as caught:
+        _train(training.plan(), settings, on_event=interrupt)
+    result = _result(tmp_path / "run")
+    assert (result["exit_code"], result["status"], result["message"]) == (130, "interrupted", str(caught.value))
+    assert Path(result["checkpoint"]).is_dir()
+
+
 @pytest.mark.parametrize(("ranks", "optimizer"), [(1, "sgd"), (2, "sgd"), (2, "adamw")])
 def test_pre_empted_and_resumed_equals_uninterrupted(tmp_path: Path, ranks: int, optimizer: Any) -> None:
     plan = training.plan(ranks=ranks, optimizer=optimizer)

@@ -44,8 +44,8 @@ def run(argv: Sequence[str]) -> int:
         # The reader has gone; without this Python complains once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
-    except KeyboardInterrupt:
-        return _end(console, "interrupted", 130, debug)
+    except KeyboardInterrupt as interrupt:
+        return _end(console, str(interrupt) or "interrupted", 130, debug)
     except ending.Terminated:
         return _end(console, "terminated by SIGTERM", ending.EXIT_CODE, debug)
     except AsaError as error:

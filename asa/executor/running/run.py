@@ -302,8 +302,9 @@ def _run_and_log(log: RunLog, body: Callable[[], Ending]) -> Event:
         log.finish(exit_code=error.exit_code, message=str(error), rank=getattr(error, "rank", None))
         raise
     except KeyboardInterrupt:
-        log.finish(exit_code=130, message="interrupted")  # what the command ends with
-        raise
+        message = "interrupted" + (f"; --resume continues from {log.checkpoint}" if log.checkpoint else "")
+        log.finish(exit_code=130, message=message)  # what the command ends with
+        raise KeyboardInterrupt(message) from None
     except BaseException as error:
         log.finish(exit_code=1, message=f"{type(error).__name__}: {error}".rstrip(": "))
         raise

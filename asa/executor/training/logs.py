@@ -154,7 +154,7 @@ class RunLog:
 
     def finish(self, *, exit_code: int, message: str = "", rank: int | None = None) -> Event:
         """Write ``result.json`` (unless that is what failed), announce the end, and return the document."""
-        status = {0: "done", 75: "pre-empted"}.get(exit_code, "failed")
+        status = {0: "done", 75: "pre-empted", 130: "interrupted"}.get(exit_code, "failed")
         document = {
             "schema_version": SCHEMA_VERSION,
             "kind": "result",
