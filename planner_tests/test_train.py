@@ -151,7 +151,7 @@ def test_an_interrupted_run_names_the_checkpoint_from_which_it_can_go_on(tmp_pat
             raise KeyboardInterrupt
 
     settings = training.settings(tmp_path / "run", steps_per_epoch=10)
-    with pytest.raises(KeyboardInterrupt, match="interrupted; --resume continues from .*step_") as caught:
+    with pytest.raises(KeyboardInterrupt, match=r"interrupted; --resume continues from .*step_") as caught:
         _train(training.plan(), settings, on_event=interrupt)
     result = _result(tmp_path / "run")
     assert (result["exit_code"], result["status"], result["message"]) == (130, "interrupted", str(caught.value))
