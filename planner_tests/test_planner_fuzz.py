@@ -293,6 +293,8 @@ def test_an_interrupted_run_says_so_in_its_result():
     seen: dict[str, Any] = {}
 
     class Log:
+        checkpoint = None
+
         def finish(self, **what: Any) -> dict[str, Any]:
             seen.update(what)
             return seen

@@ -21,6 +21,7 @@ from asa.api.batches import GlobalBatches, Share, moved, rows_of, samples_in
 from asa.api.calls import arguments
 from asa.api.clipping import clip, understood_by_torch
 from asa.api.job_loss import JobLoss, LossWeight
+from asa.api.messages import say
 from asa.api.optimizers import Rebinding
 from asa.api.rank_context import RankContext
 from asa.api.schedules import FILE, Schedules
@@ -132,6 +133,8 @@ class UserExecutor(PlannedExecutor):
         conduct = conduct_of(model, optimizer, self._votes)
         if conduct is not None:
             conduct.begin()
+            if conduct.changes:
+                say(self._context, conduct.changes)
         return Worker(
             model=model, optimizer=optimizer, scale=scale, votes=self._votes,
             clock=StepClock(model.device), precision=model.plan.precision, seed=self._settings.seed,

@@ -36,6 +36,8 @@ class Conduct(ABC):
     def begin(self) -> None:
         """Start from the model's weights and the optimizer's state, which are equal on all workers (collective)."""
 
+    changes = ""
+    """Sentence on what the discipline changes about the optimizer; empty if nothing."""
     takes_part = True
     """Whether this worker computes the next step; :meth:`step` is called in any case."""
     has_own_samples = False

@@ -19,7 +19,7 @@ from asa.errors import UnavailableError, UsageError
 from asa.executor.consistency.channels import HEAD, Exchange, head
 from asa.executor.consistency.conduct import Conduct
 from asa.executor.consistency.flat import FlatParameters, slices
-from asa.executor.consistency.server import Server
+from asa.executor.consistency.server import Server, momentum_changes
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
@@ -76,6 +76,7 @@ class Served(Conduct):
                 self._restore()
             self._exchange.serve(self._answer, self._server.remove)
         self._exchange.connect()
+        self.changes = momentum_changes(discipline, optimizer, len(model.processes))
         self._options = _options(optimizer)
         self._mean_gradient: Tensor | None = None
         self._samples = self._steps = 0

@@ -428,6 +428,19 @@ def lower_momentum(group: dict[str, Any], discipline: Discipline, workers: int) 
     return Raise((1 - group["momentum"]) / (1 - momentum), peak)
 
 
+def momentum_changes(discipline: Discipline, optimizer: Optimizer, workers: int) -> str:
+    """Sentence on how ``discipline`` lowers the momentum of ``optimizer``; empty if it does not."""
+    for group in optimizer.param_groups:
+        momentum = group.get("momentum", 0.0)
+        lower = discipline.momentum_at(momentum, workers) if momentum else momentum
+        if lower != momentum:
+            return (
+                f"{discipline.name} updates with momentum {lower:.3g} in place of {momentum:.3g}, because late "
+                "gradients act like momentum; learning rates are raised in turn, but not above the peak of their schedule"
+            )
+    return ""
+
+
 def _optimizer_like(
     optimizer: Optimizer, flat: Tensor, start: int, groups: Sequence[tuple[int, int]]
 ) -> tuple[Optimizer, list[tuple[int, int]]]:

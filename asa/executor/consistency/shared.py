@@ -20,7 +20,7 @@ from asa.errors import UnavailableError, UsageError
 from asa.executor.consistency.conduct import Conduct
 from asa.executor.consistency.flat import FlatParameters
 from asa.executor.consistency.served import average_over_star
-from asa.executor.consistency.server import lower_momentum
+from asa.executor.consistency.server import lower_momentum, momentum_changes
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.ir.consistency import Discipline
@@ -48,6 +48,7 @@ class SharedWeights(Conduct):
                 p.data = view
                 at += size
         self._wait_for_all()
+        self.changes = momentum_changes(discipline, optimizer, len(model.processes))
         self._raises = [lower_momentum(group, discipline, len(model.processes)) for group in optimizer.param_groups]
 
     def _wait_for_all(self) -> None:
