@@ -436,7 +436,7 @@ def momentum_changes(discipline: Discipline, optimizer: Optimizer, workers: int)
         if lower != momentum:
             return (
                 f"{discipline.name} updates with momentum {lower:.3g} in place of {momentum:.3g}, because late "
-                "gradients act like momentum; learning rates are raised in turn, but not above the peak of their schedule"
+                "gradients act like momentum; rates are raised in turn, but not above the peak of their schedule"
             )
     return ""
 
