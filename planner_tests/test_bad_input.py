@@ -400,6 +400,9 @@ def test_a_device_is_written_to_and_never_replaced_and_a_link_stays_one(place):
     assert Path("link.json").is_symlink()
     assert Path("target.json").read_text() == "text"
     places.check_writable(Path("/dev/null"), "-o")
+    os.mkfifo("unread")  # writing to it would wait for ever
+    codec.write("text", Path("unread"))
+    assert Path("unread").read_text() == "text"
 
 
 def test_a_plan_is_made_in_a_folder_that_cannot_be_written(place, monkeypatch, capsys):

@@ -17,7 +17,7 @@ import stat
 import tempfile
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, dataclass_transform
@@ -195,13 +195,18 @@ def write(text: str, path: Path) -> None:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Context with the path of a temporary file, which takes the place of ``path`` at the end. Of a link, its target is
-    replaced. A device or a pipe is never replaced: it is written to itself.
+    replaced. A device, or a pipe that somebody reads, is not replaced: it is written to itself.
 
     Raises:
         OSError: it cannot be written; names ``path``.
     """
-    if is_special(path):
-        yield path
+    reader = _pipe_with_reader(path)
+    if reader is not None or (is_special(path) and not path.is_fifo()):
+        try:
+            yield path
+        finally:
+            if reader is not None:
+                os.close(reader)
         return
     target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -217,6 +222,15 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def _pipe_with_reader(path: Path) -> int | None:
+    """Open file of the pipe at ``path``; None if there is none, or nobody reads it: writing would wait for ever."""
+    if not path.is_fifo():
+        return None
+    with suppress(OSError):
+        return os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+    return None
 
 
 def is_special(path: Path) -> bool:
