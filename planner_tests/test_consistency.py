@@ -173,6 +173,23 @@ def test_a_mean_over_a_quorum_is_weighted_by_samples():
     assert torch.equal(rounds.contribute(1, torch.full((1,), 5.0), 1), torch.tensor([-2.0]))
 
 
+def test_no_rank_is_late_as_long_as_the_first_one_is_not_there_either(monkeypatch):
+    for name in ("_LATE_TO_MEET_S", "_LATE_S", "_LATE_STEPS"):
+        monkeypatch.setattr(star, name, 0.0)
+    ranks, found = star.Coordinator(3), list[object]()
+    ranks.begin(0, 0, 8)
+    ranks.ticket(1, 0, 4, False)
+    threads = [threading.Thread(target=lambda r=r: found.append(ranks.swap(r, b"a")), daemon=True) for r in (2, 1, 0)]
+    threads[0].start()
+    threads[0].join(0.6)  # it looks for late ranks every quarter of a second
+    assert ranks.live == {0, 1, 2}
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+    assert found == [[b"a"] * 3] * 3
+
+
 def test_a_rank_that_hangs_between_two_meetings_is_left_out_and_said(monkeypatch):
     monkeypatch.setattr(star, "_LATE_TO_MEET_S", 0.05)
     ranks = star.Coordinator(2)

@@ -74,6 +74,8 @@ class Coordinator:
         self._sample_s: dict[int, float] = {}
         self._round_ended_at: dict[int, float] = {}
         self._round_step_s: dict[int, float] = {}
+        self._met_at = 0.0
+        """When a rank last sent a message of a round."""
         self._next = self._end = 0
         self._epoch = -1
         self._stopping = False
@@ -93,6 +95,7 @@ class Coordinator:
             now = time.monotonic()
             self._round_step_s[rank] = now - self._round_ended_at.get(rank, now)
             self._messages.setdefault(number, {})[rank] = message
+            self._met_at = now
             self._changed.notify_all()
             while not self.live <= self._messages[number].keys():
                 if not self._changed.wait(timeout=0.25):
@@ -107,7 +110,9 @@ class Coordinator:
             return [messages.get(r) for r in sorted(self._round)]
 
     def _exclude_late(self, number: int) -> None:
-        missing = self.live - self._messages[number].keys() - {0}  # rank 0 itself is never excluded
+        if 0 not in self._messages[number]:  # it is never excluded, so nothing is won before it comes
+            return
+        missing = self.live - self._messages[number].keys()
         now = time.monotonic()
         others_s = max((self._round_step_s[r] for r in self._messages[number]), default=0.0)
         for rank in missing:
@@ -115,7 +120,8 @@ class Coordinator:
             patience = _LATE_STEPS * self._longest.get(rank, 0.0) + _LATE_S
             if since is None:
                 since, patience = self._round_ended_at.get(rank), _LATE_STEPS * others_s + _LATE_TO_MEET_S
-            if since is not None and now - since > patience:
+            # What held up all of them, such as a server that was started again, makes none of them late.
+            if since is not None and now - max(since, self._met_at) > patience:
                 self._lose(rank, f"sent nothing for {now - since:.0f} s")
 
     def begin(self, epoch: int, position: int, end: int, *, step: int = 0, statistics: Tensor | None = None) -> None:
