@@ -1,82 +1,95 @@
-"""Disciplines of consistency beside their clock: throughput with one slow rank, and accuracy after the same samples.
+"""Disciplines of consistency beside their clock and their curves of staleness: throughput and time to a target, when
+one rank is slow.
 
-Every rank really runs (``asa train``, gloo), and rests a stated time in every backward: that is its speed, whatever
-else the machine does, and ranks that rest do not take cores from each other, so four ranks run on two. One rank rests
-twice as long. What a step takes beside the rest (computing, messages, the loop) is measured in a run of ``ps_sync`` and
-one of ``ddp`` whose ranks all rest alike, and handed to the clock with the rests; nothing is fitted to the runs that
-are foretold.
+Every rank really trains (gloo), and rests a stated time in every backward: that is its speed, whatever else the machine
+does, and ranks that rest do not take cores from each other, so four ranks run on two. One rank rests twice as long. The
+learning rate is constant, as in ``asa profile --staleness``. A cell is one run of one discipline with one seed, and one
+JSON line; cells that are there already are not run again.
 
-    python -m benchmarks.consistency [--ranks 2,4] [--rest 0.2] [--epochs 3] [--seeds 1] [--only A,B] [-o FILE]
+    python -m benchmarks.consistency -o CELLS [--ranks 4] [--rest 0.2] [--epochs 3] [--seeds 1] [--only A,B]
+    python -m benchmarks.consistency -o CELLS --record FILE [--curves STALENESS --target accuracy=0.85]
+
+What a step takes beside the rest (computing, messages, the loop) is measured in a run of ``ps_sync`` and one of ``ddp``
+whose ranks all rest alike, and handed to the clock with the rests. Steps to the target are from the curves, which are
+measured on one device. Nothing is fitted to the runs that are foretold.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from asa.cost.consistency import Machine, Server, Worker, play
+from asa.cost.consistency import Machine, Played, Server, Worker, play
+from asa.executor.running.run import train
+from asa.executor.training.settings import TrainSettings
+from asa.ir import codec
 from asa.ir.consistency import Discipline, parse
+from asa.ir.plan import Plan
+from asa.ir.staleness import PLAIN, Staleness, Steps, Target, parse_target
 from asa.launch import usable_cores
+from asa.scheduler import adapt
+from asa.strategies import offered
 
 BATCH = 64
 SAMPLES = 1437
 """Images of digits to train on."""
-FORETOLD = ("ps_sync", "ps_async", "ps_bounded", "ps_bounded:window=100:max_age=100", "downpour", "local_sgd")
-REST_MODEL = ("logistic", "--input", "1x8x8", "--classes", "10", "--data", "digits")
+FORETOLD = ("ps_sync", "ps_async", "ps_bounded", "downpour", "local_sgd", "local_sgd:period=16", "diloco:period=22")
+MODEL = ("logistic", "--input", "1x8x8", "--classes", "10")
 
 
-def run(strategy: str, rests: tuple[float, ...], epochs: int, seed: int) -> dict[str, Any]:
-    """Seconds of every epoch but the first, accuracy after the last, and what the discipline counted."""
-    fault = ";".join(f"hang:{rest}@rank={r},point=backward" for r, rest in enumerate(rests))
+def run(strategy: str, rests: tuple[float, ...], epochs: int, seed: int, cache: Path) -> dict[str, Any]:
+    """One cell."""
+    plan = cache / f"{strategy.replace(':', '-')}.{len(rests)}.json"
+    if not plan.exists():
+        command = ["plan", *MODEL, "--gpus", str(len(rests)), "--global-batch", str(BATCH), "--strategies", strategy]
+        subprocess.run([sys.executable, "-m", "asa", *command, "-o", str(plan.resolve())], cwd=cache, check=True)
+    os.environ["ASA_FAULT"] = ";".join(f"hang:{rest}@rank={r},point=backward" for r, rest in enumerate(rests))
+    events: list[dict[str, Any]] = []
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        command = [
-            sys.executable, "-m", "asa", "train", *REST_MODEL, "--strategies", strategy, "--gpus", str(len(rests)),
-            "--global-batch", str(BATCH), "--epochs", str(epochs), "--seed", str(seed), "--out", str(out),
-            "--no-replan", "--json",
-        ]  # fmt: skip
-        environment = {**os.environ, "ASA_FAULT": fault, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=False)
-        if done.returncode:
-            raise SystemExit(f"{strategy} ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
-        lines = [json.loads(text) for text in (out / "log.jsonl").read_text().splitlines()]
-    epochs_seen = [e for e in lines if e["event"] == "epoch"]
-    counted = [e for e in lines if e["event"] == "consistency"]
+        settings = TrainSettings(
+            out=str(Path(folder) / "run"), data="digits", epochs=epochs, seed=seed, warmup=0.0, schedule="constant",
+            observe=False, replan=False, save_every_s=None, threads=1,
+        )  # fmt: skip
+        train(codec.load(Plan, plan), settings, strategies=offered(), adapt=adapt, on_event=events.append)
+    done = [e for e in events if e["event"] == "epoch"]
+    counted = [e for e in events if e["event"] == "consistency"]
     return {
-        "epoch_s": [e["seconds"] for e in epochs_seen[1:]],
-        "accuracy": epochs_seen[-1]["validation_accuracy"],
+        "strategy": strategy, "rests_s": rests, "seed": seed, "load_before": load,
+        "epoch_s": [e["seconds"] for e in done], "accuracy": [e["validation_accuracy"] for e in done],
+        "validation_loss": [e["validation_loss"] for e in done],
         "counted": {k: counted[-1][k] for k in ("steps_per_worker", "servers") if counted and k in counted[-1]},
-    }
+    }  # fmt: skip
 
 
-def per_batch(found: dict[str, Any]) -> float:
-    """Seconds per global batch."""
-    return statistics.median(found["epoch_s"]) * BATCH / SAMPLES
+def per_batch(cells: list[dict[str, Any]]) -> float:
+    """Seconds per global batch: the median of all epochs but the first of each run."""
+    return statistics.median(s for c in cells for s in c["epoch_s"][1:]) * BATCH / SAMPLES
 
 
-def over_seeds(row: dict[str, Any]) -> dict[str, Any]:
-    """Mean and spread (standard deviation, None for one seed) over seeds of what a row lists for each."""
-    per_seed = [statistics.median(seconds) * BATCH / SAMPLES for seconds in row["epoch_s"]]
-    found: dict[str, Any] = {}
-    for name, values in (("batch_s", per_seed), ("accuracy", row["accuracy"])):
-        spread = statistics.stdev(values) if len(values) > 1 else None
-        found[name] = {"mean": statistics.fmean(values), "spread": spread}
-    return found
+def reached(cell: dict[str, Any], target: Target) -> float | None:
+    """Seconds of training after which a run first reached the target at the end of an epoch; None: never."""
+    values = cell["accuracy" if target.what == "accuracy" else "validation_loss"]
+    for seconds, value in zip(itertools.accumulate(cell["epoch_s"]), values, strict=True):
+        if value >= target.value if target.what == "accuracy" else value <= target.value:
+            return seconds
+    return None
 
 
-def foretold(discipline: Discipline | None, rests: tuple[float, ...], beside_s: float, sent_s: float) -> float:
-    """Seconds per global batch by the clock: ``beside_s`` of a step are neither rest nor message, ``sent_s`` a push
-    and a pull."""
+def foretold(discipline: Discipline | None, rests: tuple[float, ...], beside_s: float, sent_s: float) -> Played:
+    """An epoch by the clock: ``beside_s`` of a step are neither rest nor message, ``sent_s`` a push and a pull."""
     count = len(rests)
     steps = SAMPLES // BATCH * (1 if discipline is None else discipline.period)
     machine = Machine(
@@ -86,71 +99,115 @@ def foretold(discipline: Discipline | None, rests: tuple[float, ...], beside_s: 
         servers=tuple(Server() for _ in range(0 if discipline is None else discipline.servers)),
         meeting_s=0.0 if discipline is None else sent_s,
     )
-    played = play(discipline, machine, steps=steps)
-    return played.seconds / played.steps  # an epoch from its start, as in the run: workers begin it together
+    return play(discipline, machine, steps=steps)
 
 
-def study(ranks: int, rest: float, epochs: int, seeds: int, only: tuple[str, ...]) -> dict[str, Any]:
-    """All disciplines on so many ranks, the last of which rests twice as long."""
-    alike, slow = (rest,) * ranks, (*(rest,) * (ranks - 1), 2 * rest)
-    plain, served = run("ddp", alike, epochs, 0), run("ps_sync", alike, epochs, 0)
-    beside_s = max(0.0, per_batch(plain) - rest)
-    sent_s = max(0.0, per_batch(served) - per_batch(plain))
-    rows = []
-    for name in ("ddp", *only):
+def steps_to(
+    target: Target, curves: Staleness, discipline: Discipline | None, workers: int, age: float
+) -> Steps | None:  # fmt: skip
+    """Global batches to the target by the curves, as `asa plan --target` reads them."""
+    if discipline is None or discipline.exact("sgd"):
+        return curves.steps_to(target, PLAIN)
+    return curves.under(discipline, workers, target, age)[0]
+
+
+def study(cells: list[dict[str, Any]], curves: Staleness | None, target: Target | None) -> dict[str, Any]:
+    """Figures of the runs of one number of ranks. Runs whose ranks all rest alike give what a step takes beside."""
+    slow = next(tuple(c["rests_s"]) for c in cells if len(set(c["rests_s"])) > 1)
+    alike = {c["strategy"]: c for c in cells if len(set(c["rests_s"])) == 1}
+    beside_s = max(0.0, per_batch([alike["ddp"]]) - slow[0])
+    sent_s = max(0.0, per_batch([alike["ps_sync"]]) - per_batch([alike["ddp"]]))
+    rows: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(c["strategy"] for c in cells if tuple(c["rests_s"]) == slow):
+        mine = [c for c in cells if c["strategy"] == name and tuple(c["rests_s"]) == slow]
         discipline = None if name == "ddp" else parse(name)
-        runs = [run(name, slow, epochs, seed) for seed in range(seeds)]
-        measured = statistics.median(per_batch(r) for r in runs)
-        said = foretold(discipline, slow, beside_s, sent_s)
-        rows.append(
-            {
-                "strategy": name, "measured_s": measured, "foretold_s": said, "error": said / measured - 1,
-                "accuracy": [r["accuracy"] for r in runs], "epoch_s": [r["epoch_s"] for r in runs],
-                "counted": runs[-1]["counted"],
-            }
-        )  # fmt: skip
-        off = f"{100 * (said / measured - 1):+.1f} %"
-        print(f"{ranks} ranks  {name:36} measured {measured:.3f} s, clock {said:.3f} s ({off})", file=sys.stderr)
-    naive = rows[0]["measured_s"]
-    for row in rows:
-        row["gain_over_ddp"] = naive / row["measured_s"]
-        row["over_seeds"] = over_seeds(row)
+        played, measured = foretold(discipline, slow, beside_s, sent_s), per_batch(mine)
+        said = played.seconds / played.steps  # an epoch from its start, as in the run: workers begin it together
+        rows[name] = row = {
+            "seeds": len(mine), "measured_s": measured, "foretold_s": said, "error": said / measured - 1,
+            "mean_age": played.mean_age, "accuracy": [c["accuracy"][-1] for c in mine],
+        }  # fmt: skip
+        if curves is not None and target is not None:
+            steps = steps_to(target, curves, discipline, len(slow), played.mean_age)
+            found = [reached(c, target) for c in mine]
+            row["to_target"] = {
+                "foretold_steps": None if steps is None else [steps.low, steps.mean, steps.high],
+                "foretold_s": None if steps is None else [None if n is None else n * said
+                                                          for n in (steps.low, steps.mean, steps.high)],
+                "measured_s": found,
+            }  # fmt: skip
+    for row in rows.values():
+        row["gain_over_ddp"] = rows["ddp"]["measured_s"] / row["measured_s"]
     return {
-        "ranks": ranks, "rests_s": slow, "beside_s": beside_s, "sent_s": sent_s, "alike": [plain, served],
-        "uneven_batches_by_the_clock_s": _uneven(slow, beside_s), "rows": rows,
+        "ranks": len(slow), "rests_s": slow, "beside_s": beside_s, "sent_s": sent_s,
+        "uneven_batches_by_the_clock_s": len(slow) / sum(1 / (r + beside_s) for r in slow), "rows": rows,
+        **({} if target is None else {"order": order(rows)}),
     }  # fmt: skip
 
 
-def _uneven(rests: tuple[float, ...], beside_s: float) -> float:
-    """Seconds per global batch of synchronous training if shares were as the speeds of ranks; not run, as a rest does
-    not depend on a share."""
-    return len(rests) / sum(1 / (r + beside_s) for r in rests)
+def order(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Pairs of disciplines whose measured times to the target do not overlap over seeds: how many of them the means
+    foretold put in the same order. A seed that never reached the target is later than all that did."""
+    apart, wrong, close = 0, [], 0
+    known = [n for n, r in rows.items() if r["to_target"]["foretold_s"] and r["to_target"]["foretold_s"][1]]
+    for a, b in itertools.combinations(known, 2):
+        (low, high) = sorted(
+            (sorted(s if s is not None else float("inf") for s in rows[n]["to_target"]["measured_s"]), n)
+            for n in (a, b)
+        )
+        if high[0][0] <= low[0][-1]:
+            close += 1
+            continue
+        apart += 1
+        said = {n: rows[n]["to_target"]["foretold_s"][1] for n in (a, b)}
+        if said[low[1]] >= said[high[1]]:
+            wrong.append([low[1], high[1]])
+    return {"apart": apart, "wrong": wrong, "overlapping": close, "not_foretold": [n for n in rows if n not in known]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rest", type=float, default=0.2)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--only", default=",".join(FORETOLD), help="disciplines beside ddp, by name")
-    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--only", default=",".join(("ddp", *FORETOLD)), help="ddp and disciplines, by name")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cell is begun")
+    parser.add_argument("--record", type=Path)
+    parser.add_argument("--curves", type=Path, help="file of asa profile --staleness")
+    parser.add_argument("--target", type=parse_target)
+    parser.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
-    made = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{usable_cores()} CPU cores, torch {torch.__version__}, gloo on one host",
-        "slow": "the last rank rests twice as long in every backward (ASA_FAULT hang): added work, no competing load",
-        "model": "logistic regression on digits 1x8x8, global batch 64",
-        "load_before": os.getloadavg()[0],
-        "studies": [
-            study(int(n), args.rest, args.epochs, args.seeds, tuple(args.only.split(",")))
-            for n in args.ranks.split(",")
-        ],
-    }
-    text = json.dumps(made, indent=1) + "\n"
-    print(text)
-    if args.output:
-        args.output.write_text(text)
+    cells = [json.loads(t) for t in args.output.read_text().splitlines()] if args.output.exists() else []
+    if args.record:
+        curves = codec.load(Staleness, args.curves) if args.curves else None
+        ranks = sorted({len(c["rests_s"]) for c in cells})
+        made = {
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": f"{usable_cores()} CPU cores, torch {torch.__version__}, gloo on one host",
+            "slow": "the last rank rests twice as long in every backward (ASA_FAULT hang): no competing load",
+            "model": f"{' '.join(MODEL)}, digits, global batch {BATCH}, SGD at a constant rate of 0.1",
+            "target": None if args.target is None else str(args.target),
+            "studies": [study([c for c in cells if len(c["rests_s"]) == n], curves, args.target) for n in ranks],
+            "cells": cells,
+        }
+        args.record.write_text(json.dumps(made, indent=1) + "\n")
+        print(json.dumps(made["studies"], indent=1))
+        return
+    cache = args.output.resolve().parent / "consistency.cache"
+    cache.mkdir(exist_ok=True)
+    began, rest, others = time.monotonic(), args.rest, (args.rest,) * (args.ranks - 1)
+    asked = [("ddp", (*others, rest), 0), ("ps_sync", (*others, rest), 0)]
+    asked += [(n, (*others, 2 * rest), seed) for seed in range(args.seeds) for n in args.only.split(",")]
+    for strategy, rests, seed in asked:
+        if any((c["strategy"], tuple(c["rests_s"]), c["seed"]) == (strategy, rests, seed) for c in cells):
+            continue
+        if time.monotonic() - began > args.budget:
+            return
+        found = run(strategy, rests, args.epochs if len(set(rests)) > 1 else 2, seed, cache)
+        with args.output.open("a") as stream:
+            stream.write(json.dumps(found) + "\n")
+        print(strategy, rests, seed, round(per_batch([found]), 4), found["accuracy"], found["load_before"], flush=True)
 
 
 if __name__ == "__main__":

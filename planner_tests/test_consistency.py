@@ -15,7 +15,10 @@ import training
 from asa.api.planned import _widened
 from asa.errors import UsageError
 from asa.executor.consistency import star
+from asa.executor.consistency.federated import FederatedAverage
 from asa.executor.consistency.flat import FlatParameters, dequantised, quantised, slices
+from asa.executor.consistency.local import LocalSteps
+from asa.executor.consistency.outer import OuterSteps
 from asa.executor.consistency.quorum import AveragingRounds
 from asa.executor.consistency.served import Served, _options
 from asa.executor.consistency.server import Server, lower_momentum
@@ -355,3 +358,18 @@ def test_what_a_server_cannot_follow_is_refused_in_one_line():
     model = SimpleNamespace(idle=False, processes=(0, 1))
     with pytest.raises(UsageError, match="1 hooks around its step, which ps_sync makes at servers"):
         Served(parse("ps_sync"), model, optimizer, SimpleNamespace(rank=0))
+
+
+def test_workers_that_normalise_on_their_own_say_when_running_statistics_are_averaged():
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for kind, name, when in (
+        (LocalSteps, "local_sgd", "together with the weights"),
+        (FederatedAverage, "fedavg", "together with the weights"),
+        (OuterSteps, "diloco", "at the end of every epoch"),
+    ):
+        for workers in (1, 2):
+            axis = SimpleNamespace(size=workers)
+            model = SimpleNamespace(components=[net], grouped=SimpleNamespace(axis=axis))
+            said = kind(parse(name), model, optimizer).notes()
+            assert [text.endswith(f"averaged over workers {when}") for text in said] == [True] * (workers - 1)

@@ -15,6 +15,7 @@ from asa.ir.staleness import PLAIN, Curve, Setting, Staleness, Target, TrainingR
 from asa.planner import Request, plan
 from asa.planner.answer.consistency import EVEN, UNEVEN, Consistency, compare
 from asa.report import consistency as report
+from asa.report import staleness_figures
 from asa.report.tables import plain as text
 
 FULL = fake_strategies.FULL
@@ -128,13 +129,15 @@ def test_time_to_a_target_is_steps_times_seconds():
 
 
 def test_what_was_not_measured_stays_unknown_and_says_why():
-    by = rows(table(box(), target=NINE, known=(KNOWN,), asked=("local_sgd:period=50", "local_sgd:growth=0.1")))
+    others = ("fedavg:spread=1.0", "local_sgd:growth=0.1")
+    by = rows(table(box(), target=NINE, known=(KNOWN,), asked=("local_sgd:period=50", *others)))
     assert by["diloco"].time_to_target is None
     assert "no curve of a period of 50" in by["diloco"].unknown
     assert "no curve of a period of 50" in by["local_sgd:period=50"].unknown
-    for name in ("downpour", "local_sgd:growth=0.1"):
+    for name in others:
         assert by[name].time_to_target is None
         assert "not measured" in by[name].unknown
+    assert "--staleness --workers 4 --strategies downpour" in by["downpour"].unknown
     other = rows(table(box(), target=NINE, known=(replace(KNOWN, global_batch=64),)))
     assert all(r.time_to_target is None for r in other.values())
     assert "global batch of 64, not 16" in other[EVEN].unknown
@@ -188,6 +191,32 @@ def test_a_plan_under_a_discipline_has_the_time_of_its_clock():
         assert p.step_time_low_s < p.step_time_s < p.step_time_high_s
         assert p.compute_s + p.exposed_communication_s + p.bubble_s == pytest.approx(p.step_time_s)
     assert by["ps_async:servers=2"].step_time_s < by["ps_async"].step_time_s
+
+
+def test_figures_show_every_known_time_and_every_seed():
+    found = table(box(), target=NINE, known=(KNOWN,))
+    times, late, rare = staleness_figures.charts(found, KNOWN)
+    known = {r.name: r.time_to_target for r in found.rows if r.time_to_target and r.time_to_target.mean_s}
+    assert {row[0]: row[1:] for row in times.rows} == {n: (t.low_s, t.mean_s, t.high_s) for n, t in known.items()}
+    assert [row[2] for row in times.rows] == sorted(t.mean_s for t in known.values())
+    at = {row[:2]: row[2:] for row in (*late.rows, *rare.rows)}
+    assert at[PLAIN.words, 22] == (0.1, pytest.approx(0.525), 0.95)
+    assert {name for name, _ in at} == {c.setting.words for c in KNOWN.curves}
+    for chart in (times, late, rare):
+        drawn = chart.draw(chart.rows).axes[0]
+        assert len(drawn.patches) + len(drawn.collections) == len({row[0] for row in chart.rows})
+    assert staleness_figures.charts(table(box()), None) == ()
+
+
+@pytest.mark.parametrize("name", ["ps_sync", "ps_async", "local_sgd", "local_sgd:period=1"])
+def test_a_plan_under_a_discipline_stands_in_the_table_as_that_discipline(name):
+    request = Request(gpus=4, global_batch=16, strategies=(name,))
+    answer = plan(nouns.profile(), box(), FULL, request)[0]
+    found = rows(compare(nouns.profile(), box(), FULL, request, answer, loosely=True, target=NINE, curves=(KNOWN,)))
+    mine = found[f"this plan ({answer.strategy})"]
+    other = found.get(name, found[EVEN])
+    same = ("exact", "mean_age", "max_age", "steps", *(("waits_for", "changes", "waited") if name in found else ()))
+    assert {a: getattr(mine, a) for a in same} == {a: getattr(other, a) for a in same}
 
 
 def test_the_table_reads_as_a_table():

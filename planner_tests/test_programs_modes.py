@@ -106,9 +106,11 @@ class Counting(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("still", torch.ones(8))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
+            self.calls.add_(1)
             self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0).to(self.mean))
         return x - self.mean.detach() * self.still
 
@@ -134,6 +136,8 @@ def test_what_differs_from_one_device_is_said_once() -> None:
         "BatchNorm (2) normalises over the 3 samples that a rank computes at once, not over the 6 of a batch; "
         "batch_norm='exact' does that",
         "forward changes 0.mean: on each rank by the samples it computes, and averaged when the loader is through",
+        "forward changes 0.calls: on each rank by the samples it computes, and not averaged, which floating-point "
+        "numbers alone are",
     ]
 
 
@@ -147,7 +151,7 @@ def test_microbatches_cannot_have_exact_norms() -> None:
         asa.Job(net, opt, batches, F.cross_entropy, plan, batch_norm="exact")
     net, opt, batches = program.made()
     with (
-        pytest.warns(UserWarning, match=r"forward changes 0\.mean: 2 times a step"),
+        pytest.warns(UserWarning, match=r"forward changes 0\.mean and 1 more: 2 times a step"),
         pytest.warns(UserWarning, match="from other samples of the batch"),
     ):
         asa.Job(net, opt, batches, F.cross_entropy, plan)

@@ -11,6 +11,7 @@ from torch import nn
 
 from asa.errors import InvalidInputError, UsageError
 from asa.ir import codec
+from asa.ir.consistency import parse
 from asa.ir.staleness import (
     PLAIN,
     Curve,
@@ -19,6 +20,7 @@ from asa.ir.staleness import (
     Target,
     TrainingRun,
     parse_target,
+    settings_of,
     usual_settings,
 )
 from asa.profiler.staleness import Task, measured, trained
@@ -90,6 +92,10 @@ def test_a_delayed_gradient_is_the_one_of_so_many_updates_ago():
     assert model.w.item() == history[-1]
     _, weighted = trained(t, Setting(delay=2, weighted=True), seed=0, steps=1, every=1)
     assert weighted.w.item() == 1 - 0.25 / 3
+    _, summed = trained(t, Setting(workers=2, pushed=3), seed=0, steps=3, every=1)
+    assert summed.w.item() == (1 - 0.25 * 3 / 2) ** 2
+    _, late = trained(t, Setting(workers=2, pushed=3, delay=1), seed=0, steps=3, every=1)
+    assert late.w.item() == 1 - 2 * 0.25 * 3 / 2
 
 
 def test_workers_that_meet_after_every_batch_take_the_mean_gradient_where_nothing_is_remembered():
@@ -211,12 +217,42 @@ def test_curves_are_a_document_that_refuses_what_makes_no_sense(tmp_path):
         codec.load(Staleness, path)
 
 
-def test_usual_settings_and_targets():
+def test_usual_settings():
     assert len(set(usual_settings(4))) == len(usual_settings(4))
     late = [s.momentum for s in usual_settings(4, 0.9) if s.delay and s.workers > 1]
     assert late == pytest.approx([0.15] * len(late))
     with pytest.raises(UsageError, match="at least 2"):
         usual_settings(1)
+    with pytest.raises(ValueError, match="pushed"):
+        Setting(workers=2, period=4, pushed=2)
+
+
+def test_a_discipline_is_read_from_the_curves_that_are_measured_for_it():
+    """Also one with other parameters than usual; one that is measured nowhere is refused in a line."""
+    names = ("ps_async:momentum=0.5", "ps_bounded", "hogwild", "downpour:period=2", "local_sgd:period=7",
+             "diloco:period=9:outer_momentum=0.5")  # fmt: skip
+    for d in map(parse, names):
+        assert set(settings_of(d, 2, 0.9)) <= set(usual_settings(2, 0.9, [d]))
+        curves = tuple(_reached_at(s, 10 + s.delay) for s in settings_of(d, 2, 0.9))
+        known = replace(TOLD, every=1, workers=2, momentum=0.9, curves=curves)
+        steps, _ = known.under(d, 2, NINE, 0.0)
+        assert (steps.low, steps.high) == (10, 10)
+        unknown, why = replace(known, curves=(_reached_at(PLAIN, 1),)).under(d, 2, NINE, 0.5)
+        assert unknown is None
+        assert why.endswith(f"`asa profile {TOLD.model_spec} --staleness --workers 2 --strategies {d}`")
+        assert "are of 2 workers" in known.under(d, 3, NINE, 0.0)[1]
+    for name in ("fedavg:spread=1.0", "pipedream", "local_sgd:growth=0.2", "diloco:message=int8"):
+        with pytest.raises(UsageError, match=f"what {name} does to convergence is not measured"):
+            settings_of(parse(name), 2, 0.9)
+        assert TOLD.under(parse(name), 4, NINE, 0.0) == (None, "what it does to convergence was not measured")
+
+
+def _reached_at(setting: Setting, step: int) -> Curve:
+    reached = tuple(0.95 if s >= step else 0.1 for s in range(1, 31))
+    return Curve(setting=setting, runs=(TrainingRun(seed=0, losses=reached, accuracies=reached),))
+
+
+def test_targets():
     for wrong in ("accuracy", "accuracy=2", "loss=-1", "speed=3", "loss=nan", "accuracy=1e999"):
         with pytest.raises(ValueError, match=r"target|accuracy is"):
             parse_target(wrong)

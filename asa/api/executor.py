@@ -133,8 +133,8 @@ class UserExecutor(PlannedExecutor):
         conduct = conduct_of(model, optimizer, self._votes)
         if conduct is not None:
             conduct.begin()
-            if conduct.changes:
-                say(self._context, conduct.changes)
+            for note in conduct.notes():
+                say(self._context, note)
         return Worker(
             model=model, optimizer=optimizer, scale=scale, votes=self._votes,
             clock=StepClock(model.device), precision=model.plan.precision, seed=self._settings.seed,

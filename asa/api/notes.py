@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -35,9 +36,10 @@ def check_exact(plan: Plan, norms: Sequence[str]) -> None:
 
 
 def differing(
-    plan: Plan, norms: Sequence[str], changed: Sequence[str], batch_norm: Literal["local", "exact"]
+    plan: Plan, norms: Sequence[str], changed: Mapping[str, torch.dtype], batch_norm: Literal["local", "exact"]
 ) -> list[str]:
-    """Sentences about ``norms`` (:func:`trained_norms`) and other buffers that forward ``changed``."""
+    """Sentences about ``norms`` (:func:`trained_norms`) and other buffers that forward ``changed``, with their
+    types."""
     notes = []
     ranks, parts = max(layout.data for layout in plan.layouts()), plan.num_microbatches
     share = max(1, plan.global_batch // (ranks * parts))
@@ -47,12 +49,13 @@ def differing(
             f"the {plan.global_batch} of a batch" + ("; batch_norm='exact' does that" if parts == 1 else "")
         )
     if changed and parts > 1:
-        notes.append(f"forward changes {_several(changed)}: {parts} times a step, once for each microbatch")
-    if changed and ranks > 1:
-        notes.append(
-            f"forward changes {_several(changed)}: on each rank by the samples it computes, and averaged when the "
-            "loader is through"
-        )
+        notes.append(f"forward changes {_several([*changed])}: {parts} times a step, once for each microbatch")
+    averaged = [n for n, dtype in changed.items() if dtype.is_floating_point]
+    own = [n for n in changed if n not in averaged]
+    ends = "averaged when the loader is through", "not averaged, which floating-point numbers alone are"
+    for names, end in zip((averaged, own), ends, strict=True):
+        if names and ranks > 1:
+            notes.append(f"forward changes {_several(names)}: on each rank by the samples it computes, and {end}")
     return notes
 
 

@@ -10,8 +10,9 @@ from asa.cli.verb import Arguments
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
+from asa.ir.staleness import Staleness
 from asa.planner import Request
-from asa.planner.answer.consistency import Consistency, compare
+from asa.planner.answer.consistency import Consistency, compare, curves_for
 from asa.report import consistency as report
 
 __all__ = ["compared", "report"]
@@ -19,8 +20,8 @@ __all__ = ["compared", "report"]
 
 def compared(
     args: Arguments, console: Console, profile: Profile, cluster: Cluster, request: Request, answer: Plan
-) -> Consistency:
-    """Comparison of disciplines of consistency, using the staleness curves stored beside profiles.
+) -> tuple[Consistency, Staleness | None]:
+    """Comparison of disciplines of consistency, and those of the staleness curves stored beside profiles that it uses.
 
     Raises:
         UsageError: there is only one worker.
@@ -29,7 +30,9 @@ def compared(
 
     named = Path(args.model) if args.model is not None and places.looks_like_file(args.model) else None
     curves = [curve for _, curve in places.staleness(console, named)] if args.target is not None else []
-    return compare(
+    table = compare(
         profile, cluster, offered(), request, answer, loosely=args.consistency == "any", target=args.target,
         curves=curves,
     )  # fmt: skip
+    used = curves_for(curves, profile, request)
+    return table, used if isinstance(used, Staleness) else None

@@ -101,7 +101,7 @@ def run(args: Arguments, console: Console) -> None:
     if len(plans) > 1:
         data["alternatives"] = [codec.document(p) for p in plans[1:]]
     more = [Text(), report.several(plans)] if len(plans) > 1 else []
-    curve = None
+    curve = compared = known = None
     if args.frontier or args.price:
         console.say("asa: the curve takes several more searches, each about as long as the first")
         curve = _frontier(args, profile, cluster, request, plans[0])
@@ -110,7 +110,7 @@ def run(args: Arguments, console: Console) -> None:
     if args.consistency == "any" or args.target is not None:
         from asa.cli import consistency
 
-        compared = consistency.compared(args, console, profile, cluster, request, plans[0])
+        compared, known = consistency.compared(args, console, profile, cluster, request, plans[0])
         data["consistency"] = codec.to_data(compared)
         more += consistency.report.render(compared)
     shares = step_shares(plans[0], profile, cluster, offered())
@@ -118,10 +118,11 @@ def run(args: Arguments, console: Console) -> None:
     console.say(f"asa: wrote {path}")
     if args.report:
         from asa.planner.questions.explain import explain
-        from asa.report import plan_page
+        from asa.report import plan_page, staleness_figures
 
         explanation = explain(plans[0], profile, cluster, offered(), memory_bytes=args.memory)
-        page = plan_page.write(plans[0], Path(args.report), explanation, curves=curve)
+        figures = staleness_figures.charts(compared, known)
+        page = plan_page.write(plans[0], Path(args.report), explanation, curves=curve, more=figures)
         console.say(f"asa: wrote {page}")
     if not codec.is_special(path):  # what went to a device cannot be read again
         console.say(f"asa: next: {' | '.join(_next(cluster, plans[0], args))}")

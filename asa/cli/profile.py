@@ -92,6 +92,11 @@ VERBS = (
             o.option(o.DATA_ROOT, needs="staleness"),
             o.option(o.OPTIMIZER, help="optimizer for --staleness", needs="staleness"),
             o.option(o.LEARNING_RATE, needs="staleness"),
+            o.option(
+                o.STRATEGIES,
+                help="disciplines whose curves --staleness measures first, as in local_sgd:period=8 (default: none)",
+                needs="staleness",
+            ),
             Option(
                 name="workers",
                 help="number of workers for --staleness",

@@ -11,10 +11,11 @@ from asa.cli.console import Console
 from asa.cli.verb import Arguments
 from asa.errors import UsageError
 from asa.ir import codec
+from asa.ir.consistency import Discipline, parse
+from asa.ir.staleness import Staleness, usual_settings
 
 if TYPE_CHECKING:
     from asa.ir.profile import Profile
-    from asa.ir.staleness import Staleness
     from asa.profiler.staleness import Task
 
 _LOOKS = 40
@@ -39,6 +40,7 @@ def check(args: Arguments) -> None:
         raise UsageError(
             f"{args.data} has {train.num_classes} classes, the model {classes}; add --classes {train.num_classes}"
         )
+    usual_settings(args.workers, 0.9, _asked(args))
     batch = args.global_batch or 64
     if batch > len(train):
         raise UsageError(f"a global batch of {batch} of {len(train)} samples; ask for --global-batch {len(train)}")
@@ -49,12 +51,15 @@ def check(args: Arguments) -> None:
         )
 
 
+def _asked(args: Arguments) -> list[Discipline]:
+    return [parse(name) for name in args.strategies or ()]
+
+
 def measure(args: Arguments, console: Console, profile: Profile, profile_path: Path) -> tuple[Staleness, Path]:
     """Measure the curves of ``profile``'s model on this machine; returns them with the path of their file."""
     import torch
 
     from asa import __version__
-    from asa.ir.staleness import Staleness, usual_settings
     from asa.profiler.clock import one_thread
     from asa.profiler.machine import choose_device
     from asa.profiler.staleness import measured
@@ -63,8 +68,8 @@ def measure(args: Arguments, console: Console, profile: Profile, profile_path: P
     every = max(1, args.steps // _LOOKS)
     with console.progress(f"staleness of {args.model}") as report, one_thread(choose_device(args.device)):
         curves, skipped = measured(
-            task, usual_settings(args.workers, task.momentum), seeds=args.seeds, steps=args.steps, every=every,
-            time_limit_s=args.staleness_limit, progress=report,
+            task, usual_settings(args.workers, task.momentum, _asked(args)),
+            seeds=args.seeds, steps=args.steps, every=every, time_limit_s=args.staleness_limit, progress=report,
         )  # fmt: skip
     staleness = Staleness(
         model_spec=profile.model_spec,

@@ -16,8 +16,8 @@ import re
 from collections.abc import Sequence
 
 from asa.errors import InvalidInputError, UsageError
-from asa.ir.codec import noun
-from asa.ir.consistency import parse
+from asa.ir.codec import later, noun
+from asa.ir.consistency import Discipline, parse
 from asa.ir.plan import OptimizerName
 from asa.ir.units import MOST_CLASSES, MOST_SAMPLES
 
@@ -38,6 +38,7 @@ class Setting:
         momentum: momentum of SGD; None for the run's own.
         outer_rate, outer_momentum: learning rate and momentum of the outer optimizer (SGD with Nesterov momentum),
             whose gradient is the mean change of weights.
+        pushed: global batches of which a worker sums the gradients of its shares before they are an update.
     """
 
     workers: int = 1
@@ -47,8 +48,11 @@ class Setting:
     momentum: float | None = None
     outer_rate: float = 1.0
     outer_momentum: float = 0.0
+    pushed: int = later(1)
 
     def __post_init__(self) -> None:
+        if not 1 <= self.pushed <= MOST_POINTS or (self.period and self.pushed > 1):
+            raise ValueError(f"pushed is 1 to {MOST_POINTS} batches, and 1 with a period, got {self.pushed}")
         if not (1 <= self.workers <= _WORKERS and 0 <= self.delay <= _WORKERS and 0 <= self.period <= MOST_POINTS):
             raise ValueError(
                 f"a setting needs workers of 1 to {_WORKERS}, a delay of 0 to {_WORKERS} and a period of 0 to "
@@ -64,7 +68,7 @@ class Setting:
     @property
     def age(self) -> float:
         """Number of global batches of other gradients applied between the computation of a gradient and its update."""
-        return self.delay / self.workers
+        return self.delay * self.pushed / self.workers
 
     @property
     def words(self) -> str:
@@ -75,7 +79,8 @@ class Setting:
         if self.workers == 1 and not self.delay:
             return "whole batches, no delay"
         momentum = f", momentum {self.momentum:.3g}" if self.momentum is not None else ""
-        return f"batches in {self.workers}, {self.delay} updates late{', weighted' * self.weighted}{momentum}"
+        several = f"{self.pushed} " * (self.pushed > 1)
+        return f"{several}batches in {self.workers}, {self.delay} updates late{', weighted' * self.weighted}{momentum}"
 
 
 PLAIN = Setting()
@@ -226,10 +231,10 @@ class Staleness:
         return next((self.every * (i + 1) for i, v in enumerate(values) if sign * v >= sign * target.value), None)
 
     def at_age(
-        self, target: Target, age: float, *, weighted: bool = False, momentum: float | None = None
+        self, target: Target, age: float, *, weighted: bool = False, momentum: float | None = None, pushed: int = 1
     ) -> Steps | None:
         """Global batches to ``target`` if gradients are ``age`` global batches old on average and are applied with
-        ``momentum`` (None: the run's own). None outside the measured range.
+        ``momentum`` (None: the run's own), those of ``pushed`` batches at once. None outside the measured range.
 
         The value is interpolated between the two nearest measured ages. A gradient of an age below 1 has weight 1, so
         unweighted settings count as weighted ones there.
@@ -237,7 +242,7 @@ class Staleness:
         settings = {
             c.setting.age: c.setting
             for c in sorted(self.curves, key=lambda c: c.setting.weighted)
-            if not c.setting.period and c.setting.workers == self.workers
+            if not c.setting.period and c.setting.workers == self.workers and c.setting.pushed == pushed
             and abs(self._momentum(c.setting) - (self.momentum if momentum is None else momentum)) < 1e-9
             and (c.setting.weighted == weighted or (weighted and c.setting.age < 1))
         }  # fmt: skip
@@ -258,6 +263,25 @@ class Staleness:
             and (c.setting.outer_rate, c.setting.outer_momentum) == (outer_rate, outer_momentum)
         }  # fmt: skip
         return self._between(target, settings, period)
+
+    def under(self, discipline: Discipline, workers: int, target: Target, age: float) -> tuple[Steps | None, str]:
+        """(steps, reason): global batches to ``target`` of ``workers`` workers under ``discipline``, where gradients
+        are ``age`` global batches old on average. Steps that were not measured are None, and ``reason`` says why."""
+        command = f"`asa profile {self.model_spec} --staleness --workers {workers}"
+        if self.workers != workers:
+            return None, f"curves are of {self.workers} workers: {command}`"
+        if _is_aged(discipline):
+            momentum = discipline.momentum_at(self.momentum, workers) if self.momentum else 0.0
+            weighted, pushed = discipline.name == "ps_bounded", _pushed(discipline)
+            steps = self.at_age(target, age, weighted=weighted, momentum=momentum, pushed=pushed)
+            missing = f"no curve at age {age:.2g} and momentum {momentum:.3g}" + f" of {pushed} batches" * (pushed > 1)
+            within = age <= _OLDEST * pushed
+            return steps, f"{missing}: {command} --strategies {discipline}`" if within else missing
+        if _is_averaged(discipline):
+            rate, outer = discipline.outer_rate, discipline.outer_momentum
+            steps = self.at_period(target, discipline.period, outer_rate=rate, outer_momentum=outer)
+            return steps, f"no curve of a period of {discipline.period}: {command} --strategies {discipline}`"
+        return None, "what it does to convergence was not measured"
 
     def _between(self, target: Target, settings: dict[float, Setting], at: float) -> Steps | None:
         below, above = [x for x in settings if x <= at + 1e-9], [x for x in settings if x >= at - 1e-9]
@@ -290,18 +314,61 @@ def _of(reached: Sequence[int], seeds: int) -> Steps:
     )
 
 
-def usual_settings(workers: int, momentum: float = 0.0) -> tuple[Setting, ...]:
-    """Default settings of a curve: plain training, averaging, and ages up to 4 global batches, with ``momentum``
-    reduced as at servers (:meth:`asa.ir.consistency.Discipline.momentum_at`).
+_OLDEST = 4
+"""Highest measured age of gradients, in updates of every worker."""
+
+
+def _is_aged(discipline: Discipline) -> bool:
+    """Whether gradients are applied late, by servers or to shared memory."""
+    return discipline.name in ("ps_async", "ps_bounded", "hogwild", "downpour")
+
+
+def _pushed(discipline: Discipline) -> int:
+    return discipline.period if discipline.name == "downpour" else 1
+
+
+def _is_averaged(d: Discipline) -> bool:
+    """Whether workers average in whole numbers at a fixed period, on data of the same distribution."""
+    fixed = d.waiting == "local" and not d.growth and not d.spread and d.fraction == 1
+    return fixed and d.message == "fp32" and d.fragments == 1 and d.quorum is None
+
+
+def settings_of(discipline: Discipline, workers: int, momentum: float) -> tuple[Setting, ...]:
+    """Settings whose curves the time to a target under ``discipline`` is read from. ``momentum``: the run's own.
 
     Raises:
-        UsageError: fewer than 2 workers, which have no staleness.
+        UsageError: no setting trains as the discipline does.
+    """
+    if _is_aged(discipline):
+        less = discipline.momentum_at(momentum, workers) if momentum else None
+        ages = dict.fromkeys((0, workers - 1, workers, 2 * workers, _OLDEST * workers))
+        weighted = discipline.name == "ps_bounded"
+        return tuple(
+            Setting(
+                workers=workers, delay=d, momentum=less, weighted=weighted and d >= workers, pushed=_pushed(discipline)
+            )
+            for d in ages
+        )  # fmt: skip
+    if _is_averaged(discipline):
+        rate, outer = discipline.outer_rate, discipline.outer_momentum
+        return (Setting(workers=workers, period=discipline.period, outer_rate=rate, outer_momentum=outer),)
+    raise UsageError(
+        f"what {discipline} does to convergence is not measured on one device; ask for ps_async, ps_bounded, hogwild, "
+        "downpour, local_sgd, diloco or fedavg, without growth, fragments, quorum, fraction, spread or int8"
+    )
+
+
+def usual_settings(workers: int, momentum: float = 0.0, asked: Sequence[Discipline] = ()) -> tuple[Setting, ...]:
+    """Default settings of a curve: plain training, averaging, and ages up to 4 global batches, with ``momentum``
+    reduced as at servers (:meth:`asa.ir.consistency.Discipline.momentum_at`). Those of disciplines that were ``asked``
+    for follow plain training.
+
+    Raises:
+        UsageError: fewer than 2 workers, which have no staleness, or a discipline that no setting trains as.
     """
     if workers < 2:
         raise UsageError(f"staleness among {workers} workers: at least 2 are needed")
-    less = parse("ps_async").momentum_at(momentum, workers) if momentum else None
-    ages = (0, workers - 1, workers, 2 * workers, 4 * workers)
-    settings = [PLAIN, ONE_LATE, *(Setting(workers=workers, delay=d, momentum=less) for d in dict.fromkeys(ages))]
-    settings += [Setting(workers=workers, delay=d, weighted=True, momentum=less) for d in ages if d >= workers]
-    settings += [Setting(workers=workers, period=p) for p in (1, 4, 16)]
-    return (*settings, Setting(workers=workers, period=50, outer_rate=0.7, outer_momentum=0.9))
+    averaged = (f"local_sgd:period={p}" for p in (1, 4, 16))
+    usual = [parse(d) for d in ("ps_async", "ps_bounded", *averaged, "diloco", "downpour")]
+    settings = [s for d in (*asked, *usual) for s in settings_of(d, workers, momentum)]
+    return tuple(dict.fromkeys((PLAIN, ONE_LATE, *settings)))

@@ -108,13 +108,16 @@ def _delayed(task: Task, setting: Setting, model: nn.Module, batches: Iterator[T
     optimizer = task.optimizer_for(parameters, setting.momentum)
     weight = 1 / (1 + int(setting.age)) if setting.weighted else 1.0
     queue: deque[tuple[list[Tensor | None], float]] = deque()
-    applied = 0
-    for batch in batches:
-        for rows in batch.tensor_split(setting.workers):
-            if not len(rows):
+    applied = begun = 0
+    while True:
+        several = [next(batches).tensor_split(setting.workers) for _ in range(setting.pushed)]
+        samples = sum(len(rows) for rows in several[0])
+        for all_shares in zip(*several, strict=True):
+            shares = [rows for rows in all_shares if len(rows)]
+            if not shares:
                 continue
-            share = weight * len(rows) / len(batch)
-            queue.append((task.gradients(model, rows), share))
+            share = weight * sum(map(len, shares)) / samples
+            queue.append((_mean([task.gradients(model, rows) for rows in shares], list(map(len, shares))), share))
             if len(queue) <= setting.delay:
                 continue
             gradients, share = queue.popleft()
@@ -123,9 +126,21 @@ def _delayed(task: Task, setting: Setting, model: nn.Module, batches: Iterator[T
             for group in optimizer.param_groups:
                 group["lr"] = task.lr * share if share != 1 else task.lr
             optimizer.step()
-            applied += 1
-            if applied % setting.workers == 0:
+            applied += setting.pushed
+            while applied // setting.workers > begun:
+                begun += 1
                 yield
+
+
+def _mean(gradients: list[list[Tensor | None]], rows: list[int]) -> list[Tensor | None]:
+    """Mean of gradients at the same weights, weighted by their numbers of rows."""
+    if len(gradients) == 1:
+        return gradients[0]
+    found: list[Tensor | None] = []
+    for parts in zip(*gradients, strict=True):  # a parameter has a gradient for all rows or for none
+        given = [g * (n / sum(rows)) for g, n in zip(parts, rows, strict=True) if g is not None]
+        found.append(torch.stack(given).sum(0) if given else None)
+    return found
 
 
 def _averaged(task: Task, setting: Setting, model: nn.Module, batches: Iterator[Tensor]) -> Iterator[None]:

@@ -22,11 +22,13 @@ from asa.report.units import seconds, size
 
 def write(
     plan: Plan, folder: Path, explanation: Explanation | None = None, other: Difference | None = None,
-    curves: Frontier | None = None,
+    curves: Frontier | None = None, more: Sequence[Chart] = (),
 ) -> Path:  # fmt: skip
-    """Write ``report.html``, with ``plan.json`` and ``figures/`` beside it; returns the page's path."""
+    """Write ``report.html``, with ``plan.json`` and ``figures/`` beside it, and ``more`` figures; returns the page's
+    path."""
     codec.save(plan, folder / "plan.json")
-    figures = [(c, page.draw(c, folder / "figures")[1]) for c in charts(plan, explanation, other, curves)]
+    shown = (*charts(plan, explanation, other, curves), *more)
+    figures = [(c, page.draw(c, folder / "figures")[1]) for c in shown]
     path = folder / "report.html"
     codec.write(html(plan, figures), path)
     return path

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from asa.errors import UsageError
@@ -38,10 +39,24 @@ class Conduct(ABC):
 
     changes = ""
     """Sentence on what the discipline changes about the optimizer; empty if nothing."""
+    averages_statistics = "at the end of every epoch"
+    """When running statistics are averaged over workers."""
     takes_part = True
     """Whether this worker computes the next step; :meth:`step` is called in any case."""
     has_own_samples = False
     """Whether this worker takes samples other than its rows of the global batch."""
+
+    def notes(self) -> list[str]:
+        """Sentences on what the discipline changes about the optimizer and about running statistics."""
+        said = [self.changes] if self.changes else []
+        modules = (m for c in self.model.components for m in c.modules())
+        norms = sum(isinstance(m, _NormBase) and m.running_mean is not None for m in modules)
+        if norms and self.discipline.waiting != "bulk" and self.axis.size > 1:
+            said.append(
+                f"{self.discipline.name}: every worker normalises its own batches; the running statistics of {norms} "
+                f"modules such as BatchNorm are averaged over workers {self.averages_statistics}"
+            )
+        return said
 
     def own_samples(self, images: ImageSet, indices: Tensor, step: int) -> Tensor:
         """``indices`` (int64 [rows], of the global batch) with this worker's own samples in its rows. If workers are

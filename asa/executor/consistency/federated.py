@@ -24,6 +24,7 @@ from torch import Tensor
 
 from asa.errors import UsageError
 from asa.executor.consistency.conduct import average
+from asa.executor.consistency.local import LocalSteps
 from asa.executor.consistency.outer import OuterSteps
 from asa.executor.model.step import microbatch_rows
 from asa.zoo.data import ImageSet
@@ -32,6 +33,7 @@ from asa.zoo.data import ImageSet
 class FederatedAverage(OuterSteps):
     """Implements ``fedavg``: its outer optimizer adds the mean of the clients' updates unchanged."""
 
+    averages_statistics = LocalSteps.averages_statistics
     _round = _round_samples = 0
     _image_set: ImageSet | None = None
     _own_indices = torch.empty(0, dtype=torch.int64)

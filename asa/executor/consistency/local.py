@@ -16,6 +16,7 @@ from asa.executor.consistency.conduct import Conduct, average
 class LocalSteps(Conduct):
     """Implements ``local_sgd``."""
 
+    averages_statistics = "together with the weights"
     _steps_since = _own_samples = _all_samples = 0
     """Number of steps since the last average, and the numbers of samples in them: this worker's and all workers'."""
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from asa.executor.consistency.conduct import average
+from asa.executor.consistency.conduct import Conduct, average
 from asa.executor.consistency.flat import FlatParameters, dequantised, quantised
 from asa.executor.consistency.local import LocalSteps
 
@@ -23,6 +23,7 @@ from asa.executor.consistency.local import LocalSteps
 class OuterSteps(LocalSteps):
     """Implements ``diloco``."""
 
+    averages_statistics = Conduct.averages_statistics
     _weight = 1.0
     """Weight of this worker in the mean; the weights of all workers sum to their number."""
 

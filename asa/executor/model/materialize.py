@@ -355,7 +355,7 @@ class _Source:
     modes: Modes
     template: TracedTemplate | None = None
     drawing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    changed: tuple[str, ...] = ()
+    changed: Mapping[str, torch.dtype] = field(default_factory=dict)
     reproducible: bool = False
     copy_s: float = 0.0
 
@@ -412,11 +412,11 @@ def _idle(
 
 def _test_run(
     model: nn.Module, traced: TracedModel, example: Tensor, context: SampleContext
-) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+) -> tuple[dict[str, tuple[str, ...]], dict[str, torch.dtype]]:
     """(drawing, changed) from a run of two samples of ``example``: the components that draw random numbers in training,
-    with the functions that they use, and the names of buffers that training changes."""
+    with the functions that they use, and the buffers that training changes, with their types."""
     if example.is_meta or any(p.is_meta for p in model.parameters()):
-        return {}, ()
+        return {}, {}
     batch = example[torch.arange(2, device=example.device) % len(example)]
     context.samples, context.total, context.rows = torch.arange(2), 2, slice(0, 2)
     with preserved(model):
@@ -427,7 +427,7 @@ def _test_run(
         draws = drawing(traced.components, batch)
         now = dict(model.named_buffers())
         changed = (n for n, (b, version) in before.items() if now.get(n) is not b or b._version != version)
-        return draws, tuple(changed)
+        return draws, {n: before[n][0].dtype for n in changed}
 
 
 def _components_of_stage(traced: TracedModel, position: Position) -> tuple[TracedModel, frozenset[str]]:

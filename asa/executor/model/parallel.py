@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -152,7 +152,7 @@ class ParallelModel:
         self.owner = {p: i for u in self._updates for p, i in zip(u.parameters, u.owner, strict=True)}
         self.training = True
         self.modes = Modes()
-        self.changed: tuple[str, ...] = ()
+        self.changed: Mapping[str, torch.dtype] = {}
         """Names of buffers, other than BatchNorm's, that a forward in training changes."""
         self.drawing: tuple[str, ...] = ()
         """Names of components that draw random numbers in code of their own."""

@@ -19,13 +19,13 @@ class TracedTemplate:
 
     Attributes:
         drawing: components that draw random numbers in training, with the functions that they use.
-        changed: names of buffers that training changes.
+        changed: types of the buffers that training changes, by name.
     """
 
     traced: TracedModel
     modes: Modes = field(default_factory=Modes)
     drawing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    changed: tuple[str, ...] = ()
+    changed: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def copy(self) -> TracedModel:
         """A new traced model on the CPU whose parameters are uninitialized. Buffers have the values of the template."""

@@ -127,8 +127,8 @@ class TrainingExecutor(PlannedExecutor):
         conduct = conduct_of(model, optimizer, self._votes)
         if conduct is not None:
             conduct.begin()
-            if conduct.changes:
-                self._announce({"event": "note", "message": conduct.changes})
+            for note in conduct.notes():
+                self._announce({"event": "note", "message": note})
         return Worker(
             model=model,
             optimizer=optimizer,

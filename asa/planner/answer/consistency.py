@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from asa.cost.consistency import play
+from asa.cost.consistency import Played, play
 from asa.cost.machine.estimate import on_device
 from asa.cost.planned import Price
 from asa.errors import UsageError
@@ -31,6 +31,7 @@ from asa.planner.space.request import Request
 from asa.planner.space.space import Space
 
 EVEN, UNEVEN = "ddp", "ddp, uneven batches"
+_ALL = "every worker waits in every step"
 
 
 @noun
@@ -109,7 +110,7 @@ def compare(
     workers = row("ddp", prices)
     if workers.candidate is None:
         raise UsageError(f"no discipline of consistency can run: data parallelism {workers.why_not}")
-    judged = _Judge(prices, workers.candidate, target, _curves_for(curves, profile, request))
+    judged = _Judge(prices, workers.candidate, target, curves_for(curves, profile, request))
     rows = [judged.planned(answer), judged.synchronous(EVEN, workers.candidate)]
     uneven = _uneven(prices, workers.candidate)
     rows.append(
@@ -134,6 +135,12 @@ def compare(
     )
 
 
+def _aged(row: ConsistencyRow, played: Played) -> ConsistencyRow:
+    """``row`` with the ages and the waiting of a simulated run."""
+    waited = max(played.waited, default=0.0)
+    return replace(row, mean_age=played.mean_age, max_age=played.max_age, waited=waited, rejected=played.rejected)
+
+
 def _mean(r: ConsistencyRow) -> float:
     assert r.time_to_target is not None
     return r.time_to_target.mean_s or math.inf
@@ -150,7 +157,7 @@ def _surely(first: ConsistencyRow, rows: Sequence[ConsistencyRow]) -> bool:
     return first.exact or (worst is not None and all(o is not None and worst < o for o in others))
 
 
-def _curves_for(curves: Sequence[Staleness], profile: Profile, request: Request) -> Staleness | str:
+def curves_for(curves: Sequence[Staleness], profile: Profile, request: Request) -> Staleness | str:
     """The first of ``curves`` for this model, optimizer and batch, or the reason why there are none."""
     same = [c for c in curves if c.model_fingerprint == profile.model_fingerprint and c.optimizer == request.optimizer]
     fitting = [c for c in same if c.global_batch == request.global_batch]
@@ -193,20 +200,27 @@ class _Judge:
 
     def planned(self, plan: Plan) -> ConsistencyRow:
         """The row of the planner's answer."""
-        p = plan.prediction
+        d, p = plan.consistency, plan.prediction
+        words = (_ALL, "nothing") if d is None else (WAITS_FOR[d.name], CHANGES[d.name])
         row = ConsistencyRow(
-            name=f"this plan ({plan.strategy})", waits_for="every worker waits in every step", changes="nothing",
-            exact=True, step_time_s=p.step_time_s, step_time_low_s=p.step_time_low_s,
+            name=f"this plan ({plan.strategy})", waits_for=words[0], changes=words[1],
+            exact=d is None or self._exact(d), step_time_s=p.step_time_s, step_time_low_s=p.step_time_low_s,
             step_time_high_s=p.step_time_high_s, samples_per_s=p.samples_per_s,
             memory_bytes_max=max(p.memory_bytes_per_rank),
         )  # fmt: skip
-        return self._with_time(row, *self._synchronous_steps())
+        if d is None:
+            return self._with_time(row, *self._synchronous_steps())
+        if d.waiting == "pipelined":
+            return self._with_time(replace(row, mean_age=1.0, max_age=1), *self._late_by_one())
+        if d.groups is None:
+            row = _aged(row, disciplined(self._prices, self._workers, d).played)
+        return self._with_time(row, *self._steps(d, row))
 
     def synchronous(self, name: str, candidate: Candidate) -> ConsistencyRow:
         """The row of synchronous data parallelism with the shares of ``candidate``."""
         price = self._prices.of(candidate)
         row = replace(
-            self._row(name, price, "every worker waits in every step", "nothing", exact=True),
+            self._row(name, price, _ALL, "nothing", exact=True),
             fits=self._prices.fits(candidate),
             waited=max(play(None, machine(self._prices, candidate, None), steps=8).waited) if name == EVEN else 0.0,
         )
@@ -228,15 +242,8 @@ class _Judge:
                 name=str(d), waits_for=words[0], changes=words[1], exact=self._exact(d), step_time_s=None, fits=False,
                 why_not=str(error),
             )  # fmt: skip
-        played, capacity = priced.played, self._prices.capacity(self._workers)
-        row = replace(
-            self._row(str(d), priced.price, *words, exact=self._exact(d)),
-            fits=priced.price.peak.total <= capacity,
-            mean_age=played.mean_age,
-            max_age=played.max_age,
-            waited=max(played.waited, default=0.0),
-            rejected=played.rejected,
-        )
+        row = _aged(self._row(str(d), priced.price, *words, exact=self._exact(d)), priced.played)
+        row = replace(row, fits=priced.price.peak.total <= self._prices.capacity(self._workers))
         return self._with_time(row, *self._steps(d, row))
 
     def _exact(self, d: Discipline) -> bool:
@@ -266,19 +273,10 @@ class _Judge:
 
     def _steps(self, d: Discipline, row: ConsistencyRow) -> tuple[Steps | None, str]:
         """Global batches to the target under ``d``, or the reason why they are unknown."""
-        curves, target, count = self._curves, self._target, d.workers(self._workers.ranks)
+        curves, target = self._curves, self._target
         if target is None or self._exact(d) or isinstance(curves, str):
             return self._synchronous_steps()
-        if curves.workers != count:
-            return None, f"curves are of {curves.workers} workers: `asa profile --staleness --workers {count}`"
-        if d.name in ("ps_async", "ps_bounded", "hogwild"):
-            momentum = d.momentum_at(curves.momentum, count)
-            steps = curves.at_age(target, row.mean_age, weighted=d.name == "ps_bounded", momentum=momentum)
-            return steps, f"no curve at age {row.mean_age:.2g} and momentum {momentum:.3g}"
-        if d.waiting == "local" and not d.growth and not d.spread and d.fraction == 1 and d.message == "fp32":
-            steps = curves.at_period(target, d.period, outer_rate=d.outer_rate, outer_momentum=d.outer_momentum)
-            return steps, f"no curve of a period of {d.period}"
-        return None, "what it does to convergence was not measured"
+        return curves.under(d, d.workers(self._workers.ranks), target, row.mean_age)
 
     def _with_time(self, row: ConsistencyRow, steps: Steps | None, unknown: str) -> ConsistencyRow:
         if self._target is None:
