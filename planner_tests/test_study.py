@@ -125,6 +125,27 @@ def test_what_was_published_stands_beside_the_same_cell():
     assert study_figures.unmatched(other, study_figures.of(other)) == [replace(p, gpus=4)]
 
 
+def test_other_parameter_servers_are_compared_with_synchronous_ones_as_published_and_here():
+    values = (("ps_sync", "vgg16", 100.0, 50.0), ("ps_async", "vgg16", 80.0, 45.0), ("ps_async", "cnn", 1.0, 1.0))
+    published = tuple(
+        Published(strategy=s, model=m, data="mnist", hardware="A10G", gpus=2, metric=metric, value=v, source="a table")
+        for s, m, *pair in values
+        for metric, v in zip(("training_time_s", "accuracy_percent"), pair, strict=True)
+    )
+    slower, faster = (replace(row(s), cell=cell(t)) for s, t in (("single", "ps_sync"), ("ddp", "ps_async")))
+    crowded = [replace(r, cell=replace(r.cell, gpus=4), oversubscribed=True) for r in (faster, slower)]
+    made = study(slower, faster, *crowded, replace(row(), cell=cell("downpour")), published=published)
+    told, here = study_figures.against_synchronous(made, study_figures.of(made))
+    assert told == ("published: ps_async against ps_sync: time -20.0 % (1 cells), accuracy -5.0 points (1 cells)"), (
+        "a model without a synchronous figure counts for nothing"
+    )
+    of = {f.row.cell.strategy: f for f in study_figures.of(made)}
+    change = 100 * (of["ps_async"].epoch_s / of["ps_sync"].epoch_s - 1)
+    assert here.startswith(f"here: ps_async against ps_sync: time {change:+.1f} % (1 cells), accuracy ")
+    assert here.endswith("(2 cells)"), "times of more ranks than cores compare nothing"
+    assert here in report.markdown(made, study_figures.of(made))
+
+
 def test_tables_hold_every_cell_and_escape_what_is_special(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "draw", lambda chart, folder: ([], f"<svg {chart.name} />"))  # drawn in the run below
     refused = StudyRow(cell=cell("fsdp", model="a_b|c"), state="refused", result=None, why="100 % & more_or|less")

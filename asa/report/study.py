@@ -114,6 +114,7 @@ def folded(study: Study) -> list[str]:
         lines.append(f"left ({len(cells)}): {_few(cells)}: {why}")
     notes = dict.fromkeys(n for row in study.rows for n in row.notes)
     sources = dict.fromkeys(row.data_source for row in study.rows if row.data_source)
+    lines += figures.against_synchronous(study, figures.of(study))
     return lines + [f"note: {n}" for n in notes] + [f"data: {s}" for s in sources]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asa.ir.bench import AccuracyPoint, BenchResult
@@ -123,8 +123,6 @@ def _predicted_share(r: BenchResult) -> float | None:
 
 
 def _with_published(f: Figures, by_cell: dict[StudyCell, Figures], published: Iterable[Published]) -> Figures:
-    from dataclasses import replace
-
     c = f.row.cell
     if f.row.result is None:
         return f
@@ -142,8 +140,6 @@ def _with_published(f: Figures, by_cell: dict[StudyCell, Figures], published: It
 
 def _local_value(metric: str, f: Figures, by_cell: dict[StudyCell, Figures]) -> float | None:
     """The value here to compare with a published one; None if the row has none."""
-    from dataclasses import replace
-
     r = f.row.result
     assert r is not None  # the caller has checked this
     if metric == "training_time_s_10_epochs":
@@ -161,6 +157,52 @@ def _local_value(metric: str, f: Figures, by_cell: dict[StudyCell, Figures]) -> 
         hybrid = by_cell.get(replace(f.row.cell, strategy="hybrid"))
         return 100 * (hybrid.step_s / f.step_s - 1) if hybrid is not None and hybrid.step_s and f.step_s else None
     return None  # a time of unknown epochs
+
+
+_SYNCHRONOUS = "ps_sync"
+"""The strategy that other parameter servers are compared with."""
+
+
+def against_synchronous(study: Study, rows: Sequence[Figures]) -> list[str]:
+    """Time and accuracy of other parameter servers against synchronous ones, as published and in the measured
+    ``rows``: a sentence for each, with the lowest and highest of all models and numbers of ranks. Times of more ranks
+    than cores are left out."""
+    told = {(p.strategy, p.model, p.gpus, p.metric): p.value for p in study.published}
+    times: dict[str, list[tuple[float, float]]] = {}
+    hits: dict[str, list[tuple[float, float]]] = {}
+    for (strategy, model, gpus, metric), value in told.items():
+        base = told.get((_SYNCHRONOUS, model, gpus, metric))
+        if strategy != _SYNCHRONOUS and base is not None:
+            pairs = times if metric == "training_time_s" else hits if metric == "accuracy_percent" else {}
+            pairs.setdefault(f"published: {strategy}", []).append((value, base))
+    synchronous = {f.row.cell: f for f in rows if f.row.cell.strategy == _SYNCHRONOUS and f.row.state == "measured"}
+    published = {name.removeprefix("published: ") for name in (*times, *hits)}
+    for f in rows:
+        other = synchronous.get(replace(f.row.cell, strategy=_SYNCHRONOUS))
+        if f.row.cell.strategy in published and f.row.state == "measured" and other is not None:
+            name = f"here: {f.row.cell.strategy}"
+            if f.epoch_s and other.epoch_s and not f.row.oversubscribed:
+                times.setdefault(name, []).append((f.epoch_s, other.epoch_s))
+            if f.last is not None and other.last is not None:
+                accuracies = 100 * f.last.validation_accuracy, 100 * other.last.validation_accuracy
+                hits.setdefault(name, []).append(accuracies)
+    return [
+        f"{name} against {_SYNCHRONOUS}: "
+        + ", ".join(
+            f"{what} {_range(values)} {unit} ({len(values)} cells)"
+            for what, unit, values in (
+                ("time", "%", [100 * (a / b - 1) for a, b in times.get(name, ())]),
+                ("accuracy", "points", [a - b for a, b in hits.get(name, ())]),
+            )
+            if values
+        )
+        for name in dict.fromkeys((*times, *hits))
+    ]
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):+.1f}", f"{max(values):+.1f}"
+    return low if low == high else f"{low} to {high}"
 
 
 def conditions(published: Published) -> str:
