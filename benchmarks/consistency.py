@@ -46,28 +46,39 @@ BATCH = 64
 SAMPLES = 1437
 """Images of digits to train on."""
 FORETOLD = ("ps_sync", "ps_async", "ps_bounded", "downpour", "local_sgd", "local_sgd:period=16", "diloco:period=22")
-MODEL = ("logistic", "--input", "1x8x8", "--classes", "10")
+MODELS = {name: (name, "--input", "1x8x8", "--classes", "10") for name in ("logistic", "cnn")}
 
 
-def run(strategy: str, rests: tuple[float, ...], epochs: int, seed: int, cache: Path) -> dict[str, Any]:
+def run(
+    strategy: str, rests: tuple[float, ...], epochs: int, seed: int, lr: float, model: str, cache: Path
+) -> dict[str, Any]:  # fmt: skip
     """One cell."""
-    plan = cache / f"{strategy.replace(':', '-')}.{len(rests)}.json"
+    plan = cache / f"{model}.{strategy.replace(':', '-')}.{len(rests)}.json"
     if not plan.exists():
-        command = ["plan", *MODEL, "--gpus", str(len(rests)), "--global-batch", str(BATCH), "--strategies", strategy]
+        command = [
+            "plan",
+            *MODELS[model],
+            "--gpus",
+            str(len(rests)),
+            "--global-batch",
+            str(BATCH),
+            "--strategies",
+            strategy,
+        ]
         subprocess.run([sys.executable, "-m", "asa", *command, "-o", str(plan.resolve())], cwd=cache, check=True)
     os.environ["ASA_FAULT"] = ";".join(f"hang:{rest}@rank={r},point=backward" for r, rest in enumerate(rests))
     events: list[dict[str, Any]] = []
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainSettings(
-            out=str(Path(folder) / "run"), data="digits", epochs=epochs, seed=seed, warmup=0.0, schedule="constant",
+            out=str(Path(folder) / "run"), data="digits", epochs=epochs, seed=seed, warmup=0.0, schedule="constant", lr=lr,
             observe=False, replan=False, save_every_s=None, threads=1,
         )  # fmt: skip
         train(codec.load(Plan, plan), settings, strategies=offered(), adapt=adapt, on_event=events.append)
     done = [e for e in events if e["event"] == "epoch"]
     counted = [e for e in events if e["event"] == "consistency"]
     return {
-        "strategy": strategy, "rests_s": rests, "seed": seed, "load_before": load,
+        "model": model, "lr": lr, "strategy": strategy, "rests_s": rests, "seed": seed, "load_before": load,
         "epoch_s": [e["seconds"] for e in done], "accuracy": [e["validation_accuracy"] for e in done],
         "validation_loss": [e["validation_loss"] for e in done],
         "counted": {k: counted[-1][k] for k in ("steps_per_worker", "servers") if counted and k in counted[-1]},
@@ -167,6 +178,8 @@ def order(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(MODELS), default="cnn")
+    parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rest", type=float, default=0.2)
     parser.add_argument("--epochs", type=int, default=3)
@@ -186,7 +199,7 @@ def main() -> None:
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": f"{usable_cores()} CPU cores, torch {torch.__version__}, gloo on one host",
             "slow": "the last rank rests twice as long in every backward (ASA_FAULT hang): no competing load",
-            "model": f"{' '.join(MODEL)}, digits, global batch {BATCH}, SGD at a constant rate of 0.1",
+            "model": f"{cells[0]['model']} on digits 1x8x8, global batch {BATCH}, SGD at a constant rate of {cells[0]['lr']:g}",
             "target": None if args.target is None else str(args.target),
             "studies": [study([c for c in cells if len(c["rests_s"]) == n], curves, args.target) for n in ranks],
             "cells": cells,
@@ -204,7 +217,7 @@ def main() -> None:
             continue
         if time.monotonic() - began > args.budget:
             return
-        found = run(strategy, rests, args.epochs if len(set(rests)) > 1 else 2, seed, cache)
+        found = run(strategy, rests, args.epochs if len(set(rests)) > 1 else 2, seed, args.lr, args.model, cache)
         with args.output.open("a") as stream:
             stream.write(json.dumps(found) + "\n")
         print(strategy, rests, seed, round(per_batch([found]), 4), found["accuracy"], found["load_before"], flush=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from asa.cli.staleness import task_of
 from asa.errors import InvalidInputError, UsageError
 from asa.ir import codec
 from asa.ir.consistency import parse
@@ -26,6 +29,8 @@ from asa.ir.staleness import (
 from asa.profiler.staleness import Task, measured, trained
 from asa.report import staleness as report
 from asa.report.tables import plain as text
+from asa.zoo.data import fetch
+from asa.zoo.data.split import open_split
 
 
 def built(seed: int) -> nn.Module:
@@ -38,7 +43,7 @@ def task(optimizer="sgd", *, momentum: float = 0.9, lr: float = 0.05) -> Task:
     x = torch.randn(160, 6, generator=draws)
     y = (x @ torch.randn(6, 3, generator=draws)).argmax(1)
     return Task(
-        build=built, train=(x[:120], y[:120]), test=(x[120:], y[120:]), loss=nn.functional.cross_entropy,
+        build=built, train=lambda p: (x[p % 120], y[p % 120]), count=120, test=(x[120:], y[120:]), loss=nn.functional.cross_entropy,
         hits=lambda output, labels: (output.argmax(1) == labels).float(), optimizer=optimizer, lr=lr,
         momentum=momentum if optimizer == "sgd" else 0.0, weight_decay=1e-3, global_batch=24,
     )  # fmt: skip
@@ -50,7 +55,8 @@ def by_hand(t: Task, seed: int, steps: int) -> nn.Module:
     optimizer = t.optimizer_for(list(model.parameters()))
     for _, rows in zip(range(steps), t.batches(seed), strict=False):
         optimizer.zero_grad()
-        t.loss(model(t.train[0][rows]), t.train[1][rows]).backward()
+        inputs, labels = t.train(rows)
+        t.loss(model(inputs), labels).backward()
         optimizer.step()
     return model
 
@@ -81,7 +87,7 @@ def test_a_delayed_gradient_is_the_one_of_so_many_updates_ago():
 
     rows = torch.zeros(8, 1, dtype=torch.float64)
     t = Task(
-        build=lambda _seed: One(), train=(rows, rows[:, 0]), test=(rows, rows[:, 0]),
+        build=lambda _seed: One(), train=lambda p: (rows[p % 8], rows[p % 8, 0]), count=8, test=(rows, rows[:, 0]),
         loss=lambda output, _labels: (output**2).mean() / 2, hits=lambda output, labels: labels,
         optimizer="sgd", lr=0.25, momentum=0.0, weight_decay=0.0, global_batch=4,
     )  # fmt: skip
@@ -106,6 +112,25 @@ def test_workers_that_meet_after_every_batch_take_the_mean_gradient_where_nothin
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     _, outer = trained(t, Setting(workers=4, period=3, outer_rate=0.7, outer_momentum=0.9), seed=1, steps=6, every=3)
     assert not same(outer, met)
+
+
+def test_samples_are_those_of_asa_train():
+    """Shifted at random, differently in every pass and for every seed; the test data stay as they are."""
+    args = SimpleNamespace(device="cpu", data="digits", data_root=None, model="logistic", optimizer="sgd", lr=None,
+                           global_batch=64)  # fmt: skip
+    t = task_of(args, SimpleNamespace(graph=SimpleNamespace(input_shape=(1, 8, 8), num_classes=10)))
+    images = open_split("digits", split="train", root=None, input_shape=(1, 8, 8))
+    seen = []
+    for seed in (0, 1):
+        passes = list(itertools.islice(t.batches(seed), 2 * (t.count // 64)))
+        for rows in (passes[0], passes[-1]):
+            inputs, labels = t.train(rows)
+            assert torch.equal(labels, images.labels[rows % t.count].long())
+            number = int(rows[0]) // t.count
+            wanted, _ = fetch(images, rows % t.count, train=True, seed=0, epoch=number, device="cpu")
+            assert torch.equal(inputs, wanted)
+            seen.append(number)
+    assert len(set(seen)) == 4
 
 
 def _without_norm(seed: int) -> nn.Module:

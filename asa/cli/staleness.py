@@ -113,14 +113,19 @@ def task_of(args: Arguments, profile: Profile) -> Task:
     shape, classes = profile.graph.input_shape, profile.graph.num_classes
     root = Path(args.data_root) if args.data_root else None
 
-    def rows(split: str) -> tuple[torch.Tensor, torch.Tensor]:
-        images = open_split(args.data, split=split, root=root, input_shape=shape)  # type: ignore[arg-type]
-        return fetch(images, torch.arange(len(images)), train=False, seed=0, epoch=0, device=device)
+    images, test = (open_split(args.data, split=s, root=root, input_shape=shape).to(device) for s in ("train", "test"))
+
+    def train(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples as `asa train` has them, shifted and mirrored at random."""
+        count = len(images)
+        number = int(positions[0]) // count
+        return fetch(images, positions % count, train=True, seed=0, epoch=number, device=device)
 
     return Task(
         build=lambda seed: build(args.model, num_classes=classes, input_shape=shape, seed=seed).to(device),
-        train=rows("train"),
-        test=rows("test"),
+        train=train,
+        count=len(images),
+        test=fetch(test, torch.arange(len(test)), train=False, seed=0, epoch=0, device=device),
         loss=loss_of,
         hits=hits_of,
         optimizer=args.optimizer,

@@ -8,6 +8,7 @@ a cluster, and nothing is assumed about the effect of staleness.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
@@ -23,15 +24,20 @@ from asa.ir.staleness import Curve, Setting, TrainingRun
 
 Progress = Callable[[float, str], None]
 Loss = Callable[[object, Tensor], Tensor]
+_PASSES = 1 << 20
+"""Number of passes over the data that belong to one seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """The training task. ``build(seed)`` makes the model. ``train`` and ``test`` are inputs [N, ...] and labels [N] on
-    the device. ``loss`` is the mean over a batch; ``hits`` is 1 for every row that is predicted correctly."""
+    """The training task. ``build(seed)`` makes the model. ``train(positions)`` has inputs and labels: position p is
+    sample p % ``count`` in pass p // ``count``, and may be augmented differently in each pass. ``test`` are inputs
+    [N, ...] and labels [N], all on the device. ``loss`` is the mean over a batch; ``hits`` is 1 for every row that is
+    predicted correctly."""
 
     build: Callable[[int], nn.Module]
-    train: tuple[Tensor, Tensor]
+    train: Callable[[Tensor], tuple[Tensor, Tensor]]
+    count: int
     test: tuple[Tensor, Tensor]
     loss: Loss
     hits: Loss
@@ -50,19 +56,20 @@ class Task:
         return torch.optim.AdamW(parameters, lr=self.lr, weight_decay=self.weight_decay)
 
     def batches(self, seed: int) -> Iterator[Tensor]:
-        """Indices of global batches without end; each epoch has its own order."""
-        count, size = len(self.train[1]), min(self.global_batch, len(self.train[1]))
+        """Positions of global batches without end; each epoch has its own order, and each seed its own passes."""
+        count, size = self.count, min(self.global_batch, self.count)
         draws = torch.Generator().manual_seed(seed)
-        while True:
-            order = torch.randperm(count, generator=draws)
+        for number in itertools.count(seed * _PASSES):
+            order = torch.randperm(count, generator=draws) + count * number
             for start in range(0, count - size + 1, size):
                 yield order[start : start + size]
 
     def gradients(self, model: nn.Module, rows: Tensor) -> list[Tensor | None]:
-        """Gradients of the mean loss of ``rows``, in the order of the trained parameters."""
+        """Gradients of the mean loss of the positions ``rows``, in the order of the trained parameters."""
+        inputs, labels = self.train(rows)
         for p in model.parameters():
             p.grad = None
-        self.loss(model(self.train[0][rows]), self.train[1][rows]).backward()
+        self.loss(model(inputs), labels).backward()
         return [p.grad for p in model.parameters() if p.requires_grad]
 
     def judged(self, model: nn.Module) -> tuple[float, float]:
@@ -78,7 +85,7 @@ class Task:
 def trained(task: Task, setting: Setting, *, seed: int, steps: int, every: int) -> tuple[TrainingRun, nn.Module]:
     """(run, model): one run of ``steps`` global batches, evaluated after every ``every`` of them, and the final
     model."""
-    device = task.train[0].device
+    device = task.test[0].device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         model = task.build(seed)
