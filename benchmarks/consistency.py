@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -55,24 +56,16 @@ def run(
     """One cell."""
     plan = cache / f"{model}.{strategy.replace(':', '-')}.{len(rests)}.json"
     if not plan.exists():
-        command = [
-            "plan",
-            *MODELS[model],
-            "--gpus",
-            str(len(rests)),
-            "--global-batch",
-            str(BATCH),
-            "--strategies",
-            strategy,
-        ]
-        subprocess.run([sys.executable, "-m", "asa", *command, "-o", str(plan.resolve())], cwd=cache, check=True)
+        command = ["plan", *MODELS[model], "--gpus", str(len(rests)), "--global-batch", str(BATCH)]
+        command += ["--strategies", strategy, "-o", str(plan.resolve())]
+        subprocess.run([sys.executable, "-m", "asa", *command], cwd=cache, check=True)
     os.environ["ASA_FAULT"] = ";".join(f"hang:{rest}@rank={r},point=backward" for r, rest in enumerate(rests))
     events: list[dict[str, Any]] = []
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainSettings(
-            out=str(Path(folder) / "run"), data="digits", epochs=epochs, seed=seed, warmup=0.0, schedule="constant", lr=lr,
-            observe=False, replan=False, save_every_s=None, threads=1,
+            out=str(Path(folder) / "run"), data="digits", epochs=epochs, seed=seed, lr=lr, warmup=0.0,
+            schedule="constant", observe=False, replan=False, save_every_s=None, threads=1,
         )  # fmt: skip
         train(codec.load(Plan, plan), settings, strategies=offered(), adapt=adapt, on_event=events.append)
     done = [e for e in events if e["event"] == "epoch"]
@@ -113,6 +106,11 @@ def foretold(discipline: Discipline | None, rests: tuple[float, ...], beside_s: 
     return play(discipline, machine, steps=steps)
 
 
+def _epochs(steps: float) -> float:
+    """Global batches of the whole epochs that ``steps`` take: a run looks at the end of each."""
+    return math.ceil(steps * BATCH / SAMPLES - 1e-9) * SAMPLES / BATCH
+
+
 def steps_to(
     target: Target, curves: Staleness, discipline: Discipline | None, workers: int, age: float
 ) -> Steps | None:  # fmt: skip
@@ -141,11 +139,10 @@ def study(cells: list[dict[str, Any]], curves: Staleness | None, target: Target 
         if curves is not None and target is not None:
             steps = steps_to(target, curves, discipline, len(slow), played.mean_age)
             found = [reached(c, target) for c in mine]
+            counts = None if steps is None else (steps.low, steps.mean, steps.high)
             row["to_target"] = {
-                "foretold_steps": None if steps is None else [steps.low, steps.mean, steps.high],
-                "foretold_s": None if steps is None else [None if n is None else n * said
-                                                          for n in (steps.low, steps.mean, steps.high)],
-                "measured_s": found,
+                "foretold_steps": counts, "measured_s": found,
+                "foretold_s": None if counts is None else [None if n is None else _epochs(n) * said for n in counts],
             }  # fmt: skip
     for row in rows.values():
         row["gain_over_ddp"] = rows["ddp"]["measured_s"] / row["measured_s"]
@@ -199,7 +196,7 @@ def main() -> None:
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": f"{usable_cores()} CPU cores, torch {torch.__version__}, gloo on one host",
             "slow": "the last rank rests twice as long in every backward (ASA_FAULT hang): no competing load",
-            "model": f"{cells[0]['model']} on digits 1x8x8, global batch {BATCH}, SGD at a constant rate of {cells[0]['lr']:g}",
+            "model": f"{cells[0]['model']} on digits 1x8x8, batch {BATCH}, SGD at a fixed rate of {cells[0]['lr']:g}",
             "target": None if args.target is None else str(args.target),
             "studies": [study([c for c in cells if len(c["rests_s"]) == n], curves, args.target) for n in ranks],
             "cells": cells,

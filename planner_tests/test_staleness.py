@@ -43,8 +43,9 @@ def task(optimizer="sgd", *, momentum: float = 0.9, lr: float = 0.05) -> Task:
     x = torch.randn(160, 6, generator=draws)
     y = (x @ torch.randn(6, 3, generator=draws)).argmax(1)
     return Task(
-        build=built, train=lambda p: (x[p % 120], y[p % 120]), count=120, test=(x[120:], y[120:]), loss=nn.functional.cross_entropy,
-        hits=lambda output, labels: (output.argmax(1) == labels).float(), optimizer=optimizer, lr=lr,
+        build=built, train=lambda p: (x[p % 120], y[p % 120]), count=120, test=(x[120:], y[120:]),
+        loss=nn.functional.cross_entropy, hits=lambda output, labels: (output.argmax(1) == labels).float(),
+        optimizer=optimizer, lr=lr,
         momentum=momentum if optimizer == "sgd" else 0.0, weight_decay=1e-3, global_batch=24,
     )  # fmt: skip
 
