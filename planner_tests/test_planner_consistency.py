@@ -144,6 +144,8 @@ def test_what_was_not_measured_stays_unknown_and_says_why():
     assert "--staleness" in rows(table(box(), target=NINE))[EVEN].unknown
     few = rows(table(box(), target=NINE, known=(replace(KNOWN, workers=2),)))
     assert "--workers 4" in few["ps_async"].unknown
+    both = rows(table(box(), target=NINE, known=(replace(KNOWN, workers=2), KNOWN)))
+    assert both["ps_async"].time_to_target is not None
     assert few[EVEN].time_to_target is not None
 
 

@@ -77,13 +77,13 @@ def profiles(console: Console) -> list[tuple[Path, Profile]]:
     return sorted(readable, key=lambda item: item[1].provenance.created, reverse=True)
 
 
-def staleness_path(profile: Path, optimizer: str) -> Path:
+def staleness_path(profile: Path, optimizer: str, workers: int) -> Path:
     """Path of the staleness curves for a profile's model, beside the profile.
 
-    >>> str(staleness_path(Path("profiles/cnn.cpu.fp32.json"), "sgd"))
-    'profiles/cnn.cpu.fp32.sgd.staleness.json'
+    >>> str(staleness_path(Path("profiles/cnn.cpu.fp32.json"), "sgd", 4))
+    'profiles/cnn.cpu.fp32.sgd-4.staleness.json'
     """
-    return profile.with_name(f"{profile.stem}.{optimizer}{STALENESS_SUFFIX}")
+    return profile.with_name(f"{profile.stem}.{optimizer}-{workers}{STALENESS_SUFFIX}")
 
 
 def staleness(console: Console, profile: Path | None = None) -> list[tuple[Path, Staleness]]:

@@ -92,7 +92,7 @@ def measure(args: Arguments, console: Console, profile: Profile, profile_path: P
         device=profile.device.name,
         skipped=skipped,
     )
-    path = places.staleness_path(profile_path, args.optimizer)
+    path = places.staleness_path(profile_path, args.optimizer, args.workers)
     codec.save(staleness, path)
     return staleness, path
 

@@ -158,11 +158,12 @@ def _surely(first: ConsistencyRow, rows: Sequence[ConsistencyRow]) -> bool:
 
 
 def curves_for(curves: Sequence[Staleness], profile: Profile, request: Request) -> Staleness | str:
-    """The first of ``curves`` for this model, optimizer and batch, or the reason why there are none."""
+    """The first of ``curves`` for this model, optimizer and batch, of as many workers as devices if there is one; or the
+    reason why there are none."""
     same = [c for c in curves if c.model_fingerprint == profile.model_fingerprint and c.optimizer == request.optimizer]
     fitting = [c for c in same if c.global_batch == request.global_batch]
     if fitting:
-        return fitting[0]
+        return min(fitting, key=lambda c: c.workers != request.gpus)
     if same:
         return f"curves are of a global batch of {same[0].global_batch}, not {request.global_batch}"
     return f"no curves of {profile.model_spec} with {request.optimizer}: `asa profile {profile.model_spec} --staleness`"
