@@ -158,7 +158,7 @@ def _surely(first: ConsistencyRow, rows: Sequence[ConsistencyRow]) -> bool:
 
 
 def curves_for(curves: Sequence[Staleness], profile: Profile, request: Request) -> Staleness | str:
-    """The first of ``curves`` for this model, optimizer and batch, of as many workers as devices if there is one; or the
+    """The first of ``curves`` for this model, optimizer and batch, if possible of as many workers as devices; or the
     reason why there are none."""
     same = [c for c in curves if c.model_fingerprint == profile.model_fingerprint and c.optimizer == request.optimizer]
     fitting = [c for c in same if c.global_batch == request.global_batch]
