@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -106,15 +107,28 @@ def foretold(discipline: Discipline | None, rests: tuple[float, ...], beside_s: 
     return play(discipline, machine, steps=steps)
 
 
-def _epochs(steps: float) -> float:
-    """Global batches of the whole epochs that ``steps`` take: a run looks at the end of each."""
-    return math.ceil(steps * BATCH / SAMPLES - 1e-9) * SAMPLES / BATCH
+def at_epochs(curves: Staleness) -> Staleness:
+    """``curves`` as a run would see them, which looks at the end of each epoch: values at the looks nearest to those,
+    so a step is an epoch."""
+    count = int(curves.steps * BATCH / SAMPLES)
+    looks = [round((n + 1) * SAMPLES / BATCH / curves.every) - 1 for n in range(count)]
+
+    def seen(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(values[i] for i in looks if i < len(values))
+
+    return replace(
+        curves, every=1, steps=count,
+        curves=tuple(
+            replace(c, runs=tuple(replace(r, losses=seen(r.losses), accuracies=seen(r.accuracies)) for r in c.runs))
+            for c in curves.curves
+        ),
+    )  # fmt: skip
 
 
-def steps_to(
+def epochs_to(
     target: Target, curves: Staleness, discipline: Discipline | None, workers: int, age: float
 ) -> Steps | None:  # fmt: skip
-    """Global batches to the target by the curves, as `asa plan --target` reads them."""
+    """Epochs to the target by the curves, as `asa plan --target` reads them."""
     if discipline is None or discipline.exact("sgd"):
         return curves.steps_to(target, PLAIN)
     return curves.under(discipline, workers, target, age)[0]
@@ -137,12 +151,11 @@ def study(cells: list[dict[str, Any]], curves: Staleness | None, target: Target 
             "mean_age": played.mean_age, "accuracy": [c["accuracy"][-1] for c in mine],
         }  # fmt: skip
         if curves is not None and target is not None:
-            steps = steps_to(target, curves, discipline, len(slow), played.mean_age)
-            found = [reached(c, target) for c in mine]
+            steps = epochs_to(target, at_epochs(curves), discipline, len(slow), played.mean_age)
             counts = None if steps is None else (steps.low, steps.mean, steps.high)
             row["to_target"] = {
-                "foretold_steps": counts, "measured_s": found,
-                "foretold_s": None if counts is None else [None if n is None else _epochs(n) * said for n in counts],
+                "foretold_epochs": counts, "measured_s": [reached(c, target) for c in mine],
+                "foretold_s": counts and [n and n * SAMPLES / BATCH * said for n in counts],
             }  # fmt: skip
     for row in rows.values():
         row["gain_over_ddp"] = rows["ddp"]["measured_s"] / row["measured_s"]
@@ -154,23 +167,31 @@ def study(cells: list[dict[str, Any]], curves: Staleness | None, target: Target 
 
 
 def order(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Pairs of disciplines whose measured times to the target do not overlap over seeds: how many of them the means
-    foretold put in the same order. A seed that never reached the target is later than all that did."""
-    apart, wrong, close = 0, [], 0
-    known = [n for n, r in rows.items() if r["to_target"]["foretold_s"] and r["to_target"]["foretold_s"][1]]
-    for a, b in itertools.combinations(known, 2):
-        (low, high) = sorted(
-            (sorted(s if s is not None else float("inf") for s in rows[n]["to_target"]["measured_s"]), n)
-            for n in (a, b)
-        )
-        if high[0][0] <= low[0][-1]:
+    """Pairs of disciplines whose measured times to the target are ``apart``, which do not overlap over seeds: which of
+    them the means foretold put in another order, and the same for those that are ``sure``, of which the times foretold
+    do not overlap over seeds either. A seed that never arrived is later than all that did, and so is a discipline of
+    which fewer than half of the curves arrive."""
+    apart, wrong, close, sure, surely_wrong = 0, [], 0, 0, []
+    known = {
+        n: [math.inf if s is None else s for s in r["to_target"]["foretold_s"]] for n, r in rows.items()
+        if r["to_target"]["foretold_s"]
+    }  # fmt: skip
+    seen = {n: sorted(math.inf if s is None else s for s in rows[n]["to_target"]["measured_s"]) for n in known}
+    for pair in itertools.combinations(known, 2):
+        first, last = sorted(pair, key=seen.__getitem__)
+        if seen[last][0] <= seen[first][-1]:
             close += 1
             continue
         apart += 1
-        said = {n: rows[n]["to_target"]["foretold_s"][1] for n in (a, b)}
-        if said[low[1]] >= said[high[1]]:
-            wrong.append([low[1], high[1]])
-    return {"apart": apart, "wrong": wrong, "overlapping": close, "not_foretold": [n for n in rows if n not in known]}
+        is_wrong = known[first][1] >= known[last][1]
+        wrong += [[first, last]] * is_wrong
+        if known[first][2] < known[last][0] or known[last][2] < known[first][0]:
+            sure += 1
+            surely_wrong += [[first, last]] * is_wrong
+    return {
+        "apart": apart, "wrong": wrong, "sure": sure, "surely_wrong": surely_wrong, "overlapping": close,
+        "not_foretold": [n for n in rows if n not in known],
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from asa.ir.staleness import (
     settings_of,
     usual_settings,
 )
-from asa.profiler.staleness import Task, measured, trained
+from asa.profiler.staleness import Task, measured, share_momenta, trained
 from asa.report import staleness as report
 from asa.report.tables import plain as text
 from asa.zoo.data import fetch
@@ -137,6 +137,25 @@ def test_samples_are_those_of_asa_train():
 def _without_norm(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def test_workers_also_meet_at_the_end_of_a_pass():
+    """As in `asa train`; then their momenta are the same, too."""
+    t = task()  # 5 batches a pass
+    _, never = trained(t, Setting(workers=2, period=1000), seed=1, steps=4, every=2)
+    assert same(never, t.build(1))
+    _, once = trained(t, Setting(workers=2, period=1000), seed=1, steps=5, every=5)
+    _, same_period = trained(t, Setting(workers=2, period=5), seed=1, steps=5, every=5)
+    assert same(once, same_period)
+    assert not same(once, t.build(1))
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([w], lr=0.1, momentum=0.9) for w in weights]
+    for i, (w, o) in enumerate(zip(weights, optimizers, strict=True)):
+        (w * (2 * i + 1)).sum().backward()
+        o.step()
+    share_momenta(optimizers)
+    for w, o in zip(weights, optimizers, strict=True):
+        assert torch.equal(o.state[w]["momentum_buffer"], torch.full((3,), 2.0))
 
 
 def test_running_statistics_are_averaged():

@@ -153,7 +153,8 @@ def _mean(gradients: list[list[Tensor | None]], rows: list[int]) -> list[Tensor 
 def _averaged(task: Task, setting: Setting, model: nn.Module, batches: Iterator[Tensor]) -> Iterator[None]:
     """Train workers with their own models and optimizers. ``model`` is their mean after an outer optimizer step.
 
-    Running statistics are averaged like weights. Between two averages ``model`` does not change.
+    Running statistics are averaged like weights. As in `asa train`, workers also average at the end of each pass over
+    the data, and then their momenta, too. Between two averages ``model`` does not change.
     """
     workers = [deepcopy(model) for _ in range(setting.workers)]
     optimizers = [task.optimizer_for([p for p in w.parameters() if p.requires_grad]) for w in workers]
@@ -161,14 +162,32 @@ def _averaged(task: Task, setting: Setting, model: nn.Module, batches: Iterator[
     outer = torch.optim.SGD(
         mean_parameters, lr=setting.outer_rate, momentum=setting.outer_momentum, nesterov=setting.outer_momentum > 0
     )
+    steps_of_pass, since = max(1, task.count // task.global_batch), 0
     for step, batch in enumerate(batches, 1):
         for worker, optimizer, rows in zip(workers, optimizers, batch.tensor_split(setting.workers), strict=True):
             if len(rows):
                 task.gradients(worker, rows)
                 optimizer.step()
-        if step % setting.period == 0:
+        since += 1
+        is_end = step % steps_of_pass == 0
+        if since == setting.period or is_end:
             _meet(model, workers, outer)
+            since = 0
+        if is_end:
+            share_momenta(optimizers)
         yield
+
+
+@torch.no_grad()
+def share_momenta(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Give every worker the mean of all workers' momenta."""
+    for parameters in zip(*(o.param_groups[0]["params"] for o in optimizers), strict=True):
+        states = [o.state[p] for o, p in zip(optimizers, parameters, strict=True)]
+        moments = [k for k, v in states[0].items() if isinstance(v, Tensor) and v.is_floating_point() and v.dim()]
+        for key in moments if all(states) else ():
+            mean = torch.stack([s[key] for s in states]).mean(0)
+            for s in states:
+                s[key].copy_(mean)
 
 
 def _meet(model: nn.Module, workers: Sequence[nn.Module], outer: torch.optim.Optimizer) -> None:
