@@ -7,7 +7,7 @@ learning rate is constant, as in ``asa profile --staleness``. A cell is one run 
 JSON line; cells that are there already are not run again.
 
     python -m benchmarks.consistency -o CELLS [--ranks 4] [--rest 0.2] [--epochs 3] [--seeds 1] [--only A,B]
-    python -m benchmarks.consistency -o CELLS --record FILE [--curves STALENESS --target accuracy=0.85]
+    python -m benchmarks.consistency -o CELLS --record FILE [--curves STALENESS --targets accuracy=0.8]
 
 What a step takes beside the rest (computing, messages, the loop) is measured in a run of ``ps_sync`` and one of ``ddp``
 whose ranks all rest alike, and handed to the clock with the rests. Steps to the target are from the curves, which are
@@ -134,7 +134,7 @@ def epochs_to(
     return curves.under(discipline, workers, target, age)[0]
 
 
-def study(cells: list[dict[str, Any]], curves: Staleness | None, target: Target | None) -> dict[str, Any]:
+def study(cells: list[dict[str, Any]], curves: Staleness | None, targets: list[Target]) -> dict[str, Any]:
     """Figures of the runs of one number of ranks. Runs whose ranks all rest alike give what a step takes beside."""
     slow = next(tuple(c["rests_s"]) for c in cells if len(set(c["rests_s"])) > 1)
     alike = {c["strategy"]: c for c in cells if len(set(c["rests_s"])) == 1}
@@ -150,10 +150,10 @@ def study(cells: list[dict[str, Any]], curves: Staleness | None, target: Target 
             "seeds": len(mine), "measured_s": measured, "foretold_s": said, "error": said / measured - 1,
             "mean_age": played.mean_age, "accuracy": [c["accuracy"][-1] for c in mine],
         }  # fmt: skip
-        if curves is not None and target is not None:
+        for target in targets if curves is not None and curves.workers == len(slow) else ():
             steps = epochs_to(target, at_epochs(curves), discipline, len(slow), played.mean_age)
             counts = None if steps is None else (steps.low, steps.mean, steps.high)
-            row["to_target"] = {
+            row.setdefault("to_target", {})[str(target)] = {
                 "foretold_epochs": counts, "measured_s": [reached(c, target) for c in mine],
                 "foretold_s": counts and [n and n * SAMPLES / BATCH * said for n in counts],
             }  # fmt: skip
@@ -162,7 +162,7 @@ def study(cells: list[dict[str, Any]], curves: Staleness | None, target: Target 
     return {
         "ranks": len(slow), "rests_s": slow, "beside_s": beside_s, "sent_s": sent_s,
         "uneven_batches_by_the_clock_s": len(slow) / sum(1 / (r + beside_s) for r in slow), "rows": rows,
-        **({} if target is None else {"order": order(rows)}),
+        "order": {t: order({n: r["to_target"][t] for n, r in rows.items()}) for t in rows["ddp"].get("to_target", {})},
     }  # fmt: skip
 
 
@@ -173,10 +173,9 @@ def order(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     which fewer than half of the curves arrive."""
     apart, wrong, close, sure, surely_wrong = 0, [], 0, 0, []
     known = {
-        n: [math.inf if s is None else s for s in r["to_target"]["foretold_s"]] for n, r in rows.items()
-        if r["to_target"]["foretold_s"]
+        n: [math.inf if s is None else s for s in r["foretold_s"]] for n, r in rows.items() if r["foretold_s"]
     }  # fmt: skip
-    seen = {n: sorted(math.inf if s is None else s for s in rows[n]["to_target"]["measured_s"]) for n in known}
+    seen = {n: sorted(math.inf if s is None else s for s in rows[n]["measured_s"]) for n in known}
     for pair in itertools.combinations(known, 2):
         first, last = sorted(pair, key=seen.__getitem__)
         if seen[last][0] <= seen[first][-1]:
@@ -206,20 +205,20 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cell is begun")
     parser.add_argument("--record", type=Path)
     parser.add_argument("--curves", type=Path, help="file of asa profile --staleness")
-    parser.add_argument("--target", type=parse_target)
+    parser.add_argument("--targets", help="as in accuracy=0.8,loss=0.5", default="")
     parser.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
     cells = [json.loads(t) for t in args.output.read_text().splitlines()] if args.output.exists() else []
     if args.record:
         curves = codec.load(Staleness, args.curves) if args.curves else None
+        targets = [parse_target(t) for t in args.targets.split(",") if t]
         ranks = sorted({len(c["rests_s"]) for c in cells})
         made = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": f"{usable_cores()} CPU cores, torch {torch.__version__}, gloo on one host",
             "slow": "the last rank rests twice as long in every backward (ASA_FAULT hang): no competing load",
             "model": f"{cells[0]['model']} on digits 1x8x8, batch {BATCH}, SGD at a fixed rate of {cells[0]['lr']:g}",
-            "target": None if args.target is None else str(args.target),
-            "studies": [study([c for c in cells if len(c["rests_s"]) == n], curves, args.target) for n in ranks],
+            "studies": [study([c for c in cells if len(c["rests_s"]) == n], curves, targets) for n in ranks],
             "cells": cells,
         }
         args.record.write_text(json.dumps(made, indent=1) + "\n")
