@@ -79,7 +79,7 @@ samples: setup
 NEEDED := torch, torchvision, networkx, numpy, pulp, highspy, pynvml, rich, pydantic, psutil, platformdirs, safetensors, pytest
 
 gpu:
-	@python=$(BIN)/python; $(MAKE) --no-print-directory setup || python=$(PYTHON); \
+	@python=$(BIN)/python; $(MAKE) -s --no-print-directory setup || python=$(PYTHON); \
 	$$python -c 'import $(NEEDED)' || \
 	  { echo "no network to set up from, and $(PYTHON) lacks a package that asa needs (above)" >&2; exit 5; }; \
 	$$python benchmarks/gpu.py --shares 99 --failed

@@ -20,8 +20,12 @@ def looks_at_the_machine(folder: Path) -> None:
     assert "Stand-In GPU, Stand-In GPU" in said
     os.environ["STANDIN_NVLINK"] = "4"
     assert "1 over NVLink" in asa("doctor", cwd=folder).stdout
-    os.environ |= {"STANDIN_MIG": "1"}
-    assert "MIG on" in asa("doctor", cwd=folder).stdout
+    os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+    assert "Stand-In GPU, Stand-In GPU" not in asa("doctor", cwd=folder).stdout
+    os.environ |= {"STANDIN_MIG": "1", "STANDIN_GPUS": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    said = asa("doctor", cwd=folder).stdout
+    assert "MIG on" in said
+    assert "fewer than two GPUs" in said
 
 
 @scenario
@@ -63,7 +67,10 @@ def profiles_and_plans(folder: Path) -> None:
     small = ("cnn", "--input", "1x8x8", "--classes", "10", "--time-limit", "2s")
     said = asa("plan", *small, "--gpus", "2", "--cluster", "c.json", "-o", "unasked.json", cwd=folder).stdout
     assert "estimated" in said, "without a driver's files in /dev no GPU is asked to measure"
-    choose.Path = lambda folder: Path(__file__).parent if folder == "/dev" else Path(folder)  # type: ignore[misc,assignment]
+    driver = folder / "dev" / "nvidia0"
+    driver.parent.mkdir()
+    driver.touch()
+    choose.Path = lambda at: driver.parent if at == "/dev" else Path(at)  # type: ignore[misc,assignment]
     asa("plan", *small, "--gpus", "2", "--cluster", "c.json", "-o", "unasked.json", cwd=folder)
     assert json.loads((folder / "unasked.json").read_text())["global_batch"] == 256, "what a GPU is given"
     os.environ["STANDIN_NAME"] = "NVIDIA that no preset has"
@@ -145,6 +152,8 @@ def refuses_more_ranks_than_devices(folder: Path) -> None:
     with pytest.raises(UnavailableError, match="2 nccl ranks need 2 CUDA devices, this machine has 1"):
         run_ranks(2, print, backend="nccl")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    said = asa("bench", "--models", "cnn", "--gpus", "1", "--device", "cuda", cwd=folder, code=5).stderr
+    assert "no CUDA device is usable here" in said, said
     said = asa("train", "known.json", "--rehearse", "0", cwd=folder, code=5).stderr
     assert "the plan is for CUDA devices and there is none here" in said, said
     said = asa("train", "one.json", "--data", "digits", cwd=folder, code=5).stderr

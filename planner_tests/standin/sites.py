@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[2] / "asa"
 _FLAGS = {"cuda", "_cuda", "on_cuda", "is_cuda"}
 _ON_A_CPU, _ON_A_GPU = ("device", "type", "backend", "found", "chosen", "place"), ("cuda", "nccl")
 _OF_NVML = "instruments/nvml.py"
+_OF_PLANS = ("asa/planner/", "asa/cost/")
+"""Where a device is one of a plan, whose lines are reached without it."""
 _UNKNOWN = {"n", "card", "self._card", "self._last"}
 """What is None in that file where there is no card to ask."""
 
@@ -65,6 +67,7 @@ class _Finder(ast.NodeTransformer):
         self.file = file
         self.found: list[str] = []
         self._alone = file.endswith(_OF_NVML)  # whether only CUDA reaches what is visited
+        self._has_lines = not file.startswith(_OF_PLANS)
 
     def _block(self, body: list[ast.stmt], alone: bool) -> list[ast.stmt]:
         """``body`` with a mark in front of every statement that only CUDA reaches."""
@@ -73,7 +76,7 @@ class _Finder(ast.NodeTransformer):
         for node in body:
             silent = (ast.FunctionDef, ast.ClassDef, ast.Global, ast.Nonlocal, ast.Import, ast.ImportFrom, ast.Pass)
             plain = isinstance(node, silent) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
-            if self._alone and not plain:
+            if self._alone and self._has_lines and not plain:
                 first = _text(node).splitlines()[0]
                 where = f"{self.file}:{node.lineno}: line {first}"
                 self.found.append(where)
