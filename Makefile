@@ -76,10 +76,13 @@ golden: setup
 samples: setup
 	BIN=$(BIN) bash benchmarks/samples.sh
 
-gpu: setup
-	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
-	  { echo "no CUDA device is usable here: \`make gpu\` needs one (\`asa doctor\` says more)" >&2; exit 5; }
-	$(BIN)/python benchmarks/gpu.py --shares 99 --failed
+NEEDED := torch, torchvision, networkx, numpy, pulp, highspy, pynvml, rich, pydantic, psutil, platformdirs, safetensors, pytest
+
+gpu:
+	@python=$(BIN)/python; $(MAKE) -s --no-print-directory setup || python=$(PYTHON); \
+	$$python -c 'import $(NEEDED)' || \
+	  { echo "no network to set up from, and $(PYTHON) lacks a package that asa needs (above)" >&2; exit 5; }; \
+	$$python benchmarks/gpu.py --shares 99 --failed
 
 standin: setup
 	$(BIN)/python -m pytest -m standin -s planner_tests/test_standin.py

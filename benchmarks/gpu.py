@@ -134,7 +134,7 @@ def rehearsal(args: argparse.Namespace, out: Path) -> Iterator[Stage]:
     """One rank of eight."""
     cells = []
     for model in args.models.split(","):
-        for strategy in ("ddp", "fsdp", "tensor", "1f1b", "asa"):
+        for strategy in ("ddp", "fsdp", "tensor", "1f1b", "hybrid", "asa"):
             plan = out / f"rehearsal.{model}.{strategy}.json"
             asked = ("--gpus", "8", "--cluster", args.cluster, "--strategies", strategy)
             planned = _asa("plan", str(out / f"{model}.fp32.json"), *asked, "-o", str(plan))
@@ -146,8 +146,8 @@ def rehearsal(args: argparse.Namespace, out: Path) -> Iterator[Stage]:
 def speed(args: argparse.Namespace, out: Path) -> Iterator[Stage]:
     """One GPU beside a reference tuned by hand, way by way."""
     ways = (
-        ("tf32", "contiguous", "none"), ("bf16", "contiguous", "none"), ("bf16", "channels_last", "none"),
-        ("bf16", "channels_last", "components"), ("bf16", "channels_last", "graphs"),
+        ("tf32", "contiguous", "none"), ("bf16", "contiguous", "none"),
+        *(("bf16", "channels_last", compiled) for compiled in ("none", "components", "whole", "graphs")),
     )  # fmt: skip
     for precision, form, compiled in ways:
         if compiled != "none" and args.no_compile:
@@ -155,7 +155,7 @@ def speed(args: argparse.Namespace, out: Path) -> Iterator[Stage]:
         for model in args.models.split(","):
             how = ("--memory-format", form, "--compile", compiled)
             what = f"{model} {precision} {form} {compiled}"
-            theirs = {"components": "default"}.get(compiled, compiled)
+            theirs = {"components": "default", "whole": "default"}.get(compiled, compiled)
             given = ("--input", args.input, "--batch", str(args.batch), "--memory-format", form, "--compile", theirs)
             yield [[
                 _profile(args, out, model, precision, *how),
@@ -375,7 +375,7 @@ def _document(text: str) -> Any:
 
 
 def main() -> int:
-    """Run the pieces asked for; 1 if a command failed or is missing."""
+    """Run the pieces asked for; 1 if a command failed or is missing, 5 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pieces", default=",".join(PIECES))
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
@@ -401,6 +401,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--no-compile", action="store_true", help="leave out what needs a compiler for the GPU")
     args = parser.parse_args()
+    if not _gpus():
+        print("gpu: no CUDA device is usable here; `asa doctor` says more", file=sys.stderr)
+        return 5
     args.limit = min(args.limit, LIMIT_S)
     args.ran = set()
     args.cluster = args.cluster or _eight()

@@ -108,6 +108,10 @@ def test_the_whole_step_corrects_the_sum_of_its_components():
     far = replace(PROFILE, whole=(replace(PROFILE.whole[0], components_s=0.05),))
     assert times_of(far, fake_strategies.PLAIN).whole_ratio(8) == pytest.approx(1.1)
     assert times_of(replace(PROFILE, whole=()), fake_strategies.PLAIN).whole_ratio(8) == 1
+    ratios = {"components": 1, "graphs": 1, "whole": 0.15 / 0.05}  # what runs is priced: parts, or the whole
+    for compiled, ratio in ratios.items():
+        made = times_of(replace(far, compiled=compiled), fake_strategies.PLAIN)
+        assert made.whole_ratio(8) == pytest.approx(ratio), compiled
 
 
 def test_spread_of_a_normal_is_recovered():

@@ -28,6 +28,7 @@ class FakeNvml:
             "nvmlInit": lambda: self._count(1),
             "nvmlShutdown": lambda: self._count(-1),
             "nvmlDeviceGetHandleByUUID": lambda uuid: uuid,
+            "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": self._refuse,
             "nvmlDeviceGetComputeRunningProcesses": lambda h: [],
             "nvmlDeviceGetTotalEnergyConsumption": lambda h: 200e3 * (time.monotonic() - self.began),
             "nvmlDeviceGetUtilizationRates": lambda h: SimpleNamespace(gpu=80),

@@ -10,11 +10,14 @@ import nouns
 import pytest
 import torch
 import training
+from forked import asa
 
 from asa.cli.choose import fastest
 from asa.errors import UnavailableError
 from asa.executor.running.run import train
 from asa.instruments import execution
+from asa.ir import codec
+from asa.ir.plan import Plan
 from asa.ir.profile import Profile, Stat
 from asa.profiler.ceilings import measure_ceilings
 from asa.profiler.paths import profile_path
@@ -43,6 +46,32 @@ def test_components_are_compiled_as_asked_and_in_place() -> None:
     execution.apply([module], "graphs")
     assert compiled == [{"dynamic": False, "mode": "reduce-overhead"}]
     assert torch.equal(module(x), expected)
+
+
+def test_a_model_compiled_as_one_runs_so_on_one_device_and_learns_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, usual = tmp_path / "told", torch.compile
+
+    def traced_only(*args: Any, **options: Any) -> Any:
+        with told.open("a") as file:  # by a rank, which is a process of its own
+            file.write("compiled\n")
+        return usual(*args, backend="eager", dynamic=False)
+
+    plain = loss(tmp_path / "plain")
+    monkeypatch.setattr(torch, "compile", traced_only)
+    assert loss(tmp_path / "whole", compiled="whole") == pytest.approx(plain, rel=1e-5)
+    assert told.read_text().splitlines() == ["compiled"]
+
+
+def test_a_model_compiled_as_one_is_planned_for_one_device_alone(tmp_path: Path) -> None:
+    whole = replace(nouns.profile(), compiled="whole")
+    assert whole.step_s == whole.whole[0].whole.median
+    codec.save(whole, tmp_path / "p.json")
+    asa("plan", "p.json", "--gpus", "1", "-o", "plan.json", cwd=tmp_path)
+    assert codec.load(Plan, tmp_path / "plan.json").compiled == "whole"
+    said = asa("plan", "p.json", "--gpus", "2", cwd=tmp_path, code=2).stderr
+    assert "compiled as one runs on one device, asked for 2" in said
 
 
 class Shared(torch.nn.Module):

@@ -15,6 +15,7 @@ QUICK = ("trains_tensor_parallel", "profiles_what_the_device_cannot_hold", "refu
 
 _THINKS = "asks a plan or a cluster of CUDA devices, not a device: tests of planning and reports plan for such"
 _HOST = "numbers of samples are the host's in every run: the guard keeps a device from being waited for"
+_WITHOUT_NCCL = "asa/profiler/interconnect.py: line raise UnavailableError('this torch has no nccl; measure with gloo')"
 EXCEPTIONS = {
     "asa/cost/memory/peak.py: device.type == 'cpu'": _THINKS,
     "asa/cost/machine/widen.py: cluster.device.type == 'cpu'": _THINKS,
@@ -22,6 +23,7 @@ EXCEPTIONS = {
     "asa/executor/measuring/emulation.py: profile.device.type == 'cuda'": "an emulated GPU sleeps: tests of emulation",
     "asa/executor/model/parallel.py: samples.device.type == 'cpu'": _HOST,
     "asa/executor/running/recovery.py: job.device_type == 'cpu'": "the kernel kills for the host's memory alone",
+    _WITHOUT_NCCL: "a torch with CUDA has NCCL where the stand-in can be built",
     "asa/planner/decide.py: plan.device_type == 'cuda'": _THINKS,
     "asa/planner/space/consistency.py: cluster.device.type != 'cpu'": _THINKS,
     "asa/planner/space/baselines.py: cluster.device.type == 'cpu'": _THINKS,
@@ -66,6 +68,10 @@ def test_every_place_that_asks_for_cuda_is_reached(tmp_path: Path) -> None:
     reached, known = _run(tmp_path / "sites"), sites.sites()
     missed = [s for s in known if s not in reached and sites.named(s) not in EXCEPTIONS]
     stale = EXCEPTIONS.keys() - {sites.named(s) for s in known if s not in reached}
-    print(f"{len(known) - len(missed)} of {len(known)} places that ask for CUDA were reached or are excused by name")
+    for kind, here in (("places that ask for CUDA", False), ("lines that only CUDA reaches", True)):
+        every = [s for s in known if sites.is_line(s) == here]
+        ran = sum(s in reached for s in every)
+        excused = sum(sites.named(s) in EXCEPTIONS for s in every if s not in reached)
+        print(f"{ran} of {len(every)} {kind} were reached, {excused} are excused by name")
     assert not missed, "\n".join(missed) + f"\nand reached after all, or gone: {stale}"
     assert not stale, f"reached after all, or gone: {stale}"

@@ -86,7 +86,8 @@ def profile(
             )
         return _for_cluster(named, cluster, f"profile {model}")
     every = places.profiles(console)
-    matches = [(path, p) for path, p in every if fits(p, args, model)]
+    as_one = _is_set(args, "compile") or args.gpus == 1  # what is compiled as one runs on one device
+    matches = [(path, p) for path, p in every if fits(p, args, model) and (as_one or p.compiled != "whole")]
     for path, p in matches:
         if cluster is None or p.device.type == cluster.device.type:
             better = fastest(p, matches)

@@ -94,9 +94,10 @@ def _cuda(_: Console) -> Check:
     import torch
 
     from asa.instruments import nvml
+    from asa.launch import cuda_devices
     from asa.report.checks import Check
 
-    count = torch.cuda.device_count()
+    count = cuda_devices()
     # NVML gives the names without starting CUDA, after which this process could not fork ranks that use it.
     named = ", ".join(nvml.names(count)) or (f"{count} devices" if count else "")
     lacks = f"a driver for CUDA {torch.version.cuda}" if torch.version.cuda else "a torch that is built for CUDA"

@@ -239,8 +239,9 @@ MEMORY_FORMAT = Option(
 )
 COMPILE = Option(
     name="compile",
-    help="use torch.compile on every component; graphs: also capture CUDA graphs",
-    choices=("none", "components", "graphs"),
+    help="use torch.compile on every component, or on the whole model (for one device); graphs: also capture CUDA "
+    "graphs of components",
+    choices=("none", "components", "whole", "graphs"),
     default="none",
 )
 PRECISION = Option(

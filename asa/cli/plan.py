@@ -12,7 +12,7 @@ from asa.cli import places
 from asa.cli.console import Console
 from asa.cli.surroundings import driver
 from asa.cli.verb import Arguments, Option, Verb
-from asa.errors import TRAINING
+from asa.errors import TRAINING, UsageError
 from asa.ir import codec
 
 if TYPE_CHECKING:
@@ -67,6 +67,11 @@ def run(args: Arguments, console: Console) -> None:
             measure = f"`asa cluster measure --gpus {args.gpus or cluster.num_devices}`"
             console.say(f"asa: links as of {cluster.name}, of {cluster.device.name}; {measure} measures those here")
     gpus = args.gpus or cluster.num_devices
+    if profile.compiled == "whole" and gpus > 1:
+        raise UsageError(
+            f"a model that is compiled as one runs on one device, asked for {gpus}: all gradients would be sent after "
+            "backward; take --gpus 1, or profile it with --compile components"
+        )
     request = Request(
         gpus=gpus,
         global_batch=args.global_batch or profile.global_batch,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -57,11 +57,23 @@ def apply(components: Iterable[nn.Module], compiled: Compiled, *, eager: type[nn
     _graphs |= compiled == "graphs"
     components = list(components)
     _keep(len(components))
+    _leave_out(components, eager)
     for component in components:
-        for module in component.modules():
-            if eager is not None and isinstance(module, eager):
-                module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         component.compile(dynamic=False, mode="reduce-overhead" if compiled == "graphs" else None)
+
+
+def as_one(
+    run: Callable[[Tensor], tuple[Tensor, ...]], components: Iterable[nn.Module], *, eager: type[nn.Module]
+) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """``run``, which computes all ``components``, compiled as one function; ``eager`` as in :func:`apply`."""
+    _leave_out(components, eager)
+    return torch.compile(run, dynamic=False)
+
+
+def _leave_out(components: Iterable[nn.Module], eager: type[nn.Module] | None) -> None:
+    for module in (m for component in components for m in component.modules()):
+        if eager is not None and isinstance(module, eager):
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
 
 
 _graphs = False

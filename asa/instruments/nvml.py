@@ -142,21 +142,23 @@ class Card:
 
     def __init__(self, n: Any, handle: Any) -> None:
         self._n, self._handle = n, handle
+        # Clocks are those of the whole card; energy is not counted for a part of one.
+        self._clocked = query(n, handle, "nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
 
     def read(self) -> Reading:
         """Current state of the card."""
-        n, gpu = self._n, self._handle
+        n, gpu, whole = self._n, self._handle, self._clocked
         rates = query(n, None, "nvmlDeviceGetUtilizationRates", gpu)
         energy = query(n, None, "nvmlDeviceGetTotalEnergyConsumption", gpu)
-        bits = query(n, None, "nvmlDeviceGetCurrentClocksEventReasons", gpu)
+        bits = query(n, None, "nvmlDeviceGetCurrentClocksEventReasons", whole)
         if bits is None:  # the name in drivers before 535
-            bits = query(n, 0, "nvmlDeviceGetCurrentClocksThrottleReasons", gpu)
+            bits = query(n, 0, "nvmlDeviceGetCurrentClocksThrottleReasons", whole)
         pids = {p.pid for p in query(n, (), "nvmlDeviceGetComputeRunningProcesses", gpu)}
         # In a container NVML reports process numbers of the host: one of the unknown ones is this process.
         others = len(pids - {os.getpid()}) if os.getpid() in pids or not _in_container() else max(0, len(pids) - 1)
         return Reading(
-            clock_mhz=query(n, None, "nvmlDeviceGetClockInfo", gpu, _SM_CLOCK),
-            most_mhz=query(n, None, "nvmlDeviceGetMaxClockInfo", gpu, _SM_CLOCK),
+            clock_mhz=query(n, None, "nvmlDeviceGetClockInfo", whole, _SM_CLOCK),
+            most_mhz=query(n, None, "nvmlDeviceGetMaxClockInfo", whole, _SM_CLOCK),
             utilisation=None if rates is None else rates.gpu / 100,
             energy_j=None if energy is None else energy / 1e3,
             held_by=bits & sum(_REASONS),
@@ -183,8 +185,8 @@ def card_of(device: torch.device) -> Card | None:
         return None
     import torch
 
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    return card(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+    uuid = torch.cuda.get_device_properties(device).uuid  # without saying of which kind the device is
+    return card(f"GPU-{uuid}") or card(f"MIG-{uuid}")
 
 
 def card(uuid: str) -> Card | None:
@@ -204,12 +206,19 @@ class Meter:
     def __init__(self, card: Card | None) -> None:
         self._card = card
         self._last = None if card is None else card.read()
+        self._rates: list[float] = []
+
+    @property
+    def utilisation(self) -> float | None:
+        """Mean utilization, 0 to 1, over the calls so far; None if unknown."""
+        return sum(self._rates) / len(self._rates) if self._rates else None
 
     def joules(self) -> float | None:
         """Joules since the previous call of any method; None if the card does not count energy."""
         if self._card is None or self._last is None:
             return None
         before, self._last = self._last.energy_j, self._card.read()
+        self._rates += [] if self._last.utilisation is None else [self._last.utilisation]
         return None if before is None or self._last.energy_j is None else self._last.energy_j - before
 
     def line(self, seconds: float) -> dict[str, Any]:

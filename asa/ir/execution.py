@@ -6,9 +6,9 @@ from typing import Literal
 
 MemoryFormat = Literal["contiguous", "channels_last"]
 """Order of an image's values in memory: channel by channel, or pixel by pixel, which tensor cores read faster."""
-Compiled = Literal["none", "components", "graphs"]
-"""What torch.compile does with a component: nothing; compile its kernels; or also replay them as one CUDA graph, which
-saves the time of launching each."""
+Compiled = Literal["none", "components", "whole", "graphs"]
+"""What torch.compile does: nothing; compile each component; the whole model as one, on one device; or each component,
+and replay its kernels as one CUDA graph, which saves the time of launching each."""
 
 
 def execution(memory_format: MemoryFormat, compiled: Compiled) -> str:
@@ -17,5 +17,5 @@ def execution(memory_format: MemoryFormat, compiled: Compiled) -> str:
     >>> execution("contiguous", "none"), execution("channels_last", "components")
     ('', 'channels_last, compiled')
     """
-    words = {"none": "", "components": "compiled", "graphs": "CUDA graphs"}[compiled]
+    words = {"none": "", "components": "compiled", "whole": "compiled as one", "graphs": "CUDA graphs"}[compiled]
     return ", ".join(filter(None, ("" if memory_format == "contiguous" else memory_format, words)))

@@ -61,6 +61,7 @@ class Measurements:
         links: measured transfers; empty if ranks were not observed.
         mean_step_s: mean of what ``step_time`` has the median of; None if not measured.
         energy_j: joules of the plan's GPUs in the epoch; None if they do not count energy.
+        utilisation: mean fraction of the epoch, 0 to 1, in which a kernel ran on the plan's GPUs; None if unknown.
     """
 
     plan_fingerprint: str
@@ -77,6 +78,7 @@ class Measurements:
     links: tuple[Transfer, ...] = ()
     mean_step_s: float | None = later()
     energy_j: float | None = later()
+    utilisation: float | None = later()
 
     @property
     def slowest(self) -> tuple[int, float] | None:

@@ -203,8 +203,13 @@ class Profile:
 
     @property
     def step_s(self) -> float:
-        """Seconds of forward and backward of all components at the largest common microbatch."""
-        return sum(t.forward.median + t.backward.median for t in self._whole_timings())
+        """Seconds of forward and backward at the largest common microbatch: of all components, or of the whole model if
+        it is compiled as one."""
+        timings = self._whole_timings()
+        whole = [w.whole.median for w in self.whole if w.microbatch == timings[0].microbatch]
+        if self.compiled == "whole" and whole:
+            return whole[0]
+        return sum(t.forward.median + t.backward.median for t in timings)
 
     def _whole_timings(self) -> list[Timing]:
         """Timings of unsplit components at the largest common microbatch."""

@@ -56,8 +56,23 @@ def cuda_devices() -> int:
     """Number of CUDA devices that ranks may use.
 
     Asks the management library, never the CUDA runtime: a process that has initialized CUDA cannot fork ranks that use
-    it.
+    it. Torch would ask the runtime for instances of MIG, of which CUDA shows a process only the first.
     """
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    if first.startswith("MIG-"):
+        return int(_is_known(first))
     import torch
 
     return torch.cuda.device_count()
+
+
+def _is_known(uuid: str) -> bool:
+    """Whether the management library knows a device by this identifier."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        pynvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+    except Exception:  # no library, no driver, or an unknown device
+        return False
+    return True

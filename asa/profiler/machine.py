@@ -11,7 +11,7 @@ import torch
 
 from asa.errors import UnavailableError, UsageError
 from asa.ir.profile import DeviceRecord, Precision
-from asa.launch import usable_cores
+from asa.launch import cuda_devices, usable_cores
 
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -30,7 +30,7 @@ def choose_device(name: str) -> torch.device:
         raise UsageError(f"unknown device {name!r}; one of auto, cpu, cuda")
     if name == "cpu":
         return torch.device("cpu")
-    if torch.cuda.is_available():
+    if cuda_devices():
         return torch.device("cuda", torch.cuda.current_device())
     if name == "cuda":
         raise UnavailableError("no CUDA device is usable here; choose --device cpu")

@@ -21,7 +21,7 @@ from asa.ir.profile import Precision, Profile, Provenance
 from asa.ir.units import binary
 from asa.launch import give_back_freed_memory, keep_freed_memory
 from asa.profiler.ceilings import measure_ceilings
-from asa.profiler.chain import Chain
+from asa.profiler.chain import Chain, whole_step
 from asa.profiler.clock import one_thread, scaled, solo_clock_of
 from asa.profiler.components import Subject, Surveyor
 from asa.profiler.effort import degrees_up_to
@@ -215,13 +215,18 @@ def profile_module(
 
 
 def _compiled(subject: Subject, compiled: Compiled, global_batch: int) -> float:
-    """Compile the components, and return the seconds this took for a step of ``global_batch`` samples."""
+    """Compile the components and the whole model, and return the seconds this took for a step of ``global_batch``
+    samples of what a plan runs of them."""
     began, x = time.perf_counter(), subject.batch(global_batch)
     for chain in subject.chains.values():
         execution.apply(chain.components, compiled, eager=BySample)
     execution.apply([subject.model], compiled, eager=BySample)  # to see the gain of compiling across components
-    subject.chains[1].step(x, lambda: None)
-    subject.chains[1].clear()
+    chain = subject.chains[1]
+    if compiled == "whole":
+        whole_step(subject.model, x, solo_clock_of(chain.device), chain.device, chain.precision)
+    else:
+        chain.step(x, lambda: None)
+        chain.clear()
     return time.perf_counter() - began
 
 

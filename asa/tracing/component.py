@@ -159,9 +159,10 @@ class TracedComponent(nn.Module):
         self.__dict__["eval_graph"] = first if evaluate is train else over(evaluate)
         self.__dict__["_runs"] = None
 
-    def cache_lookups(self) -> None:
-        """Make the graphs look up their submodules only once, at the next run. None may be replaced after that."""
-        self.__dict__["_runs"] = {}
+    def cache_lookups(self, *, now: bool = False) -> None:
+        """Make the graphs look up their submodules only once, at the next run or ``now``, which torch's compiler could
+        not follow. None may be replaced after that."""
+        self.__dict__["_runs"] = {graph: _looked_up(graph) for graph in self.graphs()} if now else {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedComponent:
         """A copy with its own tensors, which the graphs of the copy use."""

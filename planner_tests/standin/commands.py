@@ -20,8 +20,35 @@ def looks_at_the_machine(folder: Path) -> None:
     assert "Stand-In GPU, Stand-In GPU" in said
     os.environ["STANDIN_NVLINK"] = "4"
     assert "1 over NVLink" in asa("doctor", cwd=folder).stdout
-    os.environ |= {"STANDIN_MIG": "1"}
-    assert "MIG on" in asa("doctor", cwd=folder).stdout
+    os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+    assert "Stand-In GPU, Stand-In GPU" not in asa("doctor", cwd=folder).stdout
+    os.environ |= {"STANDIN_MIG": "1", "STANDIN_GPUS": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    said = asa("doctor", cwd=folder).stdout
+    assert "MIG on" in said
+    assert "fewer than two GPUs" in said
+
+
+@scenario
+def uses_an_instance_of_mig(folder: Path) -> None:
+    """A part of the second card, by name: CUDA shows a process one, and NVML tells of it what it tells of parts."""
+    from planner_tests.forked import asa
+
+    os.environ |= {"STANDIN_MIG": "1", "CUDA_VISIBLE_DEVICES": "MIG-01010000-0000-0000-0000-000000000000"}
+    assert "Stand-In GPU MIG 1g.10gb" in asa("doctor", cwd=folder).stdout
+    said = asa(*f"profile {_MODEL} --device cuda --time-limit 1s -v -o p.json".split(), cwd=folder).stdout
+    assert "Stand-In GPU MIG 1g.10gb" in said, said
+    assert "GPU clock 1410 of 1410 MHz" in said, said
+    asa("plan", "p.json", "--gpus", "1", "-o", "plan.json", cwd=folder)
+    short = ("--data", "digits", "--steps-per-epoch", "2", "--epochs", "1")
+    said = asa("train", "plan.json", *short, "--out", "run", cwd=folder).stdout
+    assert "kJ" not in said, said
+    told = [json.loads(text) for text in (folder / "run" / "log.jsonl").read_text().splitlines()]
+    assert next(e["gpu"] for e in told if e["event"] == "steps") == {"clock_mhz": 1410}
+    said = asa("bench", "--models", *_MODEL.split(), "--gpus", "2", "--device", "cuda", cwd=folder, code=5).stderr
+    assert "2 ranks need 2 CUDA devices, this machine has 1" in said, said
+    os.environ["CUDA_VISIBLE_DEVICES"] = "MIG-ff010000-0000-0000-0000-000000000000"
+    said = asa("profile", *_MODEL.split(), "--device", "cuda", cwd=folder, code=5).stderr
+    assert "no CUDA device is usable here" in said, said
 
 
 @scenario
@@ -36,10 +63,14 @@ def profiles_and_plans(folder: Path) -> None:
     asa("train", "plan.json", "--data", "digits", "--steps-per-epoch", "2", "--out", "run", cwd=folder)
     asa("train", "plan.json", "--rehearse", "0", cwd=folder)
     from asa.cli import choose
-    from asa.launch import cuda_devices
 
-    choose._has_cuda = lambda: cuda_devices() > 0  # type: ignore[assignment]  # a driver's files in /dev
     small = ("cnn", "--input", "1x8x8", "--classes", "10", "--time-limit", "2s")
+    said = asa("plan", *small, "--gpus", "2", "--cluster", "c.json", "-o", "unasked.json", cwd=folder).stdout
+    assert "estimated" in said, "without a driver's files in /dev no GPU is asked to measure"
+    driver = folder / "dev" / "nvidia0"
+    driver.parent.mkdir()
+    driver.touch()
+    choose.Path = lambda at: driver.parent if at == "/dev" else Path(at)  # type: ignore[misc,assignment]
     asa("plan", *small, "--gpus", "2", "--cluster", "c.json", "-o", "unasked.json", cwd=folder)
     assert json.loads((folder / "unasked.json").read_text())["global_batch"] == 256, "what a GPU is given"
     os.environ["STANDIN_NAME"] = "NVIDIA that no preset has"
@@ -82,6 +113,51 @@ def refuses_what_the_devices_cannot(folder: Path) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     said = asa("profile", *model, cwd=folder, code=5).stderr
     assert "no CUDA device is usable here" in said, said
+
+
+@scenario
+def refuses_more_ranks_than_devices(folder: Path) -> None:
+    from asa.ir import codec
+    from planner_tests.forked import asa
+
+    codec.save(on_gpu(small_plan(ranks=2)), folder / "two.json")
+    codec.save(on_gpu(small_plan()), folder / "one.json")
+    asa("profile", *_MODEL.split(), "--device", "cuda", "--time-limit", "1s", "-o", "profiles/p.json", cwd=folder)
+    asa("plan", "profiles/p.json", "--gpus", "1", "-o", "known.json", cwd=folder)
+    os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+    for remedy, *argv in (
+        ("verify with --device cpu", "verify", "two.json", "--device", "cuda"),
+        ("plan with --gpus 1", "train", "two.json", "--data", "digits"),
+        ("2 ranks need 2 CUDA devices", "cluster", "measure", "--gpus", "2", "--device", "cuda"),
+        (
+            "run it on the machine",
+            "plan",
+            *_MODEL.split(),
+            "--gpus",
+            "2",
+            "--cluster",
+            "a100-nvlink-8",
+            "--verify",
+            "2",
+        ),
+    ):
+        said = asa(*argv, cwd=folder, code=5).stderr
+        assert "this machine has 1" in said, said
+        assert remedy in said, said
+    import pytest
+
+    from asa.errors import UnavailableError
+    from asa.launch import run_ranks
+
+    with pytest.raises(UnavailableError, match="2 nccl ranks need 2 CUDA devices, this machine has 1"):
+        run_ranks(2, print, backend="nccl")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    said = asa("bench", "--models", "cnn", "--gpus", "1", "--device", "cuda", cwd=folder, code=5).stderr
+    assert "no CUDA device is usable here" in said, said
+    said = asa("train", "known.json", "--rehearse", "0", cwd=folder, code=5).stderr
+    assert "the plan is for CUDA devices and there is none here" in said, said
+    said = asa("train", "one.json", "--data", "digits", cwd=folder, code=5).stderr
+    assert "this machine has 0; train with --device cpu" in said, said
 
 
 @scenario

@@ -23,6 +23,16 @@ def trains_a_loop_of_ones_own(folder: Path) -> None:
 
 
 @scenario
+def refuses_a_rank_without_a_device(folder: Path) -> None:
+    """The second rank of a launcher that starts more of them than there are devices."""
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "0", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    failed = apart(lambda _: _own_loop(device="cuda"), folder)
+    assert "local rank 1 needs a CUDA device of its own, this machine has 1" in str(failed), failed
+    (folder / "error").unlink()
+
+
+@scenario
 def trains_a_loop_of_ones_own_under_a_launcher(folder: Path) -> None:
     """Each strategy on two GPUs gives the weights of a plain loop on a core."""
     _launched(2, _own_loops)

@@ -92,6 +92,36 @@ def _probed(rank: int) -> None:
 
 
 @scenario
+def takes_tf32_and_gives_it_back(folder: Path) -> None:
+    import torch
+
+    from asa.instruments import execution
+
+    usual = torch.get_float32_matmul_precision()
+    for precision, expected in (("fp32", usual), ("tf32", "high"), ("tf32", "high"), ("fp32", usual)):
+        execution.configure_kernels(torch.device("cuda"), precision)  # type: ignore[arg-type]
+        assert torch.get_float32_matmul_precision() == expected
+    assert torch.backends.cudnn.benchmark
+
+
+@scenario
+def measures_unequal_devices(folder: Path) -> None:
+    import os
+
+    from asa.profiler.interconnect import measure_cluster
+
+    os.environ |= {"STANDIN_NAME": "NVIDIA A100-SXM4-80GB|NVIDIA H100 80GB HBM3", "STANDIN_NVLINK": "4"}
+    found = measure_cluster(2, backend="nccl", time_limit_s=1.0)
+    assert [d.name for d in found.devices or ()] == os.environ["STANDIN_NAME"].split("|"), found.devices
+    assert "pairs of GPUs: 1 over NVLink (4 links each)" in found.source, found.source
+    assert found.status == "measured"
+    os.environ |= {"STANDIN_REASONS": "0x20"}
+    found = measure_cluster(2, backend="nccl", time_limit_s=1.0)
+    assert found.status == "estimated"
+    assert "not to be trusted: rank 0: the GPU's clocks were held back by heat" in found.source, found.source
+
+
+@scenario
 def profiles_what_the_device_cannot_hold(folder: Path) -> None:
     """A microbatch does not fit after all: it is named, the others are measured."""
     import torch

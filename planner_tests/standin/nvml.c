@@ -1,7 +1,8 @@
 /* NVIDIA's management library over the same devices, loaded under its name: torch and pynvml find it by themselves.
 
    What it says is read from the environment at every question: STANDIN_REASONS (bits of why clocks are held back),
-   STANDIN_OTHERS ("pid:bytes,..." on device 0), STANDIN_MIG, STANDIN_ECC_ERRORS, STANDIN_NVLINK, STANDIN_NVML_ERROR
+   STANDIN_OTHERS ("pid:bytes,..." on device 0), STANDIN_MIG (each device is one instance, MIG-..., whose handle is not
+   asked for clocks, energy and utilisation), STANDIN_ECC_ERRORS, STANDIN_NVLINK, STANDIN_NVML_ERROR
    (3: not supported, 4: no permission, 15: the GPU was lost). Energy counts 100 W. */
 
 #include <stdio.h>
@@ -17,11 +18,14 @@ struct rates { unsigned int gpu, memory; };
 struct process { unsigned int pid; unsigned long long bytes; unsigned int instance, part; };
 
 static unsigned long long number(const char *name, unsigned long long otherwise) { char *text = getenv(name); return text && *text ? strtoull(text, 0, 0) : otherwise; }
-static int index_of(void *device) { return (int)(long)device - 1; }
+#define PART 0x1000 /* in the handle of an instance of MIG */
+static int index_of(void *device) { return (int)((long)device & ~PART) - 1; }
+static int part(void *device) { return ((long)device & PART) != 0; }
 static int known(void *device) { return device && index_of(device) < (int)number("STANDIN_GPUS", 1); }
 /* What every question about what a device does is answered with: STANDIN_NVML_ERROR, or that there is no such device. */
 static result wrong(void) { return (result)number("STANDIN_NVML_ERROR", INVALID); }
 static int silent(void *device) { return !known(device) || number("STANDIN_NVML_ERROR", 0); }
+static int unmeasured(void *device) { return silent(device) || part(device); } /* what only whole cards tell */
 
 result nvmlInit(void) { return SUCCESS; }
 result nvmlInit_v2(void) { return SUCCESS; }
@@ -43,9 +47,18 @@ result nvmlDeviceGetUUID(void *device, char *text, unsigned int size) {
     return SUCCESS;
 }
 result nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
-    unsigned int index;
-    if (sscanf(uuid, "GPU-%2x", &index) != 1) return NOT_FOUND;
-    return nvmlDeviceGetHandleByIndex_v2(index, device);
+    unsigned int index, instance = 0;
+    int mig = strncmp(uuid, "MIG-", 4) == 0;
+    if ((!mig && strncmp(uuid, "GPU-", 4)) || sscanf(uuid + 4, "%2x%2x", &index, &instance) < 1) return NOT_FOUND;
+    if (mig != (int)instance || mig > (int)number("STANDIN_MIG", 0)) return NOT_FOUND;
+    result found = nvmlDeviceGetHandleByIndex_v2(index, device);
+    if (!found && mig) *device = (void *)((long)*device | PART);
+    return found;
+}
+result nvmlDeviceGetDeviceHandleFromMigDeviceHandle(void *device, void **whole) {
+    if (!known(device) || !part(device)) return INVALID;
+    *whole = (void *)((long)device & ~PART);
+    return SUCCESS;
 }
 result nvmlDeviceGetHandleByPciBusId_v2(const char *bus, void **device) {
     unsigned int index;
@@ -58,8 +71,9 @@ result nvmlDeviceGetComputeRunningProcesses(void *device, unsigned int *count, v
 result nvmlDeviceGetGpuFabricInfoV(void *device, void *info) { (void)device; (void)info; return NOT_SUPPORTED; }
 result nvmlDeviceGetName(void *device, char *text, unsigned int size) {
     if (!known(device)) return INVALID;
-    char *name = getenv("STANDIN_NAME");
-    snprintf(text, size, "%s", name ? name : "Stand-In GPU");
+    char *names = getenv("STANDIN_NAME"), *name = names ? names : "Stand-In GPU", *rest;
+    for (int i = 0; i < index_of(device) && (rest = strchr(name, '|')); i++) name = rest + 1;
+    snprintf(text, size, "%.*s%s", (int)strcspn(name, "|"), name, part(device) ? " MIG 1g.10gb" : "");
     return SUCCESS;
 }
 result nvmlDeviceGetMemoryInfo(void *device, struct memory *found) {
@@ -68,24 +82,24 @@ result nvmlDeviceGetMemoryInfo(void *device, struct memory *found) {
     return SUCCESS;
 }
 result nvmlDeviceGetUtilizationRates(void *device, struct rates *found) {
-    if (silent(device)) return wrong();
-    if (number("STANDIN_MIG", 0)) return NOT_SUPPORTED;
+    if (unmeasured(device)) return wrong();
+    if (number("STANDIN_MIG", 0)) return NOT_SUPPORTED; /* the whole card does not tell it either */
     found->gpu = 75; found->memory = 40;
     return SUCCESS;
 }
-result nvmlDeviceGetClockInfo(void *device, int type, unsigned int *mhz) { if (silent(device)) return wrong(); *mhz = type == 2 ? 1593 : (unsigned int)number("STANDIN_CLOCK", 1410); return SUCCESS; }
-result nvmlDeviceGetMaxClockInfo(void *device, int type, unsigned int *mhz) { if (silent(device)) return wrong(); *mhz = type == 2 ? 1593 : 1410; return SUCCESS; }
-result nvmlDeviceGetCurrentClocksEventReasons(void *device, unsigned long long *bits) { if (silent(device)) return wrong(); *bits = number("STANDIN_REASONS", 0); return SUCCESS; }
+result nvmlDeviceGetClockInfo(void *device, int type, unsigned int *mhz) { if (unmeasured(device)) return wrong(); *mhz = type == 2 ? 1593 : (unsigned int)number("STANDIN_CLOCK", 1410); return SUCCESS; }
+result nvmlDeviceGetMaxClockInfo(void *device, int type, unsigned int *mhz) { if (unmeasured(device)) return wrong(); *mhz = type == 2 ? 1593 : 1410; return SUCCESS; }
+result nvmlDeviceGetCurrentClocksEventReasons(void *device, unsigned long long *bits) { if (unmeasured(device)) return wrong(); *bits = number("STANDIN_REASONS", 0); return SUCCESS; }
 result nvmlDeviceGetCurrentClocksThrottleReasons(void *device, unsigned long long *bits) { return nvmlDeviceGetCurrentClocksEventReasons(device, bits); }
 result nvmlDeviceGetTotalEnergyConsumption(void *device, unsigned long long *millijoules) {
-    if (silent(device)) return wrong();
+    if (unmeasured(device)) return wrong();
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     *millijoules = (unsigned long long)((double)t.tv_sec * 1e5 + (double)t.tv_nsec / 1e4);
     return SUCCESS;
 }
-result nvmlDeviceGetPowerUsage(void *device, unsigned int *milliwatts) { if (silent(device)) return wrong(); *milliwatts = 100000; return SUCCESS; }
-result nvmlDeviceGetEnforcedPowerLimit(void *device, unsigned int *milliwatts) { if (silent(device)) return wrong(); *milliwatts = 400000; return SUCCESS; }
+result nvmlDeviceGetPowerUsage(void *device, unsigned int *milliwatts) { if (unmeasured(device)) return wrong(); *milliwatts = 100000; return SUCCESS; }
+result nvmlDeviceGetEnforcedPowerLimit(void *device, unsigned int *milliwatts) { if (unmeasured(device)) return wrong(); *milliwatts = 400000; return SUCCESS; }
 result nvmlDeviceGetTemperature(void *device, int sensor, unsigned int *degrees) { (void)sensor; if (silent(device)) return wrong(); *degrees = 50; return SUCCESS; }
 result nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned int *count, struct process *found) {
     if (silent(device)) return wrong();

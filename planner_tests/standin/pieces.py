@@ -22,8 +22,11 @@ def measures_all_that_a_machine_can_tell(folder: Path) -> None:
     (late,) = _record()
     assert late["exit_code"] == 124, "it had a whole share; what was cut off after it is no answer"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    _pieces("profiles", 1, "--failed", code=1)
+    _pieces("profiles", 1, "--failed", code=5)  # one line, and nothing for the record
     del os.environ["CUDA_VISIBLE_DEVICES"]
+    os.environ["STANDIN_MEMORY"] = "1000"
+    _pieces("profiles", 1, "--failed", code=1)
+    del os.environ["STANDIN_MEMORY"]
     _, failed = _record()
     assert failed["exit_code"] == 5, failed
     page = (folder / "gpu" / "gpu-report.md").read_text()
@@ -121,7 +124,7 @@ def computes_in_compiled_components_and_graphs(folder: Path) -> None:
         return usual(*args, **(options | {"backend": "aot_eager"}))
 
     torch.compile = traced_only
-    for compiled, mode in (("components", "None"), ("graphs", "reduce-overhead")):
+    for compiled, mode in (("components", "None"), ("whole", "None"), ("graphs", "reduce-overhead")):
         plan = replace(on_gpu(small_plan()), compiled=compiled)
         found = trained(folder / compiled, plan)
         assert set(told.read_text().split()) == {mode}

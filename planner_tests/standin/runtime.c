@@ -7,7 +7,8 @@
    Work is done when a call returns, but for what NCCL receives: a stream has done as much as it was issued when
    standin_finished was called as often as standin_issued, and whoever waits for it waits for that.
 
-   STANDIN_GPUS devices of STANDIN_MEMORY bytes each, named STANDIN_NAME; CUDA_VISIBLE_DEVICES is obeyed. */
+   STANDIN_GPUS devices of STANDIN_MEMORY bytes each, named STANDIN_NAME ("one|the next"); CUDA_VISIBLE_DEVICES is obeyed,
+   and with STANDIN_MIG a process sees one instance of MIG. */
 
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
@@ -48,7 +49,11 @@ static int visible(int *which) {
     char *rest = text, *name;
     while ((name = strsep(&rest, ",")) && count < MOST) {
         char *end;
-        long i = strncmp(name, "GPU-", 4) == 0 ? strtol(name + 4, &end, 16) : strtol(name, &end, 10);
+        char first[3] = {0};
+        int mig = strncmp(name, "MIG-", 4) == 0;
+        if (mig && (!number("STANDIN_MIG", 0) || count)) break;
+        if (mig || strncmp(name, "GPU-", 4) == 0) { strncpy(first, name + 4, 2); name = first; }
+        long i = strtol(name, &end, first[0] ? 16 : 10);
         if (end == name || i < 0 || i >= all) break;
         if (which) which[count] = (int)i;
         count++;
@@ -67,9 +72,12 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
     int which[MOST];
     if (device < 0 || device >= visible(which)) return said(cudaErrorInvalidDevice);
     memset(p, 0, sizeof *p);
-    char *name = getenv("STANDIN_NAME");
-    strncpy(p->name, name ? name : "Stand-In GPU", sizeof p->name - 1);
+    char *names = getenv("STANDIN_NAME"), *name = names ? names : "Stand-In GPU", *rest, *seen = getenv("CUDA_VISIBLE_DEVICES");
+    for (int i = 0; i < which[device] && (rest = strchr(name, '|')); i++) name = rest + 1;
+    int mig = seen && strncmp(seen, "MIG-", 4) == 0;
+    snprintf(p->name, sizeof p->name, "%.*s%s", (int)strcspn(name, "|"), name, mig ? " MIG 1g.10gb" : "");
     p->uuid.bytes[0] = (char)which[device];
+    p->uuid.bytes[1] = (char)mig;
     p->totalGlobalMem = number("STANDIN_MEMORY", 4ull << 30);
     p->sharedMemPerBlock = 48 << 10; p->regsPerBlock = 65536; p->warpSize = 32; p->maxThreadsPerBlock = 1024;
     p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024; p->maxThreadsDim[2] = 64;

@@ -1,9 +1,10 @@
-"""Every place in the package that asks for CUDA, and which of them were reached with yes for an answer.
+"""Every place in the package that asks for CUDA, every line that only CUDA reaches, and which of them were reached.
 
-A finder in front of the import system compiles the package's modules with a mark around each such expression: a
-comparison of a device's type or a backend with ``cuda``, ``cpu`` or ``nccl``, an ``is_cuda``, a flag named for it, a
-call into ``torch.cuda`` or NVML. A comparison or flag counts when it came out as on a GPU, a call when it returned.
-What was reached is appended to one file by this process and all its forks.
+A finder in front of the import system compiles the package's modules with a mark around each expression that asks: a
+comparison of a device's type or a backend with ``cuda``, ``cpu`` or ``nccl``, an ``is_cuda``, a call into
+``torch.cuda`` or NVML. A comparison counts when it came out as on a GPU, a call when it returned. A line that only CUDA
+reaches stands behind such a comparison or a flag named for it, or in code that is named for CUDA or NVML, and counts
+when it began. What was reached is appended to one file by this process and all its forks.
 """
 
 from __future__ import annotations
@@ -17,43 +18,123 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2] / "asa"
 _FLAGS = {"cuda", "_cuda", "on_cuda", "is_cuda"}
+_ON_A_CPU, _ON_A_GPU = ("device", "type", "backend", "found", "chosen", "place"), ("cuda", "nccl")
+_OF_NVML = "instruments/nvml.py"
+_OF_PLANS = ("asa/planner/", "asa/cost/")
+"""Where a device is one of a plan, whose lines are reached without it."""
+_UNKNOWN = {"n", "card", "self._card", "self._last"}
+"""What is None in that file where there is no card to ask."""
 
 
 def _text(node: ast.AST) -> str:
     return ast.unparse(node)
 
 
+def _compared(node: ast.AST) -> bool | None:
+    """Whether a comparison comes out true on a GPU alone (True), false on a GPU alone (False), or asks for none."""
+    if not isinstance(node, ast.Compare) or len(node.ops) != 1 or not isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
+        return None
+    right, equal = node.comparators[0], isinstance(node.ops[0], ast.Eq)
+    value = right.value if isinstance(right, ast.Constant) else None
+    if value in _ON_A_GPU:
+        return equal
+    return not equal if value == "cpu" and any(w in _text(node.left) for w in _ON_A_CPU) else None
+
+
+def _implies(test: ast.expr) -> tuple[bool, bool]:
+    """Whether only CUDA reaches what follows if ``test`` is true, and if it is false."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _implies(test.operand)[::-1]
+    if isinstance(test, ast.BoolOp):
+        if_true, if_false = zip(*map(_implies, test.values), strict=True)
+        both = isinstance(test.op, ast.And)
+        return (any if both else all)(if_true), (all if both else any)(if_false)
+    named_so = (isinstance(test, ast.Name) and test.id in _FLAGS) or (
+        isinstance(test, ast.Attribute) and test.attr in _FLAGS
+    )
+    on_gpu = True if named_so else _compared(test)
+    return on_gpu is True, on_gpu is False
+
+
+def _ends(body: list[ast.stmt]) -> bool:
+    return isinstance(body[-1], (ast.Return, ast.Raise, ast.Continue, ast.Break))
+
+
 class _Finder(ast.NodeTransformer):
-    """Marks expressions; with ``mark=None`` only lists them."""
+    """Marks expressions and lines, and lists them."""
 
     def __init__(self, file: str) -> None:
         self.file = file
         self.found: list[str] = []
+        self._alone = file.endswith(_OF_NVML)  # whether only CUDA reaches what is visited
+        self._has_lines = not file.startswith(_OF_PLANS)
+
+    def _block(self, body: list[ast.stmt], alone: bool) -> list[ast.stmt]:
+        """``body`` with a mark in front of every statement that only CUDA reaches."""
+        made: list[ast.stmt] = []
+        before, self._alone = self._alone, alone
+        for node in body:
+            silent = (ast.FunctionDef, ast.ClassDef, ast.Global, ast.Nonlocal, ast.Import, ast.ImportFrom, ast.Pass)
+            plain = isinstance(node, silent) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+            if self._alone and self._has_lines and not plain:
+                first = _text(node).splitlines()[0]
+                where = f"{self.file}:{node.lineno}: line {first}"
+                self.found.append(where)
+                made.append(ast.copy_location(ast.Expr(self._mark(ast.Constant(None), where, "call", True)), node))
+            behind = isinstance(node, ast.If) and not node.orelse and _ends(node.body) and _implies(node.test)[1]
+            made.append(self.visit(node))
+            self._alone = self._alone or behind
+        self._alone = before
+        return made
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        if_true, if_false = _implies(node.test)
+        no_card = any(part.removesuffix(" is None") in _UNKNOWN for part in _text(node.test).split(" or "))
+        node.test = self.visit(node.test)
+        node.body = self._block(node.body, (self._alone or if_true) and not no_card and not if_false)
+        node.orelse = self._block(node.orelse, (self._alone or if_false) and not if_true) if node.orelse else []
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        before, self._alone = self._alone, self._alone or "cuda" in node.name.lower()
+        node.body = [self.visit(s) for s in node.body]
+        self._alone = before
+        return node
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
+        node.body = self._block(node.body, False)
+        return node
+
+    def visit_Module(self, node: ast.Module) -> ast.AST:
+        node.body = [self.visit(s) for s in node.body]
+        return node
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        blocks = {n: v for n, v in ast.iter_fields(node) if isinstance(v, list) and v and isinstance(v[0], ast.stmt)}
+        for name in blocks:
+            setattr(node, name, [])
+        super().generic_visit(node)
+        for name, body in blocks.items():
+            setattr(node, name, self._block(body, self._alone))
+        return node
 
     def _marked(self, node: ast.expr, kind: str, yes: bool, text: str) -> ast.expr:
         where = f"{self.file}:{node.lineno}: {text}"
         self.found.append(where)
-        call = ast.Call(
+        return ast.copy_location(self._mark(node, where, kind, yes), node)
+
+    @staticmethod
+    def _mark(node: ast.expr, where: str, kind: str, yes: bool) -> ast.expr:
+        return ast.Call(
             func=ast.Name(id="__standin_mark__", ctx=ast.Load()),
             args=[ast.Constant(where), node, ast.Constant(kind), ast.Constant(yes)],
             keywords=[],
         )
-        return ast.copy_location(call, node)
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        text = _text(node)
+        text, on_gpu = _text(node), _compared(node)
         self.generic_visit(node)
-        if len(node.ops) != 1:
-            return node
-        left, right, op = node.left, node.comparators[0], node.ops[0]
-        subject = _text(left)
-        words = ("device", "type", "backend", "found", "chosen", "place")
-        if isinstance(op, (ast.Eq, ast.NotEq)) and isinstance(right, ast.Constant) and right.value in ("cuda", "nccl"):
-            return self._marked(node, "test", isinstance(op, ast.Eq), text)
-        host = isinstance(op, (ast.Eq, ast.NotEq)) and isinstance(right, ast.Constant) and right.value == "cpu"
-        if host and any(w in subject for w in words):
-            return self._marked(node, "test", isinstance(op, ast.NotEq), text)
-        return node
+        return node if on_gpu is None else self._marked(node, "test", on_gpu, text)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         text = _text(node)
@@ -70,13 +151,19 @@ class _Finder(ast.NodeTransformer):
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.body = [self.visit(s) for s in node.body]  # not annotations and defaults
+        named_so = "cuda" in node.name.lower() and len(node.body) > 1
+        node.body = self._block(node.body, self._alone or named_so)  # not annotations and defaults
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         if node.value is not None:
             node.value = self.visit(node.value)
         return node
+
+
+def is_line(site: str) -> bool:
+    """Whether it is a line that only CUDA reaches, not a place that asks."""
+    return site.split(": ", 1)[1].startswith("line ")
 
 
 def named(site: str) -> str:

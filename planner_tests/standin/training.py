@@ -24,6 +24,7 @@ def trains_data_parallel_with_a_timeline(folder: Path) -> None:
     assert told["utilisation"] == 0.75
     (epoch,) = json.loads((folder / "gpu" / "result.json").read_text())["epochs"]
     assert 0 < epoch["measurements"]["energy_j"] < 2 * 110 * epoch["seconds"]
+    assert epoch["measurements"]["utilisation"] == 0.75
 
 
 @scenario

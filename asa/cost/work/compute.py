@@ -180,6 +180,7 @@ class Times:
         self._update_degrees: dict[tuple[str, str], list[int]] = defaultdict(list)
         for name, degree, optimizer in self._updates:
             self._update_degrees[name, optimizer].append(degree)
+        self._most_ratio = {"none": 1.1, "whole": math.inf}.get(profile.compiled, 1.0)
         whole = sorted(profile.whole, key=lambda w: w.microbatch)
         self._whole_at = [math.log(w.microbatch) for w in whole]
         self._whole_ratio = [w.whole.median / w.components_s for w in whole if w.components_s > 0]
@@ -323,16 +324,14 @@ class Times:
 
     def whole_ratio(self, samples: int) -> float:
         """The ratio of a whole step's time to the sum over its components, interpolated between the measured
-        microbatches; 1 if it was not measured.
-
-        It is limited to 10 % around 1: a factor cannot correct a profile that is further off.
-        """
+        microbatches; 1 if it was not measured, or if compiled components run one by one. Without the compiler it is
+        limited to 10 % around 1: a factor cannot correct a profile that is further off."""
         if not self._whole_ratio or len(self._whole_ratio) != len(self._whole_at):
             return 1.0
         if samples not in self._ratios:
             x = min(max(math.log(samples), self._whole_at[0]), self._whole_at[-1])
             ratio = float(_line(np.array(self._whole_at), np.array(self._whole_ratio), np.array([x]))[0])
-            self._ratios[samples] = min(1.1, max(1 / 1.1, ratio))
+            self._ratios[samples] = min(self._most_ratio, max(1 / self._most_ratio, ratio))
         return self._ratios[samples]
 
     def update(

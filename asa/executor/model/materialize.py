@@ -45,7 +45,7 @@ from asa.sharding.recompute import recompute
 from asa.sharding.samples import BySample, SampleContext
 from asa.sharding.tensor import plan_split
 from asa.sharding.transfer import Link
-from asa.tracing import TracedModel, trace
+from asa.tracing import CalledModel, TracedModel, trace
 from asa.tracing.component import TracedComponent
 from asa.tracing.preserve import preserved
 
@@ -326,11 +326,18 @@ def materialize(
         if assignment.checkpoint:
             recompute(component, context)
         component.to(device)
-        component.cache_lookups()
+        component.cache_lookups(now=plan.compiled != "none")
     execution.require(device, plan.compiled)
     execution.configure_kernels(device, plan.precision)
-    execution.apply(traced.components, plan.compiled, eager=BySample)
+    whole = (
+        plan.compiled == "whole" and plan.num_ranks == 1
+        and not (isinstance(traced.components[0], CalledModel) or any(a.checkpoint for a in assignments))
+    )  # fmt: skip
+    if not whole:
+        execution.apply(traced.components, plan.compiled, eager=BySample)
     segments = _wrap_segments(plan, traced, crossings, context, strategies, surroundings)
+    for placed in segments if whole else ():
+        placed.segment.compile_as_one(BySample)
     parallel = ParallelModel(
         plan, traced, segments, crossings[-1], context, surroundings.groups, runs, device,
         position=position, links=links, order=order, elsewhere=elsewhere,

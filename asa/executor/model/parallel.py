@@ -18,7 +18,7 @@ from asa.executor.model.modes import Modes
 from asa.executor.model.position import Position
 from asa.executor.model.reduction import Reduction
 from asa.executor.model.template import TracedTemplate
-from asa.instruments.execution import begin_step, laid_out
+from asa.instruments.execution import as_one, begin_step, laid_out
 from asa.interfaces.schedule import Action
 from asa.ir.layout import Layout
 from asa.ir.plan import Plan
@@ -53,6 +53,20 @@ class Segment(nn.Module):
         self.crossings = crossings
         self.context = context
         self.neighbours = Neighbours()
+        self._as_one: Callable[[Tensor], tuple[Tensor, ...]] | None = None
+
+    def compile_as_one(self, eager: type[nn.Module]) -> None:
+        """Compile all components, with no boundaries between them, as one function. Steps in which components have
+        hooks run without it."""
+
+        def straight(x: Tensor) -> tuple[Tensor, ...]:
+            sides: list[Tensor] = []
+            for component in self._traced:
+                x, *more = component(x)
+                sides += more
+            return (x, *sides)
+
+        self._as_one = as_one(straight, self._traced, eager=eager)
 
     def side_names(self) -> list[str]:
         """Names of the side outputs, in the order ``forward`` returns them."""
@@ -64,6 +78,8 @@ class Segment(nn.Module):
         if isinstance(self._traced[0], CalledModel):
             return self._traced[0](*args, **options)
         (x,) = args
+        if self._as_one is not None and not any(c._forward_pre_hooks for c in self._traced):
+            return self._as_one(x)
         return self._chained(x)
 
     def _chained(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -223,6 +223,7 @@ class TrainingExecutor(PlannedExecutor):
             self._exchange(epoch, timer, counter, rate)
         self._position, self._warm = (epoch + 1) * self._order.samples_per_epoch, timer.warm
         loss, accuracy = self._validate()
+        joules, busy = self._use_of_gpus(energy)
         return EpochOutcome(
             step=self._step,
             seconds=time.perf_counter() - began,
@@ -230,7 +231,7 @@ class TrainingExecutor(PlannedExecutor):
             validation_loss=loss,
             validation_accuracy=accuracy,
             learning_rate=rate,
-            measurements=replace(timer.measurements(self._peak_memory()), energy_j=self._energy(energy)),
+            measurements=replace(timer.measurements(self._peak_memory()), energy_j=joules, utilisation=busy),
         )
 
     def _has_steps_left(self, epoch: int, after: int = 0) -> bool:
@@ -348,14 +349,15 @@ class TrainingExecutor(PlannedExecutor):
         peaks = self._votes.gather([float(peak)])
         return tuple(int(peaks[process][0]) for process in self.processes)
 
-    def _energy(self, meter: Meter) -> float | None:
-        """Joules used by the plan's devices since ``meter`` was made; None if one of them does not count energy."""
-        if self.model.device.type != "cuda":
-            return None
-        joules = meter.joules()
-        joules_of_ranks = self._votes.gather([math.nan if joules is None else joules])
-        total = math.fsum(joules_of_ranks[process][0] for process in self.processes)
-        return None if math.isnan(total) else total
+    def _use_of_gpus(self, energy: Meter) -> tuple[float | None, float | None]:
+        """Joules of the plan's GPUs since ``energy`` was made, and their mean utilization in this epoch, 0 to 1; None
+        if one of them does not report it."""
+        if self.model.device.type != "cuda" or self._meter is None:
+            return None, None
+        known = energy.joules(), self._meter.utilisation
+        figures = self._votes.gather([math.nan if v is None else v for v in known])
+        joules, busy = (math.fsum(figures[process][i] for process in self.processes) for i in range(2))
+        return None if math.isnan(joules) else joules, None if math.isnan(busy) else busy / len(self.processes)
 
     def _preempt(self) -> NoReturn:
         path = self._save()
