@@ -88,7 +88,8 @@ def measure(args: Arguments, console: Console, profile: Profile, profile_path: P
         skipped=skipped,
     )
     path = places.staleness_path(profile_path, args.optimizer)
-    codec.save(staleness, path)
+    with places.keeping(console, path):
+        codec.save(staleness, path)
     return staleness, path
 
 
