@@ -9,7 +9,7 @@ from pathlib import Path
 import nouns
 import pytest
 
-from asa.cli import entry, places, verbs
+from asa.cli import entry, places, train, verbs
 from asa.cli.console import Console
 from asa.errors import UsageError
 from asa.ir import codec
@@ -170,6 +170,19 @@ def test_a_run_that_ended_before_its_first_epoch_is_no_result(folder):
     (folder / "log.jsonl").write_text(json.dumps({"event": "epoch"}) + "\n")
     with pytest.raises(UsageError, match="contains a run"):
         places.check_unused(folder)
+
+
+def test_a_run_that_is_resumed_keeps_the_traces_it_had(folder, monkeypatch, capsys):
+    plan("-o", "p.json")
+    (folder / "run" / "trace").mkdir(parents=True)
+    codec.save(codec.load(Plan, folder / "p.json"), folder / "run" / "plan.json")
+    trace = folder / "run" / "trace" / "rank_0.json.gz"
+    trace.write_text(MINE)
+    monkeypatch.setattr(train, "_train", lambda *_: codec.write("new", trace))
+    monkeypatch.setattr(train, "recall", lambda *_: None)
+    asa("train", "--resume", "--out", "run", "--trace", "2")
+    assert (trace.read_text(), trace.with_name("rank_0.json.gz.~1~").read_text()) == ("new", MINE)
+    assert "rank_0.json.gz existed; what it contained is now in" in capsys.readouterr().err
 
 
 def test_a_study_goes_on_in_its_own_folder_alone(folder, capsys):

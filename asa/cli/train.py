@@ -43,7 +43,8 @@ def run(args: Arguments, console: Console) -> None:
         return
     if args.resume:
         recall(args, out, console)
-    with left_to_ranks():
+    traces = sorted((out / "trace").glob("*.json.gz")) if args.trace and console.first_rank else ()
+    with left_to_ranks(), places.keeping(console, *traces):
         _train(args, console, path, plan, out)
 
 
