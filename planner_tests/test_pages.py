@@ -164,6 +164,14 @@ def test_a_run_is_stepped_through_beside_its_plan(tmp_path: Path, monkeypatch, c
     assert "is not a trace" in capsys.readouterr().err
 
 
+def test_a_message_of_which_only_the_start_is_known_is_still_seen():
+    sent = piece("to stage 1", "transfer", "sending on", 1, 0.002, 0.002, None)
+    both = [steps.charts({"traceEvents": [*traced()["traceEvents"], *more]})[0] for more in ((), (sent,))]
+    assert ["only the start was measured" in c.caption for c in both] == [False, True]
+    (bar,) = (p for p in both[1].draw(both[1].rows).axes[0].patches if p.get_width() == 0)
+    assert bar.get_linewidth() > 0
+
+
 def test_the_timeline_of_a_run_marks_changes_of_plan_and_what_was_slow():
     promised = nouns.epoch().measurements.predicted_step_time_s
     assert run_page.timeline(EVENTS).rows == (
@@ -173,7 +181,8 @@ def test_the_timeline_of_a_run_marks_changes_of_plan_and_what_was_slow():
         ("expected", 30, promised, None),
     )  # fmt: skip
     said = run_page.first_sentence(story(EVENTS))
-    assert said == "30 steps; the plan was changed once and won 300 ms; something was found slow once."
+    changed = "the plan was changed once and won 300 ms; something was found slow once."
+    assert said == f"cnn on 2 ranks: 30 steps of 140 ms; {changed}"
 
 
 def test_a_plan_and_a_run_become_all_their_files(tmp_path: Path):

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nouns
@@ -21,6 +22,7 @@ from asa.errors import InvalidInputError, PreemptedError, UnavailableError, Usag
 from asa.executor.model.materialize import _check, materialize
 from asa.executor.model.state import full_optimizer_state, full_state
 from asa.executor.model.votes import Votes
+from asa.executor.observing import observe
 from asa.executor.running import outdir, prepare
 from asa.executor.running.loop import TrainingExecutor
 from asa.executor.running.run import train
@@ -357,3 +359,18 @@ def test_a_plan_for_another_model_says_where_they_part() -> None:
     other = dataclasses.replace(made, components=(made.components[0], renamed, *made.components[2:]))
     with pytest.raises(InvalidInputError, match=r"it has 'stem' where the model has 'features.1.conv'"):
         _check(other, found, offered())
+
+
+def test_memory_is_measured_in_the_first_warm_step_on_a_whole_batch(tmp_path: Path, monkeypatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(observe, "active_peak", lambda worker, step: (step(), ran.append("measured"), 7)[-1])
+    worker = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))
+    observer = observe.Observer(None, tmp_path, 0)  # type: ignore[arg-type]
+    whole = (True, True, False, True, True)  # the third step, in which memory is measured, has the rest of an epoch
+    disturbed = [
+        observer.run(worker, number, lambda: ran.append("step"), full=full)  # type: ignore[arg-type]
+        for number, full in enumerate(whole)
+    ]
+    assert disturbed == [False, False, False, True, False]
+    assert ran == [*4 * ["step"], "measured", "step"]
+    assert observer.peak_bytes == 7

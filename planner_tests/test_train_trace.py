@@ -75,6 +75,8 @@ def test_a_traced_run_shows_every_component_collective_and_update(name: str, tmp
             "pipeline": {f"to stage {1 - rank} transfer"},
         }[name]
         assert expected <= moves
+        sends = [p for p in found if p[0].startswith("to stage")]
+        assert all(p[3] == p[2] for p in sends), "when gloo's sender was done waiting is not when it was sent"
         computing = sorted((p[2], p[3]) for p in found if p[1] == "compute")
         assert all(a[1] <= b[0] + 1 for a, b in pairwise(computing)), "one thing at a time"
         steps = sorted(e["ts"] for e in document["traceEvents"] if e["ph"] == "i")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asa.cli import emulated, ending, places, study_grid
 from asa.cli import options as o
@@ -10,6 +11,9 @@ from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
 from asa.errors import UsageError, WorkersFailedError
 from asa.ir import codec
+
+if TYPE_CHECKING:
+    from asa.cli.bench_setup import DeviceType
 
 STUDY = (
     "models", "strategies", "gpus", "global_batch", "budget", "device", "precision", "input", "tokens", "classes",
@@ -21,8 +25,6 @@ STUDY = (
 
 def run(args: Arguments, console: Console) -> None:
     """Make and store all plans, measure them, show results and figures."""
-    from functools import partial
-
     if args.study:
         from asa.cli import study
 
@@ -36,9 +38,21 @@ def run(args: Arguments, console: Console) -> None:
         return
     folder = Path(args.out) if args.out else places.new_folder(places.COMPARISONS, "bench")
     places.check_writable(folder / "bench.json", "--out")
+    places.check_no_results(folder, "--out")
     for model in args.models:
         o.check_model(args, model)
     import torch  # noqa: F401  first, so that an installation without it says so
+
+    from asa.cli import bench_setup
+
+    device, gpus = bench_setup.device_of(args)
+    bench_setup.check(args, gpus)
+    with places.taken(folder):
+        _compare(args, console, folder, device, gpus)
+
+
+def _compare(args: Arguments, console: Console, folder: Path, device: DeviceType, gpus: int) -> None:
+    from functools import partial
 
     from asa.cli import bench_setup
     from asa.cli import comparison as c
@@ -48,8 +62,6 @@ def run(args: Arguments, console: Console) -> None:
     from asa.report import page
 
     created = c.now()
-    device, gpus = bench_setup.device_of(args)
-    bench_setup.check(args, folder, gpus)
     cluster = bench_setup.cluster_here(args, console, device, gpus)
     contests = [c.prepare(args, console, model, cluster, gpus, folder) for model in args.models]
     if not any(contest.plans for contest in contests):

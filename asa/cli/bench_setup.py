@@ -52,19 +52,17 @@ def device_of(args: Arguments) -> tuple[DeviceType, int]:
     return ("cuda", args.gpus or cuda) if cuda else ("cpu", args.gpus or min(8, usable_cores()))
 
 
-def check(args: Arguments, folder: Path, gpus: int) -> None:
-    """Check names, files and the output folder before minutes of measuring.
+def check(args: Arguments, gpus: int) -> None:
+    """Check names and files before minutes of measuring.
 
     Raises:
         UsageError: no such model or strategy, or data with more classes than requested.
         InvalidInputError: files of the data set that cannot be used.
-        UnavailableError: ``folder`` cannot be written.
     """
     from asa.planner.space import baselines
     from asa.strategies import offered
     from asa.zoo.models import build, default_input, names
 
-    places.check_writable(folder / "bench.json", "--out")
     specs.check_there(args.data)
     baselines.check(args.strategies or STRATEGIES, offered(), gpus)
     for discipline in map(parse, filter(is_discipline, args.strategies or ())):
@@ -131,7 +129,9 @@ def cluster_here(args: Arguments, console: Console, device: DeviceType, gpus: in
         cluster = measure_cluster(
             gpus, backend="nccl" if device == "cuda" else "gloo", time_limit_s=MEASURE_LIMIT_S, progress=report
         )
-    codec.save(cluster, places.cluster_path(cluster))
+    path = places.cluster_path(cluster)
+    with places.keeping(console, path):
+        codec.save(cluster, path)
     return cluster
 
 

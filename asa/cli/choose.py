@@ -184,7 +184,8 @@ def measured(
             progress=report,
         )
     path = output or places.path_for(profile_path(new, places.PROFILES), new)
-    codec.save(new, path)
+    with places.keeping(console, path):
+        codec.save(new, path)
     return new, f"profile {path}, measured now"
 
 

@@ -68,7 +68,8 @@ def run_measure(args: Arguments, console: Console) -> None:
             progress=progress,
         )
     path = Path(args.output) if args.output else places.cluster_path(cluster)
-    codec.save(cluster, path)
+    with places.keeping(console, path):
+        codec.save(cluster, path)
     console.result(codec.document(cluster), lambda: report.render(cluster))
     spent_s = time.monotonic() - began
     if spent_s > _NOTABLY_LONGER * args.time_limit:

@@ -29,8 +29,9 @@ def run(args: Arguments, console: Console) -> None:
     from asa.report.plan import headline, measured
     from asa.strategies import offered
 
-    places.check_report(args.report)
-    if args.plan is not None and Path(args.plan).is_dir():
+    is_run = args.plan is not None and Path(args.plan).is_dir()
+    places.check_report(args.report, Path(args.plan) if is_run else None)
+    if is_run:
         _show_run(args, console)
         return
     path, plan = places.newest_plan(args.plan)
@@ -46,7 +47,9 @@ def run(args: Arguments, console: Console) -> None:
             from asa.report import plan_page
 
             causes = explain(plan, profile, cluster, offered(), memory_bytes=args.memory)
-            console.say(f"asa: wrote {plan_page.write(plan, Path(args.report), causes, other)}")
+            with places.keeping_page(console, args.report):
+                page = plan_page.write(plan, Path(args.report), causes, other)
+            console.say(f"asa: wrote {page}")
     else:
         causes = explain(plan, profile, cluster, offered(), memory_bytes=args.memory)
         data |= {"kind": "explanation", **codec.to_data(causes)}
@@ -54,7 +57,9 @@ def run(args: Arguments, console: Console) -> None:
         if args.report:
             from asa.report import plan_page
 
-            console.say(f"asa: wrote {plan_page.write(plan, Path(args.report), causes)}")
+            with places.keeping_page(console, args.report):
+                page = plan_page.write(plan, Path(args.report), causes)
+            console.say(f"asa: wrote {page}")
 
 
 def _show_run(args: Arguments, console: Console) -> None:
@@ -81,7 +86,9 @@ def _show_run(args: Arguments, console: Console) -> None:
         begun = codec.load(Plan, run / "plan.json") if (run / "plan.json").is_file() else None
         traced = run / "trace" / "plan_and_run.json.gz"
         beside = trace.load(traced) if traced.is_file() else None
-        page = run_page.write(history, events(run / LOG), Path(args.report), begun, run.resolve().name, beside)
+        name = run.resolve().name
+        with places.keeping_page(console, args.report):
+            page = run_page.write(history, events(run / LOG), Path(args.report), begun, name, beside)
         console.say(f"asa: wrote {page}")
 
 

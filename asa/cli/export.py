@@ -29,7 +29,8 @@ def _weights(args: Arguments, console: Console) -> dict[str, Any]:
 
     from asa.executor.running.export import export_weights
 
-    exported = export_weights(folder, output, step=args.step)
+    with places.keeping(console, output):
+        exported = export_weights(folder, output, step=args.step)
     for note in exported.notes:
         console.say(f"asa: {note}")
     console.say(f"asa: wrote {output}: {exported.model_spec} after step {exported.step}, {exported.tensors} tensors")
@@ -71,7 +72,8 @@ def _snippet(args: Arguments, console: Console) -> dict[str, Any]:
     text = tool.write(choice.on_used_ranks(plan), choice)
     if args.output:
         places.check_writable(Path(args.output), "-o")
-        codec.write(text, Path(args.output))
+        with places.keeping(console, Path(args.output)):
+            codec.write(text, Path(args.output))
         console.say(f"asa: wrote {args.output}")
     elif not console.as_json:
         console.text(text)

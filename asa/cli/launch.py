@@ -107,7 +107,8 @@ def _cluster(plan: Plan, args: Arguments, console: Console) -> Cluster | None:
 def _deliver(text: str, output: str | None, data: dict[str, object], console: Console, how: str) -> None:
     if output:
         places.check_writable(Path(output), "-o")
-        codec.write(text, Path(output))
+        with places.keeping(console, Path(output)):
+            codec.write(text, Path(output))
         console.say(f"asa: wrote {output}; start it with `{how.format(shlex.quote(output))}`")
     elif not console.as_json:
         console.text(text)

@@ -6,11 +6,17 @@ Profiles and measured clusters: ``profiles/`` of the working directory, then tho
 
 from __future__ import annotations
 
+import fcntl
+import filecmp
 import importlib.util
+import itertools
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
@@ -149,8 +155,94 @@ def origin(cls: type[T], fingerprint: str) -> list[T]:
 
 
 def new_folder(parent: Path, name: str) -> Path:
-    """Path for the folder of a new run (not created): the name and the time."""
-    return parent / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    """Path for the folder of a new run (not created): the name and the time, with a number if that is taken."""
+    path = parent / f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    numbered = (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
+    return path if not path.exists() else next(p for p in numbered if not p.exists())
+
+
+@contextmanager
+def keeping(console: Console, *paths: Path) -> Iterator[None]:
+    """Context that writes files to ``paths``. A file that was there with other contents is kept beside the new one, as
+    ``FILE.~1~``, and a line says so."""
+    earlier = {}
+    for path in paths:
+        target = Path(os.path.realpath(path))
+        if target.is_file():
+            kept = next(p for n in itertools.count(1) if not (p := target.with_name(f"{target.name}.~{n}~")).exists())
+            try:
+                os.link(target, kept)  # files are replaced, never written into
+            except OSError:
+                shutil.copy2(target, kept)
+            earlier[path] = kept
+    try:
+        yield
+    finally:
+        for path, kept in earlier.items():
+            if path.is_file() and filecmp.cmp(path, kept, shallow=False):
+                kept.unlink()
+            else:
+                console.say(f"asa: {path} existed; what it contained is now in {path.with_name(kept.name)}")
+
+
+def keeping_page(console: Console, folder: str) -> AbstractContextManager[None]:
+    """Context that writes a page of ``--report`` to ``folder``: an earlier page and its plan are kept
+    (:func:`keeping`). Pages contain their figures."""
+    return keeping(console, Path(folder) / "report.html", Path(folder) / "plan.json")
+
+
+def save_plan(plan: Plan, path: Path, console: Console) -> None:
+    """Write ``plan`` to ``path``. Another plan that was there is kept (:func:`keeping`); the same one, found anew, is
+    not."""
+    with suppress(InvalidInputError):
+        earlier = codec.load(Plan, path)
+        if replace(earlier, certificate=plan.certificate) == plan:
+            codec.save(plan, path)
+            return
+    with keeping(console, path):
+        codec.save(plan, path)
+
+
+RESULTS = {"bench.json": "a comparison", "study.json": "a study", "log.jsonl": "a run"}
+"""Files by which the folder of earlier results is known."""
+
+
+def check_no_results(folder: Path, flag: str) -> None:
+    """Check that ``folder`` contains no earlier results, whose files would be mixed with the new ones.
+
+    Raises:
+        UsageError: it does; ``flag`` is the option that sets another folder.
+    """
+    for name, what in RESULTS.items():
+        if (folder / name).exists():
+            raise UsageError(f"{folder} contains {what} ({name}); choose another {flag}, or move it away")
+
+
+@contextmanager
+def taken(folder: Path) -> Iterator[None]:
+    """Context in which no other process takes ``folder`` for its results. It is created if necessary, and removed if it
+    stays empty.
+
+    Raises:
+        UsageError: another process is writing its results there.
+    """
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UsageError(f"another process is writing its results to {folder}; choose another --out") from None
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        os.close(handle)
+        if is_new:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
 
 
 def check_writable(path: Path, flag: str) -> None:
@@ -180,15 +272,18 @@ def check_writable(path: Path, flag: str) -> None:
     raise UnavailableError(f"cannot write {path}: {reason}; choose another {flag}")
 
 
-def check_report(folder: str | None) -> None:
+def check_report(folder: str | None, run: Path | None = None) -> None:
     """Check that ``--report`` can write its page and figures to ``folder`` (None: there is no such option), before
-    minutes of work go into what it shows.
+    minutes of work go into what it shows. ``run``: the folder of the run that it shows, which may have the page.
 
     Raises:
         UnavailableError: it cannot, or the package that draws is missing.
+        UsageError: the folder contains results, whose plan or page would be replaced.
     """
     if folder is None:
         return
+    if run is None or not Path(folder).exists() or not os.path.samefile(folder, run):
+        check_no_results(Path(folder), "--report")
     if importlib.util.find_spec("matplotlib") is None:
         raise UnavailableError(lacking("matplotlib", "--report"))
     check_writable(Path(folder) / "report.html", "--report")
@@ -198,11 +293,14 @@ def check_unused(folder: Path) -> None:
     """Check that a new run can go into ``folder``.
 
     Raises:
-        UsageError: it has checkpoints of a run.
+        UsageError: it contains results. A run that ended before its first epoch is none: it is begun again.
     """
     steps = sorted(p.name for p in (folder / "checkpoints").glob("step_*"))
     if steps:
         raise UsageError(f"{folder} contains a run, up to {steps[-1]}; --resume continues it, or choose another --out")
+    log = folder / "log.jsonl"
+    if not log.is_file() or '"event": "epoch"' in log.read_text(errors="replace"):
+        check_no_results(folder, "--out")
 
 
 def newest_plan(text: str | None) -> tuple[Path, Plan]:

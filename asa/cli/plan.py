@@ -63,8 +63,9 @@ def run(args: Arguments, console: Console) -> None:
     device = profile.device
     if cluster is None:
         cluster = choose.default_cluster(console, device, args.gpus)
-        if cluster.device.name != device.name and cluster.num_devices > 1:
-            measure = f"`asa cluster measure --gpus {args.gpus or cluster.num_devices}`"
+        count = args.gpus or cluster.num_devices
+        if cluster.device.name != device.name and count > 1:
+            measure = f"`asa cluster measure --gpus {count}`"
             console.say(f"asa: links as of {cluster.name}, of {cluster.device.name}; {measure} measures those here")
     gpus = args.gpus or cluster.num_devices
     if profile.compiled == "whole" and gpus > 1:
@@ -96,7 +97,7 @@ def run(args: Arguments, console: Console) -> None:
     else:
         plans = plan(profile, cluster, offered(), request)
     path = path or places.plan_path(plans[0])
-    codec.save(plans[0], path)
+    places.save_plan(plans[0], path, console)
     try:
         places.keep_origins(profile, cluster)
     except OSError as error:  # the plan itself may be written elsewhere, with -o
@@ -127,7 +128,8 @@ def run(args: Arguments, console: Console) -> None:
 
         explanation = explain(plans[0], profile, cluster, offered(), memory_bytes=args.memory)
         figures = staleness_figures.charts(compared, known)
-        page = plan_page.write(plans[0], Path(args.report), explanation, curves=curve, more=figures)
+        with places.keeping_page(console, args.report):
+            page = plan_page.write(plans[0], Path(args.report), explanation, curves=curve, more=figures)
         console.say(f"asa: wrote {page}")
     if not codec.is_special(path):  # what went to a device cannot be read again
         console.say(f"asa: next: {' | '.join(_next(cluster, plans[0], args))}")

@@ -10,7 +10,6 @@ from asa.cli import options as o
 from asa.cli.console import Console
 from asa.cli.verb import Arguments
 from asa.errors import UsageError
-from asa.ir import codec
 from asa.ir.optimizers import planned_as
 from asa.ir.plan import Plan
 from asa.zoo import specs
@@ -112,7 +111,7 @@ def planned(args: Arguments, console: Console) -> tuple[Path, Plan]:
     )
     chosen = plan(profile, cluster, offered(), request)[0]
     path = places.plan_path(chosen)
-    codec.save(chosen, path)
+    places.save_plan(chosen, path, console)
     places.keep_origins(profile, cluster)
     console.say(f"asa: {chosen.summary()}; wrote {path}")
     for note in chosen.notes if chosen.consistency is not None else ():

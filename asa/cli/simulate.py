@@ -40,7 +40,8 @@ def run(args: Arguments, console: Console) -> None:
         **codec.to_data(timeline),
     }
     if args.trace:
-        save_trace(timeline, Path(args.trace))
+        with places.keeping(console, Path(args.trace)):
+            save_trace(timeline, Path(args.trace))
     console.result(data, lambda: report.render(timeline))
     if args.trace:
         console.say(f"asa: wrote {args.trace}; open it in Perfetto or chrome://tracing")

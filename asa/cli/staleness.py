@@ -93,7 +93,8 @@ def measure(args: Arguments, console: Console, profile: Profile, profile_path: P
         skipped=skipped,
     )
     path = places.staleness_path(profile_path, args.optimizer, args.workers)
-    codec.save(staleness, path)
+    with places.keeping(console, path):
+        codec.save(staleness, path)
     return staleness, path
 
 

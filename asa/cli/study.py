@@ -50,6 +50,12 @@ def run(args: Arguments, console: Console) -> None:
     places.check_writable(folder / FILE, "--out")
     _check(args, study)
     stored = _stored_study(folder)
+    if stored is None:
+        places.check_no_results(folder, "--out")
+    elif stored.name != study.name:
+        raise UsageError(
+            f"{folder} contains the study {stored.name!r}; choose another --out for {study.name!r}, or move it away"
+        )
     rows = {row.cell: row for row in stored.rows} if stored else {}
     work = [(block, _open_strategies(block, args, rows, name)) for block in study.blocks]
     if args.dry_run:

@@ -43,7 +43,8 @@ def run(args: Arguments, console: Console) -> None:
         return
     if args.resume:
         recall(args, out, console)
-    with left_to_ranks():
+    traces = sorted((out / "trace").glob("*.json.gz")) if args.trace and console.first_rank else ()
+    with left_to_ranks(), places.keeping(console, *traces):
         _train(args, console, path, plan, out)
 
 
@@ -204,6 +205,8 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
             places.check_writable(Path(args.out) / "plan.json", "--out")  # before minutes of profiling
             if "RANK" not in os.environ:  # a launcher's ranks may be a restart of that run
                 places.check_unused(Path(args.out))
+                if (Path(args.out) / "log.jsonl").is_file():
+                    console.say(f"asa: {args.out} has a run that ended before its first epoch; its log is continued")
         path, plan = planned_here.planned(args, console) if has_model else places.newest_plan(args.plan)
         out = Path(args.out) if args.out else places.new_folder(places.TRAINING, places.slug(plan.model_spec))
         places.check_writable(out / "plan.json", "--out")

@@ -98,7 +98,7 @@ def assignments(plan: Plan, shares: Sequence[float] = ()) -> RenderableType:
     staged = len(plan.stages) > 1
     result = table("", ("components", "runs as", *["stage"] * staged), left=2)
     if shares:
-        result.add_column("of the step", justify="left", no_wrap=True)
+        result.add_column("of the step", justify="left", no_wrap=True, overflow="crop")
     at = 0
     for first, names in groups(plan.components):
         part = sum(shares[at : at + len(names)])

@@ -94,7 +94,7 @@ def _longest(profile: Profile) -> RenderableType:
     cost = {name: t.forward.median + t.backward.median for name, t in timings.items()}
     total = sum(cost.values()) or 1.0
     result = table("", ("longest components", "forward", "backward", "saved", "splits to"))
-    result.add_column("share", justify="left", no_wrap=True)
+    result.add_column("share", justify="left", no_wrap=True, overflow="crop")
     result.title = None
     split = {c.name: c.split.max_degree if c.split else None for c in profile.graph.components}
     for name in sorted(cost, key=lambda n: -cost[n])[:_ROWS]:

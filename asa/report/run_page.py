@@ -61,11 +61,15 @@ def html(story: Story, drawings: list[tuple[Chart, str]], name: str, traced: Seq
 
 
 def first_sentence(story: Story) -> str:
-    """Number of steps and of changes of plan, and the gain of these."""
+    """The model, number and mean time of steps, and number of changes of plan with their gain."""
     steps = max((s.last_step for s in story.stretches), default=0)
+    subject = next((h.line.partition(";")[0] + ": " for h in story.happenings if h.kind == "start"), "")
+    counts = [1 + s.last_step - s.first_step for s in story.stretches]
+    spent_s = sum(n * s.step_s for n, s in zip(counts, story.stretches, strict=True))
+    each = f" of {seconds(spent_s / sum(counts))}" if spent_s else ""
     slow = sum(h.kind == "finding" for h in story.happenings)
     changes = f"changed {_times(len(story.changes))}" if story.changes else "never changed"
-    sentence = f"{steps} step{'s' * (steps != 1)}; the plan was {changes}"
+    sentence = f"{subject}{steps} step{'s' * (steps != 1)}{each}; the plan was {changes}"
     won = [c.won_s for c in story.changes if c.won_s is not None]
     gains = [c.measured_gain for c in story.changes if c.measured_gain is not None]
     sentence += f", which measured {', '.join(percent(g, signed=True) for g in gains)} of a step" if gains else ""

@@ -32,13 +32,16 @@ def charts(trace: Mapping[str, Any]) -> tuple[Chart, ...]:
     """One figure for each of the first traced steps; ``trace`` is that of :func:`asa.report.trace.together`."""
     rows = pieces(trace)
     steps = sorted({int(row[0] or 0) for row in rows})
+    caption = "For every rank: what the plan promised, and below it what the run did. All steps have one scale."
+    if any(row[2] == "measured" and row[4] == "transfer" and row[5] == row[6] for row in rows):
+        caption += " Of messages between stages on CPUs only the start was measured."
     numbers = steps[: max(1, min(MOST, _MOST_PIECES * len(steps) // max(1, len(rows))))]
     end = max((float(row[6] or 0) for row in rows if row[0] in numbers), default=0.0)
     return tuple(
         Chart(
             name=f"step_{number}",
             title=f"Traced step {number}",
-            caption="For every rank: what the plan promised, and below it what the run did. All steps have one scale.",
+            caption=caption,
             columns=("step", "rank", "side", "stream", "kind", "start_ms", "end_ms", "name"),
             rows=tuple(row for row in rows if row[0] == number),
             draw=lambda rows: draw(rows, end),
@@ -87,7 +90,8 @@ def draw(rows: Sequence[Row], end_ms: float) -> Figure:
         if found:
             ys, starts, ends = zip(*found, strict=True)
             widths = [b - a for a, b in zip(starts, ends, strict=True)]
-            axes.barh(ys, widths, left=starts, height=0.72, color=shade, label=kind, linewidth=0)
+            edge = 0.8 * (kind == "transfer")  # of some only the start is known
+            axes.barh(ys, widths, left=starts, height=0.72, color=shade, label=kind, linewidth=edge, edgecolor=shade)
     names = [f"rank {r} {side}" + ("" if stream == "compute" else f", {stream}") for r, side, stream in lines]
     axes.set_yticks(range(len(lines)), names)
     axes.set_ylim(len(lines) - 0.4, -0.6)

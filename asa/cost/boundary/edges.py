@@ -169,11 +169,12 @@ class Edges:
         return prices, counts
 
     def _entry(self, layout: Layout) -> list[float]:
-        """The seven columns for the model's input. Every rank reads its own samples of all microbatches: there is no
-        communication and no gradient. The raw data is held while the input is prepared."""
+        """The seven columns for the model's input. Every rank reads its own samples of all microbatches, without
+        communication. The raw data is held while the input is prepared, when gradients outside buckets are not held."""
         later = (self.num_microbatches - 1) * self.keeping.shards.largest(layout) * self.graph.input_bytes_per_sample
         size = self.keeping.input(layout) + later
-        ready = size * made_ready(self.graph.input_shape) * margin()
+        gradients = self.graph.components[0].parameter_bytes / layout.tensor if layout.data == 1 else 0.0
+        ready = max(0.0, size * made_ready(self.graph.input_shape) * margin() - gradients)
         return [0.0, 0.0, self.wrapper(layout), size * margin(), 0.0, ready, 0.0]
 
     def wrapper(self, layout: Layout) -> float:

@@ -83,7 +83,8 @@ def made_ready(input_shape: Sequence[int]) -> float:
     are the labels.
 
     Images are stored as bytes. During augmentation they are held twice, with the source position of each pixel (8
-    bytes) and whether it lies inside (2 bytes): with three channels 16 bytes per pixel, for an input of 12 bytes.
+    bytes) and whether it lies inside (2 bytes): with three channels 16 bytes per pixel, for an input of 12 bytes. Data
+    of fewer pixels, which are resized, take less.
     """
     channels = input_shape[0]
     return max((2 * channels + 10) / (4 * channels) - 1, 0.25) if len(input_shape) == 3 else 1.0
@@ -95,10 +96,8 @@ def margin() -> float:
 
 
 def usable(device: Device, memory_bytes: int | None, ranks: int) -> float:
-    """Bytes of *active* memory that a plan may use on a rank, out of ``memory_bytes`` (None: all of the device's).
-
-    On CUDA the context, NCCL's buffers, and what the caching allocator reserves beyond the active peak are excluded.
-    """
+    """Bytes of *active* memory that a plan may use on a rank, out of ``memory_bytes`` (None: all of the device's). On
+    CUDA the context, NCCL's buffers, and what the caching allocator reserves beyond the active peak are excluded."""
     total = float(device.memory_bytes if memory_bytes is None else memory_bytes)
     if device.type == "cpu":
         return total

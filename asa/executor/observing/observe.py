@@ -14,7 +14,8 @@ from asa.executor.training.epoch_timer import WARM_UP_STEPS
 from asa.executor.training.worker import Worker
 
 _MEMORY_STEP = WARM_UP_STEPS - 1
-"""The last step before measurements begin. By then optimizer state and DDP's own buckets exist."""
+"""The last step before measurements begin. By then optimizer state and DDP's own buckets exist. Memory is measured in
+this step, or in the next one with a whole batch."""
 
 
 def trace_path(folder: Path, rank: int) -> Path:
@@ -38,9 +39,10 @@ class Observer:
         """Measure memory anew, because another plan takes effect."""
         self.peak_bytes = None
 
-    def run(self, worker: Worker, number: int, step: Callable[[], object]) -> bool:
-        """Run ``step``, number ``number`` under the plan. Returns whether observation has slowed it down."""
-        if number == _MEMORY_STEP and worker.model.device.type == "cpu":
+    def run(self, worker: Worker, number: int, step: Callable[[], object], *, full: bool) -> bool:
+        """Run ``step``, number ``number`` under the plan. ``full``: on a whole batch, and not on the rest of an epoch.
+        Returns whether observation has slowed it down."""
+        if full and number >= _MEMORY_STEP and self.peak_bytes is None and worker.model.device.type == "cpu":
             self.peak_bytes = active_peak(worker, step)
             return True
         if not self._remaining or number < WARM_UP_STEPS:

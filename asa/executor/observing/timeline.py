@@ -195,15 +195,17 @@ class Recorder(ComponentTimer):
             name = _operation(e.name())
             if name is None:
                 continue
-            start = (e.start_ns() - begin) / 1e9
+            start, length = (e.start_ns() - begin) / 1e9, e.duration_ns() / 1e9
             stream, kind = ("communication", "gradient")
             if name == "send":
+                if e.name().startswith("gloo:"):
+                    length = 0.0  # gloo's event lasts until the sender waits, which may be long after the arrival
                 stream, kind = next(directions, "sending on"), "transfer"
                 name = f"to stage {self._model.position.stage + (1 if stream == 'sending on' else -1)}"
             elif name == "recv":
                 continue
             spans.append(
-                Span(name=name, kind=kind, stream=stream, start_s=start, end_s=start + e.duration_ns() / 1e9)  # type: ignore[arg-type]
+                Span(name=name, kind=kind, stream=stream, start_s=start, end_s=start + length)  # type: ignore[arg-type]
             )
         return spans
 

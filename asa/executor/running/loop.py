@@ -204,12 +204,13 @@ class TrainingExecutor(PlannedExecutor):
             if self._has_steps_left(epoch, len(indices)):
                 worker.expect(partial(self._order.at, self._position + len(indices)))
             step = partial(worker.train, self._train, indices, epoch=epoch, step=self._step, counter=counter)
-            disturbed = self._observer.run(worker, timer.warm, step)
+            full = len(indices) == self.plan.global_batch
+            disturbed = self._observer.run(worker, timer.warm, step, full=full)
             self._step += 1
             self._position += len(indices)
             if self._snapshot_file is not None and self._snapshot_file.due(self._step) and self._has_steps_left(epoch):
                 self._write_snapshot(self._snapshot_file)
-            if timer.stepped(full=len(indices) == self.plan.global_batch, disturbed=disturbed):
+            if timer.stepped(full=full, disturbed=disturbed):
                 measured = self._exchange(epoch, timer, counter, rate).measured
                 if look is not None and measured is not None and self._has_steps_left(epoch):
                     look(measured, self._step)

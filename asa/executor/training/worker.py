@@ -116,6 +116,10 @@ class Worker:
                 return True
             indices = self.conduct.own_samples(images, indices, step)
         faults.reached("data")
+        if not self._parameters:  # a walk over all modules takes as long as a small kernel; the result stays the same
+            self._parameters = model.parameters()
+        for p in self._parameters:
+            p.grad = None  # before samples are prepared, which takes memory
         inputs, labels = self._fetch(images, indices, epoch)
         self.clock.mark()
 
@@ -127,10 +131,6 @@ class Worker:
                 counter.add(loss, output, targets, self.score)
             return self.scale.scaled(loss)
 
-        if not self._parameters:  # a walk over all modules takes as long as a small kernel; the result stays the same
-            self._parameters = model.parameters()
-        for p in self._parameters:
-            p.grad = None
         (played if self.conduct is None else self.conduct.played)(
             model,
             indices,
