@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from asa.errors import AsaError
 from asa.planner import clock
@@ -131,18 +132,18 @@ def _search(
     plan = start if start_s < incumbent_s else None
     incumbent_s = min(incumbent_s, start_s)
     best = joint.Incumbent(None, incumbent_s * MS, started)
+    run = _Search(prices, allowed, baselines, best, stages, ends, budget)
     if not piping:
-        plan = _first_of_one_stage(prices, allowed, baselines, stages, best, budget) or plan
+        plan = run.first_of_one_stage() or plan
         joint.best_first(stages, best, ends, patience=started + budget.patience_s, gap=budget.enough)
         bound_ms, limit_ms, curve = best.bound, best.limit, best.curve
     else:
-        staged = pipelines(prices, allowed)
-        first, piped = _Search(prices, staged, allowed, baselines, best, stages, ends, budget).search()
+        first, piped = run.search()
         plan = first or plan
         curve = list(piped.curve)
         bound_ms, limit_ms = piped.bound, min(best.limit, piped.value, *(x.value for x in stages))
         if piped.skeleton is not None and piped.value <= limit_ms:
-            plan = staged.candidate(piped.skeleton, piped.choices)
+            plan = run.staged.candidate(piped.skeleton, piped.choices)
     single = min(stages, key=lambda x: x.value, default=None)  # None where the first devices have no memory
     if single is None or single.value > limit_ms * (1 + ROUNDING) or single.value >= incumbent_s * MS:
         return Outcome(
@@ -171,13 +172,17 @@ class _Search:
     ``baselines`` as for :func:`search`."""
 
     prices: Prices
-    staged: StagedSpace
     allowed: Allowed
     baselines: Sequence[Candidate]
     best: joint.Incumbent
     single_stages: Sequence[Single]
     ends: float
     budget: Budget
+
+    @cached_property
+    def staged(self) -> StagedSpace:
+        """The space of pipelines."""
+        return pipelines(self.prices, self.allowed)
 
     def search(self) -> tuple[Candidate | None, Pipelined]:
         """A first plan that is faster than what was known, if one is kept, and the result of the search of pipelines.
@@ -202,9 +207,7 @@ class _Search:
 
         forked = Forked(work_in_fork, fork=fork)
         try:
-            narrow = _first_of_one_stage(
-                self.prices, self.allowed, self.baselines, self.single_stages, best, self.budget
-            )
+            narrow = self.first_of_one_stage()
             self._search_singles()
             best.note_other(exchange.exchange(best.limit, forked) if forked_counts else forked.result()[1])
             pipelined = self._search_pipelines(self.single_stages, own_counts)
@@ -214,6 +217,17 @@ class _Search:
             return first, pipelined if forked_pipelined is None else joint.joined(pipelined, forked_pipelined)
         finally:
             forked.stop()
+
+    def first_of_one_stage(self) -> Candidate | None:
+        """A plan on fewer devices that is faster than the best one so far, or None. The likely ones among the single
+        stages, which keep their own plans, take a first plan, too."""
+        best, until = self.best, clock.counted() + self.budget.narrower_s
+        narrow = on_fewer(self.prices, self.allowed, best.limit / MS / (1 + _SLACK), until)
+        if narrow is not None:
+            best.note_other(self.prices.of(narrow).cost.total_s * MS * (1 + _SLACK))
+        uniform = narrow or next((x for x in self.baselines if len(x.widths) == 1), None)
+        best.note_other(first_plan(self.single_stages, uniform, best.limit))
+        return narrow
 
     def _sketch(self) -> tuple[Candidate | None, float]:
         """A first plan of several stages and its step time in ms; None and infinity where none was found."""
@@ -257,21 +271,6 @@ class _Search:
         lowest_bound = min((b for _, _, b in pipelined.curve), default=0.0)
         curve_so_far = [(t, v, min(b, lowest_bound)) for t, v, b in best.curve]
         return replace(pipelined, curve=(*curve_so_far, *pipelined.curve))
-
-
-def _first_of_one_stage(
-    prices: Prices, allowed: Allowed, baselines: Sequence[Candidate], stages: Sequence[Single], best: joint.Incumbent,
-    budget: Budget,
-) -> Candidate | None:  # fmt: skip
-    """A plan on fewer devices that is faster than the best one so far, or None. Among ``stages``, which keep their own
-    plans, the likely ones take a first plan, too."""
-    until = clock.counted() + budget.narrower_s
-    narrow = on_fewer(prices, allowed, best.limit / MS / (1 + _SLACK), until)
-    if narrow is not None:
-        best.note_other(prices.of(narrow).cost.total_s * MS * (1 + _SLACK))
-    uniform = narrow or next((x for x in baselines if len(x.widths) == 1), None)
-    best.note_other(first_plan(stages, uniform, best.limit))
-    return narrow
 
 
 def _solve_again(
