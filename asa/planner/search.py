@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from asa.errors import AsaError
 from asa.planner import clock
@@ -32,6 +33,7 @@ from asa.planner.space.request import SolverName
 from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, anything
 from asa.planner.stage import exhaustive, ilp
 from asa.planner.stage.formulate import Formulation
+from asa.planner.stage.lattice import INF
 from asa.planner.stage.lookup import StageLookup
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
 from asa.planner.stage.shares import free_bound
@@ -40,6 +42,9 @@ from asa.planner.stage.singles import Single, first_plan, likely_tight, singles
 _LOG = logging.getLogger("asa")
 _SLACK = 1e-7
 """Share added to the time of a uniform plan on fewer devices, so that the search can find the same plan itself."""
+_HOPELESS = 1.02
+"""A first plan of several stages that takes this multiple of the best plan is not improved: none of 21 such became
+faster than that plan (decision 0141)."""
 _NEAR = 0.5
 """Share of the best plan: a bound from compute below it is not raised where closer bounds follow anyway."""
 
@@ -126,23 +131,19 @@ def _search(
     start_s = float("inf") if start is None else prices.of(start).cost.total_s
     plan = start if start_s < incumbent_s else None
     incumbent_s = min(incumbent_s, start_s)
-    narrow = on_fewer(prices, allowed, incumbent_s / (1 + _SLACK), clock.counted() + budget.narrower_s)
-    if narrow is not None:
-        plan, incumbent_s = narrow, prices.of(narrow).cost.total_s * (1 + _SLACK)
     best = joint.Incumbent(None, incumbent_s * MS, started)
-    uniform = narrow or next((x for x in baselines if len(x.widths) == 1), None)
-    best.note_other(first_plan(stages, uniform, best.limit))
+    run = _Search(prices, allowed, baselines, best, stages, ends, budget)
     if not piping:
+        plan = run.first_of_one_stage() or plan
         joint.best_first(stages, best, ends, patience=started + budget.patience_s, gap=budget.enough)
         bound_ms, limit_ms, curve = best.bound, best.limit, best.curve
     else:
-        staged = pipelines(prices, allowed)
-        sketched, piped = _Search(prices, staged, allowed, baselines, best, stages, ends, budget).search()
-        plan = sketched or plan
+        first, piped = run.search()
+        plan = first or plan
         curve = list(piped.curve)
         bound_ms, limit_ms = piped.bound, min(best.limit, piped.value, *(x.value for x in stages))
         if piped.skeleton is not None and piped.value <= limit_ms:
-            plan = staged.candidate(piped.skeleton, piped.choices)
+            plan = run.staged.candidate(piped.skeleton, piped.choices)
     single = min(stages, key=lambda x: x.value, default=None)  # None where the first devices have no memory
     if single is None or single.value > limit_ms * (1 + ROUNDING) or single.value >= incumbent_s * MS:
         return Outcome(
@@ -171,7 +172,6 @@ class _Search:
     ``baselines`` as for :func:`search`."""
 
     prices: Prices
-    staged: StagedSpace
     allowed: Allowed
     baselines: Sequence[Candidate]
     best: joint.Incumbent
@@ -179,11 +179,17 @@ class _Search:
     ends: float
     budget: Budget
 
-    def search(self) -> tuple[Candidate | None, Pipelined]:
-        """A first plan of several stages, if one is kept, and the result of the search of pipelines.
+    @cached_property
+    def staged(self) -> StagedSpace:
+        """The space of pipelines."""
+        return pipelines(self.prices, self.allowed)
 
-        On two cores a forked process makes the first plan, and then searches every other number of microbatches. The
-        two exchange their best times once, before that: later exchanges would make the answer depend on the clock.
+    def search(self) -> tuple[Candidate | None, Pipelined]:
+        """A first plan that is faster than what was known, if one is kept, and the result of the search of pipelines.
+
+        On two cores a forked process makes the first plan of several stages while single stages are searched here, and
+        then searches every other number of microbatches. The two exchange their best times once, before that: later
+        exchanges would make the answer depend on the clock.
         """
         fork, best, counts = can_fork(), self.best, self.staged.microbatches()
         share_work = fork and joint.searched(self.staged)
@@ -193,32 +199,50 @@ class _Search:
         def work_in_fork() -> tuple[Candidate | None, float, Pipelined | None]:
             plan, value = self._sketch()
             if not forked_counts:
-                return plan, value, None
+                return *self._improved(plan, value), None
+            best.note_other(exchange.exchange(min(value, best.limit)))
+            plan, value = self._improved(plan, value)
             best.note_other(value)
-            best.note_other(exchange.exchange(best.limit))
             return plan, value, self._search_pipelines((), forked_counts)
 
         forked = Forked(work_in_fork, fork=fork)
         try:
+            narrow = self.first_of_one_stage()
             self._search_singles()
             best.note_other(exchange.exchange(best.limit, forked) if forked_counts else forked.result()[1])
             pipelined = self._search_pipelines(self.single_stages, own_counts)
             plan, value, forked_pipelined = forked.result()
             best.note_other(value)
-            return plan, pipelined if forked_pipelined is None else joint.joined(pipelined, forked_pipelined)
+            first = min((x for x in (narrow, plan) if x), key=lambda x: self.prices.of(x).cost.total_s, default=None)
+            return first, pipelined if forked_pipelined is None else joint.joined(pipelined, forked_pipelined)
         finally:
             forked.stop()
 
+    def first_of_one_stage(self) -> Candidate | None:
+        """A plan on fewer devices that is faster than the best one so far, or None. The likely ones among the single
+        stages, which keep their own plans, take a first plan, too."""
+        best, until = self.best, clock.counted() + self.budget.narrower_s
+        narrow = on_fewer(self.prices, self.allowed, best.limit / MS / (1 + _SLACK), until)
+        if narrow is not None:
+            best.note_other(self.prices.of(narrow).cost.total_s * MS * (1 + _SLACK))
+        uniform = narrow or next((x for x in self.baselines if len(x.widths) == 1), None)
+        best.note_other(first_plan(self.single_stages, uniform, best.limit))
+        return narrow
+
     def _sketch(self) -> tuple[Candidate | None, float]:
-        """A first plan of several stages and its step time in ms; None and infinity where it beats nothing."""
+        """A first plan of several stages and its step time in ms; None and infinity where none was found."""
         share = self.budget.outlines if joint.searched(self.staged) else self.budget.outlines / 3
         until = clock.counted() + max(self.budget.outlines_s, share * (self.ends - self.best.started))
         first_count = next((x.num_microbatches for x in self.baselines[:1] if x.num_microbatches > 1), None)
         plan = first_plans(self.prices, self.allowed, self.best.limit / MS, until, first_count)
-        if plan is not None:
+        return plan, INF if plan is None else self.prices.of(plan).cost.total_s * MS
+
+    def _improved(self, plan: Candidate | None, value: float) -> tuple[Candidate | None, float]:
+        """A local optimum near a plan of ``value`` ms, and its step time; None and infinity where it beats nothing."""
+        if plan is not None and value < self.best.limit * _HOPELESS:
             plan = improved(self.prices, plan, self.allowed, clock.counted() + self.budget.polish_s)
-        value = float("inf") if plan is None else self.prices.of(plan).cost.total_s * MS
-        return (plan, value) if value < self.best.limit else (None, float("inf"))
+            value = self.prices.of(plan).cost.total_s * MS
+        return (plan, value) if value < self.best.limit else (None, INF)
 
     def _search_singles(self) -> None:
         """Search single stages for a part of the time."""

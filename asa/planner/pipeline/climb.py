@@ -255,14 +255,14 @@ def first_plans(
     prices: Prices, allowed: Allowed, best_s: float, ends: float, begin_with: int | None = None
 ) -> Candidate | None:
     """The best pipeline plan found until ``ends``, or None. Numbers of microbatches whose compute takes ``best_s``
-    seconds or more are skipped. ``begin_with``: the one to begin with; where None, about the number of stages, and then
+    seconds or more are skipped. ``begin_with``: the one to begin with; where None, about half of the most stages, and then
     one."""
     sketch = Sketch(prices, allowed, ends)
     if sketch.most_stages < 2:
         return None
     climber = Climber(sketch)
     counts = [m for m in prices.space.microbatches() if m <= MOST_IN_A_PIPELINE]
-    likely = sorted(counts, key=lambda m: abs(np.log2(m / (begin_with or sketch.most_stages))))
+    likely = sorted(counts, key=lambda m: abs(np.log2(m / (begin_with or sketch.most_stages / 2))))
     if begin_with is None and 1 in counts:  # one microbatch, best for whole strategies, comes second at the latest
         likely = list(dict.fromkeys((likely[0], 1, *likely)))
     optima: dict[PipelineOutline, float] = {}
