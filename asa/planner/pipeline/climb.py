@@ -255,8 +255,8 @@ def first_plans(
     prices: Prices, allowed: Allowed, best_s: float, ends: float, begin_with: int | None = None
 ) -> Candidate | None:
     """The best pipeline plan found until ``ends``, or None. Numbers of microbatches whose compute takes ``best_s``
-    seconds or more are skipped. ``begin_with``: the one to begin with; where None, about half of the most stages, and then
-    one."""
+    seconds or more are skipped. ``begin_with``: the one to begin with; where None, about half as many as stages are
+    possible, and then one."""
     sketch = Sketch(prices, allowed, ends)
     if sketch.most_stages < 2:
         return None
