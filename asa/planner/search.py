@@ -197,11 +197,9 @@ class _Search:
         exchange = Exchange()
 
         def work_in_fork() -> tuple[Candidate | None, float, Pipelined | None]:
-            plan, value = self._sketch()
+            plan, value = self._sketch(exchange if forked_counts else None)
             if not forked_counts:
-                return *self._improved(plan, value), None
-            best.note_other(exchange.exchange(min(value, best.limit)))
-            plan, value = self._improved(plan, value)
+                return plan, value, None
             best.note_other(value)
             return plan, value, self._search_pipelines((), forked_counts)
 
@@ -229,16 +227,15 @@ class _Search:
         best.note_other(first_plan(self.single_stages, uniform, best.limit))
         return narrow
 
-    def _sketch(self) -> tuple[Candidate | None, float]:
-        """A first plan of several stages and its step time in ms; None and infinity where none was found."""
+    def _sketch(self, exchange: Exchange | None) -> tuple[Candidate | None, float]:
+        """A first plan of several stages and its step time in ms; None and infinity where it beats nothing."""
         share = self.budget.outlines if joint.searched(self.staged) else self.budget.outlines / 3
         until = clock.counted() + max(self.budget.outlines_s, share * (self.ends - self.best.started))
         first_count = next((x.num_microbatches for x in self.baselines[:1] if x.num_microbatches > 1), None)
         plan = first_plans(self.prices, self.allowed, self.best.limit / MS, until, first_count)
-        return plan, INF if plan is None else self.prices.of(plan).cost.total_s * MS
-
-    def _improved(self, plan: Candidate | None, value: float) -> tuple[Candidate | None, float]:
-        """A local optimum near a plan of ``value`` ms, and its step time; None and infinity where it beats nothing."""
+        value = INF if plan is None else self.prices.of(plan).cost.total_s * MS
+        if exchange is not None:
+            self.best.note_other(exchange.exchange(min(value, self.best.limit)))
         if plan is not None and value < self.best.limit * _HOPELESS:
             plan = improved(self.prices, plan, self.allowed, clock.counted() + self.budget.polish_s)
             value = self.prices.of(plan).cost.total_s * MS
