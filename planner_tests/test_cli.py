@@ -504,7 +504,7 @@ def test_a_profile_that_is_the_newest_of_several_inputs_says_so(elsewhere):
     large = replace(small, graph=graph, provenance=replace(small.provenance, created="2999-01-01T00:00:00Z"))
     codec.save(small, places.PROFILES / "small.json")
     codec.save(large, places.PROFILES / "large.json")
-    args = Arguments({"input": None, "tokens": None, "classes": None, "precision": "fp32"}, {})
+    args = Arguments({"gpus": None, "input": None, "tokens": None, "classes": None, "precision": "fp32"}, {})
     found, said = choose.profile(args, Console(), small.model_spec, None, lambda cluster: None)
     assert found == large
     shape = "x".join(map(str, small.graph.input_shape))
