@@ -233,6 +233,15 @@ def test_a_comparison_begins_with_the_fastest_and_what_it_was_held_against():
     assert said[-1].startswith("Doubt    other processes")
 
 
+def test_a_comparison_shows_how_gpus_were_used():
+    bench = nouns.bench()
+    assert not any("busy" in line for line in bench_screen.standing(bench, "tiny"))  # CPUs report no energy
+    used = replace(bench.results[0], utilisation=0.931, energy_j=12.34, clock_mhz=1410.0, throttled=("power",))
+    said = bench_screen.standing(replace(bench, results=(used, *bench.results[1:])), "tiny")
+    (line,) = [text for text in said if "busy" in text]
+    assert line == f"Devices  {used.strategy}: 93.1 % busy, 12.3 J a step, 1410 MHz, clocks reduced: power"
+
+
 def test_a_screen_of_few_or_slower_pairs_says_so():
     noise = pairs("asa", "asa", 0.99, 1.01)
     assert (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import RenderableType
 
-from asa.ir.bench import Bench
+from asa.ir.bench import Bench, BenchResult
 from asa.report.bench import COSTS, TIMES, costs, learnt_by, machine, sentences, throughput, times
 from asa.report.tables import line, table
 from asa.report.units import NOTHING, percent, rate, seconds, size
@@ -71,7 +71,19 @@ def standing(bench: Bench, model: str) -> list[str]:
             f"Noise    {noise.left} against itself: {noise.low:.3f} to {noise.high:.3f} in {noise.pairs} pairs; "
             "inside, none is faster"
         )
+    lines += [f"{'Devices' if i == 0 else '':<8} {text}" for i, text in enumerate(filter(None, map(_devices, timed)))]
     return lines + ([f"Doubt    {disturbed}"] if disturbed else [])
+
+
+def _devices(r: BenchResult) -> str:
+    """Use, energy and clock of the devices under a strategy; empty where they do not report energy or clock."""
+    if r.energy_j is None and r.clock_mhz is None:
+        return ""
+    parts = [] if r.utilisation is None else [f"{percent(r.utilisation)} busy"]
+    parts += [] if r.energy_j is None else [f"{r.energy_j:.3g} J a step"]
+    parts += [] if r.clock_mhz is None else [f"{r.clock_mhz:.0f} MHz"]
+    parts += [f"clocks reduced: {', '.join(r.throttled)}"] if r.throttled else []
+    return f"{r.strategy}: {', '.join(parts)}"
 
 
 def _brief(bench: Bench, model: str) -> RenderableType:
