@@ -43,7 +43,7 @@ _LOG = logging.getLogger("asa")
 _SLACK = 1e-7
 """Share added to the time of a uniform plan on fewer devices, so that the search can find the same plan itself."""
 _HOPELESS = 1.02
-"""A first plan of several stages that takes this multiple of the best plan is not improved: none of 21 such became
+"""A first plan of several stages that takes this multiple of the best plan is not improved: none of 15 such became
 faster than that plan (decision 0141)."""
 _NEAR = 0.5
 """Share of the best plan: a bound from compute below it is not raised where closer bounds follow anyway."""
