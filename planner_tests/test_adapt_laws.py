@@ -128,6 +128,24 @@ def test_a_slow_rank_is_named_answered_and_taken_back(ranks: int, by: float) -> 
         assert outcome["measured_gain"] == pytest.approx(outcome["predicted_gain"], abs=0.01)
 
 
+@pytest.mark.parametrize("with_model", [True, False])
+def test_what_is_slow_is_also_named_where_the_plan_is_kept(with_model: bool) -> None:
+    class Apart(World):
+        def agree(self, target: Placement | None) -> Placement | None:
+            raise AssertionError("no rank waits for a decision that cannot come")
+
+    world = _world(2, _slowness(2, rank=1, by=2.0), kind=Apart)
+    events: list[dict[str, Any]] = []
+    model = _model(2) if with_model else None
+    list(adapt(world, range(8), events.append, model=model, policy=Policy(keep_plan=True)))
+    beginning, end = (e for e in events if e["event"] == "finding")
+    assert (beginning["where"], beginning["factor"], beginning["ended"]) == (1, pytest.approx(2.0), False)
+    assert BEGINS < beginning["step"] <= BEGINS + 3 * WINDOW
+    assert (end["where"], end["ended"]) == (1, True)
+    assert ENDS < end["step"] <= ENDS + 3 * WINDOW
+    assert (world.moves, _kinds(events)) == ([], [])
+
+
 def _silent(world: World) -> Measurements:
     return world.run_epoch(0).measurements
 

@@ -142,4 +142,5 @@ def test_a_loop_of_ones_own_waits_as_long_before_it_says_that_a_rank_is_slow() -
     assert any(compared.window(mood, STEPS) for _ in range(8))
     again = Compared(2)
     lines = [again.window(w, STEPS) for w in (_window(), _window(), shared, shared)]
-    assert lines[-1][0].startswith("slow: rank 1 takes 2 times as long as others")
+    assert (lines[-1][0].where, lines[-1][0].factor) == (1, pytest.approx(2.0))
+    assert lines[-1][0].line.startswith("rank 1 takes 2 times as long as others")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import time
@@ -100,6 +101,24 @@ def _restless(rank: int, ranks: int) -> tuple[list[float], int]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_no_meeting_reads_what_belongs_to_another(ranks: int) -> None:
     assert [wrong for _, wrong in run_ranks(ranks, _restless, ranks, threads=1, timeout_s=60)] == [0] * ranks
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_short_wait_keeps_a_core_that_no_other_rank_needs(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "own_cores", lambda: own)
+    clock, yielded_at = iter(range(10**6)), list[float]()
+    reading = segment.SPIN_S / 10
+    first = Segment(mmap.mmap(-1, 8192 + 4 * segment.CAPACITY_BYTES), 2, 0, 60.0)
+
+    def comes() -> None:
+        yielded_at.append(next(clock) * reading)
+        first._words[first._step] = 1
+
+    monkeypatch.setattr(segment.time, "perf_counter", lambda: next(clock) * reading)
+    monkeypatch.setattr(segment.os, "sched_yield", comes)
+    first.all_reduce(torch.ones(4))
+    assert len(yielded_at) == 1
+    assert (yielded_at[0] > segment.SPIN_S) is own
 
 
 def _same_everywhere(rank: int) -> torch.Tensor:

@@ -56,7 +56,7 @@ from asa.ir.profile import Precision
 from asa.ir.units import time_span
 from asa.launch import faults, give_back_freed_memory, latecomer, store_of_ranks
 from asa.launch.worker import others_may_leave
-from asa.scheduler import Model, adapt
+from asa.scheduler import Model, Policy, adapt
 from asa.sharding.batchnorm import without_torch_groups
 from asa.strategies import offered
 from asa.tracing import TracedModel, called
@@ -348,15 +348,16 @@ class Job:
             if not executor.entered and not executor.enter():
                 return
             executor.advance()
-            able = (
-                self._replan and self.plan.consistency is None and self._context.votes.tell(self._origins is not None)
-            )
-            model = self._model() if able else None
+            lockstep = self.plan.consistency is None
+            able = self._replan and lockstep and self._context.votes.tell(self._origins is not None)
+            model, policy = self._model() if lockstep else None, Policy(keep_plan=not able)
             with concluded(self._log):
                 while True:
                     rounds = range(executor.next_epoch, epochs)
                     try:
-                        yield from adapt(executor, rounds, executor.announce, model=model, following=able)
+                        yield from adapt(
+                            executor, rounds, executor.announce, model=model, policy=policy, following=able
+                        )
                         return
                     except WorkersFailedError as error:
                         if not executor.was_left_behind(error):

@@ -114,12 +114,12 @@ class StepWatch:
 
     def _lines(self, measured: Measurements, steps: int) -> Sequence[str]:
         """Lines about a window of ``steps`` steps."""
-        decider = self._decider
-        notes = self._compared.window(measured, steps)
-        if decider is None:
-            return notes
-        change = decider.window(self._placement, measured, steps=steps, left=None)
-        lines = [f"{'over' if f.ended else 'slow'}: {f.line}" for f in decider.found if f.where is not None]
+        decider, change = self._decider, None
+        findings = self._compared.window(measured, steps)
+        if decider is not None:
+            change = decider.window(self._placement, measured, steps=steps, left=None)
+            findings = decider.found
+        lines = [f"{'over' if f.ended else 'slow'}: {f.line}" for f in findings if f.where is not None]
         return lines + ([] if change is None else [offer(change)])
 
 

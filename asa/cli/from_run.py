@@ -29,8 +29,8 @@ def origins(args: Arguments, console: Console) -> tuple[Profile, Cluster]:
     folder = Path(args.from_run)
     if not (folder / CORRECTED_PROFILE).is_file():
         raise InvalidInputError(
-            f"{folder} has no {CORRECTED_PROFILE}: a run of `asa train` writes one after its first epoch, unless told "
-            "--no-replan"
+            f"{folder} has no {CORRECTED_PROFILE}: a run of `asa train` writes one after its first epoch, if the "
+            "profile and the cluster of its plan are there"
         )
     profile = codec.load(Profile, folder / CORRECTED_PROFILE)
     cluster = codec.load(Cluster, folder / CORRECTED_CLUSTER)

@@ -34,19 +34,23 @@ CORRECTED_PROFILE = "corrected.profile.json"
 CORRECTED_CLUSTER = "corrected.cluster.json"
 
 
-def adapting(plan: Plan, console: Console, *, replan: bool, out: Path | None = None) -> tuple[Adapt, Relieve | None]:
-    """The loop over epochs, and the function that makes another plan after a shortage of memory. If the profile or
-    cluster of the plan is missing, the plan never changes, and a note says so. Corrected files are stored in the folder
-    ``out``."""
-    from asa.scheduler import Model, adapt
+def adapting(
+    plan: Plan, console: Console, *, replan: bool, correct: bool = True, out: Path | None = None
+) -> tuple[Adapt, Relieve | None]:
+    """The loop over epochs, and the function that makes another plan after a shortage of memory (None without
+    ``replan``). If the profile or cluster of the plan is missing, the plan never changes, and a note says so.
+    ``correct``: correct their costs during the run, to report what is slow, also without ``replan``. Corrected files
+    are stored in the folder ``out``."""
+    from asa.scheduler import Model, Policy, adapt
     from asa.strategies import offered
 
-    if not replan:
+    if not (replan or correct):
         return adapt, None
     try:
         profile, cluster = origins(plan, console)
     except AsaError as error:
-        console.say(f"asa: no re-planning: {error}")
+        if replan:
+            console.say(f"asa: no re-planning: {error}")
         return adapt, None
     from asa.cli.background import BackgroundSearch, solve_again
 
@@ -55,7 +59,8 @@ def adapting(plan: Plan, console: Console, *, replan: bool, out: Path | None = N
         background=partial(BackgroundSearch, profile, cluster),
     )  # fmt: skip
     keep = None if out is None else partial(keep_corrected, model, out)
-    return partial(adapt, model=model, keep=keep), partial(relieve, profile, cluster)
+    policy = Policy(keep_plan=not replan)
+    return partial(adapt, model=model, policy=policy, keep=keep), partial(relieve, profile, cluster) if replan else None
 
 
 def regroup(console: Console, plan: Plan, ranks: int) -> Plan:

@@ -136,7 +136,7 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
         out=str(folder), data=site.block.data, data_root=site.args.data_root, epochs=max(site.block.epochs),
         lr=site.args.lr, seed=site.block.seed, device=site.device, replan=replan,
     )  # fmt: skip
-    adapt, relieve = adapting(plan, site.console, replan=replan, out=folder)
+    adapt, relieve = adapting(plan, site.console, replan=replan, correct=False, out=folder)
     records: list[EpochRecord] = []
     changes = 0
 

@@ -92,7 +92,8 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         save_every_s=args.save_every,
         timeout_s=args.timeout,
     )
-    adapt, relieve = adapting(plan, console, replan=settings.replan, out=out)
+    correct = not (pretended or plan.consistency)
+    adapt, relieve = adapting(plan, console, replan=settings.replan, correct=correct, out=out)
     with console.progress(f"training {plan.model_spec}") as progress:
         result = train(
             plan,

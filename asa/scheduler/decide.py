@@ -178,7 +178,7 @@ class Decider:
         previous_state = self._recent.window(measured, steps, slowness)
         if self._trial is not None:
             return self._review(self._trial, previous_state)
-        if left == 0:
+        if left == 0 or self.policy.keep_plan:
             return None
         if self._quiet > 0:
             self._quiet -= steps
@@ -187,10 +187,24 @@ class Decider:
             return None
         if self._groups.established != self._groups.current:  # the times of ranks are not known yet
             return None
-        if (slowness.distance(self._solved) > LIKE or heavy) and not self._search(current, measured, slowness):
+        outdated = slowness.distance(self._solved) > LIKE and not self._repriced(current, slowness)
+        if (outdated or heavy) and not self._search(current, measured, slowness):
             self._uncounted_steps = steps
             return None
         return self._weigh(current, measured, slowness, steps, left)
+
+    def _repriced(self, current: Placement, slowness: Slowness) -> bool:
+        """Whether the other plan still pays under ``slowness``, which differs little from what it was found for. It is
+        then changed to first, and searched for again after that."""
+        option = self._option
+        if option is None or slowness.distance(self._solved) > _SIMILAR:
+            return False
+        ratio = self.model.step_s(option.target, slowness) * math.exp(self._penalty(option.target))
+        ratio /= self._price(current, slowness)
+        if 1 - ratio < self.policy.min_gain:
+            return False
+        option.ratio = ratio
+        return True
 
     def _answered(
         self, running: tuple[Asked, Slowness], current: Placement, measured: Measurements, steps: int, left: int | None
@@ -483,5 +497,8 @@ class Decider:
 
 _VISIBLE = 0.01
 """Smallest difference of the logarithms of two step times that can be measured."""
+_SIMILAR = math.log(1.25)
+"""Difference of factors up to which a plan that was found, but not yet changed to, is priced again instead of searched
+for again."""
 _SAME = 0.005
 """Difference of factors below which a plan is not priced again, and of times that count as equal."""

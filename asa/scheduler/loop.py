@@ -12,11 +12,13 @@ from asa.interfaces.executor import Executor, Placement
 from asa.ir import codec
 from asa.ir.codec import fingerprint
 from asa.ir.measurements import EpochRecord, Measurements, Verdict
+from asa.ir.plan import Plan
 from asa.scheduler.costs import Slowness
 from asa.scheduler.decide import Change, Decider
-from asa.scheduler.findings import finite
+from asa.scheduler.findings import Finding, finite
 from asa.scheduler.model import Model
 from asa.scheduler.policy import Policy, describe
+from asa.scheduler.relative import Compared
 
 Announce = Callable[[dict[str, Any]], None]
 
@@ -31,7 +33,10 @@ class _Loop:
             policy = replace(policy, rebuild_s=executor.rebuild_s)
         self.executor, self.announce, self.policy = executor, announce, policy
         self.decider = Decider(model, executor.num_processes, policy) if model and executor.leads else None
-        self.may_change = model is not None or following
+        self.may_change = following or (model is not None and not policy.keep_plan)
+        self.compared = (
+            Compared(executor.num_processes) if executor.leads and _has_equal_shares(executor.plan) else None
+        )
         self.epoch = self.looks = self.step = 0
         self.total: int | None = None
         self.moved = self.looked = False
@@ -57,9 +62,9 @@ class _Loop:
         """The placement that all processes change to, if any (collective)."""
         steps, self.step = step - self.step, step
         self.looks += 1
-        if not self.may_change:
-            return None
         executor = self.executor
+        if self.decider is None and self.compared is not None:
+            self._report(self.compared.window(measured, steps))
         current = Placement(plan=executor.plan, processes=executor.processes)
         idle = len(current.processes) < executor.num_processes
         probe = executor.probe() if self.moved and idle and self._due() else None
@@ -67,11 +72,15 @@ class _Loop:
         if self.decider is not None:
             left = None if self.total is None else max(0, self.total - step)
             self.change = self.decider.window(current, measured, steps=steps, left=left, probe=probe)
-            for finding in self.decider.found:
-                self.announce({"event": "finding", "epoch": self.epoch, "step": step, **codec.to_data(finding)})
+            self._report(self.decider.found)
             for event in self.decider.events:
                 self.announce({**event, "epoch": self.epoch, "step": step})
-        return executor.agree(None if self.change is None else self.change.target)
+        return executor.agree(None if self.change is None else self.change.target) if self.may_change else None
+
+    def _report(self, findings: list[Finding]) -> None:
+        """Announce ``findings``."""
+        for finding in findings:
+            self.announce({"event": "finding", "epoch": self.epoch, "step": self.step, **codec.to_data(finding)})
 
     def _due(self) -> bool:
         """Whether a probe is due; the same on all processes."""
@@ -130,6 +139,12 @@ class _Loop:
         )
 
 
+def _has_equal_shares(plan: Plan) -> bool:
+    """Whether all ranks of ``plan`` have the same work, so that their times can be compared."""
+    alike = plan.devices is None and plan.consistency is None and plan.num_ranks > 1
+    return alike and len(plan.stages) == 1 and plan.stages[0].weights is None
+
+
 def adapt(
     executor: Executor,
     epochs: range,
@@ -143,10 +158,11 @@ def adapt(
     """Train ``epochs`` and yield a record after each, when its checkpoint is committed. Every process runs this loop.
 
     If the executor can be observed between steps, the leading rank does so about once per line of its log, otherwise
-    after every epoch: it corrects ``model`` (None: the plan never changes) by the measurements, reports what is slow,
-    and all processes change to a plan that is faster under the corrected costs if this pays for the change. If the next
-    steps are not faster, the change is undone, and no other is made for a while. ``following``: another rank leads and
-    has the model. ``keep``: called with the estimated costs after every epoch, on the leading rank.
+    after every epoch: it corrects ``model`` by the measurements, reports what is slow, and all processes change to a
+    plan that is faster under the corrected costs if this pays for the change. If the next steps are not faster, the
+    change is undone, and no other is made for a while. Without a ``model`` the plan never changes, and ranks with equal
+    shares are only compared with each other. ``following``: another rank leads and has the model. ``keep``: called with
+    the estimated costs after every epoch, on the leading rank.
     """
     loop = _Loop(executor, announce, model, policy or Policy(), following)
     try:

@@ -152,7 +152,8 @@ class Model:
 
     def best(self, placement: Placement, measured: Measurements, slowness: Slowness) -> list[Placement]:
         """The best plans under ``slowness``, each with its processes. The first may use all current processes. If some
-        are slow, there is also the best plan without them: its devices are equal, so a short search finds it reliably.
+        are slow, there is also the best plan without them, whose devices are equal, so that a short search finds it
+        reliably; not if the first is one, and proved.
         If some share a core, there is also the best plan with one process per core.
 
         Raises:
@@ -162,7 +163,8 @@ class Model:
         order = self.order(base, placement.processes)
         placements = [self._solved(placement, measured, base, order)]
         fast = tuple(p for p in order if base.ranks[p] == 0)
-        if 0 < len(fast) < len(order) and fast == order[: len(fast)]:
+        proved = placements[0].plan.certificate.status == "optimal" and set(placements[0].processes) <= set(fast)
+        if 0 < len(fast) < len(order) and fast == order[: len(fast)] and not proved:
             with contextlib.suppress(InfeasibleError):
                 placements.append(self._solved(placement, measured, base, fast))
         single = tuple(p for p in order if all(p not in g or p == _first(g, order) for g, _ in base.sharing))
@@ -193,7 +195,10 @@ class Model:
         """
         q = question
         best = self.best(q.current, q.measured, q.slowness)
-        placements = [q.current, *q.known, *best]
+        placements: list[Placement] = []
+        for candidate in (q.current, *q.known, *best):
+            if not any(same(candidate, p) for p in placements):
+                placements.append(candidate)
         return Answer(
             found=best,
             placements=placements,

@@ -16,7 +16,7 @@ class Policy:
     latest. ``cool_down``: steps without another change after one was undone; doubles each time. ``probe_every``: number
     of observations between two probes of idle processes. ``patience``: factor on the usual duration for which a
     difference must last before it is believed without other evidence. ``keep_batch_norm``: allow no plan that changes
-    BatchNorm's group sizes."""
+    BatchNorm's group sizes. ``keep_plan``: report what is slow, but never change the plan."""
 
     min_gain: float = 0.03
     confidence: float = 0.9
@@ -28,6 +28,7 @@ class Policy:
     probe_every: int = 2
     patience: float = 1.0
     keep_batch_norm: bool = False
+    keep_plan: bool = False
 
 
 def describe(measured: Measurements, predicted_s: float | None = None) -> str:

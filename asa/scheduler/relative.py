@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from asa.ir.measurements import Measurements, Transfer
 from asa.scheduler.costs import LIKE, STOLEN_SHARE, Costs, own_s
-from asa.scheduler.findings import impossible_figures
+from asa.scheduler.findings import Finding, impossible_figures
 from asa.scheduler.lasting import Lasting, UsualVariation, disturbed
 
 
@@ -33,15 +33,15 @@ class Compared:
         self._lasting, self._variation = Lasting(), UsualVariation()
         self._stolen: set[int] = set()
 
-    def window(self, measured: Measurements, steps: int) -> list[str]:
-        """Lines on ranks that are now slower than others, or no longer, after a window of ``steps`` steps."""
+    def window(self, measured: Measurements, steps: int) -> list[Finding]:
+        """Findings on ranks that are now slower than others, or no longer, after a window of ``steps`` steps."""
         if not measured.per_rank or -1 in (bad := impossible_figures(measured)):
             return []
         all_ranks, steps = range(len(self._reported)), max(1, steps)
         self._costs.observe(measured, self._alike, all_ranks, steps, bad)
         self._variation.window(measured, all_ranks)
         shared_cores, seconds = disturbed(measured, all_ranks), steps * measured.step_time.median
-        now, lines = self._costs.slowness().ranks, []
+        now, findings = self._costs.slowness().ranks, list[Finding]()
         for rank, (log, reported) in enumerate(zip(now, self._reported, strict=True)):
             # Report at once if other programs use (or used) the core, or if this is unknown; otherwise if it lasts.
             immediate = shared_cores is None or rank in shared_cores or rank in self._stolen
@@ -51,12 +51,13 @@ class Compared:
             self._reported = (*self._reported[:rank], log, *self._reported[rank + 1 :])
             self._stolen = (self._stolen | set(shared_cores or ())) & {p for p, log in enumerate(self._reported) if log}
             if log == 0:
-                lines.append(f"rank {rank} is as fast as others again")
+                line = f"rank {rank} is as fast as others again"
+                findings.append(Finding(cause="compute", where=rank, factor=1.0, line=line, ended=True))
                 continue
             compute_s, stolen = own_s(measured, rank), measured.per_rank[rank].stolen_share or 0.0
-            line = f"slow: rank {rank} takes {math.exp(log):.3g} times as long as others"
+            line = f"rank {rank} takes {math.exp(log):.3g} times as long as others"
             line += f" ({compute_s:.3g} s of its own a step"
             if stolen >= STOLEN_SHARE:
                 line += f"; other processes had its core {100 * stolen:.0f} % of the time"
-            lines.append(f"{line})")
-        return lines
+            findings.append(Finding(cause="compute", where=rank, factor=math.exp(log), line=f"{line})"))
+        return findings

@@ -31,15 +31,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from asa.ir.traffic import CollectiveOp
-from asa.launch import usable_cores
-from asa.sharding.segment import AWAKE_S, on_one_host, segment_of, summed
+from asa.sharding.segment import AWAKE_S, on_one_host, own_cores, segment_of, summed
 from asa.sharding.waits import waits
-
-
-def own_cores() -> bool:
-    """Whether every rank has a core of its own, so that a rank that waits without sleeping slows down no other."""
-    ranks = int(os.environ.get("WORLD_SIZE") or 0)
-    return hasattr(os, "sched_yield") and on_one_host() and 0 < ranks <= usable_cores()
 
 
 def awaited(work: dist.Work | None) -> float:

@@ -35,6 +35,10 @@ CAPACITY_BYTES = MIB
 """Largest contribution of a rank to one meeting; longer messages are sent in several parts that fit a cache."""
 _SMALL_BYTES = 16 * KIB
 """Size up to which every rank adds all contributions itself, because a second round would take longer."""
+SPIN_S = 0.0005
+"""Seconds for which a waiting rank with a core of its own keeps it. Most waits are shorter. A rank that yields to
+another program does not run again before that program's time slice of some milliseconds ends
+(docs/decisions/0146-a-short-wait-keeps-the-core.md)."""
 AWAKE_S = 0.05
 """Seconds for which a waiting rank does not sleep, but yields its core to others; then it sleeps."""
 _NAP_S = 0.001
@@ -45,6 +49,12 @@ _LINE_BYTES = 128
 def on_one_host() -> bool:
     """Whether all ranks are on this host, according to the launcher."""
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+
+
+def own_cores() -> bool:
+    """Whether every rank has a core of its own, so that a rank that waits without sleeping slows down no other."""
+    ranks = int(os.environ.get("WORLD_SIZE") or 0)
+    return hasattr(os, "sched_yield") and on_one_host() and 0 < ranks <= usable_cores()
 
 
 def every_core_taken() -> bool:
@@ -80,6 +90,7 @@ class Segment:
         self._all = torch.frombuffer(memory, dtype=torch.uint8, offset=_header(ranks)).view(2, ranks, CAPACITY_BYTES)
         self._boards: dict[torch.dtype, tuple[Tensor, ...]] = {}
         self._meeting = 0
+        self._spin_s = SPIN_S if own_cores() else 0.0
         self._words[me * self._step + 1] = os.getpid()
 
     def all_reduce(self, x: Tensor, *, mean: bool = False) -> None:
@@ -166,9 +177,12 @@ class Segment:
     def _wait(self, rank: int, now: int) -> None:
         words, index = self._words, rank * self._step
         started = time.perf_counter()
-        asleep_at = started + AWAKE_S
+        yields_at, asleep_at = started + self._spin_s, started + AWAKE_S
         while words[index] < now:
-            if time.perf_counter() < asleep_at:
+            passed_s = time.perf_counter()
+            if passed_s < yields_at:
+                continue
+            if passed_s < asleep_at:
                 os.sched_yield()
                 continue
             time.sleep(_NAP_S)
