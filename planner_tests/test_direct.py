@@ -103,7 +103,7 @@ def test_who_waits_keeps_a_core_of_its_own(
 ) -> None:
     yields: list[int] = []
     monkeypatch.setattr(direct.os, "sched_yield", lambda: yields.append(1))
-    monkeypatch.setattr(direct, "usable_cores", lambda: cores)
+    monkeypatch.setattr(segment, "usable_cores", lambda: cores)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
     work = _Work(5)

@@ -108,7 +108,7 @@ def test_a_short_wait_keeps_a_core_that_no_other_rank_needs(own: bool, monkeypat
     monkeypatch.setattr(segment, "own_cores", lambda: own)
     clock, yielded_at = iter(range(10**6)), list[float]()
     reading = segment.SPIN_S / 10
-    first = Segment(mmap.mmap(-1, 8192 + 4 * segment.CAPACITY_BYTES), 2, 0, 60.0)
+    first = Segment(mmap.mmap(-1, segment._header(2) + 4 * segment.CAPACITY_BYTES), 2, 0, 60.0)
 
     def comes() -> None:
         yielded_at.append(next(clock) * reading)
