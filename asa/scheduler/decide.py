@@ -87,12 +87,15 @@ class _Recent:
 
     def window(self, measured: Measurements, steps: int, slowness: Slowness) -> tuple[int, float] | None:
         """Add a window of ``steps`` steps. Another ``slowness`` discards all earlier ones, and this one if some of its
-        steps are about as fast as those. Returns :attr:`typical` of what was discarded."""
+        steps are about as fast as those. It is known some windows late: the last ones, if clearly different from those
+        before and like this one, stay. Returns :attr:`typical` of what was discarded."""
         discarded = None
         if self._slowness is None or slowness.distance(self._slowness) > LIKE:
+            like = self._last_like(typical(measured))
             discarded = None if self._slowness is None else self.typical
             self._slowness = slowness
             self._windows.clear()
+            self._windows.extend(like)
             if discarded and discarded[0]:
                 smaller, larger = sorted(
                     abs(math.log(s / discarded[1])) for s in (measured.step_time.p10, measured.step_time.p90)
@@ -103,6 +106,17 @@ class _Recent:
         while self.typical[0] - self._windows[0][0] >= self._most:
             self._windows.popleft()
         return discarded
+
+    def _last_like(self, step_s: float) -> list[tuple[int, float]]:
+        """Remove and return the last windows with steps of about ``step_s`` seconds; none if all windows are such."""
+        windows = list(self._windows)
+        first = len(windows)
+        while first and abs(math.log(windows[first - 1][1] / step_s)) <= LIKE:
+            first -= 1
+        if not first:
+            return []
+        self._windows = deque(windows[:first])
+        return windows[first:]
 
 
 class Decider:
