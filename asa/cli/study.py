@@ -224,8 +224,9 @@ def _block(
             _store_rows(rows, block, block.strategies, args, name, results, "")
             return
         train, _ = bench_setup.images(block.data, args.data_root, _shape(block, args))
+        bench_setup.settle_classes(block_args, console, block.model, train)
         bench_setup.check_data(
-            block_args, train, args.classes or train.num_classes, block.global_batch
+            block_args, train, block_args.classes or train.num_classes, block.global_batch
         )  # before a profile
         site = _site(block, block_args, console, device, folder, budget_s)
         train, _ = site.images()

@@ -65,7 +65,10 @@ def prepare(
     notes = [*_check_devices(plan, device_type), *_late(plan, settings)]
     resume = settings.resume or _restarted(Path(settings.out))
     out = stack.enter_context(owned(Path(settings.out), resume=resume))
-    log = RunLog(out, track=settings.trackers, work=work, listener=on_event)
+    log = RunLog(
+        out, track=settings.trackers, work=work, target=settings.target_accuracy, price=settings.price,
+        listener=on_event,
+    )  # fmt: skip
     (out / RESULT).unlink(missing_ok=True)  # the result of an earlier run here is not this run's
     try:
         newest = checkpoint.find(out / CHECKPOINTS) if resume else None
