@@ -75,6 +75,11 @@ def prepare(
         train, test = open_images(plan, settings)
         if settings.optimizer is not None:
             try_out(settings.optimizer)
+        if len(train) < plan.global_batch:
+            notes.append(
+                f"the plan is for a batch of {plan.global_batch}, and {len(train)} samples are there to train on: every "
+                "step has only these"
+            )
         Aims.of(settings, plan.num_classes).try_out(settings, train.labels, plan.num_classes)
         if newest is not None:
             _check_resumable(newest.manifest, plan, settings, len(train))
