@@ -135,7 +135,8 @@ def _few(cells: Sequence[str], limit: int = 4) -> str:
 
 TABLE_COLUMNS = (
     "model", "data", "ranks", "batch", "strategy", "epochs", "state", "step", "samples/s", "epoch", "utilisation",
-    "MFU", "active memory", "state memory", "communication", "learnt", "to target", "cost of an epoch", "published",
+    "MFU", "active memory", "state memory", "communication", "learnt", "to target", "cost of an epoch",
+    "cost of the run", "published",
 )  # fmt: skip
 """Columns of the tables in a paper."""
 
@@ -151,7 +152,7 @@ def cells(f: Figures, reasons: Sequence[str], *, price: bool) -> tuple[str, ...]
         *key, f.row.state + (f" for {c.devices}" if f.row.state == "predicted" else ""),
         seconds(f.step_s), rate(f.samples_per_s), seconds(f.epoch_s), percent(r.utilisation), percent(r.mfu),
         size(f.memory_bytes), size(r.state_memory_bytes), percent(f.communication_share), f.learnt, f.to_target,
-        f"{f.cost_per_epoch:.3g}" if price and f.cost_per_epoch is not None else NOTHING,
+        *(f"{v:.3g}" if price and v is not None else NOTHING for v in (f.cost_per_epoch, f.cost_of_run)),
         "; ".join(
             f"{p.metric.replace('_', ' ')} {p.value:g}{'' if p.model else ' (model not named)'}" for p, _ in f.published
         )

@@ -77,7 +77,7 @@ def prepare(
             try_out(settings.optimizer)
         if len(train) < plan.global_batch:
             notes.append(
-                f"the plan is for a batch of {plan.global_batch}, and {len(train)} samples are there to train on: every "
+                f"the plan is for a batch of {plan.global_batch}, and the data have {len(train)} samples: every "
                 "step has only these"
             )
         Aims.of(settings, plan.num_classes).try_out(settings, train.labels, plan.num_classes)
