@@ -241,7 +241,12 @@ def _run_as_rank(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Reg
             )
         votes.agree(wrong)
         owner = votes.once(lambda: ready(plan))
-        material = _agree_on_material(job, votes, owner[1] if owner is not None else None)
+        try:
+            material = _agree_on_material(job, votes, owner[1] if owner is not None else None)
+        except AsaError as error:
+            if owner is not None:
+                owner[0].finish(exit_code=error.exit_code, message=str(error))
+            raise
         if owner is not None:
             log = owner[0]
             begin(Path(settings.out), agent())
