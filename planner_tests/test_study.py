@@ -472,7 +472,7 @@ def test_a_batch_larger_than_the_data_is_refused_before_the_model_is_profiled(tm
     words = ("--models", "logistic", "--data", "digits", "--gpus", "1", "--global-batch", "2000", "--strategies",
              "single", "--epochs", "1", "--json", "--out", "out")  # fmt: skip
     made = json.loads(asa("bench", "--study", "grid", *words, cwd=tmp_path).stdout)
-    assert "a global batch of 2000 is larger than the 1437 images of digits" in made["rows"][0]["why"]
+    assert "a global batch of 2000 is larger than the 1437 training samples of digits" in made["rows"][0]["why"]
     assert not (tmp_path / "profiles").exists()
 
 

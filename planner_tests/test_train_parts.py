@@ -206,7 +206,7 @@ def test_a_run_adds_up_its_time_and_cost_and_finds_its_target(tmp_path: Path) ->
     text = "\n".join(training_report.aim(aim))
     assert f"cost: {0.2 * ranks:.3g} an epoch, {0.8 * ranks:.3g} for 4 epochs" in text
     assert "target: accuracy 90.0 % after 3 epochs" in text
-    missed = training_report.aim(log.finish(exit_code=0)["aim"] | {"epochs_to_target": None, "price": None})
+    missed = training_report.aim(log.finish(exit_code=0)["aim"] | {"epochs_to_target": None})
     assert "not reached in 4 epochs" in missed[-1]
     assert "aim" not in RunLog(tmp_path).finish(exit_code=0), "where nothing was asked for"
 
