@@ -18,11 +18,7 @@ def render(frontier: Frontier, *, epochs: int | None = None) -> list[RenderableT
         parts += [line(""), memory(frontier.memory)]
     if frontier.cost:
         parts += [line(""), cost(frontier.cost, epochs=epochs)]
-        parts.append(
-            line(
-                "gap: what could be saved at most; worth it: no other number is as fast and as cheap, and better", "dim"
-            )
-        )
+        parts.append(line("gap: what could be saved at most; worth it: no other is as fast and as cheap", "dim"))
     return parts
 
 
