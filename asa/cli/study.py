@@ -394,6 +394,8 @@ def _estimate(
 
     block_args = _block_arguments(args, block)
     key = (block.model, block.global_batch)
+    if block.mode == "predicted" and block.cluster is None:
+        return 0.0, "refused: more ranks than this machine measures; name a cluster with --cluster"
     if block.mode == "predicted":
         traced = traced_before(block.model, block_args) or key in profiled
         profiled.add(key)
