@@ -77,8 +77,7 @@ def check(args: Arguments, console: Console, device: DeviceType, gpus: int) -> N
         if model not in model_names:
             build(model, num_classes=classes, input_shape=shape)
         train, _ = images(args.data, args.data_root, shape)
-        if asked is None:
-            settle_classes(args, console, model, train)
+        settle_classes(args, console, model, train)
         # Emulated devices have a profile of their own, whose batch is checked once it is read.
         batch = choose.batch_here(args, console, model, device) if isinstance(args.device, str) else 1
         check_data(args, train, args.classes or train.num_classes, batch)
@@ -86,9 +85,20 @@ def check(args: Arguments, console: Console, device: DeviceType, gpus: int) -> N
 
 def settle_classes(args: Arguments, console: Console, model: str, train: ImageSet) -> None:
     """Give ``model`` as many classes as data of the user's own have, where it takes any number. A model of tokens keeps
-    its vocabulary."""
+    its vocabulary.
+
+    Raises:
+        UsageError: the data have a class for every pixel, and the model gives one for an image.
+    """
     from asa.zoo.foreign import takes_classes
     from asa.zoo.inputs import of_tokens
+    from asa.zoo.models import segmentation_names
+
+    if train.labels.dim() == 3 and ":" not in model and model not in ("unet", *segmentation_names()):
+        raise UsageError(
+            f"{args.data} has a class for every pixel, {model} gives one for an image; take a segmentation model, as "
+            "unet or fcn_resnet50"
+        )
 
     if args.classes is None and specs.is_own(args.data) and not of_tokens(train.shape) and takes_classes(model):
         args.replace(classes=train.num_classes)
