@@ -77,7 +77,7 @@ def render(study: Study) -> list[RenderableType]:
                 size(f.memory_bytes), f.learnt,
                 style="bold" if f.row.cell.strategy == "asa" else "dim" if f.row.state == "predicted" else "",
             )  # fmt: skip
-        lines += [line(""), group_table]
+        lines += [line(""), group_table, *_costs(study, group)]
     if any(f.row.state == "predicted" for f in rows):
         lines.append(line("~: predicted, not run"))
     lines += [line(""), *(line(wrapped(text)) for text in folded(study))]
@@ -131,6 +131,22 @@ def _few(cells: Sequence[str], limit: int = 4) -> str:
     cells = list(dict.fromkeys(cells))
     more = f" and {len(cells) - limit} more" if len(cells) > limit else ""
     return ", ".join(cells[:limit]) + more
+
+
+def _costs(study: Study, group: Sequence[Figures]) -> list[RenderableType]:
+    """A table of costs and of the way to the target, if the study has a price or a target."""
+    priced = ("cost of an epoch", "of the run") if study.price is not None else ()
+    aimed = (f"to an accuracy of {percent(study.target)}",) if study.target is not None else ()
+    if not priced and not aimed:
+        return []
+    result = table("", ("strategy", "ranks", *priced, *aimed), left=1)
+    result.title = None
+    for f in group:
+        costs = [NOTHING if v is None else f"{v:.3g}" for v in (f.cost_per_epoch, f.cost_of_run)]
+        result.add_row(
+            f.row.cell.strategy, str(f.row.cell.gpus), *(costs if priced else ()), *((f.to_target,) if aimed else ())
+        )
+    return [line(""), result]
 
 
 TABLE_COLUMNS = (
