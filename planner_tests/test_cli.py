@@ -495,6 +495,9 @@ def test_lists_and_usage_fit_80_columns(capsys):
     rows = [line.split() for line in text.splitlines()]
     for _, made in found:
         assert any(row[:1] == [made.name] and made.status in row for row in rows), made.name
+    legend = tables.plain([cluster_report.legend(found)], width=80)
+    for status in {made.status for _, made in found} - {"measured"}:
+        assert f"{status}: " in legend
 
 
 def test_a_profile_that_is_the_newest_of_several_inputs_says_so(elsewhere):

@@ -231,3 +231,12 @@ def test_the_command_prints_them_only_when_asked(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "Time against memory" in said
     assert "Time against cost" in said
+    assert "worth it: no other is as fast" in said
+    assert entry.run(["plan", "--price", "2.5", "--epochs", "90"]) == 0
+    said = capsys.readouterr().out
+    assert "90 epochs" in said
+    first = next(p for p in both["cost"] if p["epoch_cost"] is not None)
+    points = document("--price", "2.5", "--epochs", "90")
+    assert points["epochs"] == 90
+    assert f"{90 * points['frontier']['cost'][0]['epoch_cost']:.4g}" in said
+    assert first["gpus"] == points["frontier"]["cost"][0]["gpus"]

@@ -110,6 +110,21 @@ def test_figures_follow_from_results():
     assert f.cost_per_epoch == pytest.approx(3.6 * 2 * f.epoch_s / 3600)
     assert f.cost_of_run == pytest.approx(10 * f.cost_per_epoch)
     assert f.cost_to_target == pytest.approx(3.6 * 2 * 20.0 / 3600)
+    screen = tables.plain(report.render(made), width=80)
+    assert f"{f.cost_per_epoch:.3g}" in screen
+    assert f"{f.cost_of_run:.3g}" in screen
+    assert f"2 epochs, 20.0 s, cost {f.cost_to_target:.3g}" in screen
+    assert "not reached" in tables.plain(report.render(study(fast, target=0.99)), width=80)
+    assert "cost" not in tables.plain(report.render(study(fast)), width=80)
+
+
+def test_more_ranks_than_are_here_are_predicted_for_the_cluster_of_the_study_or_refused():
+    layers = study_grid.define(args("--study", "layers"), most=4, cluster_gpus=None)
+    assert {b.cluster for b in layers.blocks if b.gpus == 8} == {"a100-nvlink-8"}
+    grid = study_grid.define(args("--study", "grid", "--models", "cnn", "--gpus", "8"), most=4, cluster_gpus=None)
+    assert [b.cluster for b in grid.blocks] == [None]
+    seconds, basis = verb._estimate(grid.blocks[0], ("ddp",), args("--study", "grid"), None, "cpu", set())
+    assert (seconds, "name a cluster with --cluster" in basis) == (0.0, True)
 
 
 def test_what_was_published_stands_beside_the_same_cell():
@@ -472,7 +487,7 @@ def test_a_batch_larger_than_the_data_is_refused_before_the_model_is_profiled(tm
     words = ("--models", "logistic", "--data", "digits", "--gpus", "1", "--global-batch", "2000", "--strategies",
              "single", "--epochs", "1", "--json", "--out", "out")  # fmt: skip
     made = json.loads(asa("bench", "--study", "grid", *words, cwd=tmp_path).stdout)
-    assert "a global batch of 2000 is larger than the 1437 images of digits" in made["rows"][0]["why"]
+    assert "a global batch of 2000 is larger than the 1437 training samples of digits" in made["rows"][0]["why"]
     assert not (tmp_path / "profiles").exists()
 
 

@@ -24,6 +24,7 @@ from asa.executor.model.state import full_optimizer_state, full_state
 from asa.executor.model.votes import Votes
 from asa.executor.observing import observe
 from asa.executor.running import outdir, prepare
+from asa.executor.running import run as running
 from asa.executor.running.loop import TrainingExecutor
 from asa.executor.running.run import train
 from asa.executor.running.stored_settings import keep, recalled
@@ -39,6 +40,7 @@ from asa.ir import codec
 from asa.ir.codec import fingerprint
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
+from asa.report import training as training_report
 from asa.scheduler import Policy, adapt
 from asa.strategies import offered
 from asa.tracing import trace
@@ -189,6 +191,46 @@ def test_a_log_that_was_torn_is_still_read(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").mkdir()
     with pytest.raises(UnavailableError, match="cannot write"):
         again({"event": "note", "message": "x"})
+
+
+def test_a_run_adds_up_its_time_and_cost_and_finds_its_target(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, target=0.9, price=7.2)
+    for number, accuracy in enumerate((0.5, None, 0.92, 0.91)):
+        record = dataclasses.replace(nouns.epoch(number), seconds=100.0, validation_accuracy=accuracy)
+        log({"event": "epoch", "line": "", **codec.to_data(record)})
+    ranks = nouns.epoch(0).measurements.num_ranks
+    aim = log.finish(exit_code=0)["aim"]
+    assert (aim["epochs"], aim["seconds"], aim["epochs_to_target"], aim["seconds_to_target"]) == (4, 400.0, 3, 300.0)
+    assert aim["cost_of_run"] == pytest.approx(0.8 * ranks), "400 s at 7.2 an hour"
+    assert aim["cost_to_target"] == pytest.approx(0.6 * ranks)
+    text = "\n".join(training_report.aim(aim))
+    assert f"cost: {0.2 * ranks:.3g} an epoch, {0.8 * ranks:.3g} for 4 epochs" in text
+    assert "target: accuracy 90.0 % after 3 epochs" in text
+    missed = training_report.aim(log.finish(exit_code=0)["aim"] | {"epochs_to_target": None})
+    assert "not reached in 4 epochs" in missed[-1]
+    assert "aim" not in RunLog(tmp_path).finish(exit_code=0), "where nothing was asked for"
+
+
+def test_data_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    """As those of a function that draws without a seed, in the processes of a launcher."""
+    found = run_ranks(2, _materials, str(tmp_path), timeout_s=60)
+    assert all("rank 1 reads other samples than rank 0 from --data digits" in text for text in found)
+
+
+def _materials(rank: int, out: str) -> str:
+    """What a rank says about samples whose labels are another rank's in another order."""
+    plan, settings = training.plan(), training.settings(Path(out), data="digits")
+    train, test = prepare.open_images(plan, settings)
+    other = dataclasses.replace(train, labels=train.labels.roll(rank))
+    job = SimpleNamespace(plan=plan, settings=settings)
+    own = prepare.Material(train=other, test=test, run="", resume=None)
+    if rank:
+        running.open_images = lambda *_: (other, test)  # type: ignore[attr-defined]
+    try:
+        running._agree_on_material(job, Votes(60), own if rank == 0 else None)  # type: ignore[arg-type]
+    except InvalidInputError as error:
+        return str(error)
+    return ""
 
 
 @functools.cache

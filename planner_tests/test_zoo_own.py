@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from urllib.error import HTTPError, URLError
 
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -387,8 +388,28 @@ def uneven_loaded():
     return DataLoader([(torch.zeros(n), 0) for n in range(2, 6)])
 def tokens():
     return TensorDataset(torch.arange(80).view(20, 4), Y)
+def onehot():
+    return TensorDataset(X, torch.eye(4)[Y])
+def last():
+    return TensorDataset(torch.zeros(20, 8, 8, 3, dtype=torch.uint8), Y)
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.zeros(1, 1, 2), 0
+def stream():
+    return Endless()
+def stream_loaded():
+    return DataLoader(Endless(), batch_size=4)
+def loose():
+    return DataLoader(TensorDataset(X, Y), batch_size=None)
+def columns():
+    return TensorDataset(X, Y[:, None])
+def channel():
+    return TensorDataset(torch.zeros(10, 3, 8, 8, dtype=torch.uint8), torch.arange(640).view(10, 1, 8, 8) % 3)
+def rare():
+    return TensorDataset(X, Y), TensorDataset(X[:2], torch.tensor([0, 9]))
 def maps():
-    return [(torch.zeros(3, 8, 8, dtype=torch.uint8), torch.ones(8, 8)) for _ in range(10)]
+    return [(torch.zeros(3, 8, 8, dtype=torch.uint8), torch.eye(8)) for _ in range(10)]
 """
 
 
@@ -452,3 +473,187 @@ def test_a_label_that_is_not_a_number_in_parquet_is_no_class(tmp_path, monkeypat
     parquet.write_table(arrow.table({"a": [1.0, 2.0, 3.0], "label": [0.0, float("nan"), 1.0]}), "n.parquet")
     with pytest.raises(InvalidInputError, match="row 2 has no class in column 'label'"):
         opened("parquet:n.parquet", shape=(1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "shape", "words"),
+    [
+        ("0.5,1,0\n" * 9, (1, 1, 2), "begins with numbers .*; its first line must name the columns"),
+        ("a,label\n" + "1,4\n" * 9, (1, 1, 1), "all 8 samples to train on are of class 4; 2 classes are needed"),
+        ("a,label\n" + "1,-1\n1,0\n1,1\n" * 9, (1, 1, 1), "'label' has class -1; classes are numbered from 0"),
+        ("a,label\n" + "1,0\n1,99999999999999999999\n" * 9, (1, 1, 1), "up to 9999999999999999... in 18 rows"),
+        ("a,price\n" + "1,1000\n2,350000\n" * 9, (1, 1, 1), "up to 350000 in 18 rows; .*call the column of classes"),
+        (
+            "a,label\n" + "".join(f"1,{i}.5\n" for i in range(9)),
+            (1, 1, 1),
+            "to learn a quantity, divide it into classes",
+        ),
+        ("a,label\n" + "1e400,0\n1,1\n" * 9, (1, 1, 1), "'a' has inf in row 1"),
+        ("a,label\n" + "1e300,0\n-1e300,1\n" * 9, (1, 1, 1), "numbers of 1e[+]300 are too large to be scaled"),
+        (",label\n" + "1,0\n2,1\n" * 9, (1, 1, 1), "no column of inputs besides the classes in 'label'"),
+        ("text,label\n" + ",0\n ,1\n" * 9, (1, 4, 8), "column 'text' is empty in every row"),
+        ("a,label\n1,0\n\n\n2\n", (1, 1, 1), "line 5 has 1 columns, not 2"),
+    ],
+)
+def test_tables_whose_values_no_model_can_learn(text, shape, words):
+    Path("t.csv").write_text(text)
+    with pytest.raises(AsaError, match=words):
+        opened("csv:t.csv", shape=shape)
+
+
+def test_columns_are_found_by_their_names_and_row_numbers_are_no_inputs():
+    rows = "".join(f"{i},{('cat', 'dog')[i // 10]},{i * i},{i % 3}\n" for i in range(20))
+    Path("t.csv").write_text(f",Label,a,b\n{rows}")
+    found = opened("csv:t.csv", shape=(1, 1, 2))
+    assert "2 columns (a, b) of csv:t.csv, classes in 'Label' (cat, dog); not read: a column without" in found.source
+    Path("t.csv").write_text("Review,Sentiment\n" + "".join(f"{t},{i % 2}\n" for i, t in enumerate(TEXTS)))
+    own._both.cache_clear()
+    assert opened("csv:t.csv", shape=(1, 4, 8)).images.shape[1:] == (1, 4, 8)
+
+
+def test_a_column_of_large_numbers_keeps_their_differences():
+    Path("t.csv").write_text("a,b,label\n" + "".join(f"{1_700_000_000 + i},123456789012,{i % 2}\n" for i in range(40)))
+    found = opened("csv:t.csv", shape=(1, 1, 2))
+    assert len(found.images[:, 0, 0, 0].unique()) == 32, "as many as rows, which float32 would join"
+    assert found.images[:, 0, 0, 1].abs().max() == 0, "a constant says nothing"
+
+
+def test_what_is_cut_off_a_text_is_named():
+    Path("t.csv").write_text(
+        "text,label\n" + "".join(f"{'word ' * (30000 * (i % 2) + 1)},{i % 2}\n" for i in range(20))
+    )
+    assert (
+        "10 of 20 texts are longer than 4 words, of which the last are read"
+        in opened("csv:t.csv", shape=(1, 4, 8)).source
+    )
+    own._both.cache_clear()
+    assert (
+        "10 of 20 texts are longer than 6 bytes, of which the first are read" in opened("csv:t.csv", shape=(6,)).source
+    )
+
+
+def test_classes_that_are_whole_numbers_stay_however_they_are_written():
+    Path("t.csv").write_text("a,label\n" + "".join(f"{i},{i % 12}.0\n" for i in range(60)))
+    order = own.permutation(own.key(60, own._SALT), 60)[12:]
+    assert torch.equal(opened("csv:t.csv", shape=(1, 1, 1)).labels, order % 12), "10.0 does not come before 2.0"
+
+
+def test_what_is_done_to_images_and_what_is_not_read_is_named(tmp_path):
+    pictures(tmp_path / "here", {"red": (250, 0, 0), "blue": (0, 0, 250)})
+    (tmp_path / "here" / "red" / "notes.txt").write_text("no image")
+    source = opened("folder:here").source
+    assert "(blue, red), resized from 5 sizes (8x8 to 8x12) to 8x8; not read: red/notes.txt" in source
+    own._both.cache_clear()
+    assert "colours weighted to grey" in opened("folder:here", shape=(1, 8, 8)).source
+    own._both.cache_clear()
+    with pytest.raises(UsageError, match="has 3 channels, the model takes 4; profile it with --input 3x8x8"):
+        opened("folder:here", shape=(4, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("folders", "words"),
+    [
+        ({"train/a": 5, "train/b": 5, "val/a": 2, "val/c": 2}, "val has the class c, which here/train has not"),
+        ({"train/a": 5, "train/b": 5, "test/": 2}, "test has no folder of a class .a, b.; sort its images"),
+        ({"a": 5, "b": 5, "test/a": 2}, "has a folder test and none called train"),
+        ({"a": 5}, "has 1 folders of classes"),
+    ],
+)
+def test_folders_whose_parts_do_not_fit(folders, words):
+    for name, count in folders.items():
+        home = Path("here", name)
+        home.mkdir(parents=True)
+        for i in range(count):
+            Image.new("RGB", (8, 8)).save(home / f"{i}.png")
+    with pytest.raises(InvalidInputError, match=words):
+        opened("folder:here")
+
+
+def test_images_of_16_bits_are_scaled_and_others_refused(tmp_path):
+    pictures(tmp_path / "here", {"a": (1, 1, 1), "b": (2, 2, 2)})
+    Image.fromarray((torch.arange(64).view(8, 8) * 1000).to(torch.uint16).numpy()).save("here/a/0.png")
+    found, other = opened("folder:here"), opened("folder:here", "test")
+    brightest = max(int(x.max()) for s in (found, other) for x in s.images)
+    assert brightest == 63_000 >> 8, "not cut off at 255"
+    assert "grey repeated over 3 channels" in found.source
+    Image.fromarray(torch.rand(8, 8).numpy()).save("here/a/0.tiff")
+    (tmp_path / "here" / "a" / "0.png").unlink()
+    own._both.cache_clear()
+    with pytest.raises(InvalidInputError, match=r"0\.tiff is not a readable image: its pixels are floating numbers"):
+        opened("folder:here")
+
+
+def test_annotations_of_coco_are_chosen_checked_and_counted():
+    square = [[0, 0, 3, 0, 3, 3, 0, 3]]
+    coco(Path("here"), [square] * 6)
+    for name in ("captions_train2017", "person_keypoints_train2017"):
+        Path(f"here/annotations/{name}.json").write_text("{}")
+    path = Path("here/annotations/instances_train2017.json")
+    document = json.loads(path.read_text())
+    del document["annotations"][2:]
+    path.write_text(json.dumps(document))
+    assert "4 of 6 images without an object" in opened("coco:here").source
+    document["images"][3] |= {"width": 10**6, "height": 10**6}
+    path.write_text(json.dumps(document))
+    own._both.cache_clear()
+    with pytest.raises(
+        InvalidInputError, match=r"4\.png has 8x8 pixels, instances_train2017\.json says 1000000x1000000"
+    ):
+        opened("coco:here")
+    for broken in (float("inf"), float("nan")):
+        document["annotations"][0]["segmentation"] = [[0, 0, broken, 0, 3, 3]]
+        document["images"][3] |= {"width": 8, "height": 8}
+        path.write_text(json.dumps(document))
+        own._both.cache_clear()
+        with pytest.raises(InvalidInputError, match="a coordinate is not a finite number"):
+            opened("coco:here")
+    path.write_text("[" * 100_000)
+    with pytest.raises(InvalidInputError, match="not in COCO's format"):
+        opened("coco:here")
+
+
+def test_parts_of_the_hub_are_numbered_alike_and_unlabelled_ones_not_read(monkeypatch):
+    class Part(dict):
+        column_names = ("a", "label")
+
+    def part(labels):
+        return Part(a=[float(i) for i in range(len(labels))], label=labels)
+
+    fake = ModuleType("datasets")
+    parts = {"train": part(["x", "y", "z"] * 4), "test": part([-1] * 4), "validation": part(["z", "y"])}
+    fake.load_dataset = lambda name: parts  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    monkeypatch.setattr(readers, "reachable", lambda: True)
+    train, test = (opened("hf:mine", s, (1, 1, 1)) for s in ("train", "test"))
+    assert (train.labels.tolist(), test.labels.tolist()) == ([0, 1, 2] * 4, [2, 1])
+    assert "not read: test" in train.source
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "words"),
+    [
+        ("onehot", (1, 1, 2), "classes of a sample have shape 4; give one number, .* not a one-hot vector"),
+        ("last", (3, 8, 8), "with channels last; give .C, H, W."),
+        ("stream", (1, 1, 2), "samples take .* bytes and 1000 are free, too few for a copy"),
+        ("stream_loaded", (1, 1, 2), "samples take .* bytes and 1000 are free, too few for a copy"),
+        ("loose", (1, 1, 2), "a batch of the loader has no dimension of samples"),
+    ],
+)
+def test_functions_whose_samples_no_model_can_take(module, monkeypatch, name, shape, words):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr(own, "_LOOKS", 10_000)
+    with pytest.raises(AsaError, match=words):
+        opened(f"{module}:{name}", shape=shape)
+
+
+def test_classes_may_have_dimensions_of_one_and_classes_only_tested_are_named(module):
+    assert opened(f"{module}:columns", shape=(1, 1, 2)).labels.shape == (16,)
+    assert opened(f"{module}:channel").labels.shape == (8, 8, 8)
+    assert "classes that are only tested: 9" in opened(f"{module}:rare", shape=(1, 1, 2)).source
+
+
+def test_a_hash_of_samples_tells_other_samples():
+    one = opened("digits", shape=(1, 8, 8))
+    other = replace(one, labels=one.labels.roll(1))
+    assert one.digest() == opened("digits", shape=(1, 8, 8)).digest()
+    assert one.digest() != other.digest()

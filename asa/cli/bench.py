@@ -46,7 +46,7 @@ def run(args: Arguments, console: Console) -> None:
     from asa.cli import bench_setup
 
     device, gpus = bench_setup.device_of(args)
-    bench_setup.check(args, gpus)
+    bench_setup.check(args, console, device, gpus)
     with places.taken(folder):
         _compare(args, console, folder, device, gpus)
 

@@ -52,8 +52,8 @@ def device_of(args: Arguments) -> tuple[DeviceType, int]:
     return ("cuda", args.gpus or cuda) if cuda else ("cpu", args.gpus or min(8, usable_cores()))
 
 
-def check(args: Arguments, gpus: int) -> None:
-    """Check names and files before minutes of measuring.
+def check(args: Arguments, console: Console, device: DeviceType, gpus: int) -> None:
+    """Check names and files before minutes of measuring, and settle the number of classes.
 
     Raises:
         UsageError: no such model or strategy, or data with more classes than requested.
@@ -71,13 +71,38 @@ def check(args: Arguments, gpus: int) -> None:
                 f"{discipline}: its ranks never take a step together, and a comparison takes turns; time it with "
                 "asa train, or leave it out"
             )
-    model_names = names()
+    model_names, asked = names(), args.classes
     for model in args.models:
-        shape, classes = default_input(model, input_shape(args), args.classes)
+        shape, classes = default_input(model, input_shape(args), asked)
         if model not in model_names:
             build(model, num_classes=classes, input_shape=shape)
         train, _ = images(args.data, args.data_root, shape)
-        check_data(args, train, args.classes or train.num_classes, args.global_batch or 1)
+        settle_classes(args, console, model, train)
+        # Emulated devices have a profile of their own, whose batch is checked once it is read.
+        batch = choose.batch_here(args, console, model, device) if isinstance(args.device, str) else 1
+        check_data(args, train, args.classes or train.num_classes, batch)
+
+
+def settle_classes(args: Arguments, console: Console, model: str, train: ImageSet) -> None:
+    """Give ``model`` as many classes as data of the user's own have, where it takes any number. A model of tokens keeps
+    its vocabulary.
+
+    Raises:
+        UsageError: the data have a class for every pixel, and the model gives one for an image.
+    """
+    from asa.zoo.foreign import takes_classes
+    from asa.zoo.inputs import of_tokens
+    from asa.zoo.models import segmentation_names
+
+    if train.labels.dim() == 3 and ":" not in model and model not in ("unet", *segmentation_names()):
+        raise UsageError(
+            f"{args.data} has a class for every pixel, {model} gives one for an image; take a segmentation model, as "
+            "unet or fcn_resnet50"
+        )
+
+    if args.classes is None and specs.is_own(args.data) and not of_tokens(train.shape) and takes_classes(model):
+        args.replace(classes=train.num_classes)
+        console.say(f"asa: --classes {train.num_classes}, as {args.data} has")
 
 
 def check_data(args: Arguments, train: ImageSet, num_classes: int, global_batch: int) -> None:
@@ -94,7 +119,7 @@ def check_data(args: Arguments, train: ImageSet, num_classes: int, global_batch:
         )
     if global_batch > len(train):
         raise UsageError(
-            f"a global batch of {global_batch} is larger than the {len(train)} images of {args.data}; "
+            f"a global batch of {global_batch} is larger than the {len(train)} training samples of {args.data}; "
             f"try --global-batch {len(train)}"
         )
 

@@ -125,6 +125,16 @@ def _local_device(kind: str) -> DeviceRecord:
     return device_record(choose_device(kind))
 
 
+USUAL_BATCH = {"cuda": 256, "cpu": 64}
+"""Global batch of a new profile, by kind of device."""
+
+
+def batch_here(args: Arguments, console: Console, model: str, device: str) -> int:
+    """The global batch that :func:`profile_here` will plan for, before anything is measured."""
+    stored = None if args.global_batch else known_here(args, console, model, device)
+    return args.global_batch or (USUAL_BATCH[device] if stored is None else stored[0].global_batch)
+
+
 def profile_here(
     args: Arguments, console: Console, model: str, device: str, gpus: int, *, limit_s: float = PROFILE_LIMIT_S
 ) -> tuple[Profile, str]:
@@ -174,7 +184,7 @@ def measured(
             model,
             input_shape=shape,
             num_classes=classes,
-            global_batch=args.global_batch or (256 if chosen == "cuda" else 64),
+            global_batch=args.global_batch or USUAL_BATCH[chosen],
             device=chosen,
             precision=args.precision,
             memory_format=getattr(args, "memory_format", None) or "contiguous",

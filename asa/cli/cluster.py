@@ -35,7 +35,7 @@ def run_list(_: Arguments, console: Console) -> None:
         for origin, c in clusters
     ]
     data = {"schema_version": codec.SCHEMA_VERSION, "kind": "clusters", "clusters": rows}
-    console.result(data, lambda: [report.overview(clusters)])
+    console.result(data, lambda: [report.overview(clusters), report.legend(clusters)])
 
 
 def run_show(args: Arguments, console: Console) -> None:

@@ -112,7 +112,9 @@ def run(args: Arguments, console: Console) -> None:
         console.say("asa: the curve takes several more searches, each about as long as the first")
         curve = _frontier(args, profile, cluster, request, plans[0])
         data["frontier"] = codec.to_data(curve)
-        more += curves.render(curve)
+        more += curves.render(curve, epochs=args.epochs)
+        if args.epochs:
+            data["epochs"] = args.epochs
     if args.consistency == "any" or args.target is not None:
         from asa.cli import consistency
 
@@ -139,7 +141,8 @@ def _next(cluster: Cluster, plan: Plan, args: Arguments) -> list[str]:
     """Commands that are useful after ``plan`` for ``cluster``, on this machine and with this installation. They name a
     plan that is not where commands look for the newest one."""
     file = "" if args.output is None else f" {shlex.quote(args.output)}"
-    first = [f"asa explain{file} --why-not {_rival(plan)}"]
+    rival = _rival(plan)
+    first = [f"asa explain{file}" + (f" --why-not {rival}" if rival else "")]
     if cluster.device.type == "cuda" and not driver():
         return [*first, f"asa simulate{file}", f"asa launch slurm{file}"]
     if importlib.util.find_spec("torch") is None:
@@ -148,11 +151,14 @@ def _next(cluster: Cluster, plan: Plan, args: Arguments) -> list[str]:
     return [f"asa train{file}", *first, *again]
 
 
-def _rival(plan: Plan) -> str:
-    """The whole strategy to compare ``plan`` with: plain data parallelism, or the next best if that is the plan."""
+def _rival(plan: Plan) -> str | None:
+    """The whole strategy to compare ``plan`` with: plain data parallelism, or the next best if that is the plan; None
+    if nothing else is possible."""
     own = (plan.prediction.step_time_s, max(plan.prediction.memory_bytes_per_rank))
     others = [b for b in plan.baselines if b.fits and b.step_time_s and (b.step_time_s, b.memory_bytes_max) != own]
     names = [b.name for b in sorted(others, key=lambda b: b.step_time_s or 0.0)]
+    if not names and plan.gpus == 1:
+        return None
     return "ddp" if "ddp" in names or not names else names[0]
 
 
@@ -219,6 +225,13 @@ VERBS = (
                 help="samples of one epoch, for --price (default: 50000, as in CIFAR)",
                 parse=o.count,
                 metavar="N",
+                needs="price",
+            ),
+            Option(
+                name="epochs",
+                help="epochs of a run, for --price: show its time and cost, too",
+                parse=o.count,
+                metavar="E",
                 needs="price",
             ),
             Option(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from asa.cli import choose, places
+from asa.cli import bench_setup, choose, places
 from asa.cli import options as o
 from asa.cli.console import Console
 from asa.cli.verb import Arguments
@@ -23,7 +23,7 @@ OPTIONS = (
     o.option(o.PRECISION, help="with MODEL: arithmetic of forward and backward"),
     o.option(o.INPUT, help="with MODEL: size of one image (default: the model's own)"),
     o.option(o.TOKENS, help="with MODEL: tokens of one sequence (default: the model's own)"),
-    o.option(o.CLASSES, help="with MODEL: number of classes (default: 100)"),
+    o.option(o.CLASSES, help="with MODEL: number of classes (default: 100, or that of your own data)"),
 )
 _OF_A_MODEL = tuple(option.field for option in OPTIONS)
 
@@ -65,22 +65,26 @@ def words(args: Arguments, path: Path) -> tuple[str, ...]:
     return (str(path), *rest)
 
 
-def _read(args: Arguments, model: str) -> None:
-    """Read data of the user's own, before minutes of measuring: ranks that are forked have it then.
+def _read(args: Arguments, console: Console, model: str, device: bench_setup.DeviceType) -> None:
+    """Read data of the user's own, and check that ``model`` can learn them, before minutes of measuring: ranks that are
+    forked have them then.
 
     Raises:
-        UsageError, InvalidInputError, UnavailableError: it cannot be used.
+        UsageError, InvalidInputError, UnavailableError: they cannot be used.
     """
     if not specs.is_own(args.data):
         return
     import torch
 
     from asa.profiler.clock import one_thread
-    from asa.zoo.data.own import open_own
     from asa.zoo.models import default_input
 
     with one_thread(torch.device("cpu")):
-        open_own(args.data, "train", default_input(model, o.input_shape(args), args.classes)[0])
+        shape, classes = default_input(model, o.input_shape(args), args.classes)
+        train, _ = bench_setup.images(args.data, None, shape)
+        bench_setup.settle_classes(args, console, model, train)
+        batch = choose.batch_here(args, console, model, device)
+        bench_setup.check_data(args, train, args.classes or classes, batch)
 
 
 def planned(args: Arguments, console: Console) -> tuple[Path, Plan]:
@@ -91,14 +95,13 @@ def planned(args: Arguments, console: Console) -> tuple[Path, Plan]:
     """
     model = args.plan
     o.check_model(args, model)
-    from asa.cli import bench_setup
     from asa.planner import Request, check_request, plan, usual_limit
     from asa.strategies import offered
 
     device, gpus = bench_setup.device_of(args)
     draft = Request(gpus=gpus, global_batch=args.global_batch or 1, strategies=args.strategies)
     check_request(None, offered(), draft)
-    _read(args, model)
+    _read(args, console, model, device)
     cluster = bench_setup.cluster_here(args, console, device, gpus)
     profile, source = choose.profile_here(args, console, model, device, gpus)
     console.say(f"asa: {source}")

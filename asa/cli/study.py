@@ -224,8 +224,9 @@ def _block(
             _store_rows(rows, block, block.strategies, args, name, results, "")
             return
         train, _ = bench_setup.images(block.data, args.data_root, _shape(block, args))
+        bench_setup.settle_classes(block_args, console, block.model, train)
         bench_setup.check_data(
-            block_args, train, args.classes or train.num_classes, block.global_batch
+            block_args, train, block_args.classes or train.num_classes, block.global_batch
         )  # before a profile
         site = _site(block, block_args, console, device, folder, budget_s)
         train, _ = site.images()
@@ -393,6 +394,8 @@ def _estimate(
 
     block_args = _block_arguments(args, block)
     key = (block.model, block.global_batch)
+    if block.mode == "predicted" and block.cluster is None:
+        return 0.0, "refused: more ranks than this machine measures; name a cluster with --cluster"
     if block.mode == "predicted":
         traced = traced_before(block.model, block_args) or key in profiled
         profiled.add(key)

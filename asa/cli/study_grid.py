@@ -185,7 +185,8 @@ def _published_blocks(p: dict[str, Any], chosen: dict[str, set[Any]]) -> list[Bl
 
 
 def _first_cluster(definition: dict[str, Any]) -> str | None:
-    return next((str(p["cluster"]) for p in definition.get("predict", ())), None)
+    """The cluster for which a study predicts more ranks than this machine has."""
+    return definition.get("cluster") or next((str(p["cluster"]) for p in definition.get("predict", ())), None)
 
 
 def _definitions() -> dict[str, dict[str, Any]]:

@@ -163,6 +163,13 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
                 validation_loss=r.validation_loss or 0.0, validation_accuracy=r.validation_accuracy or 0.0,
             )
         )  # fmt: skip
+    if site.device == "cpu":
+        site.notes.append(
+            f"{site.block.title}: {strategy} trained alone, where utilisation and state memory are not measured on CPUs"
+        )
+    rate = c.flops_per_sample(site.profile) * last.global_batch
+    peak = c.peak_flops(site.cluster, plan.precision)
+    per_epoch = -(-len(site.images()[0]) // last.global_batch)
     steps = Stat.of([_mean_step_s(r.measurements) for r in (records[-1:] if replan else records[1:] or records)])
     return BenchResult(
         model=site.block.model, strategy=strategy, ranks=last.num_ranks, global_batch=last.global_batch,
@@ -172,7 +179,8 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
         peak_memory_bytes=max(last.peak_memory_bytes) if last.peak_memory_bytes else None,
         predicted_memory_bytes=max(last.predicted_memory_bytes), plan_fingerprint=last.plan_fingerprint,
         components=plan.components, accuracy=tuple(points),
-        flops_per_s=c.flops_per_sample(site.profile) * last.global_batch / steps.median,
+        flops_per_s=rate / steps.median, mfu=rate / steps.median / (last.num_ranks * peak) if peak else None,
+        utilisation=last.utilisation, energy_j=None if last.energy_j is None else last.energy_j / per_epoch,
     )  # fmt: skip
 
 

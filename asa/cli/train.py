@@ -91,6 +91,8 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         observe=not args.no_observe,
         save_every_s=args.save_every,
         timeout_s=args.timeout,
+        target_accuracy=args.target_accuracy,
+        price=args.price,
     )
     correct = not (pretended or plan.consistency)
     adapt, relieve = adapting(plan, console, replan=settings.replan, correct=correct, out=out)
@@ -112,9 +114,9 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         result = emulated.mark(result, description, out)
     if result.get("summary"):
         from asa.report.tables import folded
-        from asa.report.training import summary
+        from asa.report.training import aim, summary
 
-        for line in summary(result["summary"]):
+        for line in [*summary(result["summary"]), *(aim(result["aim"]) if "aim" in result else [])]:
             console.line(folded(line))
     console.document(result)
     console.say(f"asa: wrote {out}/result.json")
@@ -229,6 +231,7 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
 
 _RECALLED = (
     "data", "data_root", "epochs", "steps_per_epoch", "lr", "optimizer", "seed", "loss", "metric", "schedule",
+    "target_accuracy", "price",
 )  # fmt: skip
 
 
@@ -346,6 +349,18 @@ VERBS = (
                 help="end every epoch after N steps (default: all data)",
                 parse=o.count,
                 metavar="N",
+            ),
+            Option(
+                name="target-accuracy",
+                help="report epochs, time and cost to this figure of validation, as in 0.9",
+                parse=o.share,
+                metavar="A",
+            ),
+            Option(
+                name="price",
+                help="price of one device for an hour, in any currency, as in 2.49: report costs",
+                parse=o.price,
+                metavar="P",
             ),
             o.DATA_ROOT,
             Option(

@@ -43,6 +43,22 @@ def overview(clusters: Sequence[tuple[str, Cluster]]) -> RenderableType:
     return result
 
 
+_STATUS = {
+    "measured-plateau-only": "only large messages were measured, small ones are estimated",
+    "measured-hearsay": "published without its method",
+    "derived": "computed from measured parts",
+    "rule": "rule of thumb",
+    "estimated": "from data sheets and rules of thumb",
+}
+
+
+def legend(clusters: Sequence[tuple[str, Cluster]]) -> RenderableType:
+    """What the statuses in :func:`overview` mean, and the command that shows one cluster."""
+    shown = {c.status for _, c in clusters}
+    texts = [f"{status}: {text}" for status, text in _STATUS.items() if status in shown]
+    return line("; ".join([*texts, "`asa cluster show NAME` has the figures and their source"]), "dim")
+
+
 def drifted(drift: Drift) -> str:
     """One line on the change of the machine's speed during the measurement."""
     return (

@@ -25,15 +25,18 @@ def _costliest(explanation: Explanation) -> list[RenderableType]:
     cost = {c.name: computes(c) + communicates(c) for c in explanation.components}
     total_s = sum(cost.values()) or 1.0
     communication_s = sum(communicates(c) for c in explanation.components)
+    shown = sorted(explanation.components, key=lambda c: -cost[c.name])[:_ROWS]
     result = table("", ("costliest", "runs as", "computes", "sends", "share", "next best"), left=2)
     result.title = None
-    for c in sorted(explanation.components, key=lambda c: -cost[c.name])[:_ROWS]:
+    for c in shown:
         other = c.alternative
         result.add_row(
             fitted(c.name, 20), way(c.data, c.tensor, c.checkpoint, c.offload), seconds(computes(c)),
             seconds(communicates(c)), f"{100 * cost[c.name] / total_s:.0f} %",
             NOTHING if other is None else _next_best(other),
         )  # fmt: skip
+    recomputes = any(c.checkpoint or (c.alternative is not None and c.alternative.checkpoint) for c in shown)
+    again = "; ckpt: activations are computed again in backward" if recomputes else ""
     more = len(explanation.components) - _ROWS
     peak = f"{size(explanation.peak_bytes)} of {size(explanation.capacity_bytes)}"
     return [
@@ -43,6 +46,7 @@ def _costliest(explanation: Explanation) -> list[RenderableType]:
         line(f"Limit    {_LIMIT[explanation.binding]}"),
         line(""),
         result,
+        line(f"next best: what else it could run as, and by how much the step would be longer{again}", "dim"),
         line(f"-v shows: {f'{more} more components, ' if more > 0 else ''}what each second goes to", "dim"),
     ]  # fmt: skip
 

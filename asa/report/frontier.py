@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import RenderableType
 
@@ -11,13 +11,14 @@ from asa.report.tables import line, table
 from asa.report.units import NOTHING, error, percent, seconds, size
 
 
-def render(frontier: Frontier) -> list[RenderableType]:
-    """The requested curves."""
+def render(frontier: Frontier, *, epochs: int | None = None) -> list[RenderableType]:
+    """The requested curves. ``epochs``: of a run whose time and cost are shown, too."""
     parts: list[RenderableType] = []
     if frontier.memory:
         parts += [line(""), memory(frontier.memory)]
     if frontier.cost:
-        parts += [line(""), cost(frontier.cost)]
+        parts += [line(""), cost(frontier.cost, epochs=epochs)]
+        parts.append(line("gap: what could be saved at most; worth it: no other is as fast and as cheap", "dim"))
     return parts
 
 
@@ -40,24 +41,34 @@ def memory(points: Sequence[MemoryPoint]) -> RenderableType:
     return result
 
 
-def cost(points: Sequence[CostPoint]) -> RenderableType:
-    """Time and cost of an epoch on increasing numbers of devices."""
-    result = table(
-        "Time against cost", ("offered", "used", "step", "epoch", "cost of an epoch", "gap", "worth it"), left=1
-    )
+def cost(points: Sequence[CostPoint], *, epochs: int | None = None) -> RenderableType:
+    """Time and cost of an epoch, and of a run of ``epochs``, on increasing numbers of devices."""
+    run = [] if epochs is None else [f"{epochs} epochs", "their cost"]
+    columns = ("devices", "used", "step", "epoch", "its cost", *run, "gap", "worth it")
+    result = table("Time against cost", columns, left=1)
     result.columns[-1].justify = "left"
     for p in points:
+        of_run = [] if epochs is None else [_times(epochs, p.epoch_s, seconds), _times(epochs, p.epoch_cost, _amount)]
         result.add_row(
             str(p.gpus) if p.up_to == p.gpus else f"{p.gpus} to {p.up_to}",
             str(p.num_ranks) if p.num_ranks else NOTHING,
             seconds(p.step_time_s),
             seconds(p.epoch_s),
-            NOTHING if p.epoch_cost is None else f"{p.epoch_cost:.4g}",
+            _times(1, p.epoch_cost, _amount),
+            *of_run,
             NOTHING if p.epoch_s is None else percent(p.gap),
             _verdict(p),
             style="" if p.on_frontier else "dim",
         )
     return result
+
+
+def _times(count: int, value: float | None, text: Callable[[float], str]) -> str:
+    return NOTHING if value is None else text(count * value)
+
+
+def _amount(value: float) -> str:
+    return f"{value:.4g}"
 
 
 def _verdict(point: CostPoint) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from rich.console import RenderableType
@@ -18,6 +19,10 @@ _PROVED = 1e-6
 _ROWS, _NAMES, _BAR = 8, 4, 12
 """Largest number of whole strategies shown without ``-v``, of names of others, and of characters of a bar for a whole
 step."""
+_DEGREE = re.compile(r"([dtp])(\d+)")
+_GRID = re.compile(r"(?<=:)([dtp]\d+)+")
+_AXES = {"d": "shares of the batch", "t": "slices of tensors", "p": "pipeline stages"}
+"""Abbreviations in names such as ``hybrid:d4t2``."""
 
 
 def render(plan: Plan, *, verbose: bool = False, shares: Sequence[float] = ()) -> list[RenderableType]:
@@ -138,7 +143,19 @@ def baselines(plan: Plan, *, verbose: bool = False) -> list[RenderableType]:
         if verbose:
             cells.append("yes" if b.fits else f"no: {b.why_not}" if b.why_not else "no")
         result.add_row(*cells, style="bold" if this_plan in equals else "" if b.fits else "dim")
-    return [result] if verbose else [result, *_folded(plan, len(rows) - len(shown))]
+    folded = [] if verbose else _folded(plan, len(rows) - len(shown))
+    return [result, *_legend([b.name for equals in shown for b in equals]), *folded]
+
+
+def _legend(names: Sequence[str]) -> list[RenderableType]:
+    """One line on the abbreviations among shown names of strategies."""
+    texts = []
+    if any(name.endswith("+ckpt") for name in names):
+        texts.append("+ckpt: activations are computed again in backward")
+    grid = next((found for name in names if (found := _GRID.search(name))), None)
+    if grid is not None:
+        texts.append(f"{grid[0]}: {' x '.join(f'{number} {_AXES[axis]}' for axis, number in _DEGREE.findall(grid[0]))}")
+    return [line("; ".join(texts), "dim")] if texts else []
 
 
 def _joined(order: Sequence[Baseline]) -> list[list[Baseline]]:

@@ -77,7 +77,7 @@ def render(study: Study) -> list[RenderableType]:
                 size(f.memory_bytes), f.learnt,
                 style="bold" if f.row.cell.strategy == "asa" else "dim" if f.row.state == "predicted" else "",
             )  # fmt: skip
-        lines += [line(""), group_table]
+        lines += [line(""), group_table, *_costs(study, group)]
     if any(f.row.state == "predicted" for f in rows):
         lines.append(line("~: predicted, not run"))
     lines += [line(""), *(line(wrapped(text)) for text in folded(study))]
@@ -133,9 +133,26 @@ def _few(cells: Sequence[str], limit: int = 4) -> str:
     return ", ".join(cells[:limit]) + more
 
 
+def _costs(study: Study, group: Sequence[Figures]) -> list[RenderableType]:
+    """A table of costs and of the way to the target, if the study has a price or a target."""
+    priced = ("cost of an epoch", "of the run") if study.price is not None else ()
+    aimed = (f"to an accuracy of {percent(study.target)}",) if study.target is not None else ()
+    if not priced and not aimed:
+        return []
+    result = table("", ("strategy", "ranks", *priced, *aimed), left=1)
+    result.title = None
+    for f in group:
+        costs = [NOTHING if v is None else f"{v:.3g}" for v in (f.cost_per_epoch, f.cost_of_run)]
+        result.add_row(
+            f.row.cell.strategy, str(f.row.cell.gpus), *(costs if priced else ()), *((f.to_target,) if aimed else ())
+        )
+    return [line(""), result]
+
+
 TABLE_COLUMNS = (
     "model", "data", "ranks", "batch", "strategy", "epochs", "state", "step", "samples/s", "epoch", "utilisation",
-    "MFU", "active memory", "state memory", "communication", "learnt", "to target", "cost of an epoch", "published",
+    "MFU", "active memory", "state memory", "communication", "learnt", "to target", "cost of an epoch",
+    "cost of the run", "published",
 )  # fmt: skip
 """Columns of the tables in a paper."""
 
@@ -151,7 +168,7 @@ def cells(f: Figures, reasons: Sequence[str], *, price: bool) -> tuple[str, ...]
         *key, f.row.state + (f" for {c.devices}" if f.row.state == "predicted" else ""),
         seconds(f.step_s), rate(f.samples_per_s), seconds(f.epoch_s), percent(r.utilisation), percent(r.mfu),
         size(f.memory_bytes), size(r.state_memory_bytes), percent(f.communication_share), f.learnt, f.to_target,
-        f"{f.cost_per_epoch:.3g}" if price and f.cost_per_epoch is not None else NOTHING,
+        *(f"{v:.3g}" if price and v is not None else NOTHING for v in (f.cost_per_epoch, f.cost_of_run)),
         "; ".join(
             f"{p.metric.replace('_', ' ')} {p.value:g}{'' if p.model else ' (model not named)'}" for p, _ in f.published
         )

@@ -19,7 +19,8 @@ _HOUR_S = 3600.0
 class Figures:
     """One row with derived values. Seconds and bytes; None if unknown.
 
-    ``run_s``: training for all its epochs; ``target``: the first point of the run with the requested accuracy.
+    ``run_s``: training for all its epochs; ``target``: the first point of the run with the requested accuracy;
+    ``missed``: there is none.
     ``published``: published numbers for the same, each with the value measured here.
     """
 
@@ -32,6 +33,7 @@ class Figures:
     communication_share: float | None = None
     last: AccuracyPoint | None = None
     target: AccuracyPoint | None = None
+    missed: bool = False
     cost_per_epoch: float | None = None
     cost_of_run: float | None = None
     cost_to_target: float | None = None
@@ -57,8 +59,11 @@ class Figures:
 
     @property
     def to_target(self) -> str:
-        """Epochs and time to the requested accuracy."""
-        return NOTHING if self.target is None else f"{self.target.epoch:.3g} epochs, {seconds(self.target.seconds)}"
+        """Epochs, time and cost to the requested accuracy."""
+        if self.target is None:
+            return "not reached" if self.missed else NOTHING
+        cost = "" if self.cost_to_target is None else f", cost {self.cost_to_target:.3g}"
+        return f"{self.target.epoch:.3g} epochs, {seconds(self.target.seconds)}{cost}"
 
 
 def of(study: Study) -> list[Figures]:
@@ -107,6 +112,7 @@ def _figures(row: StudyRow, study: Study) -> Figures:
         memory_bytes=r.predicted_memory_bytes if r.peak_memory_bytes is None else r.peak_memory_bytes,
         communication_share=communication_share(r) if measured is not None else _predicted_share(r),
         last=r.accuracy[-1] if r.accuracy else None, target=target,
+        missed=study.target is not None and target is None and bool(r.accuracy),
         cost_per_epoch=_times(hourly, epoch), cost_of_run=_times(hourly, run),
         cost_to_target=_times(hourly, target.seconds if target else None),
     )  # fmt: skip

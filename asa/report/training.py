@@ -102,6 +102,29 @@ def _error_text(predicted: float | None, measured: float | None) -> str:
     return f"{text[1:]} too {'high' if text[0] == '+' else 'low'}"
 
 
+def aim(document: Mapping[str, Any]) -> list[str]:
+    """Lines on the cost of a run and on the way to its target (``aim`` of ``result.json``)."""
+    lines = []
+    if document["cost_per_epoch"] is not None:
+        lines.append(
+            f"cost: {document['cost_per_epoch']:.3g} an epoch, {document['cost_of_run']:.3g} for "
+            f"{_epochs(document['epochs'])} in {seconds(document['seconds'])}, at {document['price']:g} per device and "
+            "hour"
+        )
+    target, reached = document["target_accuracy"], document["epochs_to_target"]
+    if target is not None and reached is None:
+        lines.append(f"target: accuracy {percent(target)} not reached in {_epochs(document['epochs'])}")
+    elif target is not None:
+        cost = "" if document["cost_to_target"] is None else f", cost {document['cost_to_target']:.3g}"
+        after = f"{_epochs(reached)}, {seconds(document['seconds_to_target'])}"
+        lines.append(f"target: accuracy {percent(target)} after {after}{cost}")
+    return lines
+
+
+def _epochs(count: int) -> str:
+    return "1 epoch" if count == 1 else f"{count} epochs"
+
+
 def summary(result: Mapping[str, Any]) -> list[str]:
     """Lines comparing prediction and measurement (``summary`` of ``result.json``): step, memory per rank, waiting."""
     step, memory = result["step_time_s"], result["memory_bytes_per_rank"]

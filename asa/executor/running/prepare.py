@@ -65,13 +65,21 @@ def prepare(
     notes = [*_check_devices(plan, device_type), *_late(plan, settings)]
     resume = settings.resume or _restarted(Path(settings.out))
     out = stack.enter_context(owned(Path(settings.out), resume=resume))
-    log = RunLog(out, track=settings.trackers, work=work, listener=on_event)
+    log = RunLog(
+        out, track=settings.trackers, work=work, target=settings.target_accuracy, price=settings.price,
+        listener=on_event,
+    )  # fmt: skip
     (out / RESULT).unlink(missing_ok=True)  # the result of an earlier run here is not this run's
     try:
         newest = checkpoint.find(out / CHECKPOINTS) if resume else None
         train, test = open_images(plan, settings)
         if settings.optimizer is not None:
             try_out(settings.optimizer)
+        if len(train) < plan.global_batch:
+            notes.append(
+                f"the plan is for a batch of {plan.global_batch}, and the data have {len(train)} samples: every "
+                "step has only these"
+            )
         Aims.of(settings, plan.num_classes).try_out(settings, train.labels, plan.num_classes)
         if newest is not None:
             _check_resumable(newest.manifest, plan, settings, len(train))

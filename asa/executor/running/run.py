@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from asa.errors import AsaError, PreemptedError, UsageError
+from asa.errors import AsaError, InvalidInputError, PreemptedError, UsageError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.measuring.emulation import EmulatedDevice
 from asa.executor.model.votes import Votes
@@ -241,7 +241,12 @@ def _run_as_rank(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Reg
             )
         votes.agree(wrong)
         owner = votes.once(lambda: ready(plan))
-        material = _agree_on_material(job, votes, owner[1] if owner is not None else None)
+        try:
+            material = _agree_on_material(job, votes, owner[1] if owner is not None else None)
+        except AsaError as error:
+            if owner is not None:
+                owner[0].finish(exit_code=error.exit_code, message=str(error))
+            raise
         if owner is not None:
             log = owner[0]
             begin(Path(settings.out), agent())
@@ -287,6 +292,13 @@ def _agree_on_material(job: Job, votes: Votes, own_material: Material | None) ->
             error = caught
     votes.agree(error)
     assert material is not None
+    digests = votes.exchange([images.digest() for images in (material.train, material.test)])
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise InvalidInputError(
+            f"rank {other} reads other samples than rank 0 from --data {job.settings.data}: its files must be the same "
+            "everywhere, and a function must return the same samples in every process (seed what it draws)"
+        )
     return material
 
 

@@ -70,9 +70,12 @@ class RunLog:
         *,
         track: tuple[str, ...] = (),
         work: Work | None = None,
+        target: float | None = None,
+        price: float | None = None,
         listener: Announce | None = None,
     ) -> None:
-        """``track``: names of trackers that also get the run's curves.
+        """``track``: names of trackers that also get the run's curves. ``target`` and ``price``: as in
+        :class:`~asa.executor.training.settings.TrainSettings`.
 
         Raises:
             UnavailableError: a requested tracker is not installed.
@@ -86,6 +89,7 @@ class RunLog:
         self.folder, self._listener = folder, listener
         self._track, self._trackers = track, list[trackers.Tracker]()
         self._work, self._ranks = work, 0
+        self._target, self._price = target, price
         self._facts: Event = {}
         self._began = time.time()
         trackers.check(track)
@@ -168,6 +172,7 @@ class RunLog:
             "shortages": self.shortages,
             "summary": _summary(self.epochs[-1]["measurements"]) if self.epochs else None,
             "seconds": round(time.time() - self._began, 3),
+            **({} if self._target is None and self._price is None else {"aim": self._aim()}),
         }
         temporary = self.folder / f".{RESULT}.tmp"
         try:
@@ -181,6 +186,33 @@ class RunLog:
         with contextlib.suppress(UnavailableError, InvalidInputError):
             self({"event": "end", "exit_code": exit_code, "status": status, "message": message})
         return document
+
+    def _aim(self) -> Event:
+        """Time and cost of this run's epochs with their validation, over all its sessions, and up to the first epoch
+        with the target; costs in the currency of the price."""
+        reached: int | None = None
+        seconds = cost = 0.0
+        course: list[tuple[float, float]] = []
+        for epoch in self.epochs:
+            seconds += epoch["seconds"]
+            cost += epoch["seconds"] / 3600 * epoch["measurements"]["num_ranks"] * (self._price or 0.0)
+            course.append((seconds, cost))
+            figure = epoch["validation_accuracy"]
+            if reached is None and self._target is not None and figure is not None and figure >= self._target:
+                reached = len(course)
+        at = None if reached is None else course[reached - 1]
+        priced = self._price is not None
+        return {
+            "target_accuracy": self._target,
+            "price": self._price,
+            "epochs": len(course),
+            "seconds": seconds,
+            "cost_of_run": cost if priced else None,
+            "cost_per_epoch": cost / len(course) if priced and course else None,
+            "epochs_to_target": reached,
+            "seconds_to_target": None if at is None else at[0],
+            "cost_to_target": at[1] if at is not None and priced else None,
+        }
 
 
 def last_settings(folder: Path) -> Event:

@@ -31,6 +31,8 @@ class TrainSettings:
         save_every_s: seconds of training after which a checkpoint is also written inside an epoch; None: never.
         trace_steps: number of steps recorded for a timeline, once the run is warm.
         observe: whether every rank records its computation and its waiting for others (:mod:`asa.sharding.waits`).
+        target_accuracy: validation figure, 0 to 1, to which time and cost are reported.
+        price: price of one device for an hour, in any currency; costs are reported.
         tensorboard, track: trackers that get the run's curves (:mod:`asa.executor.training.trackers`).
     """
 
@@ -63,6 +65,8 @@ class TrainSettings:
     metric: str = later("accuracy")
     schedule: str = later("cosine")
     track: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = later(())
+    target_accuracy: float | None = later(None)
+    price: float | None = later(None)
 
     def __post_init__(self) -> None:
         if self.data != "loader":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from math import prod
 
 import torch
@@ -48,6 +49,15 @@ class ImageSet:
 
     def __len__(self) -> int:
         return self.images.shape[0]
+
+    def digest(self) -> str:
+        """A hash of all samples, equal for equal samples in any process."""
+        total = blake2b(digest_size=16)
+        for tensor in (self.images, self.labels):
+            total.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+            for part in tensor.split(_CHUNK):
+                total.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
+        return total.hexdigest()
 
     def to(self, device: torch.device | str) -> ImageSet:
         """A copy on ``device``, where ``fetch`` then gathers and augments."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from itertools import islice
 from math import prod
 from typing import Any
 
@@ -30,6 +29,10 @@ _MOST_SAMPLES = 10_000_000
 _TEST_SHARE = 5
 """Divisor: one of this many samples is for testing, if the data has no test part."""
 _SALT = 5
+_CONSTANT = 1e-13
+"""Share of its largest number up to which the standard deviation of a column is rounding."""
+_LOOKS = 2**26
+"""Number of bytes of samples after which free memory is looked at again."""
 
 
 def open_own(spec: str, split: Split, shape: Shape | None) -> ImageSet:
@@ -73,17 +76,62 @@ def _both(spec: str, shape: Shape | None) -> tuple[Samples, Samples, int, str]:
             "each needs at least 1" if parts.test is not None else f"give {_TEST_SHARE} or more, a fifth is for testing"
         )
         raise InvalidInputError(f"--data {spec}: {few}; {need}")
+    if parts.scaled:
+        train, test = _scaled(train, test, spec)
     for x, _ in (train, test):
         if x.is_complex() or (x.is_floating_point() and not torch.isfinite(x).all()):
             raise InvalidInputError(f"--data {spec}: a sample has values that are not finite real numbers")
-    if parts.scaled:
-        mean, std = train[0].mean(dim=0), train[0].std(dim=0, unbiased=False).clamp_min(1e-6)
-        train, test = (((x - mean) / std, y) for x, y in (train, test))
-    train, test = ((_shaped(x, shape, spec), _sized(y, shape)) for x, y in (train, test))
-    lowest = min(int(train[1].min()), int(test[1].min()))
+    train, test = ((_shaped(x, shape, spec), _sized(_labels(y, x, spec), shape)) for x, y in (train, test))
+    lowest, highest = (int(extreme) for extreme in train[1].aminmax())
+    if lowest == highest:
+        raise InvalidInputError(
+            f"--data {spec}: all {len(train[1])} samples to train on are of class {lowest}; 2 classes are needed"
+        )
+    lowest, highest = min(lowest, int(test[1].min())), max(highest, int(test[1].max()))
     if lowest < 0:
-        raise InvalidInputError(f"--data {spec}: class {lowest} is below 0")
-    return train, test, 1 + max(int(train[1].max()), int(test[1].max())), parts.description
+        raise InvalidInputError(f"--data {spec}: class {lowest} is below 0; classes are numbered from 0")
+    only = sorted(set(test[1].unique().tolist()) - set(train[1].unique().tolist()))
+    aside = f"; classes that are only tested: {', '.join(map(str, only[:5]))}" if only else ""
+    return train, test, 1 + highest, parts.description + aside
+
+
+def _scaled(train: Samples, test: Samples, spec: str) -> tuple[Samples, Samples]:
+    """Columns of numbers, float64 [N, K], as float32 with mean 0 and standard deviation 1 in ``train``. A column that
+    is constant there becomes 0.
+
+    Raises:
+        InvalidInputError: numbers too large for that.
+    """
+    numbers = train[0]
+    mean, std = numbers.mean(dim=0), numbers.std(dim=0, unbiased=False)
+    largest = numbers.abs().amax(dim=0)
+    if not torch.isfinite(std).all():
+        raise InvalidInputError(f"--data {spec}: numbers of {float(largest.max()):g} are too large to be scaled")
+    std[std <= _CONSTANT * largest] = torch.inf
+    of_train, of_test = (((x - mean) / std).float() for x in (numbers, test[0]))
+    return (of_train, train[1]), (of_test, test[1])
+
+
+def _labels(y: Tensor, x: Tensor, spec: str) -> Tensor:
+    """Classes as [N], or [N, T] for T tokens, or [N, H, W] for the pixels of an image; dimensions of 1 are dropped.
+
+    Raises:
+        InvalidInputError: they have another shape, as one-hot vectors have.
+    """
+    if y.dim() > 1 and y[0].numel() == 1 and x[0].numel() > 1:
+        return y.reshape(len(y))
+    if y.dim() == 4 and y.shape[1] == 1:
+        y = y[:, 0]
+    if (
+        y.dim() == 1
+        or (y.dim() == 2 and not x.is_floating_point() and y.shape == x.shape)
+        or (y.dim(), x.dim()) == (3, 4)
+    ):
+        return y
+    raise InvalidInputError(
+        f"--data {spec}: the classes of a sample have shape {'x'.join(map(str, y.shape[1:]))}; give one number, a "
+        "number for every token, or for every pixel (the number of a class, not a one-hot vector)"
+    )
 
 
 def _divided(samples: Samples) -> tuple[Samples, Samples]:
@@ -142,6 +190,11 @@ def _sized(y: Tensor, shape: Shape | None) -> Tensor:
 
 
 def _converted(x: Tensor, shape: Shape, spec: str) -> Tensor:
+    if x.shape[3] in (1, 3, 4) and x.shape[1] > 4:
+        raise UsageError(
+            f"--data {spec} gives images of {'x'.join(map(str, x.shape[1:]))}, with channels last; give [C, H, W], as "
+            "permute(2, 0, 1) does"
+        )
     if x.shape[1] not in (1, shape[0]) and shape[0] != 1:
         raise UsageError(
             f"--data {spec} has {x.shape[1]} channels, the model takes {shape[0]}; profile it with "
@@ -189,28 +242,52 @@ def from_factory(spec: str, shape: Shape | None) -> Any:
 
 
 def _read(dataset: Any, spec: str) -> Samples:
-    """All samples of a dataset, in order."""
+    """All samples of a dataset, in order; those of a loader come in batches.
+
+    Raises:
+        InvalidInputError: it has none, does not end, or they do not fit together.
+        UnavailableError: they do not fit in memory.
+    """
+    import psutil
     from torch.utils.data import DataLoader
 
-    if isinstance(dataset, DataLoader):
-        pairs = [_pair(batch, spec) for batch in dataset]
-        if not pairs:
-            raise InvalidInputError(f"data {spec!r} has no samples")
-        _check_shapes([x[0] for x, _ in pairs], spec)
-        return torch.cat([x for x, _ in pairs]), _integers(torch.cat([y for _, y in pairs]), spec)
     samples: Iterable[Any]
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+    if isinstance(dataset, DataLoader):
+        samples = dataset
+    elif hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         samples = (dataset[i] for i in range(len(dataset)))
     elif hasattr(dataset, "__iter__"):
         samples = dataset
     else:
         raise InvalidInputError(f"data {spec!r}: the function returned {str(dataset)[:40]!r}, not a dataset")
-    pairs = [_pair(sample, spec) for sample in islice(samples, _MOST_SAMPLES + 1)]
-    if len(pairs) > _MOST_SAMPLES:
-        raise InvalidInputError(f"data {spec!r}: more than {_MOST_SAMPLES} samples; they are read into memory")
+    batched, needed, seen = isinstance(dataset, DataLoader), 0, 0
+    pairs: list[tuple[Tensor, Tensor]] = []
+    count = 0
+    for sample in samples:
+        pairs.append(_pair(sample, spec))
+        count += len(pairs[-1][1]) if batched and pairs[-1][1].dim() else 1
+        needed += pairs[-1][0].nbytes
+        if count > _MOST_SAMPLES:
+            raise InvalidInputError(f"data {spec!r}: more than {_MOST_SAMPLES} samples; they are read into memory")
+        if needed - seen > _LOOKS:
+            seen, free = needed, psutil.virtual_memory().available
+            if free < needed:  # they are copied once
+                raise UnavailableError(
+                    f"data {spec!r}: {count} samples take {needed} bytes and {free} are free, too few for a copy; "
+                    "give fewer or smaller ones, or train with asa.parallelize, which takes any loader"
+                )
     if not pairs:
         raise InvalidInputError(f"data {spec!r} has no samples")
-    return _stacked([x for x, _ in pairs], spec), _integers(_stacked([y for _, y in pairs], spec), spec)
+    inputs, classes = [x for x, _ in pairs], [y for _, y in pairs]
+    if not batched:
+        return _stacked(inputs, spec), _integers(_stacked(classes, spec), spec)
+    for values in (inputs, classes):
+        if any(v.dim() == 0 for v in values):
+            raise InvalidInputError(f"data {spec!r}: a batch of the loader has no dimension of samples")
+        _check_shapes([v[:1] for v in values], spec)
+    if any(len(x) != len(y) for x, y in pairs):
+        raise InvalidInputError(f"data {spec!r}: a batch of the loader has not as many classes as inputs")
+    return torch.cat(inputs), _integers(torch.cat(classes), spec)
 
 
 def _integers(classes: Tensor, spec: str) -> Tensor:

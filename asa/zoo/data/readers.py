@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,15 @@ _TEXT_SHAPE = (1, 32, 64)
 """Shape of a text if no model requires one: 32 words of 64 features."""
 _PICTURES = ("image", "img", "picture")
 _TEXTS = ("text", "sentence", "review", "comment", "content")
-_TESTS = ("test", "val", "valid", "validation")
+_TRAINS = ("train", "training")
+_TESTS = ("test", "testing", "val", "valid", "validation")
+_ROW_NUMBERS = re.compile(r"|Unnamed: \d+|__index_level_\d+__")
+"""Names of columns that pandas writes for the number of a row."""
+_MOST_CLASSES = 1000
+"""Number of classes that a table may have whatever its number of rows."""
+_LONG = 16
+"""Number of digits from which a number is surely no class."""
+_LISTED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,76 +50,174 @@ class Parts:
     scaled: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """Images that were read: ``pixels`` uint8 [N, C, H, W]; ``sizes``, the (height, width) of every file; ``changes``,
+    what was done to them, in words that begin with a comma, or empty."""
+
+    pixels: Tensor
+    sizes: list[tuple[int, int]]
+    changes: str
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first few names, and how many more there are."""
+    shown = list(names)
+    more = f" and {len(shown) - _LISTED} more" if len(shown) > _LISTED + 1 else ""
+    return ", ".join(shown[:_LISTED] if more else shown) + more
+
+
 def folder(path: str, shape: Shape | None) -> Parts:
     """Read images by class: ``DIR/CLASS/*.png``, or ``DIR/train/CLASS/*.png`` with ``DIR/test`` (or ``val``) next to
     it.
 
     Raises:
-        InvalidInputError: no classes, a class without images, or a file that is not an image.
+        InvalidInputError: no classes, a class without images, a class that is only in the test part, or a file that is
+            not an image.
     """
-    root = Path(path)
+    root, spec = Path(path), f"folder:{path}"
     if not root.is_dir():
-        raise InvalidInputError(f"--data folder:{path}: there is no folder {path}")
-    named = root / "train"
+        raise InvalidInputError(f"--data {spec}: there is no folder {path}")
+    home = next((root / name for name in _TRAINS if (root / name).is_dir()), root)
     tests = [root / name for name in _TESTS if (root / name).is_dir()]
-    home = named if named.is_dir() else root
-    classes = sorted(p.name for p in home.iterdir() if p.is_dir() and not p.name.startswith("."))
-    if len(classes) < 2:
-        raise InvalidInputError(f"--data folder:{path}: {home} has {len(classes)} folders of classes; 2 are needed")
-    train = _of_folder(home, classes, shape)
-    test = _of_folder(tests[0], classes, shape) if home is named and tests else None
-    return Parts(train=train, test=test, description=f"Images of {len(classes)} classes in {path}")
-
-
-def _of_folder(home: Path, classes: Sequence[str], shape: Shape | None) -> tuple[Tensor, Tensor]:
-    paths, labels = [], []
-    for number, name in enumerate(classes):
-        files_found = (
-            sorted(p for p in (home / name).rglob("*") if p.suffix.lower() in _IMAGES) if (home / name).is_dir() else []
+    if home is root and tests:
+        raise InvalidInputError(
+            f"--data {spec} has a folder {tests[0].name} and none called train; put the classes to train on into "
+            f"{root / 'train'}"
         )
-        if not files_found and home.name not in _TESTS:
+    classes = _folders(home)
+    if len(classes) < 2:
+        raise InvalidInputError(f"--data {spec}: {home} has {len(classes)} folders of classes; 2 are needed")
+    by_class = [test for test in tests if set(_folders(test)) & set(classes)]
+    if tests and not by_class:
+        raise InvalidInputError(
+            f"--data {spec}: {tests[0]} has no folder of a class ({listed(classes)}); sort its images by class, or "
+            "remove it: then a fifth of the others is for testing"
+        )
+    unread = [f"{test.name}/" for test in tests if test not in by_class[:1]]
+    train, changes = _of_folder(home, classes, shape, unread)
+    test = None
+    if by_class:
+        strange = sorted(set(_folders(by_class[0])) - set(classes))
+        if strange:
+            raise InvalidInputError(f"--data {spec}: {by_class[0]} has the class {strange[0]}, which {home} has not")
+        test = _of_folder(by_class[0], classes, shape or tuple(train[0].shape[1:]), unread)[0]
+    aside = f"; not read: {listed(unread)}" if unread else ""
+    description = f"Images of {len(classes)} classes in {path} ({listed(classes)}){changes}{aside}"
+    return Parts(train=train, test=test, description=description)
+
+
+def _folders(home: Path) -> list[str]:
+    return sorted(p.name for p in home.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+
+def _of_folder(
+    home: Path, classes: Sequence[str], shape: Shape | None, unread: list[str]
+) -> tuple[tuple[Tensor, Tensor], str]:
+    """Images and classes in ``home``, and what was done to them. Other files are added to ``unread``."""
+    paths: list[Path] = []
+    labels: list[int] = []
+    files = [p for p in sorted(home.iterdir()) if p.is_file()]
+    for number, name in enumerate(classes):
+        inside = sorted(p for p in (home / name).rglob("*") if p.is_file())
+        images = [p for p in inside if p.suffix.lower() in _IMAGES and not p.name.startswith(".")]
+        if not images and home.name not in _TESTS:
             raise InvalidInputError(f"{home / name} has no images ({', '.join(sorted(_IMAGES))})")
-        paths += files_found
-        labels += [number] * len(files_found)
-    return pictures(paths, shape, [str(p) for p in paths]), torch.tensor(labels)
+        files += [p for p in inside if p not in set(images)]
+        paths += images
+        labels += [number] * len(images)
+    unread += [str(p.relative_to(home)) for p in files if not p.name.startswith(".")]
+    read = pictures(paths, shape, [str(p) for p in paths])
+    return (read.pixels, torch.tensor(labels)), read.changes
 
 
-def pictures(sources: Sequence[Any], shape: Shape | None, names: Sequence[str]) -> Tensor:
-    """Images uint8 [N, C, H, W] from files, bytes or Pillow images, in the model's shape; without one, in that of the
-    first image.
+def pictures(sources: Sequence[Any], shape: Shape | None, names: Sequence[str], *, more_bytes: int = 0) -> Pictures:
+    """Images from files, bytes or Pillow images, in the model's shape; without one, in that of the first image.
+
+    Args:
+        names: of the images, for errors.
+        more_bytes: memory that is needed for every pixel of a channel besides, in bytes.
 
     Raises:
-        UsageError: the model reads text, or one row of numbers.
+        UsageError: the model reads text, one row of numbers, or other channels.
         InvalidInputError: one is not an image.
         UnavailableError: they do not fit in memory.
     """
     import psutil
-    from PIL import Image, UnidentifiedImageError
-    from torchvision.transforms.functional import pil_to_tensor
 
     images: Tensor | None = None
+    sizes: list[tuple[int, int]] = []
+    modes: set[str] = set()
     for i, (source, name) in enumerate(zip(sources, names, strict=True)):
-        try:
-            image = source if hasattr(source, "getbands") else Image.open(source)
-            tensor = pil_to_tensor(image.convert("L" if shape and shape[0] == 1 else "RGB"))
-        except UnidentifiedImageError:
-            raise InvalidInputError(f"{name} is not a readable image: its format is unknown") from None
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise InvalidInputError(f"{name} is not a readable image: {error}") from None
+        tensor, mode = _pixels(source, name, grey=bool(shape) and shape is not None and shape[0] == 1)
         height, width = tensor.shape[1:]
         if shape and (of_tokens(shape) or shape[1] == 1 < height):
             advice = f"profile it with --input 3x{height}x{width}"
             raise UsageError(f"{name} is an image, the model takes {described(shape)}; {advice}")
         shape = shape or (tensor.shape[0], height, width)
+        if tensor.shape[0] != shape[0]:
+            raise UsageError(
+                f"{name} has {tensor.shape[0]} channels, the model takes {shape[0]}; profile it with --input "
+                f"3x{shape[1]}x{shape[2]} or 1x{shape[1]}x{shape[2]}"
+            )
         if images is None:
-            need, free = len(sources) * shape[0] * shape[1] * shape[2], psutil.virtual_memory().available
+            need = len(sources) * (shape[0] + more_bytes) * shape[1] * shape[2]
+            free = psutil.virtual_memory().available
             if need > free:
                 raise UnavailableError(f"{len(sources)} images need {need} bytes in memory, {free} are free")
             images = torch.empty(len(sources), *shape, dtype=torch.uint8)
+        sizes.append((height, width))
+        modes.add(mode)
         images[i] = convert(tensor[None].float(), shape).round().clamp_(0, 255)[0].to(torch.uint8)
-    if images is None:
+    if images is None or shape is None:
         raise InvalidInputError("no images were found")
-    return images
+    return Pictures(pixels=images, sizes=sizes, changes=_changes(shape, sizes, modes))
+
+
+def _changes(shape: Shape, sizes: Sequence[tuple[int, int]], modes: set[str]) -> str:
+    """What :func:`pictures` did to images, in words that begin with a comma."""
+    changes = ""
+    different = sorted(set(sizes))
+    if different != [tuple(shape[1:])]:
+        texts = [f"{height}x{width}" for height, width in (different[0], different[-1])]
+        origin = texts[0] if len(different) == 1 else f"{len(different)} sizes ({texts[0]} to {texts[1]})"
+        changes += f", resized from {origin} to {shape[1]}x{shape[2]}"
+    grey = {mode for mode in modes if mode in ("1", "L", "LA") or mode.startswith("I")}
+    if shape[0] == 1 and modes - grey:
+        changes += ", colours weighted to grey"
+    if shape[0] == 3 and grey:
+        changes += ", grey repeated over 3 channels"
+    return changes
+
+
+def _pixels(source: Any, name: str, *, grey: bool) -> tuple[Tensor, str]:
+    """An image as uint8 [C, H, W], with one channel if ``grey``, otherwise three; and its mode in Pillow.
+
+    Raises:
+        InvalidInputError: it is not an image of 8 or 16 bits.
+    """
+    import numpy as np
+    from PIL import Image, UnidentifiedImageError
+    from torchvision.transforms.functional import pil_to_tensor
+
+    if source is None:
+        raise InvalidInputError(f"{name} has no image")
+    try:
+        with source if hasattr(source, "getbands") else Image.open(source) as image:
+            mode, shown = image.mode, image
+            if mode.startswith("I"):  # Pillow would cut 16 bits off at 255
+                values = np.asarray(image).astype(np.int64)
+                if values.size and not 0 <= values.min() <= values.max() < 2**16:
+                    raise ValueError(f"its values are {values.min()} to {values.max()}, not 8 or 16 bits")
+                shown = Image.fromarray((values >> 8).astype(np.uint8))
+            elif mode == "F":
+                raise ValueError("its pixels are floating numbers; save it with 8 or 16 bits")
+            return pil_to_tensor(shown.convert("L" if grey else "RGB")), mode
+    except UnidentifiedImageError:
+        raise InvalidInputError(f"{name} is not a readable image: its format is unknown") from None
+    except Exception as error:  # whatever a decoder raises for damaged bytes
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InvalidInputError(f"{name} is not a readable image: {reason}") from None
 
 
 def csv_table(path: str, shape: Shape | None) -> Parts:
@@ -119,23 +227,28 @@ def csv_table(path: str, shape: Shape | None) -> Parts:
     Raises:
         InvalidInputError: no such file, rows of different lengths, or text among the numbers.
     """
+    csv.field_size_limit(sys.maxsize)  # a text may be long
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.reader(file))
+            reader = csv.reader(file)
+            lines = [(reader.line_num, row) for row in reader if row]
     except UnicodeDecodeError:
         raise InvalidInputError(f"--data csv:{path} is not UTF-8 text; save it as UTF-8") from None
     except (OSError, csv.Error) as error:
         raise InvalidInputError(f"--data csv:{path}: {error}") from None
-    rows = [row for row in rows if row]
-    if len(rows) < 2:
-        raise InvalidInputError(f"--data csv:{path} has {len(rows)} rows; a header and samples are needed")
-    header = rows[0]
+    if len(lines) < 2:
+        raise InvalidInputError(f"--data csv:{path} has {len(lines)} rows; a header and samples are needed")
+    header = [name.strip() for name in lines[0][1]]
+    if _numeric(header):
+        raise InvalidInputError(
+            f"--data csv:{path} begins with numbers ({listed(header)}); its first line must name the columns"
+        )
     _check_columns(header, f"csv:{path}")
-    for number, row in enumerate(rows[1:], 2):
+    for number, row in lines[1:]:
         if len(row) != len(header):
             raise InvalidInputError(f"--data csv:{path}: line {number} has {len(row)} columns, not {len(header)}")
-    columns: dict[str, Sequence[Any]] = {name: [row[i] for row in rows[1:]] for i, name in enumerate(header)}
-    return _table(columns, shape, f"csv:{path}")
+    columns: dict[str, Sequence[Any]] = {name: [row[i] for _, row in lines[1:]] for i, name in enumerate(header)}
+    return _table([columns], shape, f"csv:{path}")
 
 
 def parquet(path: str, shape: Shape | None) -> Parts:
@@ -171,10 +284,12 @@ def _columnar(kind: str, path: str, shape: Shape | None) -> Parts:
                 table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(file).read_all()
         _check_columns(table.column_names, spec)
         columns = table.to_pydict()
-    except (OSError, pyarrow.ArrowException) as error:
+    except InvalidInputError:
+        raise
+    except Exception as error:  # pyarrow's own, and those of values that Python cannot hold
         reason = (str(error).splitlines() or ["no table"])[0]
         raise InvalidInputError(f"--data {spec} cannot be read as {kind}: {reason}") from None
-    return _table(columns, shape, spec)
+    return _table([columns], shape, spec)
 
 
 def hub(name: str, shape: Shape | None) -> Parts:
@@ -200,43 +315,76 @@ def hub(name: str, shape: Shape | None) -> Parts:
         raise UnavailableError(f"--data hf:{name}: {lines[0] if lines else type(error).__name__}") from None
     if "train" not in parts:
         raise InvalidInputError(f"--data hf:{name} has {', '.join(parts)}, no part called train")
-    test = next((t for t in _TESTS if t in parts), None)
-    _check_columns(parts["train"].column_names, f"hf:{name}")
-    tables = [
-        _table({c: parts[p][c] for c in parts[p].column_names}, shape, f"hf:{name}") for p in ("train", test) if p
-    ]
-    train, held_out = tables[0], tables[1].train if test else None
-    return Parts(train=train.train, test=held_out, description=train.description, scaled=train.scaled)
+    names = list(parts["train"].column_names)
+    _check_columns(names, f"hf:{name}")
+    label = _label(names)
+    test = next((t for t in _TESTS if t in parts and not _unlabelled(parts[t], label)), None)
+    tables = [{c: parts[p][c] for c in names} for p in ("train", test) if p]
+    return _table(tables, shape, f"hf:{name}", unread=[p for p in parts if p not in ("train", test)])
 
 
-def _table(columns: dict[str, Sequence[Any]], shape: Shape | None, spec: str) -> Parts:
-    """Inputs and classes from columns: a column of images or of text if there is one, otherwise all columns of
-    numbers. A column of numbers is one whatever its name."""
-    names = list(columns)
-    label = next((n for n in _LABELS if n in names), names[-1])
-    labels = _classes(columns[label], spec, label)
+def _unlabelled(part: Any, label: str) -> bool:
+    """Whether a part of a data set has no classes: test parts of the hub often have -1 for each."""
+    return label not in part.column_names or all(str(value) == "-1" for value in part[label])
+
+
+def _label(names: Sequence[str]) -> str:
+    """The column of classes: the first with a usual name, or the last one."""
+    usual = {name.strip().lower(): name for name in reversed(names)}
+    return next((usual[n] for n in _LABELS if n in usual), names[-1])
+
+
+def _table(
+    parts: Sequence[Mapping[str, Sequence[Any]]], shape: Shape | None, spec: str, *, unread: Sequence[str] = ()
+) -> Parts:
+    """Inputs and classes from the columns of a table to train on, and of one for testing if there are two: a column of
+    images or of text if there is one, otherwise all columns of numbers. A column of numbers is one whatever its name.
+
+    Args:
+        unread: what else was not read, for the description.
+    """
+    names = [n for n in parts[0] if not _ROW_NUMBERS.fullmatch(n)]
+    numbered = [n or "a column without a name" for n in parts[0] if n not in names]
+    label = _label(names) if names else ""
     others = [n for n in names if n != label]
+    if not others:
+        raise InvalidInputError(f"--data {spec} has no column of inputs besides the classes in {label!r}")
+    labels, classes = _classes([part[label] for part in parts], spec, label)
     picture, written = (
-        next((n for n in words if n in others and not _numeric(columns[n])), None) for words in (_PICTURES, _TEXTS)
+        next((n for n in others if n.strip().lower() in words and not _numeric(parts[0][n])), None)
+        for words in (_PICTURES, _TEXTS)
     )
-    unread = [n for n in others if n != (picture or written)]
-    aside = f"; not read: {', '.join(unread)}" if unread and (picture or written) else ""
-    if picture is not None:
-        sources = [_opened(v) for v in columns[picture]]
-        shown = [f"{spec}, row {i + 1}" for i in range(len(sources))]
-        return Parts(train=(pictures(sources, shape, shown), labels), test=None, description=f"Images of {spec}{aside}")
-    if written is not None:
-        from asa.zoo.data.text import encoded
+    used = [n for n in (picture or written,) if n] or others
+    aside = [*numbered, *(n for n in others if n not in used), *unread]
+    inputs, kind, changes = [], "", ""
+    for part in parts:
+        if picture is not None:
+            sources = [_opened(v) for v in part[picture]]
+            read = pictures(sources, shape, [f"--data {spec}: row {i + 1}" for i in range(len(sources))])
+            shape = shape or tuple(read.pixels.shape[1:])
+            inputs.append(read.pixels)
+            kind, changes = "Images", changes or read.changes
+        elif written is not None:
+            from asa.zoo.data.text import cut, encoded
 
-        for row, value in enumerate(columns[written], 1):
-            if not isinstance(value, str):
-                raise InvalidInputError(f"--data {spec}: column {written!r} has {value!r:.40} in row {row}, not text")
-        inputs = encoded(columns[written], shape or _TEXT_SHAPE, f"--data {spec}: column {written!r}")
-        return Parts(train=(inputs, labels), test=None, description=f"Text of {spec}, classes in {label!r}{aside}")
-    numbers = [_numbers(columns[n], spec, n) for n in others]
+            for row, value in enumerate(part[written], 1):
+                if not isinstance(value, str):
+                    raise InvalidInputError(
+                        f"--data {spec}: column {written!r} has {value!r:.40} in row {row}, not text"
+                    )
+            if len(part[written]) and not any(map(str.strip, part[written])):
+                raise InvalidInputError(f"--data {spec}: column {written!r} is empty in every row")
+            shape = shape or _TEXT_SHAPE
+            inputs.append(encoded(part[written], shape, f"--data {spec}: column {written!r}"))
+            kind, changes = "Text", changes or cut(part[written], shape)
+        else:
+            inputs.append(torch.stack([_numbers(part[n], spec, n) for n in others], dim=1))
+            kind = f"{len(others)} column{'s' * (len(others) != 1)} ({listed(others)})"
     return Parts(
-        train=(torch.stack(numbers, dim=1), labels), test=None, scaled=True,
-        description=f"{len(numbers)} columns of {spec}, classes in {label!r}",
+        train=(inputs[0], labels[0]), test=(inputs[1], labels[1]) if len(parts) > 1 else None,
+        description=f"{kind} of {spec}, classes in {label!r}{classes}{changes}"
+        + (f"; not read: {listed(aside)}" if aside else ""),
+        scaled=picture is None and written is None,
     )  # fmt: skip
 
 
@@ -267,7 +415,7 @@ def _numbers(values: Iterable[Any], spec: str, name: str) -> Tensor:
     for row, value in enumerate(values, 1):
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise InvalidInputError(
                 f"--data {spec}: column {name!r} has {str(value)[:40]!r} in row {row}, not a number; leave the column "
                 f"out, make numbers of it, or call it {_TEXTS[0]!r} to have it read as text"
@@ -275,13 +423,13 @@ def _numbers(values: Iterable[Any], spec: str, name: str) -> Tensor:
         if number - number != 0:
             raise InvalidInputError(f"--data {spec}: column {name!r} has {number} in row {row}")
         numbers.append(number)
-    return torch.tensor(numbers, dtype=torch.float32)
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def _numeric(values: Iterable[Any]) -> bool:
     try:
         return all(not isinstance(v, bytes) and float(v) == float(v) for v in values)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
 
 
@@ -289,18 +437,47 @@ _MISSING = ("", "none", "nan", "null")
 """What tables write where a value is missing."""
 
 
-def _classes(values: Sequence[Any], spec: str, name: str) -> Tensor:
-    """Classes as int64. Whole numbers from 0 are unchanged; anything else is numbered in sorted order."""
-    texts = [str(v).strip() for v in values]
-    missing = next((i for i, t in enumerate(texts, 1) if t.lower() in _MISSING), None)
-    if missing is not None:
-        raise InvalidInputError(f"--data {spec}: row {missing} has no class in column {name!r}")
-    if all(t.isdecimal() for t in texts):
-        return torch.tensor([int(t) for t in texts])
-    distinct = {t: i for i, t in enumerate(sorted(set(texts)))}
-    if len(distinct) > max(2, len(texts) // 2):
+def _classes(parts: Sequence[Sequence[Any]], spec: str, name: str) -> tuple[list[Tensor], str]:
+    """Classes of every part as int64, and how they were numbered, in words. Whole numbers from 0 are unchanged;
+    anything else is numbered in sorted order, alike in all parts.
+
+    Raises:
+        InvalidInputError: one is missing or below 0.
+        UsageError: the values are no classes.
+    """
+    texts = [[_written(value) for value in part] for part in parts]
+    for part in texts:
+        missing = next((i for i, t in enumerate(part, 1) if t.lower() in _MISSING), None)
+        if missing is not None:
+            raise InvalidInputError(f"--data {spec}: row {missing} has no class in column {name!r}")
+    rows, distinct = sum(map(len, texts)), {t for part in texts for t in part}
+    remedy = f"call the column of classes {_LABELS[0]!r}"
+    if name.strip().lower() in _LABELS:
+        remedy = "to learn a quantity, divide it into classes"
+    if all(t.removeprefix("-").isdecimal() for t in distinct) and distinct != {"-1", "1"}:
+        longest = max(distinct, key=len, default="0")
+        extremes = [int(t) for t in distinct] if len(longest) < _LONG else []
+        if extremes and min(extremes) < 0:
+            raise InvalidInputError(
+                f"--data {spec}: column {name!r} has class {min(extremes)}; classes are numbered from 0"
+            )
+        if len(longest) >= _LONG or max(extremes, default=0) >= max(_MOST_CLASSES, rows):
+            high = max(extremes) if extremes else f"{longest[:_LONG]}..."
+            raise UsageError(
+                f"--data {spec}: column {name!r} has numbers up to {high} in {rows} rows; classes are numbered from 0 "
+                f"without gaps, or have names; {remedy}"
+            )
+        return [torch.tensor([int(t) for t in part], dtype=torch.int64) for part in texts], ""
+    if len(distinct) > max(2, rows // 2):
         raise UsageError(
-            f"--data {spec}: column {name!r} has {len(distinct)} different values in {len(texts)} rows, which are no "
-            f"classes; call the column of classes {_LABELS[0]!r}"
+            f"--data {spec}: column {name!r} has {len(distinct)} different values in {rows} rows, which are no "
+            f"classes; {remedy}"
         )
-    return torch.tensor([distinct[t] for t in texts])
+    numbers = {t: i for i, t in enumerate(sorted(distinct))}
+    return [torch.tensor([numbers[t] for t in part]) for part in texts], f" ({listed(numbers)})"
+
+
+def _written(value: Any) -> str:
+    """A class as text; a whole number without its fraction, because a column with 1.0 holds class 1."""
+    text = str(value).strip()
+    return text.removesuffix(".0") if text.removeprefix("-").removesuffix(".0").isdecimal() else text

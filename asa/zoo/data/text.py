@@ -59,6 +59,16 @@ def encoded(texts: Sequence[str], shape: Shape, named: str) -> Tensor:
     return features.view(len(texts), height, channels, width).movedim(2, 1).contiguous()
 
 
+def cut(texts: Sequence[str], shape: Shape) -> str:
+    """How many of ``texts`` :func:`encoded` cuts to ``shape`` or finds empty, in words that begin with a semicolon; no
+    words if none."""
+    lengths = [len(t.encode("utf-8", "replace")) if of_tokens(shape) else len(_WORD.findall(t)) for t in texts]
+    most, unit = (shape[0], "bytes, of which the first") if of_tokens(shape) else (shape[1], "words, of which the last")
+    longer, empty = sum(n > most for n in lengths), lengths.count(0)
+    changes = f"; {longer} of {len(texts)} texts are longer than {most} {unit} are read" if longer else ""
+    return changes + (f"; {empty} of {len(texts)} texts are empty" if empty else "")
+
+
 def _features(word: str, count: int) -> Tensor:
     """Features of a word: a few, selected by its hash, are 1 or -1."""
     features = torch.zeros(count)
