@@ -58,6 +58,8 @@ def part_of(model: DistributedModelBase, value: Any) -> Any:
     if not isinstance(value, nn.Module) or model.parallel is None:
         return value
     path = next((n for n, m in model.origin.named_modules() if m is value), "")
+    if not path and value is not model.origin and isinstance(value, nn.Sequential | nn.ModuleList):  # a slice
+        return _of_layers(value, [part_of(model, m) for m in value])
     for component in model.parallel.components:
         part: Any = component
         for name in path.split("."):
@@ -65,6 +67,11 @@ def part_of(model: DistributedModelBase, value: Any) -> Any:
         if part is not None:
             return _called_by_all(model, path, part)
     return value
+
+
+def _of_layers(like: Any, layers: list[nn.Module]) -> Any:
+    """``layers``, which are those of a slice ``like``, as a container."""
+    return nn.Sequential(*layers) if isinstance(like, nn.Sequential) else nn.ModuleList(layers)
 
 
 def _called_by_all(model: DistributedModelBase, path: str, part: nn.Module) -> nn.Module:
@@ -85,7 +92,9 @@ def _called_by_all(model: DistributedModelBase, path: str, part: nn.Module) -> n
     if isinstance(part, nn.Sequential | nn.ModuleList):
         members["__iter__"] = lambda self: iter([inside(n, m) for n, m in self._modules.items()])
         members["__getitem__"] = lambda _, key: (
-            [inside(n, m) for n, m in part._modules.items()][key] if type(key) is int else part[key]  # type: ignore[index]
+            [inside(n, m) for n, m in part._modules.items()][key]
+            if type(key) is int
+            else _of_layers(part[key], [inside(n, m) for n, m in part._modules.items()][key])  # type: ignore[index]
         )
     view: nn.Module = object.__new__(type(kind.__name__, (kind,), members))
     view.__dict__ = part.__dict__

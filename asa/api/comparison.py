@@ -10,12 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from asa.api.tape import MOST_BYTES, Tape, is_batched, number_mappings
+from asa.api.tape import ARITHMETIC, MOST_BYTES, Tape, is_batched, number_mappings
 from asa.executor.model.votes import Votes
 
 _READ_OUT = "it is computed with tensors that are made of what was taken out of torch (numpy(), tolist())"
-_ARITHMETIC = {f"{before}{name}{after}" for name in ("mul", "add", "sub", "div", "truediv", "floordiv", "pow", "mod")
-               for before, after in (("", ""), ("__", "__"), ("__r", "__"), ("__i", "__"), ("", "_"))}  # fmt: skip
 _DISTINCT = 1e-3
 """Least relative difference of two interpretations that are told apart."""
 _ROUNDING = 1e-10
@@ -172,7 +170,7 @@ class Comparison:
             n
             for function, args, options, _ in self._tape.needed([self._loss, *self._tape.model_inputs])[0]
             for n in pytree.tree_leaves((args, options))
-            if type(n) is float or (type(n) is int and getattr(function, "__name__", "") in _ARITHMETIC)
+            if type(n) is float or (type(n) is int and getattr(function, "__name__", "") in ARITHMETIC)
         ]
         self._counts = self._tape.rows in (n for n in every if type(n) is int)
         numbers = [n for n in every if type(n) in kinds]
@@ -231,8 +229,10 @@ class Comparison:
                     ):
                         plain = t.detach().as_subclass(Tensor)
                         pairs.append((local_rows(replayed_input.detach()), plain if counted else plain[:0]))
-                rows = [
-                    local_rows(torch.zeros_like(e) if g is None else g) if batched else e.new_zeros(0)
+                rows = [  # an output that goes into another call has a gradient that the tape does not see
+                    local_rows(torch.zeros_like(e) if g is None else g)
+                    if batched and (g is not None or not tape.chained)
+                    else e.new_zeros(0)
                     for e, g, batched in zip(outputs, output_gradients, have_rows, strict=True)
                 ]
                 results.append((float(replayed[at].detach().sum()), rows, pairs, assumes_local, repeated, reading))

@@ -21,7 +21,7 @@ from asa.api.batches import GlobalBatches, Share, moved
 from asa.api.calls import Call, lengths, plain
 from asa.api.clipping import understood_by_torch
 from asa.api.in_step import FORWARD, UPDATE
-from asa.api.losses import Terms, mark_output, record_call
+from asa.api.losses import Terms, follow_backwards, mark_output, record_call
 from asa.api.messages import say
 from asa.api.model_interface import ModelInterface
 from asa.api.names import StateNames
@@ -29,6 +29,7 @@ from asa.api.numbers import patch_sharded_tensors
 from asa.api.outputs import Demands, entering, leaving
 from asa.api.parameter_tools import understood_by_torch as tools_understood_by_torch
 from asa.api.rank_context import RankContext
+from asa.api.registrations import REPLACED, watch_registrations
 from asa.api.trial import Trial
 from asa.api.views import TensorViews
 from asa.errors import AsaError, UsageError, place_of
@@ -241,6 +242,7 @@ class DistributedModel(ModelInterface):
 
     def _prepared(self) -> None:
         """Prepare for averaging gradients in evaluation mode."""
+        self.check_states()
         if self.parallel is not None and self.learns and not self.training:
             self.parallel.reduction.begin()
 
@@ -475,25 +477,36 @@ class DistributedModel(ModelInterface):
     def remember(self) -> None:
         """Record the current parameters, and hooks of layers."""
         self.__dict__["parameter_ids"] = self._parameter_ids()
-        self.__dict__["hooks"] = {id(m): len(m._forward_hooks) for m in self.parts.modules()}
+        self.__dict__["hooks"] = {id(m): _hooks_of(m) for m in self.parts.modules()}
+        self.__dict__["module_ids"] = {id(m) for top in (self.origin, self.parts) for m in top.modules()}
+        watch_registrations(self)
+        follow_backwards()
 
     def _warn_of_hooks(self) -> None:
-        """Warn once of a hook on a layer that was added behind the call, where gradients through it are not weighed."""
-        known: dict[int, int] | None = self.__dict__.get("hooks")
-        if known is None or self.parallel is None or self._averages:
+        """Warn once of a hook on a layer that was added behind the call: one on gradients sees those of this rank, and
+        gradients through one on outputs may not be weighed."""
+        known: dict[int, tuple[int, int]] | None = self.__dict__.get("hooks")
+        if known is None or self.parallel is None:
             return
-        found = (
-            n for part in self.parts for n, m in part.named_modules() if len(m._forward_hooks) > known.get(id(m), 0)
-        )
-        name = next(found, None)
-        if name is not None:
+        for name, module in ((n, m) for part in self.parts for n, m in part.named_modules()):
+            (forward, backward), (now, gradients) = known.get(id(module), (0, 0)), _hooks_of(module)
+            if gradients > backward:
+                text = (
+                    f"a backward hook on {name} gets gradients of this rank's samples, before ranks have added theirs: "
+                    "one that is not linear in them (norms, signs, clamping) gives other numbers than one device; "
+                    "change p.grad after backward"
+                )
+            elif now > forward and not self._averages:
+                text = (
+                    f"a forward hook on {name} gets what this rank computes of it: a loss that uses it counts "
+                    "otherwise than on one device under a plan that shards or splits the model; return it from forward "
+                    "beside the output, or plan with strategies=('ddp',)"
+                )
+            else:
+                continue
             self.__dict__["hooks"] = None
-            warnings.warn(
-                f"a forward hook on {name} gets what this rank computes of it: a loss that uses it counts otherwise "
-                "than on one device under a plan that shards or splits the model; return it from forward beside the "
-                "output, or plan with strategies=('ddp',)",
-                stacklevel=4,
-            )
+            warnings.warn(text, stacklevel=4)
+            return
 
     def unchanged(self) -> None:
         """Check that no parameter was replaced since the model was distributed.
@@ -508,10 +521,7 @@ class DistributedModel(ModelInterface):
             and self.parameter_ids is not None
             and self.parameter_ids != self._parameter_ids()
         ):
-            raise UsageError(
-                "a parameter of the model was replaced or tied behind asa.parallelize, and what runs on the ranks was "
-                "made before: do it before the call"
-            )
+            raise UsageError(f"a parameter of the model {REPLACED}")
 
     def batch_ended(self, number: int, *, last: bool, indexed: bool) -> None:
         """Check that all ranks made the same calls for batch ``number`` of an epoch (collective)."""
@@ -521,7 +531,7 @@ class DistributedModel(ModelInterface):
         wait = last or not indexed or not self._computes_alone
         asks = self.trial is not None and self.trial.asks
         if self.in_step.after_batch(
-            self.parallel if self._independent else None, self.optimizers, number, asks=asks, wait=wait
+            self.parallel if self._independent else None, self.optimizers, number, asks=asks, wait=wait, edge=last
         ):
             for model in distributed_models():
                 if model.trial is not None:
@@ -541,12 +551,19 @@ class DistributedModel(ModelInterface):
     def close(self) -> None:
         """Destroy the plan's process groups (collective)."""
         parallel = self.parallel
+        self.__dict__["module_ids"] = set()
         if parallel is not None:
             parallel.close()
 
 
 class Uneven(AsaError):
     """Ranks have samples in other proportions than their plan."""
+
+
+def _hooks_of(module: nn.Module) -> tuple[int, int]:
+    """Numbers of hooks of a module: on its inputs and outputs, and on their gradients."""
+    forward = len(module._forward_hooks) + len(module._forward_pre_hooks)
+    return forward, len(module._backward_hooks) + len(module._backward_pre_hooks)
 
 
 def local_part(tensor: Tensor) -> Tensor:

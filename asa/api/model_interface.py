@@ -77,9 +77,25 @@ class ModelInterface(LearningModel):
         if parallel is None:
             return self.parts[0].state_dict(*args, **options)
         assert self.names is not None
+        self.check_states()
         if any(map(replaced, parallel.plan.components)):
             parallel.meet("model.state_dict() of a plan that splits the model", within_s=MEETING_S)
-        return self.names.full(parallel)
+        state = self.names.full(parallel)
+        self.__dict__["states"] = [(n, t, t._version) for n, t in state.items() if isinstance(t, Tensor)]
+        return state
+
+    def check_states(self) -> None:
+        """Warn if a tensor of the last :meth:`state_dict` was changed in place, and not loaded."""
+        states: list[tuple[str, Tensor, int]] = self.__dict__.get("states", [])
+        if states:
+            self.__dict__["states"] = []
+        name = next((name for name, tensor, version in states if tensor._version != version), None)
+        if name is not None:
+            warnings.warn(
+                f"{name} of model.state_dict() was changed in place, which on one device changes the model: here these "
+                "tensors are copies; use model.load_state_dict(state), or change model.parameters()",
+                stacklevel=4,
+            )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors from :meth:`state_dict` or the plain model; every rank must pass all of them.
@@ -93,6 +109,7 @@ class ModelInterface(LearningModel):
         if parallel is None:
             return self.parts[0].load_state_dict(state_dict, strict=strict, assign=assign)
         assert self.names is not None
+        self.__dict__["states"] = []
         try:
             found = self.names.compared(parallel, state_dict, strict=strict)
         except RuntimeError as error:
@@ -152,6 +169,23 @@ class ModelInterface(LearningModel):
     def __getitem__(self, key: Any) -> Any:
         """A module of a model that is a sequence, or whatever the model has at ``key``."""
         return attributes.part_of(self, self.origin[key])  # type: ignore[index]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self.parallel is not None:
+            raise UsageError(f"model[{key!r}] cannot be replaced behind asa.parallelize: do it before the call")
+        self.parts[0][key] = value  # type: ignore[operator]
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The model's own children, whose calls are collective."""
+        if self.parallel is None:
+            yield from super().named_children()
+            return
+        yield from ((name, attributes.part_of(self, child)) for name, child in self.origin.named_children())
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        for part in self.parts:
+            part._apply(fn, recurse)
+        return self
 
     def __len__(self) -> int:
         return len(self.origin)  # type: ignore[arg-type]
