@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from asa.api.distributed_model_base import DistributedModelBase
+from asa.api.parameter_tools import view_of_whole
 from asa.errors import UsageError
 from asa.executor.model.parameter_hooks import replaced
 from asa.tracing.preserve import preserved
@@ -81,7 +82,7 @@ def _called_by_all(model: DistributedModelBase, path: str, part: nn.Module) -> n
     kind: type = type(part)
 
     def inside(name: str, value: Any) -> Any:
-        return _called_by_all(model, f"{path}.{name}", value) if isinstance(value, nn.Module) else value
+        return _called_by_all(model, f"{path}.{name}", value) if isinstance(value, nn.Module) else view_of_whole(value)
 
     members: dict[str, Any] = {
         "__call__": lambda _, *args, **options: _method(model, path, *args, **options),
@@ -96,9 +97,27 @@ def _called_by_all(model: DistributedModelBase, path: str, part: nn.Module) -> n
             if type(key) is int
             else _of_layers(part[key], [inside(n, m) for n, m in part._modules.items()][key])  # type: ignore[index]
         )
-    view: nn.Module = object.__new__(type(kind.__name__, (kind,), members))
+    return _seen_as(part, members)
+
+
+def _seen_as(part: nn.Module, members: dict[str, Any]) -> nn.Module:
+    """``part`` as an object of a class with other ``members``: both have the same attributes."""
+    view: nn.Module = object.__new__(type(type(part).__name__, (type(part),), members))
     view.__dict__ = part.__dict__
     return view
+
+
+def with_whole_parameters(part: nn.Module) -> nn.Module:
+    """``part``, a module with parameters of which this rank holds parts, as a program sees it: with whole ones."""
+    kind: Any = type(part)
+    return _seen_as(
+        part,
+        {
+            "__getattr__": lambda self, name: view_of_whole(kind.__getattr__(self, name)),
+            "__reduce_ex__": lambda _, protocol: part.__reduce_ex__(protocol),
+            "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
+        },
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

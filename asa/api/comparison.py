@@ -89,6 +89,7 @@ class Comparison:
         alike: dict[int, Tensor] = {}
         summed: dict[int, Tensor] = {}
         whole_tensors: dict[int, Tensor] = {}
+        unlike: dict[int, Tensor] = {}
         others_differ = False
         num_from_batch = len(tape.outputs) + tape.read
         for number, (tensor, split) in enumerate(zip(leaves, batched, strict=True)):
@@ -111,6 +112,11 @@ class Comparison:
                     p.shape == parts[0].shape and torch.equal(p, parts[0]) for p in parts
                 ):
                     alike[at] = plain
+                elif number >= num_from_batch and min(rows) > 1 and len({p.shape for p in parts}) == 1:
+                    # Its length may be that of something else than samples (features, classes).
+                    unlike[at] = plain
+                    if self._differing_value is None:
+                        self._differing_value = float(parts[0].double().abs().sum())
                 if number >= num_from_batch and len(parts) > 1:
                     stepped_tensor = self._by_index(parts, len(whole_tensors[at]), read_out=read_out)
                     whole_tensors[at] = whole_tensors[at] if stepped_tensor is None else stepped_tensor.to(device)
@@ -133,6 +139,8 @@ class Comparison:
             for i, (r, assumes_local) in enumerate(readings)
             if (summed or i > 1) and (alike or i % 2)
         ]
+        if unlike:
+            self._interpretations += [(base | alike | unlike, True, False), (base | unlike, True, True)]
         self._rows = rows
         return ""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from math import isclose
 from typing import Any
@@ -26,6 +26,7 @@ from asa.api.tape import Watched
 from asa.api.trial import Trial
 from asa.errors import UsageError
 from asa.executor.model.votes import Votes
+from asa.sharding.split import TensorPart
 
 _MARK, _OF_CALL = "asa", "asa_weight"
 """Keys in a node's metadata: the model whose output it is; weight and rows of this rank in the call it comes from."""
@@ -273,6 +274,8 @@ def follow_backwards() -> None:
 
     def backward(tensors: Any, *args: Any, **options: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if isinstance(inputs := options.get("inputs"), Sequence):
+            options["inputs"] = [p.held if isinstance(p, TensorPart) else p for p in inputs]
         with torch._C.DisableTorchFunctionSubclass():
             called, nodes, graph = search_graph(roots)
         if called is None or called.terms is None:

@@ -182,7 +182,26 @@ class ModelInterface(LearningModel):
             return
         yield from ((name, attributes.part_of(self, child)) for name, child in self.origin.named_children())
 
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of this rank. Parameters of which it holds parts look whole."""
+        views: dict[int, nn.Module] = self.__dict__.setdefault("whole_views", {})
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            if self.parallel is not None and module is not self and held_parts(module):
+                yield name, views.setdefault(id(module), attributes.with_whole_parameters(module))
+            else:
+                yield name, module
+
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        held = set() if self.parallel is None else {(p.dtype, p.device) for p in self.parts.parameters()}
+        for dtype, device in held:
+            changed = fn(torch.empty(0, dtype=dtype, device=device))
+            if changed.dtype != dtype or changed.device != device:
+                raise UsageError(
+                    f"parameters cannot change from {dtype} on {device} to {changed.dtype} on {changed.device} behind "
+                    "asa.parallelize: do it before the call; model.state_dict() has tensors on the CPU"
+                )
         for part in self.parts:
             part._apply(fn, recurse)
         return self

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils import _pytree as pytree
 
 from asa.errors import UsageError
 from asa.sharding.sharded import place_local
@@ -40,13 +41,43 @@ def _refused_in_a_line(_cls: type, func: Any, types: Any, args: Any = (), kwargs
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
     except RuntimeError as error:
+        name = getattr(func, "__name__", str(func))
+        if "got mixed torch.Tensor and DTensor" in str(error):
+            alike = _of_one_kind(args, kwargs or {})
+            if alike is None:
+                raise UsageError(
+                    f"{name} has a tensor that ranks hold in shards and one that is not, with gradients: use "
+                    "p.full_tensor(), or plan with strategies=('ddp',)"
+                ) from error
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*alike[0], **alike[1])
         if "harding propagation failed" not in str(error):
             raise
-        name = getattr(func, "__name__", str(func))
         raise UsageError(
             f"{name} needs a whole tensor, and ranks hold shards of this one: use p.full_tensor() or "
             "model.state_dict(), or plan with strategies=('ddp',)"
         ) from error
+
+
+def _of_one_kind(args: Any, kwargs: dict[str, Any]) -> Any:
+    """Arguments of a function in which whole tensors, the same on all ranks, meet sharded ones: sharded alike if the
+    first is sharded, otherwise whole. None if gradients go through them."""
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
+        return None
+    sharded = {leaf.shape: leaf for leaf in leaves if isinstance(leaf, DTensor)}
+    cuts = isinstance(leaves[0], DTensor)
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) is cuts:
+            return leaf
+        if isinstance(leaf, DTensor):
+            return leaf.full_tensor()
+        like = sharded.get(leaf.shape)
+        placements = [Replicate()] * leaves[0].device_mesh.ndim if like is None else like.placements  # type: ignore[attr-defined]
+        return distribute_tensor(leaf, leaves[0].device_mesh, placements, src_data_rank=None)  # type: ignore[attr-defined]
+
+    return pytree.tree_map(one, (args, kwargs))
 
 
 _DATA: Any = Tensor.data

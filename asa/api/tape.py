@@ -71,7 +71,9 @@ class Tape:
     tensors: list[Any] = field(default_factory=list)
     """Tensors by position: outputs, leaves and results."""
     single_samples: set[int] = field(default_factory=set)
-    """Positions of single samples that were taken from a batch."""
+    """Positions of single samples that were taken from a batch, one after the other."""
+    picked: dict[int, list[int]] = field(default_factory=dict)
+    """Positions of single samples by that of the tensor they were taken from."""
     bytes: int = 0
     problem: str = ""
     """Why the record is incomplete; empty if it is complete."""
@@ -214,6 +216,7 @@ class Tape:
         self.positions.clear()
         self.received.clear()
         self.single_samples.clear()
+        self.picked.clear()
 
     def _leaf(self, leaf: Tensor) -> None:
         self.leaves.append(leaf)
@@ -451,9 +454,11 @@ class Watched(Tensor):
             return result
         recorded = tape.note(func, args, options, result)
         if splits_samples:
-            tape.single_samples.update(
-                tape.positions[id(leaf)] for leaf in pytree.tree_leaves(recorded) if id(leaf) in tape.positions
-            )
+            places = [tape.positions[id(leaf)] for leaf in pytree.tree_leaves(recorded) if id(leaf) in tape.positions]
+            all_picked = tape.picked.setdefault(tape.positions.get(id(args[0]), -1), [])
+            all_picked += places
+            if len(all_picked) >= max(2, tape.rows // 2) or tape.rows == 1:  # a loop over samples, and not a first one
+                tape.single_samples.update(all_picked)
         return recorded
 
     def _read_out(self, *, all_values: bool = False) -> Tensor:

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from benchmarks.program_table import Made, epochs, loader, made, normal, pairs, program, sgd
+from benchmarks.program_table import Made, epochs, loader, made, normal, pairs, program
 from benchmarks.program_table.scripts import numbers
 
 CE = F.cross_entropy
@@ -347,7 +347,7 @@ def _validated_inside(net: Any, opt: Any, batches: Any) -> dict[str, Tensor]:
         if i % 2:
             net.eval()
             with torch.no_grad():
-                seen.append(sum(int(len(b)) for b, _ in batches))
+                seen.append(sum(len(b) for b, _ in batches))
             net.train()
     return numbers(seen=seen)
 
@@ -921,7 +921,9 @@ def _hooked_after(kind: str) -> Any:
             case "pre":
                 layer.register_forward_pre_hook(lambda _m, i: (i[0] * 0.5,))
             case "backward":
-                layer.register_full_backward_hook(lambda _m, gs, _o: tuple(None if g is None else g / g.norm() for g in gs))
+                layer.register_full_backward_hook(
+                    lambda _m, gs, _o: tuple(None if g is None else g / g.norm() for g in gs)
+                )
             case "backward pre":
                 layer.register_full_backward_pre_hook(lambda _m, gs: tuple(g / g.norm() for g in gs))
             case "model":
@@ -1117,7 +1119,7 @@ FORWARD_DRAWS: dict[str, Any] = {
     "alpha dropout": lambda h: F.alpha_dropout(h, 0.3, training=True),
     "numpy": lambda h: h * torch.from_numpy(np.random.rand(*h.shape)),
     "one number for all": lambda h: h * torch.rand(()),
-}  # fmt: skip
+}
 
 
 # ---- losses
@@ -1189,18 +1191,29 @@ USUAL_LOSSES: dict[str, Any] = {
     "margin ranking": lambda o, y: F.margin_ranking_loss(o[:, 0], o[:, 1], 2.0 * (y == 0) - 1, margin=0.1),
     "hinge embedding": lambda o, y: F.hinge_embedding_loss(o[:, 0], 2.0 * (y == 0) - 1),
     "quantile": lambda o, y: torch.maximum(0.9 * (y - o[:, 0]), -0.1 * (y - o[:, 0])).mean(),
-    "triplet": lambda o, y: F.triplet_margin_loss(o[:, :1], o[:, 1:2], o[:, 2:]),
+    "triplet": lambda o, _y: F.triplet_margin_loss(o[:, :1], o[:, 1:2], o[:, 2:]),
     "binary, weighted, by sample": lambda o, y: F.binary_cross_entropy_with_logits(
-        o, F.one_hot(y, 3).double(), weight=(1 + y)[:, None].double(), pos_weight=torch.tensor([1.0, 2.0, 3.0])),
-    "soft targets with weights": lambda o, y: CE(o, F.one_hot(y, 3) * 0.8 + 0.1, weight=torch.tensor([1.0, 2.0, 0.5]).double()),
-    "mean of a mask of features": lambda o, y: (o.square() * (torch.arange(3) != 1)).mean(),
+        o, F.one_hot(y, 3).double(), weight=(1 + y)[:, None].double(), pos_weight=torch.tensor([1.0, 2.0, 3.0])
+    ),
+    "soft targets with weights": lambda o, y: CE(
+        o, F.one_hot(y, 3) * 0.8 + 0.1, weight=torch.tensor([1.0, 2.0, 0.5]).double()
+    ),
+    "mean of a mask of features": lambda o, _y: (o.square() * (torch.arange(3) != 1)).mean(),
     "none, then weighted by rows": lambda o, y: (CE(o, y, reduction="none") * (1 + y)).mean(),
-}  # fmt: skip
+}
 UNUSUAL_LOSSES: dict[str, Any] = {
-    "none, weighted and divided by the weights": lambda o, y: (CE(o, y, reduction="none") * (1 + y)).sum() / (1 + y).sum(),
+    "none, weighted and divided by the weights": lambda o, y: (
+        (CE(o, y, reduction="none") * (1 + y)).sum() / (1 + y).sum()
+    ),
     "mean over a class": lambda o, y: CE(o, y, reduction="none")[y != 1].mean() if (y != 1).any() else o.sum() * 0,
-    "lovasz": _lovasz, "partial likelihood": _cox, "discrepancy": _mmd, "covariance": _coral, "ranked pairs": _ranked,
-    "concordance": _concordance, "balanced assignments": _swapped, "entropy of the mean": _balanced_entropy,
+    "lovasz": _lovasz,
+    "partial likelihood": _cox,
+    "discrepancy": _mmd,
+    "covariance": _coral,
+    "ranked pairs": _ranked,
+    "concordance": _concordance,
+    "balanced assignments": _swapped,
+    "entropy of the mean": _balanced_entropy,
     "perplexity": lambda o, y: CE(o, y).exp(),
     "root mean square": lambda o, y: (o[:, 0] - y).square().mean().sqrt(),
     "largest of a batch": lambda o, y: CE(o, y) + o.abs().max(),
@@ -1208,57 +1221,108 @@ UNUSUAL_LOSSES: dict[str, Any] = {
     "r squared": lambda o, y: (o[:, 0] - y).square().sum() / ((y - y.double().mean()).square().sum() + 1),
     "explained by sums": lambda o, y: CE(o, y, reduction="sum") / len(y),
     "by the batch's size twice": lambda o, y: CE(o, y, reduction="sum") / len(y) ** 2,
-}  # fmt: skip
+}
 
 # ---- the table
 
 _loops: dict[str, Any] = {
-    "an update for twelve samples": _steps_by_samples, "a rate by samples seen": _rate_by_samples,
-    "a rate by the batch": _rate_by_batch, "an average by samples": _average_by_samples,
-    "a term that grows with samples": _annealed_by_samples, "odd batches left out": _left_out_small,
-    "sums over a fixed size": _sum_over_size, "a schedule by the loader": _rate_by_loader,
-    "standardised by a pass": _standardised, "standardised by means": _standardised_by_batches,
-    "class weights by a pass": _class_weights, "positive weight by a pass": _positive_weight,
-    "centred by a running mean": _running_centre, "scaled by a running deviation": _running_scale,
-    "prototypes": _prototypes, "groups weighed by their losses": _group_dro,
-    "best by training loss": _best_by_training, "epochs left early": _left_early, "Polyak's step": _grad_by_loss,
-    "exemplars appended": _rehearsed, "exemplars apart": _rehearsed_apart, "the last batch again": _last_batch_again,
-    "a second loader": _two_loaders, "a second loader, joined": _two_loaders_joined,
-    "a loader beside itself": _same_loader_twice, "a pass within a pass": _validated_inside,
-    "two batches a backward": _two_batches_a_backward, "the larger of two losses": _worst_of_two,
-    "the geometric mean of losses": _log_of_losses, "gradients cached": _cached, "gradients cached, again": _cached_again,
-    "gradients cached, contrast": _cached_contrast, "gradients of some leaves": _some_leaves,
-    "several roots": _several_roots, "gradient surgery": _surgery, "foreach": _foreach,
-    "clipping in halves": _total_norm, "hypergradient": _hypergradient, "variance reduced": _variance_reduced,
-    "Langevin": _langevin, "rows of length one": _moved_back, "renormed": _renormed, "lottery": _lottery,
-    "gradients replaced": _new_gradients, "optimizer state reset": _state_reset, "momenta halved": _through_state,
-    "hooks of an optimizer": _step_hooks, "saved tensors packed": _kept_for_backward,
-    "checkpoint around the model": _checkpointed, "reentrant checkpoint": _checkpointed_reentrant,
-    "checkpointed layers": _checkpointed_layers, "head replaced": _head_replaced, "weight replaced": _weight_replaced,
-    "state changed in place": _state_in_place, "state assigned": _assigned, "drawn through data": _initialised_by_data,
-    "forward by name": _called_forward, "layer by layer": _layer_by_layer, "slices of a model": _sliced,
-    "compiled behind the call": _compiled_after, "precision changed": _precision_changed,
-}  # fmt: skip
+    "an update for twelve samples": _steps_by_samples,
+    "a rate by samples seen": _rate_by_samples,
+    "a rate by the batch": _rate_by_batch,
+    "an average by samples": _average_by_samples,
+    "a term that grows with samples": _annealed_by_samples,
+    "odd batches left out": _left_out_small,
+    "sums over a fixed size": _sum_over_size,
+    "a schedule by the loader": _rate_by_loader,
+    "standardised by a pass": _standardised,
+    "standardised by means": _standardised_by_batches,
+    "class weights by a pass": _class_weights,
+    "positive weight by a pass": _positive_weight,
+    "centred by a running mean": _running_centre,
+    "scaled by a running deviation": _running_scale,
+    "prototypes": _prototypes,
+    "groups weighed by their losses": _group_dro,
+    "best by training loss": _best_by_training,
+    "epochs left early": _left_early,
+    "Polyak's step": _grad_by_loss,
+    "exemplars appended": _rehearsed,
+    "exemplars apart": _rehearsed_apart,
+    "the last batch again": _last_batch_again,
+    "a second loader": _two_loaders,
+    "a second loader, joined": _two_loaders_joined,
+    "a loader beside itself": _same_loader_twice,
+    "a pass within a pass": _validated_inside,
+    "two batches a backward": _two_batches_a_backward,
+    "the larger of two losses": _worst_of_two,
+    "the geometric mean of losses": _log_of_losses,
+    "gradients cached": _cached,
+    "gradients cached, again": _cached_again,
+    "gradients cached, contrast": _cached_contrast,
+    "gradients of some leaves": _some_leaves,
+    "several roots": _several_roots,
+    "gradient surgery": _surgery,
+    "foreach": _foreach,
+    "clipping in halves": _total_norm,
+    "hypergradient": _hypergradient,
+    "variance reduced": _variance_reduced,
+    "Langevin": _langevin,
+    "rows of length one": _moved_back,
+    "renormed": _renormed,
+    "lottery": _lottery,
+    "gradients replaced": _new_gradients,
+    "optimizer state reset": _state_reset,
+    "momenta halved": _through_state,
+    "hooks of an optimizer": _step_hooks,
+    "saved tensors packed": _kept_for_backward,
+    "checkpoint around the model": _checkpointed,
+    "reentrant checkpoint": _checkpointed_reentrant,
+    "checkpointed layers": _checkpointed_layers,
+    "head replaced": _head_replaced,
+    "weight replaced": _weight_replaced,
+    "state changed in place": _state_in_place,
+    "state assigned": _assigned,
+    "drawn through data": _initialised_by_data,
+    "forward by name": _called_forward,
+    "layer by layer": _layer_by_layer,
+    "slices of a model": _sliced,
+    "compiled behind the call": _compiled_after,
+    "precision changed": _precision_changed,
+}
 for _name, _loop in _loops.items():
     program("habit", _name, _classes, _loop)
     program("habit", f"{_name}, even", lambda: _classes(count=24, batch=8), _loop)
-program("habit", "labels replaced", lambda: made(_net(), normal(21, 8), torch.randint(3, (21,)), torch.arange(21),
-        shuffle=True), _relabelled)  # fmt: skip
+program(
+    "habit",
+    "labels replaced",
+    lambda: made(_net(), normal(21, 8), torch.randint(3, (21,)), torch.arange(21), shuffle=True),
+    _relabelled,
+)
 for _kind in ("forward", "pre", "backward", "backward pre", "model", "model pre"):
     program("habit", f"hook behind the call: {_kind}", _classes, _hooked_after(_kind))
 for _kind in ("generator", "numpy", "in place", "dropout", "normal", "action"):
     program("habit", f"drawn in the loop: {_kind}", _classes, _drawn(_kind))
 for _kind, _draw in FORWARD_DRAWS.items():
-    program("habit", f"drawn in forward: {_kind}", lambda f=_draw: _classes(lambda: Layers(Of(f))), epochs(pairs(CE)), CE)  # type: ignore[misc]
+    program(
+        "habit", f"drawn in forward: {_kind}", lambda f=_draw: _classes(lambda: Layers(Of(f))), epochs(pairs(CE)), CE
+    )  # type: ignore[misc]
 for _kind, _loss in {**USUAL_LOSSES, **UNUSUAL_LOSSES}.items():
     program("habit", f"loss: {_kind}", _classes, epochs(pairs(_loss)), _loss)
 for _kind in ("orthogonal", "symmetric", "old weight norm", "old spectral norm"):
-    program("habit", f"parametrized: {_kind}", lambda k=_kind: _classes(lambda: _parametrized(k)), epochs(pairs(CE)), CE)  # type: ignore[misc]
+    program(
+        "habit", f"parametrized: {_kind}", lambda k=_kind: _classes(lambda: _parametrized(k)), epochs(pairs(CE)), CE
+    )  # type: ignore[misc]
 _models: dict[str, Any] = {
-    "a layer's forward replaced": Patched, "the model's forward replaced": _patched_whole, "one layer three times": Shared,
-    "extra state": Extra, "parameters in containers": Gone, "straight-through": Straight, "range observed": Observed,
-    "time first": Decoder, "lazy": Lazy,
-    "glu": lambda: Layers(nn.Linear(16, 32), nn.GLU()), "prelu": lambda: Layers(nn.Linear(16, 16), nn.PReLU(16)),
+    "a layer's forward replaced": Patched,
+    "the model's forward replaced": _patched_whole,
+    "one layer three times": Shared,
+    "extra state": Extra,
+    "parameters in containers": Gone,
+    "straight-through": Straight,
+    "range observed": Observed,
+    "time first": Decoder,
+    "lazy": Lazy,
+    "glu": lambda: Layers(nn.Linear(16, 32), nn.GLU()),
+    "prelu": lambda: Layers(nn.Linear(16, 16), nn.PReLU(16)),
     "softmax of features": lambda: Layers(nn.Linear(16, 16), nn.Softmax(1)),
     "cumulative features": lambda: Layers(nn.Linear(16, 16), Of(lambda h: h.cumsum(1))),
     "sorted features": lambda: Layers(nn.Linear(16, 16), Of(lambda h: h.sort(1).values)),
@@ -1285,7 +1349,7 @@ _models: dict[str, Any] = {
     "dropout of channels, none": lambda: Image(nn.Conv2d(8, 8, 1), nn.Dropout2d(0.0), nn.Conv2d(8, 4, 1)),
     "upsampled": lambda: Image(nn.Conv2d(8, 8, 1), nn.Upsample(scale_factor=2), nn.Conv2d(8, 4, 3)),
     "unfolded": lambda: Image(nn.Unfold(2)),
-}  # fmt: skip
+}
 for _kind, _model in _models.items():
     program("habit", f"model: {_kind}", lambda m=_model: _classes(m), epochs(pairs(CE)), CE)  # type: ignore[misc]
 for _kind, _model in {
@@ -1297,31 +1361,58 @@ for _kind, _model in {
 }.items():
     program("habit", f"norm: {_kind}", lambda m=_model: _classes(m, 24), epochs(pairs(CE)), CE, batch_norm="exact")  # type: ignore[misc]
 for _kind, _options in {
-    "max_norm": {"max_norm": 0.5}, "padding_idx": {"padding_idx": 0}, "scaled by frequency": {"scale_grad_by_freq": True},
-}.items():  # fmt: skip
+    "max_norm": {"max_norm": 0.5},
+    "padding_idx": {"padding_idx": 0},
+    "scaled by frequency": {"scale_grad_by_freq": True},
+}.items():
     program("habit", f"words: {_kind}", lambda o=_options: _words(**o), epochs(pairs(CE)), CE)  # type: ignore[misc]
 for _kind, _of in {"named tuple": Answer, "record": Record}.items():
-    program("habit", f"answer: {_kind}", lambda k=_of: _classes(lambda: Named(k)),  # type: ignore[misc]
-            epochs(lambda n, b: CE((o := n(b[0])).logits, b[1]) + 0.1 * o.hidden.square().mean()))  # fmt: skip
-program("habit", "adaptive softmax", lambda: made(Adaptive(), normal(21, 8), torch.randint(12, (21,))),
-        epochs(lambda n, b: n(b[0], b[1])))  # fmt: skip
+    program(
+        "habit",
+        f"answer: {_kind}",
+        lambda k=_of: _classes(lambda: Named(k)),  # type: ignore[misc]
+        epochs(lambda n, b: CE((o := n(b[0])).logits, b[1]) + 0.1 * o.hidden.square().mean()),
+    )
+program(
+    "habit",
+    "adaptive softmax",
+    lambda: made(Adaptive(), normal(21, 8), torch.randint(12, (21,))),
+    epochs(lambda n, b: n(b[0], b[1])),
+)
 program("habit", "slopes of the model in the loss", _classes, epochs(_jacobian))
-program("habit", "curvature in the loss", lambda: _classes(lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))),
-        epochs(_curved))  # fmt: skip
+program(
+    "habit",
+    "curvature in the loss",
+    lambda: _classes(lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))),
+    epochs(_curved),
+)
 program("habit", "groups by marks", lambda: _classes(_marked), _by_attribute)
 program("habit", "torch's averaged model", _averaged_made, _averaged_by_torch)
-program("habit", "AdamW with normed gradients", lambda: ((m := _classes())[0], Cautious(m[0].parameters(), lr=0.01), m[2]),
-        epochs(pairs(CE)), CE)  # fmt: skip
+program(
+    "habit",
+    "AdamW with normed gradients",
+    lambda: ((m := _classes())[0], Cautious(m[0].parameters(), lr=0.01), m[2]),
+    epochs(pairs(CE)),
+    CE,
+)
 for _kind, _opt in {
     "amsgrad, maximise": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, maximize=True, eps=1e-3),
     "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True, eps=1e-3),
     "foreach": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True, foreach=True),
-    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01), "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01, t0=2),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01, eps=1e-3), "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.01, t0=2),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01, eps=1e-3),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.5),
     "rate as a tensor": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), eps=1e-3),
-}.items():  # fmt: skip
-    program("habit", f"optimizer: {_kind}", lambda o=_opt: ((m := _classes())[0], o(m[0].parameters()), m[2]),  # type: ignore[misc]
-            epochs(pairs(CE)), CE, within=1e-6 if _kind == "Rprop" else 1e-8)  # fmt: skip
+}.items():
+    program(
+        "habit",
+        f"optimizer: {_kind}",
+        lambda o=_opt: ((m := _classes())[0], o(m[0].parameters()), m[2]),  # type: ignore[misc]
+        epochs(pairs(CE)),
+        CE,
+        within=1e-6 if _kind == "Rprop" else 1e-8,
+    )
 
 
 class Fetched(Dataset[Any]):
@@ -1350,7 +1441,12 @@ class Told(Dataset[Any]):
         return 21
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return {"text": f"sample {i}", "x": self.x[i], "y": int(self.y[i]), "meta": {"index": i, "weight": 0.5 + i / 21}}
+        return {
+            "text": f"sample {i}",
+            "x": self.x[i],
+            "y": int(self.y[i]),
+            "meta": {"index": i, "weight": 0.5 + i / 21},
+        }
 
 
 def _told(net: Any, opt: Any, batches: Any) -> dict[str, Tensor]:
@@ -1364,11 +1460,31 @@ def _told(net: Any, opt: Any, batches: Any) -> dict[str, Tensor]:
     return numbers(kept=len(batches.dataset))
 
 
-program("habit", "data: several at once", lambda: (*_classes()[:2], DataLoader(Fetched(), 6, shuffle=True)), epochs(pairs(CE)), CE)
+program(
+    "habit",
+    "data: several at once",
+    lambda: (*_classes()[:2], DataLoader(Fetched(), 6, shuffle=True)),
+    epochs(pairs(CE)),
+    CE,
+)
 program("habit", "data: dictionaries with text", lambda: (*_classes()[:2], DataLoader(Told(), 6)), _told)
-program("habit", "data: two workers", lambda: (*_classes()[:2], DataLoader(Fetched(), 6, shuffle=True, num_workers=2, prefetch_factor=1)),
-        epochs(pairs(CE), 1))  # fmt: skip
-program("habit", "data: fewer samples than a batch", lambda: (*_classes()[:2], loader(normal(5, 8), torch.randint(3, (5,)), batch=8)),
-        epochs(pairs(CE)), CE)  # fmt: skip
-program("habit", "data: last left out", lambda: (*_classes()[:2], loader(normal(21, 8), torch.randint(3, (21,)), drop_last=True)),
-        epochs(pairs(CE)), CE)  # fmt: skip
+program(
+    "habit",
+    "data: two workers",
+    lambda: (*_classes()[:2], DataLoader(Fetched(), 6, shuffle=True, num_workers=2, prefetch_factor=1)),
+    epochs(pairs(CE), 1),
+)
+program(
+    "habit",
+    "data: fewer samples than a batch",
+    lambda: (*_classes()[:2], loader(normal(5, 8), torch.randint(3, (5,)), batch=8)),
+    epochs(pairs(CE)),
+    CE,
+)
+program(
+    "habit",
+    "data: last left out",
+    lambda: (*_classes()[:2], loader(normal(21, 8), torch.randint(3, (21,)), drop_last=True)),
+    epochs(pairs(CE)),
+    CE,
+)
