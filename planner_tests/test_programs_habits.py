@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "the type": (lambda net, _o, _b: net.float(), "parameters cannot change from torch.float64 on cpu to torch.float"),
     "layers by themselves": (_layers_called, "a loss goes through layers of the model without a call of it"),
     "layers under a checkpoint": (_layers_recomputed, "is computed again in a backward"),
-    "epochs left early": (_left_early, "ranks are at different places of their loops: rank 0 begins or ends one"),
+    "epochs left early": (_left_early, "ranks are at different places of their loops: rank 0 begins or ends an epoch"),
 }  # fmt: skip
 
 

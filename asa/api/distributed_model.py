@@ -515,9 +515,9 @@ class DistributedModel(ModelInterface):
 
     def remember(self) -> None:
         """Record the current parameters, and hooks of layers. Parameters get the marks that a program put on them."""
-        marks = {n: vars(p) for n, p in self.origin.named_parameters(remove_duplicate=False)}
+        marks = {} if self.names is None else self.names.marks
         for name, p in self.named_parameters():
-            for key, value in list(marks.get(name, {}).items()):
+            for key, value in marks.get(name, {}).items():
                 if key not in vars(p) and not key.startswith("_"):
                     setattr(p, key, value)
         self.__dict__["parameter_ids"] = self._parameter_ids()

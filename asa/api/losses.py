@@ -16,6 +16,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from asa.api.distributed_model_base import DistributedModelBase
 from asa.api.in_step import BACKWARD
@@ -276,6 +277,11 @@ def follow_backwards() -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if isinstance(inputs := options.get("inputs"), Sequence):
             options["inputs"] = [p.held if isinstance(p, TensorPart) else p for p in inputs]
+            if any(isinstance(p, DTensor) for p in options["inputs"]):
+                raise UsageError(
+                    "backward(inputs=...) does not know parameters that ranks hold in shards: set requires_grad of the "
+                    "others to False, or plan with strategies=('ddp',)"
+                )
         with torch._C.DisableTorchFunctionSubclass():
             called, nodes, graph = search_graph(roots)
         if called is None or called.terms is None:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from asa.errors import UsageError
 from asa.sharding.sharded import place_local
 
+_DRAWING_ALIKE = ("randn_like", "rand_like", "randint_like")
 _READING = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__")
 
 
@@ -37,6 +38,11 @@ def _refused_in_a_line(_cls: type, func: Any, types: Any, args: Any = (), kwargs
     """
     if not all(issubclass(t, DTensor) for t in types):
         return NotImplemented  # theirs to answer
+    if getattr(func, "__name__", "") in _DRAWING_ALIKE:
+        like = args[0]
+        with torch.no_grad():
+            full = func(torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:], **(kwargs or {}))
+            return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
