@@ -52,7 +52,7 @@ NAMING = (
     "keeps something from call to call", "no longer the same", "normalises over", "forward changes", "is not updated",
     "asks how many there are", "asks how many samples", "gradients of the model's inputs",
     "was changed behind", "a forward hook on", "a backward hook on", "was changed in place",
-    "the data set is no longer", "ranks have the same others", "shortens rows",
+    "the data set is no longer", "ranks have the same others", "shortens rows", "was changed through",
     "updates element by element",
 )  # fmt: skip
 """Words in warnings and lines that name what differs from one process; that something was not checked is none."""

@@ -71,7 +71,7 @@ EXACT: dict[str, tuple[Any, list[str]]] = {
     "children": (_with_loss(lambda n, x, y: CE(nn.Sequential(*n.children())(x), y)), ["ddp"]),
     "a checkpoint around the model": (
         _with_loss(lambda n, x, y: CE(checkpoint(n, x, use_reentrant=False), y)), ["ddp"]),
-    "drawn through data": (_drawn_through_data, ["tensor", "fsdp"]),
+    "drawn through data": (_drawn_through_data, ["fsdp"]),
     "gradients of some leaves": (_some_leaves, ["ddp", "tensor"]),
 }  # fmt: skip
 
@@ -161,6 +161,12 @@ def test_what_differs_is_named() -> None:
         assert any(words in line for line in lines), (name, lines)
 
 
+def test_parts_that_are_drawn_through_modules_are_named() -> None:
+    program = _program(_drawn_through_data)
+    lines = run_ranks(2, heard_of, [(program, program.plan("tensor"))], threads=1, timeout_s=60)[0][0]
+    assert any("Linear.weight was changed through model.modules()" in line for line in lines), lines
+
+
 def test_nothing_is_said_of_usual_loops() -> None:
     usual = _program(_with_loss(lambda n, x, y: CE(n(x).view(len(x), 3), y)))  # the last batch is uneven
     layers = _program(_with_loss(lambda n, x, y: CE(n[2](n[1](n[0](x))), y)), 24)
@@ -228,6 +234,57 @@ def test_what_is_refused_says_so_in_a_line() -> None:
     rank = run_ranks(2, _refused, [(p, p.plan("ddp")) for p in programs], threads=1, timeout_s=60)[0]
     for (name, (_, words)), text in zip(REFUSED.items(), rank, strict=True):
         assert words in text, name
+
+
+def _read(net: Any, opt: Any, batches: Any) -> State:
+    """Numbers of parameters as a program reads and prints them, and as it clips them beside others."""
+    for x, y in batches:
+        opt.zero_grad()
+        CE(net(x), y).backward()
+        opt.step()
+    found = {}
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            try:
+                found[f"{name} far"] = F.mse_loss(p, p * 0.9)
+            except UsageError:  # of parts it is refused
+                found[f"{name} far"] = (p - p * 0.9).square().mean()
+            found[f"{name} text"] = torch.tensor(float(f"{p.grad.norm():.6f}"))
+            found[f"{name} norm"] = nn.utils.get_total_norm([p.grad, X0])
+            p.grad.add_(torch.ones(p.shape, dtype=p.dtype), alpha=0.1)
+            found[f"{name} moved"] = p.grad.norm()
+    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in found.items()}
+
+
+@pytest.mark.parametrize("plan", ["fsdp", "tensor"])
+def test_numbers_of_parameters_that_ranks_hold_in_parts(plan: str) -> None:
+    program = _program(_read)
+    alone = program.alone()
+    for state in program.spread([plan])[plan]:
+        assert isinstance(state, dict), state
+        assert distance({k: torch.as_tensor(v).as_subclass(Tensor) for k, v in state.items()}, alone) < 1e-9
+
+
+def _marked() -> nn.Module:
+    net = _net()
+    for p in list(net.parameters())[::2]:
+        p.no_decay = True  # type: ignore[attr-defined]
+    return net
+
+
+def _by_marks(net: Any, _opt: Any, batches: Any) -> State:
+    groups = [
+        {"params": [p for p in net.parameters() if hasattr(p, "no_decay") is marked], "weight_decay": 0.5 * marked}
+        for marked in (False, True)
+    ]
+    return epochs(net, torch.optim.SGD(groups, lr=0.1), batches, cross_entropy)
+
+
+def test_marks_on_parameters_are_kept() -> None:
+    program = _program(_by_marks, model=_marked)
+    alone = program.alone()
+    for states in program.spread(["tensor", "fsdp"]).values():
+        assert all(isinstance(s, dict) and distance(s, alone) < 1e-11 for s in states), states
 
 
 def test_one_process_keeps_what_modules_allow() -> None:

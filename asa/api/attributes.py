@@ -97,27 +97,9 @@ def _called_by_all(model: DistributedModelBase, path: str, part: nn.Module) -> n
             if type(key) is int
             else _of_layers(part[key], [inside(n, m) for n, m in part._modules.items()][key])  # type: ignore[index]
         )
-    return _seen_as(part, members)
-
-
-def _seen_as(part: nn.Module, members: dict[str, Any]) -> nn.Module:
-    """``part`` as an object of a class with other ``members``: both have the same attributes."""
-    view: nn.Module = object.__new__(type(type(part).__name__, (type(part),), members))
+    view: nn.Module = object.__new__(type(kind.__name__, (kind,), members))
     view.__dict__ = part.__dict__
     return view
-
-
-def with_whole_parameters(part: nn.Module) -> nn.Module:
-    """``part``, a module with parameters of which this rank holds parts, as a program sees it: with whole ones."""
-    kind: Any = type(part)
-    return _seen_as(
-        part,
-        {
-            "__getattr__": lambda self, name: view_of_whole(kind.__getattr__(self, name)),
-            "__reduce_ex__": lambda _, protocol: part.__reduce_ex__(protocol),
-            "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
-        },
-    )  # fmt: skip
 
 
 @contextlib.contextmanager

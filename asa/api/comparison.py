@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -220,7 +221,9 @@ class Comparison:
                 try:
                     with torch.enable_grad():
                         replayed = tape.replay(tensors, number)
-                        output_gradients = torch.autograd.grad(replayed[at].sum(), outputs, allow_unused=True)
+                        output_gradients: tuple[Any, ...] = torch.autograd.grad(
+                            replayed[at].sum(), outputs, allow_unused=True
+                        )
                 except Exception:  # numbers that do not fit the shapes
                     continue
                 pairs = []

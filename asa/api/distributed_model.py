@@ -107,7 +107,7 @@ class DistributedModel(ModelInterface):
     def adopt(self, parallel: ParallelModel | None) -> None:
         """Use ``parallel`` from now on."""
         demands, views = (None, None) if parallel is None else (Demands(parallel), TensorViews(parallel))
-        self.__dict__.update(parallel=parallel, demands=demands, views=views, whole_views={})
+        self.__dict__.update(parallel=parallel, demands=demands, views=views)
         if parallel is not None:
             self.plan = parallel.plan
             parallel.updating = self._updating

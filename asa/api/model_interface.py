@@ -22,6 +22,12 @@ from asa.executor.model.state import load_full_state
 
 MEETING_S = 30.0
 """Seconds to wait for all ranks in calls that a program easily makes on one rank only."""
+_ELEMENTS = 4096
+"""Number of elements of a part by which changes are noticed."""
+
+
+def _sum_of_some(tensor: Tensor) -> float:
+    return float(tensor.detach().reshape(-1)[:_ELEMENTS].double().sum())
 
 
 class ModelInterface(LearningModel):
@@ -185,13 +191,23 @@ class ModelInterface(LearningModel):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The modules of this rank. Parameters of which it holds parts look whole."""
-        views: dict[int, nn.Module] = self.__dict__.setdefault("whole_views", {})
+        """The modules of this rank. A loop that changes parts of parameters through them is warned."""
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
-            if self.parallel is not None and module is not self and held_parts(module):
-                yield name, views.setdefault(id(module), attributes.with_whole_parameters(module))
-            else:
-                yield name, module
+            parts = held_parts(module) if self.parallel is not None else []
+            before = [_sum_of_some(p) for _, p in parts]
+            yield name, module
+            changed = [
+                key
+                for (key, p), was in zip(parts, before, strict=True)
+                if not drawn_as_whole(p) and _sum_of_some(p) != was
+            ]
+            if changed:
+                warnings.warn(
+                    f"{type(module).__name__}.{changed[0]} was changed through model.modules(), and this rank has a "
+                    "part of it: random numbers, and what goes over rows or columns, are other than on one device; use "
+                    "torch.nn.init, or model.named_parameters()",
+                    stacklevel=2,
+                )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         held = set() if self.parallel is None else {(p.dtype, p.device) for p in self.parts.parameters()}
