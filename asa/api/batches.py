@@ -310,7 +310,8 @@ class GlobalBatches:
             return
         dataset = self.loader.dataset
         number = fingerprints(dataset.tensors)[0] if isinstance(dataset, TensorDataset) else 0.0
-        with suppress(Exception):  # whatever a data set raises; it does so again when the sample's turn comes
+        # Whatever a data set raises, it raises again when the sample's turn comes.
+        with suppress(Exception), restored_afterwards(self.loader):
             for key in keys[:: max(1, len(keys) // _COMPARED_SAMPLES)]:
                 sample = dataset[key]
                 number += fingerprints(sample)[0] + zlib.crc32(
