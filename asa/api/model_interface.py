@@ -22,6 +22,8 @@ from asa.executor.model.state import load_full_state
 
 MEETING_S = 30.0
 """Seconds to wait for all ranks in calls that a program easily makes on one rank only."""
+_MOST_BYTES = 1 << 28
+"""Largest number of bytes of a ``state_dict`` that is held until the next call, to see whether it was changed."""
 _ELEMENTS = 4096
 """Number of elements of a part by which changes are noticed."""
 
@@ -87,7 +89,9 @@ class ModelInterface(LearningModel):
         if any(map(replaced, parallel.plan.components)):
             parallel.meet("model.state_dict() of a plan that splits the model", within_s=MEETING_S)
         state = self.names.full(parallel)
-        self.__dict__["states"] = [(n, t, t._version) for n, t in state.items() if isinstance(t, Tensor)]
+        tensors = {n: t for n, t in state.items() if isinstance(t, Tensor)}
+        if sum(t.nbytes for t in tensors.values()) <= _MOST_BYTES:
+            self.__dict__["states"] = [(n, t, t._version) for n, t in tensors.items()]
         return state
 
     def check_states(self) -> None:
