@@ -50,8 +50,10 @@ NAMING = (
     "by the sample's place", "differs between ranks", "differ between ranks", "from other samples", "with pieces of a",
     "weighs the mean of", "ignored by the loss", "from what one device would give", "a hook on its gradient",
     "keeps something from call to call", "no longer the same", "normalises over", "forward changes", "is not updated",
-    "asks how many there are", "gradients of the model's inputs",
-    "was changed behind", "a forward hook on", "updates element by element",
+    "asks how many there are", "asks how many samples", "gradients of the model's inputs",
+    "was changed behind", "a forward hook on", "a backward hook on", "was changed in place",
+    "the data set is no longer", "ranks have the same others", "shortens rows", "was changed through",
+    "updates element by element",
 )  # fmt: skip
 """Words in warnings and lines that name what differs from one process; that something was not checked is none."""
 
@@ -98,7 +100,7 @@ class Watched:
         return getattr(self._batches, name)
 
 
-BY_HAND = ("loss", "loop", "model", "data", "strange", "script", "method")
+BY_HAND = ("loss", "loop", "model", "data", "strange", "script", "method", "habit")
 """Kinds of programs for which plans are written by hand where they can be: what is tried is not the planner."""
 _LAYOUTS = {
     "ddp": (uniform(2, 1), "replicate"),
@@ -197,7 +199,7 @@ def judged(program: Program, how: str, wanted: dict[str, Tensor]) -> dict[str, A
     return {
         **found,
         "said": [s[:300] for s in said],
-        "unchecked": any("was not checked" in line for line in lines),
+        "unchecked": next((line for line in lines if "was not checked" in line), ""),
         "seconds": {k: round(v, 2) for k, v in seconds.items() if k != "updates"},
     }
 
@@ -229,10 +231,13 @@ def verdict(program: Program, answers: list[dict[str, Any]]) -> dict[str, Any]:
         return {"verdict": kind, "why": next(a["why"] for a in answers if "why" in a), "seconds": seconds}
     worst = max(answers, key=lambda a: a["distance"])
     right = worst["distance"] <= program.within and not worst["missing"]
-    unchecked = any(a["unchecked"] for a in answers)
+    unchecked = next((a["unchecked"] for a in answers if a["unchecked"]), "")
     kind = "right" if right else "warned" if said else "unchecked" if unchecked else "silent"
+    more = {"missing": worst["missing"]} if worst["missing"] else {}
+    if kind == "unchecked":
+        more["why"] = unchecked[:300]
     return {"verdict": kind, "distance": worst["distance"], "tensor": worst["tensor"], "said": said, "seconds": seconds,
-            **({"missing": worst["missing"]} if worst["missing"] else {})}  # fmt: skip
+            **more}  # fmt: skip
 
 
 def run(tasks: list[Task], keep: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from asa.api.distributed_model_base import DistributedModelBase
+from asa.api.parameter_tools import view_of_whole
 from asa.errors import UsageError
 from asa.executor.model.parameter_hooks import replaced
 from asa.tracing.preserve import preserved
@@ -58,6 +59,8 @@ def part_of(model: DistributedModelBase, value: Any) -> Any:
     if not isinstance(value, nn.Module) or model.parallel is None:
         return value
     path = next((n for n, m in model.origin.named_modules() if m is value), "")
+    if not path and value is not model.origin and isinstance(value, nn.Sequential | nn.ModuleList):  # a slice
+        return _of_layers(value, [part_of(model, m) for m in value])
     for component in model.parallel.components:
         part: Any = component
         for name in path.split("."):
@@ -67,6 +70,11 @@ def part_of(model: DistributedModelBase, value: Any) -> Any:
     return value
 
 
+def _of_layers(like: Any, layers: list[nn.Module]) -> Any:
+    """``layers``, which are those of a slice ``like``, as a container."""
+    return nn.Sequential(*layers) if isinstance(like, nn.Sequential) else nn.ModuleList(layers)
+
+
 def _called_by_all(model: DistributedModelBase, path: str, part: nn.Module) -> nn.Module:
     """``part``, the module ``path`` of the model, as a program sees it: the same in everything, but a call is one of
     the model's methods. Otherwise gradients of such a call would be those of one rank's samples, and a rank that holds
@@ -74,7 +82,7 @@ def _called_by_all(model: DistributedModelBase, path: str, part: nn.Module) -> n
     kind: type = type(part)
 
     def inside(name: str, value: Any) -> Any:
-        return _called_by_all(model, f"{path}.{name}", value) if isinstance(value, nn.Module) else value
+        return _called_by_all(model, f"{path}.{name}", value) if isinstance(value, nn.Module) else view_of_whole(value)
 
     members: dict[str, Any] = {
         "__call__": lambda _, *args, **options: _method(model, path, *args, **options),
@@ -85,7 +93,9 @@ def _called_by_all(model: DistributedModelBase, path: str, part: nn.Module) -> n
     if isinstance(part, nn.Sequential | nn.ModuleList):
         members["__iter__"] = lambda self: iter([inside(n, m) for n, m in self._modules.items()])
         members["__getitem__"] = lambda _, key: (
-            [inside(n, m) for n, m in part._modules.items()][key] if type(key) is int else part[key]  # type: ignore[index]
+            [inside(n, m) for n, m in part._modules.items()][key]
+            if type(key) is int
+            else _of_layers(part[key], [inside(n, m) for n, m in part._modules.items()][key])  # type: ignore[index]
         )
     view: nn.Module = object.__new__(type(kind.__name__, (kind,), members))
     view.__dict__ = part.__dict__

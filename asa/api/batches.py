@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, default_collate
 
 from asa.api.generators import as_on_rank_0, generators_now
 from asa.errors import UsageError
@@ -21,6 +22,8 @@ from asa.tracing.tracer import reason_of
 
 _COMPARED_ELEMENTS = 4096
 """Number of elements of each tensor by which batches are compared."""
+_COMPARED_SAMPLES = 8
+"""Number of samples by which ranks compare their data sets at the beginning of an epoch."""
 
 Rows = Callable[[int], list[int]]
 """Function from the number of samples in a batch to the rows that this rank loads."""
@@ -140,7 +143,8 @@ class GlobalBatches:
         self.indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         self.indexed = self.indexed and loader.batch_sampler is not None
         self._unread: list[Any] = []
-        self._epochs = 0
+        self._epochs = self._passes = 0
+        self._warned_of_samples = False
         self.custom_collate = self._collates_whole = self._draws = False
         if self.indexed:
             sampler = getattr(loader, "sampler", None)
@@ -263,6 +267,7 @@ class GlobalBatches:
             self._check_alike(None)
             return
         batches = self._agreed_order(order_seed)
+        self._compare_samples([one[0] for one in batches if one])
         if self._collates_whole and self._draws and self.loader.num_workers and order_seed is None:
             # Workers with equal seeds draw the same numbers on all ranks, and the same as on one device.
             state = self._seeding if self.votes.rank == 0 else torch.empty_like(torch.get_rng_state())
@@ -296,6 +301,29 @@ class GlobalBatches:
             if together and rows:
                 batch = rows_of(batch, rows, len(one))
             yield Share(total=len(one), rows=rows, first=first, batch=batch)
+
+    def _compare_samples(self, keys: list[Any]) -> None:
+        """Warn, once, if samples are others on other ranks, from the second epoch on (collective): a loop that changes
+        its data set knows this rank's samples only."""
+        self._passes += 1
+        if self._passes == 1 or self.votes.num_ranks == 1 or self._draws or self._warned_of_samples:
+            return
+        dataset = self.loader.dataset
+        number = fingerprints(dataset.tensors)[0] if isinstance(dataset, TensorDataset) else 0.0
+        # Whatever a data set raises, it raises again when the sample's turn comes.
+        with suppress(Exception), restored_afterwards(self.loader):
+            for key in keys[:: max(1, len(keys) // _COMPARED_SAMPLES)]:
+                sample = dataset[key]
+                number += fingerprints(sample)[0] + zlib.crc32(
+                    repr([v for v in pytree.tree_leaves(sample) if isinstance(v, int | float | str)]).encode()
+                )
+        if len({f[0] for f in self.votes.gather([number])}) > 1:
+            self._warned_of_samples = True
+            warnings.warn(
+                "the data set is no longer the same on all ranks: the loop changed it by answers to this rank's "
+                "samples, and other ranks read others next; change it by asa.gather(x), on all ranks alike",
+                stacklevel=4,
+            )
 
     def _read(self, loaded: Iterator[Any], one: list[Any], rows: list[int]) -> Any:
         """The next batch of ``loaded``, with ``rows`` of the samples ``one``.

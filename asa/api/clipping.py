@@ -111,11 +111,21 @@ def _norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                     "a Job cannot clip some of its parameters, of which ranks update different ones: clip all of them "
                     "at once, or give asa.Job max_norm"
                 )
+        norms, counted, of_model = [], set[int](), None
         for model in _split if requested else ():
-            only = {id(p) for p in model.parameters() if p.grad is not None and id(p.grad) in requested}
+            only = {id(p): id(p.grad) for p in model.parameters() if p.grad is not None and id(p.grad) in requested}
             if only:
-                return _checked(total_norm(model, float(norm_type), only), error_if_nonfinite, listed, model)
-        return original(listed, norm_type, error_if_nonfinite, foreach)
+                norms.append(total_norm(model, float(norm_type), set(only)))
+                counted, of_model = counted | set(only.values()), model
+        others = [t for t in listed if id(held_of(t)) not in counted]
+        if of_model is None:
+            return original(listed, norm_type, error_if_nonfinite, foreach)
+        if others:  # of another model, or no gradients
+            rest = original(others, norm_type, False, foreach)
+            rest = rest.full_tensor() if isinstance(rest, DTensor) else rest
+            norms.append(rest.detach().double().cpu())
+        total = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
+        return _checked(total, error_if_nonfinite, listed, of_model)
 
     norm.asa = True  # type: ignore[attr-defined]
     return norm

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from asa.api.tape import MOST_BYTES, Tape, is_batched, number_mappings
+from asa.api.tape import ARITHMETIC, MOST_BYTES, Tape, is_batched, number_mappings
 from asa.executor.model.votes import Votes
 
 _READ_OUT = "it is computed with tensors that are made of what was taken out of torch (numpy(), tolist())"
-_ARITHMETIC = {f"{before}{name}{after}" for name in ("mul", "add", "sub", "div", "truediv", "floordiv", "pow", "mod")
-               for before, after in (("", ""), ("__", "__"), ("__r", "__"), ("__i", "__"), ("", "_"))}  # fmt: skip
 _DISTINCT = 1e-3
 """Least relative difference of two interpretations that are told apart."""
 _ROUNDING = 1e-10
@@ -91,6 +90,7 @@ class Comparison:
         alike: dict[int, Tensor] = {}
         summed: dict[int, Tensor] = {}
         whole_tensors: dict[int, Tensor] = {}
+        unlike: dict[int, Tensor] = {}
         others_differ = False
         num_from_batch = len(tape.outputs) + tape.read
         for number, (tensor, split) in enumerate(zip(leaves, batched, strict=True)):
@@ -113,6 +113,11 @@ class Comparison:
                     p.shape == parts[0].shape and torch.equal(p, parts[0]) for p in parts
                 ):
                     alike[at] = plain
+                elif number >= num_from_batch and min(rows) > 1 and len({p.shape for p in parts}) == 1:
+                    # Its length may be that of something else than samples (features, classes).
+                    unlike[at] = plain
+                    if self._differing_value is None:
+                        self._differing_value = float(parts[0].double().abs().sum())
                 if number >= num_from_batch and len(parts) > 1:
                     stepped_tensor = self._by_index(parts, len(whole_tensors[at]), read_out=read_out)
                     whole_tensors[at] = whole_tensors[at] if stepped_tensor is None else stepped_tensor.to(device)
@@ -135,6 +140,8 @@ class Comparison:
             for i, (r, assumes_local) in enumerate(readings)
             if (summed or i > 1) and (alike or i % 2)
         ]
+        if unlike:
+            self._interpretations += [(base | alike | unlike, True, False), (base | unlike, True, True)]
         self._rows = rows
         return ""
 
@@ -172,7 +179,7 @@ class Comparison:
             n
             for function, args, options, _ in self._tape.needed([self._loss, *self._tape.model_inputs])[0]
             for n in pytree.tree_leaves((args, options))
-            if type(n) is float or (type(n) is int and getattr(function, "__name__", "") in _ARITHMETIC)
+            if type(n) is float or (type(n) is int and getattr(function, "__name__", "") in ARITHMETIC)
         ]
         self._counts = self._tape.rows in (n for n in every if type(n) is int)
         numbers = [n for n in every if type(n) in kinds]
@@ -214,7 +221,9 @@ class Comparison:
                 try:
                     with torch.enable_grad():
                         replayed = tape.replay(tensors, number)
-                        output_gradients = torch.autograd.grad(replayed[at].sum(), outputs, allow_unused=True)
+                        output_gradients: tuple[Any, ...] = torch.autograd.grad(
+                            replayed[at].sum(), outputs, allow_unused=True
+                        )
                 except Exception:  # numbers that do not fit the shapes
                     continue
                 pairs = []
@@ -231,8 +240,10 @@ class Comparison:
                     ):
                         plain = t.detach().as_subclass(Tensor)
                         pairs.append((local_rows(replayed_input.detach()), plain if counted else plain[:0]))
-                rows = [
-                    local_rows(torch.zeros_like(e) if g is None else g) if batched else e.new_zeros(0)
+                rows = [  # an output that goes into another call has a gradient that the tape does not see
+                    local_rows(torch.zeros_like(e) if g is None else g)
+                    if batched and (g is not None or not tape.chained)
+                    else e.new_zeros(0)
                     for e, g, batched in zip(outputs, output_gradients, have_rows, strict=True)
                 ]
                 results.append((float(replayed[at].detach().sum()), rows, pairs, assumes_local, repeated, reading))

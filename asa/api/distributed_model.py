@@ -15,20 +15,23 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import _StopRecomputationError
 
 from asa.api import collectives
-from asa.api.batches import GlobalBatches, Share, moved
+from asa.api.batches import GlobalBatches, Share, fingerprints, moved
 from asa.api.calls import Call, lengths, plain
 from asa.api.clipping import understood_by_torch
 from asa.api.in_step import FORWARD, UPDATE
-from asa.api.losses import Terms, mark_output, record_call
+from asa.api.losses import Terms, follow_backwards, mark_output, record_call
 from asa.api.messages import say
 from asa.api.model_interface import ModelInterface
 from asa.api.names import StateNames
+from asa.api.notes import drawing
 from asa.api.numbers import patch_sharded_tensors
 from asa.api.outputs import Demands, entering, leaving
 from asa.api.parameter_tools import understood_by_torch as tools_understood_by_torch
 from asa.api.rank_context import RankContext
+from asa.api.registrations import REPLACED, watch_registrations
 from asa.api.trial import Trial
 from asa.api.views import TensorViews
 from asa.errors import AsaError, UsageError, place_of
@@ -94,6 +97,7 @@ class DistributedModel(ModelInterface):
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
         self._averages = self._computes_alone = self._warned_of_parts = self._warned_of_norms = False
+        self._said_of_added = False
         self.adopt(parallel)
         self.__dict__["trial"] = Trial(self) if parallel is not None and context.ranks > 1 else None
         self.__dict__["terms"] = Terms(context.votes) if parallel is not None and context.ranks > 1 else None
@@ -134,6 +138,7 @@ class DistributedModel(ModelInterface):
             )
         args, options = self._handed(args, options)
         args, options = moved(args, device), moved(options, device)
+        self._check_recomputing(None)
         if parallel is None:
             record_call(self)
             return self.parts[0](*args, **options)
@@ -171,6 +176,26 @@ class DistributedModel(ModelInterface):
 
         return parallel.traced.assemble(weighed(value), {name: weighed(side) for name, side in sides.items()})
 
+    def _check_recomputing(self, method: str | None) -> None:
+        """Check that a call within a backward, which computes the model again (``torch.utils.checkpoint``), can give
+        what it gave before.
+
+        Raises:
+            UsageError: it draws other random numbers, or is of a layer.
+        """
+        if self.parallel is None or not _in_backward() or (method is None and not self._draws()):
+            return
+        raise UsageError(
+            f"{'the model' if method is None else f'model.{method}'} is computed again in a backward "
+            "(torch.utils.checkpoint in the loop), "
+            f"{'and draws other random numbers then' if method is None else 'and layers cannot be'}: have checkpoints "
+            "within the model's forward"
+        )
+
+    def _draws(self) -> bool:
+        assert self.parallel is not None
+        return self.training and (self.parallel.draws or bool(drawing(self.parallel)))
+
     def _handed(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The model's inputs as plain tensors, because its own operations are not recorded."""
         if self.trial is not None:
@@ -182,6 +207,7 @@ class DistributedModel(ModelInterface):
         """Result of a method (None: ``forward``) of a model that runs whole, for this rank's samples."""
         parallel, share = self.parallel, self.share
         assert parallel is not None
+        self._check_recomputing(method)
         args, options = self._handed(args, options)
         self._prepared()
         candidates = lengths((args, options))
@@ -223,7 +249,7 @@ class DistributedModel(ModelInterface):
         few = total < self.rank_context.ranks or self._whole
         if self._independent or not few or not self.training or self._warned_of_norms:
             return
-        norms = any(isinstance(m, _BatchNorm) and m.training for m in self.modules())
+        norms = any(isinstance(m, _BatchNorm) and m.training for m in self.parts.modules())
         if norms or self.coupled:
             self._warned_of_norms = True
             what = "BatchNorm over all ranks" if norms else "what the model computes over its batch"
@@ -241,6 +267,7 @@ class DistributedModel(ModelInterface):
 
     def _prepared(self) -> None:
         """Prepare for averaging gradients in evaluation mode."""
+        self.check_states()
         if self.parallel is not None and self.learns and not self.training:
             self.parallel.reduction.begin()
 
@@ -260,7 +287,7 @@ class DistributedModel(ModelInterface):
         """
         try:
             yield
-        except AsaError:
+        except (AsaError, _StopRecomputationError):
             raise
         except Exception as error:  # whatever a model's own code raises
             share = self.share
@@ -361,7 +388,7 @@ class DistributedModel(ModelInterface):
         assert self.demands is not None
         weighted = leaving(tensor, weight, self.demands)
         mark_output(weighted, self)
-        followed = self.trial is not None and self.learns and torch.is_grad_enabled()
+        followed = self.trial is not None and self.learns and torch.is_grad_enabled() and not _in_backward()
         return self.trial.follow(weighted, rows) if followed and self.trial is not None else weighted
 
     @property
@@ -390,11 +417,10 @@ class DistributedModel(ModelInterface):
         if self._independent and not self.training:
             return rows * ranks, 1.0, 0
         counted = 0.0 if share is not None and not self.weight_now() else 1.0
-        by_rank = (
-            [[rows, counted, float(from_loader)]]
-            if self.in_step is None
-            else self.in_step.rows([rows, counted, float(from_loader)])
-        )
+        figures = [rows, counted, float(from_loader), self._end_of(inputs, rows)]
+        by_rank = [figures] if self.in_step is None else self.in_step.rows(figures)
+        if len(by_rank) > 1 and figures[3] and len({f[3] for f in by_rank}) == 1:
+            self._say_of_added_samples(rows)
         if from_loader and all(f[2] for f in by_rank):
             return self._total_of(share)
         if any(f[2] for f in by_rank) and self.terms is not None:
@@ -408,6 +434,21 @@ class DistributedModel(ModelInterface):
             raise Uneven(f"ranks compute on {sizes} samples at once, and its plan shares {total} as {planned}")
         counting = sum(f[0] * f[1] for f in by_rank)
         return total, counted * rows * ranks / max(counting, 1), 0
+
+    def _end_of(self, inputs: Any, rows: int) -> float:
+        """A number for the last sample of a call with more samples than this rank has of the batch; otherwise 0."""
+        if self.share is None or not self.training or rows <= len(self.share.rows) or self._said_of_added:
+            return 0.0
+        leaf = next((t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor) and t.shape[:1] == (rows,)), None)
+        return 0.0 if leaf is None else fingerprints(leaf[-1:].detach().as_subclass(Tensor))[0]
+
+    def _say_of_added_samples(self, rows: int) -> None:
+        """Say once that all ranks have the samples that a loop adds to a batch."""
+        assert self.share is not None
+        self._said_of_added = True
+        say(self.rank_context, f"the model is called with {rows} samples, {len(self.share.rows)} of them the loader's, "
+            "and ranks have the same others: a mean over all counts those once for every rank; one of their own (a "
+            "second term of the loss), or adding them in the loader's collate_fn, does not")  # fmt: skip
 
     def _total_of(self, share: Share | None) -> tuple[int, float, int]:
         """The result of :meth:`_total` for the loader's batch. In a small batch, some ranks compute a sample that
@@ -473,27 +514,43 @@ class DistributedModel(ModelInterface):
         ]
 
     def remember(self) -> None:
-        """Record the current parameters, and hooks of layers."""
+        """Record the current parameters, and hooks of layers. Parameters get the marks that a program put on them."""
+        marks = {} if self.names is None else self.names.marks
+        for name, p in self.named_parameters():
+            for key, value in marks.get(name, {}).items():
+                if key not in vars(p) and not key.startswith("_"):
+                    setattr(p, key, value)
         self.__dict__["parameter_ids"] = self._parameter_ids()
-        self.__dict__["hooks"] = {id(m): len(m._forward_hooks) for m in self.parts.modules()}
+        self.__dict__["hooks"] = {id(m): _hooks_of(m) for m in self.parts.modules()}
+        self.__dict__["module_ids"] = {id(m) for top in (self.origin, self.parts) for m in top.modules()}
+        watch_registrations(self)
+        follow_backwards()
 
     def _warn_of_hooks(self) -> None:
-        """Warn once of a hook on a layer that was added behind the call, where gradients through it are not weighed."""
-        known: dict[int, int] | None = self.__dict__.get("hooks")
-        if known is None or self.parallel is None or self._averages:
+        """Warn once of a hook on a layer that was added behind the call: one on gradients sees those of this rank, and
+        gradients through one on outputs may not be weighed."""
+        known: dict[int, tuple[int, int]] | None = self.__dict__.get("hooks")
+        if known is None or self.parallel is None:
             return
-        found = (
-            n for part in self.parts for n, m in part.named_modules() if len(m._forward_hooks) > known.get(id(m), 0)
-        )
-        name = next(found, None)
-        if name is not None:
+        for name, module in ((n, m) for part in self.parts for n, m in part.named_modules()):
+            (forward, backward), (now, gradients) = known.get(id(module), (0, 0)), _hooks_of(module)
+            if gradients > backward:
+                text = (
+                    f"a backward hook on {name} gets gradients of this rank's samples, before ranks have added theirs: "
+                    "one that is not linear in them (norms, signs, clamping) gives other numbers than one device; "
+                    "change p.grad after backward"
+                )
+            elif now > forward and not self._averages:
+                text = (
+                    f"a forward hook on {name} gets what this rank computes of it: a loss that uses it counts "
+                    "otherwise than on one device under a plan that shards or splits the model; return it from forward "
+                    "beside the output, or plan with strategies=('ddp',)"
+                )
+            else:
+                continue
             self.__dict__["hooks"] = None
-            warnings.warn(
-                f"a forward hook on {name} gets what this rank computes of it: a loss that uses it counts otherwise "
-                "than on one device under a plan that shards or splits the model; return it from forward beside the "
-                "output, or plan with strategies=('ddp',)",
-                stacklevel=4,
-            )
+            warnings.warn(text, stacklevel=4)
+            return
 
     def unchanged(self) -> None:
         """Check that no parameter was replaced since the model was distributed.
@@ -508,10 +565,7 @@ class DistributedModel(ModelInterface):
             and self.parameter_ids is not None
             and self.parameter_ids != self._parameter_ids()
         ):
-            raise UsageError(
-                "a parameter of the model was replaced or tied behind asa.parallelize, and what runs on the ranks was "
-                "made before: do it before the call"
-            )
+            raise UsageError(f"a parameter of the model {REPLACED}")
 
     def batch_ended(self, number: int, *, last: bool, indexed: bool) -> None:
         """Check that all ranks made the same calls for batch ``number`` of an epoch (collective)."""
@@ -521,7 +575,7 @@ class DistributedModel(ModelInterface):
         wait = last or not indexed or not self._computes_alone
         asks = self.trial is not None and self.trial.asks
         if self.in_step.after_batch(
-            self.parallel if self._independent else None, self.optimizers, number, asks=asks, wait=wait
+            self.parallel if self._independent else None, self.optimizers, number, asks=asks, wait=wait, edge=last
         ):
             for model in distributed_models():
                 if model.trial is not None:
@@ -541,12 +595,24 @@ class DistributedModel(ModelInterface):
     def close(self) -> None:
         """Destroy the plan's process groups (collective)."""
         parallel = self.parallel
+        self.__dict__["module_ids"] = set()
         if parallel is not None:
             parallel.close()
 
 
 class Uneven(AsaError):
     """Ranks have samples in other proportions than their plan."""
+
+
+def _in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return int(torch._C._current_graph_task_id()) != -1  # type: ignore[attr-defined]
+
+
+def _hooks_of(module: nn.Module) -> tuple[int, int]:
+    """Numbers of hooks of a module: on its inputs and outputs, and on their gradients."""
+    forward = len(module._forward_hooks) + len(module._forward_pre_hooks)
+    return forward, len(module._backward_hooks) + len(module._backward_pre_hooks)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -121,10 +121,18 @@ class InStep:
         return [each.tolist() for each in by_rank]
 
     def after_batch(
-        self, model: ParallelModel | None, optimizers: Sequence[Optimizer], number: int, *, asks: bool, wait: bool
+        self,
+        model: ParallelModel | None,
+        optimizers: Sequence[Optimizer],
+        number: int,
+        *,
+        asks: bool,
+        wait: bool,
+        edge: bool,
     ) -> bool:
-        """Exchange counts after batch ``number`` of an epoch (collective). They are checked at once with ``wait``,
-        otherwise after the next batch. Returns whether ``asks`` is true for any rank in the checked exchange.
+        """Exchange counts after batch ``number`` of an epoch, or where one begins or ends (``edge``; collective). They
+        are checked at once with ``wait``, otherwise after the next batch. Returns whether ``asks`` is true for any rank
+        in the checked exchange.
 
         Raises:
             UsageError: ranks made different calls. WorkersFailedError: a rank does not arrive in time.
@@ -141,6 +149,7 @@ class InStep:
                 weights,
                 float(asks),
                 float(self.derived),
+                float(edge),
             ],
             dtype=torch.float64,
         )
@@ -166,6 +175,12 @@ class InStep:
             counts = ", ".join(f"rank {r} {int(e[0])} and {int(e[1])}" for r, e in enumerate(every))
             self.leave()
             raise UsageError(f"ranks differ in how many passes they shared and updates they made: {counts}; {REMEDY}")
+        if len({e[7] for e in every}) > 1:
+            at = ", ".join(
+                f"rank {r} {'begins or ends an epoch' if e[7] else 'is within one'}" for r, e in enumerate(every)
+            )
+            self.leave()
+            raise UsageError(f"ranks are at different places of their loops: {at}; {REMEDY}")
         if len({e[2] for e in every}) > 1:
             self._warn(
                 f"hyperparameters of the optimizer differ between ranks (the first learning rate is "

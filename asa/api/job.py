@@ -27,7 +27,7 @@ from asa.api.loop import SEVERAL, cache_folder, find_call
 from asa.api.messages import say
 from asa.api.model_interface import MEETING_S
 from asa.api.names import StateNames
-from asa.api.notes import check_exact, differing, drawing, trained_norms
+from asa.api.notes import check_exact, differing, drawing, renormalised, trained_norms
 from asa.api.optimizers import Rebinding, check_shared, no_shards_because
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.planned import PlanOptions, agreed_plan, checked_plan, cost_model
@@ -248,7 +248,8 @@ class Job:
             )  # fmt: skip
             built.meet = votes.meet
             templates[:] = [] if built.template is None else [built.template]
-            for line in differing(new_plan, norms, built.changed, batch_norm) if context.rank == 0 else ():
+            lines = *differing(new_plan, norms, built.changed, batch_norm), *renormalised(new_plan, built.components)
+            for line in lines if context.rank == 0 else ():
                 warnings.warn(line, stacklevel=4)
             if first and (names := next(filter(None, votes.exchange(drawing(built))), "")):
                 say(context, f"{names} draws random numbers by sample and step: the same under every plan, and others "

@@ -20,7 +20,7 @@ from asa.api.distributed_model import DistributedModel, local_rows
 from asa.api.in_step import in_step
 from asa.api.messages import say
 from asa.api.names import StateNames
-from asa.api.notes import differing, drawing, trained_norms
+from asa.api.notes import differing, drawing, renormalised, trained_norms
 from asa.api.optimizers import Rebinding, check_shared, no_shards_because, others_over
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.planned import Origins, PlanOptions, agreed_plan, checked_plan, cost_model, usual_cache
@@ -210,7 +210,11 @@ def parallelize(
         least[:] = [batches.batch_size]
     parallel = build(chosen, subject)
     for line in (
-        (*differing(chosen, normalised, parallel.changed, batch_norm), *warning_of(change, chosen))
+        (
+            *differing(chosen, normalised, parallel.changed, batch_norm),
+            *renormalised(chosen, parallel.components),
+            *warning_of(change, chosen),
+        )
         if context.rank == 0
         else ()
     ):

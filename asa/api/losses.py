@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from math import isclose
 from typing import Any
@@ -16,16 +16,21 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from asa.api.distributed_model_base import DistributedModelBase
 from asa.api.in_step import BACKWARD
 from asa.api.messages import say
 from asa.api.rank_context import RankContext
+from asa.api.registrations import watched_models
+from asa.api.tape import Watched
 from asa.api.trial import Trial
 from asa.errors import UsageError
 from asa.executor.model.votes import Votes
+from asa.sharding.split import TensorPart
 
-_MARK = "asa"
+_MARK, _OF_CALL = "asa", "asa_weight"
+"""Keys in a node's metadata: the model whose output it is; weight and rows of this rank in the call it comes from."""
 _MOST_NODES, _MOST_TERMS = 2048, 8
 """Largest number of autograd nodes searched below a loss, and of cross-entropies searched for."""
 _MEANS, _MEAN = ("NllLossBackward0", "NllLoss2DBackward0"), 1
@@ -57,8 +62,8 @@ class Terms:
                 "asa.reduce(weight, 'sum')")  # fmt: skip
 
     def before(self, nodes: list[Any], weight: float, rows: int) -> Callable[[], None]:
-        """Prepare a backward through ``nodes``; every rank calls this. ``weight``: weight of this rank's mean;
-        ``rows``: number of its samples. Call the returned function after the backward."""
+        """Prepare a backward through ``nodes``; every rank calls this. ``weight``: weight of this rank's mean in the
+        last call of the model; ``rows``: number of its samples. Call the returned function after the backward."""
         if self._counting is None:
             odd = len(nodes) > 0 and any(_differs_from_rows(node, rows) for node in nodes)
             self._counting = self._votes.anyone(odd)
@@ -74,8 +79,9 @@ class Terms:
             return lambda: None
         weights = [0.0] * (1 + _MOST_TERMS)
         weights[0] = float(len(nodes))
+        of_calls = [weight if (call := node.metadata.get(_OF_CALL)) is None else call[0] for node in nodes]
         for i, node in enumerate(nodes[:_MOST_TERMS]):
-            weights[1 + i] = _weight(node) if weight else 0.0
+            weights[1 + i] = _weight(node) if of_calls[i] else 0.0
         by_rank = self._votes.gather(weights)
         # A rank without counted samples may have computed something else, such as 0 * outputs.
         if len({f[0] for f in by_rank if f[0]}) > 1 or not nodes or len(nodes) > _MOST_TERMS:
@@ -83,13 +89,13 @@ class Terms:
         handles = []
         for i, node in enumerate(nodes):
             total = sum(f[1 + i] for f in by_rank)
-            if total > 0 and weight:
-                factor = weights[1 + i] * self._votes.num_ranks / (total * weight)
+            if total > 0 and of_calls[i]:
+                factor = weights[1 + i] * self._votes.num_ranks / (total * of_calls[i])
                 # Without counted targets a rank's mean is 0/0; it contributes nothing to the batch's loss.
                 handles += [n.register_prehook(_times(factor)) for n in (node, *_smoothing(node))]
-        if not all(weights[1 : 1 + len(nodes)]) and weight:
-            for node, own_weight in zip(nodes, weights[1:], strict=False):
-                if not own_weight:
+        if not all(weights[1 : 1 + len(nodes)]):
+            for node, own_weight, of_call in zip(nodes, weights[1:], of_calls, strict=False):
+                if not own_weight and of_call:
                     handles += [n.register_hook(_nothing) for n in (node, *_smoothing(node))]
 
         def after() -> None:
@@ -135,40 +141,67 @@ def _smoothed(node: Any) -> Any:
 
 
 def mark_output(output: Tensor, model: LearningModel) -> None:
-    """Mark ``output`` in autograd's graph as one of ``model``; if it is a loss, the search continues below it."""
+    """Mark ``output`` in autograd's graph as one of the last call of ``model``; if it is a loss, the search continues
+    below it."""
     node: Any = output.grad_fn
     if node is not None:
-        node.metadata[_MARK] = (ref(model), not output.dim())
+        node.metadata[_MARK] = (ref(model), not output.dim(), (model.weight, model.rows))
 
 
 def search_graph(roots: Iterable[Tensor]) -> tuple[LearningModel | None, list[Any], int]:
-    """The distributed model from which ``roots`` come (None if there is none); the nodes of mean ``nll_loss`` and
-    ``cross_entropy`` on the way to it, in a fixed order; and a number for the form of the graph."""
-    pending = deque(r.grad_fn for r in roots if isinstance(r, Tensor) and r.grad_fn is not None)
+    """The distributed model from which ``roots`` come (None if there is none), with the weight and the rows of the call
+    that gave them, if it is a single one; the nodes of mean ``nll_loss`` and ``cross_entropy`` on the way to it, in a
+    fixed order; and a number for the form of the graph."""
+    pending: deque[Any] = deque((r.grad_fn, None) for r in roots if isinstance(r, Tensor) and r.grad_fn is not None)
     visited: set[Any] = set()
+    calls: set[tuple[float, int]] = set()
     model: LearningModel | None = None
     terms: list[Any] = []
     names: list[str] = []
     related: dict[Any, list[Any]] = {}
     while pending and (len(visited) < _MOST_NODES or model is None):
-        node: Any = pending.popleft()
+        node, call = pending.popleft()
         if node is None or node in visited:
             continue
         visited.add(node)
         marked = node.metadata.get(_MARK)
         if marked is not None:
-            model = model or marked[0]()
+            model, call = model or marked[0](), marked[2]
+            calls.add(call)
             if not marked[1]:
                 continue
         names.append(node.name())
         if names[-1] in _MEANS and node._saved_reduction == _MEAN:
             terms.append(node)
+            node.metadata[_OF_CALL] = call
         elif names[-1] == _SMOOTHED[0] and (of := _smoothed(node)) is not None:
             related.setdefault(of, []).append(node)
-        pending.extend(following for following, _ in node.next_functions)
+        pending.extend((following, call) for following, _ in node.next_functions)
     for term in terms if related else ():
         term.metadata[_RELATED] = related.get(term.next_functions[0][0], [])
+    for term in terms:
+        if term.metadata[_OF_CALL] is None:
+            found = calls if len(calls) == 1 else _calls_below(term)
+            term.metadata[_OF_CALL] = next(iter(found)) if len(found) == 1 else None
+    if model is not None and len(calls) == 1:  # the model may have been called for something else since
+        model.__dict__.update(zip(("weight", "rows"), *calls, strict=True))
     return model, terms, hash(tuple(n for n in names if n != _FOLLOWED))
+
+
+def _calls_below(node: Any) -> set[tuple[float, int]]:
+    """Weights and rows of the calls of models from whose outputs ``node`` is computed."""
+    pending, visited, calls = [node], set[Any](), set[tuple[float, int]]()
+    while pending and len(visited) < _MOST_NODES:
+        node = pending.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        marked = node.metadata.get(_MARK)
+        if marked is None:
+            pending.extend(following for following, _ in node.next_functions)
+        else:
+            calls.add(marked[2])
+    return calls
 
 
 def _weight(node: Any) -> float:
@@ -194,6 +227,29 @@ def _other_batches(model: LearningModel) -> None:
         )
 
 
+def _check_no_layers(roots: list[Tensor]) -> None:
+    """Check that a loss of a batch that no call of a distributed model is in does not go through layers of one.
+
+    Raises:
+        UsageError: it does. Ranks do not add up such gradients.
+    """
+    models = [m.parallel for m in watched_models() if m.parallel is not None and m.rank_context.ranks > 1]
+    own = {id(p) for m in models for p in m.parameters()}
+    pending, visited = [r.grad_fn for r in roots], set[Any]()
+    while pending and len(visited) < _MOST_NODES:
+        node = pending.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if id(getattr(node, "variable", None)) in own:
+            raise UsageError(
+                "a loss goes through layers of the model without a call of it (modules of model.modules(), or those "
+                "it was made of), and ranks do not add up such gradients: call model(...), model.layer(...) or "
+                "model[i](...)"
+            )
+        pending.extend(following for following, _ in node.next_functions)
+
+
 _last_called: list[Any] = []
 """The model that was called last."""
 
@@ -208,15 +264,29 @@ def record_call(model: LearningModel) -> None:
     """Let later backward passes use ``model``, the model that was called last."""
     if not _last_called or _last_called[0]() is not model:
         _last_called[:] = [ref(model)]
+    follow_backwards()
+
+
+def follow_backwards() -> None:
+    """Look at every loss that is differentiated from now on."""
     original = torch.autograd.backward
     if hasattr(original, "asa"):
         return
 
     def backward(tensors: Any, *args: Any, **options: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if isinstance(inputs := options.get("inputs"), Sequence):
+            options["inputs"] = [p.held if isinstance(p, TensorPart) else p for p in inputs]
+            if any(isinstance(p, DTensor) for p in options["inputs"]):
+                raise UsageError(
+                    "backward(inputs=...) does not know parameters that ranks hold in shards: set requires_grad of the "
+                    "others to False, or plan with strategies=('ddp',)"
+                )
         with torch._C.DisableTorchFunctionSubclass():
             called, nodes, graph = search_graph(roots)
         if called is None or called.terms is None:
+            if called is None and any(isinstance(r, Watched) for r in roots):
+                _check_no_layers(roots)
             original(tensors, *args, **options)
             return
         if not called.learned:

@@ -22,6 +22,14 @@ from asa.executor.model.state import load_full_state
 
 MEETING_S = 30.0
 """Seconds to wait for all ranks in calls that a program easily makes on one rank only."""
+_MOST_BYTES = 1 << 28
+"""Largest number of bytes of a ``state_dict`` that is held until the next call, to see whether it was changed."""
+_ELEMENTS = 4096
+"""Number of elements of a part by which changes are noticed."""
+
+
+def _sum_of_some(tensor: Tensor) -> float:
+    return float(tensor.detach().reshape(-1)[:_ELEMENTS].double().sum())
 
 
 class ModelInterface(LearningModel):
@@ -77,9 +85,27 @@ class ModelInterface(LearningModel):
         if parallel is None:
             return self.parts[0].state_dict(*args, **options)
         assert self.names is not None
+        self.check_states()
         if any(map(replaced, parallel.plan.components)):
             parallel.meet("model.state_dict() of a plan that splits the model", within_s=MEETING_S)
-        return self.names.full(parallel)
+        state = self.names.full(parallel)
+        tensors = {n: t for n, t in state.items() if isinstance(t, Tensor)}
+        if sum(t.nbytes for t in tensors.values()) <= _MOST_BYTES:
+            self.__dict__["states"] = [(n, t, t._version) for n, t in tensors.items()]
+        return state
+
+    def check_states(self) -> None:
+        """Warn if a tensor of the last :meth:`state_dict` was changed in place, and not loaded."""
+        states: list[tuple[str, Tensor, int]] = self.__dict__.get("states", [])
+        if states:
+            self.__dict__["states"] = []
+        name = next((name for name, tensor, version in states if tensor._version != version), None)
+        if name is not None:
+            warnings.warn(
+                f"{name} of model.state_dict() was changed in place, which on one device changes the model: here these "
+                "tensors are copies; use model.load_state_dict(state), or change model.parameters()",
+                stacklevel=4,
+            )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full tensors from :meth:`state_dict` or the plain model; every rank must pass all of them.
@@ -93,6 +119,7 @@ class ModelInterface(LearningModel):
         if parallel is None:
             return self.parts[0].load_state_dict(state_dict, strict=strict, assign=assign)
         assert self.names is not None
+        self.__dict__["states"] = []
         try:
             found = self.names.compared(parallel, state_dict, strict=strict)
         except RuntimeError as error:
@@ -152,6 +179,52 @@ class ModelInterface(LearningModel):
     def __getitem__(self, key: Any) -> Any:
         """A module of a model that is a sequence, or whatever the model has at ``key``."""
         return attributes.part_of(self, self.origin[key])  # type: ignore[index]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self.parallel is not None:
+            raise UsageError(f"model[{key!r}] cannot be replaced behind asa.parallelize: do it before the call")
+        self.parts[0][key] = value  # type: ignore[operator]
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The model's own children, whose calls are collective."""
+        if self.parallel is None:
+            yield from super().named_children()
+            return
+        yield from ((name, attributes.part_of(self, child)) for name, child in self.origin.named_children())
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of this rank. A loop that changes parts of parameters through them is warned."""
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            parts = held_parts(module) if self.parallel is not None else []
+            before = [_sum_of_some(p) for _, p in parts]
+            yield name, module
+            changed = [
+                key
+                for (key, p), was in zip(parts, before, strict=True)
+                if not drawn_as_whole(p) and _sum_of_some(p) != was
+            ]
+            if changed:
+                warnings.warn(
+                    f"{type(module).__name__}.{changed[0]} was changed through model.modules(), and this rank has a "
+                    "part of it: random numbers, and what goes over rows or columns, are other than on one device; use "
+                    "torch.nn.init, or model.named_parameters()",
+                    stacklevel=2,
+                )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        held = set() if self.parallel is None else {(p.dtype, p.device) for p in self.parts.parameters()}
+        for dtype, device in held:
+            changed = fn(torch.empty(0, dtype=dtype, device=device))
+            if changed.dtype != dtype or changed.device != device:
+                raise UsageError(
+                    f"parameters cannot change from {dtype} on {device} to {changed.dtype} on {changed.device} behind "
+                    "asa.parallelize: do it before the call; model.state_dict() has tensors on the CPU"
+                )
+        for part in self.parts:
+            part._apply(fn, recurse)
+        return self
 
     def __len__(self) -> int:
         return len(self.origin)  # type: ignore[arg-type]

@@ -30,6 +30,8 @@ class StateNames:
     def __init__(self, model: nn.Module) -> None:
         self._alike: dict[int, list[str]] = {}
         self._values: dict[str, Tensor] = dict(model.state_dict(keep_vars=True))
+        self.marks = {n: dict(vars(t)) for n, t in self._values.items() if isinstance(t, nn.Parameter)}
+        """Attributes that a program set on parameters, by name."""
         for name, tensor in self._values.items():
             self._alike.setdefault(id(tensor), []).append(name)
         self._shapes = {name: tensor.shape for name, tensor in self._values.items() if isinstance(tensor, Tensor)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -57,6 +57,18 @@ def differing(
         if names and ranks > 1:
             notes.append(f"forward changes {_several(names)}: on each rank by the samples it computes, and {end}")
     return notes
+
+
+def renormalised(plan: Plan, components: Iterable[nn.Module]) -> list[str]:
+    """A sentence on embeddings that change rows of their weight in forward, if ranks read other rows."""
+    names = [n for part in components for n, m in part.named_modules() if getattr(m, "max_norm", None) is not None]
+    if not names or max(layout.data for layout in plan.layouts()) == 1:
+        return []
+    return [
+        f"{_several(names)} shortens rows of its weight in forward (max_norm), on each rank those of its samples, and "
+        "not where ranks hold shards: weights differ from one device's; leave max_norm out, and shorten the parameter "
+        "in the loop behind each update"
+    ]
 
 
 def drawing(model: ParallelModel) -> str:

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.utils import _pytree as pytree
 
 from asa.errors import UsageError
 from asa.sharding.sharded import place_local
 
+_DRAWING_ALIKE = ("randn_like", "rand_like", "randint_like")
+_MEANS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy")
 _READING = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__")
 
 
@@ -24,6 +27,7 @@ def patch_sharded_tensors(parameters: Iterable[Tensor]) -> None:
         setattr(DTensor, name, _read_in_full(getattr(Tensor, name)))
     for name in _DRAWING:
         setattr(DTensor, name, _drawn_in_full(getattr(Tensor, name)))
+    setattr(DTensor, "__format__", _formatted)  # noqa: B010
     DTensor.__torch_function__ = classmethod(_refused_in_a_line)  # type: ignore[assignment]
     setattr(DTensor, "data", property(_DATA.__get__, _replace_data))  # noqa: B010  # torch declares it a tensor
 
@@ -36,17 +40,58 @@ def _refused_in_a_line(_cls: type, func: Any, types: Any, args: Any = (), kwargs
     """
     if not all(issubclass(t, DTensor) for t in types):
         return NotImplemented  # theirs to answer
+    name = getattr(func, "__name__", str(func))
+    if name in _MEANS and not torch.is_grad_enabled():  # of shards of unlike lengths torch takes the mean of means
+        args, kwargs = pytree.tree_map(_in_full, (args, kwargs))
+    if name in _DRAWING_ALIKE:
+        like = args[0]
+        with torch.no_grad():
+            full = func(torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:], **(kwargs or {}))
+            return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
     except RuntimeError as error:
+        if "got mixed torch.Tensor and DTensor" in str(error):
+            alike = _of_one_kind(args, kwargs or {})
+            if alike is None:
+                raise UsageError(
+                    f"{name} has a tensor that ranks hold in shards and one that is not, with gradients: use "
+                    "p.full_tensor(), or plan with strategies=('ddp',)"
+                ) from error
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*alike[0], **alike[1])
         if "harding propagation failed" not in str(error):
             raise
-        name = getattr(func, "__name__", str(func))
         raise UsageError(
             f"{name} needs a whole tensor, and ranks hold shards of this one: use p.full_tensor() or "
             "model.state_dict(), or plan with strategies=('ddp',)"
         ) from error
+
+
+def _in_full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _of_one_kind(args: Any, kwargs: dict[str, Any]) -> Any:
+    """Arguments of a function in which whole tensors, the same on all ranks, meet sharded ones: sharded alike if the
+    first is sharded, otherwise whole. None if gradients go through them."""
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
+        return None
+    sharded = {leaf.shape: leaf for leaf in leaves if isinstance(leaf, DTensor)}
+    cuts = isinstance(leaves[0], DTensor)
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) is cuts:
+            return leaf
+        if isinstance(leaf, DTensor):
+            return _in_full(leaf)
+        like = sharded.get(leaf.shape)
+        placements = [Replicate()] * leaves[0].device_mesh.ndim if like is None else like.placements  # type: ignore[attr-defined]
+        return distribute_tensor(leaf, leaves[0].device_mesh, placements, src_data_rank=None)  # type: ignore[attr-defined]
+
+    return pytree.tree_map(one, (args, kwargs))
 
 
 _DATA: Any = Tensor.data
@@ -73,6 +118,11 @@ def _drawn_in_full(original: Callable[..., Any]) -> Callable[..., Any]:
         return tensor
 
     return draw
+
+
+def _formatted(tensor: DTensor, spec: str) -> str:
+    """``f"{p.norm():.3f}"``, which torch refuses."""
+    return format(_in_full(tensor).item(), spec) if spec and not tensor.dim() else object.__format__(tensor, spec)
 
 
 def _read_in_full(original: Callable[..., Any]) -> Callable[..., Any]:

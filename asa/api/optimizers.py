@@ -59,6 +59,9 @@ def no_shards_because(optimizer: Optimizer, model: nn.Module, declared: bool | N
     name = next((name for name, p in model.named_parameters() if hooked(p)), None)
     if name is not None:
         return f"{name} has a hook on its gradient"
+    name = next((name for name, p in model.named_parameters() if not p.numel()), None)
+    if name is not None:
+        return f"{name} has no elements"
     kind = type(optimizer).__name__
     if elementwise(optimizer, declared):
         return ""

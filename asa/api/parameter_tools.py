@@ -41,6 +41,12 @@ def understood_by_torch(parameters: Iterable[Tensor]) -> None:
             where.vector_to_parameters = _cut(where.vector_to_parameters)
 
 
+def view_of_whole(value: Any) -> Any:
+    """A program's view of ``value`` if it is a parameter of which this rank holds a part; otherwise ``value``."""
+    view = _views.get(id(value)) if isinstance(value, nn.Parameter) else None
+    return value if view is None or view.held is not value else view
+
+
 def drawn_as_whole(part: Tensor) -> bool:
     """Whether ``torch.nn.init`` changed ``part`` since this was asked last."""
     found = id(part) in _drawn

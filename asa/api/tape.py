@@ -71,7 +71,9 @@ class Tape:
     tensors: list[Any] = field(default_factory=list)
     """Tensors by position: outputs, leaves and results."""
     single_samples: set[int] = field(default_factory=set)
-    """Positions of single samples that were taken from a batch."""
+    """Positions of single samples that were taken from a batch, one after the other."""
+    picked: dict[int, list[int]] = field(default_factory=dict)
+    """Positions of single samples by that of the tensor they were taken from."""
     bytes: int = 0
     problem: str = ""
     """Why the record is incomplete; empty if it is complete."""
@@ -83,6 +85,8 @@ class Tape:
     """Whether all numbers of a tensor were."""
     size_read: bool = False
     """Whether the program read sizes of a tensor on the tape."""
+    chained: bool = False
+    """Whether a call of the model takes outputs of another call, with gradients."""
     hooked: bool = False
     """Whether a gradient hook was added to a tensor on the tape."""
 
@@ -127,6 +131,7 @@ class Tape:
                 return leaf
             if getattr(leaf, "tape", None) is self and id(leaf) in self.positions:
                 self.model_inputs.append(leaf)
+                self.chained = self.chained or leaf.requires_grad
             return leaf.as_subclass(Tensor)
 
         return pytree.tree_map(plain, inputs)
@@ -211,6 +216,7 @@ class Tape:
         self.positions.clear()
         self.received.clear()
         self.single_samples.clear()
+        self.picked.clear()
 
     def _leaf(self, leaf: Tensor) -> None:
         self.leaves.append(leaf)
@@ -322,6 +328,25 @@ class Tape:
         """Index of ``tensor`` on the tape."""
         return self.positions[id(tensor)]
 
+    def computes_with_rows(self) -> bool:
+        """Whether an operation has this rank's number of samples, a multiple or its inverse, as an argument, or a
+        tensor made beside the batch has as many rows."""
+
+        def is_count(leaf: Any) -> bool:
+            if isinstance(leaf, slice):
+                return any(type(n) is int and n == self.rows for n in (leaf.start, leaf.stop))
+            return (type(leaf) is int and leaf > 0 and leaf % self.rows == 0) or leaf == 1 / self.rows
+
+        if self.rows and any(is_batched(t, self.rows) for t in self.leaves[self.read :]):
+            return True
+        return any(
+            is_count(leaf)
+            for function, args, options, _ in self.operations
+            if getattr(function, "__name__", "") in (*_SHAPING, *ARITHMETIC)
+            for leaf in pytree.tree_leaves((args, options))
+            if type(leaf) in (int, float, slice)
+        )
+
     def of_all_ranks(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` was computed from what ``asa.reduce`` or ``asa.gather`` returned."""
         return any(hasattr(operation[0], "across") for operation in self.needed([tensor])[0])
@@ -369,6 +394,21 @@ class TapeRef:
     index: int
 
 
+ARITHMETIC = {f"{before}{name}{after}" for name in ("mul", "add", "sub", "div", "truediv", "floordiv", "pow", "mod")
+               for before, after in (("", ""), ("__", "__"), ("__r", "__"), ("__i", "__"), ("", "_"))}  # fmt: skip
+"""Names of arithmetic operations and methods."""
+_SHAPING = ("view", "reshape", "expand", "repeat", "new_zeros", "new_ones", "new_full", "new_empty", "__getitem__")
+"""Names of operations whose whole numbers may be numbers of samples."""
+
+
+def _read_by_program() -> bool:
+    """Whether a program reads a size, and not torch's code or that of this package."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") in ("torch._tensor", "torch.overrides"):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "asa")
+
+
 _GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _SIZES: Any = (Tensor.__len__, Tensor.size, Tensor.numel, Tensor.shape.__get__)  # type: ignore[attr-defined]
 
@@ -398,7 +438,7 @@ class Watched(Tensor):
             ) from error
         for each in tapes:
             each.hooked = each.hooked or func is Tensor.register_hook
-            each.size_read = each.size_read or func in _SIZES
+            each.size_read = each.size_read or (func in _SIZES and _read_by_program())
         if tape is None:
             return _kept(result, args, options)
         if tape.problem:
@@ -414,9 +454,11 @@ class Watched(Tensor):
             return result
         recorded = tape.note(func, args, options, result)
         if splits_samples:
-            tape.single_samples.update(
-                tape.positions[id(leaf)] for leaf in pytree.tree_leaves(recorded) if id(leaf) in tape.positions
-            )
+            places = [tape.positions[id(leaf)] for leaf in pytree.tree_leaves(recorded) if id(leaf) in tape.positions]
+            all_picked = tape.picked.setdefault(tape.positions.get(id(args[0]), -1), [])
+            all_picked += places
+            if len(all_picked) >= max(2, tape.rows // 2) or tape.rows == 1:  # a loop over samples, and not a first one
+                tape.single_samples.update(all_picked)
         return recorded
 
     def _read_out(self, *, all_values: bool = False) -> Tensor:

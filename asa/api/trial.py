@@ -48,7 +48,7 @@ class Trial:
         """Whether the batch is small, or of a size for which no loss was compared (equal on all ranks)."""
         self._compared = self._unfinished = 0
         self._reported_reasons: set[str] = set()
-        self._hooks = self._warned_of_sizes = False
+        self._hooks = self._warned_of_sizes = self._said_of_counts = False
         self._readings = Readings(self._say_of_values)
         self._tape: Tape | None = None
         self._graphs: set[int] = set()
@@ -208,7 +208,14 @@ class Trial:
         """Say, once per batch, that the program may take another path with this rank's ``share`` of it than on one
         device. ``learned`` says whether the batch had a backward."""
         num_samples, model = len(share.rows), self._model()
-        sized = self.sized or (self._tape is not None and self._tape.size_read)
+        tape = self._tape
+        sized = self.sized or (tape is not None and tape.size_read)
+        if tape is not None and tape.size_read and not self._said_of_counts and 1 < num_samples < share.total:
+            self._said_of_counts = not tape.computes_with_rows()
+            if self._said_of_counts and model is not None:
+                say(model.rank_context, f"the program asks how many samples a batch has, and gets {num_samples} of "
+                    f"{share.total}, this rank's: what it counts or sets by that (samples seen, a rate, an interval) "
+                    "is other than on one device; asa.reduce(len(x), 'sum') is the number of all")  # fmt: skip
         if (
             self._warned_of_sizes
             or model is None

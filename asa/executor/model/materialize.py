@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from asa.errors import InvalidInputError, UsageError
 from asa.executor.model.grouped import Grouped
@@ -429,7 +429,7 @@ def _test_run(
     with preserved(model):
         for component in traced.components:
             component.train()
-        norms = {id(b) for m in model.modules() if isinstance(m, _NormBase) for b in m.buffers(recurse=False)}
+        norms = {id(b) for m in model.modules() if isinstance(m, _BatchNorm) for b in m.buffers(recurse=False)}
         before = {name: (b, b._version) for name, b in model.named_buffers() if id(b) not in norms}
         draws = drawing(traced.components, batch)
         now = dict(model.named_buffers())
