@@ -96,6 +96,7 @@ def test_the_program_of_the_page_trains_on_two_ranks(tmp_path: Path) -> None:
     env = kept | {"XDG_CACHE_HOME": str(tmp_path)} | together(2)
     ranks = [rank_of(path, rank, env=env) for rank in range(2)]
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err.read_text() + ranks[1].err.read_text()
+    assert "measuring the links" not in ranks[0].err.read_text()
     losses = [float(x) for x in re.findall(r"^epoch \d: loss (\S+)$", ranks[0].out.read_text(), re.M)]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
