@@ -19,7 +19,8 @@ LONGEST = (
     "test_planner_memory.py", "test_pipeline_runs.py", "test_losses.py", "test_tracing.py", "test_recovery.py",
     "test_verify_training.py", "test_emulation.py", "test_faults.py", "test_cost_units.py", "test_migration.py",
     "test_consistency_returns.py", "test_consistency_jobs.py", "test_observe.py", "test_strategy_contract.py",
-    "test_train.py", "test_verify_plans.py", "test_zoo_models.py",
+    "test_train.py", "test_verify_plans.py", "test_zoo_models.py", "test_programs_fuzz.py", "test_standin.py",
+    "test_programs_optimizers.py",
 )  # fmt: skip
 """Files that take long, so that no process is left alone with one of them at the end."""
 

@@ -6,15 +6,20 @@ import os
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import nouns
 import pytest
+import torch
 from forked import asa
 from started import rank_of, together
 
 from asa.cli.settings import arguments, parser
 from asa.cli.verb import Verb
 from asa.cli.verbs import verbs
+from asa.ir import codec
+from asa.profiler.machine import device_record
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(p for p in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")))
@@ -85,10 +90,13 @@ def test_the_program_of_the_page_trains_on_two_ranks(tmp_path: Path) -> None:
     program = next(text for text in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "DataLoader(" in text)
     path = tmp_path / "program.py"
     path.write_text(program)
+    device = replace(nouns.cluster(2).device, name=device_record(torch.device("cpu")).name)
+    codec.save(replace(nouns.cluster(2), device=device), tmp_path / "profiles" / "cluster.here.json")  # links are known
     kept = {k: v for k, v in os.environ.items() if not k.startswith("ASA_")}
     env = kept | {"XDG_CACHE_HOME": str(tmp_path)} | together(2)
     ranks = [rank_of(path, rank, env=env) for rank in range(2)]
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].err.read_text() + ranks[1].err.read_text()
+    assert "measuring the links" not in ranks[0].err.read_text()
     losses = [float(x) for x in re.findall(r"^epoch \d: loss (\S+)$", ranks[0].out.read_text(), re.M)]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
