@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -135,3 +136,20 @@ def test_ranks_that_wait_are_admitted_at_the_start_of_an_epoch() -> None:
     assert ranks.enter(2) is None
     ranks.disconnect(2)
     assert not ranks.waiting
+
+
+def test_a_rank_that_enters_is_not_waited_for_in_a_round_that_is_over() -> None:
+    import torch
+
+    ranks, received = Coordinator(3), list[Any]()
+    ranks.disconnect(2)
+    assert ranks.enter(2) is None
+    slow = threading.Thread(target=lambda: received.append(ranks.swap(1, b"one")), daemon=True)
+    slow.start()
+    while 1 not in ranks._messages.get(0, {}):
+        time.sleep(0.001)
+    with ranks._changed:  # rank 1 does not wake before rank 2 has entered
+        assert ranks.swap(0, b"zero") == [b"zero", b"one", None]
+        ranks.admit(1, 10, torch.ones(1))
+    slow.join(timeout=5)
+    assert received == [[b"zero", b"one", None]]

@@ -179,7 +179,6 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "does not fit": lambda p: p * torch.zeros(3, 1),
     "hook": lambda p: p.register_hook(lambda g: g),
     "use loss.backward()": lambda p: torch.autograd.grad(p.norm(), p),
-    "set requires_grad": lambda p: p.norm().backward(inputs=[p]),
     "different gradients on different ranks": lambda p: (p.norm() * (1 + dist.get_rank())).backward(),
 }
 

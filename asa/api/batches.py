@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from asa.api.generators import as_on_rank_0, generators_now
 from asa.errors import UsageError
+from asa.executor.consistency.star import StarVotes
 from asa.executor.model.votes import Votes
 from asa.tracing.tracer import reason_of
 
@@ -307,6 +308,8 @@ class GlobalBatches:
         its data set knows this rank's samples only."""
         self._passes += 1
         if self._passes == 1 or self.votes.num_ranks == 1 or self._draws or self._warned_of_samples:
+            return
+        if isinstance(self.votes, StarVotes):  # a rank that comes back has made other passes
             return
         dataset = self.loader.dataset
         number = fingerprints(dataset.tensors)[0] if isinstance(dataset, TensorDataset) else 0.0

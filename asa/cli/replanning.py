@@ -51,7 +51,7 @@ def adapting(
     except AsaError as error:
         if replan:
             console.say(f"asa: no re-planning: {error}")
-        return adapt, None
+        return partial(adapt, policy=Policy(keep_plan=True)), None
     from asa.cli.background import BackgroundSearch, solve_again
 
     model = Model(

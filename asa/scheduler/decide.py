@@ -78,6 +78,8 @@ class _Recent:
         self._most = most
         self._slowness: Slowness | None = None
         self._windows: deque[tuple[int, float]] = deque()
+        self.num_since = 0
+        """Number of steps since the state of the machine was known."""
 
     @property
     def typical(self) -> tuple[int, float]:
@@ -93,7 +95,7 @@ class _Recent:
         if self._slowness is None or slowness.distance(self._slowness) > LIKE:
             like = self._last_like(typical(measured))
             discarded = None if self._slowness is None else self.typical
-            self._slowness = slowness
+            self._slowness, self.num_since = slowness, 0
             self._windows.clear()
             self._windows.extend(like)
             if discarded and discarded[0]:
@@ -103,6 +105,7 @@ class _Recent:
                 if larger > LIKE and smaller < larger / 2:
                     return discarded
         self._windows.append((steps, typical(measured)))
+        self.num_since += steps
         while self.typical[0] - self._windows[0][0] >= self._most:
             self._windows.popleft()
         return discarded
@@ -365,6 +368,9 @@ class Decider:
         if option is None:
             return None
         num_steps, step_s = self._recent.typical
+        # Steps before the machine's state was known count if they confirm it.
+        unexplained = abs(math.log(step_s / self._price(current, slowness))) > _SIMILAR if num_steps else True
+        num_steps = self._recent.num_since if unexplained else num_steps
         if num_steps < MIN_STEPS or any(2 * f.doubtful >= MIN_STEPS for f in self.costs.ranks):
             option.owed += steps
             self.reason = "another plan is faster; the present one is measured first"
@@ -513,6 +519,6 @@ _VISIBLE = 0.01
 """Smallest difference of the logarithms of two step times that can be measured."""
 _SIMILAR = math.log(1.25)
 """Difference of factors up to which a plan that was found, but not yet changed to, is priced again instead of searched
-for again."""
+for again; and of a measured step from its price up to which the factors explain it."""
 _SAME = 0.005
 """Difference of factors below which a plan is not priced again, and of times that count as equal."""

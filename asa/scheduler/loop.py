@@ -34,9 +34,8 @@ class _Loop:
         self.executor, self.announce, self.policy = executor, announce, policy
         self.decider = Decider(model, executor.num_processes, policy) if model and executor.leads else None
         self.may_change = following or (model is not None and not policy.keep_plan)
-        self.compared = (
-            Compared(executor.num_processes) if executor.leads and _has_equal_shares(executor.plan) else None
-        )
+        comparable = policy.keep_plan and executor.leads and _has_equal_shares(executor.plan)
+        self.compared = Compared(executor.num_processes) if comparable else None
         self.epoch = self.looks = self.step = 0
         self.total: int | None = None
         self.moved = self.looked = False
@@ -65,6 +64,8 @@ class _Loop:
         executor = self.executor
         if self.decider is None and self.compared is not None:
             self._report(self.compared.window(measured, steps))
+        if self.decider is None and not self.may_change:
+            return None
         current = Placement(plan=executor.plan, processes=executor.processes)
         idle = len(current.processes) < executor.num_processes
         probe = executor.probe() if self.moved and idle and self._due() else None

@@ -67,6 +67,7 @@ class Coordinator:
         self._waiting: set[int] = set()
         self._round: dict[int, int] = dict.fromkeys(self.live, 0)
         self._messages: dict[int, dict[int, bytes]] = {}
+        self._completed = -1
         self._receivers: dict[int, set[int]] = {}
         self._open_tickets: dict[int, list[int]] = {}
         self._ticket_at: dict[int, float] = {}
@@ -94,14 +95,15 @@ class Coordinator:
             self._ticket_at.pop(rank, None)
             now = time.monotonic()
             self._round_step_s[rank] = now - self._round_ended_at.get(rank, now)
-            self._messages.setdefault(number, {})[rank] = message
+            messages = self._messages.setdefault(number, {})
+            messages[rank] = message
             self._met_at = now
             self._changed.notify_all()
-            while not self.live <= self._messages[number].keys():
+            while number > self._completed and not self.live <= messages.keys():
                 if not self._changed.wait(timeout=0.25):
                     self._exclude_late(number)
+            self._completed = max(self._completed, number)  # a rank that enters from now on is not waited for in it
             self._round_ended_at[rank] = time.monotonic()
-            messages = self._messages[number]
             receivers = self._receivers.setdefault(number, set())
             receivers.add(rank)
             if self.live <= receivers:

@@ -183,6 +183,10 @@ class EpochTimer:
     def _check(self, figures_of_ranks: list[list[float]], step: int) -> None:
         for rank in self.votes.live:
             figures = figures_of_ranks[rank]
+            if len(figures) != len(figures_of_ranks[0]):
+                raise WorkersFailedError(
+                    f"rank {rank} is elsewhere in its loop than rank 0, which is at step {step}", rank=rank
+                )
             if figures[4:6] != figures_of_ranks[0][4:6]:
                 raise WorkersFailedError(
                     f"rank {rank} is at step {figures[4]:.0f} where rank 0 is at {figures_of_ranks[0][4]:.0f}, or "
