@@ -89,12 +89,12 @@ class _Recent:
 
     def window(self, measured: Measurements, steps: int, slowness: Slowness) -> tuple[int, float] | None:
         """Add a window of ``steps`` steps. Another ``slowness`` discards all earlier ones, and this one if some of its
-        steps are about as fast as those. It is known some windows late: the last ones, if clearly different from those
-        before and like this one, stay. Returns :attr:`typical` of what was discarded."""
+        steps are about as fast as those. It is known some windows late, so the last ones stay that are like this one.
+        Returns :attr:`typical` of those before, or of all if all are like it."""
         discarded = None
         if self._slowness is None or slowness.distance(self._slowness) > LIKE:
-            like = self._last_like(typical(measured))
-            discarded = None if self._slowness is None else self.typical
+            of_all, like = self.typical, self._last_like(typical(measured))
+            discarded = None if self._slowness is None else self.typical if self._windows else of_all
             self._slowness, self.num_since = slowness, 0
             self._windows.clear()
             self._windows.extend(like)
@@ -111,13 +111,11 @@ class _Recent:
         return discarded
 
     def _last_like(self, step_s: float) -> list[tuple[int, float]]:
-        """Remove and return the last windows with steps of about ``step_s`` seconds; none if all windows are such."""
+        """Remove and return the last windows with steps of about ``step_s`` seconds."""
         windows = list(self._windows)
         first = len(windows)
         while first and abs(math.log(windows[first - 1][1] / step_s)) <= LIKE:
             first -= 1
-        if not first:
-            return []
         self._windows = deque(windows[:first])
         return windows[first:]
 
