@@ -152,8 +152,7 @@ class Model:
 
     def best(self, placement: Placement, measured: Measurements, slowness: Slowness) -> list[Placement]:
         """The best plans under ``slowness``, each with its processes. The first may use all current processes. If some
-        are slow, there is also the best plan without them, whose devices are equal, so that a short search finds it
-        reliably; not if the first is one, and proved.
+        are slow, there is also the best plan without them: its devices are equal, so a short search finds it reliably.
         If some share a core, there is also the best plan with one process per core.
 
         Raises:
@@ -163,8 +162,7 @@ class Model:
         order = self.order(base, placement.processes)
         placements = [self._solved(placement, measured, base, order)]
         fast = tuple(p for p in order if base.ranks[p] == 0)
-        proved = placements[0].plan.certificate.status == "optimal" and set(placements[0].processes) <= set(fast)
-        if 0 < len(fast) < len(order) and fast == order[: len(fast)] and not proved:
+        if 0 < len(fast) < len(order) and fast == order[: len(fast)]:
             with contextlib.suppress(InfeasibleError):
                 placements.append(self._solved(placement, measured, base, fast))
         single = tuple(p for p in order if all(p not in g or p == _first(g, order) for g, _ in base.sharing))
