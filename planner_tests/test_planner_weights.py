@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import known_models
+import nouns
 import pytest
 
 from asa.cost.machine import presets
@@ -130,3 +131,10 @@ def test_devices_may_be_listed_in_any_order(speeds: tuple[float, ...]) -> None:
     assert codec.loads(Plan, codec.dumps(found), source="itself").devices == found.devices
     with pytest.raises(InvalidInputError, match="devices"):
         verify(replace(found, devices=(0, 0, 1, 2)), profile, cluster, offered())
+
+
+def test_a_stage_of_all_fast_devices_is_searched_whatever_their_number() -> None:
+    devices = tuple(RankDevice(name="x", speed=1.0 if rank < 11 else 0.2) for rank in range(16))
+    mixed = replace(nouns.cluster(16), devices=devices)
+    space = Space(nouns.profile(), mixed, offered(), Request(gpus=16, global_batch=64))
+    assert space.single_widths() == (16, 11, 8, 7, 6, 5, 4, 3, 2, 1)

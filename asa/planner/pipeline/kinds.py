@@ -70,11 +70,11 @@ def views(prices: Prices) -> list[tuple[Prices, tuple[int, ...]]]:
     """Prices with one choice of batch weights for each width that has devices of several speeds: first equal shares for
     all widths, then every choice with the widths that it concerns."""
     space = prices.space
-    pairs = [(prices, widths(space.request.gpus))]
+    pairs = [(prices, space.single_widths())]
     if not space.cluster.unequal or not space.request.uneven:
         return pairs
     batch = space.request.global_batch
-    choices = {w: weights(space.cluster, w, batch) for w in widths(space.request.gpus)}
+    choices = {w: weights(space.cluster, w, batch) for w in space.single_widths()}
     for k in range(max(len(c) for c in choices.values())):
         cut = {w: c[k] for w, c in choices.items() if k < len(c)}
         pairs.append((Prices(space.weighted(cut), prices), tuple(cut)))

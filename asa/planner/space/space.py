@@ -284,6 +284,12 @@ class Space:
         most = f", {MOST_IN_A_PIPELINE} at most in a pipeline" if piped and many else ""
         return f"microbatches in powers of two{most}" + (", in one stage" if piped else "") + " while memory binds"
 
+    def single_widths(self) -> tuple[int, ...]:
+        """Widths of single stages, widest first: :func:`widths`, and where devices of another speed begin."""
+        gpus, speed = self.request.gpus, self.cluster.speed
+        begin = [r for r in range(1, gpus) if speed(r) != speed(r - 1)]
+        return tuple(sorted({*widths(gpus), *begin}, reverse=True))
+
     def describe(self) -> str:
         """The space in words, for the certificate."""
         piped = self.schedules and self.request.gpus > 1
@@ -293,7 +299,9 @@ class Space:
             checkpoint += " x offload" if self.request.offload == "auto" else ", optimizer state on the host"
         splits = [n for n in self.strategies.tensor if n != "sequence" or self.by_tokens]
         parts = [
-            f"one stage of 1 to {self.request.gpus} ranks"
+            f"one stage of 1 to {min(8, self.request.gpus)} ranks"
+            + ("" if self.request.gpus <= 8 else f", of a multiple of 8 ranks, or of {self.request.gpus}")
+            + (", or of the first ranks up to another speed" if self.cluster.unequal else "")
             + (f", or several of any widths{self._wide()} ({', '.join(self.schedules)})" if piped else ""),
             f"per component data ({', '.join(self.strategies.data)}) x tensor ({', '.join(splits)}) "
             f"of every degree whose product divides the ranks of its stage{checkpoint}",

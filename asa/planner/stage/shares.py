@@ -17,7 +17,7 @@ import numpy as np
 
 from asa.ir.layout import Layout
 from asa.planner.space.candidate import Prices
-from asa.planner.space.space import Allowed, layouts, widths
+from asa.planner.space.space import Allowed, layouts
 from asa.planner.stage.problem import MS
 
 INF = float("inf")
@@ -33,7 +33,7 @@ def free_bound(prices: Prices, allowed: Allowed) -> float:
     if not space.cluster.unequal or not space.request.uneven:
         return INF
     bound_s = INF
-    for width in widths(space.request.gpus):
+    for width in space.single_widths():
         if len(set(space.cluster.speeds(range(width)) or (1.0,))) > 1:
             bound_s = min([bound_s, *_bounds(prices, width, allowed)])
     return bound_s * MS
