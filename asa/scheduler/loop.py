@@ -161,9 +161,9 @@ def adapt(
     If the executor can be observed between steps, the leading rank does so about once per line of its log, otherwise
     after every epoch: it corrects ``model`` by the measurements, reports what is slow, and all processes change to a
     plan that is faster under the corrected costs if this pays for the change. If the next steps are not faster, the
-    change is undone, and no other is made for a while. Without a ``model`` the plan never changes, and ranks with equal
-    shares are only compared with each other. ``following``: another rank leads and has the model. ``keep``: called with
-    the estimated costs after every epoch, on the leading rank.
+    change is undone, and no other is made for a while. Without a ``model`` the plan never changes; with
+    ``policy.keep_plan``, ranks with equal shares are compared with each other then. ``following``: another rank leads
+    and has the model. ``keep``: called with the estimated costs after every epoch, on the leading rank.
     """
     loop = _Loop(executor, announce, model, policy or Policy(), following)
     try:
