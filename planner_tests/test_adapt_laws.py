@@ -540,6 +540,37 @@ def test_links_are_not_judged_while_others_have_the_cores_that_copy_messages() -
     assert "link" in {e["cause"] for e in events if e["event"] == "finding"}, "with cores of their own they are"
 
 
+def test_transfers_of_a_rank_without_a_core_of_its_own_are_as_slow_as_its_computation() -> None:
+    made, both, now = _model(2), (0, 1), Placement(plan=_first(2), processes=(0, 1))
+    sharing = dataclasses.replace(made, cluster=dataclasses.replace(made.cluster, shared_memory=True))
+    busy = dataclasses.replace(_slowness(2, rank=1, by=2.0), stolen=(1,))
+    links = dataclasses.replace(_slowness(2, rank=1, by=2.0), levels=(math.log(2),))
+    price = sharing.step_s(now, busy)
+    assert price == pytest.approx(made.step_s(now, links))
+    assert price > 1.01 * made.step_s(now, busy), "over a network the processor does not set the pace"
+    slower = dataclasses.replace(busy, levels=(math.log(3),))
+    assert sharing.step_s(now, slower) == made.step_s(now, slower), "what was measured counts once"
+    assert sharing.corrected(busy, both, (0,))[1].levels == made.cluster.levels, "the slow rank is left out"
+    everybody = dataclasses.replace(_slowness(2, all_=2.0), levels=(0.0,), stolen=both)
+    assert sharing.corrected(everybody, both)[1].levels == made.corrected(_slowness(2, links=2.0), both)[1].levels
+
+
+def test_whose_core_others_use_is_known_while_it_works() -> None:
+    world = _world(2, _slowness(2))
+    world.run_epoch(0)
+    clean, costs = world._measured(10), Costs(2, 1)
+    expected = _model(2).expected(world.plan, (0, 1))
+
+    def stolen(shares: tuple[float, float], processes: tuple[int, ...] = (0, 1)) -> tuple[int, ...]:
+        ranks = tuple(dataclasses.replace(r, stolen_share=s) for r, s in zip(clean.per_rank, shares, strict=True))
+        costs.observe(dataclasses.replace(clean, per_rank=ranks), expected, processes, 10, ())
+        return costs.slowness().stolen
+
+    assert [stolen((0.0, 0.5)), stolen((0.0, 0.0), (0,)), stolen((0.5, 0.0), (0,)), stolen((0.0, 0.0))] == [
+        (1,), (1,), (0, 1), ()
+    ]  # fmt: skip
+
+
 def test_what_was_found_is_said_to_be_over() -> None:
     for truth in ({"rank": 1, "by": 2.0}, {"links": 64.0}, {"all_": 2.0}):
         _, events = _run(_world(2, _slowness(2, **truth)))

@@ -25,7 +25,8 @@ LIKE = math.log(1.1)
 standard deviations count as equal, too, so that no rank is excluded because of noise."""
 STOLEN_SHARE, _MOST_STOLEN = 0.1, 0.25
 """Fractions of the time in which other programs used a rank's core. Above the first this is reported. Above the second
-the rank's transfers are not used for links, because a busy core that copies messages delays other ranks."""
+the rank's transfers are not used for links, because a busy core that copies messages delays other ranks. Where cores
+copy messages, they are taken to be as slow as the rank's computation (:meth:`asa.scheduler.model.Model.corrected`)."""
 MIN_STEPS = 10
 """Number of steps, in one window or several successive ones, that can show a change."""
 _PROBES = 3
@@ -91,13 +92,15 @@ class Factor:
 class Slowness:
     """Estimated slowdowns, as logarithms: ``common`` to all computation, ``ranks`` by process in addition, ``levels``
     by level of links. ``residual``: of the step, beyond what these explain. ``sharing``: groups of processes with one
-    core, and how many of each worked during the measurements."""
+    core, and how many of each worked during the measurements. ``stolen``: processes whose core other programs use so
+    much that their transfers were not measured."""
 
     common: float
     ranks: tuple[float, ...]
     levels: tuple[float, ...]
     residual: float = 0.0
     sharing: tuple[tuple[tuple[int, ...], int], ...] = ()
+    stolen: tuple[int, ...] = ()
 
     def under(self, processes: Sequence[int]) -> Slowness:
         """Slowness if only ``processes`` work, corrected for the numbers of processes that share a core."""
@@ -158,6 +161,7 @@ class Costs:
         """Slowdown of transfers by level, as logarithms, that is not confirmed by the step time under the current
         plan."""
         self.by_rank = False
+        self._stolen: set[int] = set()
         self._probes: dict[int, deque[float]] = {}
         self._last: Slowness | None = None
 
@@ -198,8 +202,10 @@ class Costs:
             own = own_s(measured, process)
             if process not in ignored_ranks and expected.own_s[rank] > 0 and own > 0:
                 self.ranks[process] = self.ranks[process].update(math.log(own / expected.own_s[rank]), spread, steps)
-        working = [measured.per_rank[p] for p in processes if p < len(measured.per_rank)]
-        if all((rank.stolen_share or 0.0) < _MOST_STOLEN for rank in working):
+        working = [p for p in processes if p < len(measured.per_rank)]
+        stolen = {p for p in working if (measured.per_rank[p].stolen_share or 0.0) >= _MOST_STOLEN}
+        self._stolen = self._stolen - set(working) | stolen
+        if not stolen:
             if exposed is None:
                 self._transfers(measured.links, expected, steps)
             else:
@@ -264,8 +270,9 @@ class Costs:
         if floor > LIKE:  # everything that was tried is slower: so is what no plan has used yet, as far as is known
             levels = [log if f.known else floor for log, f in zip(levels, self.levels, strict=True)]
         return Slowness(
-            common=common, ranks=tuple(beyond.get(p, 0.0) for p in range(len(self.ranks))), levels=tuple(levels)
-        )
+            common=common, ranks=tuple(beyond.get(p, 0.0) for p in range(len(self.ranks))), levels=tuple(levels),
+            stolen=tuple(sorted(self._stolen)),
+        )  # fmt: skip
 
     def _stable_common(self, common: float, group: Sequence[tuple[float, int]]) -> float:
         """``common``, or its previous value if it differs from that by more than :data:`LIKE` but neither significantly

@@ -93,17 +93,23 @@ class Model:
         cluster = self._devices(self.cluster, Slowness(common=0.0, ranks=(), levels=()), processes)
         return Expected(plan, self.profile, cluster, self.strategies)
 
-    def corrected(self, slowness: Slowness, order: Sequence[int]) -> tuple[Profile, Cluster]:
+    def corrected(
+        self, slowness: Slowness, order: Sequence[int], working: Sequence[int] | None = None
+    ) -> tuple[Profile, Cluster]:  # fmt: skip
         """Profile and cluster under ``slowness``, in which process ``order[i]`` is device ``i``; devices without a
-        process follow unchanged."""
+        process follow unchanged. ``working``: the processes that train, by default all in ``order``."""
         log = slowness.common + slowness.residual
         profile = slower_profile(self.profile, math.exp(log)) if log else self.profile
-        return profile, self._devices(self._links(slowness), slowness, order)
+        links = self._links(slowness, order if working is None else working)
+        return profile, self._devices(links, slowness, order)
 
-    def _links(self, slowness: Slowness) -> Cluster:
+    def _links(self, slowness: Slowness, working: Sequence[int]) -> Cluster:
+        # Ranks copy messages in shared memory with their own cores: such a transfer is as slow as its slowest rank.
+        copying = [p for p in slowness.stolen if p in working] if self.cluster.shared_memory else []
+        least = max((slowness.common + slowness.ranks[p] for p in copying), default=-math.inf)
         levels = []
-        for level, log in zip(self.cluster.levels, slowness.levels, strict=True):
-            factor = math.exp(log + slowness.residual)
+        for i, (level, log) in enumerate(zip(self.cluster.levels, slowness.levels, strict=True)):
+            factor = math.exp((log if i else max(log, least)) + slowness.residual)
             tables = tuple(replace(t, points=tuple((b, factor * s) for b, s in t.points)) for t in level.tables)
             levels.append(replace(level, tables=tables) if factor != 1 else level)
         return replace(self.cluster, levels=tuple(levels))
@@ -147,7 +153,8 @@ class Model:
     def step_s(self, placement: Placement, slowness: Slowness) -> float:
         """Seconds of a step of ``placement`` under ``slowness``."""
         slowness = slowness.under(placement.processes)
-        profile, cluster = self.corrected(slowness, _all_processes(placement.processes, len(slowness.ranks)))
+        every = _all_processes(placement.processes, len(slowness.ranks))
+        profile, cluster = self.corrected(slowness, every, placement.processes)
         return price_plan(placement.plan, profile, cluster, self.strategies).cost.total_s
 
     def best(self, placement: Placement, measured: Measurements, slowness: Slowness) -> list[Placement]:
@@ -243,7 +250,7 @@ class Model:
         everyone, levels = {*old.processes, *new.processes}, self.cluster.levels
         inside = [i for i, level in enumerate(levels) if len({p // level.devices for p in everyone}) == 1]
         border = levels[inside[0] - 1].devices if inside and inside[0] else 1
-        links = Links(self._links(replace(slowness, residual=0.0)))
+        links = Links(self._links(replace(slowness, residual=0.0), sorted(everyone)))
         flows = sum(way == "in" and load > 0 for (way, _), load in loads.items())
         return links.handover(max(loads.values(), default=0.0), border, flows) if levels else 0.0
 
