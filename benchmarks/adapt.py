@@ -321,6 +321,7 @@ def told(plan: Plan, case: str, factor: float) -> Iterator[tuple[str, Plan]]:
     slow = Slowness(
         common=0.0, ranks=(0.0, log if case in ("core", "quota") else 0.0),
         levels=tuple(log if case == "links" else 0.0 for _ in cluster.levels),
+        stolen=(SLOW,) if case in ("core", "quota") else (),
     )  # fmt: skip
     now = Placement(plan=plan, processes=(0, 1))
     try:
@@ -387,9 +388,9 @@ def examine(case: str, plan_file: Path, args: argparse.Namespace, folder: Path) 
         codec.save(other, file)
         one = train(file, folder / f"{case}-{name.replace(' ', '-')}", case, args, **constant)
         tried[name] = step_s(one, one.step / 2, one.step)
-        weights = [s.weights for s in other.stages]
-        print(f"  disturbed all along, {name}: {1e3 * tried[name]:.1f} ms ({other.strategy} on {other.num_ranks}, "
-              f"{weights})", flush=True)  # fmt: skip
+        weights, foreseen = [s.weights for s in other.stages], other.prediction.step_time_s
+        print(f"  disturbed all along, {name}: {1e3 * tried[name]:.1f} ms, {1e3 * foreseen:.1f} predicted "
+              f"({other.strategy} on {other.num_ranks}, {weights})", flush=True)  # fmt: skip
     tried["what it changed to"] = row["adapted_s"]
     best = min(tried, key=lambda k: tried[k] if math.isfinite(tried[k]) else math.inf)
     return row | {
