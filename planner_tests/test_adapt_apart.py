@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import nouns
@@ -157,6 +159,18 @@ def test_the_process_that_searches_needs_no_torch() -> None:
         "from asa.strategies import offered\noffered()\nassert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc, which shows priorities and libraries")
+def test_a_search_gives_way_to_ranks_before_it_loads_anything() -> None:
+    own, search = os.nice(0), _asked(nouns.cluster(2))[0]
+    folder, priorities = Path(f"/proc/{search._process.pid}"), set()
+    while search.result() is None:
+        before = int((folder / "stat").read_text().rpartition(")")[2].split()[16])
+        if "numpy" in (folder / "maps").read_text():
+            priorities.add(before)
+    assert priorities
+    assert min(priorities) > own
 
 
 def test_what_comes_to_grief_there_is_said_here() -> None:

@@ -42,11 +42,11 @@ class BackgroundSearch:
         self._began = time.monotonic()
         self._answer = tempfile.TemporaryFile()  # noqa: SIM115
         with tempfile.TemporaryFile() as question_file:
-            pickle.dump((os.getpid(), _cores(), profile, cluster, question), question_file)
+            pickle.dump((os.getpid(), profile, cluster, question), question_file)
             question_file.seek(0)
             environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "asa.cli.background"], stdin=question_file, stdout=self._answer,
+                [sys.executable, "-c", _program(_cores())], stdin=question_file, stdout=self._answer,
                 stderr=subprocess.DEVNULL, env=environment,
             )  # fmt: skip
 
@@ -92,6 +92,15 @@ def solve_again(plan: Plan, measured: Measurements, profile: Profile, cluster: C
     return plan_again(plan, correction, gpus, profile, cluster, offered(), time_limit_s=SOLVE_S)
 
 
+def _program(cores: set[int]) -> str:
+    """The program of the process. It gives way to ranks before it imports anything, which takes most of a second: until
+    then it is bound to the core of the rank that started it."""
+    lines = ["import contextlib, os", f"os.nice({_NICE})"]
+    if cores:
+        lines += ["with contextlib.suppress(OSError):", f"    os.sched_setaffinity(0, {sorted(cores)})"]
+    return "\n".join([*lines, f"from {__name__} import main", "main()"])
+
+
 def _cores() -> set[int]:
     """Cores that the run may use: those of this rank, which is bound to one, and of the process that started it."""
     with contextlib.suppress(OSError, AttributeError):
@@ -101,17 +110,14 @@ def _cores() -> set[int]:
 
 def main() -> None:
     """Read a question from standard input, and write the answer to standard output."""
-    parent, cores, profile, cluster, question = pickle.load(sys.stdin.buffer)
+    parent, profile, cluster, question = pickle.load(sys.stdin.buffer)
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(_NICE)
     with contextlib.suppress(OSError):  # if memory runs out, the system should kill the search, not a rank
         Path("/proc/self/oom_score_adj").write_text("1000")
-    with contextlib.suppress(OSError, AttributeError, ValueError):
-        os.sched_setaffinity(0, cores)
     from asa.scheduler.model import Model
     from asa.strategies import offered
 
@@ -122,7 +128,3 @@ def main() -> None:
     except AsaError as error:
         answer = str(error)
     sys.stdout.buffer.write(pickle.dumps(answer))
-
-
-if __name__ == "__main__":
-    main()
