@@ -29,7 +29,11 @@ OPTIONS = (
         heeds=("plan", "gpus", "rehearsal_steps", "device", "seed", "json"),
         harmless=True,
     ),
-    o.option(o.GPUS, help="number of devices to plan a MODEL for; a plan must be for this number (default: all here)"),
+    o.option(
+        o.GPUS,
+        help="number of devices to plan a MODEL for; a plan must be for this number, or is "
+        "planned again with --resume (default: all here)",
+    ),
     Option(
         name="rehearsal-steps",
         help="steps to run with --rehearse (default: 10)",

@@ -37,7 +37,13 @@ def run(args: Arguments, console: Console) -> None:
     # Usually before the slow import of torch, so that errors appear at once.
     path, plan, out = plan_and_folder(args, console)
     if args.origin["gpus"] == "flag" and args.gpus != plan.gpus:  # a settings file applies to all commands and plans
-        raise UsageError(f"the plan is for {plan.gpus} devices, asked for {args.gpus}; plan again with --gpus")
+        if not args.resume or args.rehearse is not None or args.no_replan or "RANK" in os.environ:
+            raise UsageError(f"the plan is for {plan.gpus} devices, asked for {args.gpus}; plan again with --gpus")
+        from asa.cli.replanning import regroup
+
+        new = regroup(console, plan, args.gpus)
+        console.say(f"asa: planned again, for {args.gpus} devices in place of {plan.gpus}")
+        plan = new
     if args.rehearse is not None:
         rehearse(args, console, plan)
         return
