@@ -20,7 +20,7 @@ from asa.ir.plan import Plan
 from asa.ir.transfer import Hop, hops, whole
 from asa.launch import run_ranks
 from asa.strategies import offered
-from planner_tests.hand_plans import hand_plan, model_of, traced, uniform
+from planner_tests.hand_plans import copy_of, hand_plan, model_of, traced, uniform
 from planner_tests.small_models import INPUT, build
 from planner_tests.stage_plans import staged
 from planner_tests.test_strategy_contract import Recorder, graph_of
@@ -124,7 +124,7 @@ def _messages(rank: int, plan: Plan, name: str) -> tuple[Counter[tuple[str, int,
     from asa.sharding import transfer
 
     model = materialize(
-        plan, build(name), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(), device=torch.device("cpu")
+        plan, copy_of(name), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(), device=torch.device("cpu")
     )
     model.train()
     seen: Counter[tuple[str, int, int]] = Counter()
@@ -168,7 +168,7 @@ def test_messages_are_those_declared_and_weights_are_held_once() -> None:
 
 def _collectives(rank: int, plan: Plan, name: str) -> dict[str, int]:
     model = materialize(
-        plan, build(name, even=True), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(),
+        plan, copy_of(name, even=True), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(),
         device=torch.device("cpu"),
     )  # fmt: skip
     model.train()
