@@ -18,7 +18,7 @@ from planner_tests.hand_plans import copy_of, model_of
 
 STEPS = 3
 """Momentum, moments and running statistics have all been used by then, and what goes wrong in a step goes wrong in the
-first. ``test_equivalence.py`` takes the five of a user's ``verify``."""
+first. A user's ``verify`` makes five."""
 
 
 def verified(
