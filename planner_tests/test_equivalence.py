@@ -17,10 +17,8 @@ from asa.ir.layout import Boundary
 from asa.sharding import batchnorm, boundary, replicated
 from asa.strategies import offered
 from planner_tests.hand_plans import Choose, alternating, hand_plan, model_of, uniform
-from planner_tests.small_models import INPUT, MODELS, build
+from planner_tests.small_models import CLASSES, INPUT, MODELS, Auxiliary, build
 from planner_tests.verified import STEPS, verified
-
-CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 10}
 
 
 def check(name: str, width: int, choose: Choose, **options: Any) -> Equivalence:
@@ -70,21 +68,9 @@ def test_adamw() -> None:
 
 
 def test_auxiliary_heads_cross_boundaries() -> None:
-    class Aux(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
-            self.aux, self.head = nn.Linear(4, 10), nn.Linear(4, 10)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            x = torch.relu(self.first(x))
-            side = self.aux(x.mean((2, 3))) if self.training else None
-            x = self.head(torch.relu(self.second(x)).mean((2, 3)))
-            return (x, side) if self.training else x
-
     def aux() -> nn.Module:
         torch.manual_seed(3)
-        return Aux()
+        return Auxiliary()
 
     plan = hand_plan(aux(), 2, alternating(2), input_shape=INPUT, num_classes=10)
     assert len({c.data.degree for c in plan.components}) > 1

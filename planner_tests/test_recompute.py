@@ -18,19 +18,9 @@ from asa.sharding.samples import SampleContext, SampleDropout
 from asa.strategies import offered
 from asa.tracing import trace
 from planner_tests.hand_plans import copy_of, hand_plan, model_of, uniform
-from planner_tests.small_models import INPUT
-from planner_tests.stage_plans import Degrees, staged
+from planner_tests.small_models import CLASSES, INPUT
+from planner_tests.stage_plans import Degrees, in_turn, split_where_possible, staged
 from planner_tests.verified import verified
-
-CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 10}
-
-
-def split_where_possible(_index: int, width: int) -> tuple[int, int]:
-    return 1, width
-
-
-def in_turn(index: int, width: int) -> tuple[int, int]:
-    return [(width, 1), (1, width), (1, 1)][index % 3]
 
 
 def always(_index: int) -> bool:

@@ -24,10 +24,10 @@ from asa.sharding import direct
 from asa.sharding.describe import layer_graph
 from asa.strategies import offered
 from planner_tests.hand_plans import alternating, copy_of, hand_plan, model_of, uniform
+from planner_tests.small_models import EVEN_CLASSES as CLASSES
 from planner_tests.small_models import INPUT, MODELS
 
 BATCH = 24
-CLASSES = {"blocks": 12, "plain": 100, "perceptron": 12, "vision_transformer": 12}
 OPS = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
 DIRECT = {
     "all_reduce": ("all_reduce", 0), "all_gather_into_tensor": ("all_gather", 0),
