@@ -103,12 +103,11 @@ def test_a_killed_process_of_a_job_that_is_started_again_enters_at_the_next_epoc
 
 def test_a_rank_that_was_only_late_enters_again_in_its_own_process(tmp_path, monkeypatch):
     monkeypatch.setattr("asa.launch.returns.MOST_STARTS", 0)  # it is not started again
-    # The others notice 1 s after an epoch has ended, long before the hang ends.
+    # The others notice 3 s after an epoch has ended, long before the hang ends.
     monkeypatch.setattr("asa.executor.consistency.star._LATE_STEPS", 0.5)
-    monkeypatch.setattr("asa.executor.consistency.star._LATE_S", 1.0)
-    late = f"hang:5@rank=2,step=3,point=backward,once={tmp_path / 'once'};hang:0.1@point=backward"
+    late = f"hang:10@rank=2,step=3,point=backward,once={tmp_path / 'once'};hang:0.1@point=backward"
     monkeypatch.setenv(faults.VARIABLE, late)
-    settings = training.settings(tmp_path / "run", steps_per_epoch=10, observe=False, epochs=10)
+    settings = training.settings(tmp_path / "run", steps_per_epoch=10, observe=False, epochs=18)
     events: list[dict[str, Any]] = []
     result = train(under("ps_bounded", 3), settings, strategies=offered(), adapt=adapt, on_event=events.append)
     assert result["exit_code"] == 0
