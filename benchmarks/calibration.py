@@ -20,8 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from reliability import Outcome, StatedInterval, chart, scores
+
 from asa.planner.answer.posterior import TIE
-from asa.report.calibration import Outcome, StatedInterval, chart, scores
 from asa.report.page import draw
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -39,6 +39,7 @@ RECORD = ROOT / "benchmarks" / "records" / "planner.json"
 sys.path.insert(0, str(ROOT / "planner_tests"))
 
 import known_models  # noqa: E402
+from certificate import check  # noqa: E402
 
 import asa  # noqa: E402
 from asa.cost.machine import presets  # noqa: E402
@@ -50,7 +51,6 @@ from asa.ir.graph import Component, LayerGraph, TensorSplit  # noqa: E402
 from asa.ir.profile import Profile  # noqa: E402
 from asa.ir.units import GIB  # noqa: E402
 from asa.planner import Request, plan, usual_limit  # noqa: E402
-from asa.planner.answer.certificate import check  # noqa: E402
 from asa.planner.answer.infeasible import leanest  # noqa: E402
 from asa.planner.space.candidate import Prices  # noqa: E402
 from asa.planner.space.space import Space  # noqa: E402

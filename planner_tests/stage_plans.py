@@ -16,6 +16,16 @@ def data_parallel(_index: int, width: int) -> tuple[int, int]:
     return width, 1
 
 
+def split_where_possible(_index: int, width: int) -> tuple[int, int]:
+    """Every stage tensor parallel over all of its ranks."""
+    return 1, width
+
+
+def in_turn(index: int, width: int) -> tuple[int, int]:
+    """Neighbours differ, also across stages; in every third component all ranks repeat the work."""
+    return [(width, 1), (1, width), (1, 1)][index % 3]
+
+
 def staged(
     plan: Plan, widths: Sequence[int], *, schedule: ScheduleName = "1f1b", microbatches: int = 4,
     degrees: Degrees = data_parallel, cuts: Sequence[int] = (), strategy: Callable[[int], str] = lambda _i: "replicate",

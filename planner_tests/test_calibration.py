@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from asa.report import calibration as c
 from asa.report.page import draw
+from benchmarks import reliability as c
 
 
 def told(sigma: float, stated: float, count: int = 400) -> list[c.StatedInterval]:

@@ -132,7 +132,7 @@ def test_a_comparison_seals_its_plans_before_it_measures(place):
         "--data",
         "digits",
     )
-    done = asa(*argv, "--strategies", "single,ddp,asa", "--budget", "5s", "--out", "bench", cwd=place)
+    done = asa(*argv, "--strategies", "single,ddp,asa", "--budget", "2s", "--out", "bench", cwd=place)
     assert "cnn on 2 x" in done.stdout
     assert "\nFastest " in done.stdout
     made = codec.load(Bench, place / "bench" / "bench.json")
@@ -186,7 +186,7 @@ def test_explain_and_simulate_read_the_newest_plan(place):
 
 
 def test_finalists_are_measured_and_the_plan_says_what_that_changed(place):
-    done = asa("plan", "--gpus", "2", "--cluster", "box", "--verify", "3", "--budget", "5s", "--json", "-o", "v.json",
+    done = asa("plan", "--gpus", "2", "--cluster", "box", "--verify", "3", "--budget", "2s", "--json", "-o", "v.json",
                cwd=place)  # fmt: skip
     data = json.loads(done.stdout)
     measured = data["measured"]

@@ -67,7 +67,7 @@ def waited(condition: Callable[[], bool], running: list[Program]) -> None:
 
 @pytest.mark.parametrize(
     ("discipline", "indexed"),
-    [("ps_bounded", "yes"), ("hogwild", "yes"), ("diloco:period=2:quorum=2", "no")],
+    [("hogwild", "yes"), ("diloco:period=2:quorum=2", "no")],
 )  # fmt: skip
 def test_a_killed_process_of_a_job_that_is_started_again_enters_at_the_next_epoch(tmp_path, discipline, indexed):
     program, once = tmp_path / "program.py", tmp_path / "once"

@@ -70,7 +70,6 @@ def slowly(monkeypatch):
         "downpour:period=2",
         "diloco:period=2:quorum=2",
         "local_sgd:quorum=1",
-        "fedavg:period=2:quorum=2",
         "hogwild",
     ],
 )  # fmt: skip

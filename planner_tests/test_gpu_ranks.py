@@ -18,11 +18,10 @@ from asa.launch import run_ranks
 from asa.sharding import direct
 from asa.strategies import offered
 from planner_tests.hand_plans import alternating, hand_plan, uniform
-from planner_tests.small_models import INPUT, build
+from planner_tests.small_models import CLASSES, INPUT, build
 from planner_tests.stage_plans import staged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 10}
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 

@@ -125,11 +125,18 @@ def _beat_twice(counters: Any) -> None:
     alive.beat()
 
 
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """What a run leaves that nothing happens to."""
+    out = tmp_path_factory.mktemp("calm")
+    _run(out)
+    return _state(out)
+
+
 @pytest.mark.parametrize("kind", ["kill", "exit:3", "exception", "hang"])
 def test_a_loss_is_answered_once_on_the_same_plan_and_costs_no_sample(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, calm: dict[str, torch.Tensor]
 ) -> None:
-    _run(tmp_path / "calm")
     monkeypatch.setenv(faults.VARIABLE, f"{kind}@rank=1,point=optimizer,step=9,once={tmp_path / 'once'}")
     result = _run(tmp_path / "run", regroup=_fewer, timeout_s=2.0 if kind == "hang" else 30.0)
     assert result["exit_code"] == 0
@@ -137,12 +144,13 @@ def test_a_loss_is_answered_once_on_the_same_plan_and_costs_no_sample(
     (said,) = [n["message"] for n in _log(tmp_path / "run", "note") if "started again" in n["message"]]
     assert said.startswith("rank 1 of 2 ")
     assert not _log(tmp_path / "run", "replan")
-    calm, found = _state(tmp_path / "calm"), _state(tmp_path / "run")
+    found = _state(tmp_path / "run")
     assert all(torch.equal(found[name], value) for name, value in calm.items())
 
 
-def test_a_rank_lost_for_good_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _run(tmp_path / "calm")
+def test_a_rank_lost_for_good_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calm: dict[str, torch.Tensor]
+) -> None:
     monkeypatch.setenv(faults.VARIABLE, "kill@rank=1,point=backward,step=9")
     asked: list[int] = []
 
@@ -161,7 +169,7 @@ def test_a_rank_lost_for_good_is_done_without(tmp_path: Path, monkeypatch: pytes
     assert codec.load(Plan, tmp_path / "run" / "plan.json").num_ranks == 1
     assert result["plan_fingerprint"] == event["new"]
     # The same samples, each once, in the same steps: only the order of additions differs.
-    calm, found = _state(tmp_path / "calm"), _state(tmp_path / "run")
+    found = _state(tmp_path / "run")
     assert all(torch.allclose(found[n], v, rtol=1e-4, atol=1e-6) for n, v in calm.items() if v.is_floating_point())
 
 

@@ -35,7 +35,7 @@ from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space
 from asa.scheduler import adapt
 from asa.strategies import offered
-from planner_tests.hand_plans import hand_plan, uniform
+from planner_tests.hand_plans import copy_of, hand_plan, uniform
 from planner_tests.small_models import INPUT, build
 from planner_tests.test_zero import STRATEGIES, plan_of
 from planner_tests.verified import verified
@@ -172,7 +172,7 @@ def test_training_is_that_of_one_device(make: Any) -> None:
 def _trained(rank: int, made: Plan, device: str = "cpu") -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     place = torch.device(device, rank) if device == "cuda" else torch.device(device)
     model = materialize(
-        made, build("plain", even=True), torch.zeros((2, *INPUT)), rank=rank, strategies=STRATEGIES, device=place
+        made, copy_of("plain", even=True), torch.zeros((2, *INPUT)), rank=rank, strategies=STRATEGIES, device=place
     )
     optimizer = build_optimizer(made.optimizer, model.updated, lr=0.01, offloaded=model.offloaded)
     model.train()

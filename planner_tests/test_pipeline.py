@@ -20,22 +20,11 @@ from asa.ir.plan import Plan
 from asa.ir.transfer import Hop, hops, whole
 from asa.launch import run_ranks
 from asa.strategies import offered
-from planner_tests.hand_plans import hand_plan, model_of, traced, uniform
-from planner_tests.small_models import INPUT, build
-from planner_tests.stage_plans import staged
+from planner_tests.hand_plans import copy_of, hand_plan, model_of, traced, uniform
+from planner_tests.small_models import CLASSES, INPUT, Auxiliary, build
+from planner_tests.stage_plans import in_turn, split_where_possible, staged
 from planner_tests.test_strategy_contract import Recorder, graph_of
 from planner_tests.verified import verified
-
-CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 10}
-
-
-def split_where_possible(_index: int, width: int) -> tuple[int, int]:
-    return 1, width
-
-
-def in_turn(index: int, width: int) -> tuple[int, int]:
-    """Neighbours differ, also across stages; in every third component all ranks repeat the work."""
-    return [(width, 1), (1, width), (1, 1)][index % 3]
 
 
 def plan_of(name: str, widths: list[int], **options: Any) -> Plan:
@@ -124,7 +113,7 @@ def _messages(rank: int, plan: Plan, name: str) -> tuple[Counter[tuple[str, int,
     from asa.sharding import transfer
 
     model = materialize(
-        plan, build(name), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(), device=torch.device("cpu")
+        plan, copy_of(name), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(), device=torch.device("cpu")
     )
     model.train()
     seen: Counter[tuple[str, int, int]] = Counter()
@@ -168,7 +157,7 @@ def test_messages_are_those_declared_and_weights_are_held_once() -> None:
 
 def _collectives(rank: int, plan: Plan, name: str) -> dict[str, int]:
     model = materialize(
-        plan, build(name, even=True), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(),
+        plan, copy_of(name, even=True), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(),
         device=torch.device("cpu"),
     )  # fmt: skip
     model.train()
@@ -220,21 +209,9 @@ def test_collectives_at_the_edges_of_stages_are_those_declared(name: str, cut: i
 
 
 def test_what_cannot_be_cut_is_said_in_one_line() -> None:
-    class Aux(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
-            self.aux, self.head = nn.Linear(4, 10), nn.Linear(4, 10)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            x = torch.relu(self.first(x))
-            side = self.aux(x.mean((2, 3))) if self.training else None
-            x = self.head(torch.relu(self.second(x)).mean((2, 3)))
-            return (x, side) if self.training else x
-
-    base = hand_plan(Aux(), 1, uniform(1, 1), input_shape=INPUT, num_classes=10)
+    base = hand_plan(Auxiliary(), 1, uniform(1, 1), input_shape=INPUT, num_classes=10)
     with pytest.raises(UsageError, match=r"an output of its own .* in stage 0 of 2: only the last stage may"):
-        verify(staged(base, [1, 1], cuts=[len(base.components) - 1]), Aux, offered(), timeout_s=30)
+        verify(staged(base, [1, 1], cuts=[len(base.components) - 1]), Auxiliary, offered(), timeout_s=30)
     with pytest.raises(UsageError, match="layers runs 1 microbatch, asked 4"):
         verify(plan_of("plain", [1, 1], schedule="layers"), lambda: build("plain"), offered(), timeout_s=30)
     with pytest.raises(InvalidInputError, match="2 stages and schedule 'zero_bubble'; this executor runs 1f1b, gpipe"):

@@ -13,7 +13,7 @@ import torch
 from asa.errors import UnavailableError, UsageError
 from asa.ir.profile import DeviceRecord
 from asa.profiler.machine import choose_device, device_record, free_memory, total_memory
-from asa.profiler.paths import device_slug, profiles_of, slug
+from asa.profiler.paths import device_slug, slug
 
 
 def test_a_rank_may_use_its_cores_share_of_memory():
@@ -51,21 +51,6 @@ def test_gpus_are_told_apart_by_name_and_cpus_are_not():
     gpu = DeviceRecord(type="cuda", name="NVIDIA A100-SXM4-80GB", memory_bytes=1, threads=1)
     cpu = DeviceRecord(type="cpu", name="AMD EPYC", memory_bytes=1, threads=1)
     assert (device_slug(gpu), device_slug(cpu)) == ("nvidia-a100-sxm4-80gb", "cpu")
-
-
-def test_profiles_are_found_newest_first(tmp_path):
-    for age, name in enumerate(
-        ["net.cpu.bf16.json", "net.cpu.fp32.json", "net.gpu.fp32.json", "network.cpu.fp32.json"]
-    ):
-        (tmp_path / name).write_text("{}")
-        os.utime(tmp_path / name, (1000 - age, 1000 - age))
-    assert [p.name for p in profiles_of("net", tmp_path)] == [
-        "net.cpu.bf16.json",
-        "net.cpu.fp32.json",
-        "net.gpu.fp32.json",
-    ]
-    assert [p.name for p in profiles_of("net", tmp_path, "fp32")] == ["net.cpu.fp32.json", "net.gpu.fp32.json"]
-    assert profiles_of("other", tmp_path) == []
 
 
 def test_paths_need_no_torch():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,19 +111,19 @@ def train(net: Any, opt: Any, batches: Any) -> dict[str, Tensor]:
     return net.state_dict()
 
 
-def placed(name: str, strategy: str, net: nn.Module) -> Any:
+def placed(name: str, strategy: str, net: nn.Module, cache: Path | None) -> Any:
     return asa.parallelize(
-        net, optimizer(net), (LOADERS | ODD)[name](), strategies=(strategy,), cache=None, time_limit_s=1,
+        net, optimizer(net), (LOADERS | ODD)[name](), strategies=(strategy,), cache=cache, time_limit_s=1,
         cluster="profiles/cluster.local-gloo-2.json", example_input=torch.zeros(2, 2, WIDTH, dtype=torch.float64),
     )  # fmt: skip
 
 
-def spread(rank: int, cases: list[tuple[str, str]], norm: bool = False) -> Any:
+def spread(rank: int, cases: list[tuple[str, str]], norm: bool = False, cache: Path | None = None) -> Any:
     found = []
     for name, strategy in cases:
         random.seed(rank)
         net = Mean(norm)
-        made = placed(name, strategy, net)
+        made = placed(name, strategy, net, cache)
         found.append(train(*made))
         made[0].close()
     return found
@@ -134,9 +135,9 @@ ODD: dict[str, Any] = {
 }
 
 
-def test_the_batches_of_one_device() -> None:
+def test_the_batches_of_one_device(tmp_path: Path) -> None:
     cases = [(name, "ddp") for name in LOADERS] + [("padded to the longest", "tensor"), ("mixed in collate", "tensor")]
-    for rank in run_ranks(2, spread, cases, threads=1, timeout_s=120):
+    for rank in run_ranks(2, spread, cases, False, tmp_path, threads=1, timeout_s=120):
         for (name, strategy), state in zip(cases, rank, strict=True):
             net = Mean()
             reference = train(net, optimizer(net), LOADERS[name]())

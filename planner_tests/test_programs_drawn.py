@@ -74,7 +74,8 @@ def _spread(rank: int, plan: Any) -> Any:
     called = _Called().double()
     data = [(numbers(5, seed=1), torch.ones((), dtype=torch.float64), torch.tensor(0))] * 8
     placed, _, loader = asa.parallelize(
-        called, torch.optim.SGD(called.parameters(), 0.1), DataLoader(data, 8), strategies=("ddp",), cache=None  # type: ignore[arg-type]
+        called, torch.optim.SGD(called.parameters(), 0.1), DataLoader(data, 8), strategies=("ddp",), cache=None,  # type: ignore[arg-type]
+        cluster="profiles/cluster.local-gloo-2.json", time_limit_s=1,
     )  # fmt: skip
     for x, scale, _y in loader:
         out = placed(x, scale)

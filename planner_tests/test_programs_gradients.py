@@ -108,9 +108,17 @@ def kept_gradients(net: nn.Module, opt: torch.optim.Optimizer, batches: Any) -> 
     return dict(net.state_dict())
 
 
-@pytest.mark.parametrize("loop", [one_head, heads_in_turn, two_backwards, several_forwards, kept_gradients])
+GRADIENTS = ["ddp", "zero2", "mixed-sharded"]
+"""Every way in which gradients are reduced: whole, to one rank's share, and by shards; the last between layouts."""
+
+
+def test_one_head_under_every_plan() -> None:
+    assert_as_alone(Program(model=Heads, x=X, y=Y, loop=one_head))
+
+
+@pytest.mark.parametrize("loop", [heads_in_turn, two_backwards, several_forwards, kept_gradients])
 def test_heads(loop: Any) -> None:
-    assert_as_alone(Program(model=Heads, x=X, y=Y, loop=loop))
+    assert_as_alone(Program(model=Heads, x=X, y=Y, loop=loop), GRADIENTS)
 
 
 def chain() -> nn.Module:
@@ -142,7 +150,7 @@ def test_what_is_trained_changes(loop: Any) -> None:
             p.requires_grad_(False)
         return net
 
-    assert_as_alone(Program(model=frozen, x=X, y=Y, loop=loop))
+    assert_as_alone(Program(model=frozen, x=X, y=Y, loop=loop), GRADIENTS)
 
 
 TOKENS = torch.randint(30, (20, 5), generator=torch.Generator().manual_seed(2))
@@ -157,7 +165,9 @@ def plain_sgd(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def test_sparse_gradients() -> None:
-    assert_as_alone(Program(model=table, x=TOKENS, y=Y, optimizer=plain_sgd, loop=usual))
+    assert_as_alone(
+        Program(model=table, x=TOKENS, y=Y, optimizer=plain_sgd, loop=usual), ["ddp", "zero1", "fsdp", "tensor"]
+    )
 
 
 def lazily(net: nn.Module) -> torch.optim.Optimizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,11 +117,12 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def spread(_rank: int, names: list[str], strategy: str) -> Any:
+def spread(_rank: int, names: list[str], strategy: str, cache: Path | None = None) -> Any:
+    """States and warnings by name; with ``cache``, one plan serves all losses."""
     found = []
     for name in names:
         model = net()
-        placed = asa.parallelize(model, optimizer(model), loader(), strategies=(strategy,), cache=None, time_limit_s=1,
+        placed = asa.parallelize(model, optimizer(model), loader(), strategies=(strategy,), cache=cache, time_limit_s=1,
                                  cluster="profiles/cluster.local-gloo-2.json",
                                  example_input=torch.zeros(2, WIDTH, dtype=torch.float64))  # fmt: skip
         with warnings.catch_warnings(record=True) as heard:
@@ -132,11 +134,11 @@ def spread(_rank: int, names: list[str], strategy: str) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
-def test_two_ranks_give_the_numbers_of_one(strategy: str) -> None:
+def test_two_ranks_give_the_numbers_of_one(strategy: str, tmp_path: Path) -> None:
     # What a tensor-parallel plan splits was found for the dimensions of the example.
     some = {"fsdp": ["ignored targets", "two terms", "summed over a count"], "tensor": ["class weights", "two terms"]}
     names = some.get(strategy, list(RIGHT))
-    for rank in run_ranks(2, spread, names, strategy, threads=1, timeout_s=60):
+    for rank in run_ranks(2, spread, names, strategy, tmp_path, threads=1, timeout_s=60):
         for name, (state, heard) in zip(names, rank, strict=True):
             model = net()
             reference = train(model, optimizer(model), loader(), RIGHT[name])
@@ -144,8 +146,8 @@ def test_two_ranks_give_the_numbers_of_one(strategy: str) -> None:
             assert far(state, reference) < 1e-11, name
 
 
-def test_other_losses_are_warned_of_with_what_they_differ_by() -> None:
-    for rank in run_ranks(2, spread, list(WARNED), "ddp", threads=1, timeout_s=60):
+def test_other_losses_are_warned_of_with_what_they_differ_by(tmp_path: Path) -> None:
+    for rank in run_ranks(2, spread, list(WARNED), "ddp", tmp_path, threads=1, timeout_s=60):
         for name, (_, heard) in zip(WARNED, rank, strict=True):
             assert len(heard) == 1, (name, heard)
             assert "not a mean over samples" in heard[0], name

@@ -35,7 +35,7 @@ def frozen_norm() -> nn.Module:
 
 
 def test_what_came_in_evaluation_mode_stays_there() -> None:
-    assert_as_alone(Program(model=frozen_norm, x=X, y=Y, loop=usual))
+    assert_as_alone(Program(model=frozen_norm, x=X, y=Y, loop=usual), ["ddp", "fsdp", "mixed"])
 
 
 class Noisy(nn.Module):

@@ -83,7 +83,7 @@ def accumulating(net: nn.Module, opt: torch.optim.Optimizer, batches: Any) -> St
 
 
 def test_accumulation_clipping_and_averages() -> None:
-    assert_as_alone(Program(model=chain, x=X, y=Y, loop=accumulating))
+    assert_as_alone(Program(model=chain, x=X, y=Y, loop=accumulating), ["ddp", "zero2", "mixed-sharded"])
 
 
 class Lion(torch.optim.Optimizer):

@@ -42,7 +42,11 @@ PROGRAM = Program(model=Weighted, x=numbers(24, 8), y=classes(24, 4), loop=loop)
 def _automatic(_rank: int, strategy: str) -> State:
     warnings.simplefilter("ignore")
     net, opt, batches = asa.parallelize(
-        *PROGRAM.made(), strategies=(strategy,), cache=None, cluster="profiles/cluster.local-gloo-2.json"
+        *PROGRAM.made(),
+        strategies=(strategy,),
+        cache=None,
+        cluster="profiles/cluster.local-gloo-2.json",
+        time_limit_s=1,
     )
     return loop(net, opt, batches)
 

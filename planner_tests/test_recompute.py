@@ -17,20 +17,10 @@ from asa.sharding.recompute import recompute
 from asa.sharding.samples import SampleContext, SampleDropout
 from asa.strategies import offered
 from asa.tracing import trace
-from planner_tests.hand_plans import hand_plan, model_of, uniform
-from planner_tests.small_models import INPUT, build
-from planner_tests.stage_plans import Degrees, staged
+from planner_tests.hand_plans import copy_of, hand_plan, model_of, uniform
+from planner_tests.small_models import CLASSES, INPUT
+from planner_tests.stage_plans import Degrees, in_turn, split_where_possible, staged
 from planner_tests.verified import verified
-
-CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 10}
-
-
-def split_where_possible(_index: int, width: int) -> tuple[int, int]:
-    return 1, width
-
-
-def in_turn(index: int, width: int) -> tuple[int, int]:
-    return [(width, 1), (1, width), (1, 1)][index % 3]
 
 
 def always(_index: int) -> bool:
@@ -71,7 +61,7 @@ def _one_step(rank: int, plan: Plan, name: str) -> tuple[dict[str, int], dict[st
     """Calls of every leaf module in a step of two microbatches; buffers, gradients."""
     torch.manual_seed(0)
     model = materialize(
-        plan, build(name), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(), device=torch.device("cpu")
+        plan, copy_of(name), torch.zeros((2, *INPUT)), rank=rank, strategies=offered(), device=torch.device("cpu")
     )
     model.train()
     calls: dict[str, int] = {}

@@ -26,10 +26,8 @@ from asa.sharding import direct
 from asa.strategies import offered
 from planner_tests import nouns
 from planner_tests.hand_plans import alternating, hand_plan, model_of, uniform
-from planner_tests.small_models import INPUT, build
+from planner_tests.small_models import CLASSES, INPUT, build
 from planner_tests.stage_plans import staged
-
-CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 10}
 
 
 def plan_of(name: str, choose: Any, width: int = 8, **options: Any) -> Plan:

@@ -23,11 +23,11 @@ from asa.launch import run_ranks
 from asa.sharding import direct
 from asa.sharding.describe import layer_graph
 from asa.strategies import offered
-from planner_tests.hand_plans import alternating, hand_plan, model_of, uniform
-from planner_tests.small_models import INPUT, MODELS, build
+from planner_tests.hand_plans import alternating, copy_of, hand_plan, model_of, uniform
+from planner_tests.small_models import EVEN_CLASSES as CLASSES
+from planner_tests.small_models import INPUT, MODELS
 
 BATCH = 24
-CLASSES = {"blocks": 12, "plain": 100, "perceptron": 12, "vision_transformer": 12}
 OPS = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
 DIRECT = {
     "all_reduce": ("all_reduce", 0), "all_gather_into_tensor": ("all_gather", 0),
@@ -102,7 +102,7 @@ def declared(plan: Plan, graph: LayerGraph) -> list[Collective]:
 def _third_step(rank: int, plan: Plan, name: str) -> dict[str, int]:
     model = materialize(
         plan,
-        build(name, even=True),
+        copy_of(name, even=True),
         torch.zeros((2, *INPUT)),
         rank=rank,
         strategies=offered(),

@@ -18,7 +18,6 @@ from asa.ir.cluster import Cluster, RankDevice
 from asa.ir.layout import Layout, bounds
 from asa.ir.plan import Plan, Stage
 from asa.planner import Request, plan, verify
-from asa.planner.answer import certificate
 from asa.planner.pipeline.kinds import KindSpace, kinds, numbering, views, weights
 from asa.planner.pipeline.staged import Skeleton
 from asa.planner.questions.explain import explain
@@ -29,6 +28,7 @@ from asa.report import cluster as shown
 from asa.report import whole
 from asa.simulator import simulate
 from asa.strategies import offered
+from benchmarks import certificate
 
 PLAIN = fake_strategies.PLAIN
 

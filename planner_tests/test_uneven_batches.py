@@ -20,12 +20,10 @@ from asa.ir.plan import Plan, Stage
 from asa.launch import run_ranks
 from asa.strategies import offered
 from planner_tests.hand_plans import Choose, alternating, hand_plan, model_of, uniform
-from planner_tests.small_models import INPUT, build
+from planner_tests.small_models import CLASSES, INPUT, build
 from planner_tests.stage_plans import staged
 from planner_tests.test_api_job import in_float64, plan_of, reference, run, user
 from planner_tests.verified import verified
-
-CLASSES = {"blocks": 10, "plain": 100, "perceptron": 12, "vision_transformer": 10}
 
 
 def uneven(name: str, weights: tuple[int, ...], choose: Choose | None = None, **options: Any) -> Plan:

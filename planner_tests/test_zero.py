@@ -25,13 +25,13 @@ from asa.sharding.updates import SharedUpdate
 from asa.strategies import offered
 from asa.strategies.zero1 import SharedOptimizer
 from asa.strategies.zero2 import ShardedGradients
-from planner_tests.hand_plans import hand_plan, model_of, uniform
-from planner_tests.small_models import INPUT, build
-from planner_tests.stage_plans import data_parallel, staged
+from planner_tests.hand_plans import copy_of, hand_plan, model_of, uniform
+from planner_tests.small_models import EVEN_CLASSES as CLASSES
+from planner_tests.small_models import INPUT
+from planner_tests.stage_plans import data_parallel, in_turn, staged
 from planner_tests.test_strategy_contract import OPS, Recorder, graph_of
 from planner_tests.verified import verified
 
-CLASSES = {"blocks": 12, "plain": 100, "perceptron": 12, "vision_transformer": 12}
 STRATEGIES = offered()
 BATCH = 24
 
@@ -47,10 +47,6 @@ def plan_of(name: str, widths: list[int], strategy: Any, *, optimizer: str = "sg
 
 def check(name: str, *args: Any, **options: Any) -> Equivalence:
     return verified(plan_of(name, *args, **options), name, even=True)
-
-
-def in_turn(index: int, width: int) -> tuple[int, int]:
-    return [(width, 1), (1, width), (1, 1)][index % 3]
 
 
 STAGES: dict[str, Any] = {"schedule": "gpipe", "microbatches": 3, "checkpoint": lambda i: i % 2 == 0}
@@ -87,7 +83,7 @@ def test_an_update_that_is_not_told_is_found(monkeypatch: pytest.MonkeyPatch) ->
 def _third_step(rank: int, plan: Plan, name: str) -> tuple[dict[str, int], int, int]:
     """Bytes of every collective of a whole step; bytes of optimizer state; bytes of weights between steps."""
     model = materialize(
-        plan, build(name, even=True), torch.zeros((2, *INPUT)), rank=rank, strategies=STRATEGIES,
+        plan, copy_of(name, even=True), torch.zeros((2, *INPUT)), rank=rank, strategies=STRATEGIES,
         device=torch.device("cpu"),
     )  # fmt: skip
     optimizer = build_optimizer("sgd", model.updated)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from unittest.mock import patch
-
-from torch import nn
 
 from asa.executor.measuring import equivalence
 from asa.executor.measuring.equivalence import OneDevice, default_samples, on_one_device, one_device, verify
@@ -15,11 +13,12 @@ from asa.ir.equivalence import Equivalence
 from asa.ir.plan import Plan
 from asa.launch import run_ranks
 from asa.strategies import offered
-from planner_tests import small_models
+from asa.tracing import TracedModel
+from planner_tests.hand_plans import copy_of, model_of
 
 STEPS = 3
 """Momentum, moments and running statistics have all been used by then, and what goes wrong in a step goes wrong in the
-first. ``test_equivalence.py`` takes the five of a user's ``verify``."""
+first. A user's ``verify`` makes five."""
 
 
 def verified(
@@ -27,18 +26,26 @@ def verified(
 ) -> Equivalence:
     """:func:`verify` of ``plan`` for the small model of a name.
 
-    The loop that trains is not compared: ``test_verify_training.py`` and plans drawn at random do that.
+    The loop that trains is not compared, and ranks get copies of one trace: ``test_verify_training.py`` and plans drawn
+    at random compare the one and trace anew.
     """
-    count = samples or default_samples(plan)
+    model, count = model_of(name, even=even), samples or default_samples(plan)
     with patch.object(equivalence, "STEPS", steps):
         reference = _one_device(_training_alone(plan, count), name, even, count, steps)
+    return of_copies(plan, model, samples=samples, steps=steps, reference=reference)
+
+
+def of_copies(
+    plan: Plan, model: TracedModel, *, samples: int | None = None, steps: int = STEPS,
+    reference: OneDevice | None = None,
+) -> Equivalence:  # fmt: skip
+    """:func:`verify` of ``plan`` with copies of a model that was traced before ranks are forked. Why one device may
+    differ from itself is not asked, and neither is the loop that trains."""
+    with patch.object(equivalence, "STEPS", steps), patch.object(equivalence, "reasons", lambda *_: ()):
         return verify(
-            plan, _build(name, even), offered(), samples=samples, timeout_s=60, reference=reference, trained=False
+            plan, lambda: copy.deepcopy(model), offered(), samples=samples, timeout_s=60, reference=reference,
+            trained=False,
         )  # fmt: skip
-
-
-def _build(name: str, even: bool) -> Callable[[], nn.Module]:
-    return lambda: small_models.build(name, even=even)
 
 
 def _training_alone(plan: Plan, samples: int) -> Plan:
@@ -51,4 +58,5 @@ def _training_alone(plan: Plan, samples: int) -> Plan:
 def _one_device(plan: Plan, name: str, even: bool, samples: int, steps: int) -> OneDevice:
     """On one device in so many steps."""
     assert steps == equivalence.STEPS
-    return run_ranks(1, one_device, plan, _build(name, even), offered(), "cpu", samples, threads=1, timeout_s=60)[0]
+    build = partial(copy_of, name, even=even)
+    return run_ranks(1, one_device, plan, build, offered(), "cpu", samples, threads=1, timeout_s=60)[0]

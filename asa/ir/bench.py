@@ -84,11 +84,6 @@ class BenchResult:
     schedule: str | None = later()
     num_microbatches: int | None = later()
 
-    @property
-    def whole_step_s(self) -> float | None:
-        """Seconds from one step to the next, including the wait for input."""
-        return None if self.step_time_s is None else self.step_time_s.median + (self.data_wait_s or 0.0)
-
     def __post_init__(self) -> None:
         if self.step_time_s is None and not self.why_not:
             raise InvalidInputError(f"{self.strategy} of {self.model} has neither a time nor a reason for none")

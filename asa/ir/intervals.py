@@ -10,13 +10,13 @@ FEWEST = 6
 with a probability of at least 1 - 2 / 2**6, 97 %."""
 
 
-def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
     """The narrowest interval between observations, symmetric in their order, that covers the median with probability
-    ``level``.
+    95 %.
 
     The interval is exact for independent observations of any distribution: the number of observations below the median
-    is binomial with probability one half (David and Nagaraja, "Order Statistics", 7.1). Where there are too few
-    observations for ``level``, minimum and maximum are returned (at 95 %: below :data:`FEWEST`).
+    is binomial with probability one half (David and Nagaraja, "Order Statistics", 7.1). Below :data:`FEWEST`
+    observations, minimum and maximum are returned.
 
     >>> median_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
     (1.0, 8.0)
@@ -25,7 +25,7 @@ def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float
     """
     ordered, n = sorted(values), len(values)
     below, k = 0.0, 0
-    while k < n // 2 and 2 * (below + math.comb(n, k) / 2**n) <= 1 - level:
+    while k < n // 2 and 2 * (below + math.comb(n, k) / 2**n) <= 0.05:
         below += math.comb(n, k) / 2**n
         k += 1
     return ordered[max(0, k - 1)], ordered[n - max(1, k)]

@@ -95,11 +95,6 @@ class Measurements:
         """Samples per second at the median step time."""
         return self.global_batch / self.step_time.median
 
-    @property
-    def step_error(self) -> float:
-        """Predicted over measured step time, minus 1."""
-        return self.predicted_step_time_s / self.step_time.median - 1
-
 
 @noun
 class Verdict:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from asa.profiler.paths import profile_path, profiles_of
+from asa.profiler.paths import profile_path
 
 if TYPE_CHECKING:
     from asa.profiler.interconnect import measure_cluster
     from asa.profiler.measure import profile_model, profile_module
 
-__all__ = ["measure_cluster", "profile_model", "profile_module", "profile_path", "profiles_of"]
+__all__ = ["measure_cluster", "profile_model", "profile_module", "profile_path"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,6 +22,7 @@ import torch
 from asa.ir.profile import Stat
 
 _JUDGED = 5
+_TOLERANCE = 0.01
 
 
 class Clock(ABC):
@@ -135,7 +136,7 @@ class Repeats:
     """Decides whether to measure another round: at least ``least`` rounds, then until the error is small, the time is
     over, or ``most`` rounds are done.
 
-    The error is small if all medians are known to ``tolerance``. It is judged after at least ``_JUDGED`` samples.
+    The error is small if all medians are known to ``_TOLERANCE``. It is judged after at least ``_JUDGED`` samples.
     """
 
     def __init__(
@@ -144,11 +145,10 @@ class Repeats:
         slice_s: float,
         least: int = 3,
         most: int = 30,
-        tolerance: float = 0.01,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._now = now
-        self._least, self._most, self._tolerance = least, most, tolerance
+        self._least, self._most = least, most
         self._last = now()
         self._end = self._last + slice_s
 
@@ -161,7 +161,7 @@ class Repeats:
             return True
         if rounds >= self._most or now + cost > self._end:
             return False
-        return rounds < _JUDGED or any(relative_error(s) > self._tolerance for s in series)
+        return rounds < _JUDGED or any(relative_error(s) > _TOLERANCE for s in series)
 
 
 @contextmanager
@@ -195,7 +195,6 @@ def time_repeatedly(
     *,
     slice_s: float,
     warmups: int = 1,
-    least: int = 3,
     most: int = 30,
 ) -> Stat:
     """Statistics of the device seconds of ``work()``, repeated until the spread is small or ``slice_s`` seconds are
@@ -203,7 +202,7 @@ def time_repeatedly(
     for _ in range(warmups):
         work()
     samples: list[float] = []
-    repeats = Repeats(slice_s=slice_s, least=least, most=most)
+    repeats = Repeats(slice_s=slice_s, most=most)
     with quiet():
         while repeats.goes_on([samples]):
             clock.synchronize()

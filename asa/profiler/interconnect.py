@@ -119,7 +119,7 @@ def _sizes(time_limit_s: float) -> tuple[int, ...]:
     return tuple(SIZES[::2] if time_limit_s < _BRIEF_S else SIZES)
 
 
-def measure_group(*, backend: Backend = "gloo", time_limit_s: float = 20.0, name: str | None = None) -> Cluster:
+def measure_group(*, backend: Backend = "gloo", time_limit_s: float = 20.0) -> Cluster:
     """Measure a cluster between the ranks of the process group to which this process belongs (collective).
 
     All links count as one level, with the measured speed of groups of each size. Use the result of rank 0, because
@@ -130,7 +130,7 @@ def measure_group(*, backend: Backend = "gloo", time_limit_s: float = 20.0, name
     task = _Task(backend=backend, sizes=_sizes(time_limit_s), time_limit_s=time_limit_s, source=source)
     with torch.random.fork_rng(devices=[]):
         measurement = _on_rank(dist.get_rank(), task)
-    return _cluster(measurement, task, dist.get_world_size(), name)
+    return _cluster(measurement, task, dist.get_world_size(), None)
 
 
 def _cluster(measurement: _Measurement, task: _Task, num_ranks: int, name: str | None) -> Cluster:

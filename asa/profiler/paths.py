@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from asa.ir.profile import DeviceRecord, Precision, Profile
+from asa.ir.profile import DeviceRecord, Profile
 
 
 def slug(text: str) -> str:
@@ -27,10 +27,3 @@ def profile_path(profile: Profile, folder: Path = Path("profiles")) -> Path:
     """Path ``<folder>/<model>.<device>[-<execution>].<precision>.json``."""
     way = f"-{slug(profile.execution)}" if profile.execution else ""
     return folder / f"{slug(profile.model_spec)}.{device_slug(profile.device)}{way}.{profile.precision}.json"
-
-
-def profiles_of(model_spec: str, folder: Path = Path("profiles"), precision: Precision | None = None) -> list[Path]:
-    """Profiles of a model in ``folder``, on any device, newest first."""
-    every = folder.glob(f"{slug(model_spec)}.*.{precision or '*'}.json")
-    paths = (p for p in every if not p.name.endswith(".staleness.json"))
-    return sorted(paths, key=lambda p: (-p.stat().st_mtime, p.name))

@@ -124,9 +124,8 @@ def independent_groups(m: nn.Module) -> int:
     return int(getattr(m, "independent_groups", 0))
 
 
-def _normal(dim: int, node: fx.Node) -> int:
-    rank = len(node.meta["tensor_meta"].shape)
-    return dim + rank if dim < 0 else dim
+def _last_dim(node: fx.Node) -> int:
+    return len(node.meta["tensor_meta"].shape) - 1
 
 
 def _resolved(module: nn.Module, target: str) -> Any:
@@ -208,8 +207,8 @@ class Walk:
             if isinstance(m, nn.Linear):
                 if cut is None:
                     units = self._groups(node, m.out_features)
-                    return self._column(node, path, Cut(_normal(-1, node), units, m.out_features // units), "column")
-                if cut.dim == _normal(-1, node):
+                    return self._column(node, path, Cut(_last_dim(node), units, m.out_features // units), "column")
+                if cut.dim == _last_dim(node):
                     self._row(node, path, cut)
                     return None
             elif isinstance(m, nn.Conv2d) and m.padding_mode == "zeros":
@@ -247,7 +246,7 @@ class Walk:
     def _grouped(self, node: fx.Node, groups: int) -> Cut | None:
         """The cut of attention over groups of heads, if all its inputs are cut by groups. Otherwise None, and the
         inputs are gathered."""
-        last = _normal(-1, node)
+        last = _last_dim(node)
         cuts = [self._cut_of(a) for a in node.args]
         if all(c is not None and (c.dim, c.units) == (last, groups) for c in cuts) and not node.kwargs:
             return Cut(last, groups, int(node.meta["tensor_meta"].shape[-1]) // groups)

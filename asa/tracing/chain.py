@@ -103,21 +103,19 @@ class TracedModel:
                 indices.update(range(first.setdefault(tensor, i) + 1, i + 1))
         return frozenset(indices)
 
-    def assemble(self, main: Tensor, sides: dict[str, Tensor], *, training: bool | None = None) -> Any:
+    def assemble(self, main: Tensor, sides: dict[str, Tensor]) -> Any:
         """The output of the model itself, made from those of its components.
 
         ``main`` is the last component's first output; ``sides`` are the side outputs of all components, by name. The
-        mode is that of the last component, or ``training`` if that is given.
+        mode is that of the last component.
         """
-        if training is None:
-            training = self.components[-1].training
 
         def fill(leaf: Any) -> Any:
             if not isinstance(leaf, Slot):
                 return leaf
             return sides[leaf.side] if leaf.side else main
 
-        structure = self.structures[0 if training else 1]
+        structure = self.structures[0 if self.components[-1].training else 1]
         return fill(structure) if isinstance(structure, Slot) else pytree.tree_map(fill, structure)
 
     def run(self, x: Tensor) -> Any:

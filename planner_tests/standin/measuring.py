@@ -142,7 +142,7 @@ def profiles_what_the_device_cannot_hold(folder: Path) -> None:
         num_classes=10,
         global_batch=16,
         device="cuda",
-        time_limit_s=20.0,
+        time_limit_s=10.0,
         max_tensor_degree=1,
     )
     assert "microbatch 8: the device has not enough memory for it" in found.skipped, found.skipped

@@ -106,7 +106,7 @@ def _silenced(model: nn.Module) -> nn.Module:
 
 def plain_steps(
     plan: Plan, model: nn.Module, images: ImageSet, order: tuple[Tensor, ...], device: torch.device, *,
-    microbatches: int, lr: float, epoch: int = 0, turned: bool = False,
+    microbatches: int, lr: float, turned: bool = False,
 ) -> tuple[list[float], dict[str, Tensor]]:  # fmt: skip
     """(losses, tensors): losses of every step, and weights and buffers after the last one, of ``model`` trained in
     float64 on one device.
@@ -131,7 +131,7 @@ def plain_steps(
             for j in range(microbatches):
                 first, last = bounds(len(indices), microbatches, j)
                 rows = indices[first:last].flip(0) if turned else indices[first:last]
-                x = torch.stack([_sample(images, int(i), epoch) for i in rows]).to(device)
+                x = torch.stack([_sample(images, int(i)) for i in rows]).to(device)
                 loss = _loss(model(x), images.labels[rows].to(device)) * (len(rows) / len(indices))
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
@@ -142,10 +142,10 @@ def plain_steps(
     return losses, {name: tensor.detach().cpu().clone() for name, tensor in named.items()}
 
 
-def _sample(images: ImageSet, index: int, epoch: int) -> Tensor:
+def _sample(images: ImageSet, index: int) -> Tensor:
     """One training image as model input, float64 [C, H, W]: shifted and mirrored, then normalized."""
     pixels = images.images[index : index + 1]
-    moved = augment(pixels, torch.tensor([index]), seed=_SEED, epoch=epoch, flips=images.flips)[0].double() / 255
+    moved = augment(pixels, torch.tensor([index]), seed=_SEED, epoch=0, flips=images.flips)[0].double() / 255
     mean, std = (torch.tensor(v, dtype=torch.float64)[:, None, None] for v in (images.mean, images.std))
     return (moved - mean) / std
 
@@ -165,7 +165,7 @@ def _as_float64(model: nn.Module) -> nn.Module:
 
 
 def trained_steps(
-    model: ParallelModel, images: ImageSet, order: tuple[Tensor, ...], votes: Votes, *, lr: float, epoch: int = 0
+    model: ParallelModel, images: ImageSet, order: tuple[Tensor, ...], votes: Votes, *, lr: float
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights like those of :func:`plain_steps`, from asa's training code under the plan (collective)."""
     model.context.silent = True
@@ -193,7 +193,7 @@ def trained_steps(
         for step, indices in enumerate(order):
             if step + 1 < len(order):
                 worker.expect(lambda following=order[step + 1]: following)  # type: ignore[misc]
-            worker.train(images, indices, epoch=epoch, step=step, counter=counter)
+            worker.train(images, indices, epoch=0, step=step, counter=counter)
             sums = votes.gather(counter.take())
             losses.append(math.fsum(rank[0] for rank in sums) / max(1.0, math.fsum(rank[2] for rank in sums)))
     worker.synchronize()

@@ -57,13 +57,13 @@ class Outcome:
     regret: float
 
 
-def binomial(hits: int, trials: int, level: float = _SURE) -> tuple[float, float]:
+def binomial(hits: int, trials: int) -> tuple[float, float]:
     """Exact confidence interval of a probability (Clopper and Pearson 1934).
 
     >>> [round(x, 3) for x in binomial(9, 10)]
     [0.555, 0.997]
     """
-    tail = (1 - level) / 2
+    tail = (1 - _SURE) / 2
 
     def at_most(k: int, p: float) -> float:
         ways = (lgamma(trials + 1) - lgamma(i + 1) - lgamma(trials - i + 1) for i in range(k + 1))
