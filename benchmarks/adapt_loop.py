@@ -30,7 +30,7 @@ from typing import Any
 
 import malleus
 import practice
-from simulated_world import Noise, World
+from asa.simulator.world import Noise, World
 
 from asa.cli.background import solve_again
 from asa.cost.machine import presets

@@ -29,7 +29,7 @@ from typing import Any
 
 import adapt_loop as known
 from adapt_loop import EPOCHS, MOVE_S, STEPS, Cell, first_plan
-from simulated_world import Noise, World
+from asa.simulator.world import Noise, World
 
 from asa.cost.machine.what_if import slower_profile
 from asa.interfaces.executor import Placement

@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from simulated_world import Noise, World
+from asa.simulator.world import Noise, World
 
 from asa.errors import InfeasibleError
 from asa.ir import codec

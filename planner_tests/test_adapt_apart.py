@@ -22,7 +22,7 @@ from asa.ir.measurements import Measurements
 from asa.scheduler import Model, Policy, adapt
 from asa.scheduler.model import Answer, Question, same
 from asa.strategies import offered
-from benchmarks.simulated_world import World
+from asa.simulator.world import World
 
 _TAKES = 4
 """Looks that a search lasts."""

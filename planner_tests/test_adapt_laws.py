@@ -22,7 +22,7 @@ from asa.scheduler import Model, Policy, adapt
 from asa.scheduler.costs import Costs, Factor, Slowness
 from asa.scheduler.model import rung, same
 from asa.strategies import offered
-from benchmarks.simulated_world import Noise, World
+from asa.simulator.world import Noise, World
 
 PROFILE = nouns.profile()
 STRATEGIES = dataclasses.replace(offered(), schedules={})
