@@ -26,8 +26,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from asa.simulator.world import Noise, World
-
 from asa.errors import InfeasibleError
 from asa.ir import codec
 from asa.ir.cluster import Cluster
@@ -37,6 +35,7 @@ from asa.ir.profile import Profile
 from asa.planner import Request, plan
 from asa.scheduler import Model, adapt
 from asa.scheduler.costs import Slowness
+from asa.simulator.world import Noise, World
 from asa.strategies import offered
 
 ROOT = Path(__file__).resolve().parent.parent

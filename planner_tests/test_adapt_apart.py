@@ -21,8 +21,8 @@ from asa.ir.cluster import Cluster
 from asa.ir.measurements import Measurements
 from asa.scheduler import Model, Policy, adapt
 from asa.scheduler.model import Answer, Question, same
-from asa.strategies import offered
 from asa.simulator.world import World
+from asa.strategies import offered
 
 _TAKES = 4
 """Looks that a search lasts."""
