@@ -69,11 +69,10 @@ class Annealing:
         self.speeds = [self.cluster.speed(r) for r in range(gpus)]
         self.mixed = self.cluster.unequal
         self.offloads = "offload" in self.space or self.request.offload == "always"
-        begin = {r for r in range(1, gpus) if self.speeds[r] != self.speeds[r - 1]}
         self.borders = [r for r in range(1, gpus) if self._kind(r) != self._kind(r - 1)]
         most = 16 if "1 to 16 ranks" in self.space else 8
         divisors = {w for w in range(1, gpus) if batch % w == 0} if "divisor of the batch" in self.space else set()
-        self.single_widths = {*range(1, min(most, gpus) + 1), *range(8, gpus, 8), gpus, *begin, *divisors}
+        self.single_widths = {*range(1, min(most, gpus) + 1), *range(8, gpus, 8), gpus, *self.borders, *divisors}
 
     def answered(self, answer: Plan) -> Trial:
         """The plan that is attacked."""

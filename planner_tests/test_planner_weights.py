@@ -133,8 +133,27 @@ def test_devices_may_be_listed_in_any_order(speeds: tuple[float, ...]) -> None:
         verify(replace(found, devices=(0, 0, 1, 2)), profile, cluster, offered())
 
 
-def test_a_stage_of_all_fast_devices_is_searched_whatever_their_number() -> None:
-    devices = tuple(RankDevice(name="x", speed=1.0 if rank < 11 else 0.2) for rank in range(16))
-    mixed = replace(nouns.cluster(16), devices=devices)
-    space = Space(nouns.profile(), mixed, offered(), Request(gpus=16, global_batch=64))
-    assert space.single_widths() == (16, 11, 8, 7, 6, 5, 4, 3, 2, 1)
+def many(gpus: int, fast: int, slow: RankDevice, **asked: int) -> Prices:
+    devices = tuple(RankDevice(name="x", speed=1.0) if rank < fast else slow for rank in range(32))
+    mixed = replace(presets.load("h100-4x8-ib"), devices=devices)
+    return Prices(Space(PROFILES[0], mixed, offered(), Request(gpus=gpus, **asked)))
+
+
+def test_stages_of_the_first_devices_of_a_kind_and_of_a_divisor_of_the_batch_are_searched() -> None:
+    for other in (RankDevice(name="slow", speed=0.2), RankDevice(name="small", speed=1.0, memory_bytes=2**30)):
+        space = many(26, 19, other, global_batch=66).space
+        assert space.single_widths() == (26, 24, 22, 19, *range(16, 0, -1))
+        assert "a divisor of the batch, or of 26, or of the first ranks up to another kind" in space.describe()
+
+
+def test_the_bound_on_all_weights_has_every_layout_of_many_microbatches() -> None:
+    """With few samples a wide stage has layouts that it lacks with more."""
+    prices = many(32, 16, RankDevice(name="slow", speed=0.5), global_batch=64, microbatches=8)
+    one = reweighted(uniform("hybrid:d8t4", prices, 8), (2,) * 16 + (1,) * 16)
+    assert free_bound(prices, anything) / MS <= prices.of(one).cost.total_s
+
+
+def test_of_equally_fast_devices_those_with_more_memory_come_first() -> None:
+    devices = tuple(RankDevice(name="x", speed=s, memory_bytes=m) for s, m in ((1, 5), (2, 5), (1, 9), (2, 9)))
+    cluster = replace(listed(1.0, 1.0, 1.0, 1.0), devices=devices)
+    assert cluster.fastest_first() == (3, 1, 2, 0)

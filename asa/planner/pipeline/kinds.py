@@ -27,8 +27,7 @@ _FINEST = 2**16
 
 def kinds(cluster: Cluster, ranks: int) -> tuple[int, ...]:
     """Kind of each rank, numbered by first appearance. Devices of one kind have the same speed and memory."""
-    memories = cluster.memories()
-    devices = [(cluster.speed(r), memories[r]) for r in range(ranks)]
+    devices = cluster.kinds(ranks)
     order = list(dict.fromkeys(devices))
     return tuple(order.index(x) for x in devices)
 
