@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 
 import known_models
-import nouns
 import pytest
 
 from asa.cost.machine import presets
