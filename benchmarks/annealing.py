@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -70,8 +71,9 @@ class Annealing:
         self.mixed = self.cluster.unequal
         self.offloads = "offload" in self.space or self.request.offload == "always"
         self.borders = [r for r in range(1, gpus) if self._kind(r) != self._kind(r - 1)]
-        most = 16 if "1 to 16 ranks" in self.space else 8
-        divisors = {w for w in range(1, gpus) if batch % w == 0} if "divisor of the batch" in self.space else set()
+        said = re.search(r"one stage of 1 to (\d+) ranks(.*?)(, or several| ?;)", self.space)
+        most, others = (int(said[1]), said[2]) if said else (gpus, "")
+        divisors = {w for w in range(1, gpus) if batch % w == 0} if "divisor of the batch" in others else set()
         self.single_widths = {*range(1, min(most, gpus) + 1), *range(8, gpus, 8), gpus, *self.borders, *divisors}
 
     def answered(self, answer: Plan) -> Trial:
