@@ -177,7 +177,7 @@ def drawn(rng: random.Random, *, small: bool = False) -> tuple[str, Profile, Clu
         cluster = faster_links(cluster, math.exp(rng.uniform(-2.5, 0)), rng.randrange(len(cluster.levels)))
     most = cluster.num_devices
     numbers = (1, 2, 3, 4, 5, 6, 7, 8, rng.randint(9, 16), rng.randint(9, 16), 16, rng.randint(17, 64), 32, 64)
-    gpus = rng.randint(1, min(4, most)) if small else rng.choice([g for g in numbers if g <= most])
+    gpus = min(most, rng.choice([1, 2, 3, 4, 4])) if small else rng.choice([g for g in numbers if g <= most])
     if rng.random() < 0.45 and gpus > 1:
         cluster = unequal(cluster, gpus, rng)
     usual = rng.choice([16, 30, 64, 128] if small else [32, 64, 100, 256, 512])
