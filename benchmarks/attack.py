@@ -188,7 +188,7 @@ def drawn(rng: random.Random, *, small: bool = False) -> tuple[str, Profile, Clu
     )  # fmt: skip
     memory = "slack"
     if rng.random() < 0.7:
-        free = plan(profile, cluster, offered(), request)[0]
+        free = plan(profile, cluster, offered(), replace(request, time_limit_s=0.3))[0]
         held = max(free.prediction.memory_bytes_per_rank)
         context = cluster.device.memory_bytes - usable(cluster.device, None, gpus)
         shares = [1.05, 0.9, 0.75, 0.6, 0.45, 0.3]
