@@ -73,8 +73,12 @@ class Annealing:
         self.borders = [r for r in range(1, gpus) if self._kind(r) != self._kind(r - 1)]
         said = re.search(r"one stage of 1 to (\d+) ranks(.*?)(, or several| ?;)", self.space)
         most, others = (int(said[1]), said[2]) if said else (gpus, "")
-        divisors = {w for w in range(1, gpus) if batch % w == 0} if "divisor of the batch" in others else set()
-        self.single_widths = {*range(1, min(most, gpus) + 1), *range(8, gpus, 8), gpus, *self.borders, *divisors}
+        self.single_widths = {
+            w for w in range(1, gpus + 1)
+            if w <= most or ("multiple of 8" in others and w % 8 == 0) or (f"or of {gpus}" in others and w == gpus)
+            or ("divisor of the batch" in others and batch % w == 0) or ("another kind" in others and w in self.borders)
+        }  # fmt: skip
+        """Widths that the certificate names for a single stage; all where nothing is said."""
 
     def answered(self, answer: Plan) -> Trial:
         """The plan that is attacked."""
@@ -150,6 +154,8 @@ class Annealing:
     def named(self, x: Trial) -> bool:
         """Whether a plan that runs is in the space that certificates name."""
         first, p = 0, len(x.widths)
+        if p > 1 and self.space and "or several" not in self.space:
+            return False
         for s, w in enumerate(x.widths):
             weights = x.ways[x.starts[s]].layout.weights
             if (w not in self.single_widths) if p == 1 else (w > 8 and w % 8):

@@ -90,7 +90,8 @@ def test_an_attack_notices_a_plan_that_fits_where_nothing_is_said_to_fit() -> No
 
 
 def test_an_attack_notices_a_plan_that_its_certificate_does_not_name_and_what_a_small_space_misses() -> None:
-    _, profile, cluster, request = asked(4)
+    _, profile, cluster, request = asked(9)
+    request = replace(request, global_batch=256)
     answer = plan(profile, cluster, offered(), request)[0]
     narrow = replace(answer.certificate, space="one stage of 1 to 1 ranks; nothing else")
     found = attack.attack(replace(answer, certificate=narrow), profile, cluster, offered(), request, moves=30, seed=0)
