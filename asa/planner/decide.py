@@ -143,7 +143,7 @@ def _on_devices(plan: Plan, cluster: Cluster, order: tuple[int, ...]) -> Plan:
     devices = ",".join(map(str, order[: plan.num_ranks]))
     visible = len(cluster.levels) == 1 and plan.device_type == "cuda"
     how = f"; start it with CUDA_VISIBLE_DEVICES={devices}" if visible else ""
-    note = f"devices are taken fastest first: the ranks run on devices {devices}, in this order{how}"
+    note = f"devices are taken fastest first, then by memory: the ranks run on devices {devices}, in this order{how}"
     return replace(plan, cluster_fingerprint=codec.fingerprint(cluster), devices=order, notes=(*plan.notes, note))
 
 
