@@ -156,3 +156,12 @@ def test_of_equally_fast_devices_those_with_more_memory_come_first() -> None:
     devices = tuple(RankDevice(name="x", speed=s, memory_bytes=m) for s, m in ((1, 5), (2, 5), (1, 9), (2, 9)))
     cluster = replace(listed(1.0, 1.0, 1.0, 1.0), devices=devices)
     assert cluster.fastest_first() == (3, 1, 2, 0)
+
+
+def test_a_stage_has_as_many_devices_as_divide_the_batch() -> None:
+    asked = Request(gpus=13, global_batch=24, prefer_simple=False, time_limit_s=0.5)
+    found, fewer = (
+        plan(PROFILES[0], presets.load("h100-2x8-ib"), offered(), replace(asked, gpus=gpus))[0] for gpus in (13, 12)
+    )
+    assert found.num_ranks == fewer.num_ranks == 12
+    assert found.prediction.step_time_s <= fewer.prediction.step_time_s * (1 + 1e-6)
