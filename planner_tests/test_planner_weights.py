@@ -15,6 +15,7 @@ from asa.ir.cluster import Cluster, RankDevice
 from asa.ir.layout import Layout, lowest_terms
 from asa.ir.plan import Plan
 from asa.planner import Request, explain, plan, verify
+from asa.planner.pipeline.kinds import weights
 from asa.planner.space.baselines import uniform
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Space, anything
@@ -165,3 +166,12 @@ def test_a_stage_has_as_many_devices_as_divide_the_batch() -> None:
     )
     assert found.num_ranks == fewer.num_ranks == 12
     assert found.prediction.step_time_s <= fewer.prediction.step_time_s * (1 + 1e-6)
+
+
+def test_near_the_share_by_speed_every_whole_number_of_samples_is_tried() -> None:
+    """Of 512 samples a rank at a sixth of the speed of the other may have any number near 73, and some others."""
+    found = {w[1] * 512 // sum(w) for w in weights(listed(1.0, 1 / 6), 2, 512)}
+    assert found >= set(range(68, 79))
+    assert min(found) < 50
+    assert max(found) > 460
+    assert len(found) <= 30
