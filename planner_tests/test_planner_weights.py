@@ -142,7 +142,7 @@ def many(gpus: int, fast: int, slow: RankDevice, **asked: int) -> Prices:
 def test_stages_of_the_first_devices_of_a_kind_and_of_a_divisor_of_the_batch_are_searched() -> None:
     for other in (RankDevice(name="slow", speed=0.2), RankDevice(name="small", speed=1.0, memory_bytes=2**30)):
         space = many(26, 19, other, global_batch=66).space
-        assert space.single_widths() == (26, 24, 22, 19, *range(16, 0, -1))
+        assert space.single_widths() == (26, 24, 22, 19, 16, 11, *range(8, 0, -1))
         assert "a divisor of the batch, or of 26, or of the first ranks up to another kind" in space.describe()
 
 

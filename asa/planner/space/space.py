@@ -282,10 +282,10 @@ class Space:
         return f"microbatches in powers of two{most}" + (", in one stage" if piped else "") + " while memory binds"
 
     def single_widths(self) -> tuple[int, ...]:
-        """Widths of single stages, widest first: :func:`widths`, all up to 16, the batch's divisors, and where devices
-        of another kind begin."""
+        """Widths of single stages, widest first: all of up to 16 devices, otherwise :func:`widths`, the divisors of the
+        batch, and where devices of another kind begin."""
         gpus, batch, kinds = self.request.gpus, self.request.global_batch, self.cluster.kinds(self.request.gpus)
-        some = [w for w in range(1, gpus) if w <= _NARROW or batch % w == 0 or kinds[w] != kinds[w - 1]]
+        some = [w for w in range(1, gpus) if gpus <= _NARROW or batch % w == 0 or kinds[w] != kinds[w - 1]]
         return tuple(sorted({*widths(gpus), *some}, reverse=True))
 
     def describe(self) -> str:
@@ -298,7 +298,7 @@ class Space:
             checkpoint += " x offload" if self.request.offload == "auto" else ", optimizer state on the host"
         splits = [n for n in self.strategies.tensor if n != "sequence" or self.by_tokens]
         parts = [
-            f"one stage of 1 to {min(_NARROW, gpus)} ranks"
+            f"one stage of 1 to {gpus if gpus <= _NARROW else 8} ranks"
             + ("" if gpus <= _NARROW else f", of a multiple of 8 ranks, of a divisor of the batch, or of {gpus}")
             + (", or of the first ranks up to another kind" if gpus > _NARROW and self.cluster.unequal else "")
             + (f", or several of any widths{self._wide()} ({', '.join(self.schedules)})" if piped else ""),
