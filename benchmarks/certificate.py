@@ -203,7 +203,7 @@ def _rebuilt(
 ) -> Candidate | None:  # fmt: skip
     """The plan with other stages, each component run as before where possible; None where that is outside the space."""
     n, gpus = len(at.ways), e.space.request.gpus
-    allowed = set(widths(gpus))
+    allowed = set(widths(gpus) if len(sizes) > 1 else e.space.single_widths())
     if sum(sizes) > gpus or any(w not in allowed for w in sizes) or m > e.space.request.global_batch:
         return None
     if any(a >= b for a, b in zip(starts, [*starts[1:], n], strict=True)):

@@ -10,7 +10,7 @@ import known_models
 import numpy as np
 import pytest
 
-from asa.cost.machine import presets
+from asa.cost.machine import presets, widen
 from asa.errors import InvalidInputError
 from asa.planner import Request, plan, verify
 from asa.planner.pipeline.whole import table
@@ -65,3 +65,13 @@ def test_a_plan_file_with_a_stage_across_nodes_is_refused() -> None:
     )
     with pytest.raises(InvalidInputError, match=r"stage 1 \(ranks 6 to 11\) is neither inside a node nor in whole"):
         verify(six[0], profile, nodes, offered())
+
+
+def test_a_whole_strategy_is_optimal_only_among_those_that_were_priced() -> None:
+    """Where the time ends before all splits are priced, their compute is the bound."""
+    profile = known_models.profile(known_models.transformer(4, 512), 400.0, 64)
+    nodes = widen.widened(presets.load("h100-4x8-ib"), 64)
+    asked = Request(gpus=64, global_batch=256, strategies=("hybrid",))
+    short, long = (plan(profile, nodes, offered(), replace(asked, time_limit_s=s))[0] for s in (1e-4, 10.0))
+    assert (short.certificate.status, long.certificate.status) == ("feasible", "optimal")
+    assert short.certificate.lower_bound_s <= long.prediction.step_time_s <= short.prediction.step_time_s

@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 
 import known_models
-import nouns
 import pytest
 
 from asa.cost.machine import presets
@@ -16,6 +15,7 @@ from asa.ir.cluster import Cluster, RankDevice
 from asa.ir.layout import Layout, lowest_terms
 from asa.ir.plan import Plan
 from asa.planner import Request, explain, plan, verify
+from asa.planner.pipeline.kinds import weights
 from asa.planner.space.baselines import uniform
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Space, anything
@@ -133,8 +133,45 @@ def test_devices_may_be_listed_in_any_order(speeds: tuple[float, ...]) -> None:
         verify(replace(found, devices=(0, 0, 1, 2)), profile, cluster, offered())
 
 
-def test_a_stage_of_all_fast_devices_is_searched_whatever_their_number() -> None:
-    devices = tuple(RankDevice(name="x", speed=1.0 if rank < 11 else 0.2) for rank in range(16))
-    mixed = replace(nouns.cluster(16), devices=devices)
-    space = Space(nouns.profile(), mixed, offered(), Request(gpus=16, global_batch=64))
-    assert space.single_widths() == (16, 11, 8, 7, 6, 5, 4, 3, 2, 1)
+def many(gpus: int, fast: int, slow: RankDevice, **asked: int) -> Prices:
+    devices = tuple(RankDevice(name="x", speed=1.0) if rank < fast else slow for rank in range(32))
+    mixed = replace(presets.load("h100-4x8-ib"), devices=devices)
+    return Prices(Space(PROFILES[0], mixed, offered(), Request(gpus=gpus, **asked)))
+
+
+def test_stages_of_the_first_devices_of_a_kind_and_of_a_divisor_of_the_batch_are_searched() -> None:
+    for other in (RankDevice(name="slow", speed=0.2), RankDevice(name="small", speed=1.0, memory_bytes=2**30)):
+        space = many(26, 19, other, global_batch=66).space
+        assert space.single_widths() == (26, 24, 22, 19, 16, 11, *range(8, 0, -1))
+        assert "a divisor of the batch, or of 26, or of the first ranks up to another kind" in space.describe()
+
+
+def test_the_bound_on_all_weights_has_every_layout_of_many_microbatches() -> None:
+    """With few samples a wide stage has layouts that it lacks with more."""
+    prices = many(32, 16, RankDevice(name="slow", speed=0.5), global_batch=64, microbatches=8)
+    one = reweighted(uniform("hybrid:d8t4", prices, 8), (2,) * 16 + (1,) * 16)
+    assert free_bound(prices, anything) / MS <= prices.of(one).cost.total_s
+
+
+def test_of_equally_fast_devices_those_with_more_memory_come_first() -> None:
+    devices = tuple(RankDevice(name="x", speed=s, memory_bytes=m) for s, m in ((1, 5), (2, 5), (1, 9), (2, 9)))
+    cluster = replace(listed(1.0, 1.0, 1.0, 1.0), devices=devices)
+    assert cluster.fastest_first() == (3, 1, 2, 0)
+
+
+def test_a_stage_has_as_many_devices_as_divide_the_batch() -> None:
+    asked = Request(gpus=13, global_batch=24, prefer_simple=False, time_limit_s=0.5)
+    found, fewer = (
+        plan(PROFILES[0], presets.load("h100-2x8-ib"), offered(), replace(asked, gpus=gpus))[0] for gpus in (13, 12)
+    )
+    assert found.num_ranks == fewer.num_ranks == 12
+    assert found.prediction.step_time_s <= fewer.prediction.step_time_s * (1 + 1e-6)
+
+
+def test_near_the_share_by_speed_every_whole_number_of_samples_is_tried() -> None:
+    """Of 512 samples a rank at a sixth of the speed of the other may have any number near 73, and some others."""
+    found = {w[1] * 512 // sum(w) for w in weights(listed(1.0, 1 / 6), 2, 512)}
+    assert found >= set(range(68, 79))
+    assert min(found) < 50
+    assert max(found) > 460
+    assert len(found) <= 30

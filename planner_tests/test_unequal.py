@@ -305,7 +305,7 @@ def test_a_large_device_may_hold_what_a_small_one_cannot():
     profile = nouns.profile()
     strategies = few(offered(), "replicate", schedules=("1f1b",))
     head = 2 * profile.graph.components[-1].parameter_bytes
-    cluster = unequal(1, 1, memories=(head // 4, 16 * head))
+    cluster = unequal(1, 0.99, memories=(head // 4, 16 * head))
     request = Request(gpus=2, global_batch=8, prefer_simple=False)
     found = plan(profile, cluster, strategies, request)[0]
     assert found.starts() == (0, 2)
@@ -314,9 +314,16 @@ def test_a_large_device_may_hold_what_a_small_one_cannot():
 
 
 def test_no_memory_on_the_first_devices_is_no_plan():
-    cluster = unequal(1, 1, 1, memories=(1, 2**34, 2**34))
+    cluster = unequal(1, 0.99, 0.99, memories=(1, 2**34, 2**34))
     with pytest.raises(InfeasibleError, match=r"devices have 9\.31e-10 GiB"):
         plan(nouns.profile(), cluster, offered(), Request(gpus=3, global_batch=8))
+
+
+def test_of_equally_fast_devices_one_without_memory_comes_last() -> None:
+    cluster = unequal(1, 1, 1, memories=(1, 2**34, 2**34))
+    found = plan(nouns.profile(), cluster, offered(), Request(gpus=3, global_batch=8))[0]
+    assert found.devices == (1, 2, 0)
+    assert found.num_ranks <= 2
 
 
 def test_a_fast_device_behind_a_slow_one_comes_first():

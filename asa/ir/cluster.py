@@ -233,14 +233,16 @@ class Cluster:
         return () if all(s == 1.0 for s in of_ranks) else of_ranks
 
     def fastest_first(self) -> tuple[int, ...] | None:
-        """An order of the devices in which every node has its faster devices first, and nodes are sorted by the total
-        speed of their devices, fastest first. None if the devices are in such an order already, or are equal."""
+        """An order of the devices in which every node has its faster devices first, of equally fast ones those with
+        more memory, and nodes are sorted by the total speed, then memory, of their devices. None if the devices are in
+        such an order already, or are equal."""
         if self.devices is None:
             return None
+        kinds = [(-speed, -memory) for speed, memory in self.kinds(self.num_devices)]
         nodes = [list(range(a, min(a + self.node, self.num_devices))) for a in range(0, self.num_devices, self.node)]
         for node in nodes:
-            node.sort(key=lambda r: -self.speed(r))
-        nodes.sort(key=lambda node: -sum(self.speed(r) for r in node) if len(node) == self.node else 1.0)
+            node.sort(key=kinds.__getitem__)
+        nodes.sort(key=lambda node: (len(node) < self.node, *(sum(kinds[r][k] for r in node) for k in (0, 1))))
         order = tuple(r for node in nodes for r in node)
         return None if order == tuple(range(self.num_devices)) else order
 
@@ -263,6 +265,10 @@ class Cluster:
         """Bytes of memory of every rank's device."""
         default = self.device.memory_bytes
         return tuple(d.memory_bytes or default for d in self.devices) if self.devices else (default,) * self.num_devices
+
+    def kinds(self, ranks: int) -> list[tuple[float, int]]:
+        """Speed and bytes of memory of the devices of the first ``ranks`` ranks."""
+        return [(self.speed(r), memory) for r, memory in enumerate(self.memories()[:ranks])]
 
     @property
     def host(self) -> int:

@@ -21,7 +21,7 @@ from asa.planner.answer.confidence import faster
 from asa.planner.answer.prediction import noise
 from asa.planner.answer.written import circumstances, pins_allow, plan_of
 from asa.planner.budget import PROVED, ROUNDING, USUAL, Budget
-from asa.planner.pipeline.whole import StrategyRow, table
+from asa.planner.pipeline.whole import UNPRICED, StrategyRow, table
 from asa.planner.search import Outcome, next_best, search
 from asa.planner.space import baselines
 from asa.planner.space.baselines import check_request
@@ -143,7 +143,7 @@ def _on_devices(plan: Plan, cluster: Cluster, order: tuple[int, ...]) -> Plan:
     devices = ",".join(map(str, order[: plan.num_ranks]))
     visible = len(cluster.levels) == 1 and plan.device_type == "cuda"
     how = f"; start it with CUDA_VISIBLE_DEVICES={devices}" if visible else ""
-    note = f"devices are taken fastest first: the ranks run on devices {devices}, in this order{how}"
+    note = f"devices are taken fastest first, then by memory: the ranks run on devices {devices}, in this order{how}"
     return replace(plan, cluster_fingerprint=codec.fingerprint(cluster), devices=order, notes=(*plan.notes, note))
 
 
@@ -170,13 +170,9 @@ def _unfinished(fastest_s: float, outcome: Outcome) -> tuple[str, ...]:
 
 
 def _whole(
-    profile: Profile,
-    prices: Prices,
-    wanted: Sequence[str],
-    rows: list[StrategyRow],
-    eligible: list[StrategyRow],
+    profile: Profile, prices: Prices, wanted: Sequence[str], rows: list[StrategyRow], eligible: list[StrategyRow],
     started: float,
-) -> list[Plan]:
+) -> list[Plan]:  # fmt: skip
     """The plans where only whole strategies were asked for: those that fit, fastest first."""
     space = prices.space
     asked_for = {m: w for w in reversed(wanted) for m in baselines.members(w, space.strategies, space.request.gpus)}
@@ -187,14 +183,15 @@ def _whole(
         if len(reasons) == 1:
             message = f"{wanted[0]} cannot be had: {reasons.popitem()[1]}"
         raise InfeasibleError(f"{message}; {infeasible.remedy(prices, sorted(asked_for))}")
-    plans = []
+    plans, unpriced = [], [r.name for r in rows if r.why_not == UNPRICED and r.name in asked_for]
+    bound_s = min([among[0].seconds, *(baselines.at_least(name, prices) for name in unpriced)])
     for row in among[: prices.space.request.top_k]:
         assert row.candidate is not None
-        gap = _below(among[0].seconds, row.seconds)
+        gap = _below(bound_s, row.seconds)
         certificate = Certificate(
             solver="enumeration",
             status="optimal" if gap <= 0 else "feasible",
-            lower_bound_s=among[0].seconds,
+            lower_bound_s=bound_s,
             gap=gap,
             space=f"the whole strategies {', '.join(sorted(asked_for))}",
             solve_s=clock.now() - started,

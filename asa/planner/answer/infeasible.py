@@ -19,7 +19,7 @@ from asa.planner.space import baselines
 from asa.planner.space.baselines import even
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.request import Pin
-from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, Space, anything, widths
+from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, Space, anything
 from asa.planner.stage import memory
 from asa.planner.stage.formulate import formulate
 
@@ -47,7 +47,7 @@ def hopeless(prices: Prices, allowed: Allowed = anything) -> bool:
     if overfull(space):
         return True
     least_bytes: dict[int, list[tuple[float, float]]] = {}
-    for width in widths(space.request.gpus):
+    for width in space.single_widths():
         least_bytes[width] = [_least_component_bytes(prices, i, width, allowed) for i in range(n)]
         working = max(w for _, w in least_bytes[width])
         if working < float("inf") and sum(h for h, _ in least_bytes[width]) + working <= space.capacity(width):
@@ -219,8 +219,8 @@ def _nothing_runs(space: Space, allowed: Allowed, *, proved: bool) -> str:
     request = space.request
     graph = space.profile.graph
     for i, component in enumerate(graph.components):
-        if not any(True for w in widths(request.gpus) for _ in space.ways(i, w, 1, allowed)):
-            runs_unpinned = any(True for w in widths(request.gpus) for _ in space.ways(i, w, 1))
+        if not any(True for w in space.single_widths() for _ in space.ways(i, w, 1, allowed)):
+            runs_unpinned = any(True for w in space.single_widths() for _ in space.ways(i, w, 1))
             if runs_unpinned:
                 return (
                     f"no plan: {component.name} cannot run as pinned ({_in_text(request.pins)}) on up to "
@@ -254,7 +254,7 @@ def low_peak_plans(prices: Prices, allowed: Allowed = anything, *, few: bool = F
     """Plans with low peaks: single stages of every width (with ``few``: of 1 rank, all ranks, and the largest power of
     two), and pipelines of every number of equal stages, cut so that state and activations are even."""
     gpus = prices.space.request.gpus
-    sizes = sorted({1, gpus, 2 ** (gpus.bit_length() - 1)}) if few else list(widths(gpus))
+    sizes = sorted({1, gpus, 2 ** (gpus.bit_length() - 1)}) if few else prices.space.single_widths()
     for candidate in (*_leanest_stages(prices, allowed, sizes), *_leanest_pipelines(prices, allowed)):
         price = prices.of(candidate)
         yield Leanest(candidate=candidate, price=price, excess=price.peak.total - prices.capacity(candidate))

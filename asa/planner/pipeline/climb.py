@@ -85,10 +85,9 @@ class Climber:
 
     def _alike(self, offset: int, w: int) -> int | None:
         """First rank from which ``w`` ranks have devices like those from ``offset`` on; None where these differ."""
-        cluster = self.space.cluster
-        if not cluster.unequal:
+        if not self.space.cluster.unequal:
             return 0
-        kinds = list(zip(map(cluster.speed, range(self.gpus)), cluster.memories(), strict=False))
+        kinds = self.space.cluster.kinds(self.gpus)
         kind = set(kinds[offset : offset + w])
         return next((k for k in range(self.gpus) if set(kinds[k : k + w]) == kind), None) if len(kind) == 1 else None
 

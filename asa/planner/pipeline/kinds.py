@@ -27,8 +27,7 @@ _FINEST = 2**16
 
 def kinds(cluster: Cluster, ranks: int) -> tuple[int, ...]:
     """Kind of each rank, numbered by first appearance. Devices of one kind have the same speed and memory."""
-    memories = cluster.memories()
-    devices = [(cluster.speed(r), memories[r]) for r in range(ranks)]
+    devices = cluster.kinds(ranks)
     order = list(dict.fromkeys(devices))
     return tuple(order.index(x) for x in devices)
 
@@ -36,8 +35,8 @@ def kinds(cluster: Cluster, ranks: int) -> tuple[int, ...]:
 def weights(cluster: Cluster, width: int, batch: int) -> tuple[tuple[int, ...], ...]:
     """Uneven weights by which a stage of the first ``width`` ranks may divide a batch.
 
-    With two speeds: every whole number of samples for a rank of the one kind (at intervals, where there are many), the
-    rest spread over the other ranks. These weights do not depend on the speeds. At intervals, or with more than two
+    With two speeds: every whole number of samples for a rank of the one kind (where there are many, those near its
+    share by speed and others at intervals), the rest spread over the other ranks. With many, or with more than two
     speeds, also weights in proportion to speed.
 
     >>> from asa.cost.machine import presets
@@ -52,8 +51,9 @@ def weights(cluster: Cluster, width: int, batch: int) -> tuple[tuple[int, ...], 
     if len(order) == 2:
         first_count, second_count = (speeds.count(s) for s in order)
         most = (batch - second_count) // first_count
-        step = max(1, -(-most // _STEPS))
-        for rows in range(1, most + 1, step):
+        step = 1 if most <= _STEPS else -(-2 * most // _STEPS)
+        near = round(batch * order[0] / sum(speeds)) - _STEPS // 4  # single samples count where the optimum is likely
+        for rows in sorted({*range(1, most + 1, step), *range(max(1, near), min(most, near + _STEPS // 2) + 1)}):
             pair = {order[0]: rows * second_count, order[1]: batch - rows * first_count}
             choices.append(tuple(pair[s] for s in speeds))
         if step == 1:

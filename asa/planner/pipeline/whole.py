@@ -26,6 +26,7 @@ _SPLITS = 20
 """Uniform splits beyond which a split is not priced where its compute alone takes longer than another split."""
 _PRACTICE = 0.25
 """Share of the time limit for the search of the best uniform split, and for pricing the others."""
+UNPRICED = "not priced within the time limit"
 _PAST = 1.1
 """Multiple of the best time beyond which more microbatches only make a pipeline slower."""
 
@@ -59,7 +60,7 @@ def table(prices: Prices, wanted: Sequence[str] = ()) -> list[StrategyRow]:
     until = clock.counted() + _PRACTICE * space.request.time_limit_s
     for name in sorted(single, key=at_least.__getitem__):
         if at_least[name] > 0 and (at_least[name] > fastest or clock.counted() > until):
-            why = TOO_SLOW if at_least[name] > fastest else "not priced within the time limit"
+            why = TOO_SLOW if at_least[name] > fastest else UNPRICED
             row_of[name] = StrategyRow(name=name, candidate=None, price=None, fits=False, why_not=why)
             continue
         row_of[name] = row(name, prices)

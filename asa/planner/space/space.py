@@ -272,11 +272,8 @@ class Space:
         return {n: s for n, s in self.strategies.schedules.items() if n != "layers"}
 
     def _wide(self) -> str:
-        if self.request.gpus <= 8:
-            return ""
-        return " up to 8 and multiples of 8" + (
-            ", inside a node or in whole ones" if len(self.cluster.levels) > 1 else ""
-        )
+        whole = ", inside a node or in whole ones" if len(self.cluster.levels) > 1 else ""
+        return whole if self.request.gpus <= 8 else f" up to 8 and multiples of 8{whole}"
 
     def _counts(self, *, piped: bool, many: bool) -> str:
         if self.request.microbatches is not None:
@@ -285,34 +282,36 @@ class Space:
         return f"microbatches in powers of two{most}" + (", in one stage" if piped else "") + " while memory binds"
 
     def single_widths(self) -> tuple[int, ...]:
-        """Widths of single stages, widest first: :func:`widths`, and where devices of another speed begin."""
-        gpus, speed = self.request.gpus, self.cluster.speed
-        begin = [r for r in range(1, gpus) if speed(r) != speed(r - 1)]
-        return tuple(sorted({*widths(gpus), *begin}, reverse=True))
+        """Widths of single stages, widest first: all of up to 16 devices, otherwise :func:`widths`, the divisors of the
+        batch, and where devices of another kind begin."""
+        gpus, batch, kinds = self.request.gpus, self.request.global_batch, self.cluster.kinds(self.request.gpus)
+        some = [w for w in range(1, gpus) if gpus <= _NARROW or batch % w == 0 or kinds[w] != kinds[w - 1]]
+        return tuple(sorted({*widths(gpus), *some}, reverse=True))
 
     def describe(self) -> str:
         """The space in words, for the certificate."""
-        piped = self.schedules and self.request.gpus > 1
+        gpus = self.request.gpus
+        piped = self.schedules and gpus > 1
         many = self.request.global_batch > MOST_IN_A_PIPELINE
         checkpoint = " x checkpoint" if self.strategies.checkpoint else ""
         if self.offloading:
             checkpoint += " x offload" if self.request.offload == "auto" else ", optimizer state on the host"
         splits = [n for n in self.strategies.tensor if n != "sequence" or self.by_tokens]
         parts = [
-            f"one stage of 1 to {min(8, self.request.gpus)} ranks"
-            + ("" if self.request.gpus <= 8 else f", of a multiple of 8 ranks, or of {self.request.gpus}")
-            + (", or of the first ranks up to another speed" if self.cluster.unequal else "")
+            f"one stage of 1 to {gpus if gpus <= _NARROW else 8} ranks"
+            + ("" if gpus <= _NARROW else f", of a multiple of 8 ranks, of a divisor of the batch, or of {gpus}")
+            + (", or of the first ranks up to another kind" if gpus > _NARROW and self.cluster.unequal else "")
             + (f", or several of any widths{self._wide()} ({', '.join(self.schedules)})" if piped else ""),
             f"per component data ({', '.join(self.strategies.data)}) x tensor ({', '.join(splits)}) "
             f"of every degree whose product divides the ranks of its stage{checkpoint}",
             self._counts(piped=bool(piped), many=many),
         ]
-        if self.request.gpus > _NARROW and not self.request.pins:
+        if gpus > _NARROW and not self.request.pins:
             parts.append(f"in stages of more than {_NARROW} ranks none repeats work that has a sample of its own")
         if self.cluster.unequal:
             parts.append(
                 "of unequal devices the first ranks are used; a single stage cuts its batch evenly"
-                + (" or by any weights, one for ranks of one kind" if self.request.uneven else "")
+                + (" or by any weights, one for ranks of one speed" if self.request.uneven else "")
                 + "; stages of several have devices of one kind each"
             )
         if self.request.pins:

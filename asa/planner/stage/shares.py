@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from asa.cost.pricing import Pricer
 from asa.ir.layout import Layout
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Allowed, layouts
@@ -42,9 +43,11 @@ def free_bound(prices: Prices, allowed: Allowed) -> float:
 def _bounds(prices: Prices, width: int, allowed: Allowed) -> Iterator[float]:
     space, batch = prices.space, prices.space.request.global_batch
     speeds, some = space.cluster.speeds(range(width)), layouts(width)
-    once_s = _least_once(prices, width, allowed, some)
+    offered, once_s = None, np.zeros(0)
     for m in space.microbatches():
         samples, pricer = batch // m, prices.pricer(width, m)
+        if offered != space.layouts(width, m):  # in wide stages they depend on the samples
+            offered, once_s = space.layouts(width, m), _least_once(prices, pricer, allowed, some)
         compute_s = np.full(once_s.shape, INF)
         for k, layout in enumerate(some):
             if layout.data <= samples:
@@ -84,11 +87,10 @@ def _longest(prices: Prices, tensor: int, samples: int, shards: Counter[float]) 
     return np.where(can, low, INF)
 
 
-def _least_once(prices: Prices, width: int, allowed: Allowed, some: Sequence[Layout]) -> Any:
+def _least_once(prices: Prices, pricer: Pricer, allowed: Allowed, some: Sequence[Layout]) -> Any:
     """The least seconds per step that no backward hides, for each component, by layout."""
-    overlap, pricer = prices.space.cluster.overlap, prices.pricer(width, 1)
-    menu = prices.menu(pricer, allowed)
-    which = np.flatnonzero(menu.enough([max(1, prices.space.samples(x, 1)) for x in menu.layouts], 0 * prices.fewest))
+    overlap, menu = prices.space.cluster.overlap, prices.menu(pricer, allowed)
+    which = np.arange(len(menu.component))
     x = menu.priced(pricer, which)
     hidden = overlap.communication_slowdown * overlap.saving
     least = np.full((len(some), len(prices.space.profile.graph)), INF)
