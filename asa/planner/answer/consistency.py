@@ -37,11 +37,13 @@ _ALL = "every worker waits in every step"
 @noun
 class TimeToTarget:
     """Seconds to the target. ``mean_s`` is the mean number of steps over seeds times the predicted step time; ``low_s``
-    and ``high_s`` are the same with the lowest and the highest of both. None where unknown."""
+    and ``high_s`` are the same with the lowest and the highest of both. ``cost`` is that of ``mean_s``. None where
+    unknown."""
 
     mean_s: float | None
     low_s: float | None
     high_s: float | None
+    cost: float | None = None
 
 
 @noun
