@@ -15,7 +15,7 @@ from asa.cli.console import Console
 from asa.cli.study_grid import LIKE_SINGLE, PIPELINES, Block
 from asa.cli.verb import Arguments
 from asa.errors import AsaError, InfeasibleError, UsageError
-from asa.ir import codec
+from asa.ir import codec, units
 from asa.ir.bench import AccuracyPoint, BenchResult
 from asa.ir.cluster import Cluster
 from asa.ir.consistency import DisciplineName
@@ -108,7 +108,8 @@ def _train_one(site: Site, strategy: str) -> BenchResult | str:
         estimated_s = steps * plan.prediction.step_time_s
         if estimated_s > site.budget_s:
             return (
-                f"its training takes about {estimated_s:.0f} s and {site.budget_s:.0f} s of --budget are left for it; "
+                f"its training takes about {units.seconds(estimated_s)} and {units.seconds(site.budget_s)} of --budget "
+                "are left for it; "
                 "give the same command with more"
             )
         return _run(site, strategy, plan)

@@ -213,6 +213,7 @@ def _over(rows: Sequence[Row], x_column: int, x_label: str, column: int, scale: 
                 label=strategy,
             )
         axes.set_xlabel(x_label)
+        axes.set_xlim(left=0)
         if x_label == "epochs" and all((_number(row[x_column]) or 0.0).is_integer() for row in panel_rows):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel(label)
