@@ -128,6 +128,8 @@ def test_figures_follow_from_results():
     assert f"{f.cost_per_epoch:.3g}" in screen
     assert f"{f.cost_of_run:.3g}" in screen
     assert f"2 epochs, 20.0 s, cost {f.cost_to_target:.3g}" in screen
+    first = tables.plain(report.render(study(fast, target=0.2)), width=80)
+    assert "1 epoch, 10.0 s" in first
     assert "not reached" in tables.plain(report.render(study(fast, target=0.99)), width=80)
     assert "cost" not in tables.plain(report.render(study(fast)), width=80)
 
