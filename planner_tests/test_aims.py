@@ -101,6 +101,13 @@ def test_a_loss_with_weights_of_classes_is_refused_though_samples_are_in_the_ord
             Aims.of(settings, classes).try_out(settings, labels, classes)
 
 
+def test_top5_of_maps_is_refused_before_an_epoch_was_trained(tmp_path):
+    settings = training.settings(tmp_path, metric="top5")
+    for labels in (torch.zeros(3, 2, 2, dtype=torch.int64), torch.zeros(3, 6, dtype=torch.int64)):
+        with pytest.raises(UsageError, match="top5 needs one prediction per sample"):
+            Aims.of(settings, 4).try_out(settings, labels, 4)
+
+
 def test_a_schedule_may_give_any_number_and_is_checked_at_every_step(tmp_path):
     assert _aims(tmp_path, schedule="mine_of_aims:arrays").schedule(0.25) == 0.75
     late = _aims(tmp_path, schedule="mine_of_aims:late").schedule

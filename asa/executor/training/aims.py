@@ -34,10 +34,13 @@ def _one_hot(logits: Tensor, labels: Tensor) -> Tensor:
     return F.one_hot(labels, logits.shape[1]).movedim(-1, 1).to(logits.dtype)
 
 
+_ONE_EACH = "top5 needs one prediction per sample, and this model gives more; use --metric accuracy"
+
+
 def _top5(output: Any, labels: Tensor) -> Tensor:
     logits = logits_of(output)
     if logits.dim() != 2:
-        raise UsageError("top5 needs one prediction per sample, and this model gives more; use --metric accuracy")
+        raise UsageError(_ONE_EACH)
     return (logits.topk(min(5, logits.shape[1])).indices == labels[:, None]).any(1).float()
 
 
@@ -86,9 +89,12 @@ class Aims:
         """Check the functions on ``labels`` (int64 [n, ...]) and random logits.
 
         Raises:
+            UsageError: the metric is for one prediction per sample, and there are more.
             InvalidInputError: one fails, the loss is not a mean over samples, the metric is not one number per sample,
                 or the schedule returns no number.
         """
+        if self.score is _top5 and labels.dim() > 1:
+            raise UsageError(_ONE_EACH)
         labels = _probed(labels)
         maps = (len(labels), num_classes, *labels.shape[1:])
         logits = torch.randn(maps, generator=torch.Generator().manual_seed(0))
