@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,13 @@ def test_the_same_training_learns_the_same_however_often_it_has_a_turn(cells):
     for a, b in zip(*(c.accuracy for c in cells), strict=True):
         assert a.validation_loss == pytest.approx(b.validation_loss, rel=1e-4)
         assert a.validation_accuracy == b.validation_accuracy
+
+
+def test_the_time_to_an_epoch_is_that_of_all_its_steps(cells):
+    once = cells[1]  # a turn a round
+    whole = statistics.mean(a + b for a, b in zip(once.steps, once.data_wait, strict=True))
+    assert len(once.steps) == 8, "the ninth of three epochs was the warm-up"
+    assert once.accuracy[-1].seconds == pytest.approx(9 * whole)
 
 
 def test_what_is_held_and_done_is_measured(cells):

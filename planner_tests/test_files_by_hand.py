@@ -44,6 +44,15 @@ def test_curves_by_hand_say_the_time_to_a_target(place, capsys):
     assert by["ddp"]["time_to_target"]["mean_s"] == pytest.approx(20 * by["ddp"]["step_time_s"])
     assert by["local_sgd"]["time_to_target"] is None
     assert by["local_sgd"]["unknown"]
+    assert by["ddp"]["time_to_target"]["cost"] is None
+    aimed = [*asked, "--target", "accuracy=0.9", "--price", "3.6"]
+    assert entry.run([*aimed, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["consistency"]["rows"]
+    assert [r["time_to_target"]["cost"] for r in rows] == [
+        pytest.approx(3.6 * 4 * r["time_to_target"]["mean_s"] / 3600) for r in rows
+    ]  # on four devices
+    assert entry.run(aimed) == 0
+    assert "its cost" in capsys.readouterr().out.partition("Consistency")[2]
     assert entry.run([*asked, "--json"]) == 0
     assert "consistency" not in json.loads(capsys.readouterr().out)
     for wrong in (["--target", "accuracy=90"], ["--target", "speed=1"], ["--consistency", "some"]):

@@ -16,6 +16,8 @@ import nouns
 import pytest
 from rich.table import Table
 
+from asa.cli.settings import arguments
+from asa.cli.verbs import verbs
 from asa.ir import codec
 from asa.ir.bench import Bench, BenchResult
 from asa.ir.equivalence import Equivalence, TensorError
@@ -352,6 +354,24 @@ def test_a_comparison_becomes_all_its_files(written):
     assert names == {"report.html", "bench.json", "results.csv"} | figures
     assert codec.load(Bench, written / "bench.json") == nouns.bench()
     assert (written / "figures/speedup.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_a_price_adds_the_cost_of_an_epoch_to_the_screen_the_page_and_the_table():
+    plain = nouns.bench()
+    made = replace(plain, settings=replace(plain.settings, price=2.5, samples_per_epoch=6400))
+    text = tables.plain(bench_screen.render(made), width=80)
+    assert "an epoch of 6400 samples at 2.5 for a device and hour" in text
+    table = text.partition("an epoch of")[2]
+    alone, chosen = (re.search(rf"^{s} .*$", table, re.M)[0].split() for s in ("single", "asa"))
+    assert alone == ["single", "1", "100", "s", f"{2.5 * 100 / 3600:.4g}"]
+    assert chosen == ["asa", "2", "50.0", "s", f"{2.5 * 2 * 50 / 3600:.4g}"]
+    assert all(len(row) <= 80 for row in text.splitlines())
+    assert "tiny: an epoch of 6400 samples" in page.html(made, [(c, "<svg></svg>") for c in charts.charts(made)])
+    row = dict(zip(bench.CSV_COLUMNS, bench.csv_rows(made)[0], strict=True))
+    assert (row["epoch_s"], row["cost_per_epoch"]) == (100.0, 2.5 * 100 / 3600)
+    assert "an epoch of" not in tables.plain(bench_screen.render(plain), width=80)
+    given = arguments(next(v for v in verbs("bench") if v.name == "bench"), ["--price", "2.5"])
+    assert given.price == 2.5
 
 
 def test_results_csv_has_every_cell_in_plain_numbers(written):

@@ -22,7 +22,7 @@ from asa.errors import UsageError
 from asa.ir import codec
 from asa.ir.bench import AccuracyPoint
 from asa.ir.study import Published, Study, StudyCell, StudyRow
-from asa.report import page, study_figures, study_files, study_page, tables
+from asa.report import drawing, page, study_figures, study_files, study_page, tables
 from asa.report import study as report
 from asa.strategies import offered
 
@@ -99,6 +99,19 @@ def test_published_figures_are_those_of_the_record():
     assert found == wanted
 
 
+def test_one_device_is_one_device_in_a_block_of_several():
+    words = args("--study", "grid", "--models", "tiny", "--gpus", "2", "--strategies", "single,ddp")
+    (block,) = study_grid.define(words, most=2, cluster_gpus=None).blocks
+    cells = [block.cell(s, 1, shape=(3, 8, 8), optimizer="sgd", devices="Test CPU") for s in block.strategies]
+    assert [(c.strategy, c.gpus) for c in cells] == [("single", 1), ("ddp", 2)]
+
+
+def test_curves_begin_at_the_begin_of_training():
+    for draw in (drawing.accuracy, drawing.accuracy_over_time, drawing.loss):
+        (axes,) = draw([("tiny", "ddp", 1.0, 20.0, 2.0, 2.1, 0.4)]).axes
+        assert axes.get_xlim()[0] == 0 < axes.get_xlim()[1]
+
+
 def test_figures_follow_from_results():
     fast = row("ddp")
     made = study(fast, target=0.4, price=3.6)
@@ -111,9 +124,12 @@ def test_figures_follow_from_results():
     assert f.cost_of_run == pytest.approx(10 * f.cost_per_epoch)
     assert f.cost_to_target == pytest.approx(3.6 * 2 * 20.0 / 3600)
     screen = tables.plain(report.render(made), width=80)
+    assert "costs: at 3.6 for a device and hour" in screen
     assert f"{f.cost_per_epoch:.3g}" in screen
     assert f"{f.cost_of_run:.3g}" in screen
     assert f"2 epochs, 20.0 s, cost {f.cost_to_target:.3g}" in screen
+    first = tables.plain(report.render(study(fast, target=0.2)), width=80)
+    assert "1 epoch, 10.0 s" in first
     assert "not reached" in tables.plain(report.render(study(fast, target=0.99)), width=80)
     assert "cost" not in tables.plain(report.render(study(fast)), width=80)
 
@@ -340,7 +356,7 @@ def test_training_that_the_budget_is_too_short_for_is_left_and_not_refused(tmp_p
     words = args("--study", "grid", "--models", "tiny", "--input", "3x8x8")
     site = study_runners.Site(
         block=block, args=words, console=None, device="cpu", profile=nouns.profile(), cluster=nouns.cluster(2),
-        folder=tmp_path, budget_s=1e-9,
+        folder=tmp_path, budget_s=0.2,
     )  # fmt: skip
     monkeypatch.setattr(study_runners.Site, "images", lambda site: (range(1437), range(360)))
     found = study_runners.train_each(site, block.strategies)
@@ -349,7 +365,7 @@ def test_training_that_the_budget_is_too_short_for_is_left_and_not_refused(tmp_p
     verb._store_rows(rows, block, block.strategies, words, "Test CPU", found, "")
     (only,) = rows.values()
     assert only.state == "open"
-    assert "of --budget are left" in only.why
+    assert " and 200 ms of --budget are left for it" in only.why
     text = "\n".join(report.folded(study(only)))
     assert "left (1): asa+replan" in text
     assert "refused" not in text

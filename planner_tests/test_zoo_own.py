@@ -263,6 +263,14 @@ def test_a_data_set_of_the_hub(monkeypatch):
     fake.load_dataset = lambda name: {"train": Part(6)}  # type: ignore[attr-defined]
     monkeypatch.setattr(readers, "reachable", lambda: 1 / 0)
     assert len(opened("hf:there")) == 5, "a folder needs no hub"
+    fake.load_dataset = lambda name: 1 / 0  # type: ignore[attr-defined]  which refuses what save_to_disk wrote
+    for file, saved in (("state.json", Part(5)), ("dataset_dict.json", {"train": Part(4), "test": Part(2)})):
+        own._both.cache_clear()
+        Path(file[:5]).mkdir()
+        (Path(file[:5]) / file).touch()
+        fake.load_from_disk = lambda name, saved=saved: saved  # type: ignore[attr-defined]
+        tested = 2 if isinstance(saved, dict) else 1
+        assert [len(opened(f"hf:{file[:5]}", s)) for s in ("train", "test")] == [4, tested]
 
 
 @pytest.mark.parametrize(("failure", "answers"), [

@@ -187,10 +187,10 @@ VERBS = (
             ),
             Option(
                 name="price",
-                help="with --study: price of one device for an hour, as in 2.49",
+                help="price of one device for an hour, in any currency, as in 2.49: report costs of an epoch, and with "
+                "--study of a run",
                 parse=o.price,
                 metavar="P",
-                needs="study",
             ),
             Option(
                 name="microbatches",

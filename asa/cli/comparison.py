@@ -262,6 +262,7 @@ def settings(args: Arguments, contests: Sequence[ModelBench], gpus: int, train: 
         steps_per_turn=max(turn_steps(c.distinct()) for c in contests),
         seed=args.seed,
         budget_s=args.budget,
+        price=args.price,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from asa.cli import places
@@ -12,10 +13,18 @@ from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.staleness import Staleness
 from asa.planner import Request
-from asa.planner.answer.consistency import Consistency, compare, curves_for
+from asa.planner.answer.consistency import Consistency, ConsistencyRow, compare, curves_for
 from asa.report import consistency as report
 
 __all__ = ["compared", "report"]
+
+
+def _priced(row: ConsistencyRow, price: float | None, devices: int) -> ConsistencyRow:
+    """``row`` with the cost of the time to the target on ``devices``; unchanged if either is unknown."""
+    time = row.time_to_target
+    if price is None or time is None or time.mean_s is None:
+        return row
+    return replace(row, time_to_target=replace(time, cost=price * devices * time.mean_s / 3600))
 
 
 def compared(
@@ -35,4 +44,6 @@ def compared(
         curves=curves,
     )  # fmt: skip
     used = curves_for(curves, profile, request)
-    return table, used if isinstance(used, Staleness) else None
+    devices = [answer.num_ranks, *([request.gpus] * (len(table.rows) - 1))]  # the plan comes first, and may use fewer
+    rows = (_priced(row, args.price, count) for row, count in zip(table.rows, devices, strict=True))
+    return replace(table, rows=tuple(rows)), used if isinstance(used, Staleness) else None

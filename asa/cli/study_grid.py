@@ -77,9 +77,10 @@ class Block:
         return replace(self, strategies=tuple(strategies))
 
     def cell(self, strategy: str, epochs: int, *, shape: tuple[int, ...], optimizer: str, devices: str) -> StudyCell:
-        """The cell of one strategy after ``epochs`` epochs."""
+        """The cell of one strategy after ``epochs`` epochs. The strategy for one device has one in every block."""
+        gpus = 1 if strategy == "single" else self.gpus
         return StudyCell(
-            model=self.model, data=self.data, input_shape=shape, gpus=self.gpus, global_batch=self.global_batch,
+            model=self.model, data=self.data, input_shape=shape, gpus=gpus, global_batch=self.global_batch,
             strategy=strategy, epochs=epochs, seed=self.seed, precision=self.precision,  # type: ignore[arg-type]
             optimizer=optimizer, mode=self.mode, devices=devices,  # type: ignore[arg-type]
         )  # fmt: skip

@@ -15,7 +15,7 @@ from asa.cli.console import Console
 from asa.cli.study_grid import LIKE_SINGLE, PIPELINES, Block
 from asa.cli.verb import Arguments
 from asa.errors import AsaError, InfeasibleError, UsageError
-from asa.ir import codec
+from asa.ir import codec, units
 from asa.ir.bench import AccuracyPoint, BenchResult
 from asa.ir.cluster import Cluster
 from asa.ir.consistency import DisciplineName
@@ -108,7 +108,8 @@ def _train_one(site: Site, strategy: str) -> BenchResult | str:
         estimated_s = steps * plan.prediction.step_time_s
         if estimated_s > site.budget_s:
             return (
-                f"its training takes about {estimated_s:.0f} s and {site.budget_s:.0f} s of --budget are left for it; "
+                f"its training takes about {units.seconds(estimated_s)} and {units.seconds(site.budget_s)} of --budget "
+                "are left for it; "
                 "give the same command with more"
             )
         return _run(site, strategy, plan)
@@ -163,10 +164,9 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
                 validation_loss=r.validation_loss or 0.0, validation_accuracy=r.validation_accuracy or 0.0,
             )
         )  # fmt: skip
-    if site.device == "cpu":
-        site.notes.append(
-            f"{site.block.title}: {strategy} trained alone, where utilisation and state memory are not measured on CPUs"
-        )
+    alone = f"{site.block.title}: {strategy} trained alone: its times to an accuracy include validation"
+    missing = "; utilisation and state memory are not measured there on CPUs" if site.device == "cpu" else ""
+    site.notes.append(alone + missing)
     rate = c.flops_per_sample(site.profile) * last.global_batch
     peak = c.peak_flops(site.cluster, plan.precision)
     per_epoch = -(-len(site.images()[0]) // last.global_batch)

@@ -110,7 +110,9 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
             adapt=adapt,
             relieve=relieve,
             regroup=partial(regroup, console) if settings.replan or (plan.consistency and not args.no_replan) else None,
-            on_event=lambda event: print_event(event, console, progress, trained=not description),
+            on_event=lambda event: print_event(
+                event, console, progress, trained=not description, metric=settings.metric
+            ),
             command=("train", *words),
             emulated=pretended,
             model=model,
@@ -122,7 +124,7 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
         from asa.report.tables import folded
         from asa.report.training import aim, summary
 
-        for line in [*summary(result["summary"]), *(aim(result["aim"]) if "aim" in result else [])]:
+        for line in [*summary(result["summary"]), *(aim(result["aim"], settings.metric) if "aim" in result else [])]:
             console.line(folded(line))
     console.document(result)
     console.say(f"asa: wrote {out}/result.json")
@@ -164,8 +166,11 @@ def save_timelines(plan: Plan, out: Path, console: Console) -> str:
     return f"wrote {path}; open it in Perfetto: every rank as planned and as measured"
 
 
-def print_event(event: dict[str, Any], console: Console, progress: Report, *, trained: bool = True) -> None:
-    """Print one event of a run for people: epoch lines to stdout, the rest to stderr. ``trained`` False: emulated."""
+def print_event(
+    event: dict[str, Any], console: Console, progress: Report, *, trained: bool = True, metric: str = "accuracy"
+) -> None:
+    """Print one event of a run for people: epoch lines to stdout, the rest to stderr. ``trained`` False: emulated.
+    ``metric``: name of the figure of validation."""
     from asa.report.story import PREFIX, kind_of
     from asa.report.tables import folded
     from asa.report.training import epoch_line, replan_line
@@ -183,7 +188,7 @@ def print_event(event: dict[str, Any], console: Console, progress: Report, *, tr
             record = codec.build(
                 EpochRecord, {k: event[k] for k in event if k not in ("event", "line")}, source="epoch"
             )
-            console.line(epoch_line(record, trained=trained))
+            console.line(epoch_line(record, trained=trained, metric=metric))
         case "note" | "lost" | "returned":
             console.say(f"asa: {event['message']}")
         case "finding":

@@ -155,7 +155,7 @@ class BenchEnvironment:
 @noun
 class BenchSettings:
     """Settings of a benchmark. ``data_source`` says which images were read. ``steps_per_turn`` is the number of steps
-    that one strategy runs before the next one's turn."""
+    that one strategy runs before the next one's turn. ``price`` is that of one device for an hour, in any currency."""
 
     models: tuple[str, ...]
     strategies: tuple[str, ...]
@@ -172,6 +172,7 @@ class BenchSettings:
     steps_per_turn: int
     seed: int
     budget_s: float
+    price: float | None = later()
 
 
 @noun

@@ -49,6 +49,26 @@ def costs(r: BenchResult, num_classes: int, single: BenchResult | None = None) -
     )
 
 
+PRICED = ("strategy", "ranks", "epoch", "its cost")
+
+
+def epoch_s(r: BenchResult, samples: int) -> float | None:
+    """Seconds of an epoch of ``samples``; None if nothing was measured."""
+    speed = throughput(r)
+    return samples / speed if speed else None
+
+
+def priced(bench: Bench, model: str) -> list[tuple[str, ...]]:
+    """Rows with the columns :data:`PRICED` of the cells that ran, cheapest first; none without a price."""
+    price, rows = bench.settings.price, []
+    for r in bench.of(model):
+        seconds_of_epoch = epoch_s(r, bench.settings.samples_per_epoch)
+        if price is not None and seconds_of_epoch is not None:
+            cost = price * r.ranks * seconds_of_epoch / 3600
+            rows.append((cost, (r.strategy, str(r.ranks), seconds(seconds_of_epoch), f"{cost:.4g}")))
+    return [texts for _, texts in sorted(rows)]
+
+
 def exposed(r: BenchResult) -> str:
     """Exposed communication with its interval, in per cent of a step."""
     share, low, high = communication_share(r), r.communication_low_s, r.communication_high_s
@@ -178,14 +198,18 @@ CSV_COLUMNS = (
     "validation_accuracy",
     "plan_fingerprint",
     "why_not",
+    "epoch_s",
+    "cost_per_epoch",
 )
 
 
 def csv_rows(bench: Bench) -> list[tuple[object, ...]]:
     """Rows of all cells, in plain seconds and bytes."""
     rows: list[tuple[object, ...]] = []
+    price = bench.settings.price
     for r in bench.results:
         t, last = r.step_time_s, r.accuracy[-1] if r.accuracy else None
+        epoch = epoch_s(r, bench.settings.samples_per_epoch)
         rows.append(
             (
                 r.model,
@@ -206,6 +230,8 @@ def csv_rows(bench: Bench) -> list[tuple[object, ...]]:
                 last and last.validation_accuracy,
                 r.plan_fingerprint,
                 r.why_not,
+                epoch,
+                None if price is None or epoch is None else price * r.ranks * epoch / 3600,
             )
         )
     return rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import RenderableType
 
 from asa.ir.bench import Bench, BenchResult
-from asa.report.bench import COSTS, TIMES, costs, learnt_by, machine, sentences, throughput, times
+from asa.report.bench import COSTS, PRICED, TIMES, costs, learnt_by, machine, priced, sentences, throughput, times
 from asa.report.tables import line, table
 from asa.report.units import NOTHING, percent, rate, seconds, size
 from asa.report.verdicts import against, busy, noise_of
@@ -23,6 +23,7 @@ def render(bench: Bench, *, verbose: bool = False) -> list[RenderableType]:
     for model in bench.settings.models:
         lines += [line(headline(bench, model), "bold"), *(line(text) for text in standing(bench, model)), line("")]
         lines += [*(_tables(bench, model) if verbose else [_brief(bench, model)]), line("")]
+        lines += [*_costs(bench, model)]
         if verbose:
             lines += [line(text) for text in sentences(bench, model)]
         else:
@@ -99,6 +100,19 @@ def _brief(bench: Bench, model: str) -> RenderableType:
         style = "bold" if r.strategy == "asa" else ""
         result.add_row(name, ranks, step, speed, predicted, off, size(r.peak_memory_bytes), learnt, style=style)
     return result
+
+
+def _costs(bench: Bench, model: str) -> list[RenderableType]:
+    """A table of the costs of an epoch, if there is a price."""
+    rows = priced(bench, model)
+    if not rows:
+        return []
+    s = bench.settings
+    result = table("", PRICED)
+    result.title = None
+    for row in rows:
+        result.add_row(*row)
+    return [line(f"an epoch of {s.samples_per_epoch} samples at {s.price:g} for a device and hour"), result, line("")]
 
 
 def _tables(bench: Bench, model: str) -> list[RenderableType]:

@@ -12,8 +12,10 @@ from asa.report.units import NOTHING, percent, seconds, size
 def render(answer: Consistency) -> list[RenderableType]:
     """The table, fastest first, and its explanation."""
     aimed = bool(answer.target)
+    priced = any(r.time_to_target is not None and r.time_to_target.cost is not None for r in answer.rows)
     columns = ["who waits", "a global batch", "waiting", "age", "memory"]
-    result = table("Consistency", (*columns, *([f"steps to {answer.target}", "time to it"] if aimed else [])))
+    columns += [f"steps to {answer.target}", "time to it"] if aimed else []
+    result = table("Consistency", (*columns, *(["its cost"] if priced else [])))
     for r in sorted(answer.rows, key=lambda r: _key(r, aimed=aimed)):
         if r.step_time_s is None:
             continue
@@ -23,6 +25,9 @@ def render(answer: Consistency) -> list[RenderableType]:
         ]  # fmt: skip
         if aimed:
             cells += [_steps(r), _time(r)]
+        if priced:
+            cost = None if r.time_to_target is None else r.time_to_target.cost
+            cells.append(NOTHING if cost is None else f"{cost:.4g}")
         result.add_row(*cells, style="bold" if r.name == (answer.first or answer.fastest) else "" if r.fits else "dim")
     out = [f"{r.name} cannot be had: {r.why_not}" for r in answer.rows if r.step_time_s is None]
     out += [f"{r.name} does not fit the devices' memory" for r in answer.rows if r.step_time_s and not r.fits]

@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from asa.report.units import SHARES
+
 Row = tuple[str | float | int | None, ...]
 """A row of the data of a figure."""
 
@@ -179,9 +181,10 @@ def over_ranks(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def accuracy_over_time(rows: Sequence[Row]) -> Figure:
-    """Figure over seconds of training; rows as for :func:`accuracy`."""
-    return _over(rows, 3, "seconds of training", 6, _PERCENT, "validation accuracy, %")
+def accuracy_over_time(rows: Sequence[Row], metric: str = "accuracy") -> Figure:
+    """Figure over seconds of training; rows as for :func:`accuracy`, with figures of ``metric``."""
+    scale, unit = (_PERCENT, ", %") if metric in SHARES else (1.0, "")
+    return _over(rows, 3, "seconds of training", 6, scale, f"validation {metric}{unit}")
 
 
 def accuracy(rows: Sequence[Row]) -> Figure:
@@ -210,6 +213,7 @@ def _over(rows: Sequence[Row], x_column: int, x_label: str, column: int, scale: 
                 label=strategy,
             )
         axes.set_xlabel(x_label)
+        axes.set_xlim(left=0)
         if x_label == "epochs" and all((_number(row[x_column]) or 0.0).is_integer() for row in panel_rows):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel(label)

@@ -135,10 +135,16 @@ def _results(bench: Bench, model: str) -> list[str]:
         css_class = "asa" if r.strategy == "asa" else "missing" if r.step_time_s is None else ""
         times.append((css_class, words.times(r)))
         costs.append((css_class, (r.strategy, *words.costs(r, bench.settings.num_classes, single))))
-    return [
+    tables = [
         html_table(f"{model}: time of a step, measured and predicted", words.TIMES, times),
         html_table(f"{model}: memory of the fullest rank, communication, learning", ("strategy", *words.COSTS), costs),
     ]
+    rows = words.priced(bench, model)
+    if rows:
+        s = bench.settings
+        caption = f"{model}: an epoch of {s.samples_per_epoch} samples at {s.price:g} for a device and hour"
+        tables.append(html_table(caption, words.PRICED, [("asa" if r[0] == "asa" else "", r) for r in rows]))
+    return tables
 
 
 def _sealed(bench: Bench) -> str:

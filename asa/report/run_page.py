@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -129,10 +131,12 @@ def timeline(events: Iterable[Mapping[str, Any]]) -> Chart:
 
 
 def learning(events: Iterable[Mapping[str, Any]]) -> Chart:
-    """Validation accuracy, or the loss if there is none, after every epoch."""
+    """The validation figure, by default accuracy, or the loss if there is none, after every epoch."""
     rows: list[Row] = []
-    elapsed_s = 0.0
+    elapsed_s, metric = 0.0, "accuracy"
     for event in events:
+        if event.get("event") == "start" and isinstance(event.get("settings"), dict):
+            metric = str(event["settings"].get("metric", metric))
         if event.get("event") != "epoch":
             continue
         try:
@@ -144,14 +148,14 @@ def learning(events: Iterable[Mapping[str, Any]]) -> Chart:
                          event["validation_accuracy"]))  # fmt: skip
         except (KeyError, TypeError, ValueError):
             continue
-    has_accuracy = any(float(r[6] or 0) > 0 for r in rows)
+    has_figure = any(isinstance(r[6], int | float) and math.isfinite(r[6]) and r[6] != 0 for r in rows)
     return Chart(
         name="learning",
-        title=f"Validation {'accuracy' if has_accuracy else 'loss'} over training time",
+        title=f"Validation {metric if has_figure else 'loss'} over training time",
         caption="A point an epoch; seconds of whole epochs.",
         columns=("panel", "strategy", "epoch", "seconds", "train_loss", "validation_loss", "validation_accuracy"),
         rows=tuple(rows),
-        draw=drawing.accuracy_over_time if has_accuracy else drawing.loss,
+        draw=partial(drawing.accuracy_over_time, metric=metric) if has_figure else drawing.loss,
     )
 
 

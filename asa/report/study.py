@@ -103,7 +103,8 @@ def render(study: Study) -> list[RenderableType]:
 
 def folded(study: Study) -> list[str]:
     """Lines with each reason of refusal and its cells, notes, and the open work."""
-    lines = [f"refused ({n}): {_few(cells)}: {why}" for n, (why, cells) in enumerate(_reasons(study).items(), 1)]
+    lines = [] if study.price is None else [f"costs: at {study.price:g} for a device and hour"]
+    lines += [f"refused ({n}): {_few(cells)}: {why}" for n, (why, cells) in enumerate(_reasons(study).items(), 1)]
     unfinished = [row for row in study.rows if row.result is not None and row.result.accuracy
              and row.result.accuracy[-1].epoch < row.cell.epochs - 0.01]  # fmt: skip
     if unfinished:

@@ -63,7 +63,8 @@ class Figures:
         if self.target is None:
             return "not reached" if self.missed else NOTHING
         cost = "" if self.cost_to_target is None else f", cost {self.cost_to_target:.3g}"
-        return f"{self.target.epoch:.3g} epochs, {seconds(self.target.seconds)}{cost}"
+        epochs = f"{self.target.epoch:.3g} epoch{'s' * (self.target.epoch != 1)}"
+        return f"{epochs}, {seconds(self.target.seconds)}{cost}"
 
 
 def of(study: Study) -> list[Figures]:

@@ -9,15 +9,20 @@ from rich.console import RenderableType
 
 from asa.ir.measurements import EpochRecord
 from asa.report.tables import folded, table
-from asa.report.units import NOTHING, error, percent, ranks, rate, seconds, size
+from asa.report.units import NOTHING, SHARES, error, percent, ranks, rate, seconds, size
 
 
-def epoch_line(record: EpochRecord, *, trained: bool = True) -> str:
-    """One epoch: loss, accuracy, speed; below it the slowest rank, and the scheduler's verdict on prediction and
+def _scored(metric: str, value: float | None) -> str:
+    """A figure of validation with the name of its metric."""
+    return f"{metric} {percent(value) if metric in SHARES or value is None else f'{value:.4g}'}"
+
+
+def epoch_line(record: EpochRecord, *, trained: bool = True, metric: str = "accuracy") -> str:
+    """One epoch: loss, ``metric``, speed; below it the slowest rank, and the scheduler's verdict on prediction and
     measurement."""
     learning = (
         f"loss {record.train_loss:.3f}, validation loss {_figure(record.validation_loss)}, "
-        f"accuracy {percent(record.validation_accuracy)}"
+        f"{_scored(metric, record.validation_accuracy)}"
         if trained
         else "emulated, nothing trained"
     )
@@ -102,8 +107,9 @@ def _error_text(predicted: float | None, measured: float | None) -> str:
     return f"{text[1:]} too {'high' if text[0] == '+' else 'low'}"
 
 
-def aim(document: Mapping[str, Any]) -> list[str]:
-    """Lines on the cost of a run and on the way to its target (``aim`` of ``result.json``)."""
+def aim(document: Mapping[str, Any], metric: str = "accuracy") -> list[str]:
+    """Lines on the cost of a run and on the way to its target (``aim`` of ``result.json``), which is one of
+    ``metric``."""
     lines = []
     if document["cost_per_epoch"] is not None:
         lines.append(
@@ -113,11 +119,11 @@ def aim(document: Mapping[str, Any]) -> list[str]:
         )
     target, reached = document["target_accuracy"], document["epochs_to_target"]
     if target is not None and reached is None:
-        lines.append(f"target: accuracy {percent(target)} not reached in {_epochs(document['epochs'])}")
+        lines.append(f"target: {_scored(metric, target)} not reached in {_epochs(document['epochs'])}")
     elif target is not None:
         cost = "" if document["cost_to_target"] is None else f", cost {document['cost_to_target']:.3g}"
         after = f"{_epochs(reached)}, {seconds(document['seconds_to_target'])}"
-        lines.append(f"target: accuracy {percent(target)} after {after}{cost}")
+        lines.append(f"target: {_scored(metric, target)} after {after}{cost}")
     return lines
 
 

@@ -6,6 +6,8 @@ from asa.ir import units
 from asa.ir.units import binary, figures
 
 NOTHING = "-"
+SHARES = ("accuracy", "top5")
+"""Metrics of validation that are shares of the samples, 0 to 1."""
 
 
 def seconds(value: float | None) -> str:

@@ -333,7 +333,8 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
             paired.setdefault(index, []).append(statistics.mean(t[1] for t in times))
             spent[index] += sum(t[0] + t[1] for t in times)
             if any(before < mark <= entrant.step for mark in marks):
-                point = _evaluate(entrant, test, votes, spent[index], entrant.step / per_epoch)
+                trained_s = spent[index] * entrant.step / (entrant.step - first)  # steps of the warm-up trained, too
+                point = _evaluate(entrant, test, votes, trained_s, entrant.step / per_epoch)
                 entrant.cell.accuracy.append(point)
         for index, seconds in paired.items():
             entrants[index].cell.turns.append(seconds)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,10 +29,8 @@ from asa.executor.training.logs import Announce
 from asa.executor.training.migration import move, parts_of, target_parts
 from asa.executor.training.optimizer import (
     build_optimizer,
-    cut_parameters,
-    doubt_about_parts,
+    doubt_about,
     learning_rate,
-    updates_parts,
 )  # fmt: skip
 from asa.executor.training.precision import LossScale
 from asa.executor.training.prefetch import Prefetcher
@@ -117,10 +114,9 @@ class TrainingExecutor(PlannedExecutor):
             weight_decay=settings.weight_decay,
             offloaded=model.offloaded,
         )
-        if not updates_parts(optimizer):
-            for name in islice(cut_parameters(model), 1):
-                doubt = doubt_about_parts(optimizer, name, "a plan made with --strategies ddp keeps them whole")
-                self._announce({"event": "note", "message": doubt})
+        doubt = doubt_about(optimizer, self._optimizer, model, lr=settings.lr, weight_decay=settings.weight_decay)
+        if doubt:
+            self._announce({"event": "note", "message": doubt})
         self._peaks = [float(group["lr"]) for group in optimizer.param_groups]
         aims = Aims.of(settings, model.plan.num_classes, model.device)
         self._schedule = aims.schedule

@@ -74,7 +74,7 @@ def prepare(
         newest = checkpoint.find(out / CHECKPOINTS) if resume else None
         train, test = open_images(plan, settings)
         if settings.optimizer is not None:
-            try_out(settings.optimizer)
+            try_out(settings.optimizer, settings.lr)
         if len(train) < plan.global_batch:
             notes.append(
                 f"the plan is for a batch of {plan.global_batch}, and the data have {len(train)} samples: every "

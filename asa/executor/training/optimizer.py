@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch._dynamo  # every optimizer imports it when it is made: here, once, and not in each forked rank
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from asa.errors import InvalidInputError, UsageError
@@ -38,7 +38,7 @@ def build_optimizer(
     is on the host. A rank may have no parameters; its optimizer then steps over an empty tensor.
 
     Raises:
-        UsageError: there is no such optimizer.
+        UsageError: there is no such optimizer, or its factory does not take a value that was given.
         InvalidInputError: the factory fails, or returns no torch optimizer.
     """
     trained = [p for p in parameters if p.requires_grad]
@@ -72,12 +72,21 @@ def _make(
         return getattr(torch.optim, OPTIMIZERS[check_optimizer(name)])(groups, **options)  # type: ignore[no-any-return]
     with at_home():
         make = factory(name, "optimizer")
+        taken = accepted(make, options)
+        for key, value in options.items():
+            if key not in taken:
+                raise UsageError(
+                    f"{key} {value:g} would have no effect: the factory of optimizer {name!r} has no parameter {key}; "
+                    f"add one, or leave {key} out"
+                )
         try:
-            result = make([p for group in groups for p in group["params"]], **accepted(make, options))
+            result = make([p for group in groups for p in group["params"]], **taken)
         except (Exception, SystemExit) as error:
             raise InvalidInputError(f"optimizer {name!r} failed with {first_line(error)}") from None
     if not isinstance(result, torch.optim.Optimizer):
         raise InvalidInputError(f"optimizer {name!r}: the factory returned a {type(result).__name__}, no optimizer")
+    if any("lr" not in group for group in result.param_groups):
+        raise InvalidInputError(f"optimizer {name!r}: its groups have no 'lr', which the schedule of the run sets")
     return result
 
 
@@ -95,6 +104,37 @@ def cut_parameters(model: ParallelModel) -> Iterator[str]:
             yield item.name
 
 
+SEVERAL = "several parameters"
+
+
+def couples(name: str, **settings: float | None) -> str:
+    """What the optimizer ``name`` uses together in an update, found by a trial on small parameters: ``all elements of a
+    parameter``, or ``several parameters`` (as a norm of all gradients does); empty for single elements, and where the
+    trial fails. ``settings`` as for :func:`build_optimizer`."""
+    numbers = torch.Generator().manual_seed(0)
+    values, *gradients = ([torch.randn(rows, 4, generator=numbers) for rows in (4, 3)] for _ in range(4))
+
+    def updated(rows: int, count: int) -> Tensor:
+        """The first two rows of the first of ``count`` parameters, of which the optimizer has so many ``rows``."""
+        held = [nn.Parameter(values[i][: rows if i == 0 else None].clone()) for i in range(count)]
+        torch.manual_seed(0)
+        optimizer = build_optimizer(name, held, **settings)  # type: ignore[arg-type]
+        for of_step in gradients:
+            for p, gradient in zip(held, of_step, strict=False):
+                p.grad = gradient[: len(p)].clone()
+            optimizer.step()
+        return held[0].detach()[:2]
+
+    with torch.random.fork_rng(devices=[]):
+        try:
+            whole = updated(4, 2)
+            if not torch.allclose(updated(4, 1), whole, rtol=1e-4, atol=1e-6):
+                return SEVERAL
+            return "" if torch.allclose(updated(2, 2), whole, rtol=1e-4, atol=1e-6) else "all elements of a parameter"
+        except Exception:
+            return ""
+
+
 def doubt_about_parts(optimizer: torch.optim.Optimizer, name: str, remedy: str) -> str:
     """Warning for an ``optimizer`` that updates a shard of parameter ``name``. ``remedy`` says how to keep the
     parameter whole.
@@ -109,15 +149,33 @@ def doubt_about_parts(optimizer: torch.optim.Optimizer, name: str, remedy: str) 
     return f"{why}: correct only if {kind.__name__} updates element by element; otherwise {remedy}"
 
 
-def try_out(name: str) -> None:
-    """Check that the optimizer ``name`` can be made and takes a step.
+def doubt_about(
+    optimizer: torch.optim.Optimizer, name: str, model: ParallelModel, **settings: float | None
+) -> str:  # fmt: skip
+    """Warning for the ``optimizer`` called ``name`` if ranks hold parts of parameters; empty if they do not, or if it
+    is known to update them alike. ``settings`` are those that it was made with.
 
     Raises:
-        UsageError: the name has a wrong form.
+        UsageError: it uses elements or parameters together of which the ranks of the plan hold only some.
+    """
+    if updates_parts(optimizer):
+        return ""
+    remedy = "a plan made with --strategies ddp keeps them whole"
+    cut, together = next(cut_parameters(model), None), couples(name, **settings)
+    if together and (cut is not None or (len(model.plan.stages) > 1 and together == SEVERAL)):
+        raise UsageError(f"optimizer {name!r} uses {together} together, of which a rank has only some; {remedy}")
+    return "" if cut is None else doubt_about_parts(optimizer, cut, remedy)
+
+
+def try_out(name: str, lr: float | None = None) -> None:
+    """Check that the optimizer ``name`` can be made, with the learning rate ``lr`` if there is one, and takes a step.
+
+    Raises:
+        UsageError: the name has a wrong form, or the factory takes no learning rate.
         InvalidInputError: the optimizer fails.
     """
     p = nn.Parameter(torch.zeros(2, 2))
-    optimizer = build_optimizer(name, [p])
+    optimizer = build_optimizer(name, [p], lr=lr)
     p.grad = torch.ones_like(p)
     try:
         optimizer.step()

@@ -37,11 +37,12 @@ _ALL = "every worker waits in every step"
 @noun
 class TimeToTarget:
     """Seconds to the target. ``mean_s`` is the mean number of steps over seeds times the predicted step time; ``low_s``
-    and ``high_s`` are the same with the lowest and the highest of both. None where unknown."""
+    and ``high_s`` are those of the lowest and the highest of both; ``cost`` is that of ``mean_s``. None: unknown."""
 
     mean_s: float | None
     low_s: float | None
     high_s: float | None
+    cost: float | None = None
 
 
 @noun
@@ -186,9 +187,7 @@ def _uneven(prices: Prices, replicated: Candidate) -> Candidate | None:
 class _Judge:
     """Makes the rows of one table."""
 
-    def __init__(
-        self, prices: Prices, workers: Candidate, target: Target | None, curves: Staleness | str
-    ) -> None:  # fmt: skip
+    def __init__(self, prices: Prices, workers: Candidate, target: Target | None, curves: Staleness | str) -> None:
         self._prices, self._workers, self._target = prices, workers, target
         self._curves = curves
         self.curves_in_words = "" if target is None else curves if isinstance(curves, str) else _source(curves)

@@ -292,8 +292,13 @@ def _columnar(kind: str, path: str, shape: Shape | None) -> Parts:
     return _table([columns], shape, spec)
 
 
+_SAVED = ("dataset_dict.json", "state.json")
+"""Files in a folder that ``save_to_disk`` of the package ``datasets`` has written: of several parts, or of one."""
+
+
 def hub(name: str, shape: Shape | None) -> Parts:
-    """Read a data set of the Hugging Face hub: its parts ``train`` and ``test`` (or ``validation``).
+    """Read a data set of the Hugging Face hub, or one that ``save_to_disk`` wrote to a folder: its parts ``train`` and
+    ``test`` (or ``validation``).
 
     Raises:
         UnavailableError: ``datasets`` is missing, or cannot load this one.
@@ -306,19 +311,25 @@ def hub(name: str, shape: Shape | None) -> Parts:
     is_folder = Path(name).is_dir()
     answers = is_folder or reachable()
     try:
-        parts = datasets.load_dataset(name)
+        saved = any((Path(name) / file).is_file() for file in _SAVED)
+        parts = datasets.load_from_disk(name) if saved else datasets.load_dataset(name)
     except Exception as error:
         lines = str(error).splitlines()
         if not answers:
             lines = ["it is no folder, not stored on this machine, and the hub does not answer; get it where it does, "
                      "or give a file (parquet:FILE, csv:FILE) or a folder of such files (hf:DIR)"]  # fmt: skip
         raise UnavailableError(f"--data hf:{name}: {lines[0] if lines else type(error).__name__}") from None
+    if not isinstance(parts, dict):
+        parts = {"train": parts}
     if "train" not in parts:
         raise InvalidInputError(f"--data hf:{name} has {', '.join(parts)}, no part called train")
     names = list(parts["train"].column_names)
     _check_columns(names, f"hf:{name}")
     label = _label(names)
     test = next((t for t in _TESTS if t in parts and not _unlabelled(parts[t], label)), None)
+    lacks = [c for c in names if test and c not in parts[test].column_names]
+    if lacks:
+        raise InvalidInputError(f"--data hf:{name}: its part {test} has no column {lacks[0]!r}, which train has")
     tables = [{c: parts[p][c] for c in names} for p in ("train", test) if p]
     return _table(tables, shape, f"hf:{name}", unread=[p for p in parts if p not in ("train", test)])
 
