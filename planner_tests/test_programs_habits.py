@@ -5,6 +5,7 @@ More of them are in ``benchmarks/program_table/habits.py``.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -296,3 +297,69 @@ def test_one_process_keeps_what_modules_allow() -> None:
     model[2] = nn.Linear(12, 5)  # type: ignore[assignment]
     assert model(X0.float()).shape == (4, 5)
     assert next(model.double().parameters()).dtype is torch.float64
+
+
+class _BegunByData(nn.Module):
+    """The first batch sets a shift and a scale: by ``data``, or in place."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.a, self.b, self.by, self.ready = nn.Linear(8, 12), nn.Linear(12, 3), by, False
+        self.shift, self.scale = nn.Parameter(torch.zeros(12)), nn.Parameter(torch.ones(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if not self.ready:
+            shift, scale = -h.mean(0).detach(), 1 / (h.std(0).detach() + 1e-3)
+            if self.by == "data":
+                self.shift.data, self.scale.data = shift, scale
+            else:
+                self.shift.data.copy_(shift)
+                self.scale.data.copy_(scale)
+            self.ready = True
+        return self.b(F.gelu((h + self.shift) * self.scale))
+
+
+class _Follows(nn.Module):
+    """A frozen copy follows the trained layer in forward, by no sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.slow, self.b = nn.Linear(8, 12), nn.Linear(8, 12).requires_grad_(False), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            for new, old in zip(self.a.parameters(), self.slow.parameters(), strict=True):
+                old.data = old.data * 0.9 + new.data * 0.1
+        return self.b(F.gelu(self.a(x)) + self.slow(x))
+
+
+def _placed(_rank: int, by: str) -> tuple[str, list[str], str]:
+    """What is said of the model, what of its state differs right after the call, and why shards are refused."""
+    program = _program(_with_loss(cross_entropy), model=lambda: _BegunByData(by))
+    net, opt, batches = program.made()
+    first = {k: v.clone() for k, v in net.state_dict().items()}
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        placed, *_ = asa.parallelize(net, opt, batches, plan=program.plan("ddp"))
+    changed = [k for k, v in placed.state_dict().items() if not torch.equal(v, first[k])]
+    placed.close()
+    with pytest.raises(UsageError) as refused:
+        asa.parallelize(*program.made(), plan=program.plan("fsdp"))
+    return " ".join(str(w.message) for w in heard), changed, str(refused.value)
+
+
+@pytest.mark.parametrize("by", ["data", "copy_"])
+def test_parameters_that_forward_writes_are_restored_after_trials_and_never_shards(by: str) -> None:
+    for rank, (said, changed, refused) in enumerate(run_ranks(2, _placed, by, threads=1, timeout_s=60)):
+        assert not changed
+        assert "forward changes shift, of which ranks hold shards" in refused
+        assert rank or "forward changes shift and 1 more, which are parameters" in said
+
+
+def test_a_copy_that_follows_in_forward() -> None:
+    program = _program(_with_loss(cross_entropy), model=_Follows)
+    alone = program.alone()
+    for state in program.spread(["ddp"])["ddp"]:
+        assert isinstance(state, dict), state
+        assert distance(state, alone) < 1e-11

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from asa.api.distributed_model import DistributedModel, local_rows
 from asa.api.in_step import in_step
 from asa.api.messages import say
 from asa.api.names import StateNames
-from asa.api.notes import differing, drawing, renormalised, trained_norms
+from asa.api.notes import check_written, differing, drawing, renormalised, trained_norms, written_by_samples
 from asa.api.optimizers import Rebinding, check_shared, no_shards_because, others_over
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.planned import Origins, PlanOptions, agreed_plan, checked_plan, cost_model, usual_cache
@@ -40,6 +41,7 @@ from asa.launch import give_back_freed_memory, launched
 from asa.sharding.batchnorm import without_torch_groups
 from asa.strategies import offered
 from asa.tracing import TracedModel, called
+from asa.tracing.preserve import mark_written, written
 
 SEVERAL = 8
 """Number of samples with which a model is tested for dependence between samples."""
@@ -149,6 +151,8 @@ def parallelize(
         no_shards_because=next(filter(None, (no_shards_because(o, model, elementwise) for o in optimizers)), ""),
     )  # fmt: skip
     call, why = find_call(context, model, batches, example_input)
+    writes = find_written(context, model, call)
+    options = replace(options, no_shards_because=options.no_shards_because or kept_whole(writes))
     only_whole = why == ONLY_WHOLE
     subject: nn.Module | TracedModel = model
     example = torch.zeros(2, 1)
@@ -209,9 +213,11 @@ def parallelize(
     if only_whole:
         least[:] = [batches.batch_size]
     parallel = build(chosen, subject)
+    check_written(parallel, writes)
     for line in (
         (
             *differing(chosen, normalised, parallel.changed, batch_norm),
+            *written_by_samples(chosen, writes),
             *renormalised(chosen, parallel.components),
             *warning_of(change, chosen),
         )
@@ -257,6 +263,26 @@ def parallelize(
     distributed.remember()
     give_back_freed_memory()  # the model was traced and cut up
     return distributed, optimizer, DistributedLoader(batches, distributed)
+
+
+def find_written(context: RankContext, model: nn.Module, call: Call | None) -> list[str]:
+    """Names of the parameters that the model's forward writes (collective); without those of embeddings with
+    ``max_norm``, of which :func:`renormalised` tells."""
+
+    def find() -> list[str]:
+        if call is not None and not written(model):
+            why_not(model, call)
+        return written(model)
+
+    names = [str(name) for name in context.votes.tell(context.votes.once(find))]
+    mark_written(model, names)
+    shortened = {id(m.weight) for m in model.modules() if getattr(m, "max_norm", None) is not None}
+    return [name for name, p in model.named_parameters() if name in names and id(p) not in shortened]
+
+
+def kept_whole(writes: list[str]) -> str:
+    """Why parameters are kept whole where a model's forward writes some; empty if it writes none."""
+    return f"forward changes {writes[0]}" if writes else ""
 
 
 def cache_folder(cache: Path | str | None) -> Path | None:
