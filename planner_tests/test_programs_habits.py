@@ -363,3 +363,123 @@ def test_a_copy_that_follows_in_forward() -> None:
     for state in program.spread(["ddp"])["ddp"]:
         assert isinstance(state, dict), state
         assert distance(state, alone) < 1e-11
+
+
+class _TwoWays(nn.Module):
+    """Is called with one tensor, or with two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        h = F.gelu(self.a(x))
+        return self.b(h if shift is None else h + shift)
+
+
+def _uses(_rank: int, plans: list[str]) -> dict[str, list[str]]:
+    """What becomes of uses of parameters that were listed before the call."""
+    found: dict[str, list[str]] = {}
+    program = _program(_with_loss(cross_entropy), count=12, model=_TwoWays)
+    for name in plans:
+        net, opt, batches = program.made()
+        held = list(net.parameters())
+        net, opt, batches = asa.parallelize(net, opt, batches, plan=program.plan(name))
+        for use in ("clip", "average", "update"):
+            try:
+                for x, y in batches:
+                    opt.zero_grad()
+                    CE(net(x), y).backward()
+                    if use == "clip":
+                        nn.utils.clip_grad_norm_(held, 0.1)
+                    elif use == "average":
+                        held[0].detach().clone()
+                    else:
+                        torch.optim.SGD(held, lr=0.1).step()
+                found.setdefault(name, []).append("")
+            except UsageError as error:
+                found.setdefault(name, []).append(str(error))
+        held = list(net.parameters())
+        opt.zero_grad()
+        net.run_whole("it is called otherwise")
+        try:
+            nn.utils.clip_grad_norm_(held, 0.1)
+            found[name].append("")
+        except UsageError as error:
+            found[name].append(str(error))
+        assert held[0].shape == (12, 8)
+        net.close()
+    return found
+
+
+def test_parameters_that_were_listed_before_are_the_models_or_refused() -> None:
+    plans = ["ddp", "zero1", "tensor", "fsdp"]
+    for found in run_ranks(2, _uses, plans, threads=1, timeout_s=60):
+        for name in plans:
+            *before, rebuilt = found[name]
+            if name in ("ddp", "zero1"):
+                assert before == ["", "", ""], name
+            else:
+                assert all("list model.parameters() anew" in said for said in before), (name, before)
+            assert name == "fsdp" or "list model.parameters() anew" in rebuilt, name
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class _ScaledTwice(nn.Module):
+    """Scaled by attributes, and called with one tensor or with two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.middle, self.b, self.gain = nn.Linear(8, 12), _Scaled(), nn.Linear(12, 3), 1.0
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        h = self.middle(F.gelu(self.a(x)))
+        return self.b(h if shift is None else h + shift) * self.gain
+
+
+def _scaled_later(net: Any, opt: Any, batches: Any) -> State:
+    epochs(net, opt, batches, cross_entropy)
+    net.gain, net.middle.scale = 0.5, 0.3
+    return epochs(net, opt, batches, lambda n, x, y: CE(n(x, x[:, :1]), y))
+
+
+def test_attributes_are_kept_when_a_model_begins_to_run_whole() -> None:
+    program = _program(_scaled_later, model=_ScaledTwice)
+    alone = program.alone()
+    for plan, states in program.spread(["ddp", "tensor"]).items():
+        for state in states:
+            assert isinstance(state, dict), f"{plan}: {state}"
+            assert distance(state, alone) < 1e-11, plan
+
+
+def _scaled(how: str) -> Any:
+    def loop(net: Any, opt: Any, batches: Any) -> State:
+        for epoch in range(2):
+            if epoch and how == "name":
+                net.middle.scale = 0.3
+                assert net.middle.scale == 0.3
+                assert isinstance(net.middle, _Scaled)
+            for m in net.modules() if epoch and how == "modules" else ():
+                if isinstance(m, _Scaled):
+                    m.scale = 0.3
+            epochs(net, opt, batches, cross_entropy)
+        return {}
+
+    return loop
+
+
+def test_an_attribute_of_a_layer_that_was_traced_through_is_warned_of() -> None:
+    programs = [_program(_scaled(how), 24, model=_ScaledTwice) for how in ("name", "modules", "not at all")]
+    cases = [(p, p.plan(plan)) for p in programs for plan in ("ddp", "tensor")]
+    *changed, first, second = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    for lines in changed:
+        assert any("model.middle.scale was changed behind asa.parallelize" in line for line in lines), lines
+    assert not any("was changed" in line for line in first + second)

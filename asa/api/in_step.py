@@ -17,7 +17,7 @@ import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -213,6 +213,13 @@ class InStep:
         with contextlib.suppress(Exception):
             self._store.set(f"asa/pass/{self.rank}", f"0 {_STOPPED}")
 
+    def end(self, why: str) -> NoReturn:
+        """End this process with an error that cannot be raised, because another of its threads would wait on."""
+        self.leave()
+        sys.stderr.write(f"asa: error: {why}\n")
+        sys.stderr.flush()
+        os._exit(UsageError.exit_code)
+
     def begin(self) -> None:
         """Reset the counts for another program (on all ranks)."""
         self._warned.clear()
@@ -262,9 +269,7 @@ class InStep:
                     and (conflict := self._conflict())
                     and self._since == since
                 ):
-                    sys.stderr.write(f"asa: error: {conflict}\n")
-                    sys.stderr.flush()
-                    os._exit(UsageError.exit_code)
+                    self.end(conflict)
 
     def _warn(self, text: str) -> None:
         kind = text[:20]

@@ -27,6 +27,7 @@ from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.planned import Origins, PlanOptions, agreed_plan, checked_plan, cost_model, usual_cache
 from asa.api.planning import check_plain, device_of, one_tensor, shaped, spec_of
 from asa.api.rank_context import RankContext, join_ranks, same_weights
+from asa.api.retired import retire
 from asa.api.watch import StepWatch
 from asa.api.whole_model import DATA, rebuild, spare_of, whole_plan
 from asa.errors import InvalidInputError, UsageError
@@ -129,7 +130,7 @@ def parallelize(
         learning = not models or models[0].training
         return local_rows(total, context.ranks, context.rank, least[0] if learning else 1)
 
-    batches = GlobalBatches(loader, context.votes, rows)
+    batches, parameters = GlobalBatches(loader, context.votes, rows), dict(model.named_parameters())
     optimizers = [optimizer, *others_over(model, optimizer)]
     rebindings = [Rebinding(o, model, elementwise=known_elementwise(o, elementwise)) for o in optimizers]
     if context.ranks == 1 and plan == "auto":
@@ -261,6 +262,7 @@ def parallelize(
             stacklevel=2,
         )
     distributed.remember()
+    retire(parameters, dict(distributed.named_parameters(remove_duplicate=False)))
     give_back_freed_memory()  # the model was traced and cut up
     return distributed, optimizer, DistributedLoader(batches, distributed)
 

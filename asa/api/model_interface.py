@@ -212,6 +212,10 @@ class ModelInterface(LearningModel):
                     "torch.nn.init, or model.named_parameters()",
                     stacklevel=2,
                 )
+        # Of a module that was traced through only what is inside runs: a program still finds it here.
+        for path, (module, gone, plain) in self.__dict__.get("traced", {}).items():
+            if gone and plain:
+                yield prefix + path, module
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         held = set() if self.parallel is None else {(p.dtype, p.device) for p in self.parts.parameters()}

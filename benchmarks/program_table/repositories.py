@@ -2009,3 +2009,31 @@ def _rolled_back(net: Any, opt: Any, batches: Any) -> dict[str, Tensor]:
 
 
 _add("steps taken back", _rolled_back)
+
+
+class TwoWays(nn.Module):
+    """Called with one tensor, later with two; scaled by attributes of its own and of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.head, self.gain = nn.Linear(8, 16), Scaled(), nn.Linear(16, 3), 1.0
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        h = self.middle(F.relu(self.first(x)))
+        return self.head(h if shift is None else h + shift) * self.gain  # type: ignore[no-any-return]
+
+
+def _another_call(net: Any, opt: Any, batches: Any) -> None:
+    """Attributes are set, and the model is called in another way behind that."""
+    held = list(net.parameters())
+    for epoch in range(3):
+        if epoch == 1:
+            net.gain, net.middle.scale = 0.5, 0.3
+        for x, y in batches:
+            opt.zero_grad()
+            CE(net(x) if epoch < 2 else net(x, x[:, :1]), y).backward()
+            nn.utils.clip_grad_norm_(held if epoch < 2 else net.parameters(), 0.05)
+            opt.step()
+
+
+_add("attributes, then another call", _another_call, lambda: _classes(TwoWays))
