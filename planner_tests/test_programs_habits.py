@@ -357,12 +357,22 @@ def test_parameters_that_forward_writes_are_restored_after_trials_and_never_shar
         assert rank or "forward changes shift and 1 more, which are parameters" in said
 
 
-def test_a_copy_that_follows_in_forward() -> None:
+def _following(_rank: int) -> tuple[State, str]:
     program = _program(_with_loss(cross_entropy), model=_Follows)
-    alone = program.alone()
-    for state in program.spread(["ddp"])["ddp"]:
-        assert isinstance(state, dict), state
+    net, opt, batches = asa.parallelize(
+        *program.made(), cache=None, time_limit_s=0.5, cluster="profiles/cluster.local-gloo-2.json"
+    )
+    state = program.loop(net, opt, batches)
+    with pytest.raises(UsageError) as refused:
+        asa.parallelize(*program.made(), plan=program.plan("ddp"))
+    return state, str(refused.value)
+
+
+def test_a_model_that_writes_parameters_in_forward_runs_whole() -> None:
+    alone = _program(_with_loss(cross_entropy), model=_Follows).alone()
+    for state, refused in run_ranks(2, _following, threads=1, timeout_s=60):
         assert distance(state, alone) < 1e-11
+        assert "forward changes slow.weight, and components of a model that is cut" in refused
 
 
 class _TwoWays(nn.Module):
@@ -460,6 +470,15 @@ def test_attributes_are_kept_when_a_model_begins_to_run_whole() -> None:
             assert distance(state, alone) < 1e-11, plan
 
 
+class _ScaledOnce(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.middle, self.b = nn.Linear(8, 12), _Scaled(), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.gelu(self.middle(self.a(x))))
+
+
 def _scaled(how: str) -> Any:
     def loop(net: Any, opt: Any, batches: Any) -> State:
         for epoch in range(2):
@@ -477,7 +496,7 @@ def _scaled(how: str) -> Any:
 
 
 def test_an_attribute_of_a_layer_that_was_traced_through_is_warned_of() -> None:
-    programs = [_program(_scaled(how), 24, model=_ScaledTwice) for how in ("name", "modules", "not at all")]
+    programs = [_program(_scaled(how), 24, model=_ScaledOnce) for how in ("name", "modules", "not at all")]
     cases = [(p, p.plan(plan)) for p in programs for plan in ("ddp", "tensor")]
     *changed, first, second = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
     for lines in changed:

@@ -66,7 +66,7 @@ def part_of(model: DistributedModelBase, value: Any) -> Any:
         for name in path.split("."):
             part = None if part is None else part._modules.get(name)
         if part is not None:
-            return _called_by_all(model, path, part, value)
+            return called_by_all(model, path, part, value)
     return value
 
 
@@ -75,7 +75,7 @@ def _of_layers(like: Any, layers: list[nn.Module]) -> Any:
     return nn.Sequential(*layers) if isinstance(like, nn.Sequential) else nn.ModuleList(layers)
 
 
-def _called_by_all(model: DistributedModelBase, path: str, part: nn.Module, own: Any) -> nn.Module:
+def called_by_all(model: DistributedModelBase, path: str, part: nn.Module, own: Any) -> nn.Module:
     """``part``, the module ``path`` of the model, as a program sees it: the same in everything, but a call is one of
     the model's methods. Otherwise gradients of such a call would be those of one rank's samples, and a rank that holds
     a piece of the module would compute with that. Of a module that was traced through, ``part`` holds only what is
@@ -85,7 +85,7 @@ def _called_by_all(model: DistributedModelBase, path: str, part: nn.Module, own:
 
     def inside(name: str, value: Any) -> Any:
         if isinstance(value, nn.Module):
-            return _called_by_all(model, f"{path}.{name}", value, getattr(own, "_modules", {}).get(name))
+            return called_by_all(model, f"{path}.{name}", value, getattr(own, "_modules", {}).get(name))
         return view_of_whole(value)
 
     def attribute(view: Any, name: str) -> Any:

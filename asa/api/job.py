@@ -192,6 +192,8 @@ class Job:
         writes = find_written(context, model, call)
         options = replace(options, no_shards_because=options.no_shards_because or kept_whole(writes))
         self._options = options
+        if writes and plan == "auto" and not why:  # components compute outputs, and change nothing
+            why = f"its forward changes {writes[0]}"
         example = torch.zeros(2, 1) if call is None or call.tensor is None else call.tensor
 
         def subject(of: nn.Module) -> nn.Module | TracedModel:

@@ -154,6 +154,8 @@ def parallelize(
     call, why = find_call(context, model, batches, example_input)
     writes = find_written(context, model, call)
     options = replace(options, no_shards_because=options.no_shards_because or kept_whole(writes))
+    if writes and plan == "auto" and not why:  # components compute outputs, and change nothing
+        why = f"its forward changes {writes[0]}"
     only_whole = why == ONLY_WHOLE
     subject: nn.Module | TracedModel = model
     example = torch.zeros(2, 1)

@@ -195,8 +195,16 @@ class ModelInterface(LearningModel):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The modules of this rank. A loop that changes parts of parameters through them is warned."""
+        """The modules of this rank. A loop that changes parts of parameters through them is warned. One that was traced
+        through has its class and attributes."""
+        traced: dict[str, tuple[nn.Module, bool, dict[str, Any]]] = self.__dict__.get("traced", {})
+        missing = {path: module for path, (module, gone, plain) in traced.items() if gone and plain}
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            path = name.removeprefix(prefix).partition("parts.")[2].partition(".")[2]
+            if type(module) is nn.Module and path in traced:
+                missing.pop(path, None)
+                yield name, attributes.called_by_all(self, path, module, traced[path][0])
+                continue
             parts = held_parts(module) if self.parallel is not None else []
             before = [_sum_of_some(p) for _, p in parts]
             yield name, module
@@ -212,10 +220,7 @@ class ModelInterface(LearningModel):
                     "torch.nn.init, or model.named_parameters()",
                     stacklevel=2,
                 )
-        # Of a module that was traced through only what is inside runs: a program still finds it here.
-        for path, (module, gone, plain) in self.__dict__.get("traced", {}).items():
-            if gone and plain:
-                yield prefix + path, module
+        yield from ((prefix + path, module) for path, module in missing.items())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         held = set() if self.parallel is None else {(p.dtype, p.device) for p in self.parts.parameters()}

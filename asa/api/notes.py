@@ -14,6 +14,7 @@ from asa.executor.model.parallel import ParallelModel
 from asa.executor.training.optimizer import cut_parameters
 from asa.ir.plan import Plan
 from asa.sharding.samples import BySample
+from asa.tracing.whole import WholeModel
 
 
 def trained_norms(model: nn.Module) -> list[str]:
@@ -83,15 +84,20 @@ def written_by_samples(plan: Plan, names: Sequence[str]) -> list[str]:
 
 
 def check_written(model: ParallelModel, names: Sequence[str]) -> None:
-    """Check that no rank holds a shard of a parameter that forward changes (``names``).
+    """Check that forward can change the parameters ``names``.
 
     Raises:
-        UsageError: it does, and the change would be lost or be one of the shard.
+        UsageError: ranks hold shards of one, or components run, which were traced and change nothing.
     """
     if name := next((n for n in cut_parameters(model) if n in names), None):
         raise UsageError(
             f"forward changes {name}, of which ranks hold shards under this plan: make it a buffer, or plan with "
             "strategies=('ddp',)"
+        )
+    if names and not model.called and not any(isinstance(component, WholeModel) for component in model.components):
+        raise UsageError(
+            f"forward changes {names[0]}, and components of a model that is cut change no parameters: leave out plan= "
+            "to have the model run whole, or change it in the loop"
         )
 
 
