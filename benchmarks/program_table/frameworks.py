@@ -26,7 +26,7 @@ def _classes(net: Any = _net, count: int = 21, batch: int = 6, **options: Any) -
 
 def _ignite() -> None:
     from ignite.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer
-    from ignite.handlers import EMAHandler, EarlyStopping, TerminateOnNan
+    from ignite.handlers import EarlyStopping, EMAHandler, TerminateOnNan
     from ignite.metrics import Accuracy, Loss, RunningAverage
 
     def trained(net: Any, opt: Any, batches: Any) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ def _ignite() -> None:
         seen = []
 
         @trainer.on(Events.EPOCH_COMPLETED)
-        def _(engine: Any) -> None:
+        def _(_: Any) -> None:
             judge.run(batches)
             seen.append(judge.state.metrics["loss"])
 
@@ -48,7 +48,7 @@ def _ignite() -> None:
     def stepped(net: Any, opt: Any, batches: Any) -> dict[str, Tensor]:
         """A process function, a running average, a schedule by events."""
 
-        def update(engine: Any, batch: Any) -> float:
+        def update(_: Any, batch: Any) -> float:
             net.train()
             opt.zero_grad()
             loss = CE(net(batch[0]), batch[1])
@@ -118,7 +118,7 @@ def _torchmetrics() -> None:
 def _skorch() -> None:
     import skorch
 
-    def fitted(net: Any, opt: Any, batches: Any) -> None:
+    def fitted(net: Any, _opt: Any, batches: Any) -> None:
         """The placed model in a classifier with a loop and loaders of its own."""
         x, y = batches.dataset.tensors
         clf = skorch.NeuralNetClassifier(

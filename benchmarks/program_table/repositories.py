@@ -1,4 +1,4 @@
-"""Programs as public repositories have them: penalties by layer, layers that draw weights, inner loops, several optimizers, odd calls."""
+"""Programs as public repositories have them: penalties by layer, inner loops, several optimizers, odd calls."""
 
 from __future__ import annotations
 
@@ -70,17 +70,43 @@ def _step(net: Any, opt: Any, x: Tensor, y: Tensor) -> Tensor:
 
 # ---- penalties on weights that are reached through layers
 
-_loss("decay of a layer by its name", lambda n, b: CE(n(b[0]), b[1]) + 0.05 * n.first.weight.pow(2).sum(), lambda: _classes(Named))
-_loss("group lasso of the first layer", lambda n, b: CE(n(b[0]), b[1]) + 0.05 * n.first.weight.norm(dim=0).sum(), lambda: _classes(Named))
-_loss("orthogonal layers", lambda n, b: CE(n(b[0]), b[1]) + 0.01 * sum(
-    (p @ p.T - torch.eye(len(p), dtype=p.dtype)).square().sum() for p in n.parameters() if p.dim() == 2))
-_loss("decay of weights by their names", lambda n, b: CE(n(b[0]), b[1]) + 0.01 * sum(
-    p.square().sum() for k, p in n.named_parameters() if k.endswith("weight")))
-_loss("decay over modules", lambda n, b: CE(n(b[0]), b[1]) + 0.01 * sum(
-    m.weight.square().sum() for m in n.modules() if isinstance(m, nn.Linear)))
-_loss("distance from the first weights", lambda n, b: CE(n(b[0]), b[1]) + 0.1 * sum(
-    (p - 0.01).square().sum() for p in n.parameters()))
-_loss("decay of one row", lambda n, b: CE(n(b[0]), b[1]) + 0.1 * n.first.weight[0].square().sum(), lambda: _classes(Named))
+_loss(
+    "decay of a layer by its name",
+    lambda n, b: CE(n(b[0]), b[1]) + 0.05 * n.first.weight.pow(2).sum(),
+    lambda: _classes(Named),
+)
+_loss(
+    "group lasso of the first layer",
+    lambda n, b: CE(n(b[0]), b[1]) + 0.05 * n.first.weight.norm(dim=0).sum(),
+    lambda: _classes(Named),
+)
+_loss(
+    "orthogonal layers",
+    lambda n, b: (
+        CE(n(b[0]), b[1])
+        + 0.01
+        * sum((p @ p.T - torch.eye(len(p), dtype=p.dtype)).square().sum() for p in n.parameters() if p.dim() == 2)
+    ),
+)
+_loss(
+    "decay of weights by their names",
+    lambda n, b: (
+        CE(n(b[0]), b[1]) + 0.01 * sum(p.square().sum() for k, p in n.named_parameters() if k.endswith("weight"))
+    ),
+)
+_loss(
+    "decay over modules",
+    lambda n, b: (
+        CE(n(b[0]), b[1]) + 0.01 * sum(m.weight.square().sum() for m in n.modules() if isinstance(m, nn.Linear))
+    ),
+)
+_loss(
+    "distance from the first weights",
+    lambda n, b: CE(n(b[0]), b[1]) + 0.1 * sum((p - 0.01).square().sum() for p in n.parameters()),
+)
+_loss(
+    "decay of one row", lambda n, b: CE(n(b[0]), b[1]) + 0.1 * n.first.weight[0].square().sum(), lambda: _classes(Named)
+)
 
 
 def _path_norm(net: Any, opt: Any, batches: Any) -> None:
@@ -235,8 +261,13 @@ class Drawn(nn.Module):
 
 for how in ("variational", "drop connect", "factorised noise"):
     _out(f"weights drawn in forward: {how}", CE, lambda how=how: _classes(lambda: Drawn(how)))
-_loss("weights drawn in forward, with their divergence", lambda n, b: CE(n(b[0]), b[1]) + 1e-3 * (
-    n.mu.square() + F.softplus(n.rho).square() - 2 * F.softplus(n.rho).log()).sum(), lambda: _classes(lambda: Drawn("variational")))
+_loss(
+    "weights drawn in forward, with their divergence",
+    lambda n, b: (
+        CE(n(b[0]), b[1]) + 1e-3 * (n.mu.square() + F.softplus(n.rho).square() - 2 * F.softplus(n.rho).log()).sum()
+    ),
+    lambda: _classes(lambda: Drawn("variational")),
+)
 
 
 class Noisy(nn.Module):
@@ -519,10 +550,16 @@ def _contracted(net: Any, batch: Any) -> Tensor:
 
 
 _loss("contractive", _contracted, lambda: _classes(lambda: _tanh(8, 3)))
-_loss("jvp in the loss", lambda n, b: CE(n(b[0]), b[1]) + 0.1 * torch.func.jvp(n, (b[0],), (torch.ones_like(b[0]),))[1].square().mean(),
-      lambda: _classes(lambda: _tanh(8, 3)))
-_loss("jacobian by vmap", lambda n, b: CE(n(b[0]), b[1]) + 0.1 * torch.func.vmap(torch.func.jacrev(n))(b[0]).square().sum((1, 2)).mean(),
-      lambda: _classes(lambda: _tanh(8, 3)))
+_loss(
+    "jvp in the loss",
+    lambda n, b: CE(n(b[0]), b[1]) + 0.1 * torch.func.jvp(n, (b[0],), (torch.ones_like(b[0]),))[1].square().mean(),
+    lambda: _classes(lambda: _tanh(8, 3)),
+)
+_loss(
+    "jacobian by vmap",
+    lambda n, b: CE(n(b[0]), b[1]) + 0.1 * torch.func.vmap(torch.func.jacrev(n))(b[0]).square().sum((1, 2)).mean(),
+    lambda: _classes(lambda: _tanh(8, 3)),
+)
 
 # ---- functions of parameters
 
@@ -541,7 +578,7 @@ def _maml(net: Any, opt: Any, batches: Any) -> None:
 _add("an inner step differentiated", _maml)
 
 
-def _grad_and_value(net: Any, opt: Any, batches: Any) -> None:
+def _grad_and_value(net: Any, _opt: Any, batches: Any) -> None:
     """``torch.func.grad_and_value`` and an update by hand."""
     for x, y in batches:
         p = {k: v.detach() for k, v in net.named_parameters()}
@@ -554,7 +591,7 @@ def _grad_and_value(net: Any, opt: Any, batches: Any) -> None:
 _add("gradients by torch.func", _grad_and_value)
 
 
-def _zeroth(net: Any, opt: Any, batches: Any) -> None:
+def _zeroth(net: Any, _opt: Any, batches: Any) -> None:
     """SPSA: losses at weights moved to both sides along signs."""
     for i, (x, y) in enumerate(batches):
         with torch.no_grad():
@@ -572,7 +609,7 @@ def _zeroth(net: Any, opt: Any, batches: Any) -> None:
 _add("gradients from two losses", _zeroth)
 
 
-def _evolved(net: Any, opt: Any, batches: Any) -> None:
+def _evolved(net: Any, _opt: Any, batches: Any) -> None:
     """A better one of two neighbours is kept, by the loss of a whole set."""
     x, y = batches.dataset.tensors
     for i in range(4):
@@ -693,7 +730,9 @@ class Whole(torch.optim.Optimizer):
             at += p.numel()
 
 
-_add("one vector of gradients", epochs(pairs(CE)), lambda: (lambda m: (m[0], Whole(m[0].parameters()), m[2]))(_classes()))
+_add(
+    "one vector of gradients", epochs(pairs(CE)), lambda: (lambda m: (m[0], Whole(m[0].parameters()), m[2]))(_classes())
+)
 
 
 class Wrapped:
@@ -754,7 +793,11 @@ def _decayed_by_hand(net: Any, opt: Any, batches: Any) -> None:
 
 def _layered() -> Made:
     net, _, batches = _classes()
-    groups = [{"params": list(m.parameters()), "lr": 0.1 * 0.7**i} for i, m in enumerate(net.children()) if list(m.parameters())]
+    groups = [
+        {"params": list(m.parameters()), "lr": 0.1 * 0.7**i}
+        for i, m in enumerate(net.children())
+        if list(m.parameters())
+    ]
     return net, torch.optim.SGD(groups, lr=0.1, momentum=0.9), batches
 
 
@@ -780,7 +823,7 @@ def _gradual(net: Any, opt: Any, batches: Any) -> None:
 _add("layers thaw", _gradual, lambda: _classes(Named))
 
 
-def _three(net: Any, opt: Any, batches: Any) -> None:
+def _three(net: Any, _opt: Any, batches: Any) -> None:
     """Soft actor-critic: three optimizers, target critics, a learned temperature."""
     critics = [*net.q1.parameters(), *net.q2.parameters()]
     of_q = torch.optim.Adam(critics, lr=0.01, eps=1e-3)
@@ -847,7 +890,11 @@ class Adversarial(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.label, self.domain = nn.Sequential(nn.Linear(8, 16), nn.ReLU()), nn.Linear(16, 3), nn.Linear(16, 2)
+        self.body, self.label, self.domain = (
+            nn.Sequential(nn.Linear(8, 16), nn.ReLU()),
+            nn.Linear(16, 3),
+            nn.Linear(16, 2),
+        )
 
     def forward(self, x: Tensor, alpha: float) -> tuple[Tensor, Tensor]:
         h = self.body(x)
@@ -882,8 +929,11 @@ class Arc(nn.Module):
 
 
 _loss("a margin by the label", lambda n, b: CE(n(*b), b[1]), lambda: _classes(Arc))
-_loss("three calls for a triplet", lambda n, b: F.triplet_margin_loss(n(b[0]), n(b[1]), n(b[2]), margin=0.5),
-      lambda: made(_net(4), normal(21, 8), normal(21, 8), normal(21, 8)))
+_loss(
+    "three calls for a triplet",
+    lambda n, b: F.triplet_margin_loss(n(b[0]), n(b[1]), n(b[2]), margin=0.5),
+    lambda: made(_net(4), normal(21, 8), normal(21, 8), normal(21, 8)),
+)
 
 
 def _unlabelled(out: Tensor, y: Tensor) -> Tensor:
@@ -919,24 +969,65 @@ def _coteaching(net: Any, batch: Any) -> Tensor:
 
 
 _loss("taught by the easy ones", _coteaching, lambda: _classes(Two))
-_loss("mutual learning", lambda n, b: (lambda o: sum(CE(o[i], b[1]) + F.kl_div(
-    o[i].log_softmax(1), o[1 - i].detach().softmax(1), reduction="batchmean") for i in (0, 1)))(n(b[0])), lambda: _classes(Two))
-_out("mixture density", lambda o, y: -torch.logsumexp(
-    o[:, :2].log_softmax(1) - 0.5 * (y[:, None] - o[:, 2:4]).square() * o[:, 4:].exp() + 0.5 * o[:, 4:], 1).mean(), lambda: _classes(lambda: _net(6)))
+_loss(
+    "mutual learning",
+    lambda n, b: (
+        lambda o: sum(
+            CE(o[i], b[1]) + F.kl_div(o[i].log_softmax(1), o[1 - i].detach().softmax(1), reduction="batchmean")
+            for i in (0, 1)
+        )
+    )(n(b[0])),
+    lambda: _classes(Two),
+)
+_out(
+    "mixture density",
+    lambda o, y: (
+        -torch.logsumexp(
+            o[:, :2].log_softmax(1) - 0.5 * (y[:, None] - o[:, 2:4]).square() * o[:, 4:].exp() + 0.5 * o[:, 4:], 1
+        ).mean()
+    ),
+    lambda: _classes(lambda: _net(6)),
+)
 _out("ordinal", lambda o, y: BCE(o, (y[:, None] > torch.arange(2)).double()), lambda: _classes(lambda: _net(2)))
-_out("asymmetric, a sum", lambda o, y: -(F.one_hot(y, 3) * F.logsigmoid(o) + (1 - F.one_hot(y, 3)) * o.sigmoid() ** 2 * F.logsigmoid(-o)).sum())
+_out(
+    "asymmetric, a sum",
+    lambda o, y: (
+        -(F.one_hot(y, 3) * F.logsigmoid(o) + (1 - F.one_hot(y, 3)) * o.sigmoid() ** 2 * F.logsigmoid(-o)).sum()
+    ),
+)
 _out("evidential", lambda o, y: ((F.one_hot(y, 3) - (o.exp() + 1) / (o.exp() + 1).sum(1, True)).square().sum(1)).mean())
 _out("generalised cross-entropy", lambda o, y: ((1 - o.softmax(1).gather(1, y[:, None]) ** 0.7) / 0.7).mean())
-_out("poly, by outputs of its own", lambda o, y: (CE(o, y, reduction="none") + 1 - o.softmax(1)[torch.arange(len(y)), y]).mean())
-_out("Tversky over the batch", lambda o, y: 1 - (o.softmax(1) * F.one_hot(y, 3)).sum() / (
-    (o.softmax(1) * F.one_hot(y, 3)).sum() + 0.7 * (o.softmax(1) * (1 - F.one_hot(y, 3))).sum() + 0.3 * len(y)))
-_out("supervised contrastive", lambda o, y: (lambda s, m: -((s - s.exp().sum(1, True).log()) * m).sum(1).div(m.sum(1).clamp(min=1)).mean())(
-    F.normalize(o) @ F.normalize(o).T / 0.5, (y[:, None] == y).double()), lambda: _classes(lambda: _net(6)))
-_out("proxy anchor", lambda o, y: torch.stack([F.softplus(torch.logsumexp(-3 * (o[y == k, k] - 0.1), 0)) for k in range(3) if (y == k).any()]).mean())
+_out(
+    "poly, by outputs of its own",
+    lambda o, y: (CE(o, y, reduction="none") + 1 - o.softmax(1)[torch.arange(len(y)), y]).mean(),
+)
+_out(
+    "Tversky over the batch",
+    lambda o, y: (
+        1
+        - (o.softmax(1) * F.one_hot(y, 3)).sum()
+        / ((o.softmax(1) * F.one_hot(y, 3)).sum() + 0.7 * (o.softmax(1) * (1 - F.one_hot(y, 3))).sum() + 0.3 * len(y))
+    ),
+)
+_out(
+    "supervised contrastive",
+    lambda o, y: (lambda s, m: -((s - s.exp().sum(1, True).log()) * m).sum(1).div(m.sum(1).clamp(min=1)).mean())(
+        F.normalize(o) @ F.normalize(o).T / 0.5, (y[:, None] == y).double()
+    ),
+    lambda: _classes(lambda: _net(6)),
+)
+_out(
+    "proxy anchor",
+    lambda o, y: torch.stack(
+        [F.softplus(torch.logsumexp(-3 * (o[y == k, k] - 0.1), 0)) for k in range(3) if (y == k).any()]
+    ).mean(),
+)
 _out("the mean of class means", lambda o, y: torch.stack([CE(o[y == k], y[y == k]) for k in y.unique()]).mean())
 _out("a loss over a fixed number", lambda o, y: CE(o, y, reduction="sum") / 6)
-_out("a loss by numpy's mean weight", lambda o, y: (CE(o, y, reduction="none") * torch.from_numpy(
-    (y.numpy() + 1) / (y.numpy() + 1).mean())).mean())
+_out(
+    "a loss by numpy's mean weight",
+    lambda o, y: (CE(o, y, reduction="none") * torch.from_numpy((y.numpy() + 1) / (y.numpy() + 1).mean())).mean(),
+)
 
 
 class Smoothed(nn.Module):
@@ -974,12 +1065,19 @@ def _sampled(net: Any, opt: Any, batches: Any) -> None:
         neg = torch.randint(11, (len(a), 3), generator=g)
         opt.zero_grad()
         u = net(a)
-        (-F.logsigmoid((u * net(b)).sum(1)) - F.logsigmoid(-torch.einsum("nd,nkd->nk", u, net(neg))).sum(1)).mean().backward()
+        (
+            -F.logsigmoid((u * net(b)).sum(1)) - F.logsigmoid(-torch.einsum("nd,nkd->nk", u, net(neg))).sum(1)
+        ).mean().backward()
         opt.step()
 
 
-_add("negative samples", _sampled, lambda: (lambda n: (n, sgd(n), loader(torch.randint(11, (21,)), torch.randint(11, (21,)))))(
-    nn.Embedding(11, 6).double()))
+_add(
+    "negative samples",
+    _sampled,
+    lambda: (lambda n: (n, sgd(n), loader(torch.randint(11, (21,)), torch.randint(11, (21,)))))(
+        nn.Embedding(11, 6).double()
+    ),
+)
 
 # ---- calls
 
@@ -1006,7 +1104,11 @@ def _translated(net: Any, opt: Any, batches: Any) -> None:
         opt.step()
 
 
-_add("translation, time first", _translated, lambda: made(TimeFirst(), torch.randint(9, (21, 6)), torch.randint(9, (21, 6))))
+_add(
+    "translation, time first",
+    _translated,
+    lambda: made(TimeFirst(), torch.randint(9, (21, 6)), torch.randint(9, (21, 6))),
+)
 
 
 class Written(nn.Module):
@@ -1074,9 +1176,15 @@ def _phases(net: Any, opt: Any, batches: Any) -> dict[str, Tensor]:
 
 
 _add("phases", _phases)
-_add("a part of every epoch", lambda net, opt, batches: [_step(net, opt, *b) for _ in range(3) for b in itertools.islice(batches, 2)] and None)
-_add("a new iterator for every batch", lambda net, opt, batches: [_step(net, opt, *next(iter(batches))) for _ in range(4)] and None,
-     lambda: _classes(shuffle=True))
+_add(
+    "a part of every epoch",
+    lambda net, opt, batches: [_step(net, opt, *b) for _ in range(3) for b in itertools.islice(batches, 2)] and None,
+)
+_add(
+    "a new iterator for every batch",
+    lambda net, opt, batches: [_step(net, opt, *next(iter(batches))) for _ in range(4)] and None,
+    lambda: _classes(shuffle=True),
+)
 
 
 def _hooked(net: Any, opt: Any, batches: Any) -> None:
@@ -1150,8 +1258,12 @@ def _update_bn(net: Any, opt: Any, batches: Any) -> None:
     torch.optim.swa_utils.update_bn(batches, net)
 
 
-_add("statistics made anew", _update_bn, lambda: _classes(lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)), 24),
-     batch_norm="exact")
+_add(
+    "statistics made anew",
+    _update_bn,
+    lambda: _classes(lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)), 24),
+    batch_norm="exact",
+)
 
 
 def _recalibrated(net: Any, opt: Any, batches: Any) -> None:
@@ -1165,11 +1277,18 @@ def _recalibrated(net: Any, opt: Any, batches: Any) -> None:
             net(x)
 
 
-_add("statistics reset", _recalibrated, lambda: _classes(lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)), 24),
-     batch_norm="exact")
+_add(
+    "statistics reset",
+    _recalibrated,
+    lambda: _classes(lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3)), 24),
+    batch_norm="exact",
+)
 _add("wrapped in DataParallel", epochs(pairs(CE)), lambda: _classes(lambda: nn.DataParallel(_net())))
-_add("an ensemble with weights of samples", epochs(lambda n, b: sum((CE(o, b[1], reduction="none") * b[2][:, i]).mean() for i, o in enumerate(n(b[0])))),
-     lambda: made(Two(), normal(21, 8), torch.randint(3, (21,)), torch.randint(3, (21, 2)).double()))
+_add(
+    "an ensemble with weights of samples",
+    epochs(lambda n, b: sum((CE(o, b[1], reduction="none") * b[2][:, i]).mean() for i, o in enumerate(n(b[0])))),
+    lambda: made(Two(), normal(21, 8), torch.randint(3, (21,)), torch.randint(3, (21, 2)).double()),
+)
 
 
 def _anomalies(net: Any, opt: Any, batches: Any) -> None:
@@ -1222,7 +1341,11 @@ def _bank(net: Any, opt: Any, batches: Any) -> dict[str, Tensor]:
     return {"bank": bank}
 
 
-_add("a bank of losses", _bank, lambda: made(_net(), normal(21, 8), torch.randint(3, (21,)), torch.arange(21), shuffle=True))
+_add(
+    "a bank of losses",
+    _bank,
+    lambda: made(_net(), normal(21, 8), torch.randint(3, (21,)), torch.arange(21), shuffle=True),
+)
 
 
 def _by_norms(net: Any, opt: Any, batches: Any) -> dict[str, Tensor]:
@@ -1283,9 +1406,16 @@ def _strengths(net: Any, opt: Any, batches: Any) -> None:
             _step(net, opt, x, y)
 
 
-_add("a data set changed by epoch", _strengths, lambda: (lambda n: (n, sgd(n), DataLoader(Augmented(), 6)))(_net().double()))
-_add("a data set changed by epoch, a worker", _strengths,
-     lambda: (lambda n: (n, sgd(n), DataLoader(Augmented(), 6, num_workers=1)))(_net().double()))
+_add(
+    "a data set changed by epoch",
+    _strengths,
+    lambda: (lambda n: (n, sgd(n), DataLoader(Augmented(), 6)))(_net().double()),
+)
+_add(
+    "a data set changed by epoch, a worker",
+    _strengths,
+    lambda: (lambda n: (n, sgd(n), DataLoader(Augmented(), 6, num_workers=1)))(_net().double()),
+)
 
 
 class Epochs(Sampler[int]):
@@ -1327,9 +1457,24 @@ class Shards(IterableDataset[Any]):
             yield self.x[i], self.y[i]
 
 
-_add("a stream that workers share", epochs(pairs(CE)), lambda: (lambda n: (n, sgd(n), DataLoader(Shards(), 6, num_workers=2)))(_net().double()))
-_add("a random split", epochs(pairs(CE)), lambda: (lambda n: (n, sgd(n), DataLoader(random_split(
-    TensorDataset(normal(30, 8), torch.randint(3, (30,))), [21, 9])[0], 6, shuffle=True)))(_net().double()))
+_add(
+    "a stream that workers share",
+    epochs(pairs(CE)),
+    lambda: (lambda n: (n, sgd(n), DataLoader(Shards(), 6, num_workers=2)))(_net().double()),
+)
+_add(
+    "a random split",
+    epochs(pairs(CE)),
+    lambda: (
+        lambda n: (
+            n,
+            sgd(n),
+            DataLoader(
+                random_split(TensorDataset(normal(30, 8), torch.randint(3, (30,))), [21, 9])[0], 6, shuffle=True
+            ),
+        )
+    )(_net().double()),
+)
 
 
 class Classwise(Sampler[list[int]]):
@@ -1346,15 +1491,38 @@ class Classwise(Sampler[list[int]]):
         return 3
 
 
-_add("two of each class, gathered", epochs(lambda n, b: F.relu(
-    0.5 + (lambda o, y: torch.cdist(o, o)[y[:, None] == y].mean() - torch.cdist(o + 1e-3, o)[y[:, None] != y].mean())(
-        asa.gather(n(b[0])), asa.gather(b[1])))),
+_add(
+    "two of each class, gathered",
+    epochs(
+        lambda n, b: F.relu(
+            0.5
+            + (
+                lambda o, y: (
+                    torch.cdist(o, o)[y[:, None] == y].mean() - torch.cdist(o + 1e-3, o)[y[:, None] != y].mean()
+                )
+            )(asa.gather(n(b[0])), asa.gather(b[1]))
+        )
+    ),
     lambda: (lambda n, d: (n, sgd(n), DataLoader(d, batch_sampler=Classwise(d.tensors[1]))))(
-        _net().double(), TensorDataset(normal(21, 8), torch.arange(21) % 3)))
-_add("two of each class, not gathered", epochs(lambda n, b: F.relu(
-    0.5 + (lambda o, y: torch.cdist(o, o)[y[:, None] == y].mean() - torch.cdist(o + 1e-3, o)[y[:, None] != y].mean())(n(b[0]), b[1]))),
+        _net().double(), TensorDataset(normal(21, 8), torch.arange(21) % 3)
+    ),
+)
+_add(
+    "two of each class, not gathered",
+    epochs(
+        lambda n, b: F.relu(
+            0.5
+            + (
+                lambda o, y: (
+                    torch.cdist(o, o)[y[:, None] == y].mean() - torch.cdist(o + 1e-3, o)[y[:, None] != y].mean()
+                )
+            )(n(b[0]), b[1])
+        )
+    ),
     lambda: (lambda n, d: (n, sgd(n), DataLoader(d, batch_sampler=Classwise(d.tensors[1]))))(
-        _net().double(), TensorDataset(normal(21, 8), torch.arange(21) % 3)))
+        _net().double(), TensorDataset(normal(21, 8), torch.arange(21) % 3)
+    ),
+)
 
 
 def _prefetched(net: Any, opt: Any, batches: Any) -> None:
@@ -1369,7 +1537,11 @@ def _prefetched(net: Any, opt: Any, batches: Any) -> None:
 
 
 _add("read one batch ahead", _prefetched, lambda: _classes(shuffle=True))
-_add("two epochs in a list", lambda net, opt, batches: [_step(net, opt, *b) for b in [*batches, *batches]] and None, lambda: _classes(shuffle=True))
+_add(
+    "two epochs in a list",
+    lambda net, opt, batches: [_step(net, opt, *b) for b in [*batches, *batches]] and None,
+    lambda: _classes(shuffle=True),
+)
 
 
 def _sorted(net: Any, opt: Any, batches: Any) -> None:
@@ -1462,7 +1634,7 @@ def _moves_held(net: Any, opt: Any, batches: Any) -> None:
 _add("parameters listed before: moved by hand", _moves_held, lambda: _holding(lambda n: list(n.parameters())))
 
 
-def _calls_held(net: Any, opt: Any, batches: Any) -> None:
+def _calls_held(_: Any, opt: Any, batches: Any) -> None:
     for x, y in batches:
         opt.zero_grad()
         CE(opt.held(x), y).backward()
@@ -1537,17 +1709,43 @@ def _register(net: Any, _opt: Any, epoch: int) -> None:
     net.middle.register_buffer("temperature", torch.tensor(1.0 + epoch).double())
 
 
-_add("a layer's attribute by epoch", _by_epoch(lambda n, o, e: _scale(n.middle, e)), lambda: _classes(Inner))
-_add("a layer's attribute, by modules()", _by_epoch(lambda n, o, e: [_scale(m, e) for m in n.modules() if isinstance(m, Scaled)]), lambda: _classes(Inner))
-_add("a layer's attribute, held from before", _by_epoch(lambda n, o, e: _scale(o.held, e)), lambda: _holding(lambda n: n.middle, Inner))
-_add("a layer's attribute, by get_submodule", _by_epoch(lambda n, o, e: _scale(n.get_submodule("middle"), e)), lambda: _classes(Inner))
+_add("a layer's attribute by epoch", _by_epoch(lambda n, _o, e: _scale(n.middle, e)), lambda: _classes(Inner))
+_add(
+    "a layer's attribute, by modules()",
+    _by_epoch(lambda n, _o, e: [_scale(m, e) for m in n.modules() if isinstance(m, Scaled)]),
+    lambda: _classes(Inner),
+)
+_add(
+    "a layer's attribute, held from before",
+    _by_epoch(lambda _n, o, e: _scale(o.held, e)),
+    lambda: _holding(lambda n: n.middle, Inner),
+)
+_add(
+    "a layer's attribute, by get_submodule",
+    _by_epoch(lambda n, _o, e: _scale(n.get_submodule("middle"), e)),
+    lambda: _classes(Inner),
+)
 _add("a layer's buffer by epoch", _by_epoch(_cool), lambda: _classes(Inner))
 _add("a layer's buffer replaced", _by_epoch(_replace), lambda: _classes(Inner))
 _add("a layer's buffer registered again", _by_epoch(_register), lambda: _classes(Inner))
-_add("a layer's buffer, held from before", _by_epoch(lambda n, o, e: o.held.fill_(1.0 + e)), lambda: _holding(lambda n: n.middle.temperature, Inner))
-_add("a layer's buffer, by state_dict", _by_epoch(lambda n, o, e: n.load_state_dict({"middle.temperature": torch.tensor(1.0 + e)}, strict=False)), lambda: _classes(Inner))
-_add("dropout switched off and on", _by_epoch(lambda n, o, e: setattr(n.drop, "p", 0.0) or n.drop.train(e % 2 == 0)), lambda: _classes(Inner))
-_add("dropout from the second epoch", _by_epoch(lambda n, o, e: setattr(n.drop, "p", 0.4 * e)), lambda: _classes(Inner))
+_add(
+    "a layer's buffer, held from before",
+    _by_epoch(lambda _n, o, e: o.held.fill_(1.0 + e)),
+    lambda: _holding(lambda n: n.middle.temperature, Inner),
+)
+_add(
+    "a layer's buffer, by state_dict",
+    _by_epoch(lambda n, _o, e: n.load_state_dict({"middle.temperature": torch.tensor(1.0 + e)}, strict=False)),
+    lambda: _classes(Inner),
+)
+_add(
+    "dropout switched off and on",
+    _by_epoch(lambda n, _o, e: setattr(n.drop, "p", 0.0) or n.drop.train(e % 2 == 0)),
+    lambda: _classes(Inner),
+)
+_add(
+    "dropout from the second epoch", _by_epoch(lambda n, _o, e: setattr(n.drop, "p", 0.4 * e)), lambda: _classes(Inner)
+)
 
 
 def _layerwise_clip(net: Any, opt: Any, batches: Any) -> None:
@@ -1604,7 +1802,11 @@ def _logged(net: Any, opt: Any, batches: Any) -> dict[str, Tensor]:
     seen = []
     for x, y in batches:
         _step(net, opt, x, y)
-        seen += [net.first.weight.norm().item(), net.first.weight.grad.abs().max().item(), net.second.weight.std().item()]
+        seen += [
+            net.first.weight.norm().item(),
+            net.first.weight.grad.abs().max().item(),
+            net.second.weight.std().item(),
+        ]
         seen += [float(m.weight.detach().mean()) for m in net.children()]
     return numbers(seen=seen)
 
@@ -1616,7 +1818,10 @@ def _histogram(net: Any, opt: Any, batches: Any) -> dict[str, Tensor]:
     """Weights as arrays, as TensorBoard takes them."""
     for x, y in batches:
         _step(net, opt, x, y)
-    return numbers(size=net.second.weight.detach().cpu().numpy().size, total=float(np.abs(net.second.weight.detach().numpy()).sum()))
+    return numbers(
+        size=net.second.weight.detach().cpu().numpy().size,
+        total=float(np.abs(net.second.weight.detach().numpy()).sum()),
+    )
 
 
 _add("weights of a layer as an array", _histogram, lambda: _classes(Named))
@@ -1674,13 +1879,16 @@ def _begun(kind: Any, steps: int = 2, **options: Any) -> Made:
 
 
 for name, kind, more in (
-    ("Adam", torch.optim.Adam, {"eps": 1e-3}), ("SGD", torch.optim.SGD, {"momentum": 0.9}),
+    ("Adam", torch.optim.Adam, {"eps": 1e-3}),
+    ("SGD", torch.optim.SGD, {"momentum": 0.9}),
     ("RMSprop", torch.optim.RMSprop, {"eps": 1e-2, "momentum": 0.5, "centered": True}),
 ):
     _add(f"a state from before: {name}", epochs(pairs(CE)), lambda kind=kind, more=more: _begun(kind, **more), CE)
 for name, kind, more in (
-    ("Adagrad, begun", torch.optim.Adagrad, {"initial_accumulator_value": 0.5}), ("Adamax", torch.optim.Adamax, {"eps": 1e-3}),
-    ("RAdam", torch.optim.RAdam, {"eps": 1e-3}), ("SGD, nesterov, dampened", torch.optim.SGD, {"momentum": 0.9, "dampening": 0.0, "nesterov": True}),
+    ("Adagrad, begun", torch.optim.Adagrad, {"initial_accumulator_value": 0.5}),
+    ("Adamax", torch.optim.Adamax, {"eps": 1e-3}),
+    ("RAdam", torch.optim.RAdam, {"eps": 1e-3}),
+    ("SGD, nesterov, dampened", torch.optim.SGD, {"momentum": 0.9, "dampening": 0.0, "nesterov": True}),
 ):
     _add(f"another optimizer: {name}", epochs(pairs(CE)), lambda kind=kind, more=more: _begun(kind, 0, **more), CE)
 
@@ -1840,7 +2048,11 @@ def _weighed(net: Any, opt: Any, batches: Any) -> None:
             batches.sampler.weights[i] = each.detach()
 
 
-_add("a sampler by losses", _weighed, lambda: made(_net(), normal(21, 8), torch.randint(3, (21,)), torch.arange(21), sampler=Weighted()))
+_add(
+    "a sampler by losses",
+    _weighed,
+    lambda: made(_net(), normal(21, 8), torch.randint(3, (21,)), torch.arange(21), sampler=Weighted()),
+)
 
 
 def _active(net: Any, opt: Any, batches: Any) -> dict[str, Tensor]:
@@ -1916,7 +2128,7 @@ def _by_numpy(scale: Any) -> Any:
 
 
 _add("gradients of outputs by numpy, a mean", _by_numpy(len))
-_add("gradients of outputs by numpy, a sum", _by_numpy(lambda y: 3.0))
+_add("gradients of outputs by numpy, a sum", _by_numpy(lambda _y: 3.0))
 
 
 def _by_torch(net: Any, opt: Any, batches: Any) -> None:
@@ -1936,7 +2148,10 @@ class Tasks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.heads = nn.Sequential(nn.Linear(8, 16), nn.ReLU()), nn.ModuleDict({"a": nn.Linear(16, 3), "b": nn.Linear(16, 3)})
+        self.body, self.heads = (
+            nn.Sequential(nn.Linear(8, 16), nn.ReLU()),
+            nn.ModuleDict({"a": nn.Linear(16, 3), "b": nn.Linear(16, 3)}),
+        )
 
     def forward(self, x: Tensor, task: str = "a", scale: float = 1.0) -> Tensor:
         return self.heads[task](self.body(x)) * scale  # type: ignore[no-any-return]
@@ -1964,7 +2179,11 @@ def _dropped_order(net: Any, opt: Any, batches: Any) -> dict[str, Tensor]:
     return {}
 
 
-_add("dropout, and an order of the loop's", _dropped_order, lambda: _classes(lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 3))))
+_add(
+    "dropout, and an order of the loop's",
+    _dropped_order,
+    lambda: _classes(lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 3))),
+)
 
 
 def _found_rate(net: Any, opt: Any, batches: Any) -> dict[str, Tensor]:
