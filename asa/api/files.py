@@ -7,7 +7,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -64,7 +64,8 @@ def load(path: Path | str, into: Any = None) -> Any:
             where ranks read different files. UsageError: an entry is missing, or has another form. With ``into``, both
             are raised on every rank.
     """
-    state, checksum, error = None, 0, None
+    state: Any = None
+    checksum, error = 0, cast(InvalidInputError | None, None)
     try:
         state, checksum = _read(Path(path))
     except InvalidInputError as caught:

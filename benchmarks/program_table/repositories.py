@@ -1743,9 +1743,10 @@ _add(
     _by_epoch(lambda n, _o, e: setattr(n.drop, "p", 0.0) or n.drop.train(e % 2 == 0)),
     lambda: _classes(Inner),
 )
-_add("dropout from the second epoch", _by_epoch(lambda n, _o, e: setattr(n.drop, "p", 0.4 * e)),
-     lambda: _classes(Inner))
-    "dropout from the second epoch", _by_epoch(lambda n, _o, e: setattr(n.drop, "p", 0.4 * e)), lambda: _classes(Inner)
+_add(
+    "dropout from the second epoch",
+    _by_epoch(lambda n, _o, e: setattr(n.drop, "p", 0.4 * e)),
+    lambda: _classes(Inner),
 )
 
 
