@@ -7,7 +7,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -65,7 +65,8 @@ def load(path: Path | str, into: Any = None) -> Any:
             are raised on every rank.
     """
     state: Any = None
-    checksum, error = 0, cast(InvalidInputError | None, None)
+    error: InvalidInputError | None = None
+    checksum = 0
     try:
         state, checksum = _read(Path(path))
     except InvalidInputError as caught:
