@@ -95,7 +95,6 @@ def table() -> dict[str, Program]:
     from benchmarks.program_table import (  # noqa: F401
         adversary,
         batches,
-        frameworks,
         habits,
         library,
         loops,
