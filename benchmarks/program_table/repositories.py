@@ -1557,27 +1557,6 @@ def _sorted(net: Any, opt: Any, batches: Any) -> None:
 _add("batches by their losses", _sorted)
 
 
-def _threaded(net: Any, opt: Any, batches: Any) -> None:
-    """Batches come through a queue from a thread."""
-    import queue
-    import threading
-
-    q: Any = queue.Queue(2)
-
-    def read() -> None:
-        for b in batches:
-            q.put(b)
-        q.put(None)
-
-    t = threading.Thread(target=read)
-    t.start()
-    while (b := q.get()) is not None:
-        _step(net, opt, *b)
-    t.join()
-
-
-_add("read by a thread", _threaded)
-
 # ---- what a program holds from before the call, and what it reaches through layers
 
 
