@@ -513,3 +513,78 @@ def test_an_attribute_of_a_layer_that_was_traced_through_is_warned_of() -> None:
     for lines in changed:
         assert any("model.middle.scale was changed behind asa.parallelize" in line for line in lines), lines
     assert not any("was changed" in line for line in first + second)
+
+
+def _dropping_later(net: Any, opt: Any, batches: Any) -> State:
+    for rate in (0.0, 0.5):
+        net[1].p = rate
+        epochs(net, opt, batches, cross_entropy)
+    return {}
+
+
+def test_a_rate_of_dropout_that_is_set_later_is_told() -> None:
+    program = _program(
+        _dropping_later, 24, model=lambda: nn.Sequential(nn.Linear(8, 12), nn.Dropout(0.0), nn.Linear(12, 3))
+    )
+    (lines,) = run_ranks(2, heard_of, [(program, program.plan("ddp"))], threads=1, timeout_s=60)[0]
+    assert sum("draws random numbers by sample and step" in line for line in lines) == 1
+
+
+def _by_norms_of_layers(net: Any, opt: Any, batches: Any) -> State:
+    for x, y in batches:
+        opt.zero_grad()
+        CE(net(x), y).backward()
+        for m in net.modules():
+            if isinstance(m, nn.Linear):
+                m.weight.grad.div_(m.weight.grad.norm())
+        opt.step()
+    return {}
+
+
+def test_gradients_that_are_changed_through_modules_are_warned_of() -> None:
+    program = _program(_by_norms_of_layers, 24)
+    cases = [(program, program.plan(plan)) for plan in ("tensor", "ddp")]
+    parts, whole = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    assert any("weight.grad was changed through model.modules()" in line for line in parts)
+    assert not any("changed through" in line for line in whole)
+
+
+def _probed(net: Any, opt: Any, batches: Any) -> State:
+    """A probe that is not placed learns on detached outputs."""
+    probe = nn.Linear(3, 3).double()
+    nn.init.eye_(probe.weight)
+    nn.init.zeros_(probe.bias)
+    other = torch.optim.SGD(probe.parameters(), lr=0.1)
+    for x, y in batches:
+        opt.zero_grad()
+        out = net(x)
+        CE(out, y).backward()
+        opt.step()
+        other.zero_grad()
+        CE(probe(out.detach()), y).backward()
+        other.step()
+    return {}
+
+
+def test_a_second_model_that_is_not_placed_is_warned_of() -> None:
+    programs = [_program(_probed, 24), _program(_with_loss(cross_entropy), 24)]
+    cases = [(p, p.plan("ddp")) for p in programs]
+    probed, usual = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    assert any("of an optimizer that was not handed to asa.parallelize are no longer the same" in s for s in probed)
+    assert not any("no longer the same" in line for line in usual)
+
+
+def _with_gradients(_rank: int, plan: str) -> list[str]:
+    program = _program(_with_loss(cross_entropy), 24)
+    net, opt, batches = program.made()
+    CE(net(X0), Y0).backward()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        asa.parallelize(net, opt, batches, plan=program.plan(plan))[0].close()
+    return [str(w.message) for w in heard]
+
+
+@pytest.mark.parametrize(("plan", "lost"), [("ddp", False), ("tensor", True)])
+def test_gradients_from_before_the_call_are_kept_or_warned_of(plan: str, lost: bool) -> None:
+    heard = run_ranks(2, _with_gradients, plan, threads=1, timeout_s=60)[0]
+    assert any("had a gradient before the call" in line for line in heard) is lost

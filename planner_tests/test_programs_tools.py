@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import asa
+from asa.api.batches import fingerprints
 from asa.errors import InvalidInputError, UsageError
 from asa.ir import codec
 from asa.ir.plan import Plan
@@ -298,3 +299,8 @@ def test_a_plan_in_one_line_and_in_a_file(tmp_path: Path) -> None:
     assert "2 ranks" in plan.summary()
     assert ">replicate x 2</td>" in plan._repr_html_()
     assert codec.load(Plan, plan.save(tmp_path / "mine" / "plan.json")) == plan
+
+
+def test_a_checksum_of_one_element_out_of_a_column() -> None:
+    column = torch.arange(12).view(6, 2)[:, 1][:1]
+    assert fingerprints(column) == fingerprints(torch.ones(1, dtype=torch.int64))

@@ -105,7 +105,7 @@ class DistributedModel(ModelInterface):
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
         self._averages = self._computes_alone = self._warned_of_parts = self._warned_of_norms = False
-        self._said_of_added = False
+        self._said_of_added = self._said_of_draws = False
         self.adopt(parallel)
         self.__dict__["trial"] = Trial(self) if parallel is not None and context.ranks > 1 else None
         self.__dict__["terms"] = Terms(context.votes) if parallel is not None and context.ranks > 1 else None
@@ -570,6 +570,13 @@ class DistributedModel(ModelInterface):
             warnings.warn(text, stacklevel=4)
             return
 
+    def say_of_draws(self) -> None:
+        """Say once that layers draw random numbers: a rate of dropout may be set later."""
+        if self.parallel is not None and not self._said_of_draws and (names := drawing(self.parallel)):
+            self._said_of_draws = True
+            say(self.rank_context, f"{names} draws random numbers by sample and step: the same under every plan, and "
+                "others than without asa")  # fmt: skip
+
     def _warn_of_attributes(self) -> None:
         """Warn of an attribute of a layer that was changed, and that what runs has as it was when it was traced."""
         for path, (module, gone, was) in self.traced.items():
@@ -591,6 +598,7 @@ class DistributedModel(ModelInterface):
         """
         self._warn_of_hooks()
         self._warn_of_attributes()
+        self.say_of_draws()
         if (
             self.parallel is not None
             and self.training

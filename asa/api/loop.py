@@ -17,11 +17,11 @@ from asa.api.batches import GlobalBatches
 from asa.api.calls import Call, guesses, plain, why_not
 from asa.api.coupling import coupled, fewest_rows, keeps_rows, warning_of
 from asa.api.distributed_loader import DistributedLoader
-from asa.api.distributed_model import DistributedModel, local_rows
+from asa.api.distributed_model import DistributedModel, local_part, local_rows
 from asa.api.in_step import in_step
 from asa.api.messages import say
 from asa.api.names import StateNames
-from asa.api.notes import check_written, differing, drawing, renormalised, trained_norms, written_by_samples
+from asa.api.notes import check_written, differing, renormalised, trained_norms, written_by_samples
 from asa.api.optimizers import Rebinding, check_shared, no_shards_because, others_over
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.planned import Origins, PlanOptions, agreed_plan, checked_plan, cost_model, usual_cache
@@ -228,9 +228,6 @@ def parallelize(
         else ()
     ):
         warnings.warn(line, stacklevel=2)
-    if names_drawing := drawing(parallel):
-        say(context, f"{names_drawing} draws random numbers by sample and step: the same under every plan, and others "
-            "than without asa")  # fmt: skip
     if context.ranks > 1 and batches.draws_locally:
         say(context, "the loader's data set or collate_fn draws random numbers, or gives other numbers each time a "
             "sample is read: each rank draws its own, and one process others")  # fmt: skip
@@ -263,8 +260,17 @@ def parallelize(
             "components; leave out plan= and strategies= to have the model run whole",
             stacklevel=2,
         )
+    distributed.say_of_draws()
     distributed.remember()
-    retire(parameters, dict(distributed.named_parameters(remove_duplicate=False)))
+    now = dict(distributed.named_parameters(remove_duplicate=False))
+    lost = [n for n, p in parameters.items() if p.grad is not None and n in now and now[n].grad is None]
+    if lost and any(bool(local_part(parameters[n].grad).any()) for n in lost):  # type: ignore[arg-type]
+        warnings.warn(
+            f"{lost[0]} had a gradient before the call, and ranks that hold parts begin without: call "
+            "optimizer.zero_grad() before, if it is not to count",
+            stacklevel=2,
+        )
+    retire(parameters, now)
     give_back_freed_memory()  # the model was traced and cut up
     return distributed, optimizer, DistributedLoader(batches, distributed)
 

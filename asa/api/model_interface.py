@@ -206,12 +206,13 @@ class ModelInterface(LearningModel):
                 yield name, attributes.called_by_all(self, path, module, traced[path][0])
                 continue
             parts = held_parts(module) if self.parallel is not None else []
-            before = [_sum_of_some(p) for _, p in parts]
+            tensors = [*parts, *((f"{key}.grad", p.grad) for key, p in parts if p.grad is not None)]
+            before = [_sum_of_some(t) for _, t in tensors]
             yield name, module
             changed = [
                 key
-                for (key, p), was in zip(parts, before, strict=True)
-                if not drawn_as_whole(p) and _sum_of_some(p) != was
+                for (key, t), was in zip(tensors, before, strict=True)
+                if not drawn_as_whole(t) and _sum_of_some(t) != was
             ]
             if changed:
                 warnings.warn(
