@@ -131,6 +131,7 @@ def parallelize(
         return local_rows(total, context.ranks, context.rank, least[0] if learning else 1)
 
     batches, parameters = GlobalBatches(loader, context.votes, rows), dict(model.named_parameters())
+    graded = [n for n, p in parameters.items() if p.grad is not None and bool(local_part(p.grad).any())]
     optimizers = [optimizer, *others_over(model, optimizer)]
     rebindings = [Rebinding(o, model, elementwise=known_elementwise(o, elementwise)) for o in optimizers]
     if context.ranks == 1 and plan == "auto":
@@ -263,8 +264,7 @@ def parallelize(
     distributed.say_of_draws()
     distributed.remember()
     now = dict(distributed.named_parameters(remove_duplicate=False))
-    lost = [n for n, p in parameters.items() if p.grad is not None and n in now and now[n].grad is None]
-    if lost and any(bool(local_part(parameters[n].grad).any()) for n in lost):  # type: ignore[arg-type]
+    if lost := [n for n in graded if n in now and now[n].grad is None]:
         warnings.warn(
             f"{lost[0]} had a gradient before the call, and ranks that hold parts begin without: call "
             "optimizer.zero_grad() before, if it is not to count",
