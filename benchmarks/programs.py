@@ -53,7 +53,7 @@ NAMING = (
     "asks how many there are", "asks how many samples", "gradients of the model's inputs",
     "was changed behind", "a forward hook on", "a backward hook on", "was changed in place",
     "the data set is no longer", "ranks have the same others", "shortens rows", "was changed through",
-    "updates element by element",
+    "updates element by element", "had a gradient before",
 )  # fmt: skip
 """Words in warnings and lines that name what differs from one process; that something was not checked is none."""
 
@@ -100,7 +100,7 @@ class Watched:
         return getattr(self._batches, name)
 
 
-BY_HAND = ("loss", "loop", "model", "data", "strange", "script", "method", "habit")
+BY_HAND = ("loss", "loop", "model", "data", "strange", "script", "method", "habit", "repository")
 """Kinds of programs for which plans are written by hand where they can be: what is tried is not the planner."""
 _LAYOUTS = {
     "ddp": (uniform(2, 1), "replicate"),

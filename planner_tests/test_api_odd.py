@@ -223,6 +223,7 @@ REFUSED: dict[str, tuple[str, Callable[[], nn.Module], Step, str]] = {
     "second derivative, zero3": ("zero3", small, twice, "a gradient of a gradient"),
     "own gradients": ("ddp", small, asked_for, "torch.autograd.grad and torch.func give a rank"),
     "own gradients, zero2": ("zero2", small, asked_for, "torch.autograd.grad and torch.func give a rank"),
+    "own gradients, zero3": ("zero3", small, asked_for, "torch.autograd.grad and torch.func give a rank"),
     "hook, tensor": ("tensor", hook_early, plain_step, "second.weight has a hook on its gradient"),
     "hook, zero3": ("zero3", hook_early, plain_step, "second.weight has a hook on its gradient"),
     "hook, afterwards": ("zero3", small, hook_late, "would never run"),

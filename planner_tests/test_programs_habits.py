@@ -5,6 +5,7 @@ More of them are in ``benchmarks/program_table/habits.py``.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -296,3 +297,294 @@ def test_one_process_keeps_what_modules_allow() -> None:
     model[2] = nn.Linear(12, 5)  # type: ignore[assignment]
     assert model(X0.float()).shape == (4, 5)
     assert next(model.double().parameters()).dtype is torch.float64
+
+
+class _BegunByData(nn.Module):
+    """The first batch sets a shift and a scale: by ``data``, or in place."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.a, self.b, self.by, self.ready = nn.Linear(8, 12), nn.Linear(12, 3), by, False
+        self.shift, self.scale = nn.Parameter(torch.zeros(12)), nn.Parameter(torch.ones(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        if not self.ready:
+            shift, scale = -h.mean(0).detach(), 1 / (h.std(0).detach() + 1e-3)
+            if self.by == "data":
+                self.shift.data, self.scale.data = shift, scale
+            else:
+                self.shift.data.copy_(shift)
+                self.scale.data.copy_(scale)
+            self.ready = True
+        return self.b(F.gelu((h + self.shift) * self.scale))
+
+
+class _Follows(nn.Module):
+    """A frozen copy follows the trained layer in forward, by no sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.slow, self.b = nn.Linear(8, 12), nn.Linear(8, 12).requires_grad_(False), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            for new, old in zip(self.a.parameters(), self.slow.parameters(), strict=True):
+                old.data = old.data * 0.9 + new.data * 0.1
+        return self.b(F.gelu(self.a(x)) + self.slow(x))
+
+
+def _placed(_rank: int, by: str) -> tuple[str, list[str], str]:
+    """What is said of the model, what of its state differs right after the call, and why shards are refused."""
+    program = _program(_with_loss(cross_entropy), model=lambda: _BegunByData(by))
+    net, opt, batches = program.made()
+    first = {k: v.clone() for k, v in net.state_dict().items()}
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        placed, *_ = asa.parallelize(net, opt, batches, plan=program.plan("ddp"))
+    changed = [k for k, v in placed.state_dict().items() if not torch.equal(v, first[k])]
+    placed.close()
+    with pytest.raises(UsageError) as refused:
+        asa.parallelize(*program.made(), plan=program.plan("fsdp"))
+    return " ".join(str(w.message) for w in heard), changed, str(refused.value)
+
+
+@pytest.mark.parametrize("by", ["data", "copy_"])
+def test_parameters_that_forward_writes_are_restored_after_trials_and_never_shards(by: str) -> None:
+    for rank, (said, changed, refused) in enumerate(run_ranks(2, _placed, by, threads=1, timeout_s=60)):
+        assert not changed
+        assert "forward changes shift, of which ranks hold shards" in refused
+        assert rank or "forward changes shift and 1 more, which are parameters" in said
+
+
+def _following(_rank: int) -> tuple[State, str]:
+    program = _program(_with_loss(cross_entropy), model=_Follows)
+    net, opt, batches = asa.parallelize(
+        *program.made(), cache=None, time_limit_s=0.5, cluster="profiles/cluster.local-gloo-2.json"
+    )
+    state = program.loop(net, opt, batches)
+    with pytest.raises(UsageError) as refused:
+        asa.parallelize(*program.made(), plan=program.plan("ddp"))
+    return state, str(refused.value)
+
+
+def test_a_model_that_writes_parameters_in_forward_runs_whole() -> None:
+    alone = _program(_with_loss(cross_entropy), model=_Follows).alone()
+    for state, refused in run_ranks(2, _following, threads=1, timeout_s=60):
+        assert distance(state, alone) < 1e-11
+        assert "forward changes slow.weight, and components of a model that is cut" in refused
+
+
+class _TwoWays(nn.Module):
+    """Is called with one tensor, or with two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        h = F.gelu(self.a(x))
+        return self.b(h if shift is None else h + shift)
+
+
+def _uses(_rank: int, plans: list[str]) -> dict[str, list[str]]:
+    """What becomes of uses of parameters that were listed before the call."""
+    found: dict[str, list[str]] = {}
+    program = _program(_with_loss(cross_entropy), count=12, model=_TwoWays)
+    for name in plans:
+        net, opt, batches = program.made()
+        held = list(net.parameters())
+        net, opt, batches = asa.parallelize(net, opt, batches, plan=program.plan(name))
+        for use in ("clip", "average", "update"):
+            try:
+                for x, y in batches:
+                    opt.zero_grad()
+                    CE(net(x), y).backward()
+                    if use == "clip":
+                        nn.utils.clip_grad_norm_(held, 0.1)
+                    elif use == "average":
+                        held[0].detach().clone()
+                    else:
+                        torch.optim.SGD(held, lr=0.1).step()
+                found.setdefault(name, []).append("")
+            except UsageError as error:
+                found.setdefault(name, []).append(str(error))
+        held = list(net.parameters())
+        opt.zero_grad()
+        net.run_whole("it is called otherwise")
+        try:
+            nn.utils.clip_grad_norm_(held, 0.1)
+            found[name].append("")
+        except UsageError as error:
+            found[name].append(str(error))
+        assert held[0].shape == (12, 8)
+        net.close()
+    return found
+
+
+def test_parameters_that_were_listed_before_are_the_models_or_refused() -> None:
+    plans = ["ddp", "zero1", "tensor", "fsdp"]
+    for found in run_ranks(2, _uses, plans, threads=1, timeout_s=60):
+        for name in plans:
+            *before, rebuilt = found[name]
+            if name in ("ddp", "zero1"):
+                assert before == ["", "", ""], name
+            else:
+                assert all("list model.parameters() anew" in said for said in before), (name, before)
+            assert name == "fsdp" or "list model.parameters() anew" in rebuilt, name
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class _ScaledTwice(nn.Module):
+    """Scaled by attributes, and called with one tensor or with two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.middle, self.b, self.gain = nn.Linear(8, 12), _Scaled(), nn.Linear(12, 3), 1.0
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        h = self.middle(F.gelu(self.a(x)))
+        return self.b(h if shift is None else h + shift) * self.gain
+
+
+def _scaled_later(net: Any, opt: Any, batches: Any) -> State:
+    epochs(net, opt, batches, cross_entropy)
+    net.gain, net.middle.scale = 0.5, 0.3
+    return epochs(net, opt, batches, lambda n, x, y: CE(n(x, x[:, :1]), y))
+
+
+def test_attributes_are_kept_when_a_model_begins_to_run_whole() -> None:
+    program = _program(_scaled_later, model=_ScaledTwice)
+    alone = program.alone()
+    for plan, states in program.spread(["ddp", "tensor"]).items():
+        for state in states:
+            assert isinstance(state, dict), f"{plan}: {state}"
+            assert distance(state, alone) < 1e-11, plan
+
+
+class _ScaledLayer(nn.Module):
+    """Is traced through, because a layer is inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(12, 12), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
+class _ScaledOnce(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.middle, self.b = nn.Linear(8, 12), _ScaledLayer(), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.gelu(self.middle(self.a(x))))
+
+
+def _scaled(how: str) -> Any:
+    def loop(net: Any, opt: Any, batches: Any) -> State:
+        for epoch in range(2):
+            if epoch and how == "name":
+                net.middle.scale = 0.3
+                assert net.middle.scale == 0.3
+                assert isinstance(net.middle, _ScaledLayer)
+            for m in net.modules() if epoch and how == "modules" else ():
+                if isinstance(m, _ScaledLayer):
+                    m.scale = 0.3
+            epochs(net, opt, batches, cross_entropy)
+        return {}
+
+    return loop
+
+
+def test_an_attribute_of_a_layer_that_was_traced_through_is_warned_of() -> None:
+    programs = [_program(_scaled(how), 24, model=_ScaledOnce) for how in ("name", "modules", "not at all")]
+    cases = [(p, p.plan(plan)) for p in programs for plan in ("ddp", "tensor")]
+    *changed, first, second = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    for lines in changed:
+        assert any("model.middle.scale was changed behind asa.parallelize" in line for line in lines), lines
+    assert not any("was changed" in line for line in first + second)
+
+
+def _dropping_later(net: Any, opt: Any, batches: Any) -> State:
+    for rate in (0.0, 0.5):
+        net[1].p = rate
+        epochs(net, opt, batches, cross_entropy)
+    return {}
+
+
+def test_a_rate_of_dropout_that_is_set_later_is_told() -> None:
+    program = _program(
+        _dropping_later, 24, model=lambda: nn.Sequential(nn.Linear(8, 12), nn.Dropout(0.0), nn.Linear(12, 3))
+    )
+    (lines,) = run_ranks(2, heard_of, [(program, program.plan("ddp"))], threads=1, timeout_s=60)[0]
+    assert sum("draws random numbers by sample and step" in line for line in lines) == 1
+
+
+def _by_norms_of_layers(net: Any, opt: Any, batches: Any) -> State:
+    for x, y in batches:
+        opt.zero_grad()
+        CE(net(x), y).backward()
+        for m in net.modules():
+            if isinstance(m, nn.Linear):
+                m.weight.grad.div_(m.weight.grad.norm())
+        opt.step()
+    return {}
+
+
+def test_gradients_that_are_changed_through_modules_are_warned_of() -> None:
+    program = _program(_by_norms_of_layers, 24)
+    cases = [(program, program.plan(plan)) for plan in ("tensor", "ddp")]
+    parts, whole = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    assert any("weight.grad was changed through model.modules()" in line for line in parts)
+    assert not any("changed through" in line for line in whole)
+
+
+def _probed(net: Any, opt: Any, batches: Any) -> State:
+    """A probe that is not placed learns on detached outputs."""
+    probe = nn.Linear(3, 3).double()
+    nn.init.eye_(probe.weight)
+    nn.init.zeros_(probe.bias)
+    other = torch.optim.SGD(probe.parameters(), lr=0.1)
+    for x, y in batches:
+        opt.zero_grad()
+        out = net(x)
+        CE(out, y).backward()
+        opt.step()
+        other.zero_grad()
+        CE(probe(out.detach()), y).backward()
+        other.step()
+    return {}
+
+
+def test_a_second_model_that_is_not_placed_is_warned_of() -> None:
+    programs = [_program(_probed, 24), _program(_with_loss(cross_entropy), 24)]
+    cases = [(p, p.plan("ddp")) for p in programs]
+    probed, usual = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    assert any("of an optimizer that was not handed to asa.parallelize are no longer the same" in s for s in probed)
+    assert not any("no longer the same" in line for line in usual)
+
+
+def _with_gradients(_rank: int, plan: str) -> list[str]:
+    program = _program(_with_loss(cross_entropy), 24)
+    net, opt, batches = program.made()
+    CE(net(X0), Y0).backward()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        asa.parallelize(net, opt, batches, plan=program.plan(plan))[0].close()
+    return [str(w.message) for w in heard]
+
+
+@pytest.mark.parametrize(("plan", "lost"), [("ddp", False), ("tensor", True)])
+def test_gradients_from_before_the_call_are_kept_or_warned_of(plan: str, lost: bool) -> None:
+    heard = run_ranks(2, _with_gradients, plan, threads=1, timeout_s=60)[0]
+    assert any("had a gradient before the call" in line for line in heard) is lost

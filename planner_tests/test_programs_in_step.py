@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import subprocess
 import sys
+import threading
 import warnings
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import asa
 from asa.api import in_step
@@ -170,3 +173,29 @@ def test_settings_have_one_number_in_processes_that_share_no_memory() -> None:
     code = "from asa.api.in_step import number_of; print(number_of((0.1, None, (0.9, None), 'sgd')))"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said == f"{in_step.number_of((0.1, None, (0.9, None), 'sgd'))}\n"
+
+
+def _read_by_a_thread(_rank: int) -> None:
+    net = nn.Linear(4, 2)
+    model, opt, batches = asa.parallelize(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(TensorDataset(torch.ones(24, 4)), 4),
+        strategies=("ddp",), cache=None, time_limit_s=0.5, cluster="profiles/cluster.local-gloo-2.json",
+    )  # fmt: skip
+    ahead: queue.Queue[Any] = queue.Queue(1)
+
+    def read() -> None:
+        for batch in batches:
+            ahead.put(batch)
+        ahead.put(None)
+
+    threading.Thread(target=read).start()
+    while (batch := ahead.get()) is not None:
+        opt.zero_grad()
+        model(*batch).sum().backward()
+        opt.step()
+
+
+def test_a_loader_that_another_thread_reads_ends_the_program_in_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AsaError) as ended:
+        run_ranks(2, _read_by_a_thread, threads=1, timeout_s=30, limit_s=60)
+    assert "read by one thread and the model called by another" in str(ended.value) + capfd.readouterr().err

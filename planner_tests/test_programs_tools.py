@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import asa
+from asa.api.batches import fingerprints
 from asa.errors import InvalidInputError, UsageError
 from asa.ir import codec
 from asa.ir.plan import Plan
@@ -86,6 +90,103 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         asa.load(tmp_path / "a.pt", {"epoch": torch.zeros(1)})
     with pytest.raises(UsageError, match="shape"):
         asa.load(tmp_path / "a.pt", {"average": [torch.zeros(3)]})
+
+
+def _small(width: int = 4) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(3, width)
+    opt = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    opt.step()
+    return model, opt
+
+
+def test_a_flipped_bit_in_a_tensor_is_told(tmp_path: Path) -> None:
+    path, weight = tmp_path / "a.pt", torch.full((64,), 1.5)
+    asa.save({"weight": weight}, path)
+    content = bytearray(path.read_bytes())
+    content[content.index(weight.numpy().tobytes()) + 70] ^= 1
+    path.write_bytes(content)
+    torch.load(path, weights_only=True)
+    with pytest.raises(InvalidInputError, match=r"is damaged: the checksum of .*data/0"):
+        asa.load(path)
+
+
+def test_a_file_without_checksums_is_read(tmp_path: Path) -> None:
+    computed = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"weight": torch.ones(3)}, tmp_path / "a.pt")
+    finally:
+        torch.serialization.set_crc32_options(computed)
+    torch.save({"weight": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for name in ("a.pt", "old.pt"):
+        assert torch.equal(asa.load(tmp_path / name)["weight"], torch.ones(3))
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name, kind in {"pipe": "a pipe", "zero": "a device", ".": "a directory"}.items():
+        with pytest.raises(InvalidInputError, match=kind):
+            asa.load(tmp_path / name)
+
+
+def test_numbers_and_arrays_of_numpy_are_read_again(tmp_path: Path) -> None:
+    drawn = np.random.RandomState(1).get_state()
+    asa.save({"best": np.float64(0.5), "drawn": drawn, "flags": np.array([True])}, tmp_path / "a.pt")
+    state = asa.load(tmp_path / "a.pt")
+    assert state["best"] == 0.5
+    assert np.array_equal(state["drawn"][1], drawn[1])
+    with pytest.raises(UsageError, match="cannot be stored"):
+        asa.save({"schedule": lambda i: i}, tmp_path / "a.pt")
+    asa.save({"options": argparse.Namespace(lr=1)}, tmp_path / "a.pt")
+    with pytest.raises(InvalidInputError, match=r"argparse\.Namespace.*weights_only=False"):
+        asa.load(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize(
+    ("model", "opt", "words"),
+    [
+        (3, None, r"the file\['model'\] cannot be loaded into Linear"),
+        (_small(5)[0].state_dict(), None, "size mismatch"),
+        (None, [1], r"the file\['optimizer'\] cannot be loaded into Adam"),
+        (None, {}, "KeyError"),
+        (None, torch.optim.SGD(_small()[0].parameters(), 0.1).state_dict(), "another optimizer than Adam.*'betas'"),
+        (None, _small(5)[1].state_dict(), r"another model: 'exp_avg' has the shape \[5, 3\]"),
+    ],
+)
+def test_the_state_of_another_is_one_line(tmp_path: Path, model: Any, opt: Any, words: str) -> None:
+    net, own = _small()
+    state = {
+        "model": net.state_dict() if model is None else model,
+        "optimizer": own.state_dict() if opt is None else opt,
+    }
+    torch.save(state, tmp_path / "a.pt")
+    with pytest.raises(UsageError, match=words) as told:
+        asa.load(tmp_path / "a.pt", {"model": net, "optimizer": own})
+    assert "\n" not in str(told.value)
+
+
+def loaded(rank: int, folder: Path) -> str:
+    model = net()
+    placed, *_ = asa.parallelize(model, optimizer(model), loader(), strategies=("ddp",), **OPTIONS)
+    try:
+        asa.load(folder / f"{rank}.pt", {"model": placed})
+    except InvalidInputError as error:
+        return str(error)
+    finally:
+        placed.close()
+    return ""
+
+
+@pytest.mark.parametrize(("other", "words"), [(1.0, "not the same file on all ranks"), (None, "No such file")])
+def test_ranks_that_read_different_files_are_told(tmp_path: Path, other: float | None, words: str) -> None:
+    for rank, factor in enumerate((2.0, other)):
+        if factor is not None:
+            state = {k: v * factor for k, v in net().state_dict().items()}
+            torch.save({"model": state}, tmp_path / f"{rank}.pt")
+    for told in run_ranks(2, loaded, tmp_path, threads=1, timeout_s=60):
+        assert words in told
 
 
 def looked_at(_rank: int) -> Any:
@@ -198,3 +299,8 @@ def test_a_plan_in_one_line_and_in_a_file(tmp_path: Path) -> None:
     assert "2 ranks" in plan.summary()
     assert ">replicate x 2</td>" in plan._repr_html_()
     assert codec.load(Plan, plan.save(tmp_path / "mine" / "plan.json")) == plan
+
+
+def test_a_checksum_of_one_element_out_of_a_column() -> None:
+    column = torch.arange(12).view(6, 2)[:, 1][:1]
+    assert fingerprints(column) == fingerprints(torch.ones(1, dtype=torch.int64))

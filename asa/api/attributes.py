@@ -66,7 +66,7 @@ def part_of(model: DistributedModelBase, value: Any) -> Any:
         for name in path.split("."):
             part = None if part is None else part._modules.get(name)
         if part is not None:
-            return _called_by_all(model, path, part)
+            return called_by_all(model, path, part, value)
     return value
 
 
@@ -75,18 +75,31 @@ def _of_layers(like: Any, layers: list[nn.Module]) -> Any:
     return nn.Sequential(*layers) if isinstance(like, nn.Sequential) else nn.ModuleList(layers)
 
 
-def _called_by_all(model: DistributedModelBase, path: str, part: nn.Module) -> nn.Module:
+def called_by_all(model: DistributedModelBase, path: str, part: nn.Module, own: Any) -> nn.Module:
     """``part``, the module ``path`` of the model, as a program sees it: the same in everything, but a call is one of
     the model's methods. Otherwise gradients of such a call would be those of one rank's samples, and a rank that holds
-    a piece of the module would compute with that."""
-    kind: type = type(part)
+    a piece of the module would compute with that. Of a module that was traced through, ``part`` holds only what is
+    inside; its class and its attributes are those of ``own``, the module itself."""
+    emptied = type(part) is nn.Module and isinstance(own, nn.Module)
+    kind: type = type(own) if emptied else type(part)
 
     def inside(name: str, value: Any) -> Any:
-        return _called_by_all(model, f"{path}.{name}", value) if isinstance(value, nn.Module) else view_of_whole(value)
+        if isinstance(value, nn.Module):
+            return called_by_all(model, f"{path}.{name}", value, getattr(own, "_modules", {}).get(name))
+        return view_of_whole(value)
+
+    def attribute(view: Any, name: str) -> Any:
+        if emptied and not any(name in part.__dict__[kept] for kept in ("_parameters", "_buffers", "_modules")):
+            return getattr(own, name)
+        return inside(name, kind.__getattr__(view, name))  # type: ignore[attr-defined]
+
+    def assign(view: Any, name: str, value: Any) -> None:
+        to = own if emptied and not isinstance(value, Tensor | nn.Module) else super(type(view), view)
+        to.__setattr__(name, value)
 
     members: dict[str, Any] = {
         "__call__": lambda _, *args, **options: _method(model, path, *args, **options),
-        "__getattr__": lambda self, name: inside(name, kind.__getattr__(self, name)),  # type: ignore[attr-defined]
+        "__getattr__": attribute, "__setattr__": assign,
         "__reduce_ex__": lambda _, protocol: part.__reduce_ex__(protocol),  # a copy is a plain module
         "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
     }  # fmt: skip
@@ -98,8 +111,30 @@ def _called_by_all(model: DistributedModelBase, path: str, part: nn.Module) -> n
             else _of_layers(part[key], [inside(n, m) for n, m in part._modules.items()][key])  # type: ignore[index]
         )
     view: nn.Module = object.__new__(type(kind.__name__, (kind,), members))
-    view.__dict__ = part.__dict__
+    object.__setattr__(view, "__dict__", part.__dict__)
     return view
+
+
+def traced_through(model: DistributedModelBase) -> dict[str, tuple[nn.Module, bool]]:
+    """The modules of the original model that do not run themselves, by name, and whether none of their class runs in
+    their place. What runs has their attributes as they were when they were traced."""
+    if model.parallel is None or model.parallel.called:
+        return {}
+    if any(isinstance(component, WholeModel) for component in model.parallel.components):
+        return {}
+    running = {n: m for component in model.parallel.components for n, m in component.named_modules()}
+    ids = set(map(id, running.values()))
+    return {
+        path: (m, type(running.get(path)) in (nn.Module, type(None)))
+        for path, m in model.origin.named_modules()
+        if path and id(m) not in ids
+    }
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Numbers and texts among a module's attributes, but for its mode."""
+    kinds = int | float | complex | str | None
+    return {k: v for k, v in vars(module).items() if k != "training" and k[0] != "_" and isinstance(v, kinds)}
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from asa.errors import UsageError
 from asa.tracing import UNCUT
-from asa.tracing.preserve import preserved
+from asa.tracing.preserve import parameters_restored, preserved
 from asa.tracing.tracer import reason_of
 
 
@@ -95,15 +96,23 @@ def guesses(model: nn.Module, batch: Any) -> Iterator[Call]:
 
 
 def why_not(model: nn.Module, call: Call) -> str:
-    """Why ``model`` fails with this call; empty if it runs. The model is left unchanged."""
+    """Why ``model`` fails with this call; empty if it runs. The model is left unchanged; parameters that its forward
+    writes are known to :func:`asa.tracing.preserve.written` then."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with preserved(model), torch.no_grad():
-        try:
-            moved = pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, (call.args, call.options))
-            model(*moved[0], **moved[1])
-        except Exception as error:  # whatever a model's code may raise
-            return reason_of(error)
-    return ""
+
+    def tried(restored: AbstractContextManager[None]) -> str:
+        with preserved(model), restored, torch.no_grad():
+            try:
+                moved = pytree.tree_map(
+                    lambda t: t.to(device) if isinstance(t, Tensor) else t, (call.args, call.options)
+                )
+                model(*moved[0], **moved[1])
+            except Exception as error:  # whatever a model's code may raise
+                return reason_of(error)
+        return ""
+
+    # Some operators do not run while others are watched.
+    return tried(parameters_restored(model)) and tried(nullcontext())
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

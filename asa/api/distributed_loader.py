@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +28,7 @@ class DistributedLoader:
         self._model.batch_ended(0, last=True, indexed=self._batches.indexed)
         if trial is not None:
             trial.epoch_began()
+        self._model.__dict__["reader"] = threading.get_ident()
         try:
             shares = enumerate(self._batches.epoch())
             self._loaded(None)
@@ -62,7 +64,7 @@ class DistributedLoader:
             self._model.batch_ended(0, last=True, indexed=self._batches.indexed)
             self._model.epoch_ended()
         finally:
-            self._model.__dict__["share"] = None
+            self._model.__dict__.update(share=None, reader=None)
 
     def _say_computed_by_all(self, share: Share) -> None:
         """Say once that every rank computes a whole batch."""

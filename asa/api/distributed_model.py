@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import _StopRecomputationError
 
 from asa.api import collectives
+from asa.api.attributes import plain_attributes, traced_through
 from asa.api.batches import GlobalBatches, Share, fingerprints, moved
 from asa.api.calls import Call, lengths, plain
 from asa.api.clipping import understood_by_torch
@@ -32,6 +34,7 @@ from asa.api.outputs import Demands, entering, leaving
 from asa.api.parameter_tools import understood_by_torch as tools_understood_by_torch
 from asa.api.rank_context import RankContext
 from asa.api.registrations import REPLACED, watch_registrations
+from asa.api.retired import retire
 from asa.api.trial import Trial
 from asa.api.views import TensorViews
 from asa.errors import AsaError, UsageError, place_of
@@ -75,6 +78,10 @@ class DistributedModel(ModelInterface):
     parameter_ids: list[tuple[int | str, ...]] | None
     """Identities of the parameters at the time when the model was distributed."""
     optimizers: Sequence[Optimizer]
+    traced: dict[str, tuple[nn.Module, bool, dict[str, Any]]]
+    """Layers that do not run themselves, whether nothing of their class does, and their attributes so far."""
+    reader: int | None
+    """The thread that reads the loader now."""
     coupled: bool
     """Whether the model computes a sample's output from other samples."""
     most: int
@@ -93,11 +100,12 @@ class DistributedModel(ModelInterface):
         self.__dict__.update(rank_context=context, names=names, rebuild_whole=rebuild_whole, parameter_ids=None)
         self.__dict__.update(share=None, calls=0, weight=1.0, rows=0, watch=None, in_step=None, optimizers=(), most=0)
         self.__dict__.update(output_factor=1.0, learned=True, warned_of_other_batches=False, coupled=False, least=[1])
+        self.__dict__.update(reader=None, traced={})
         self.plan: Plan | None = None
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
         self._averages = self._computes_alone = self._warned_of_parts = self._warned_of_norms = False
-        self._said_of_added = False
+        self._said_of_added = self._said_of_draws = False
         self.adopt(parallel)
         self.__dict__["trial"] = Trial(self) if parallel is not None and context.ranks > 1 else None
         self.__dict__["terms"] = Terms(context.votes) if parallel is not None and context.ranks > 1 else None
@@ -267,6 +275,12 @@ class DistributedModel(ModelInterface):
 
     def _prepared(self) -> None:
         """Prepare for averaging gradients in evaluation mode."""
+        if self.reader not in (None, threading.get_ident()) and self.in_step is not None and not _in_backward():
+            self.in_step.end(
+                "the loader is read by one thread and the model called by another: ranks exchange numbers behind each "
+                "batch, in the order of one thread; read the loader where the model is called, and let its workers "
+                "(num_workers, prefetch_factor) read ahead"
+            )
         self.check_states()
         if self.parallel is not None and self.learns and not self.training:
             self.parallel.reduction.begin()
@@ -359,8 +373,9 @@ class DistributedModel(ModelInterface):
             raise UsageError(
                 f"{why}, so the model is to run whole, and has gradients: call zero_grad() before the model"
             )
-        training = self.training
+        training, before = self.training, dict(self.named_parameters())
         self.adopt(self.rebuild_whole(self, why))
+        retire(before, dict(self.named_parameters(remove_duplicate=False)))
         self.__dict__["rebuild_whole"] = None
         self.remember()
         self.train(training)
@@ -523,6 +538,9 @@ class DistributedModel(ModelInterface):
         self.__dict__["parameter_ids"] = self._parameter_ids()
         self.__dict__["hooks"] = {id(m): _hooks_of(m) for m in self.parts.modules()}
         self.__dict__["module_ids"] = {id(m) for top in (self.origin, self.parts) for m in top.modules()}
+        self.__dict__["traced"] = {
+            path: (module, gone, plain_attributes(module)) for path, (module, gone) in traced_through(self).items()
+        }
         watch_registrations(self)
         follow_backwards()
 
@@ -552,6 +570,26 @@ class DistributedModel(ModelInterface):
             warnings.warn(text, stacklevel=4)
             return
 
+    def say_of_draws(self) -> None:
+        """Say once that layers draw random numbers: a rate of dropout may be set later."""
+        if self.parallel is not None and not self._said_of_draws and (names := drawing(self.parallel)):
+            self._said_of_draws = True
+            say(self.rank_context, f"{names} draws random numbers by sample and step: the same under every plan, and "
+                "others than without asa")  # fmt: skip
+
+    def _warn_of_attributes(self) -> None:
+        """Warn of an attribute of a layer that was changed, and that what runs has as it was when it was traced."""
+        for path, (module, gone, was) in self.traced.items():
+            now = plain_attributes(module)
+            if now != was:
+                key = next(k for k in (*now, *was) if now.get(k) != was.get(k))
+                self.traced[path] = module, gone, now
+                warnings.warn(
+                    f"model.{path}.{key} was changed behind asa.parallelize: what was traced of the model before does "
+                    "not see it; make it a buffer, and fill that (module.buffer.fill_(value))",
+                    stacklevel=4,
+                )
+
     def unchanged(self) -> None:
         """Check that no parameter was replaced since the model was distributed.
 
@@ -559,6 +597,8 @@ class DistributedModel(ModelInterface):
             UsageError: one was replaced or tied.
         """
         self._warn_of_hooks()
+        self._warn_of_attributes()
+        self.say_of_draws()
         if (
             self.parallel is not None
             and self.training
@@ -571,6 +611,7 @@ class DistributedModel(ModelInterface):
         """Check that all ranks made the same calls for batch ``number`` of an epoch (collective)."""
         if self.in_step is None or self.parallel is None:
             return
+        self._warn_of_attributes()
         # A rank that is ahead checks the counts first, so that it does not enter another collective.
         wait = last or not indexed or not self._computes_alone
         asks = self.trial is not None and self.trial.asks

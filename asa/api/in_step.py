@@ -15,16 +15,17 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from asa.errors import UsageError, WorkersFailedError
 from asa.executor.model.parallel import ParallelModel
@@ -71,6 +72,9 @@ class InStep:
         """Whether an input of the model since the last batch was not a tensor of the loader."""
         self._trusted = 0
         self._counted: WeakSet[Optimizer] = WeakSet()
+        self._others: WeakSet[Optimizer] = WeakSet()
+        """Optimizers that made steps, and are of no distributed model."""
+        register_optimizer_step_post_hook(self._stepped)
         threading.Thread(target=self._watch, daemon=True).start()
 
     def count(self, optimizers: Sequence[Optimizer]) -> None:
@@ -79,6 +83,10 @@ class InStep:
             if optimizer not in self._counted:
                 self._counted.add(optimizer)
                 optimizer.register_step_post_hook(self._updated)
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        if optimizer not in self._counted:
+            self._others.add(optimizer)
 
     def _updated(self, *_: Any) -> None:
         self.updates += 1
@@ -150,6 +158,7 @@ class InStep:
                 float(asks),
                 float(self.derived),
                 float(edge),
+                _size_of(self._others),
             ],
             dtype=torch.float64,
         )
@@ -193,6 +202,13 @@ class InStep:
                 "weights that all ranks hold alike are no longer the same: the loop changed them by numbers of a "
                 "rank's own (its random numbers, its loss); draw them with one seed on all ranks, or use asa.reduce(x)"
             )
+        others = [e[8] for e in every]
+        if max(others) - min(others) > 1e-6 * max(others):
+            self._warn(
+                "parameters of an optimizer that was not handed to asa.parallelize are no longer the same on all "
+                "ranks: each updates its own by its samples; hand the module and its optimizer to a call of "
+                "asa.parallelize of their own"
+            )
         self._trusted = 0 if any(e[6] for e in every) else self._trusted + 1
         return any(e[5] for e in every)
 
@@ -212,6 +228,13 @@ class InStep:
         self._stopped = True
         with contextlib.suppress(Exception):
             self._store.set(f"asa/pass/{self.rank}", f"0 {_STOPPED}")
+
+    def end(self, why: str) -> NoReturn:
+        """End this process with an error that cannot be raised, because another of its threads would wait on."""
+        self.leave()
+        sys.stderr.write(f"asa: error: {why}\n")
+        sys.stderr.flush()
+        os._exit(UsageError.exit_code)
 
     def begin(self) -> None:
         """Reset the counts for another program (on all ranks)."""
@@ -262,9 +285,7 @@ class InStep:
                     and (conflict := self._conflict())
                     and self._since == since
                 ):
-                    sys.stderr.write(f"asa: error: {conflict}\n")
-                    sys.stderr.flush()
-                    os._exit(UsageError.exit_code)
+                    self.end(conflict)
 
     def _warn(self, text: str) -> None:
         kind = text[:20]
@@ -307,3 +328,11 @@ def _size(model: ParallelModel) -> float:
     if parts:
         total = float(torch.stack(parts).sum())
     return total
+
+
+@torch.no_grad()
+def _size_of(optimizers: Iterable[Optimizer]) -> float:
+    """Sum of magnitudes of some elements of each parameter that ``optimizers`` update, and that is whole."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    whole = [p for g in groups for p in g["params"] if type(p) in (Tensor, nn.Parameter) and not p.is_complex()]
+    return float(sum(float(p.reshape(-1)[:_ELEMENTS].abs().sum(dtype=torch.float64)) for p in whole))

@@ -23,11 +23,19 @@ from asa.api.coupling import Scored, coupled, fewest_rows, warning_of
 from asa.api.executor import UserData, UserExecutor
 from asa.api.job_log import begin, concluded, known
 from asa.api.job_loss import LossWeight, copied
-from asa.api.loop import SEVERAL, cache_folder, find_call
+from asa.api.loop import SEVERAL, cache_folder, find_call, find_written, kept_whole
 from asa.api.messages import say
 from asa.api.model_interface import MEETING_S
 from asa.api.names import StateNames
-from asa.api.notes import check_exact, differing, drawing, renormalised, trained_norms
+from asa.api.notes import (
+    check_exact,
+    check_written,
+    differing,
+    drawing,
+    renormalised,
+    trained_norms,
+    written_by_samples,
+)
 from asa.api.optimizers import Rebinding, check_shared, no_shards_because
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.planned import PlanOptions, agreed_plan, checked_plan, cost_model
@@ -181,6 +189,11 @@ class Job:
         if example_input is None:
             example_input = divide(batches.example())[0]
         call, why = find_call(context, model, batches, example_input)
+        writes = find_written(context, model, call)
+        options = replace(options, no_shards_because=options.no_shards_because or kept_whole(writes))
+        self._options = options
+        if writes and plan == "auto" and not why:  # components compute outputs, and change nothing
+            why = f"its forward changes {writes[0]}"
         example = torch.zeros(2, 1) if call is None or call.tensor is None else call.tensor
 
         def subject(of: nn.Module) -> nn.Module | TracedModel:
@@ -248,7 +261,11 @@ class Job:
             )  # fmt: skip
             built.meet = votes.meet
             templates[:] = [] if built.template is None else [built.template]
-            lines = *differing(new_plan, norms, built.changed, batch_norm), *renormalised(new_plan, built.components)
+            check_written(built, writes)
+            lines = (
+                *differing(new_plan, norms, built.changed, batch_norm), *renormalised(new_plan, built.components),
+                *written_by_samples(new_plan, writes),
+            )  # fmt: skip
             for line in lines if context.rank == 0 else ():
                 warnings.warn(line, stacklevel=4)
             if first and (names := next(filter(None, votes.exchange(drawing(built))), "")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,16 +17,17 @@ from asa.api.batches import GlobalBatches
 from asa.api.calls import Call, guesses, plain, why_not
 from asa.api.coupling import coupled, fewest_rows, keeps_rows, warning_of
 from asa.api.distributed_loader import DistributedLoader
-from asa.api.distributed_model import DistributedModel, local_rows
+from asa.api.distributed_model import DistributedModel, local_part, local_rows
 from asa.api.in_step import in_step
 from asa.api.messages import say
 from asa.api.names import StateNames
-from asa.api.notes import differing, drawing, renormalised, trained_norms
+from asa.api.notes import check_written, differing, renormalised, trained_norms, written_by_samples
 from asa.api.optimizers import Rebinding, check_shared, no_shards_because, others_over
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.planned import Origins, PlanOptions, agreed_plan, checked_plan, cost_model, usual_cache
 from asa.api.planning import check_plain, device_of, one_tensor, shaped, spec_of
 from asa.api.rank_context import RankContext, join_ranks, same_weights
+from asa.api.retired import retire
 from asa.api.watch import StepWatch
 from asa.api.whole_model import DATA, rebuild, spare_of, whole_plan
 from asa.errors import InvalidInputError, UsageError
@@ -40,6 +42,7 @@ from asa.launch import give_back_freed_memory, launched
 from asa.sharding.batchnorm import without_torch_groups
 from asa.strategies import offered
 from asa.tracing import TracedModel, called
+from asa.tracing.preserve import mark_written, written
 
 SEVERAL = 8
 """Number of samples with which a model is tested for dependence between samples."""
@@ -127,7 +130,8 @@ def parallelize(
         learning = not models or models[0].training
         return local_rows(total, context.ranks, context.rank, least[0] if learning else 1)
 
-    batches = GlobalBatches(loader, context.votes, rows)
+    batches, parameters = GlobalBatches(loader, context.votes, rows), dict(model.named_parameters())
+    graded = [n for n, p in parameters.items() if p.grad is not None and bool(local_part(p.grad).any())]
     optimizers = [optimizer, *others_over(model, optimizer)]
     rebindings = [Rebinding(o, model, elementwise=known_elementwise(o, elementwise)) for o in optimizers]
     if context.ranks == 1 and plan == "auto":
@@ -149,6 +153,10 @@ def parallelize(
         no_shards_because=next(filter(None, (no_shards_because(o, model, elementwise) for o in optimizers)), ""),
     )  # fmt: skip
     call, why = find_call(context, model, batches, example_input)
+    writes = find_written(context, model, call)
+    options = replace(options, no_shards_because=options.no_shards_because or kept_whole(writes))
+    if writes and plan == "auto" and not why:  # components compute outputs, and change nothing
+        why = f"its forward changes {writes[0]}"
     only_whole = why == ONLY_WHOLE
     subject: nn.Module | TracedModel = model
     example = torch.zeros(2, 1)
@@ -209,9 +217,11 @@ def parallelize(
     if only_whole:
         least[:] = [batches.batch_size]
     parallel = build(chosen, subject)
+    check_written(parallel, writes)
     for line in (
         (
             *differing(chosen, normalised, parallel.changed, batch_norm),
+            *written_by_samples(chosen, writes),
             *renormalised(chosen, parallel.components),
             *warning_of(change, chosen),
         )
@@ -219,9 +229,6 @@ def parallelize(
         else ()
     ):
         warnings.warn(line, stacklevel=2)
-    if names_drawing := drawing(parallel):
-        say(context, f"{names_drawing} draws random numbers by sample and step: the same under every plan, and others "
-            "than without asa")  # fmt: skip
     if context.ranks > 1 and batches.draws_locally:
         say(context, "the loader's data set or collate_fn draws random numbers, or gives other numbers each time a "
             "sample is read: each rank draws its own, and one process others")  # fmt: skip
@@ -254,9 +261,38 @@ def parallelize(
             "components; leave out plan= and strategies= to have the model run whole",
             stacklevel=2,
         )
+    distributed.say_of_draws()
     distributed.remember()
+    now = dict(distributed.named_parameters(remove_duplicate=False))
+    if lost := [n for n in graded if n in now and now[n].grad is None]:
+        warnings.warn(
+            f"{lost[0]} had a gradient before the call, and ranks that hold parts begin without: call "
+            "optimizer.zero_grad() before, if it is not to count",
+            stacklevel=2,
+        )
+    retire(parameters, now)
     give_back_freed_memory()  # the model was traced and cut up
     return distributed, optimizer, DistributedLoader(batches, distributed)
+
+
+def find_written(context: RankContext, model: nn.Module, call: Call | None) -> list[str]:
+    """Names of the parameters that the model's forward writes (collective); without those of embeddings with
+    ``max_norm``, of which :func:`renormalised` tells."""
+
+    def find() -> list[str]:
+        if call is not None and not written(model):
+            why_not(model, call)
+        return written(model)
+
+    names = [str(name) for name in context.votes.tell(context.votes.once(find))]
+    mark_written(model, names)
+    shortened = {id(m.weight) for m in model.modules() if getattr(m, "max_norm", None) is not None}
+    return [name for name, p in model.named_parameters() if name in names and id(p) not in shortened]
+
+
+def kept_whole(writes: list[str]) -> str:
+    """Why parameters are kept whole where a model's forward writes some; empty if it writes none."""
+    return f"forward changes {writes[0]}" if writes else ""
 
 
 def cache_folder(cache: Path | str | None) -> Path | None:

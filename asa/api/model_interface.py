@@ -195,15 +195,24 @@ class ModelInterface(LearningModel):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The modules of this rank. A loop that changes parts of parameters through them is warned."""
+        """The modules of this rank. A loop that changes parts of parameters through them is warned. One that was traced
+        through has its class and attributes."""
+        traced: dict[str, tuple[nn.Module, bool, dict[str, Any]]] = self.__dict__.get("traced", {})
+        missing = {path: module for path, (module, gone, plain) in traced.items() if gone and plain}
         for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            path = name.removeprefix(prefix).partition("parts.")[2].partition(".")[2]
+            if type(module) is nn.Module and path in traced:
+                missing.pop(path, None)
+                yield name, attributes.called_by_all(self, path, module, traced[path][0])
+                continue
             parts = held_parts(module) if self.parallel is not None else []
-            before = [_sum_of_some(p) for _, p in parts]
+            tensors = [*parts, *((f"{key}.grad", p.grad) for key, p in parts if p.grad is not None)]
+            before = [_sum_of_some(t) for _, t in tensors]
             yield name, module
             changed = [
                 key
-                for (key, p), was in zip(parts, before, strict=True)
-                if not drawn_as_whole(p) and _sum_of_some(p) != was
+                for (key, t), was in zip(tensors, before, strict=True)
+                if not drawn_as_whole(t) and _sum_of_some(t) != was
             ]
             if changed:
                 warnings.warn(
@@ -212,6 +221,7 @@ class ModelInterface(LearningModel):
                     "torch.nn.init, or model.named_parameters()",
                     stacklevel=2,
                 )
+        yield from ((prefix + path, module) for path, module in missing.items())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         held = set() if self.parallel is None else {(p.dtype, p.device) for p in self.parts.parameters()}

@@ -11,8 +11,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from asa.errors import UsageError
 from asa.executor.model.parallel import ParallelModel
+from asa.executor.training.optimizer import cut_parameters
 from asa.ir.plan import Plan
 from asa.sharding.samples import BySample
+from asa.tracing.whole import WholeModel
 
 
 def trained_norms(model: nn.Module) -> list[str]:
@@ -69,6 +71,34 @@ def renormalised(plan: Plan, components: Iterable[nn.Module]) -> list[str]:
         "not where ranks hold shards: weights differ from one device's; leave max_norm out, and shorten the parameter "
         "in the loop behind each update"
     ]
+
+
+def written_by_samples(plan: Plan, names: Sequence[str]) -> list[str]:
+    """A sentence on parameters ``names`` that forward changes, if ranks compute other samples."""
+    if not names or max(layout.data for layout in plan.layouts()) == 1:
+        return []
+    return [
+        f"forward changes {_several(names)}, which are parameters: on each rank by the samples it computes; make them "
+        "buffers, or change them in the loop by numbers of all ranks (asa.reduce)"
+    ]
+
+
+def check_written(model: ParallelModel, names: Sequence[str]) -> None:
+    """Check that forward can change the parameters ``names``.
+
+    Raises:
+        UsageError: ranks hold shards of one, or components run, which were traced and change nothing.
+    """
+    if name := next((n for n in cut_parameters(model) if n in names), None):
+        raise UsageError(
+            f"forward changes {name}, of which ranks hold shards under this plan: make it a buffer, or plan with "
+            "strategies=('ddp',)"
+        )
+    if names and not model.called and not any(isinstance(component, WholeModel) for component in model.components):
+        raise UsageError(
+            f"forward changes {names[0]}, and components of a model that is cut change no parameters: leave out plan= "
+            "to have the model run whole, or change it in the loop"
+        )
 
 
 def drawing(model: ParallelModel) -> str:

@@ -19,6 +19,24 @@ _MEANS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "bina
 _READING = ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__complex__", "__index__", "__array__")
 
 
+BY_BACKWARD = (
+    "torch.autograd.grad and torch.func give a rank the gradient of its own samples: ranks add theirs up in "
+    "loss.backward(); use that, and p.grad"
+)
+"""Why gradients by parameters are not computed by a function."""
+
+
+def refuse_by_shards(args: Any, options: dict[str, Any]) -> None:
+    """Check the arguments of ``torch.autograd.grad``.
+
+    Raises:
+        UsageError: it is to differentiate by a tensor of which ranks hold shards.
+    """
+    inputs = args[1] if len(args) > 1 else options.get("inputs")
+    if any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(inputs)):
+        raise UsageError(BY_BACKWARD)
+
+
 def patch_sharded_tensors(parameters: Iterable[Tensor]) -> None:
     """Apply these patches if any of ``parameters`` is sharded. Numbers of sharded tensors are then collective."""
     if "item" in DTensor.__dict__ or not any(isinstance(p, DTensor) for p in parameters):
@@ -36,10 +54,13 @@ def _refused_in_a_line(_cls: type, func: Any, types: Any, args: Any = (), kwargs
     """``func`` of sharded tensors.
 
     Raises:
-        UsageError: torch does not know it for them.
+        UsageError: torch does not know it for them, or it computes gradients by them.
     """
-    if not all(issubclass(t, DTensor) for t in types):
+    # Functions that are written in Python count plain tensors among the types.
+    if not all(issubclass(t, DTensor) or t is Tensor for t in types):
         return NotImplemented  # theirs to answer
+    if func is torch.autograd.grad:
+        refuse_by_shards(args, kwargs or {})
     name = getattr(func, "__name__", str(func))
     if name in _MEANS and not torch.is_grad_enabled():  # of shards of unlike lengths torch takes the mean of means
         args, kwargs = pytree.tree_map(_in_full, (args, kwargs))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from asa.api.numbers import BY_BACKWARD
 from asa.errors import UsageError
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.parameter_hooks import replaced
@@ -60,10 +61,7 @@ class Demands:
             ask(node.next_functions[0][0])
         except RuntimeError as error:
             if "autograd.grad" in str(error):
-                raise UsageError(
-                    "torch.autograd.grad and torch.func give a rank the gradient of its own samples: ranks add theirs "
-                    "up in loss.backward(); use that, and p.grad"
-                ) from None
+                raise UsageError(BY_BACKWARD) from None
 
 
 class _Weighed(torch.autograd.Function):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from asa.api.numbers import refuse_by_shards
 from asa.errors import AsaError, UsageError, place_of
 from asa.tracing.tracer import reason_of
 
@@ -423,6 +424,8 @@ class Watched(Tensor):
         options = kwargs or {}
         tapes = [t.tape for t in watched_in((args, options)) if not t.tape.closed]
         tape = min(tapes, key=lambda t: bool(t.problem), default=None)
+        if func is torch.autograd.grad:
+            refuse_by_shards(args, options)
         try:
             result = _run_plain(func, args, options)
         except AsaError:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from asa.api.attributes import part_of
 from asa.api.calls import Call, Numbered, samples_of
 from asa.api.messages import say
 from asa.api.names import StateNames
@@ -183,6 +184,17 @@ def spare_of(model: nn.Module) -> ModelTemplate | None:
         return None
 
 
+def _carry_over(model: DistributedModel, fresh: nn.Module) -> None:
+    """Set the numbers and texts in attributes of ``model`` and its layers, which a program may have changed since the
+    template was made, in ``fresh``. Of torch's layers, whose parts have other sizes, only the rate of dropout."""
+    for path, module in model.origin.named_modules():
+        target, torchs = vars(fresh.get_submodule(path)), type(module).__module__.startswith("torch.")
+        for key, value in vars(part_of(model, module) if path else module).items():
+            own = key == "p" if torchs else not key.startswith("_") and key != "training"
+            if own and key in target and isinstance(value, int | float | complex | str | None):
+                target[key] = value
+
+
 def rebuild(
     model: DistributedModel, why: str, fresh: nn.Module, build: Callable[[Plan, TracedModel], ParallelModel],
     options: PlanOptions, rebindings: Sequence[Rebinding],
@@ -193,6 +205,7 @@ def rebuild(
     assert old is not None
     assert model.names is not None
     fresh.train(model.training)
+    _carry_over(model, fresh)
     weights = model.names.full(old)
     moments = [full_optimizer_state(old, over_local_tensors(r.optimizer)) for r in rebindings]
     traced = called(fresh, name=spec_of(model.origin), reason=why)

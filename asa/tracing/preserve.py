@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asa.errors import InvalidInputError
 
@@ -110,7 +112,8 @@ def foreign_random() -> Iterator[None]:
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Context after which ``model``'s modes, attributes and buffer values, and the random state, are restored.
+    """Context after which ``model``'s modes, attributes and buffer values, and the random state, are restored; also the
+    values of parameters that forward writes, as :func:`parameters_restored` found.
 
     Raises:
         InvalidInputError: the model contains TorchScript.
@@ -118,6 +121,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
     _refuse_scripted(model)
     state = [(module, _shallow(module)) for module in model.modules()]
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    parameters = [(p, p.data, p.detach().clone()) for p in model.parameters() if getattr(p, _WRITTEN, False)]
     devices = sorted({t.device.index or 0 for t in (*model.parameters(), *model.buffers()) if t.is_cuda})
     try:
         with torch.random.fork_rng(devices=devices), foreign_random():
@@ -128,6 +132,64 @@ def preserved(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
+            for p, memory, value in parameters:
+                p.data = memory.copy_(value)
+
+
+_WRITTEN = "_written_by_forward"
+
+
+class _Writes(TorchDispatchMode):
+    """Keeps the values of parameters before the first operation that writes them."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self._watched = {p.untyped_storage().data_ptr(): p for p in parameters}
+        self.kept: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for i, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    value = args[i] if i < len(args) else kwargs.get(argument.name)
+                    for tensor in pytree.tree_leaves(value):
+                        p = self._watched.get(tensor.untyped_storage().data_ptr()) if type(tensor) is Tensor else None
+                        if p is not None and id(p) not in self.kept:
+                            self.kept[id(p)] = p.detach().clone()
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def parameters_restored(model: nn.Module) -> Iterator[None]:
+    """Context after which ``model``'s parameters have their values. Those that were changed are restored by
+    :func:`preserved`, too, from then on; :func:`written` names them."""
+    before = [(p, p.data) for p in model.parameters() if not p.is_meta and p.numel()]
+    writes = _Writes(p for p, _ in before)
+    try:
+        with writes:
+            yield
+    finally:
+        with torch.no_grad():
+            for p, memory in before:
+                value = writes.kept.get(id(p), memory)
+                moved = p.data_ptr() != memory.data_ptr()
+                if moved or value is not memory:
+                    if p.shape != value.shape or not torch.equal(p.detach(), value):
+                        setattr(p, _WRITTEN, True)
+                    p.data = memory if value is memory else memory.copy_(value)
+
+
+def written(model: nn.Module) -> list[str]:
+    """Names of the parameters that :func:`parameters_restored` found to be changed."""
+    return [name for name, p in model.named_parameters() if getattr(p, _WRITTEN, False)]
+
+
+def mark_written(model: nn.Module, names: Iterable[str]) -> None:
+    """Let :func:`preserved` restore the parameters ``names``, too."""
+    parameters = dict(model.named_parameters())
+    for name in names:
+        setattr(parameters[name], _WRITTEN, True)
 
 
 @contextmanager

@@ -101,6 +101,7 @@ def table() -> dict[str, Program]:
         losses,
         methods,
         networks,
+        repositories,
         scripts,
         strange,
     )
