@@ -108,7 +108,7 @@ def best_by_hand(x: Annealing) -> tuple[float, str]:
     """Seconds and name of the fastest plan by hand that fits; infinite where none does."""
     best, named = _NEVER, ""
     for name, trial in plans(x):
-        if x.possible(trial):
+        if x.runs(trial) and x.named(trial):
             taken, over = x.seconds(trial)
             if over <= 0 and taken < best:
                 best, named = taken, name
