@@ -96,14 +96,16 @@ def table() -> dict[str, Program]:
         adversary,
         batches,
         habits,
+        held,
         library,
         loops,
         losses,
         methods,
         networks,
-        repositories,
         scripts,
         strange,
+        trainers,
+        weights,
     )
 
     return PROGRAMS
