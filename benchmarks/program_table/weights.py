@@ -1,4 +1,4 @@
-"""Programs of public repositories: penalties on weights, layers that draw, gradients of inputs, and calls by weights."""
+"""Programs of public repositories: penalties on weights, layers that draw, gradients of inputs, calls by weights."""
 
 from __future__ import annotations
 
