@@ -97,7 +97,7 @@ def test_the_rest_of_a_run_is_given_what_its_beginning_was(place):
     first, second = (e["settings"] for e in starts if e["event"] == "start")
     assert second == first | {"epochs": 2, "resume": True}
     fewer = asa("train", "--resume", "--out", "half", "--epochs", "3", "--gpus", "1", cwd=place)
-    assert "planned again, for 1 devices in place of 2" in fewer.stderr
+    assert "planning again, for 1 devices in place of 2" in fewer.stderr
     assert json.loads((place / "half" / "plan.json").read_text())["gpus"] == 1
     assert [e["epoch"] for e in json.loads((place / "half" / "result.json").read_text())["epochs"]] == [0, 1, 2]
     other = asa("train", "--resume", "--out", "half", "--seed", "6", cwd=place, code=2)

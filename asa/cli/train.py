@@ -41,9 +41,8 @@ def run(args: Arguments, console: Console) -> None:
             raise UsageError(f"the plan is for {plan.gpus} devices, asked for {args.gpus}; plan again with --gpus")
         from asa.cli.replanning import regroup
 
-        new = regroup(console, plan, args.gpus)
-        console.say(f"asa: planned again, for {args.gpus} devices in place of {plan.gpus}")
-        plan = new
+        console.say(f"asa: planning again, for {args.gpus} devices in place of {plan.gpus}")
+        plan = regroup(console, plan, args.gpus)
     if args.rehearse is not None:
         rehearse(args, console, plan)
         return

@@ -1,4 +1,4 @@
-"""What programs of public repositories share: a small model, samples with classes, and one step."""
+"""What several files of programs share: a small model, samples with classes, and one step."""
 
 from __future__ import annotations
 
