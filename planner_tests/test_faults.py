@@ -155,13 +155,13 @@ def test_a_change_of_plan_that_ends_the_run_costs_nothing(
         model, policy = Promising(better), Policy(rebuild_s=0.0, patience=0.0)
         yield from adapt(executor, range(max(1, epochs.start), epochs.stop), announce, model=model, policy=policy)
 
-    longer = {"epochs": 4, "steps_per_epoch": 15, "keep": 4}  # a plan is left only once its own step time is known
+    longer = {"epochs": 8, "steps_per_epoch": 15, "keep": 8}  # a plan is left only once its own step time is known
     monkeypatch.setenv(faults.VARIABLE, f"kill@rank=1,point={point}")
     with pytest.raises(WorkersFailedError, match="rank 1 of 2 was killed"):
         train(small, training.settings(tmp_path, **longer), strategies=offered(), adapt=changing)
     assert (tmp_path / outdir.CHECKPOINTS / "step_00000015").is_dir()
     monkeypatch.delenv(faults.VARIABLE)
-    assert [e["epoch"] for e in _train(tmp_path, resume=True, **longer)["epochs"]] == list(range(4))
+    assert [e["epoch"] for e in _train(tmp_path, resume=True, **longer)["epochs"]] == list(range(8))
 
 
 def test_patience_in_a_validation_ends(monkeypatch: pytest.MonkeyPatch) -> None:
