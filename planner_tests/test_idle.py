@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import training
 from asa.executor.model.materialize import materialize
 from asa.executor.model.state import full_state
 from asa.executor.model.votes import Votes
-from asa.executor.running import outdir
+from asa.executor.running import outdir, planned
 from asa.executor.running.loop import TrainingExecutor
 from asa.executor.running.prepare import open_images
 from asa.executor.training import checkpoint
@@ -104,6 +105,42 @@ def test_a_run_leaves_a_process_out_and_takes_it_back(tmp_path: Path, alone: int
     assert found.manifest.step == 36
     saved = checkpoint.read(found.path, checkpoint.MODEL)
     assert all(torch.equal(saved[name], value) for name, value in moved[0][2].items())
+
+
+def test_an_idle_process_measures_its_speed_while_others_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one that trains, not in a window that is shorter than the measurement, and not before any change of plan."""
+    monkeypatch.setattr(planned, "measure_idle", lambda device: 123.0)
+    first = training.plan("logistic", ranks=2)
+    images = open_images(first, training.settings(tmp_path))
+
+    def body(rank: int) -> list[bool]:
+        def parallel(plan: Plan, processes: tuple[int, ...]) -> Any:
+            model = build("logistic", num_classes=10, input_shape=(1, 8, 8), seed=0)
+            return materialize(
+                plan, model, torch.zeros(2, 1, 8, 8), rank=rank, strategies=offered(), device=torch.device("cpu"),
+                processes=processes,
+            )  # fmt: skip
+
+        executor = TrainingExecutor(
+            first, parallel, training.settings(tmp_path), train=images[0], test=images[1], votes=Votes(30),
+            stop=StopRequest(), announce=lambda _: None, folder=tmp_path, run="test",
+        )  # fmt: skip
+
+        def after(seconds: float) -> bool:
+            time.sleep(seconds)
+            executor.agree(None)
+            return 123.0 in executor.probe().compute_s
+
+        seen = [after(0.6)]
+        target = executor.agree(Placement(plan=ONE, processes=(1,)) if rank == 0 else None)
+        assert target is not None
+        executor.migrate(target.plan, target.processes)
+        seen += [after(0.6), after(0.0)]
+        time.sleep(0.6)
+        executor.agree(None)
+        return [*seen, executor.probe().compute_s[1] == 123.0]
+
+    assert run_ranks(2, body, threads=1, timeout_s=60) == [[False, True, False, False]] * 2
 
 
 def test_the_process_that_writes_is_one_that_has_the_weights(tmp_path: Path) -> None:

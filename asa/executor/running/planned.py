@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
+
 from asa.errors import UsageError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
-from asa.executor.training.probe import probe
+from asa.executor.training.probe import measure_idle, probe
 from asa.executor.training.worker import Worker
 from asa.interfaces.executor import Executor, Placement, Probe
 from asa.ir import codec
 from asa.ir.plan import Plan
 from asa.launch import faults
+
+_LEAST_WINDOW_S = 0.5
+"""Shortest time between two votes in which an idle process measures its speed; others then need not wait for it."""
 
 
 class PlannedExecutor(Executor):
@@ -20,6 +25,9 @@ class PlannedExecutor(Executor):
     _votes: Votes
     _worker: Worker
     _rebuild_s: float | None = None
+    _has_moved = False
+    _agreed_at = 0.0
+    _idle_s: float | None = None
 
     @property
     def plan(self) -> Plan:
@@ -67,7 +75,14 @@ class PlannedExecutor(Executor):
         """Rank 0's ``target`` (or None), on every rank."""
         faults.reached("replan.agree")
         text = self._votes.tell(None if target is None else codec.dumps(target))
-        return None if text is None else codec.loads(Placement, text, source="the plan from rank 0")
+        last, self._agreed_at = self._agreed_at, time.monotonic()
+        self._idle_s = None
+        if text is not None:
+            self._has_moved = True
+            return codec.loads(Placement, text, source="the plan from rank 0")
+        if self._has_moved and self.model.idle and self._agreed_at - last > _LEAST_WINDOW_S:
+            self._idle_s = measure_idle(self.model.device)
+        return None
 
     def _continues(self, plan: Plan, processes: tuple[int, ...] | None = None) -> tuple[int, ...]:
         """The processes that can run ``plan`` from here: ``processes``, or the first ones.
@@ -90,6 +105,6 @@ class PlannedExecutor(Executor):
         return runs
 
     def probe(self) -> Probe:
-        """Current speed of all processes, including idle ones (collective): seconds of a small computation that all do
-        at once, and of a collective among them."""
-        return probe(self._votes, self.model.device)
+        """Current speed of all processes, including idle ones (collective): seconds of a small computation, and of a
+        collective among them. All compute at once, except for idle processes that did since the last vote."""
+        return probe(self._votes, self.model.device, self._idle_s)

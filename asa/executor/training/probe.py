@@ -18,14 +18,18 @@ from asa.sharding.waits import level_of
 _SIZE = {"cpu": 256, "cuda": 4096}
 _TIMES = {"cpu": 48, "cuda": 8}
 """Number of matrix products. They take tens of milliseconds, so that other programs on the core run in between."""
+_IDLE_TIMES = 3
+"""How many times as many an idle process computes while others train. A process that has just waited gets more of a
+core that it shares, so a short computation looks faster than training would be."""
 _MESSAGE_BYTES = MIB
 _MESSAGES = 5
 
 
-def probe(votes: Votes, device: torch.device) -> Probe:
-    """Measure computation and messages of all processes at the same time (collective)."""
+def probe(votes: Votes, device: torch.device, idle_s: float | None = None) -> Probe:
+    """Measure computation and messages of all processes at the same time (collective). ``idle_s``: the result of
+    :func:`measure_idle` on a process that called it, which then does not compute again."""
     votes.gather([0.0])
-    computing_s = _computing(device)
+    computing_s = _computing(device) if idle_s is None else idle_s
     messages = _messages(device) if votes.num_ranks > 1 else []
     rows_of_ranks = votes.gather([computing_s, *messages])
     links: tuple[Transfer, ...] = ()
@@ -42,15 +46,20 @@ def probe(votes: Votes, device: torch.device) -> Probe:
     return Probe(compute_s=tuple(rank[0] for rank in rows_of_ranks), links=links)
 
 
-def _computing(device: torch.device) -> float:
-    """Seconds of a fixed number of matrix products, after one for warm-up."""
+def measure_idle(device: torch.device) -> float:
+    """Seconds of the computation of a probe on an idle process, as the mean of several in a row, while others train."""
+    return _computing(device, _IDLE_TIMES) / _IDLE_TIMES
+
+
+def _computing(device: torch.device, repeats: int = 1) -> float:
+    """Seconds of ``repeats`` times a fixed number of matrix products, after one for warm-up."""
     size = _SIZE[device.type]
     x = torch.full((size, size), 1 / size, device=device)
     y = torch.empty_like(x)
     torch.mm(x, x, out=y)
     _synchronise(device)
     began = time.perf_counter()
-    for _ in range(_TIMES[device.type]):
+    for _ in range(repeats * _TIMES[device.type]):
         torch.mm(x, x, out=y)
     _synchronise(device)
     return time.perf_counter() - began
