@@ -254,6 +254,29 @@ def test_a_plan_that_turns_out_slower_is_taken_back_within_twenty_steps_and_not_
     assert [at for at, *_ in more if at <= returned + Policy().cool_down] == []
 
 
+def test_a_plan_is_gone_back_to_when_a_disturbance_ends_soon_after_a_change_that_did_not_help() -> None:
+    class Lying(World):
+        """Uneven shares take three times as long as their price."""
+
+        def _truth(self, placement: Placement, step: int) -> Any:
+            step_s, own, sent = super()._truth(placement, step)
+            slower = 3.0 if any(s.weights is not None for s in placement.plan.stages) else 1.0
+            return slower * step_s, tuple(slower * s for s in own), sent
+
+    model = _model(2)
+    files = [model.corrected(_slowness(2, rank=1, by=by), range(2)) for by in (1.0, 4.0, 1.7)]
+    world = Lying(
+        _first(2), lambda step: files[1 if 60 <= step < 300 else 2 if 300 <= step < 480 else 0], STRATEGIES,
+        processes=2, steps=STEPS, window=WINDOW, move_s=0.2,
+    )  # fmt: skip
+    _, events = _run(world, 12)
+    assert _kinds(events).count("rollback") == 1, "the uneven shares were tried"
+    (rolled_back,) = (at for at, old, _ in world.moves if any(s.weights is not None for s in old.plan.stages))
+    assert 300 < rolled_back < 480
+    assert _back(world)
+    assert world.moves[-1][0] <= min(480 + 6 * WINDOW, rolled_back + Policy().cool_down)
+
+
 @pytest.mark.parametrize("nonsense", [math.nan, -1.0, 1e6])
 def test_figures_that_cannot_be_are_ignored_and_their_rank_is_named(nonsense: float) -> None:
     class Broken(World):

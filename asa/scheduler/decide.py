@@ -147,6 +147,7 @@ class Decider:
         self._tried: list[Placement] = []
         self._penalties: list[tuple[Placement, float]] = []
         self._quiet, self._next_quiet = 0, policy.cool_down
+        self._latest = self._failed_under = self._solved
         self._rebuild_s = policy.rebuild_s
         self._expected: tuple[Placement, Expected] | None = None
         self._last_price: tuple[Placement, Slowness, float] | None = None
@@ -190,12 +191,13 @@ class Decider:
             if f.cause not in ("data", "figures"):
                 cause = "compute" if f.cause == "everything" else f.cause  # one word on all ranks, the last
                 self._causes[cause, f.where] = f.line
+        self._latest = slowness
         previous_state = self._recent.window(measured, steps, slowness)
         if self._trial is not None:
             return self._review(self._trial, previous_state)
         if left == 0 or self.policy.keep_plan:
             return None
-        if self._quiet > 0:
+        if self._quiet > 0 and slowness.imbalance(self._failed_under) <= _SIMILAR:
             self._quiet -= steps
             if slowness.distance(self._solved) > LIKE:
                 self.reason = "waiting after a change that did not help"
@@ -494,6 +496,7 @@ class Decider:
 
     def _pause(self) -> None:
         self._quiet, self._next_quiet = self._next_quiet, 2 * self._next_quiet
+        self._failed_under = self._latest
 
     def _penalty(self, placement: Placement) -> float:
         return max((log for p, log in self._penalties if same(p, placement)), default=0.0)
@@ -517,6 +520,7 @@ _VISIBLE = 0.01
 """Smallest difference of the logarithms of two step times that can be measured."""
 _SIMILAR = math.log(1.25)
 """Difference of factors up to which a plan that was found, but not yet changed to, is priced again instead of searched
-for again; and of a measured step from its price up to which the factors explain it."""
+for again; of a measured step from its price up to which the factors explain it; and of ranks or levels up to which no
+other plan is tried for a while after a change that did not help."""
 _SAME = 0.005
 """Difference of factors below which a plan is not priced again, and of times that count as equal."""
