@@ -121,9 +121,8 @@ class Slowness:
         pairs = [(self.common, other.common), *zip(self.ranks, other.ranks, strict=True)]
         return max(abs(a - b) for a, b in [*pairs, *zip(self.levels, other.levels, strict=True)])
 
-
     def imbalance(self, other: Slowness) -> float:
-        """Largest difference between the two in the estimate of a rank or a level, relative to what is common to all."""
+        """Largest difference between the two in a rank or a level, relative to what is common to all."""
         mine, others = ([*s.ranks, *(level - s.common for level in s.levels)] for s in (self, other))
         return max(abs(a - b) for a, b in zip(mine, others, strict=True))
 
