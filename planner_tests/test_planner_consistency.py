@@ -226,3 +226,11 @@ def test_the_table_reads_as_a_table():
     assert "steps to accuracy=0.9" in said
     assert "unknown (" in said
     assert "ddp, uneven batches" in said
+
+
+def test_what_no_discipline_runs_with_and_names_that_do_not_exist_are_refused_before_a_plan_is_made():
+    request = Request(gpus=2, global_batch=16, strategies=("ps_async",), compression="fp16")
+    with pytest.raises(UsageError, match="ps_async does not run with compression fp16"):
+        plan(nouns.profile(), box(), FULL, request)
+    with pytest.raises(UsageError, match="no strategy 'ps_bound'; one of asa, .*, ps_bounded"):
+        plan(nouns.profile(), box(), FULL, replace(request, strategies=("ps_bound",)))

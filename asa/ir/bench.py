@@ -83,6 +83,7 @@ class BenchResult:
     throttled: tuple[str, ...] = later(())
     schedule: str | None = later()
     num_microbatches: int | None = later()
+    ages: tuple[int, ...] = later(())
 
     def __post_init__(self) -> None:
         if self.step_time_s is None and not self.why_not:
