@@ -305,6 +305,6 @@ class _Judge:
 def _source(curves: Staleness) -> str:
     seeds = max((len(c.runs) for c in curves.curves), default=0)
     return (
-        f"{curves.data}, {curves.optimizer} at a constant {curves.learning_rate:g}, batch {curves.global_batch}, "
-        f"{curves.workers} workers, up to {seeds} seeds, {curves.steps} global batches"
+        f"{curves.data}, {curves.optimizer} at {curves.learning_rate:g} ({curves.schedule}), batch "
+        f"{curves.global_batch}, {curves.workers} workers, up to {seeds} seeds, {curves.steps} global batches"
     )
