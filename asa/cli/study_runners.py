@@ -166,7 +166,7 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
                 validation_loss=r.validation_loss or 0.0, validation_accuracy=r.validation_accuracy or 0.0,
             )
         )  # fmt: skip
-    alone = f"{site.block.title}: {strategy} trained alone: its times to an accuracy include validation"
+    alone = f"{strategy} trained alone: its times to an accuracy include validation"
     missing = "; utilisation and state memory are not measured there on CPUs" if site.device == "cpu" else ""
     site.notes.append(alone + missing)
     rate = c.flops_per_sample(site.profile) * last.global_batch
