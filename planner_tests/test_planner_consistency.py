@@ -156,9 +156,10 @@ def test_a_target_that_no_run_reached_is_not_promised():
 
 
 def test_surely_first_only_where_seeds_do_not_overlap():
-    quick = curves({**_same(KNOWN), PLAIN: (90, 95), Setting(workers=4, period=4): (5, 6)})
-    found = table(box(), target=NINE, known=(quick,))
-    assert (found.first, found.surely) == ("local_sgd", True)
+    for seeds, sure in (((5, 6, 6), True), ((5, 6), False), ((5,), False)):  # too few seeds have no range to speak of
+        quick = curves({**_same(KNOWN), PLAIN: (90, 95), Setting(workers=4, period=4): seeds})
+        found = table(box(), target=NINE, known=(quick,))
+        assert (found.first, found.surely) == ("local_sgd", sure)
     doubtful = curves({**_same(KNOWN), PLAIN: (2, 95), Setting(workers=4, period=4): (5, 6)})
     found = table(box(), target=NINE, known=(doubtful,))
     assert (found.first, found.surely) == ("local_sgd", False)
