@@ -12,6 +12,7 @@ import pytest
 import torch
 import training
 
+import asa
 from asa.api.planned import _widened
 from asa.errors import UsageError
 from asa.executor.consistency import star
@@ -24,6 +25,7 @@ from asa.executor.consistency.served import Served, _options
 from asa.executor.consistency.server import Server, lower_momentum
 from asa.executor.measuring import equivalence
 from asa.executor.measuring.equivalence import on_one_device
+from asa.executor.training.optimizer import doubt_about
 from asa.ir import codec
 from asa.ir.consistency import NAMES, PARAMETERS, parse
 from asa.ir.plan import Plan
@@ -249,6 +251,7 @@ def test_a_rate_makes_up_for_less_momentum_but_never_above_the_peak_of_its_sched
         ("ps_bounded:window=-1", "window is -1; it must be at least 0"),
         ("ps_sync:servers=0", "servers is 0; it must be at least 1"),
         ("local_sgd:period=0", "period is 0; it must be at least 1"),
+        ("diloco:period=1000000000000", "period is 1000000000000; it must be at most 1000000"),
         ("local_sgd:growth=nan", "growth is nan"),
         ("local_sgd:servers=1", "it has period, growth"),
         ("diloco:outer_momentum=1", "it must be below 1"),
@@ -274,8 +277,22 @@ def test_more_servers_than_ranks_are_refused_with_the_most_there_can_be():
         parse("ps_sync:servers=5").workers(4)
     with pytest.raises(UsageError, match="ask for servers=3 or more ranks"):
         parse("ps_sync:servers=4:placement=own").workers(4)
+    with pytest.raises(UsageError, match="the number of ranks is 1; ask for placement=beside or more ranks"):
+        parse("ps_async:placement=own").workers(1)
     assert parse("ps_sync:servers=1:placement=own").server_ranks(4) == (3,)
     assert parse("ps_sync:servers=2").server_ranks(4) == (0, 1)
+
+
+def test_a_fraction_that_is_no_whole_number_of_clients_is_said():
+    said = {}
+    for text in ("fedavg", "fedavg:fraction=0.5", "fedavg:fraction=0.1"):
+        axis = SimpleNamespace(size=2, index=0, group=None)
+        model = SimpleNamespace(components=[], grouped=SimpleNamespace(axis=axis))
+        said[text] = FederatedAverage(parse(text), model, SimpleNamespace(param_groups=[])).notes()
+    assert said.pop("fedavg:fraction=0.1") == [
+        "fedavg: 1 of 2 clients take part in each round; a fraction of 0.1 is no whole number of them"
+    ]
+    assert not any(said.values())
 
 
 @pytest.mark.parametrize("text", ["ps_sync:placement=own", "local_sgd:groups=2"])
@@ -358,6 +375,37 @@ def test_what_a_server_cannot_follow_is_refused_in_one_line():
     model = SimpleNamespace(idle=False, processes=(0, 1))
     with pytest.raises(UsageError, match="1 hooks around its step, which ps_sync makes at servers"):
         Served(parse("ps_sync"), model, optimizer, SimpleNamespace(rank=0))
+
+
+def test_an_optimizer_that_needs_whole_parameters_cannot_live_at_a_server():
+    net = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.Adafactor(net.parameters())
+    for text, refused in (("ps_sync", True), ("downpour", True), ("hogwild", False), ("local_sgd", False)):
+        model = SimpleNamespace(whole_plan=SimpleNamespace(consistency=parse(text)), plan=training.plan("cnn", ranks=1))
+        model.components = model.tensor_axes = model.layouts = ()
+        if refused:
+            with pytest.raises(UsageError, match=f"all elements of a parameter together, and servers under {text}"):
+                doubt_about(optimizer, "torch.optim:Adafactor", model)
+        else:
+            assert doubt_about(optimizer, "torch.optim:Adafactor", model) == ""
+    data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.arange(16) % 3)
+    made = (torch.utils.data.DataLoader(data, 8), torch.nn.functional.cross_entropy)
+
+    def job(optimizer: torch.optim.Optimizer, **options: object) -> asa.Job:
+        return asa.Job(net, optimizer, *made, cache=None, time_limit_s=0.1, **options)
+
+    def fresh() -> torch.optim.Optimizer:
+        nonlocal net
+        net = torch.nn.Linear(4, 3)
+        return torch.optim.Adafactor(net.parameters())
+
+    with pytest.raises(UsageError, match="Adafactor uses all elements of a parameter together"):
+        job(fresh(), strategies=("ps_sync",))
+    assert next(iter(job(fresh(), strategies=("local_sgd",)).run(1))).epoch == 0
+    net = torch.nn.Linear(4, 3)
+    served = job(torch.optim.SGD(net.parameters(), lr=0.1), strategies=("ps_sync",)).plan
+    with pytest.raises(UsageError, match="Adafactor is not known to update element by element, and servers under ps_s"):
+        job(fresh(), plan=served)
 
 
 def test_workers_that_normalise_on_their_own_say_when_running_statistics_are_averaged():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from asa.cost.consistency import Machine, Server, Worker, play
 from asa.errors import UsageError
-from asa.ir.consistency import NAMES, Discipline, parse
+from asa.ir.consistency import LONGEST, NAMES, Discipline, parse
 
 FREE = {"ps_async", "hogwild", "downpour"}
 CLOCKED = tuple(n for n in NAMES if n != "pipedream")
@@ -176,3 +176,8 @@ def test_refusals():
         play(parse("ps_async"), machine())
     with pytest.raises(UsageError, match="stages"):
         play(parse("pipedream"), machine())
+
+
+def test_a_period_longer_than_any_run_takes_no_longer_to_price():
+    for name in ("diloco", "downpour"):
+        assert step_time(f"{name}:period={LONGEST}", steps=8 * LONGEST, spread=0.1) == pytest.approx(1, rel=0.05)

@@ -118,3 +118,9 @@ def test_data_parallelism_inside_is_what_the_degrees_say():
     inner = plan.of_group()
     assert (inner.gpus, inner.global_batch, inner.consistency) == (2, 12, None)
     assert inner.components[0].data == DataDegree(strategy="replicate", degree=2)
+
+
+def test_a_verdict_counts_the_ranks_of_all_groups():
+    verdict = equivalence.verify(_in_groups(training.plan(ranks=1, batch=24), EVERY_STEP[0]), _net, offered())
+    assert verdict.equivalent
+    assert verdict.ranks == 2

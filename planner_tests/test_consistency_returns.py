@@ -17,6 +17,7 @@ from test_consistency_runs import of, under
 
 from asa.errors import WorkersFailedError
 from asa.executor.consistency import star
+from asa.executor.consistency.channels import CONNECT_S
 from asa.executor.consistency.server import Server
 from asa.executor.consistency.star import AT_NEED, Coordinator
 from asa.executor.running.run import train
@@ -200,6 +201,29 @@ def test_a_slow_rank_leaves_the_last_samples_to_ranks_that_are_sooner(monkeypatc
         assert ranks.ticket(1, 0, 10, False) == (60, 10)
     thread.join(timeout=10)
     assert slow == [(60, 10) if fast_is_lost else (70, 0)]
+
+
+def test_no_worker_is_late_while_it_may_still_be_connecting_to_a_server_that_came_back(monkeypatch):
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(star, "time", clock)
+    ranks = Coordinator(3)
+    ranks.begin(0, 0, 40)
+    for rank in (0, 1):
+        ranks.ticket(rank, 0, 10, False)
+    ranks.disconnect(2)
+    clock.now = 5.0
+    assert ranks.enter(2) is not None
+    clock.now = 6.0
+    threads = [threading.Thread(target=ranks.swap, args=(rank, b""), daemon=True) for rank in (0, 2)]
+    for thread in threads:
+        thread.start()
+    clock.now = 6.0 + star._LATE_S + 1
+    threads[0].join(0.6)  # it looks for late ranks every quarter of a second
+    assert ranks.live == {0, 1, 2}
+    clock.now += CONNECT_S
+    for thread in threads:
+        thread.join(5)
+    assert ranks.live == {0, 2}
 
 
 def test_a_rank_that_is_killed_again_and_again_is_left_out_in_the_end(tmp_path, monkeypatch):

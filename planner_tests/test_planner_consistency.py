@@ -156,9 +156,10 @@ def test_a_target_that_no_run_reached_is_not_promised():
 
 
 def test_surely_first_only_where_seeds_do_not_overlap():
-    quick = curves({**_same(KNOWN), PLAIN: (90, 95), Setting(workers=4, period=4): (5, 6)})
-    found = table(box(), target=NINE, known=(quick,))
-    assert (found.first, found.surely) == ("local_sgd", True)
+    for seeds, sure in (((5, 6, 6), True), ((5, 6), False), ((5,), False)):  # too few seeds have no range to speak of
+        quick = curves({**_same(KNOWN), PLAIN: (90, 95), Setting(workers=4, period=4): seeds})
+        found = table(box(), target=NINE, known=(quick,))
+        assert (found.first, found.surely) == ("local_sgd", sure)
     doubtful = curves({**_same(KNOWN), PLAIN: (2, 95), Setting(workers=4, period=4): (5, 6)})
     found = table(box(), target=NINE, known=(doubtful,))
     assert (found.first, found.surely) == ("local_sgd", False)
@@ -226,3 +227,11 @@ def test_the_table_reads_as_a_table():
     assert "steps to accuracy=0.9" in said
     assert "unknown (" in said
     assert "ddp, uneven batches" in said
+
+
+def test_what_no_discipline_runs_with_and_names_that_do_not_exist_are_refused_before_a_plan_is_made():
+    request = Request(gpus=2, global_batch=16, strategies=("ps_async",), compression="fp16")
+    with pytest.raises(UsageError, match="ps_async does not run with compression fp16"):
+        plan(nouns.profile(), box(), FULL, request)
+    with pytest.raises(UsageError, match=r"no strategy 'ps_bound'; one of asa, .*, ps_bounded"):
+        plan(nouns.profile(), box(), FULL, replace(request, strategies=("ps_bound",)))

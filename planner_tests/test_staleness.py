@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,6 +14,9 @@ from torch import nn
 
 from asa.cli.staleness import task_of
 from asa.errors import InvalidInputError, UsageError
+from asa.executor.consistency.server import Server
+from asa.executor.training.optimizer import learning_rate
+from asa.executor.training.settings import TrainSettings
 from asa.ir import codec
 from asa.ir.consistency import parse
 from asa.ir.staleness import (
@@ -75,6 +79,54 @@ def test_without_delay_the_queue_is_plain_training_to_the_last_bit(optimizer):
     assert not same(late, model)
 
 
+def scheduled(warmup: float, steps: int) -> Callable[[float, float], float]:
+    return lambda progress, step: learning_rate(progress, 1.0, warmup=warmup, step=step)
+
+
+def test_the_schedule_is_that_of_training_over_the_length_of_a_run():
+    steps = 12
+    args = SimpleNamespace(device="cpu", data="digits", data_root=None, model="logistic", optimizer="sgd", lr=None,
+                           global_batch=64, steps=steps)  # fmt: skip
+    of_train = task_of(args, SimpleNamespace(graph=SimpleNamespace(input_shape=(1, 8, 8), num_classes=10))).schedule
+    rates = [of_train(i / steps, 1 / steps) for i in range(steps)]
+    warmup = TrainSettings(out="").warm_up(steps)
+    assert rates == [learning_rate(i / steps, 1.0, warmup=warmup, step=1 / steps) for i in range(steps)]
+    assert rates[0] < 1 == max(rates)
+    assert rates[-1] < 0.1
+    t = replace(task(), schedule=of_train)
+    model = t.build(3)
+    optimizer = t.optimizer_for(list(model.parameters()))
+    for rate, rows in zip(rates, t.batches(3), strict=False):
+        optimizer.param_groups[0]["lr"] = t.lr * rate
+        for p, gradient in zip(model.parameters(), t.gradients(model, rows), strict=True):
+            p.grad = gradient
+        optimizer.step()
+    assert same(trained(t, PLAIN, seed=3, steps=steps, every=4)[1], model)
+    averaged = trained(t, Setting(workers=1, period=1), seed=3, steps=steps, every=4)[1]
+    for a, b in zip(averaged.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_shares_of_batches_train_as_at_a_server():
+    """Two workers whose gradients are never late, under the schedule of training and the server's lower momentum."""
+    steps, workers, discipline = 10, 2, parse("ps_async")
+    t = replace(task(), build=_without_norm, weight_decay=0.0, schedule=scheduled(0.3, steps))
+    lower = discipline.momentum_at(t.momentum, workers)
+    model, copy = t.build(0), t.build(0)
+    weights = torch.nn.utils.parameters_to_vector(copy.parameters()).detach()
+    optimizer = torch.optim.SGD(copy.parameters(), lr=t.lr, momentum=t.momentum)
+    server = Server(discipline, weights, 0, [(0, len(weights))], optimizer, range(workers), t.global_batch)
+    for i, rows in zip(range(steps), t.batches(0), strict=False):
+        for worker, share in enumerate(rows.tensor_split(workers)):
+            torch.nn.utils.vector_to_parameters(server.pull(worker), copy.parameters())
+            gradient = torch.cat([g.reshape(-1) for g in t.gradients(copy, share)])
+            at = (i + worker / workers) / steps
+            server.push(worker, gradient, len(share), [t.lr * t.schedule(at, 1 / workers / steps)])
+    model = trained(t, Setting(workers=workers, momentum=lower), seed=0, steps=steps, every=5)[1]
+    found = torch.nn.utils.parameters_to_vector(model.parameters())
+    torch.testing.assert_close(found, server.pull(0), rtol=1e-4, atol=1e-6)
+
+
 def test_a_delayed_gradient_is_the_one_of_so_many_updates_ago():
     """One weight w and the loss w^2 / 2, whose gradient is the weight itself: w' = w - lr * (w two updates ago)."""
 
@@ -118,7 +170,7 @@ def test_workers_that_meet_after_every_batch_take_the_mean_gradient_where_nothin
 def test_samples_are_those_of_asa_train():
     """Shifted at random, differently in every pass and for every seed; the test data stay as they are."""
     args = SimpleNamespace(device="cpu", data="digits", data_root=None, model="logistic", optimizer="sgd", lr=None,
-                           global_batch=64)  # fmt: skip
+                           global_batch=64, steps=20)  # fmt: skip
     t = task_of(args, SimpleNamespace(graph=SimpleNamespace(input_shape=(1, 8, 8), num_classes=10)))
     images = open_split("digits", split="train", root=None, input_shape=(1, 8, 8))
     seen = []

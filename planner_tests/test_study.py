@@ -523,3 +523,23 @@ def test_what_is_compared_with_workers_that_do_not_wait_is_measured_like_them(tm
         args("--study", "grid", "--models", "tiny", "--strategies", "ddp,single"), most=2, cluster_gpus=None
     ).blocks
     assert not turns.trains_separately
+
+
+def test_a_table_tells_seeds_apart_and_shows_the_age_of_gradients_at_servers():
+    ages = (2, 0, 6)
+    assert study_runners._ages([{"ages": {"0": 1, "2": 4}}, {"ages": {"2": 2, "0": 1}}]) == ages
+    assert study_runners._ages([]) == ()
+    first = row("ddp")
+    served = replace(first, result=replace(first.result, ages=ages), cell=cell("ps_async", seed=1))
+
+    def table_of(*rows: StudyRow) -> list[list[str]]:
+        made = study(*rows)
+        lines = report.markdown(made, study_figures.of(made)).splitlines()
+        return [[c.strip() for c in x.strip("|").split("|")] for x in lines if x.startswith("| ")]
+
+    heading, plain, late = table_of(first, served)
+    assert [plain[heading.index("seed")], late[heading.index("seed")]] == ["0", "1"]
+    assert late[heading.index("age of gradients")] == "1.5 (most 2)"
+    figures = dict(zip(study_figures.COLUMNS, study_figures.plain(study_figures.of(study(served))[0]), strict=True))
+    assert (figures["mean_age"], figures["most_age"]) == (1.5, 2)
+    assert {"seed", "age of gradients"}.isdisjoint(table_of(first)[0])

@@ -127,6 +127,11 @@ class UserExecutor(PlannedExecutor):
                 f"max_norm is over all gradients of a step, and servers under {discipline} have them in slices; leave "
                 "it out, or train under ddp"
             )
+        if discipline is not None and discipline.served and not self._rebinding.elementwise:
+            raise UsageError(
+                f"{type(optimizer).__name__} is not known to update element by element, and servers under {discipline} "
+                "update slices of all weights: say elementwise=True if it does, or train under ddp, local_sgd or diloco"
+            )
         if discipline is not None and (discipline.waiting == "pipelined" or discipline.spread > 0):
             what = discipline.name if discipline.spread == 0 else "fedavg with a spread, which deals out a data set,"
             raise UsageError(f"{what} runs under `asa train` only; a job takes its batches from a loader in turn")

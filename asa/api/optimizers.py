@@ -78,7 +78,7 @@ class Rebinding:
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, *, elementwise: bool = False) -> None:
         """Record the optimizer's parameters by name. ``elementwise``: it is known to update element by element."""
-        self._elementwise = elementwise
+        self.elementwise = elementwise
         named: dict[int, list[str]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
             named.setdefault(id(p), []).append(name)
@@ -118,7 +118,7 @@ class Rebinding:
         """
         optimizer, updated = self.optimizer, {id(p) for p in model.updated}
         cut = next((name for name in cut_parameters(model) if name in self._group), None)
-        if cut is not None and not self._elementwise:
+        if cut is not None and not self.elementwise:
             remedy = 'plan="auto" and strategies=("ddp",) keep them whole'
             warnings.warn(doubt_about_parts(optimizer, cut, remedy), stacklevel=2)
         while self._undo:

@@ -32,6 +32,7 @@ from asa.errors import AsaError, InfeasibleError, InvalidInputError, UsageError,
 from asa.interfaces.strategy import Strategies
 from asa.ir import codec
 from asa.ir.cluster import Cluster, Device, alone
+from asa.ir.consistency import is_discipline, parse
 from asa.ir.measurements import Measurements
 from asa.ir.plan import Assignment, Certificate, DataDegree, OptimizerName, Plan, Prediction, Stage, TensorDegree
 from asa.ir.profile import Precision, Profile
@@ -322,7 +323,7 @@ def _unsharded(options: PlanOptions) -> tuple[str, ...]:
         UsageError: there are none.
     """
     requested = options.strategies or _UNSHARDED
-    allowed = tuple(s for s in requested if s in _UNSHARDED)
+    allowed = tuple(s for s in requested if s in _UNSHARDED or (is_discipline(s) and not parse(s).served))
     if not allowed:
         raise UsageError(
             f"{options.no_shards_because}, so parameters stay whole: strategies=('ddp',) does that, but none of those "

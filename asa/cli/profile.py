@@ -115,7 +115,7 @@ VERBS = (
             ),
             Option(
                 name="steps",
-                help="length of each run of --staleness, in global batches",
+                help="global batches of each run of --staleness: as many as the training will have",
                 parse=o.count,
                 default=200,
                 metavar="N",

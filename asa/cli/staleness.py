@@ -91,6 +91,7 @@ def measure(args: Arguments, console: Console, profile: Profile, profile_path: P
         torch_version=torch.__version__,
         device=profile.device.name,
         skipped=skipped,
+        schedule="as in training",
     )
     path = places.staleness_path(profile_path, args.optimizer, args.workers)
     with places.keeping(console, path):
@@ -99,11 +100,13 @@ def measure(args: Arguments, console: Console, profile: Profile, profile_path: P
 
 
 def task_of(args: Arguments, profile: Profile) -> Task:
-    """The training task: the model of ``profile`` on the requested data, at the default learning rate unless given."""
+    """The training task: the model of ``profile`` on the requested data, with the schedule of `asa train` over the
+    requested number of steps; its peak is the default learning rate unless given."""
     import torch
 
     from asa.executor.model.loss import hits_of, loss_of
-    from asa.executor.training.settings import LEARNING_RATE, WEIGHT_DECAY
+    from asa.executor.training.optimizer import learning_rate
+    from asa.executor.training.settings import LEARNING_RATE, WEIGHT_DECAY, TrainSettings
     from asa.profiler.machine import choose_device
     from asa.profiler.staleness import Task
     from asa.zoo.data import fetch
@@ -122,6 +125,7 @@ def task_of(args: Arguments, profile: Profile) -> Task:
         number = int(positions[0]) // count
         return fetch(images, positions % count, train=True, seed=0, epoch=number, device=device)
 
+    warmup = TrainSettings(out="").warm_up(args.steps)
     return Task(
         build=lambda seed: build(args.model, num_classes=classes, input_shape=shape, seed=seed).to(device),
         train=train,
@@ -134,4 +138,5 @@ def task_of(args: Arguments, profile: Profile) -> Task:
         momentum=0.9 if args.optimizer == "sgd" else 0.0,
         weight_decay=WEIGHT_DECAY[args.optimizer],
         global_batch=args.global_batch or 64,
+        schedule=lambda progress, step: learning_rate(progress, 1.0, warmup=warmup, step=step),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -139,13 +140,14 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
     )  # fmt: skip
     adapt, relieve = adapting(plan, site.console, replan=replan, correct=False, out=folder)
     records: list[EpochRecord] = []
-    changes = 0
+    changes, servers = 0, list[dict[str, Any]]()
 
     def on_event(event: dict[str, Any]) -> None:
-        nonlocal changes
+        nonlocal changes, servers
         if event["event"] == "epoch":
             fields = {k: v for k, v in event.items() if k not in ("event", "line")}
             records.append(codec.build(EpochRecord, fields, source="epoch"))
+        servers = event.get("servers", servers) if event["event"] == "consistency" else servers
         changes += event["event"] == "replan" and event["kind"] not in ("keep", "wait", "outcome")
 
     with site.console.progress(f"training {site.block.model}") as report:
@@ -164,7 +166,7 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
                 validation_loss=r.validation_loss or 0.0, validation_accuracy=r.validation_accuracy or 0.0,
             )
         )  # fmt: skip
-    alone = f"{site.block.title}: {strategy} trained alone: its times to an accuracy include validation"
+    alone = f"{strategy} trained alone: its times to an accuracy include validation"
     missing = "; utilisation and state memory are not measured there on CPUs" if site.device == "cpu" else ""
     site.notes.append(alone + missing)
     rate = c.flops_per_sample(site.profile) * last.global_batch
@@ -181,7 +183,16 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
         components=plan.components, accuracy=tuple(points),
         flops_per_s=rate / steps.median, mfu=rate / steps.median / (last.num_ranks * peak) if peak else None,
         utilisation=last.utilisation, energy_j=None if last.energy_j is None else last.energy_j / per_epoch,
+        ages=_ages(servers),
     )  # fmt: skip
+
+
+def _ages(servers: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+    """How many gradients were applied at each age, at all ``servers`` together, from their counters."""
+    counts: Counter[int] = Counter()
+    for server in servers:
+        counts.update({int(age): count for age, count in server["ages"].items()})
+    return tuple(counts[age] for age in range(max(counts, default=-1) + 1))
 
 
 def _mean_step_s(measured: Measurements) -> float:

@@ -27,12 +27,11 @@ def run(args: Arguments, console: Console) -> int:
     from asa.strategies import offered
     from asa.zoo.models import build
 
-    console.say(f"asa: verifying {path} on {ranks(plan.num_ranks)}")
+    console.say(f"asa: verifying {path} on {ranks(plan.num_processes)}")
     device = plan.device_type if args.device == "auto" else args.device
-    if device == "cuda" and cuda_devices() < plan.num_ranks:
-        raise UnavailableError(
-            f"the plan needs {plan.num_ranks} CUDA devices, this machine has {cuda_devices()}; verify with --device cpu"
-        )
+    if device == "cuda" and cuda_devices() < plan.num_processes:
+        has = f"this machine has {cuda_devices()}; verify with --device cpu"
+        raise UnavailableError(f"the plan needs {plan.num_processes} CUDA devices, {has}")
     factory = partial(
         build, plan.model_spec, num_classes=plan.num_classes, input_shape=plan.sample_shape, seed=args.seed
     )

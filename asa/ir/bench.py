@@ -48,6 +48,8 @@ class BenchResult:
         energy_j: joules per step of all devices.
         clock_mhz: clock of the slowest device.
         throttled: reasons why clocks were reduced.
+        ages: ``ages[n]`` gradients were applied at servers when n whole global batches of other workers' gradients had
+            been applied since their worker fetched the weights; empty without servers.
     """
 
     model: str
@@ -83,10 +85,16 @@ class BenchResult:
     throttled: tuple[str, ...] = later(())
     schedule: str | None = later()
     num_microbatches: int | None = later()
+    ages: tuple[int, ...] = later(())
 
     def __post_init__(self) -> None:
         if self.step_time_s is None and not self.why_not:
             raise InvalidInputError(f"{self.strategy} of {self.model} has neither a time nor a reason for none")
+
+    @property
+    def mean_age(self) -> float | None:
+        """Mean of :attr:`ages`; None without servers."""
+        return sum(n * count for n, count in enumerate(self.ages)) / sum(self.ages) if any(self.ages) else None
 
 
 @noun

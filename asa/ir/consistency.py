@@ -97,7 +97,7 @@ class Discipline:
     defaults.
 
     Attributes:
-        period: optimizer steps of a worker between two averages, or between two pushes; at least 1.
+        period: optimizer steps of a worker between two averages, or between two pushes; 1 to ``LONGEST``.
         growth: coefficient of the quadratic synchronization rule (Gu et al. 2024): at learning rate r the period is
             ``max(period, floor((growth / r)**2))`` steps; 0 for a fixed period.
         window: largest age, in global batches, of a gradient in flight before other workers wait for it. With 0 every
@@ -184,6 +184,8 @@ class Discipline:
             raise UsageError(
                 f"{name}: a quorum meets for all weights at once, asked for {self.fragments} fragments too"
             )
+        if self.period > LONGEST:
+            raise UsageError(f"{name}: period is {self.period}; it must be at most {LONGEST}")
         if self.period % self.fragments:
             raise UsageError(
                 f"{name}: {self.fragments} fragments in a period of {self.period} steps; the period must be a multiple "
@@ -257,9 +259,11 @@ class Discipline:
         separate = self.servers if self.placement == "own" else 0
         if self.servers > ranks or separate >= ranks:
             room = "ranks of their own beside at least 1 worker" if separate else "ranks"
+            most = ranks - (separate > 0)
+            remedy = f"servers={most}" if most else "placement=beside"
             raise UsageError(
-                f"{self.name}: {self.servers} servers need as many {room}, there are {ranks} ranks; "
-                f"ask for servers={max(1, ranks - (separate > 0))} or more ranks"
+                f"{self.name}: {self.servers} servers need as many {room}, the number of ranks is {ranks}; "
+                f"ask for {remedy} or more ranks"
             )
         if self.quorum is not None and self.quorum > ranks:
             raise UsageError(
@@ -273,6 +277,16 @@ class Discipline:
         first = workers if self.placement == "own" else 0
         return tuple(range(first, first + self.servers))
 
+    def check(self, compression: str, precision: str) -> None:
+        """Check the settings of a plan that no discipline runs with.
+
+        Raises:
+            UsageError: gradients are compressed, or the precision is fp16.
+        """
+        if compression != "none" or precision == "fp16":
+            setting = f"compression {compression}" if compression != "none" else "precision fp16"
+            raise UsageError(f"{self.name} does not run with {setting}; leave that out")
+
     def __str__(self) -> str:
         usual = _filled(self.name, {} if self.window is None else {"window": self.window})
         idle = {"grace_s"} if self.quorum is None and not self.grace_s else set()
@@ -281,6 +295,8 @@ class Discipline:
         return ":".join([self.name, *(f"{k}={v}".lower() for k, v in values if v != plain[k])])
 
 
+LONGEST = 1_000_000
+"""Largest period in steps. Workers meet at the end of every epoch anyway."""
 MOST_STEPS = 1_000_000_000
 """A number of steps larger than in any run, as a period that never ends."""
 

@@ -172,6 +172,8 @@ class Staleness:
         every: global batches between two evaluations.
         steps: largest number of global batches of a run.
         skipped: descriptions of runs for which there was no time.
+        schedule: course of the learning rate over the ``steps`` of a run: ``constant``, or ``as in training`` (warm-up
+            and cosine). Its peak is ``learning_rate``.
     """
 
     model_spec: str
@@ -193,6 +195,7 @@ class Staleness:
     torch_version: str
     device: str
     skipped: tuple[str, ...] = ()
+    schedule: str = later("constant")
 
     def __post_init__(self) -> None:
         counts = (self.global_batch, self.workers, self.steps, self.every, self.num_classes)

@@ -23,6 +23,9 @@ from asa.ir.plan import OptimizerName
 from asa.ir.staleness import Curve, Setting, TrainingRun
 
 Progress = Callable[[float, str], None]
+Schedule = Callable[[float, float], float]
+"""Function from the progress of a run (0 to 1) at the start of a step, and the progress of the step, to the learning
+rate as a fraction of its peak."""
 Loss = Callable[[object, Tensor], Tensor]
 _PASSES = 1 << 20
 """Number of passes over the data that belong to one seed."""
@@ -33,7 +36,7 @@ class Task:
     """The training task. ``build(seed)`` makes the model. ``train(positions)`` has inputs and labels: position p is
     sample p % ``count`` in pass p // ``count``, and may be augmented differently in each pass. ``test`` are inputs
     [N, ...] and labels [N], all on the device. ``loss`` is the mean over a batch; ``hits`` is 1 for every row that is
-    predicted correctly."""
+    predicted correctly. ``schedule`` is that of the learning rate, whose peak is ``lr``."""
 
     build: Callable[[int], nn.Module]
     train: Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -46,6 +49,7 @@ class Task:
     momentum: float
     weight_decay: float
     global_batch: int
+    schedule: Schedule = lambda _progress, _step: 1.0
 
     def optimizer_for(self, parameters: Sequence[nn.Parameter], momentum: float | None = None) -> torch.optim.Optimizer:
         """Make an optimizer over ``parameters`` at the full learning rate, with ``momentum`` instead of its own if
@@ -90,7 +94,7 @@ def trained(task: Task, setting: Setting, *, seed: int, steps: int, every: int) 
         torch.manual_seed(seed)
         model = task.build(seed)
         is_local = setting.period > 0
-        going = (_averaged if is_local else _delayed)(task, setting, model, task.batches(seed))
+        going = (_averaged if is_local else _delayed)(task, setting, model, task.batches(seed), steps)
         losses: list[float] = []
         accuracies: list[float] = []
         for step in range(1, steps + 1):
@@ -109,13 +113,19 @@ def _run(seed: int, losses: list[float], accuracies: list[float], *, diverged: b
     return TrainingRun(seed=seed, losses=tuple(losses), accuracies=tuple(accuracies), diverged=diverged)
 
 
-def _delayed(task: Task, setting: Setting, model: nn.Module, batches: Iterator[Tensor]) -> Iterator[None]:
-    """Train one model with delayed updates; yields once per global batch that was *applied*."""
+def _delayed(
+    task: Task, setting: Setting, model: nn.Module, batches: Iterator[Tensor], steps: int
+) -> Iterator[None]:  # fmt: skip
+    """Train one model with delayed updates for ``steps`` global batches; yields once per global batch that was
+    *applied*. A gradient keeps the learning rate of the time when it was computed. Under a lower momentum than the
+    task's, rates are raised as at servers: not above their peak (decision 0140)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = task.optimizer_for(parameters, setting.momentum)
+    lower = task.momentum if setting.momentum is None else setting.momentum
+    raised, part = (1 - lower) / (1 - task.momentum), setting.pushed / (setting.workers * steps)
     weight = 1 / (1 + int(setting.age)) if setting.weighted else 1.0
-    queue: deque[tuple[list[Tensor | None], float]] = deque()
-    applied = begun = 0
+    queue: deque[tuple[list[Tensor | None], float, float]] = deque()
+    computed = applied = begun = 0
     while True:
         several = [next(batches).tensor_split(setting.workers) for _ in range(setting.pushed)]
         samples = sum(len(rows) for rows in several[0])
@@ -124,14 +134,17 @@ def _delayed(task: Task, setting: Setting, model: nn.Module, batches: Iterator[T
             if not shares:
                 continue
             share = weight * sum(map(len, shares)) / samples
-            queue.append((_mean([task.gradients(model, rows) for rows in shares], list(map(len, shares))), share))
+            of_peak = task.schedule(computed * part, part)
+            computed += 1
+            rate = task.lr * max(of_peak, min(of_peak * raised, 1.0))
+            queue.append((_mean([task.gradients(model, rows) for rows in shares], list(map(len, shares))), share, rate))
             if len(queue) <= setting.delay:
                 continue
-            gradients, share = queue.popleft()
+            gradients, share, rate = queue.popleft()
             for p, g in zip(parameters, gradients, strict=True):
                 p.grad = g
             for group in optimizer.param_groups:
-                group["lr"] = task.lr * share if share != 1 else task.lr
+                group["lr"] = rate * share if share != 1 else rate
             optimizer.step()
             applied += setting.pushed
             while applied // setting.workers > begun:
@@ -150,8 +163,11 @@ def _mean(gradients: list[list[Tensor | None]], rows: list[int]) -> list[Tensor 
     return found
 
 
-def _averaged(task: Task, setting: Setting, model: nn.Module, batches: Iterator[Tensor]) -> Iterator[None]:
-    """Train workers with their own models and optimizers. ``model`` is their mean after an outer optimizer step.
+def _averaged(
+    task: Task, setting: Setting, model: nn.Module, batches: Iterator[Tensor], steps: int
+) -> Iterator[None]:  # fmt: skip
+    """Train workers with their own models and optimizers for ``steps`` global batches. ``model`` is their mean after an
+    outer optimizer step.
 
     Running statistics are averaged like weights. As in `asa train`, workers also average at the end of each pass over
     the data, and then their momenta, too. Between two averages ``model`` does not change.
@@ -164,9 +180,11 @@ def _averaged(task: Task, setting: Setting, model: nn.Module, batches: Iterator[
     )
     steps_of_pass, since = max(1, task.count // task.global_batch), 0
     for step, batch in enumerate(batches, 1):
+        rate = task.lr * task.schedule((step - 1) / steps, 1 / steps)
         for worker, optimizer, rows in zip(workers, optimizers, batch.tensor_split(setting.workers), strict=True):
             if len(rows):
                 task.gradients(worker, rows)
+                optimizer.param_groups[0]["lr"] = rate
                 optimizer.step()
         since += 1
         is_end = step % steps_of_pass == 0

@@ -19,8 +19,8 @@ def render(curves: Staleness) -> list[RenderableType]:
     goal = int(100 * _SHARE * sum(best) / len(best)) / 100 if best else 0.0
     target = Target(what="accuracy", value=goal) if goal > 0 else None
     result = table(
-        f"Staleness of {curves.model_spec} on {curves.data}, {curves.optimizer} at {curves.learning_rate:g}, batch "
-        f"{curves.global_batch}",
+        f"Staleness of {curves.model_spec} on {curves.data}, {curves.optimizer} at {curves.learning_rate:g} "
+        f"({curves.schedule}), batch {curves.global_batch}",
         ("gradients", "seeds", "accuracy at the end", f"batches to {target}" if target else "batches"),
     )
     for curve in curves.curves:

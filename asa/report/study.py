@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from asa.ir.bench import BenchResult
 from asa.ir.study import Study
 from asa.report import study_figures as figures
 from asa.report.study_figures import Figures
@@ -151,23 +152,25 @@ def _costs(study: Study, group: Sequence[Figures]) -> list[RenderableType]:
 
 
 TABLE_COLUMNS = (
-    "model", "data", "ranks", "batch", "strategy", "epochs", "state", "step", "samples/s", "epoch", "utilisation",
-    "MFU", "active memory", "state memory", "communication", "learnt", "to target", "cost of an epoch",
-    "cost of the run", "published",
+    "model", "data", "ranks", "batch", "strategy", "epochs", "seed", "state", "step", "samples/s", "epoch",
+    "age of gradients", "utilisation", "MFU", "active memory", "state memory", "communication", "learnt", "to target",
+    "cost of an epoch", "cost of the run", "published",
 )  # fmt: skip
 """Columns of the tables in a paper."""
 
 
-def cells(f: Figures, reasons: Sequence[str], *, price: bool) -> tuple[str, ...]:
-    """A row with the columns :data:`TABLE_COLUMNS`, as text. Refused cells have the number of their reason."""
+def cells(f: Figures, reasons: Sequence[str], *, price: bool, seeds: bool) -> tuple[str, ...]:
+    """A row with the columns :data:`TABLE_COLUMNS`, as text. Refused cells have the number of their reason. Without
+    ``seeds``, that column is empty."""
     c, r = f.row.cell, f.row.result
-    key = (c.model, c.data, str(c.gpus), str(c.global_batch), c.strategy, str(c.epochs))
+    seed = str(c.seed) if seeds else NOTHING
+    key = (c.model, c.data, str(c.gpus), str(c.global_batch), c.strategy, str(c.epochs), seed)
     if r is None:
         number = f" ({reasons.index(f.row.why) + 1})" if f.row.why in reasons else ""
-        return (*key, f.row.state + number, *([NOTHING] * (len(TABLE_COLUMNS) - 7)))
+        return (*key, f.row.state + number, *([NOTHING] * (len(TABLE_COLUMNS) - len(key) - 1)))
     return (
         *key, f.row.state + (f" for {c.devices}" if f.row.state == "predicted" else ""),
-        seconds(f.step_s), rate(f.samples_per_s), seconds(f.epoch_s), percent(r.utilisation), percent(r.mfu),
+        seconds(f.step_s), rate(f.samples_per_s), seconds(f.epoch_s), _age(r), percent(r.utilisation), percent(r.mfu),
         size(f.memory_bytes), size(r.state_memory_bytes), percent(f.communication_share), f.learnt, f.to_target,
         *(f"{v:.3g}" if price and v is not None else NOTHING for v in (f.cost_per_epoch, f.cost_of_run)),
         "; ".join(
@@ -175,6 +178,11 @@ def cells(f: Figures, reasons: Sequence[str], *, price: bool) -> tuple[str, ...]
         )
         or NOTHING,
     )  # fmt: skip
+
+
+def _age(r: BenchResult) -> str:
+    """Mean age of gradients at servers, and the highest, in global batches."""
+    return NOTHING if r.mean_age is None else f"{r.mean_age:.2g} (most {len(r.ages) - 1})"
 
 
 def markdown(study: Study, rows: Sequence[Figures]) -> str:
@@ -230,6 +238,8 @@ def _escaped(text: str) -> str:
 def columns(study: Study, rows: Sequence[Figures]) -> tuple[list[int], list[tuple[str, ...]]]:
     """Indices of columns in which any row has a value, and all rows."""
     reasons = list(_reasons(study))
-    texts = [cells(f, reasons, price=study.price is not None) for f in rows]
-    indices = [i for i in range(len(TABLE_COLUMNS)) if i < 8 or any(row[i] != NOTHING for row in texts)]
+    seeds = len({f.row.cell.seed for f in rows}) > 1
+    texts = [cells(f, reasons, price=study.price is not None, seeds=seeds) for f in rows]
+    always = {*TABLE_COLUMNS[: TABLE_COLUMNS.index("samples/s")]} - {"seed"}
+    indices = [i for i, name in enumerate(TABLE_COLUMNS) if name in always or any(row[i] != NOTHING for row in texts)]
     return indices, texts

@@ -105,8 +105,8 @@ class Draws:
         return mean * math.exp(self._random[worker].gauss(-spread * spread / 2, spread)) if spread else mean
 
     def steps(self, worker: int, count: int) -> float:
-        """Seconds that the worker computes in its next ``count`` steps."""
-        return sum(self.step(worker) for _ in range(count))
+        """Seconds that the worker computes in its next ``count`` steps, scaled from at most the first 1000."""
+        return sum(self.step(worker) for _ in range(min(count, 1000))) * max(1.0, count / 1000)
 
 
 def counted(values: Iterator[int] | Sequence[int]) -> tuple[int, ...]:

@@ -34,7 +34,8 @@ from asa.launch import alive, store_of_ranks
 _FOREVER = timedelta(days=7)
 """Time limit of messages. A worker or server may wait for another as long as that lives; a lost rank closes its
 sockets."""
-_CONNECT = timedelta(seconds=10)
+CONNECT_S = 10.0
+"""Seconds after which a call that was not answered is repeated."""
 _POLL_S, _POLL_CONNECTED_S = 0.02, 0.2
 """Seconds between two checks for a call, without a connection and with one."""
 _NUMBERS = itertools.count()
@@ -263,7 +264,7 @@ class Exchange:
                     raise
 
     def _group(self, store: Store, name: str, end: int) -> Any:
-        return ProcessGroupGloo(PrefixStore(name, store.clone()), end, 2, timeout=_CONNECT)
+        return ProcessGroupGloo(PrefixStore(name, store.clone()), end, 2, timeout=timedelta(seconds=CONNECT_S))
 
     def _serve_client(self, client: int, handle: Handle, on_lost: Callable[[int], None]) -> None:
         """Answer ``client``, and any process that takes its place. Each connection has a thread of its own, because the

@@ -203,6 +203,4 @@ def check_plan(model: ParallelModel) -> None:
                 f"{c.tensor.strategy} x{c.tensor.degree}{', offloaded' if c.offload else ''}: plan with "
                 f"--strategies {discipline}"
             )
-    if plan.compression != "none" or plan.precision == "fp16":
-        setting = f"compression {plan.compression}" if plan.compression != "none" else "precision fp16"
-        raise UsageError(f"{discipline.name} does not run with {setting}; leave that out")
+    discipline.check(plan.compression, plan.precision)

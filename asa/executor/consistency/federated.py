@@ -45,10 +45,21 @@ class FederatedAverage(OuterSteps):
         self._round_samples = 0
         self._draw_clients()
 
+    def notes(self) -> list[str]:
+        """Also says how many clients a round has, if ``fraction`` is not a whole number of them."""
+        count, chosen = self.axis.size, self._clients_of_round
+        if math.isclose(chosen, self.discipline.fraction * count):
+            return super().notes()
+        asked = f"a fraction of {self.discipline.fraction:g} is no whole number of them"
+        return [*super().notes(), f"fedavg: {chosen} of {count} clients take part in each round; {asked}"]
+
+    @property
+    def _clients_of_round(self) -> int:
+        return max(1, math.ceil(self.discipline.fraction * self.axis.size - 1e-9))
+
     def _draw_clients(self) -> None:
         """Draw the clients that take part in the next round."""
-        count = self.axis.size
-        chosen = max(1, math.ceil(self.discipline.fraction * count - 1e-9))
+        count, chosen = self.axis.size, self._clients_of_round
         participants = random.Random(f"clients {self.model.context.seed} {self._round}").sample(range(count), chosen)
         self.takes_part = self.axis.index in participants
 

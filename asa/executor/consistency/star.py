@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from asa.errors import WorkersFailedError
-from asa.executor.consistency.channels import Exchange, head
+from asa.executor.consistency.channels import CONNECT_S, Exchange, head
 from asa.executor.consistency.server import Snapshots
 from asa.executor.model.votes import Votes
 from asa.launch import alive, latecomer
@@ -76,7 +76,7 @@ class Coordinator:
         self._round_ended_at: dict[int, float] = {}
         self._round_step_s: dict[int, float] = {}
         self._met_at = 0.0
-        """When a rank last sent a message of a round."""
+        """When a rank last sent a message of a round, or all had time to connect to one that came back."""
         self._next = self._end = 0
         self._epoch = -1
         self._stopping = False
@@ -97,7 +97,7 @@ class Coordinator:
             self._round_step_s[rank] = now - self._round_ended_at.get(rank, now)
             messages = self._messages.setdefault(number, {})
             messages[rank] = message
-            self._met_at = now
+            self._met_at = max(self._met_at, now)
             self._changed.notify_all()
             while number > self._completed and not self.live <= messages.keys():
                 if not self._changed.wait(timeout=0.25):
@@ -146,6 +146,8 @@ class Coordinator:
         """
         with self._changed:
             if rank not in self.live:
+                if rank not in self._waiting:  # if it is a server, workers may take so long to connect to it
+                    self._met_at = time.monotonic() + CONNECT_S
                 self._waiting.add(rank)
                 if not self._open and not self._ended:
                     self._changed.wait(timeout=_ASK_AGAIN_S)

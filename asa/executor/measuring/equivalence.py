@@ -304,7 +304,7 @@ def judge(outcome: _Outcome, plan: Plan, samples: int) -> Equivalence:
         worst_tensor=worst.name, allowed=worst.allowed, loss_error=loss_error, loss_allowed=loss_allowed,
         gradient_error_fp32=error, worst_gradient=name, gradient_allowed_fp32=allowed,
         dtype="float64", learning_rate=LEARNING_RATE[plan.optimizer], steps=STEPS, samples=samples,
-        ranks=plan.num_ranks, batch_norm="exact", plan_fingerprint=fingerprint(plan), tensors=tuple(tensors),
+        ranks=plan.num_processes, batch_norm="exact", plan_fingerprint=fingerprint(plan), tensors=tuple(tensors),
         training_error=None if training is None else training.error,
         training_allowed=None if training is None else training.allowed,
         training_tensor="" if training is None else training.name,

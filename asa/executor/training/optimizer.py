@@ -152,14 +152,22 @@ def doubt_about_parts(optimizer: torch.optim.Optimizer, name: str, remedy: str) 
 def doubt_about(
     optimizer: torch.optim.Optimizer, name: str, model: ParallelModel, **settings: float | None
 ) -> str:  # fmt: skip
-    """Warning for the ``optimizer`` called ``name`` if ranks hold parts of parameters; empty if they do not, or if it
-    is known to update them alike. ``settings`` are those that it was made with.
+    """Warning for the ``optimizer`` called ``name`` if ranks or servers hold parts of parameters; empty if they do not,
+    or if it is known to update them alike. ``settings`` are those that it was made with.
 
     Raises:
-        UsageError: it uses elements or parameters together of which the ranks of the plan hold only some.
+        UsageError: it uses elements or parameters together of which the ranks of the plan, or its servers, hold only
+            some.
     """
     if updates_parts(optimizer):
         return ""
+    discipline = model.whole_plan.consistency
+    if discipline is not None and discipline.served:
+        together = couples(name, **settings)
+        why = f"servers under {discipline} update slices of all weights, without the shapes of parameters"
+        if together:
+            raise UsageError(f"optimizer {name!r} uses {together} together, and {why}; train under ddp or local_sgd")
+        return f"{why}: correct only if optimizer {name!r} updates element by element; otherwise train under ddp"
     remedy = "a plan made with --strategies ddp keeps them whole"
     cut, together = next(cut_parameters(model), None), couples(name, **settings)
     if together and (cut is not None or (len(model.plan.stages) > 1 and together == SEVERAL)):

@@ -82,7 +82,7 @@ class ConsistencyRow:
 @noun
 class Consistency:
     """The table. ``fastest`` has the shortest step of those that fit; ``first`` reaches the target first on average.
-    ``surely``: the slowest seed of ``first`` is faster than the fastest seed of synchronous training, both at their
+    ``surely``: the slowest of 3 or more seeds of ``first`` is faster than the fastest of synchronous training, at their
     predicted step times, since an error of the machine's speed is common to both."""
 
     rows: tuple[ConsistencyRow, ...]
@@ -148,12 +148,12 @@ def _mean(r: ConsistencyRow) -> float:
 
 
 def _surely(first: ConsistencyRow, rows: Sequence[ConsistencyRow]) -> bool:
-    """Whether ``first`` is exact, or its slowest seed is faster than the fastest seed of every exact row."""
+    """Whether ``first`` is exact, or its slowest of 3 or more seeds is faster than the fastest of every exact row."""
 
     def at(r: ConsistencyRow, count: float | None) -> float | None:
         return None if count is None or r.step_time_s is None else count * r.step_time_s
 
-    worst = at(first, first.steps.high) if first.steps else None
+    worst = at(first, first.steps.high) if first.steps and first.steps.seeds > 2 else None
     others = [at(r, r.steps.low) for r in rows if r.exact and r.steps]
     return first.exact or (worst is not None and all(o is not None and worst < o for o in others))
 
@@ -305,6 +305,6 @@ class _Judge:
 def _source(curves: Staleness) -> str:
     seeds = max((len(c.runs) for c in curves.curves), default=0)
     return (
-        f"{curves.data}, {curves.optimizer} at a constant {curves.learning_rate:g}, batch {curves.global_batch}, "
-        f"{curves.workers} workers, up to {seeds} seeds, {curves.steps} global batches"
+        f"{curves.data}, {curves.optimizer} at {curves.learning_rate:g} ({curves.schedule}), batch "
+        f"{curves.global_batch}, {curves.workers} workers, up to {seeds} seeds, {curves.steps} global batches"
     )

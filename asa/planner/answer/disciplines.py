@@ -34,7 +34,7 @@ def requested_discipline(request: Request) -> Discipline | None:
     discipline = parse(disciplines[0])
     if len(disciplines) > 1 or (len(strategies) > 1 and discipline.groups is None):
         raise UsageError(
-            f"{disciplines[0]} changes what training converges to and is not chosen among {len(strategies)} "
+            f"{disciplines[0]} runs where it is asked for by name and is not chosen among {len(strategies)} "
             f"strategies; ask for --strategies {disciplines[0]} alone, or compare them with asa bench"
         )
     return discipline
@@ -45,6 +45,7 @@ def planned(
 ) -> list[Plan]:
     """Plans for ``request`` under ``discipline``. The workers run what ``solve`` finds for plain data parallelism, a
     ``1f1b`` pipeline or their group; the step time is simulated with ``prices``."""
+    discipline.check(request.compression, prices.space.profile.precision)
     if discipline.groups is not None:
         return _grouped(discipline, request, solve, prices)
     workers, staged = discipline.workers(request.gpus), discipline.waiting == "pipelined"

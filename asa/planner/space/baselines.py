@@ -19,7 +19,7 @@ from asa.errors import UsageError
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster
 from asa.ir.codec import noun
-from asa.ir.consistency import is_discipline, parse
+from asa.ir.consistency import NAMES, is_discipline, parse
 from asa.ir.layout import Layout
 from asa.ir.plan import DataStrategyName, ScheduleName, TensorDegree, TensorStrategyName
 from asa.planner.space.candidate import Candidate, Prices
@@ -115,7 +115,7 @@ def check(requested: tuple[str, ...], strategies: Strategies, gpus: int) -> None
         if hybrid is not None or name in (*_LATER, *_DATA, *_PIPELINES):
             raise UsageError(f"strategy {name} is not built yet; one of {', '.join(offered)}")
         called = "; of the whole model it is called fsdp" if name == "zero3" else ""
-        raise UsageError(f"no strategy {name!r}{called}; one of {', '.join(offered)}")
+        raise UsageError(f"no strategy {name!r}{called}; one of {', '.join((*offered, *NAMES))}")
 
 
 def check_request(cluster: Cluster | None, strategies: Strategies, request: Request) -> None:
