@@ -88,11 +88,13 @@ def _fastest(
 
 
 def _widths(space: Space) -> list[int]:
-    """Candidate widths: the first ranks of equal speed, a node, powers of two, and small widths; less than all."""
-    gpus, cluster = space.request.gpus, space.cluster
+    """Candidate widths: the first ranks of equal speed, a node, powers of two, divisors of the batch (which leave no rank
+    a sample more than another), and small widths; less than all."""
+    gpus, cluster, batch = space.request.gpus, space.cluster, space.request.global_batch
     alike = next((r for r in range(gpus) if cluster.speed(r) != cluster.speed(0)), gpus)
     powers = (2**k for k in range(gpus.bit_length() - 1, 0, -1))
-    some = dict.fromkeys((alike, cluster.node, *powers, *(w for w in widths(gpus) if w <= _EACH)))
+    even = (w for w in range(gpus - 1, _EACH, -1) if batch % w == 0)
+    some = dict.fromkeys((alike, cluster.node, *powers, *even, *(w for w in widths(gpus) if w <= _EACH)))
     return [w for w in some if w < gpus]
 
 
