@@ -41,9 +41,9 @@ def anything(_index: int, _way: Way) -> bool:
     return True
 
 
-def widths(gpus: int) -> tuple[int, ...]:
-    """Widths of stages in the space, widest first: all up to 8, multiples of 8, and ``gpus`` itself."""
-    sizes = {*range(1, min(gpus, 8) + 1), *range(16, gpus + 1, 8), gpus}
+def widths(gpus: int, most: int = 8) -> tuple[int, ...]:
+    """Widths of stages in the space, widest first: all up to ``most``, multiples of 8, and ``gpus`` itself."""
+    sizes = {*range(1, min(gpus, most) + 1), *range(16, gpus + 1, 8), gpus}
     return tuple(sorted(sizes, reverse=True))
 
 
@@ -213,6 +213,10 @@ class Space:
         shards = self.shards(layout)
         return None if shards is None else DataDegree(strategy=name, degree=layout.data, shards=shards)
 
+    def several(self, gpus: int) -> tuple[int, ...]:
+        """Widths, of ``gpus`` like ranks, that a stage of several may have, widest first; some rank begins each."""
+        return tuple(w for w in widths(gpus, _NARROW) if self.placed(0, w))
+
     def placed(self, offset: int, width: int) -> bool:
         """Whether a stage of ``width`` ranks may begin at rank ``offset``."""
         return self.cluster.placed(offset, width)
@@ -273,7 +277,7 @@ class Space:
 
     def _wide(self) -> str:
         whole = ", inside a node or in whole ones" if len(self.cluster.levels) > 1 else ""
-        return whole if self.request.gpus <= 8 else f" up to 8 and multiples of 8{whole}"
+        return whole if self.request.gpus <= _NARROW else f" up to {_NARROW} and multiples of 8{whole}"
 
     def _counts(self, *, piped: bool, many: bool) -> str:
         if self.request.microbatches is not None:
