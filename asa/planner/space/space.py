@@ -214,7 +214,7 @@ class Space:
         return None if shards is None else DataDegree(strategy=name, degree=layout.data, shards=shards)
 
     def several(self, gpus: int) -> tuple[int, ...]:
-        """Widths of ``gpus`` ranks that a stage of several may have: whole nodes up to 16, too, if they can be placed."""
+        """Widths of ``gpus`` ranks that a stage of several may have: :func:`widths` and whole nodes, if they fit in."""
         sizes = {*widths(gpus), *range(self.cluster.node, min(gpus, 16) + 1, self.cluster.node)}
         return tuple(w for w in sorted(sizes, reverse=True) if self.placed(0, w))
 
@@ -242,7 +242,7 @@ class Space:
         return min(layout.fewest(size) for size in (batch // num_microbatches, -(-batch // num_microbatches)))
 
     def fewest_samples(self, index: int) -> int:
-        """The fewest samples of a microbatch that a component needs on a rank, two with BatchNorm if not measured."""
+        """The fewest samples of a microbatch that a component needs on a rank; two for BatchNorm, unless measured."""
         component = self.profile.graph.components[index]
         return 2 if component.batch_norm and component.name not in self._measured_one else 1
 
