@@ -79,6 +79,8 @@ class Annealing:
             or ("divisor of the batch" in others and batch % w == 0) or ("another kind" in others and w in self.borders)
         }  # fmt: skip
         """Widths that the certificate names for a single stage; all where nothing is said."""
+        nodes = range(self.cluster.node, 17, self.cluster.node) if "up to 16 in whole nodes" in self.space else ()
+        self.several_widths = {w for w in range(1, gpus + 1) if w <= 8 or w % 8 == 0 or w in nodes}
 
     def answered(self, answer: Plan) -> Trial:
         """The plan that is attacked."""
@@ -158,7 +160,7 @@ class Annealing:
             return False
         for s, w in enumerate(x.widths):
             weights = x.ways[x.starts[s]].layout.weights
-            if (w not in self.single_widths) if p == 1 else (w > 8 and w % 8):
+            if (w not in self.single_widths) if p == 1 else (w not in self.several_widths):
                 return False
             if p > 1 and (weights or len({self._kind(r) for r in range(first, first + w)}) > 1):
                 return False

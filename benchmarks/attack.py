@@ -2,15 +2,15 @@
 
     python benchmarks/attack.py [--answers 300] [--moves 4000] [--seed 0] [--laws 100] [--seconds S] [-o FILE]
 
-Requests are drawn: a model, a cluster (a preset, one with other links on all levels or one, one of unequal devices in
-any order, some with memory of their own), 1 to 64 devices, a batch (also one that no number of devices divides, or of
-fewer samples than devices), an optimizer, pins, microbatches, and memory from slack to hardly enough. Each answer is
-attacked by annealing over cuts, widths, microbatches, schedules, ways and weights, from the answer and from plans drawn
-at random. A plan is priced by the closed forms that `planner.verify` uses (:mod:`asa.cost.planned`), with the memory
-that is printed; nothing of the search is used, not even to say which plans there are. Whoever finds a plan of the
-named space that fits and is faster than ``lower_bound_s``, or than an answer called optimal, has refuted it; so has one
-who finds a plan where nothing is said to fit. A plan outside the named space that could be run, too, and is more than
-1 % faster is *missed*.
+Requests are drawn: a model, a cluster (a preset, one with other links on all levels or one, one with nodes of another
+size, one of unequal devices in any order, some with memory of their own), 1 to 64 devices, a batch (also one that no
+number of devices divides, or of fewer samples than devices), an optimizer, pins, microbatches, and memory from slack to
+hardly enough. Each answer is attacked by annealing over cuts, widths, microbatches, schedules, ways and weights, from
+the answer and from plans drawn at random. A plan is priced by the closed forms that `planner.verify` uses
+(:mod:`asa.cost.planned`), with the memory that is printed; nothing of the search is used, not even to say which plans
+there are. Whoever finds a plan of the named space that fits and is faster than ``lower_bound_s``, or than an answer
+called optimal, has refuted it; so has one who finds a plan where nothing is said to fit. A plan outside the named space
+that could be run, too, and is more than 1 % faster is *missed*.
 
 With ``--laws``, so many requests are asked again with one device more, links twice as fast, devices a quarter faster,
 more memory, or without a pin, a number of microbatches or a whole strategy: what is proved then may not be above what
@@ -172,6 +172,11 @@ def drawn(rng: random.Random, *, small: bool = False) -> tuple[str, Profile, Clu
         cluster = codec.load(Cluster, ROOT / "profiles" / f"cluster.local-gloo-{rng.choice([2, 4])}.json")
     if not small and len(cluster.levels) > 1 and rng.random() < 0.5:
         cluster = widen.widened(cluster, 64) if widen.possible(cluster, 64) else cluster
+    if not small and len(cluster.levels) > 1 and rng.random() < 0.2:  # nodes of another size, or none
+        inner, *outer = cluster.levels
+        each = rng.choice([2, 4, 0])
+        levels = (replace(inner, devices=each), *outer) if each else outer
+        cluster = replace(cluster, levels=tuple(levels), name=f"{cluster.name}-in-nodes-of-{each or 'all'}")
     cluster = faster_links(cluster, math.exp(rng.uniform(-1.2, 1.2)))
     if len(cluster.levels) > 1 and rng.random() < 0.3:
         cluster = faster_links(cluster, math.exp(rng.uniform(-2.5, 0)), rng.randrange(len(cluster.levels)))

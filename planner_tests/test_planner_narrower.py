@@ -73,6 +73,16 @@ def test_the_best_uniform_plan_on_fewer_devices_fits_and_is_allowed():
     assert on_fewer(prices, anything, INF, -INF) is None, "there was no time"
 
 
+def test_of_many_devices_a_first_plan_has_as_many_as_divide_the_batch():
+    many = presets.load("h100-4x8-ib")
+    prices = Prices(Space(on_device(PROFILE, many), many, offered(), Request(gpus=32, global_batch=20)))
+    taken_s = prices.of(uniform("hybrid:d20", prices, 1)).cost.total_s
+    assert taken_s < min(prices.of(uniform(f"hybrid:d{width}", prices, 1)).cost.total_s for width in (8, 10, 16))
+    found = on_fewer(prices, anything, INF, INF)
+    assert found is not None
+    assert prices.of(found).cost.total_s <= taken_s * (1 + 1e-9)
+
+
 def test_unequal_devices_in_tight_memory_get_shares_of_weights_and_state_on_fewer():
     cluster = unequal(1.0, 1.0, 0.9, 0.9, 0.3)
     free = Prices(Space(nouns.profile(), cluster, offered(), Request(gpus=5, global_batch=40, optimizer="adamw")))

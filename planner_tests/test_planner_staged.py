@@ -206,3 +206,18 @@ def test_nobody_waits_for_a_process_that_ended_without_a_word():
     assert other.result() == 1.0
     other = Forked(lambda: exchange.exchange(2.0), fork=False)
     assert exchange.exchange(3.0, other) == float("inf"), "the work is done here when its result is asked for"
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"), [(32, range(1, 9)), (8, range(1, 9)), (4, (1, 2, 3, 4, 8, 12)), (6, (*range(1, 7), 12))]
+)
+def test_a_pipeline_has_stages_of_whole_nodes_and_none_that_cannot_be_placed(node, expected):
+    known = presets.load("h100-4x8-ib")
+    inner, outer = known.levels
+    levels = (replace(inner, devices=node), outer) if node < 32 else (replace(inner, devices=32),)
+    request = Request(gpus=28, global_batch=64)
+    prices = Prices(Space(known_models.profile(CASES[0][0], 500.0, 64), replace(known, levels=levels), STAGED, request))
+    widths = StagedSpace(prices, anything).widths()
+    assert [w for w in widths if w < 16] == list(expected)
+    assert all(any(prices.space.placed(rank, w) for rank in range(28 - w + 1)) for w in widths)
+    assert ("up to 16 in whole nodes" in prices.space.describe()) == (node in (4, 6))

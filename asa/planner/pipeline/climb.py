@@ -18,7 +18,7 @@ from asa.ir.layout import Layout
 from asa.planner import clock
 from asa.planner.pipeline.sketch import INF, PipelineOutline, Sketch, StageStyle
 from asa.planner.space.candidate import Candidate, Prices
-from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, widths
+from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed
 
 _BEST = 2
 """Starting plans of the local search for each number of microbatches."""
@@ -152,7 +152,7 @@ class Neighbours:
 
     def __init__(self, sketch: Sketch) -> None:
         self.sketch, self.space, self.n = sketch, sketch.space, sketch.n
-        self.widths = tuple(w for w in widths(sketch.gpus) if w < sketch.gpus)
+        self.widths = tuple(w for w in sketch.space.several(sketch.gpus) if w < sketch.gpus)
         self._styles: dict[tuple[int, int], list[StageStyle]] = {}
 
     def of(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
@@ -286,7 +286,6 @@ def first_plans(
 def _may_win(prices: Prices, num_microbatches: int, best_s: float) -> bool:
     """Whether compute time alone is below ``best_s`` seconds."""
     gpus = prices.space.request.gpus
-    rows = [
-        w * np.array(prices.compute(w, num_microbatches, gpus)) for w in widths(gpus) if w < gpus
-    ]  # fmt: skip
+    sizes = [w for w in prices.space.several(gpus) if w < gpus]
+    rows = [w * np.array(prices.compute(w, num_microbatches, gpus)) for w in sizes]
     return num_microbatches * float(np.min(rows, axis=0).sum()) / gpus < best_s

@@ -17,7 +17,7 @@ from asa.ir.layout import Layout, lowest_terms
 from asa.planner.pipeline.practice import FINE
 from asa.planner.pipeline.staged import NEVER_MS, StagedSpace
 from asa.planner.space.candidate import Prices
-from asa.planner.space.space import Allowed, widths
+from asa.planner.space.space import Allowed
 
 _STEPS = 24
 """Most weights tried for a stage with devices of two speeds, besides equal ones and those in proportion to speed."""
@@ -93,7 +93,7 @@ class KindSpace(StagedSpace):
         units = numbering(longest)
         self._kinds = kind_of
         self._starts = [0, *accumulate(units[k] for k in kind_of)]
-        self._stages = {u * w: (k, w) for k, u in units.items() for w in widths(longest[k])}
+        self._stages = {u * w: (k, w) for k, u in units.items() for w in prices.space.several(longest[k])}
         self.gpus = self._starts[-1]
 
     def first(self, offset: int) -> int:

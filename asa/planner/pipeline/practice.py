@@ -22,7 +22,7 @@ from asa.planner import clock
 from asa.planner.pipeline.sketch import INF, Sketch, StageStyle
 from asa.planner.pipeline.uniform import Uniform
 from asa.planner.space.candidate import Candidate, Prices
-from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, Space, widths
+from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, Space
 
 _KINDS: tuple[DataStrategyName, ...] = ("replicate", "zero1", "zero2", "zero3")
 _MOST_SPLIT = 8
@@ -88,12 +88,12 @@ def _fastest(
 
 
 def _widths(space: Space) -> list[int]:
-    """Candidate widths: the first ranks of equal speed, a node, powers of two, and small widths; less than all."""
-    gpus, cluster = space.request.gpus, space.cluster
+    """Candidate widths: the first ranks of equal speed, a node, powers of two, divisors of the batch, small ones."""
+    gpus, cluster, batch = space.request.gpus, space.cluster, space.request.global_batch
     alike = next((r for r in range(gpus) if cluster.speed(r) != cluster.speed(0)), gpus)
     powers = (2**k for k in range(gpus.bit_length() - 1, 0, -1))
-    some = dict.fromkeys((alike, cluster.node, *powers, *(w for w in widths(gpus) if w <= _EACH)))
-    return [w for w in some if w < gpus]
+    small = (w for w in range(gpus - 1, 0, -1) if w <= _EACH or batch % w == 0)
+    return [w for w in dict.fromkeys((alike, cluster.node, *powers, *small)) if w < gpus]
 
 
 def _single_stages(prices: Prices, allowed: Allowed, sizes: Sequence[int]) -> Iterator[tuple[Sketch, _Split]]:

@@ -22,7 +22,7 @@ from asa.ir.plan import DataDegree, DataStrategyName, TensorDegree
 from asa.planner import clock
 from asa.planner.pipeline.uniform import Uniform
 from asa.planner.space.candidate import Prices
-from asa.planner.space.space import Allowed, widths
+from asa.planner.space.space import Allowed
 
 INF = float("inf")
 _LEVELS = 8
@@ -100,7 +100,7 @@ class Sketch:
 
     def plans(self, m: int) -> Iterator[PipelineOutline]:
         """Promising plans with ``m`` microbatches, the most promising first."""
-        sizes = [w for w in widths(self.gpus) if w < self.gpus]
+        sizes = [w for w in self.space.several(self.gpus) if w < self.gpus]
         if self.gpus <= _FREE:
             yield from self._free(m, sizes)
             return

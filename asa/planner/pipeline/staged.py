@@ -18,7 +18,7 @@ from asa.cost.step import side_by_side
 from asa.interfaces.schedule import Schedule
 from asa.ir.layout import Layout
 from asa.planner.space.candidate import Candidate, Prices
-from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, widths
+from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed
 from asa.planner.stage.floor import of_stages
 from asa.planner.stage.formulate import Formulation, formulate
 from asa.planner.stage.problem import MS, Chain, Choice, Problem
@@ -97,7 +97,7 @@ class StagedSpace:
 
     def widths(self) -> tuple[int, ...]:
         """Stage widths, ascending; at least one device is left for another stage."""
-        return tuple(sorted(w for w in widths(self.gpus) if w < self.gpus))
+        return tuple(sorted(w for w in self._prices.space.several(self.gpus) if w < self.gpus))
 
     def microbatches(self) -> tuple[int, ...]:
         """Numbers of microbatches in the space, up to the largest for pipelines."""

@@ -213,6 +213,11 @@ class Space:
         shards = self.shards(layout)
         return None if shards is None else DataDegree(strategy=name, degree=layout.data, shards=shards)
 
+    def several(self, gpus: int) -> tuple[int, ...]:
+        """Widths of ``gpus`` ranks that a stage of several may have: :func:`widths` and whole nodes, if they fit in."""
+        sizes = {*widths(gpus), *range(self.cluster.node, min(gpus, 16) + 1, self.cluster.node)}
+        return tuple(w for w in sorted(sizes, reverse=True) if self.placed(0, w))
+
     def placed(self, offset: int, width: int) -> bool:
         """Whether a stage of ``width`` ranks may begin at rank ``offset``."""
         return self.cluster.placed(offset, width)
@@ -222,10 +227,7 @@ class Space:
         return bool(self._tensor(index, degree))
 
     def enough_samples(self, index: int, degree: int, num_microbatches: int) -> bool:
-        """Whether every one of ``degree`` ranks has the fewest samples of component ``index`` in every microbatch.
-
-        BatchNorm needs two samples, unless the profile shows that the component trains on one.
-        """
+        """Whether every one of ``degree`` ranks has the fewest samples of component ``index`` in every microbatch."""
         return self.request.global_batch // num_microbatches // degree >= self.fewest_samples(index)
 
     def enough(self, index: int, layout: Layout, num_microbatches: int) -> bool:
@@ -240,7 +242,7 @@ class Space:
         return min(layout.fewest(size) for size in (batch // num_microbatches, -(-batch // num_microbatches)))
 
     def fewest_samples(self, index: int) -> int:
-        """The fewest samples of a microbatch that component ``index`` needs on a rank."""
+        """The fewest samples of a microbatch that a component needs on a rank; two for BatchNorm, unless measured."""
         component = self.profile.graph.components[index]
         return 2 if component.batch_norm and component.name not in self._measured_one else 1
 
@@ -273,7 +275,8 @@ class Space:
 
     def _wide(self) -> str:
         whole = ", inside a node or in whole ones" if len(self.cluster.levels) > 1 else ""
-        return whole if self.request.gpus <= 8 else f" up to 8 and multiples of 8{whole}"
+        nodes = " or up to 16 in whole nodes" if whole and self.cluster.node not in (8, 16) else ""
+        return whole if self.request.gpus <= 8 else f" up to 8 and multiples of 8{nodes}{whole}"
 
     def _counts(self, *, piped: bool, many: bool) -> str:
         if self.request.microbatches is not None:
