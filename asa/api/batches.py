@@ -59,8 +59,8 @@ def samples_in(batch: Any) -> int:
 
 
 def rows_of(batch: Any, rows: Sequence[int], total: int | None = None) -> Any:
-    """The given rows of every tensor in ``batch`` that has one row per sample. ``total``: number of samples, if known;
-    otherwise :func:`samples_in` determines it.
+    """The given rows of every tensor and array in ``batch`` that has one row per sample, and of every list inside it
+    that has one entry per sample. ``total``: number of samples, if known; otherwise :func:`samples_in` determines it.
 
     Raises:
         UsageError: no tensor has ``total`` rows.
@@ -73,11 +73,18 @@ def rows_of(batch: Any, rows: Sequence[int], total: int | None = None) -> Any:
     consecutive = indices == list(range(indices[0], indices[0] + len(indices))) if indices else False
 
     def selected(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != total:
+        if listed(leaf):
+            return type(leaf)(leaf[i] for i in indices)
+        if not hasattr(leaf, "dtype") or getattr(leaf, "shape", ())[:1] != (total,):
             return leaf
         return leaf[indices[0] : indices[0] + len(indices)] if consecutive else leaf[indices]
 
-    return pytree.tree_map(selected, batch)
+    def listed(node: Any) -> bool:
+        if node is batch or type(node) not in (list, tuple) or len(node) != total:
+            return False
+        return not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(node))
+
+    return pytree.tree_map(selected, batch, is_leaf=listed)
 
 
 def moved(batch: Any, device: torch.device) -> Any:

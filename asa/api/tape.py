@@ -6,6 +6,7 @@ part and the whole batch. A program does not declare which kind its loss is, so 
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -30,16 +31,30 @@ _WINDOWS, _MOST_FEWEST = 4, 8
 
 @dataclass
 class Readings:
-    """Whether a number of a rank's own samples was read out as a Python value; ``say`` is called at the first."""
+    """Whether a number of a rank's own samples was read out as a Python value, and whether a loop wrote one into what
+    ranks hold alike; ``say`` and ``say_written`` (with its name) are called at the first."""
 
     say: Callable[[], None]
+    name: Callable[[Tensor], str] = lambda _: ""
+    """The name of the model's parameter, gradient or buffer in whose memory a tensor is; empty if it is in none."""
+    say_written: Callable[[str], None] = lambda _: None
     said: bool = False
+    written: bool = False
 
     def note(self) -> None:
         """A number is read out."""
         if not self.said:
             self.said = True
             self.say()
+
+    def write(self, target: Any) -> None:
+        """Numbers of this rank's samples are written into ``target``, which from then on is followed, too."""
+        if name := self.name(target):
+            self.written = True
+            self.say_written(name)
+        elif type(target) is Tensor and not target.requires_grad and target.layout is torch.strided:
+            target.__class__ = Watched
+            target.tape = Tape(0, closed=True, readings=self)  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -113,6 +128,8 @@ class Tape:
         """``batch`` with tensors whose operations are recorded from now on."""
 
         def watched(leaf: Any) -> Any:
+            if isinstance(leaf, Watched):  # a loop wrote into its data set
+                leaf = leaf.as_subclass(Tensor)
             if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.requires_grad:
                 return leaf
             wrapped = leaf.as_subclass(Watched)
@@ -439,6 +456,8 @@ class Watched(Tensor):
                 f"{tape.total} ({reason_of(error)}{place_of(error)}), but not on as many as one device has: use larger "
                 "batches, drop_last=True, or asa.gather(outputs)"
             ) from error
+        if _writes(func) and not isinstance(args[0], Watched):
+            _written(args, options)
         for each in tapes:
             each.hooked = each.hooked or func is Tensor.register_hook
             each.size_read = each.size_read or (func in _SIZES and _read_by_program())
@@ -519,11 +538,22 @@ class Watched(Tensor):
 def _kept(result: Any, args: Any, options: Any) -> Any:
     """``result`` of tensors of former batches: a total or a list that a loop reads out at the end of an epoch. It stays
     of this rank's samples until that is said."""
+    readings = _own(args, options)
+    return _unwatched(result, args, options) if readings is None else of_this_rank(result, readings)
+
+
+def _own(args: Any, options: Any) -> Readings | None:
+    """Who is told of what happens to numbers of this rank's samples among arguments; None if there are none, or if
+    everything was said."""
     found = ((t, t.tape.readings) for t in watched_in((args, options)))
-    readings = next((r for t, r in found if r is not None and not r.said and not t.tape.of_all_ranks(t)), None)
-    if readings is None:
-        return _unwatched(result, args, options)
-    light = Tape(0, closed=True, readings=readings)  # the batch's own tensors are not kept
+    return next(
+        (r for t, r in found if r is not None and not (r.said and r.written) and not t.tape.of_all_ranks(t)), None
+    )
+
+
+def of_this_rank(values: Any, readings: Readings) -> Any:
+    """``values`` with their tensors known as made of this rank's samples. The batch's own tensors are not kept."""
+    light = Tape(0, closed=True, readings=readings)
 
     def kept(leaf: Any) -> Any:
         if type(leaf) is not Tensor or leaf.requires_grad:
@@ -532,7 +562,24 @@ def _kept(result: Any, args: Any, options: Any) -> Any:
         former.tape = light
         return former
 
-    return pytree.tree_map(kept, result)
+    return pytree.tree_map(kept, values)
+
+
+_IN_PLACE = re.compile(r"_?[a-z].*[^_]_|__i[a-z]+__|__setitem__")
+
+
+def _writes(func: Any) -> bool:
+    """Whether an operation changes its first argument."""
+    return func is not Tensor.requires_grad_ and bool(_IN_PLACE.fullmatch(getattr(func, "__name__", "")))
+
+
+def _written(args: Any, options: Any) -> None:
+    """Tell of numbers of this rank's samples that are written into the first of ``args``."""
+    if (readings := _own(args[1:], options)) is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for target in args[0] if isinstance(args[0], list | tuple) else (args[0],):
+                if isinstance(target, Tensor) and not readings.written:
+                    readings.write(target)
 
 
 def _unwatched(result: Any, args: Any, options: Any) -> Any:
