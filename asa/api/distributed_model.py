@@ -7,8 +7,9 @@ import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +113,14 @@ class DistributedModel(ModelInterface):
         self.__dict__["trial"] = Trial(self) if parallel is not None and context.ranks > 1 else None
         self.__dict__["terms"] = Terms(context.votes) if parallel is not None and context.ranks > 1 else None
         self.__dict__["origin"] = origin
+        this = ref(self)
+
+        def forward(*args: Any, **options: Any) -> Any:
+            me = this()
+            assert me is not None
+            return DistributedModel.forward(me, *args, **options)
+
+        self.__dict__["forward"] = wraps(origin.forward)(forward)  # frameworks look at the names of what it takes
         _models.add(self)
 
     def adopt(self, parallel: ParallelModel | None) -> None:
