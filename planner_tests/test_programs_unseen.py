@@ -268,7 +268,7 @@ def _spread(_rank: int, kind: str) -> tuple[State, list[str]]:
     return {k: v.detach().clone() for k, v in state.items()}, [str(w.message) for w in heard]
 
 
-@pytest.mark.parametrize("kind", ["told", "endless", "numpy", "stream", "packed", "names", "one layer"])
+@pytest.mark.parametrize("kind", ["told", "endless", "numpy", "stream", "names", "one layer"])
 def test_batches_are_those_of_one_process(kind: str) -> None:
     wanted = _loop(kind, *_made(kind))
     for state, _ in run_ranks(2, _spread, kind, threads=1, timeout_s=60):
@@ -278,6 +278,12 @@ def test_batches_are_those_of_one_process(kind: str) -> None:
 def test_a_sampler_that_ranks_change_in_other_ways_is_said() -> None:
     for _, heard in run_ranks(2, _spread, "weights", threads=1, timeout_s=60):
         assert any("sampler.weights is no longer the same on all ranks" in line for line in heard)
+
+
+def test_sequences_packed_into_one_row_are_said() -> None:
+    """Shares of some ranks have one sample, as many as rows; those ranks exchange as the others do."""
+    for _, heard in run_ranks(2, _spread, "packed", threads=1, timeout_s=60):
+        assert any("with pieces of a batch" in line for line in heard), heard
 
 
 def _job(_rank: int) -> str:

@@ -6,7 +6,6 @@ part and the whole batch. A program does not declare which kind its loss is, so 
 
 from __future__ import annotations
 
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -15,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from asa.api.numbers import refuse_by_shards
+from asa.api.numbers import mark_of_rank, refuse_by_shards, writes
 from asa.errors import AsaError, UsageError, place_of
 from asa.tracing.tracer import reason_of
 
@@ -49,6 +49,8 @@ class Readings:
 
     def write(self, target: Any) -> None:
         """Numbers of this rank's samples are written into ``target``, which from then on is followed, too."""
+        if self.written:
+            return
         if name := self.name(target):
             self.written = True
             self.say_written(name)
@@ -444,7 +446,10 @@ class Watched(Tensor):
         if func is torch.autograd.grad:
             refuse_by_shards(args, options)
         try:
-            result = _run_plain(func, args, options)
+            if not all(issubclass(t, Watched) for t in types) and not isinstance(args[0] if args else None, Watched):
+                result = func(*pytree.tree_map(_as_plain, args), **pytree.tree_map(_as_plain, options))
+            else:
+                result = _run_plain(func, args, options)
         except AsaError:
             raise
         except Exception as error:  # torch may raise anything on few samples
@@ -456,8 +461,11 @@ class Watched(Tensor):
                 f"{tape.total} ({reason_of(error)}{place_of(error)}), but not on as many as one device has: use larger "
                 "batches, drop_last=True, or asa.gather(outputs)"
             ) from error
-        if _writes(func) and not isinstance(args[0], Watched):
+        sharded = any(isinstance(a, DTensor) for a in args)
+        if not isinstance(args[0] if args else None, Watched) and writes(getattr(func, "__name__", "")):
             _written(args, options)
+        elif sharded and (readings := _own(args, options)) is not None:
+            mark_of_rank(result, readings.write)
         for each in tapes:
             each.hooked = each.hooked or func is Tensor.register_hook
             each.size_read = each.size_read or (func in _SIZES and _read_by_program())
@@ -565,14 +573,6 @@ def of_this_rank(values: Any, readings: Readings) -> Any:
     return pytree.tree_map(kept, values)
 
 
-_IN_PLACE = re.compile(r"_?[a-z].*[^_]_|__i[a-z]+__|__setitem__")
-
-
-def _writes(func: Any) -> bool:
-    """Whether an operation changes its first argument."""
-    return func is not Tensor.requires_grad_ and bool(_IN_PLACE.fullmatch(getattr(func, "__name__", "")))
-
-
 def _written(args: Any, options: Any) -> None:
     """Tell of numbers of this rank's samples that are written into the first of ``args``."""
     if (readings := _own(args[1:], options)) is not None:
@@ -587,7 +587,7 @@ def _unwatched(result: Any, args: Any, options: Any) -> Any:
     inputs = {id(leaf) for leaf in pytree.tree_leaves((args, options))}
 
     def plain(leaf: Any) -> Any:
-        return leaf.as_subclass(Tensor) if isinstance(leaf, Watched) and id(leaf) not in inputs else leaf
+        return leaf if id(leaf) in inputs else _as_plain(leaf)
 
     return pytree.tree_map(plain, result)
 
@@ -606,6 +606,10 @@ def _sample_by_sample(func: Any, args: Any, rows: int, result: Any) -> bool:
         return False
     key = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
     return type(key) is int or (isinstance(key, slice) and rows > 1 and len(result) == 1)
+
+
+def _as_plain(leaf: Any) -> Any:
+    return leaf.as_subclass(Tensor) if isinstance(leaf, Watched) else leaf
 
 
 def _is_computed(result: Any, args: Any) -> bool:
