@@ -230,6 +230,7 @@ def _made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         "packed": lambda: DataLoader(words, BATCH, collate_fn=_joined),
         "names": lambda: [(numbers(6, 8, seed=i), classes(6, 3, seed=i), list("abcdef")) for i in range(3)],
         "one layer": lambda: DataLoader(data, BATCH),
+        "modes": lambda: DataLoader(data, BATCH),
     }
     return net, sgd(net), loaders[kind]()
 
@@ -248,6 +249,12 @@ def _loop(kind: str, net: Any, opt: Any, batches: Any) -> State:
             opt.step()
             if kind == "told":
                 batches.sampler.level = step
+            if kind == "modes":  # as frameworks do it around a validation
+                modes = {name: m.training for name, m in net.named_modules()}
+                net.eval()
+                net(numbers(4, 8))
+                for name, m in net.named_modules():
+                    m.training = modes[name]
             if kind == "one layer":
                 with torch.no_grad():
                     net.weight.mul_(0.9)
@@ -268,7 +275,7 @@ def _spread(_rank: int, kind: str) -> tuple[State, list[str]]:
     return {k: v.detach().clone() for k, v in state.items()}, [str(w.message) for w in heard]
 
 
-@pytest.mark.parametrize("kind", ["told", "endless", "numpy", "stream", "names", "one layer"])
+@pytest.mark.parametrize("kind", ["told", "endless", "numpy", "stream", "names", "one layer", "modes"])
 def test_batches_are_those_of_one_process(kind: str) -> None:
     wanted = _loop(kind, *_made(kind))
     for state, _ in run_ranks(2, _spread, kind, threads=1, timeout_s=60):

@@ -293,6 +293,8 @@ class DistributedModel(ModelInterface):
                 "(num_workers, prefetch_factor) read ahead"
             )
         self.check_states()
+        if self.parallel is not None and self.parallel.training != self.training:
+            self.parallel.follow(self.training)
         if self.parallel is not None and self.learns and not self.training:
             self.parallel.reduction.begin()
 
