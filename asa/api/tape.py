@@ -445,8 +445,9 @@ class Watched(Tensor):
         tape = min(tapes, key=lambda t: bool(t.problem), default=None)
         if func is torch.autograd.grad:
             refuse_by_shards(args, options)
+        changes = bool(args) and writes(getattr(func, "__name__", ""))
         try:
-            if not all(issubclass(t, Watched) for t in types) and not isinstance(args[0] if args else None, Watched):
+            if not all(issubclass(t, Watched) for t in types) and not (changes and isinstance(args[0], Watched)):
                 result = func(*pytree.tree_map(_as_plain, args), **pytree.tree_map(_as_plain, options))
             else:
                 result = _run_plain(func, args, options)
@@ -461,11 +462,11 @@ class Watched(Tensor):
                 f"{tape.total} ({reason_of(error)}{place_of(error)}), but not on as many as one device has: use larger "
                 "batches, drop_last=True, or asa.gather(outputs)"
             ) from error
-        sharded = any(isinstance(a, DTensor) for a in args)
-        if not isinstance(args[0] if args else None, Watched) and writes(getattr(func, "__name__", "")):
+        if changes and not isinstance(args[0], Watched):
             _written(args, options)
-        elif sharded and (readings := _own(args, options)) is not None:
-            mark_of_rank(result, readings.write)
+        elif isinstance(result, DTensor) and not result.requires_grad:
+            readings = _own(args, options)
+            return result if readings is None else mark_of_rank(result, readings.write)
         for each in tapes:
             each.hooked = each.hooked or func is Tensor.register_hook
             each.size_read = each.size_read or (func in _SIZES and _read_by_program())
