@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -291,6 +292,49 @@ def test_sequences_packed_into_one_row_are_said() -> None:
     """Shares of some ranks have one sample, as many as rows; those ranks exchange as the others do."""
     for _, heard in run_ranks(2, _spread, "packed", threads=1, timeout_s=60):
         assert any("with pieces of a batch" in line for line in heard), heard
+
+
+def _validated(net: Any, opt: Any, batches: Any) -> State:
+    """Before the first step, under torch.inference_mode."""
+    net.eval()
+    with torch.inference_mode():
+        net(numbers(4, 8))
+    net.train()
+    return _usual(net, opt, batches)
+
+
+def test_a_model_validated_in_inference_mode_trains() -> None:
+    program = Program(model=Named, x=numbers(COUNT, 8), y=classes(COUNT, 3), batch=BATCH, loop=_validated)
+    wanted = program.alone()
+    for states in program.spread(["fsdp"]).values():
+        for state in states:
+            assert isinstance(state, dict), state
+            assert distance(state, wanted) < 1e-11
+
+
+def _wrapped(_rank: int) -> list[str]:
+    said = []
+    options: Any = {"strategies": ("ddp",), "cache": None, "time_limit_s": 0.5,
+                    "cluster": "profiles/cluster.local-gloo-2.json"}  # fmt: skip
+    net, _opt, _batches = asa.parallelize(*_made("modes"), **options)
+    with pytest.raises(UsageError, match="put into DistributedDataParallel") as refused:
+        nn.parallel.DistributedDataParallel(net)
+    said.append(str(refused.value))
+    assert list(signature(net.forward).parameters) == ["x"]
+    net.close()
+
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, optimizer: Any) -> None:
+            self.param_groups, self.state = optimizer.param_groups, {}  # type: ignore[assignment]
+
+    model, plain, loader = _made("modes")
+    with pytest.raises(UsageError, match=r"Lookahead did not call Optimizer.__init__") as refused:
+        asa.parallelize(model, Lookahead(plain), loader, **options)
+    return [*said, str(refused.value)]
+
+
+def test_what_frameworks_wrap_is_refused_in_a_line() -> None:
+    assert all("\n" not in line for lines in run_ranks(2, _wrapped, threads=1, timeout_s=60) for line in lines)
 
 
 def _job(_rank: int) -> str:

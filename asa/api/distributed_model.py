@@ -64,6 +64,20 @@ def distributed_models() -> list[DistributedModel]:
     return list(_models)
 
 
+def _keeps_nothing_of_inference(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, a call of a model, under ``no_grad`` instead of ``inference_mode``: what ranks keep from it (gathered
+    parameters) could not be written again in training."""
+
+    @wraps(run)
+    def wrapped(model: Any, *args: Any, **options: Any) -> Any:
+        if model.parallel is None or not torch.is_inference_mode_enabled():
+            return run(model, *args, **options)
+        with torch.inference_mode(False), torch.no_grad():
+            return run(model, *args, **options)
+
+    return wrapped
+
+
 class DistributedModel(ModelInterface):
     """One rank's part of a model, called like the model: ``model(x)`` with this rank's samples returns their outputs.
 
@@ -142,6 +156,7 @@ class DistributedModel(ModelInterface):
                 synchronised(c, perhaps=True) for c in parallel.components
             )
 
+    @_keeps_nothing_of_inference
     def forward(self, *args: Any, **options: Any) -> Any:
         """The model's own output for this rank's samples, with any inputs. A model that is cut into components takes
         one tensor; if called with anything else it runs whole from then on."""
@@ -222,6 +237,7 @@ class DistributedModel(ModelInterface):
             self.trial.trusted = False
         return args, options
 
+    @_keeps_nothing_of_inference
     def call(self, method: str | None, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Result of a method (None: ``forward``) of a model that runs whole, for this rank's samples."""
         parallel, share = self.parallel, self.share

@@ -22,7 +22,7 @@ from asa.api.in_step import in_step
 from asa.api.messages import say
 from asa.api.names import StateNames
 from asa.api.notes import check_written, differing, renormalised, trained_norms, written_by_samples
-from asa.api.optimizers import Rebinding, check_shared, no_shards_because, others_over
+from asa.api.optimizers import Rebinding, check_shared, check_whole, no_shards_because, others_over
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.planned import Origins, PlanOptions, agreed_plan, checked_plan, cost_model, usual_cache
 from asa.api.planning import check_plain, device_of, one_tensor, shaped, spec_of
@@ -144,6 +144,7 @@ def parallelize(
         return undistributed, optimizer, DistributedLoader(batches, undistributed)
     shaped(model)
     for each in optimizers:
+        check_whole(each)
         check_shared(each)
     same_weights(context, model)
     options = PlanOptions(
