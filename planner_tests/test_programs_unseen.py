@@ -143,7 +143,7 @@ def _hooks_of_all(net: Any, opt: Any, batches: Any) -> State:
 WRITTEN = "is changed in the loop by numbers of"
 SAID: dict[str, tuple[Any, Any, str, str]] = {
     "weights, by a loss, sharded": (Named, _by_its_loss, "fsdp", WRITTEN),
-    "weights, by a loss, split": (Named, _by_its_loss, "tensor", ""),
+    "weights, by a loss, split": (Named, _by_its_loss, "tensor", WRITTEN),
     "gradients, by a loss": (Named, _gradients_by_its_loss, "fsdp", WRITTEN),
     "a bias, by totals, behind the last epoch": (Named, _head_by_means, "ddp", WRITTEN),
     "weights, by a number of all ranks": (Named, _by_reduced_loss, "ddp", ""),

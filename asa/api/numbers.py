@@ -3,7 +3,6 @@ silently returns the value of the rank's shard. Random numbers are drawn as for 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from asa.errors import UsageError
+from asa.sharding.of_rank import followed
 from asa.sharding.sharded import place_local
 
 _DRAWING_ALIKE = ("randn_like", "rand_like", "randint_like")
@@ -63,30 +63,7 @@ def _refused_in_a_line(_cls: type, func: Any, types: Any, args: Any = (), kwargs
     if func is torch.autograd.grad:
         refuse_by_shards(args, kwargs or {})
     name = getattr(func, "__name__", str(func))
-    if (told := next((m for leaf in args if (m := getattr(leaf, OF_RANK, None)) is not None), None)) is not None:
-        if writes(name):
-            told(args[0])
-        return mark_of_rank(_run(func, name, args, kwargs), told)
-    return _run(func, name, args, kwargs)
-
-
-OF_RANK = "asa_of_rank"
-"""Attribute of sharded tensors that were computed with numbers of this rank's samples: whom to tell of what they are
-written into."""
-_IN_PLACE = re.compile(r"_?[a-z].*[^_]_|__i[a-z]+__|__setitem__")
-
-
-def writes(name: str) -> bool:
-    """Whether a function of torch with this name changes the values of its first argument."""
-    return name != "requires_grad_" and bool(_IN_PLACE.fullmatch(name))
-
-
-def mark_of_rank(result: Any, told: Callable[[Any], None]) -> Any:
-    """``result``, with its sharded tensors known as computed with numbers of this rank's samples."""
-    for leaf in pytree.tree_leaves(result):
-        if isinstance(leaf, DTensor) and not leaf.requires_grad:
-            setattr(leaf, OF_RANK, told)
-    return result
+    return followed(name, args, lambda: _run(func, name, args, kwargs))
 
 
 def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from asa.api.numbers import mark_of_rank, refuse_by_shards, writes
+from asa.api.numbers import refuse_by_shards
 from asa.errors import AsaError, UsageError, place_of
+from asa.sharding.of_rank import in_parts, mark_of_rank, writes
 from asa.tracing.tracer import reason_of
 
 MOST_BYTES = 1 << 28
@@ -464,7 +464,7 @@ class Watched(Tensor):
             ) from error
         if changes and not isinstance(args[0], Watched):
             _written(args, options)
-        elif isinstance(result, DTensor) and not result.requires_grad:
+        elif in_parts(result):
             readings = _own(args, options)
             return result if readings is None else mark_of_rank(result, readings.write)
         for each in tapes:
