@@ -74,8 +74,8 @@ class Orders:
         if seed is None:
             self._compare()
         alike = seed is None and self._generators_alike()
-        drawn: Iterator[list[Any]] | None = self.votes.once(lambda: iter(self._draw(seed)))
         if seed is None and self.one_by_one:
+            drawn: Iterator[list[Any]] | None = self.votes.once(lambda: iter(self._draw(seed)))
             if alike:
                 self._take_generator()
             while True:
@@ -89,7 +89,7 @@ class Orders:
                     return
                 yield keys
                 self._compare()
-        every = self.votes.once(lambda: list(drawn or ()))
+        every = self.votes.once(lambda: list(self._draw(seed)))
         if alike:  # so that the generators stay equal on all ranks
             self._take_generator()
         self._told = self._tellable()
