@@ -53,7 +53,8 @@ NAMING = (
     "asks how many there are", "asks how many samples", "gradients of the model's inputs",
     "was changed behind", "a forward hook on", "a backward hook on", "was changed in place",
     "the data set is no longer", "ranks have the same others", "shortens rows", "was changed through",
-    "updates element by element", "had a gradient before",
+    "updates element by element", "had a gradient before", "is changed in the loop by numbers of",
+    "is not the model's own",
 )  # fmt: skip
 """Words in warnings and lines that name what differs from one process; that something was not checked is none."""
 

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, default_collate
 
 from asa.api.generators import as_on_rank_0, generators_now
+from asa.api.orders import Orders, own_state, put_back, samplers
 from asa.errors import UsageError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.votes import Votes
@@ -24,6 +25,8 @@ from asa.tracing.tracer import reason_of
 _COMPARED_ELEMENTS = 4096
 """Number of elements of each tensor by which batches are compared."""
 _COMPARED_SAMPLES = 8
+_READ_BATCHES = 4096
+"""Number of batches of a sampler that are looked at for the size of the largest."""
 """Number of samples by which ranks compare their data sets at the beginning of an epoch."""
 
 Rows = Callable[[int], list[int]]
@@ -56,8 +59,8 @@ def samples_in(batch: Any) -> int:
 
 
 def rows_of(batch: Any, rows: Sequence[int], total: int | None = None) -> Any:
-    """The given rows of every tensor in ``batch`` that has one row per sample. ``total``: number of samples, if known;
-    otherwise :func:`samples_in` determines it.
+    """The given rows of every tensor and array in ``batch`` that has one row per sample, and of every list inside it
+    that has one entry per sample. ``total``: number of samples, if known; otherwise :func:`samples_in` determines it.
 
     Raises:
         UsageError: no tensor has ``total`` rows.
@@ -70,11 +73,18 @@ def rows_of(batch: Any, rows: Sequence[int], total: int | None = None) -> Any:
     consecutive = indices == list(range(indices[0], indices[0] + len(indices))) if indices else False
 
     def selected(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != total:
+        if listed(leaf):
+            return type(leaf)(leaf[i] for i in indices)
+        if not hasattr(leaf, "dtype") or getattr(leaf, "shape", ())[:1] != (total,):
             return leaf
         return leaf[indices[0] : indices[0] + len(indices)] if consecutive else leaf[indices]
 
-    return pytree.tree_map(selected, batch)
+    def listed(node: Any) -> bool:
+        if node is batch or type(node) not in (list, tuple) or len(node) != total:
+            return False
+        return not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(node))
+
+    return pytree.tree_map(selected, batch, is_leaf=listed)
 
 
 def moved(batch: Any, device: torch.device) -> Any:
@@ -104,16 +114,16 @@ def restored_afterwards(loader: Any) -> Iterator[None]:
 
     import numpy
 
-    holders = (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset")))
-    generators = {id(g): g for g in (getattr(h, "generator", None) for h in holders) if isinstance(g, torch.Generator)}
-    states = [(g, g.get_state()) for g in generators.values()]
+    dataset = getattr(loader, "dataset", None)
+    states = [kept for holder in (*samplers(loader).values(), dataset) for kept in own_state(holder)]
+    if isinstance(generator := getattr(loader, "generator", None), torch.Generator):
+        states.append((generator.set_state, generator.get_state()))
     python, arrays = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
-        for generator, state in states:
-            generator.set_state(state)
+        put_back(states)
         random.setstate(python)
         numpy.random.set_state(arrays)
         if isinstance(loader, DataLoader) and loader.persistent_workers:
@@ -121,13 +131,18 @@ def restored_afterwards(loader: Any) -> Iterator[None]:
 
 
 class _PresetBatches:
-    """A batch sampler whose batches are set before each epoch."""
+    """A batch sampler whose batches are set before each epoch, and may become more in it."""
 
     def __init__(self) -> None:
-        self.batches: Iterator[list[Any]] = iter(())
+        self.next: Callable[[], list[Any] | None] = lambda: None
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self.batches
+        return self
+
+    def __next__(self) -> list[Any]:
+        if (one := self.next()) is None:
+            raise StopIteration
+        return one
 
 
 class GlobalBatches:
@@ -145,7 +160,8 @@ class GlobalBatches:
         self.indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         self.indexed = self.indexed and loader.batch_sampler is not None
         self._unread: list[Any] = []
-        self._epochs = self._passes = 0
+        self._passes = 0
+        self._keys: Sequence[Any] = ()
         self._warned_of_samples = False
         self.custom_collate = self._collates_whole = self._draws = False
         if self.indexed:
@@ -156,13 +172,18 @@ class GlobalBatches:
                     "gives each rank its share"
                 )
             self._preset = _PresetBatches()
-            self._seeding = torch.get_rng_state()
+            self._orders = Orders(loader, votes)
             self._local_loader = _with_sampler(loader, self._preset, votes.rank)
             self.custom_collate = loader.collate_fn is not default_collate
             if votes.num_ranks > 1:
                 cuts = self._cuts_into_rows()
                 self._collates_whole = votes.everyone(cuts) and self.custom_collate
                 self._draws = votes.anyone(self._draws)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the order of an epoch is settled when it begins; otherwise ranks exchange something at each batch."""
+        return self.indexed and not self._orders.one_by_one
 
     @property
     def collates_locally(self) -> bool:
@@ -219,10 +240,13 @@ class GlobalBatches:
             return self._first_of_iterator()
 
     def _first_of_iterator(self) -> Any:
+        state = own_state(self.loader)
         batches = iter(self.loader)
         for batch in batches:
             if batches is self.loader:
                 self._unread.append(batch)
+            else:
+                put_back(state)
             return batch
         raise UsageError("the loader yields no batch")
 
@@ -236,8 +260,8 @@ class GlobalBatches:
             size = getattr(self.loader.batch_sampler, "batch_size", None)
             if isinstance(size, int):
                 return size
-            with restored_afterwards(self.loader):  # a sampler may draw
-                return max(map(len, self.loader.batch_sampler))
+            with restored_afterwards(self.loader):  # a sampler may draw, and may never end
+                return max(map(len, islice(self.loader.batch_sampler, _READ_BATCHES)))
         return samples_in(self._first())
 
     @property
@@ -268,16 +292,26 @@ class GlobalBatches:
                 first += total
             self._check_alike(None)
             return
-        batches = self._agreed_order(order_seed)
-        self._compare_samples([one[0] for one in batches if one])
+        order, batches, starts = self._orders.epoch(order_seed), list[list[Any]](), [0]
+        lazily = order_seed is None and self._orders.one_by_one
+
+        def draw(most: int | None) -> None:
+            for one in islice(order, most):
+                batches.append(one)
+                starts.append(starts[-1] + len(one))
+
+        draw(self._orders.ahead if lazily else None)
+        self._keys = [one[0] for one in batches if one]
+        if lazily and hasattr(self.loader.dataset, "__len__"):
+            self._keys = range(len(self.loader.dataset))
+        if self._passes:
+            self.compare_samples()
+        self._passes += 1
         if self._collates_whole and self._draws and self.loader.num_workers and order_seed is None:
             # Workers with equal seeds draw the same numbers on all ranks, and the same as on one device.
-            state = self._seeding if self.votes.rank == 0 else torch.empty_like(torch.get_rng_state())
+            state = self._orders.seeding if self.votes.rank == 0 else torch.empty_like(torch.get_rng_state())
             self.votes.broadcast(state)
             self._local_loader.generator.set_state(state)
-        starts = [0]
-        for one in batches:
-            starts.append(starts[-1] + len(one))
         together, decided = self._collates_whole, dict[int, list[int]]()
 
         def rows_of_batch(number: int) -> list[int]:
@@ -287,14 +321,22 @@ class GlobalBatches:
                 decided[number] = self._rows(len(batches[number]))
             return decided[number]
 
-        def picked() -> Iterator[list[Any]]:
-            for number in range(skip, len(batches)):
-                if rows := rows_of_batch(number):
-                    yield batches[number] if together else [batches[number][r] for r in rows]
+        coming = skip
 
-        self._preset.batches = picked()
+        def picked() -> list[Any] | None:
+            nonlocal coming
+            while coming < len(batches):
+                number, coming = coming, coming + 1
+                if rows := rows_of_batch(number):
+                    return batches[number] if together else [batches[number][r] for r in rows]
+            return None
+
+        self._preset.next = picked
         loaded = iter(self._local_loader)
-        for number in range(skip, len(batches)):
+        for number in count(skip):
+            draw(1 if lazily else 0)
+            if number >= len(batches):
+                break
             one, rows, first = batches[number], rows_of_batch(number), starts[number]
             # A rank without rows loads nothing, because a batch of no samples cannot be collated.
             if together and self._draws and not self.loader.num_workers:
@@ -304,11 +346,15 @@ class GlobalBatches:
                 batch = rows_of(batch, rows, len(one))
             yield Share(total=len(one), rows=rows, first=first, batch=batch)
 
-    def _compare_samples(self, keys: list[Any]) -> None:
-        """Warn, once, if samples are others on other ranks, from the second epoch on (collective): a loop that changes
-        its data set knows this rank's samples only."""
-        self._passes += 1
-        if self._passes == 1 or self.votes.num_ranks == 1 or self._draws or self._warned_of_samples:
+    def pass_ended(self) -> None:
+        """Compare samples behind the first pass, which may be the only one (collective)."""
+        if self.indexed and self._passes == 1:
+            self.compare_samples()
+
+    def compare_samples(self) -> None:
+        """Warn, once, if samples are others on other ranks (collective): a loop that changes its data set knows this
+        rank's samples only."""
+        if self.votes.num_ranks == 1 or self._draws or self._warned_of_samples:
             return
         if isinstance(self.votes, StarVotes):  # a rank that comes back has made other passes
             return
@@ -316,7 +362,7 @@ class GlobalBatches:
         number = fingerprints(dataset.tensors)[0] if isinstance(dataset, TensorDataset) else 0.0
         # Whatever a data set raises, it raises again when the sample's turn comes.
         with suppress(Exception), restored_afterwards(self.loader):
-            for key in keys[:: max(1, len(keys) // _COMPARED_SAMPLES)]:
+            for key in self._keys[:: max(1, len(self._keys) // _COMPARED_SAMPLES)]:
                 sample = dataset[key]
                 number += fingerprints(sample)[0] + zlib.crc32(
                     repr([v for v in pytree.tree_leaves(sample) if isinstance(v, int | float | str)]).encode()
@@ -379,49 +425,6 @@ class GlobalBatches:
                 "would have its shares shared once more; hand in the loader of one device, with the global batch, and "
                 "the same seed on every rank"
             )
-
-    def _agreed_order(self, seed: int | None) -> list[list[Any]]:
-        """Rank 0's batches of indices, on every rank."""
-        alike = seed is None and self.votes.num_ranks > 1 and self._generators_alike()
-        batches = self.votes.once(lambda: self._draw(seed))
-        if self.votes.num_ranks == 1:
-            assert batches is not None
-            return batches
-        if alike:  # so that the generators stay equal on all ranks
-            state = torch.get_rng_state()
-            self.votes.broadcast(state)
-            torch.set_rng_state(state)
-        if not self.votes.tell(batches is not None and all(type(k) is int for one in batches for k in one)):
-            received: list[list[Any]] = self.votes.tell(batches)  # JSON keeps only some types of keys
-            return received
-        sizes = self.votes.tell(None if batches is None else [len(one) for one in batches])
-        flat = torch.tensor([k for one in batches or [] for k in one], dtype=torch.int64)
-        if batches is None:
-            flat = torch.empty(sum(sizes), dtype=torch.int64)
-        self.votes.broadcast(flat)
-        return [part.tolist() for part in flat.split(sizes)] if sizes else []
-
-    def _generators_alike(self) -> bool:
-        checksum = float(zlib.crc32(torch.get_rng_state().numpy().tobytes()))
-        return len({each[0] for each in self.votes.gather([checksum])}) == 1
-
-    def _draw(self, seed: int | None) -> list[list[Any]]:
-        sampler = self.loader.batch_sampler
-        if seed is None:
-            # A DataLoader first draws a seed for its workers (once if they are persistent); so the same is done here.
-            self._epochs += 1
-            drawing = self.loader.generator or torch.default_generator
-            self._seeding = drawing.get_state()
-            if self._epochs == 1 or not (self.loader.num_workers and self.loader.persistent_workers):
-                torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
-            return [list(one) for one in sampler]
-        generators = {getattr(s, "generator", None) for s in (sampler, getattr(sampler, "sampler", None))}
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            for generator in generators:
-                if isinstance(generator, torch.Generator):  # other samplers may have a numpy or Python generator
-                    generator.manual_seed(seed)
-            return [list(one) for one in sampler]
 
 
 def _with_sampler(loader: DataLoader[Any], sampler: Any, rank: int) -> DataLoader[Any]:

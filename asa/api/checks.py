@@ -73,10 +73,10 @@ def check(step: Callable[..., Tensor], *batch: Any) -> Check:
             False, "not known: the loss is computed inside the model, or by operations that cannot be recorded"
         )
     with torch._C.DisableTorchFunctionSubclass():
-        after = model.terms.before(nodes, model.weight, model.rows)
+        after = model.terms.before(nodes, model.mean_weight, model.mean_rows)
         received = torch.autograd.grad(loss, tape.outputs, allow_unused=True, retain_graph=True)
         after()
-    difference = Comparison(model.rank_context.votes, tape, loss, model.weight).difference(list(received))
+    difference = Comparison(model.rank_context.votes, tape, loss, model.mean_weight).difference(list(received))
     if difference.unknown:
         return Check(False, f"not known: {difference.unknown}")
     lines = sentences(difference, loss.dtype)

@@ -22,8 +22,9 @@ from asa.ir.plan import Plan
 from asa.tracing.preserve import preserved
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
-KEEPS = -1.0
-"""Result of :func:`coupled` for a model whose output changes between calls with the same samples."""
+KEEPS, FOLLOWS = -1.0, -2.0
+"""Results of :func:`coupled` for a model whose output changes between calls with the same samples: by the number of
+calls, or by the samples of earlier ones."""
 _LOOSER, _SCALE, _ELEMENTS, _FEWEST = 10.0, 1000.0, 1 << 22, 2
 """Factor on the tolerance for gradients; factor between the gradients of halves and whole, as for a mean over fewer
 samples; largest number of elements for gradients; least number of samples in a half."""
@@ -42,8 +43,8 @@ class _WithoutBatchStatistics(TorchFunctionMode):
 
 def coupled(model: nn.Module, call: Call | None, *, exact: bool = False) -> float:
     """Relative change of outputs, or of gradients of a sum over samples, when a batch is computed in two halves; 0 if
-    there is none or it cannot be determined; ``KEEPS`` if the model changes from call to call. Gradients that are not
-    proportional to those of the outputs (clamped, normalized on the way) change, too.
+    there is none or it cannot be determined; ``KEEPS`` or ``FOLLOWS`` if the model changes from call to call. Gradients
+    that are not proportional to those of the outputs (clamped, normalized on the way) change, too.
 
     ``call`` has at least two samples. Dropout is ignored, and so is BatchNorm, which is handled elsewhere: its layers,
     and with ``exact`` all calls of its function. The model is left unchanged.
@@ -143,6 +144,12 @@ def warning_of(change: float, plan: Plan) -> list[str]:
             "a step here, once on one device"
         ]
     shared = max(layout.data for layout in plan.layouts()) * plan.num_microbatches > 1
+    if change == FOLLOWS and shared:
+        return [
+            "the model keeps something from call to call, and its output moves by the samples that it had before: on "
+            "each rank by its own; keep it in a buffer that is changed in the loop by numbers of all ranks, "
+            "asa.reduce(x), or plan with strategies=('tensor',)"
+        ]
     if change <= 0 or not shared:
         return []
     return [
@@ -167,7 +174,7 @@ def _change(model: nn.Module, call: Call, samples: int) -> float | None:
     if generators_now() != before:
         return None
     if any(isinstance(a, Tensor) and not torch.equal(a, b) for a, b in zip(full, repeated, strict=True)):
-        return KEEPS
+        return FOLLOWS if _follows(model, call, samples, device) else KEEPS
     worst = 0.0
     for all_, a, b in zip(full, first, second, strict=True):
         if not isinstance(all_, Tensor) or not all_.is_floating_point() or not all_.dim():
@@ -178,6 +185,19 @@ def _change(model: nn.Module, call: Call, samples: int) -> float | None:
         worst = max(worst, off if off > _TOLERANCES.get(all_.dtype, 0.1) else 0.0)
     worst = max(worst, _scalar_change(model, call, samples, device))
     return worst or _gradient_change(model, call, samples, device)
+
+
+def _follows(model: nn.Module, call: Call, samples: int, device: torch.device) -> bool:
+    """Whether the model's output depends on which samples it was called with before, and not only how often."""
+    half = samples // 2
+
+    def after(rows: slice) -> list[Any]:
+        with preserved(model):
+            _run(model, call, samples, rows, device)
+            return pytree.tree_leaves(_run(model, call, samples, slice(0, samples), device))
+
+    one, other = after(slice(0, half)), after(slice(half, samples))
+    return any(isinstance(a, Tensor) and not torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def _scalar_change(model: nn.Module, call: Call, samples: int, device: torch.device) -> float:

@@ -45,7 +45,7 @@ class DistributedLoader:
                     if trial is not None:
                         trial.batch_over()
                     yield batch
-                    self._model.batch_ended(number, last=False, indexed=self._batches.indexed)
+                    self._model.batch_ended(number, last=False, indexed=self._batches.settled)
                     continue
                 before = generators_now() if looks and not self._warned_drawing else None
                 backwards = self._model.backwards
@@ -55,13 +55,14 @@ class DistributedLoader:
                 yield trial.begin(batch, share)
                 trial.by_samples(share, learned=self._model.backwards > backwards)
                 looks = max(0, looks - 1)
-                self._model.batch_ended(number, last=False, indexed=self._batches.indexed)
+                self._model.batch_ended(number, last=False, indexed=self._batches.settled)
                 if before is not None and generators_now() != before and not self._warned_drawing:
                     self._warned_drawing = True
                     say(self._model.rank_context, "the loop draws random numbers between two batches: each rank draws "
                         "its own for its samples, and one process others; what the loader's collate_fn draws is drawn "
                         "for the whole batch")  # fmt: skip
             self._model.batch_ended(0, last=True, indexed=self._batches.indexed)
+            self._batches.pass_ended()
             self._model.epoch_ended()
         finally:
             self._model.__dict__.update(share=None, reader=None)

@@ -7,12 +7,14 @@ import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as module_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -62,6 +64,20 @@ def distributed_models() -> list[DistributedModel]:
     return list(_models)
 
 
+def _keeps_nothing_of_inference(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run``, a call of a model, under ``no_grad`` instead of ``inference_mode``: what ranks keep from it (gathered
+    parameters) could not be written again in training."""
+
+    @wraps(run)
+    def wrapped(model: Any, *args: Any, **options: Any) -> Any:
+        if model.parallel is None or not torch.is_inference_mode_enabled():
+            return run(model, *args, **options)
+        with torch.inference_mode(False), torch.no_grad():
+            return run(model, *args, **options)
+
+    return wrapped
+
+
 class DistributedModel(ModelInterface):
     """One rank's part of a model, called like the model: ``model(x)`` with this rank's samples returns their outputs.
 
@@ -98,7 +114,8 @@ class DistributedModel(ModelInterface):
     ) -> None:
         super().__init__()
         self.__dict__.update(rank_context=context, names=names, rebuild_whole=rebuild_whole, parameter_ids=None)
-        self.__dict__.update(share=None, calls=0, weight=1.0, rows=0, watch=None, in_step=None, optimizers=(), most=0)
+        self.__dict__.update(share=None, calls=0, mean_weight=1.0, mean_rows=0, watch=None, in_step=None, most=0)
+        self.__dict__["optimizers"] = ()
         self.__dict__.update(output_factor=1.0, learned=True, warned_of_other_batches=False, coupled=False, least=[1])
         self.__dict__.update(reader=None, traced={})
         self.plan: Plan | None = None
@@ -110,6 +127,14 @@ class DistributedModel(ModelInterface):
         self.__dict__["trial"] = Trial(self) if parallel is not None and context.ranks > 1 else None
         self.__dict__["terms"] = Terms(context.votes) if parallel is not None and context.ranks > 1 else None
         self.__dict__["origin"] = origin
+        this = ref(self)
+
+        def forward(*args: Any, **options: Any) -> Any:
+            me = this()
+            assert me is not None
+            return DistributedModel.forward(me, *args, **options)
+
+        self.__dict__["forward"] = wraps(origin.forward)(forward)  # frameworks look at the names of what it takes
         _models.add(self)
 
     def adopt(self, parallel: ParallelModel | None) -> None:
@@ -131,6 +156,7 @@ class DistributedModel(ModelInterface):
                 synchronised(c, perhaps=True) for c in parallel.components
             )
 
+    @_keeps_nothing_of_inference
     def forward(self, *args: Any, **options: Any) -> Any:
         """The model's own output for this rank's samples, with any inputs. A model that is cut into components takes
         one tensor; if called with anything else it runs whole from then on."""
@@ -211,6 +237,7 @@ class DistributedModel(ModelInterface):
             self.trial.trusted = False
         return args, options
 
+    @_keeps_nothing_of_inference
     def call(self, method: str | None, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Result of a method (None: ``forward``) of a model that runs whole, for this rank's samples."""
         parallel, share = self.parallel, self.share
@@ -282,6 +309,8 @@ class DistributedModel(ModelInterface):
                 "(num_workers, prefetch_factor) read ahead"
             )
         self.check_states()
+        if self.parallel is not None and self.parallel.training != self.training:
+            self.parallel.follow(self.training)
         if self.parallel is not None and self.learns and not self.training:
             self.parallel.reduction.begin()
 
@@ -324,7 +353,8 @@ class DistributedModel(ModelInterface):
         tried: the result is whether an earlier call had more samples than this rank has now."""
         rows, total = len(share.rows), share.total
         if not self._computes_alone:
-            return self.most > rows
+            whole = any(t.shape[:1] == (total,) for t in pytree.tree_leaves((args, options)) if isinstance(t, Tensor))
+            return self.most > rows or whole
 
         def more(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.shape[:1] != (rows,):
@@ -354,7 +384,7 @@ class DistributedModel(ModelInterface):
 
     def as_output(self, value: Tensor) -> Tensor:
         """A tensor that the last call left in an attribute of the model, treated as one of its outputs."""
-        return self._weighed(value, self.output_factor, self.rows)
+        return self._weighed(value, self.output_factor, self.mean_rows)
 
     def run_whole(self, why: str) -> None:
         """Continue as one component that is called like the model (collective).
@@ -394,7 +424,7 @@ class DistributedModel(ModelInterface):
         if self.training:
             self.__dict__["calls"] = self.calls + 1
         if self.learns:
-            self.__dict__.update(weight=weight, rows=rows, most=max(rows, self.most))
+            self.__dict__.update(mean_weight=weight, mean_rows=rows, most=max(rows, self.most))
         if torch.is_grad_enabled():
             self.__dict__["learned"] = self.training or (self.share is not None and len(self.share.rows) == rows)
         record_call(self)
@@ -403,7 +433,7 @@ class DistributedModel(ModelInterface):
         assert self.demands is not None
         weighted = leaving(tensor, weight, self.demands)
         mark_output(weighted, self)
-        followed = self.trial is not None and self.learns and torch.is_grad_enabled() and not _in_backward()
+        followed = self.trial is not None and (self.learns or self.training) and not _in_backward()
         return self.trial.follow(weighted, rows) if followed and self.trial is not None else weighted
 
     @property
@@ -425,7 +455,8 @@ class DistributedModel(ModelInterface):
         from_loader = from_loader and (self.training or not self._whole or self._independent)
         asks = self.in_step is not None and share is not None and self.training and torch.is_grad_enabled()
         if self.in_step is not None and asks:
-            self.in_step.derived = self.in_step.derived or not self._from_loader(inputs)
+            other = share is None or len(share.rows) != rows  # on some ranks only, perhaps
+            self.in_step.derived = self.in_step.derived or other or not self._from_loader(inputs)
             asks = self.in_step.exchanging
         if from_loader and not asks:
             return self._total_of(share)
@@ -536,7 +567,7 @@ class DistributedModel(ModelInterface):
                 if key not in vars(p) and not key.startswith("_"):
                     setattr(p, key, value)
         self.__dict__["parameter_ids"] = self._parameter_ids()
-        self.__dict__["hooks"] = {id(m): _hooks_of(m) for m in self.parts.modules()}
+        self.__dict__["hooks"] = {id(m): _hooks_of(m) for m in self.parts.modules()} | {0: _global_hooks()}
         self.__dict__["module_ids"] = {id(m) for top in (self.origin, self.parts) for m in top.modules()}
         self.__dict__["traced"] = {
             path: (module, gone, plain_attributes(module)) for path, (module, gone) in traced_through(self).items()
@@ -550,8 +581,9 @@ class DistributedModel(ModelInterface):
         known: dict[int, tuple[int, int]] | None = self.__dict__.get("hooks")
         if known is None or self.parallel is None:
             return
-        for name, module in ((n, m) for part in self.parts for n, m in part.named_modules()):
-            (forward, backward), (now, gradients) = known.get(id(module), (0, 0)), _hooks_of(module)
+        found = [(n, id(m), _hooks_of(m)) for part in self.parts for n, m in part.named_modules()]
+        for name, key, (now, gradients) in (*found, ("all modules", 0, _global_hooks())):
+            forward, backward = known.get(key, (0, 0))
             if gradients > backward:
                 text = (
                     f"a backward hook on {name} gets gradients of this rank's samples, before ranks have added theirs: "
@@ -654,6 +686,12 @@ def _hooks_of(module: nn.Module) -> tuple[int, int]:
     """Numbers of hooks of a module: on its inputs and outputs, and on their gradients."""
     forward = len(module._forward_hooks) + len(module._forward_pre_hooks)
     return forward, len(module._backward_hooks) + len(module._backward_pre_hooks)
+
+
+def _global_hooks() -> tuple[int, int]:
+    """Numbers of hooks of all modules of the process, as in :func:`_hooks_of`."""
+    forward = len(module_hooks._global_forward_hooks) + len(module_hooks._global_forward_pre_hooks)
+    return forward, len(module_hooks._global_backward_hooks) + len(module_hooks._global_backward_pre_hooks)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ class DistributedModelBase(nn.Module):
     origin: nn.Module
     share: Share | None
     """The batch that the loader yielded last."""
-    weight: float
-    rows: int
+    mean_weight: float
+    mean_rows: int
     """Weight of this rank's mean loss, and its number of samples, in the last call in training."""
     least: list[int]
     """The fewest samples that a rank is to have of a batch; with fewer, every rank computes the whole batch."""
@@ -64,7 +64,7 @@ class DistributedModelBase(nn.Module):
         """Weight of this rank's mean over the batch that the loader yielded last; the average over ranks is 1."""
         share, ranks, rank = self.share, self.rank_context.ranks, self.rank_context.rank
         if share is None:
-            return self.weight
+            return self.mean_weight
         if ranks > 1 and len(share.rows) == share.total:  # every rank has all of it
             return float(ranks) if rank == 0 else 0.0
         if share.total < ranks:

@@ -22,7 +22,7 @@ from asa.api.in_step import in_step
 from asa.api.messages import say
 from asa.api.names import StateNames
 from asa.api.notes import check_written, differing, renormalised, trained_norms, written_by_samples
-from asa.api.optimizers import Rebinding, check_shared, no_shards_because, others_over
+from asa.api.optimizers import Rebinding, check_shared, check_whole, no_shards_because, others_over
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.planned import Origins, PlanOptions, agreed_plan, checked_plan, cost_model, usual_cache
 from asa.api.planning import check_plain, device_of, one_tensor, shaped, spec_of
@@ -144,6 +144,7 @@ def parallelize(
         return undistributed, optimizer, DistributedLoader(batches, undistributed)
     shaped(model)
     for each in optimizers:
+        check_whole(each)
         check_shared(each)
     same_weights(context, model)
     options = PlanOptions(
@@ -262,6 +263,13 @@ def parallelize(
             stacklevel=2,
         )
     distributed.say_of_draws()
+    say_of_hooks(context, model, chosen)
+    if taken := taken_names(model, distributed):
+        warnings.warn(
+            f"model.{taken[0]} is not the model's own behind asa.parallelize, which has something else under this "
+            "name: rename it" + (f", and {', '.join(taken[1:])}" if taken[1:] else ""),
+            stacklevel=2,
+        )
     distributed.remember()
     now = dict(distributed.named_parameters(remove_duplicate=False))
     if lost := [n for n in graded if n in now and now[n].grad is None]:
@@ -288,6 +296,31 @@ def find_written(context: RankContext, model: nn.Module, call: Call | None) -> l
     mark_written(model, names)
     shortened = {id(m.weight) for m in model.modules() if getattr(m, "max_norm", None) is not None}
     return [name for name, p in model.named_parameters() if name in names and id(p) not in shortened]
+
+
+def say_of_hooks(context: RankContext, model: nn.Module, plan: Plan) -> None:
+    """Print whether a hook of the program's own sees what a rank computes of a layer."""
+    of_torch = ("torch.", "asa.")
+    name = next(
+        (
+            n
+            for n, m in model.named_modules()
+            for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+            if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith(of_torch)
+        ),
+        None,
+    )
+    if name is not None and max(layout.data for layout in plan.layouts()) > 1:
+        say(context, f"a forward hook on {name or 'the model'} sees this rank's samples: what a loop makes of them "
+            "(statistics, curvature) is of those; asa.reduce(x) and asa.gather(x) are of all")  # fmt: skip
+
+
+def taken_names(model: nn.Module, distributed: DistributedModel) -> list[str]:
+    """Names of attributes of ``model`` that ``distributed`` has for something of its own."""
+    usual = {*dir(nn.Module), *nn.Module().__dict__}
+    kinds = [vars(kind) for kind in type(model).__mro__ if kind not in nn.Module.__mro__]
+    names = {*model._parameters, *model._buffers, *model._modules, *vars(model)}.union(*kinds) - usual
+    return sorted(n for n in names if n[0] != "_" and (n in vars(distributed) or hasattr(type(distributed), n)))
 
 
 def kept_whole(writes: list[str]) -> str:

@@ -145,7 +145,7 @@ def mark_output(output: Tensor, model: LearningModel) -> None:
     below it."""
     node: Any = output.grad_fn
     if node is not None:
-        node.metadata[_MARK] = (ref(model), not output.dim(), (model.weight, model.rows))
+        node.metadata[_MARK] = (ref(model), not output.dim(), (model.mean_weight, model.mean_rows))
 
 
 def search_graph(roots: Iterable[Tensor]) -> tuple[LearningModel | None, list[Any], int]:
@@ -184,7 +184,7 @@ def search_graph(roots: Iterable[Tensor]) -> tuple[LearningModel | None, list[An
             found = calls if len(calls) == 1 else _calls_below(term)
             term.metadata[_OF_CALL] = next(iter(found)) if len(found) == 1 else None
     if model is not None and len(calls) == 1:  # the model may have been called for something else since
-        model.__dict__.update(zip(("weight", "rows"), *calls, strict=True))
+        model.__dict__.update(zip(("mean_weight", "mean_rows"), *calls, strict=True))
     return model, terms, hash(tuple(n for n in names if n != _FOLLOWED))
 
 
@@ -294,7 +294,7 @@ def follow_backwards() -> None:
             original(tensors, *args, **options)
             return
         with nullcontext() if called.in_step is None else called.in_step.together(BACKWARD):
-            after = called.terms.before(nodes, called.weight, called.rows)
+            after = called.terms.before(nodes, called.mean_weight, called.mean_rows)
             try:
                 if called.trial is None:
                     original(tensors, *args, **options)

@@ -243,6 +243,20 @@ class ModelInterface(LearningModel):
         return True
 
     @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """What ``DistributedDataParallel`` asks for first.
+
+        Raises:
+            UsageError: ranks share this model already.
+        """
+        if self.parallel is None:
+            return []
+        raise UsageError(
+            "the model of asa.parallelize is put into DistributedDataParallel (by accelerate's prepare(model)?), "
+            "which would add up gradients once more: leave that out"
+        )
+
+    @property
     def module(self) -> Self:
         """This model itself, for programs that were written for ``DistributedDataParallel``."""
         return self

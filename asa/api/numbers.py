@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from asa.errors import UsageError
+from asa.sharding.of_rank import followed
 from asa.sharding.sharded import place_local
 
 _DRAWING_ALIKE = ("randn_like", "rand_like", "randint_like")
@@ -62,6 +63,10 @@ def _refused_in_a_line(_cls: type, func: Any, types: Any, args: Any = (), kwargs
     if func is torch.autograd.grad:
         refuse_by_shards(args, kwargs or {})
     name = getattr(func, "__name__", str(func))
+    return followed(name, args, lambda: _run(func, name, args, kwargs))
+
+
+def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name in _MEANS and not torch.is_grad_enabled():  # of shards of unlike lengths torch takes the mean of means
         args, kwargs = pytree.tree_map(_in_full, (args, kwargs))
     if name in _DRAWING_ALIKE:

@@ -31,6 +31,19 @@ def elementwise(optimizer: Optimizer, declared: bool | None = None) -> bool:
     return updates_parts(optimizer)
 
 
+def check_whole(optimizer: Optimizer) -> None:
+    """Check that ranks can follow the steps of ``optimizer``.
+
+    Raises:
+        UsageError: it wraps another one, and has nothing of ``torch.optim.Optimizer`` itself.
+    """
+    if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        raise UsageError(
+            f"{type(optimizer).__name__} did not call Optimizer.__init__, so its steps cannot be followed: hand in the "
+            "optimizer that it wraps, and wrap that behind the call"
+        )
+
+
 def check_shared(optimizer: Optimizer) -> None:
     """Refuse an optimizer that does not take the same steps on every rank.
 

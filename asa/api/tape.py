@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from asa.api.numbers import refuse_by_shards
 from asa.errors import AsaError, UsageError, place_of
+from asa.sharding.of_rank import in_parts, mark_of_rank, writes
 from asa.tracing.tracer import reason_of
 
 MOST_BYTES = 1 << 28
@@ -30,16 +31,32 @@ _WINDOWS, _MOST_FEWEST = 4, 8
 
 @dataclass
 class Readings:
-    """Whether a number of a rank's own samples was read out as a Python value; ``say`` is called at the first."""
+    """Whether a number of a rank's own samples was read out as a Python value, and whether a loop wrote one into what
+    ranks hold alike; ``say`` and ``say_written`` (with its name) are called at the first."""
 
     say: Callable[[], None]
+    name: Callable[[Tensor], str] = lambda _: ""
+    """The name of the model's parameter, gradient or buffer in whose memory a tensor is; empty if it is in none."""
+    say_written: Callable[[str], None] = lambda _: None
     said: bool = False
+    written: bool = False
 
     def note(self) -> None:
         """A number is read out."""
         if not self.said:
             self.said = True
             self.say()
+
+    def write(self, target: Any) -> None:
+        """Numbers of this rank's samples are written into ``target``, which from then on is followed, too."""
+        if self.written:
+            return
+        if name := self.name(target):
+            self.written = True
+            self.say_written(name)
+        elif type(target) is Tensor and not target.requires_grad and target.layout is torch.strided:
+            target.__class__ = Watched
+            target.tape = Tape(0, closed=True, readings=self)  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -113,6 +130,8 @@ class Tape:
         """``batch`` with tensors whose operations are recorded from now on."""
 
         def watched(leaf: Any) -> Any:
+            if isinstance(leaf, Watched):  # a loop wrote into its data set
+                leaf = leaf.as_subclass(Tensor)
             if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.requires_grad:
                 return leaf
             wrapped = leaf.as_subclass(Watched)
@@ -426,8 +445,12 @@ class Watched(Tensor):
         tape = min(tapes, key=lambda t: bool(t.problem), default=None)
         if func is torch.autograd.grad:
             refuse_by_shards(args, options)
+        changes = bool(args) and writes(getattr(func, "__name__", ""))
         try:
-            result = _run_plain(func, args, options)
+            if not all(issubclass(t, Watched) for t in types) and not (changes and isinstance(args[0], Watched)):
+                result = func(*pytree.tree_map(_as_plain, args), **pytree.tree_map(_as_plain, options))
+            else:
+                result = _run_plain(func, args, options)
         except AsaError:
             raise
         except Exception as error:  # torch may raise anything on few samples
@@ -439,6 +462,11 @@ class Watched(Tensor):
                 f"{tape.total} ({reason_of(error)}{place_of(error)}), but not on as many as one device has: use larger "
                 "batches, drop_last=True, or asa.gather(outputs)"
             ) from error
+        if changes and not isinstance(args[0], Watched):
+            _written(args, options)
+        elif in_parts(result):
+            readings = _own(args, options)
+            return result if readings is None else mark_of_rank(result, readings.write)
         for each in tapes:
             each.hooked = each.hooked or func is Tensor.register_hook
             each.size_read = each.size_read or (func in _SIZES and _read_by_program())
@@ -519,11 +547,22 @@ class Watched(Tensor):
 def _kept(result: Any, args: Any, options: Any) -> Any:
     """``result`` of tensors of former batches: a total or a list that a loop reads out at the end of an epoch. It stays
     of this rank's samples until that is said."""
+    readings = _own(args, options)
+    return _unwatched(result, args, options) if readings is None else of_this_rank(result, readings)
+
+
+def _own(args: Any, options: Any) -> Readings | None:
+    """Who is told of what happens to numbers of this rank's samples among arguments; None if there are none, or if
+    everything was said."""
     found = ((t, t.tape.readings) for t in watched_in((args, options)))
-    readings = next((r for t, r in found if r is not None and not r.said and not t.tape.of_all_ranks(t)), None)
-    if readings is None:
-        return _unwatched(result, args, options)
-    light = Tape(0, closed=True, readings=readings)  # the batch's own tensors are not kept
+    return next(
+        (r for t, r in found if r is not None and not (r.said and r.written) and not t.tape.of_all_ranks(t)), None
+    )
+
+
+def of_this_rank(values: Any, readings: Readings) -> Any:
+    """``values`` with their tensors known as made of this rank's samples. The batch's own tensors are not kept."""
+    light = Tape(0, closed=True, readings=readings)
 
     def kept(leaf: Any) -> Any:
         if type(leaf) is not Tensor or leaf.requires_grad:
@@ -532,7 +571,16 @@ def _kept(result: Any, args: Any, options: Any) -> Any:
         former.tape = light
         return former
 
-    return pytree.tree_map(kept, result)
+    return pytree.tree_map(kept, values)
+
+
+def _written(args: Any, options: Any) -> None:
+    """Tell of numbers of this rank's samples that are written into the first of ``args``."""
+    if (readings := _own(args[1:], options)) is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for target in args[0] if isinstance(args[0], list | tuple) else (args[0],):
+                if isinstance(target, Tensor) and not readings.written:
+                    readings.write(target)
 
 
 def _unwatched(result: Any, args: Any, options: Any) -> Any:
@@ -540,7 +588,7 @@ def _unwatched(result: Any, args: Any, options: Any) -> Any:
     inputs = {id(leaf) for leaf in pytree.tree_leaves((args, options))}
 
     def plain(leaf: Any) -> Any:
-        return leaf.as_subclass(Tensor) if isinstance(leaf, Watched) and id(leaf) not in inputs else leaf
+        return leaf if id(leaf) in inputs else _as_plain(leaf)
 
     return pytree.tree_map(plain, result)
 
@@ -559,6 +607,10 @@ def _sample_by_sample(func: Any, args: Any, rows: int, result: Any) -> bool:
         return False
     key = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
     return type(key) is int or (isinstance(key, slice) and rows > 1 and len(result) == 1)
+
+
+def _as_plain(leaf: Any) -> Any:
+    return leaf.as_subclass(Tensor) if isinstance(leaf, Watched) else leaf
 
 
 def _is_computed(result: Any, args: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import zlib
 from collections import Counter
@@ -13,13 +14,14 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from asa.api.batches import Share
 from asa.api.comparison import Comparison, Difference
 from asa.api.distributed_model_base import DistributedModelBase
 from asa.api.in_step import REMEDY
 from asa.api.messages import say
-from asa.api.tape import Readings, Tape, Watched, functions_followed
+from asa.api.tape import Readings, Tape, Watched, functions_followed, of_this_rank, watched_in
 from asa.errors import UsageError
 
 _TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -49,7 +51,8 @@ class Trial:
         self._compared = self._unfinished = 0
         self._reported_reasons: set[str] = set()
         self._hooks = self._warned_of_sizes = self._said_of_counts = False
-        self._readings = Readings(self._say_of_values)
+        self._readings = Readings(self._say_of_values, self._name_of, self._say_of_written)
+        self._given = False
         self._tape: Tape | None = None
         self._graphs: set[int] = set()
         self._restarts = 0
@@ -121,10 +124,15 @@ class Trial:
 
     def handed(self, inputs: Any) -> Any:
         """The model's inputs as plain tensors."""
+        self._given = next(watched_in(inputs), None) is not None
         return (self._tape or Tape(0)).handed(inputs)
 
     def follow(self, output: Tensor, rows: int) -> Tensor:
-        """``output``, recorded until its loss is differentiated."""
+        """``output``, recorded until its loss is differentiated. Without gradients it is known to be of this rank's
+        samples, if its inputs are the loader's."""
+        if self._given and self.watching and self._tape is not None and not output.requires_grad:
+            watched: Tensor = of_this_rank(output, self._readings)
+            return watched
         if not self.watching or not output.requires_grad or not output.is_floating_point():
             return output
         self._unfinished += 1
@@ -160,7 +168,7 @@ class Trial:
         form, self.trusted = form or (_TRUSTED if self.trusted else ""), False
         number = float(zlib.crc32(form.encode())) if form else 0.0
         at = -1.0 if model.share is None else float(model.share.first)
-        every = model.rank_context.votes.gather([number, model.weight, at, float(model.rows)])
+        every = model.rank_context.votes.gather([number, model.mean_weight, at, float(model.mean_rows)])
         if len({f[2] for f in every}) > 1:
             raise UsageError(
                 f"ranks compute gradients of different batches (from sample {', '.join(f'{f[2]:.0f}' for f in every)} "
@@ -190,7 +198,7 @@ class Trial:
             self._compared += 1
             least = max(f[0] for f in model.rank_context.votes.gather([float(tape.fewest(loss))]))
             model.least[:] = [max(*model.least, int(least))]
-            comparison = Comparison(model.rank_context.votes, tape, loss, model.weight)
+            comparison = Comparison(model.rank_context.votes, tape, loss, model.mean_weight)
             tape.received.clear()
             backward()
             compared = comparison.difference([tape.received.get(i) for i in range(len(tape.outputs))])
@@ -244,6 +252,27 @@ class Trial:
                 "this rank's samples; asa.reduce(loss) is of the whole batch, by which a loop that branches is to "
                 "decide")  # fmt: skip
 
+    def _name_of(self, tensor: Tensor) -> str:
+        """The name of the model's tensor in whose memory ``tensor`` is; empty if it is in none."""
+        model = self._model()
+        if model is None:
+            return ""
+        where = _memory(tensor)
+        for name, held in itertools.chain(model.named_parameters(), model.named_buffers()):
+            if where == _memory(held):
+                return name
+            if held.grad is not None and where == _memory(held.grad):
+                return f"the gradient of {name}"
+        return ""
+
+    def _say_of_written(self, name: str) -> None:
+        warnings.warn(
+            f"{name} is changed in the loop by numbers of this rank's samples (a loss, an answer, a product of them), "
+            "and on other ranks by those of theirs: one device has one number of all; make it one of all ranks, "
+            "asa.reduce(x) or asa.gather(x)",
+            stacklevel=6,
+        )
+
     def _stop_if_finished(self) -> None:
         """Drop the record if no further backward is checked."""
         if not self.watching:
@@ -261,6 +290,11 @@ class Trial:
         for line in lines:
             warnings.warn(line, stacklevel=6)
         return bool(lines or difference.unknown)
+
+
+def _memory(tensor: Tensor) -> int:
+    held = getattr(tensor, "held", tensor)  # of a part of a split parameter
+    return int((held.to_local() if isinstance(held, DTensor) else held).detach().untyped_storage().data_ptr())
 
 
 def _do_nothing() -> None:

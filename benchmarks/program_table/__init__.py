@@ -105,6 +105,7 @@ def table() -> dict[str, Program]:
         scripts,
         strange,
         trainers,
+        unseen,
         weights,
     )
 

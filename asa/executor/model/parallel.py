@@ -259,6 +259,13 @@ class ParallelModel:
         if mode and not all_alike:
             self.modes.restore(self.components)
 
+    def follow(self, mode: bool) -> None:
+        """Take over a mode that was set module by module (``module.training = mode``)."""
+        self.training = mode
+        self.reduction.release()
+        for segment in self._segments:
+            segment.module.training = mode
+
     def eval(self) -> None:
         """Set evaluation mode."""
         self.train(False)

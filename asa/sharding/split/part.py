@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from asa.errors import UsageError
+from asa.sharding.of_rank import followed
 from asa.sharding.split.wire import Split, averaged, gathered
 
 
@@ -104,7 +105,7 @@ class TensorPart(Tensor):
             del (kwargs := dict(kwargs))["out"]
         if handler is None or "out" in kwargs:
             refuse(name, parts_in((*args, *kwargs.values()))[0].parted)
-        return handler(Call(func, name, tuple(args), kwargs))
+        return followed(name, args, lambda: handler(Call(func, name, tuple(args), kwargs)))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
