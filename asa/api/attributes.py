@@ -94,12 +94,21 @@ def called_by_all(model: DistributedModelBase, path: str, part: nn.Module, own: 
         return inside(name, kind.__getattr__(view, name))  # type: ignore[attr-defined]
 
     def assign(view: Any, name: str, value: Any) -> None:
-        to = own if emptied and not isinstance(value, Tensor | nn.Module) else super(type(view), view)
-        to.__setattr__(name, value)
+        if emptied and not isinstance(value, Tensor | nn.Module):
+            own.__setattr__(name, value)
+        else:
+            kind.__setattr__(view, name, value)
+
+    def delete(view: Any, name: str) -> None:
+        if name in part._parameters:
+            raise UsageError(
+                f"model.{path}.{name} cannot be removed or parametrized behind asa.parallelize: do it before the call"
+            )
+        kind.__delattr__(view, name)
 
     members: dict[str, Any] = {
         "__call__": lambda _, *args, **options: _method(model, path, *args, **options),
-        "__getattr__": attribute, "__setattr__": assign,
+        "__getattr__": attribute, "__setattr__": assign, "__delattr__": delete,
         "__reduce_ex__": lambda _, protocol: part.__reduce_ex__(protocol),  # a copy is a plain module
         "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
     }  # fmt: skip
