@@ -198,7 +198,7 @@ def foresees_studies_and_seals(folder: Path) -> None:
         "--data",
         "digits",
         "--strategies",
-        "ddp",
+        "ddp,ps_sync",
         "--epochs",
         "1",
         "--device",
@@ -208,7 +208,7 @@ def foresees_studies_and_seals(folder: Path) -> None:
         "--out",
         "out",
         "--budget",
-        "20s",
+        "60s",
     ]
     asa("bench", "--study", "grid", "--models", "cnn", *small, "--gpus", "2", *grid, cwd=folder)
     late = [
