@@ -54,7 +54,7 @@ NAMING = (
     "was changed behind", "a forward hook on", "a backward hook on", "was changed in place",
     "the data set is no longer", "ranks have the same others", "shortens rows", "was changed through",
     "updates element by element", "had a gradient before", "is changed in the loop by numbers of",
-    "is not the model's own",
+    "is not the model's own", "updates each parameter by itself",
 )  # fmt: skip
 """Words in warnings and lines that name what differs from one process; that something was not checked is none."""
 

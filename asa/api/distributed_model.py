@@ -590,11 +590,11 @@ class DistributedModel(ModelInterface):
                     "one that is not linear in them (norms, signs, clamping) gives other numbers than one device; "
                     "change p.grad after backward"
                 )
-            elif now > forward and not self._averages:
+            elif now > forward and (not self._averages or self.parallel.owner):
                 text = (
-                    f"a forward hook on {name} gets what this rank computes of it: a loss that uses it counts "
-                    "otherwise than on one device under a plan that shards or splits the model; return it from forward "
-                    "beside the output, or plan with strategies=('ddp',)"
+                    f"a forward hook on {name} gets what this rank computes of it: a loss or an update that uses it "
+                    "counts otherwise than on one device under a plan that shards or splits the model or its updates; "
+                    "return it from forward beside the output, or plan with strategies=('ddp',)"
                 )
             else:
                 continue

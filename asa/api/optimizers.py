@@ -134,6 +134,13 @@ class Rebinding:
         if cut is not None and not self.elementwise:
             remedy = 'plan="auto" and strategies=("ddp",) keep them whole'
             warnings.warn(doubt_about_parts(optimizer, cut, remedy), stacklevel=2)
+        elif model.owner and not self.elementwise and not type(optimizer).__module__.startswith("torch.optim"):
+            warnings.warn(
+                f"the plan has each rank update some of the parameters: correct only if {type(optimizer).__name__} "
+                'updates each parameter by itself (no norm or vector of all gradients); otherwise plan="auto" and '
+                "strategies=('ddp',) have every rank update all",
+                stacklevel=2,
+            )
         while self._undo:
             self._undo.pop()()
         parameters_of_groups: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
