@@ -81,7 +81,7 @@ def called_by_all(model: DistributedModelBase, path: str, part: nn.Module, own: 
     a piece of the module would compute with that. Of a module that was traced through, ``part`` holds only what is
     inside; its class and its attributes are those of ``own``, the module itself."""
     emptied = type(part) is nn.Module and isinstance(own, nn.Module)
-    kind: type = type(own) if emptied else type(part)
+    kind: Any = type(own) if emptied else type(part)
 
     def inside(name: str, value: Any) -> Any:
         if isinstance(value, nn.Module):
@@ -91,7 +91,7 @@ def called_by_all(model: DistributedModelBase, path: str, part: nn.Module, own: 
     def attribute(view: Any, name: str) -> Any:
         if emptied and not any(name in part.__dict__[kept] for kept in ("_parameters", "_buffers", "_modules")):
             return getattr(own, name)
-        return inside(name, kind.__getattr__(view, name))  # type: ignore[attr-defined]
+        return inside(name, kind.__getattr__(view, name))
 
     def assign(view: Any, name: str, value: Any) -> None:
         if emptied and not isinstance(value, Tensor | nn.Module):
