@@ -408,6 +408,16 @@ def test_an_optimizer_that_needs_whole_parameters_cannot_live_at_a_server():
         job(fresh(), plan=served)
 
 
+def test_a_norm_that_each_worker_clips_by_is_said(capsys):
+    net = torch.nn.Linear(4, 3)
+    data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.arange(16) % 3)
+    made = (torch.utils.data.DataLoader(data, 8), torch.nn.functional.cross_entropy)
+    for strategy, said in (("local_sgd", True), ("ddp", False)):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        asa.Job(net, optimizer, *made, strategies=(strategy,), max_norm=1.0, cache=None, time_limit_s=0.1).close()
+        assert ("max_norm clips gradients of each worker's own batch" in capsys.readouterr().err) == said
+
+
 def test_workers_that_normalise_on_their_own_say_when_running_statistics_are_averaged():
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -140,6 +140,8 @@ class UserExecutor(PlannedExecutor):
             conduct.begin()
             for note in conduct.notes():
                 say(self._context, note)
+            if self._max_norm is not None and discipline is not None and not discipline.synchronous:
+                say(self._context, f"max_norm clips gradients of each worker's own batch under {discipline}")
         return Worker(
             model=model, optimizer=optimizer, scale=scale, votes=self._votes,
             clock=StepClock(model.device), precision=model.plan.precision, seed=self._settings.seed,
