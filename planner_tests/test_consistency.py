@@ -412,7 +412,7 @@ def test_a_norm_that_each_worker_clips_by_is_said(capsys):
     net = torch.nn.Linear(4, 3)
     data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.arange(16) % 3)
     made = (torch.utils.data.DataLoader(data, 8), torch.nn.functional.cross_entropy)
-    for strategy, said in (("local_sgd", True), ("ddp", False)):
+    for strategy, said in (("local_sgd", True), ("single", False)):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         asa.Job(net, optimizer, *made, strategies=(strategy,), max_norm=1.0, cache=None, time_limit_s=0.1).close()
         assert ("max_norm clips gradients of each worker's own batch" in capsys.readouterr().err) == said
