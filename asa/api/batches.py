@@ -292,7 +292,7 @@ class GlobalBatches:
                 first += total
             self._check_alike(None)
             return
-        order, batches, starts = self._orders.epoch(order_seed), list[list[Any]](), [0]
+        order, batches, starts = self._orders.epoch(order_seed, self.votes), list[list[Any]](), [0]
         lazily = order_seed is None and self._orders.one_by_one
 
         def draw(most: int | None) -> None:

@@ -61,13 +61,15 @@ class Orders:
         sampler = self.loader.batch_sampler
         return type(sampler) is not BatchSampler or type(sampler.sampler) not in _AT_ONCE
 
-    def epoch(self, seed: int | None) -> Iterator[list[Any]]:
+    def epoch(self, seed: int | None, votes: Votes) -> Iterator[list[Any]]:
         """Rank 0's batches of indices, on every rank; collective where it begins and, if they are drawn
         :attr:`one_by_one`, at each. With a ``seed`` the order depends on it, instead of on torch's generator.
+        ``votes``: those of the ranks that take part in this epoch.
 
         Raises:
             UsageError: with a ``seed``, a sampler that has no length.
         """
+        self.votes = votes
         if self.votes.num_ranks == 1:
             yield from self._draw(seed)
             return
