@@ -18,6 +18,7 @@ from asa.executor.running import outdir, planned
 from asa.executor.running.loop import TrainingExecutor
 from asa.executor.running.prepare import open_images
 from asa.executor.training import checkpoint
+from asa.executor.training.settings import TrainSettings
 from asa.executor.training.stopping import StopRequest
 from asa.interfaces.executor import Placement, Probe
 from asa.ir.measurements import Measurements
@@ -31,27 +32,30 @@ TWO, ONE = training.plan("logistic", ranks=2), training.plan("logistic")
 Placed = tuple[Plan, tuple[int, ...]]
 
 
+def _executor(rank: int, first: Plan, settings: TrainSettings) -> TrainingExecutor:
+    def parallel(plan: Plan, processes: tuple[int, ...]) -> Any:
+        model = build("logistic", num_classes=10, input_shape=(1, 8, 8), seed=0)
+        return materialize(
+            plan, model, torch.zeros(2, 1, 8, 8), rank=rank, strategies=offered(), device=torch.device("cpu"),
+            processes=processes,
+        )  # fmt: skip
+
+    train, test = open_images(first, settings)
+    return TrainingExecutor(
+        first, parallel, settings, train=train, test=test, votes=Votes(30), stop=StopRequest(),
+        announce=lambda _: None, folder=Path(settings.out) / outdir.CHECKPOINTS, run="test",
+    )  # fmt: skip
+
+
 def _run(
     out: Path, epochs: list[dict[int, Placed]], ranks: int = 2, **settings: Any
 ) -> list[tuple[list[float], list[Measurements], dict[str, torch.Tensor], Probe]]:
     """An executor on every process, which moves as told at the first look at or behind a step of an epoch (-1: behind
     the epoch): losses, measurements, final weights, probes."""
     first = training.plan("logistic", ranks=ranks)
-    images = open_images(first, training.settings(out))
 
     def body(rank: int) -> tuple[list[float], list[Measurements], dict[str, torch.Tensor], Probe]:
-        def parallel(plan: Plan, processes: tuple[int, ...]) -> Any:
-            model = build("logistic", num_classes=10, input_shape=(1, 8, 8), seed=0)
-            return materialize(
-                plan, model, torch.zeros(2, 1, 8, 8), rank=rank, strategies=offered(), device=torch.device("cpu"),
-                processes=processes,
-            )  # fmt: skip
-
-        executor = TrainingExecutor(
-            first, parallel, training.settings(out, steps_per_epoch=12, epochs=len(epochs), **settings),
-            train=images[0], test=images[1], votes=Votes(30), stop=StopRequest(), announce=lambda _: None,
-            folder=out / outdir.CHECKPOINTS, run="test",
-        )  # fmt: skip
+        executor = _executor(rank, first, training.settings(out, steps_per_epoch=12, epochs=len(epochs), **settings))
         losses, measured = [], []
         for epoch, moves in enumerate(epochs):
             left = dict(moves)
@@ -111,20 +115,9 @@ def test_an_idle_process_measures_its_speed_while_others_train(tmp_path: Path, m
     """Not one that trains, not in a window that is shorter than the measurement, and not before any change of plan."""
     monkeypatch.setattr(planned, "measure_idle", lambda device: 123.0)
     first = training.plan("logistic", ranks=2)
-    images = open_images(first, training.settings(tmp_path))
 
     def body(rank: int) -> list[bool]:
-        def parallel(plan: Plan, processes: tuple[int, ...]) -> Any:
-            model = build("logistic", num_classes=10, input_shape=(1, 8, 8), seed=0)
-            return materialize(
-                plan, model, torch.zeros(2, 1, 8, 8), rank=rank, strategies=offered(), device=torch.device("cpu"),
-                processes=processes,
-            )  # fmt: skip
-
-        executor = TrainingExecutor(
-            first, parallel, training.settings(tmp_path), train=images[0], test=images[1], votes=Votes(30),
-            stop=StopRequest(), announce=lambda _: None, folder=tmp_path, run="test",
-        )  # fmt: skip
+        executor = _executor(rank, first, training.settings(tmp_path))
 
         def after(seconds: float) -> bool:
             time.sleep(seconds)
