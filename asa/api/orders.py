@@ -201,13 +201,9 @@ def _checksums(holder: Any, name: str, found: dict[str, int], depth: int) -> Non
 def _of_entry(entry: Any) -> Any:
     if isinstance(entry, tuple):
         return tuple(map(_of_entry, entry))
-    return (
-        float(entry)
-        if isinstance(entry, Tensor) and entry.numel() == 1
-        else entry
-        if isinstance(entry, _SCALARS)
-        else None
-    )
+    if isinstance(entry, Tensor) and entry.numel() == 1:
+        return float(entry)
+    return entry if isinstance(entry, _SCALARS) else None
 
 
 def own_state(holder: Any) -> list[tuple[Any, ...]]:
