@@ -37,7 +37,7 @@ class Promising(Model):
         """Of the step, and all of it on every rank; nothing of transfers."""
         step_s = plan.prediction.step_time_s
         own_s = (step_s,) * plan.num_ranks
-        return SimpleNamespace(step_s=step_s, own_s=own_s, transfer_s=lambda _: None, levels=frozenset())
+        return SimpleNamespace(step_s=step_s, own_s=own_s, message=lambda _: None, levels=frozenset())
 
     def step_s(self, placement: Placement, slowness: Slowness) -> float:
         """As promised."""

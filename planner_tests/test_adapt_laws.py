@@ -12,8 +12,9 @@ import nouns
 import pytest
 
 from asa.cost.ranks import Ranks
+from asa.cost.traffic.collectives import interpolate
 from asa.interfaces.executor import EpochOutcome, Look, Placement, Probe
-from asa.ir.cluster import Cluster
+from asa.ir.cluster import Cluster, CollectiveTable
 from asa.ir.measurements import EpochRecord, Measurements, RankTiming, Transfer
 from asa.ir.plan import DataDegree, Plan, TensorDegree
 from asa.ir.profile import Profile, Stat
@@ -21,6 +22,7 @@ from asa.planner import Request, plan, verify
 from asa.scheduler import Model, Policy, adapt
 from asa.scheduler.costs import Costs, Factor, Slowness
 from asa.scheduler.model import rung, same
+from asa.scheduler.shape import Message, Shape
 from asa.simulator.world import Noise, World
 from asa.strategies import offered
 
@@ -88,6 +90,22 @@ def _kinds(events: list[dict[str, Any]]) -> list[str]:
 def _back(world: World) -> bool:
     first = _first(world.num_processes)
     return world.plan.conduct == first.conduct and world.processes == tuple(range(first.num_ranks))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_plan_whose_transfers_are_not_timed_learns_that_links_are_fast_again(ranks: int) -> None:
+    class Untimed(World):
+        """Only the first plan's transfers are timed, as a pipeline's are not."""
+
+        def _measured(self, steps: int) -> Measurements:
+            measured = super()._measured(steps)
+            return dataclasses.replace(measured, links=()) if self.moves else measured
+
+    world = _world(ranks, _slowness(ranks, links=20.0), kind=Untimed)
+    _run(world, 10)
+    assert len(world.moves[0][2].processes) == ranks
+    assert _back(world)
+    assert world.moves[1][0] <= ENDS + 4 * WINDOW
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -180,7 +198,7 @@ def test_links_that_no_single_transfer_tells_of_are_named_by_what_they_add_to_a_
 
 def test_without_a_probe_nothing_is_guessed_of_an_idle_rank() -> None:
     class Blind(World):
-        def probe(self) -> Probe:
+        def probe(self, *, compute: bool = True) -> Probe:
             return Probe()
 
     world = _world(2, _slowness(2, rank=1, by=4.0), kind=Blind)
@@ -381,7 +399,7 @@ def test_a_factor_forgets_and_begins_anew_at_a_change_point() -> None:
     few = factor.update(math.log(2), 0.02**2, 4)
     assert few.mean == pytest.approx(0.0), "but not on four steps"
     assert few.update(math.log(2), 0.02**2, 4).update(math.log(2), 0.02**2, 4).mean == pytest.approx(math.log(2))
-    assert Costs(2, 1).slowness() == Slowness(common=0.0, ranks=(0.0, 0.0), levels=(0.0,))
+    assert Costs(2, 1).slowness() == Slowness(common=0.0, ranks=(0.0, 0.0), levels=(0.0,), shapes=(Shape(),))
 
 
 def test_a_change_is_priced_by_the_state_that_is_sent() -> None:
@@ -650,8 +668,8 @@ def test_links_that_lost_bandwidth_are_slow_though_small_messages_are_not() -> N
 
         step_s, own_s = 0.2, (0.1, 0.1)
 
-        def transfer_s(self, transfer: Transfer) -> float:
-            return 3e-4
+        def message(self, transfer: Transfer) -> Message:
+            return Message(carried_bytes=transfer.num_bytes, expected_s=3e-4, seconds=transfer.seconds, n=transfer.n)
 
     small = [
         Transfer(op="all_gather", level=0, group_size=2, num_bytes=2.0**k, seconds=3e-4, n=100) for k in range(6, 14)
@@ -670,6 +688,42 @@ def test_links_that_lost_bandwidth_are_slow_though_small_messages_are_not() -> N
             costs.observe(dataclasses.replace(known, links=links), Alone(), (0, 1), 5, ())
         assert (costs.slowness().levels[0] > 0) == (slow > 1), slow
     assert math.exp(costs.slowness().levels[0]) == pytest.approx((800 + 1200) / 920, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("multiple", "delay_s", "byte_s"), [(5.0, 0.0, 0.0), (1.0, 5e-3, 0.0), (1.0, 0.0, 4e-8), (1.5, 1e-3, 1e-8)]
+)
+def test_transfers_of_other_sizes_are_priced_by_how_links_became_slower(
+    multiple: float, delay_s: float, byte_s: float
+) -> None:
+    model, tables = _model(2), nouns.cluster(2).levels[0].tables
+    expected, costs = model.expected(_first(2), (0, 1)), Costs(2, 1)
+
+    def seconds(table: CollectiveTable, size: float) -> float:
+        links = byte_s * size * (1.0 if table.op in ("send_recv", "all_reduce", "broadcast") else 0.5)
+        return multiple * interpolate(table.points, size) + delay_s + links
+
+    world = _world(2, _slowness(2))
+    world.run_epoch(0)
+    sent = tuple(
+        Transfer(
+            op=t.op, level=0, group_size=2, num_bytes=2.0**k, seconds=seconds(t, 2.0**k) * (1.02, 0.98)[k % 2], n=50
+        )
+        for t in tables[:3]
+        for k in (14, 16, 18, 20)
+    )
+    for _ in range(4):
+        costs.observe(dataclasses.replace(world._measured(5), links=sent), expected, (0, 1), 5, ())
+    _, corrected = model.corrected(costs.slowness(), (0, 1))
+    for table, now in zip(tables, corrected.levels[0].tables, strict=True):
+        for size, took_s in now.points:
+            if size > 2**14:
+                assert took_s == pytest.approx(seconds(table, size), rel=0.15), (table.op, size)
+    # A change of plan sends the largest messages.
+    one = Placement(plan=_first(2), processes=(0, 1))
+    few = dataclasses.replace(one, plan=_first(1), processes=(0,))
+    state = 2 * sum(c.parameter_bytes for c in PROFILE.graph.components)
+    assert model.move_s(few, one, costs.slowness()) <= seconds(tables[4], state) * 1.15
 
 
 @pytest.mark.parametrize("begins", [80, 81, 83, 84])

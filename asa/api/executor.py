@@ -513,12 +513,14 @@ class UserExecutor(PlannedExecutor):
         old_worker, scale = self._worker, self._worker.scale
         state = dict(self.optimizer.state)
         try:
-            self._worker = self._checkpointer.move(old_worker, lambda: self._worker_of(self._build(plan, runs), scale))
+            self._worker, moved = self._checkpointer.move(
+                old_worker, lambda: self._worker_of(self._build(plan, runs), scale)
+            )
         except AsaError:
             self._rebinding.apply(old_worker.model)
             self.optimizer.state.update(state)
             raise
-        self._warm = 0
+        self._warm, self._state_s = 0, moved.seconds
         old_worker.model.close()
         del old_worker
         give_back_freed_memory()

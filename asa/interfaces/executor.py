@@ -44,11 +44,13 @@ class Probe:
     """Results of a short test that all processes, idle ones included, run at the same time.
 
     ``compute_s``: seconds of the same fixed computation on each process; only ratios between processes are meaningful.
-    ``links``: timed collectives among all processes, or those of one host; at least one for every level of links.
+    ``links``: timed collectives among all processes, or those of one host. ``took_s``: seconds of the test itself, the
+    same on all processes.
     """
 
     compute_s: tuple[float, ...] = ()
     links: tuple[Transfer, ...] = ()
+    took_s: float = 0.0
 
 
 Look = Callable[[Measurements, int], None]
@@ -84,6 +86,11 @@ class Executor(ABC):
         """Seconds that building this process's part of the model again takes, by the first plan; None if not timed."""
         return None
 
+    @property
+    def state_s(self) -> float | None:
+        """Seconds in which the last change of plan moved state between processes; None if not timed."""
+        return None
+
     def clock(self) -> float:
         """Seconds on the clock by which changes of plan are timed."""
         return time.monotonic()
@@ -111,6 +118,7 @@ class Executor(ABC):
     def agree(self, target: Placement | None) -> Placement | None:
         """Return the leading process's target (or None) on every process."""
 
-    def probe(self) -> Probe:
-        """Measure the speed of all processes, idle ones included; empty if this executor cannot."""
+    def probe(self, *, compute: bool = True) -> Probe:
+        """Measure the speed of all processes, idle ones included, unless ``compute`` is False, and of the links between
+        them (collective); empty if this executor cannot."""
         return Probe()

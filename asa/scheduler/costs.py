@@ -19,6 +19,7 @@ from typing import Protocol
 from asa.interfaces.executor import Probe
 from asa.ir.codec import noun
 from asa.ir.measurements import Measurements, Transfer
+from asa.scheduler.shape import Message, Shape, ShapeFit
 
 LIKE = math.log(1.1)
 """Difference of logarithms below which ranks count as equally fast, and levels as unchanged. Differences of up to four
@@ -93,11 +94,13 @@ class Slowness:
     """Estimated slowdowns, as logarithms: ``common`` to all computation, ``ranks`` by process in addition, ``levels``
     by level of links. ``residual``: of the step, beyond what these explain. ``sharing``: groups of processes with one
     core, and how many of each worked during the measurements. ``stolen``: processes whose core other programs use so
-    much that their transfers were not measured."""
+    much that their transfers were not measured. ``shapes``: how the additional time of each level depends on the
+    message; by default, all times are multiplied."""
 
     common: float
     ranks: tuple[float, ...]
     levels: tuple[float, ...]
+    shapes: tuple[Shape, ...] = ()
     residual: float = 0.0
     sharing: tuple[tuple[tuple[int, ...], int], ...] = ()
     stolen: tuple[int, ...] = ()
@@ -140,8 +143,8 @@ class Promise(Protocol):
         """Seconds of computation of each rank."""
         ...
 
-    def transfer_s(self, transfer: Transfer) -> float | None:
-        """Seconds of a transfer; None if unknown."""
+    def message(self, transfer: Transfer) -> Message | None:
+        """The transfer with its expected seconds; None if those are unknown."""
         ...
 
 
@@ -160,6 +163,7 @@ class Costs:
     def __init__(self, processes: int, levels: int) -> None:
         self.ranks = [Factor() for _ in range(processes)]
         self.levels = [Factor() for _ in range(levels)]
+        self.shapes = [ShapeFit() for _ in range(levels)]
         self.step_factor = Factor()
         """Factor of the whole step under the current plan."""
         self.biases = [0.0] * levels
@@ -168,6 +172,8 @@ class Costs:
         self.by_rank = False
         self._stolen: set[int] = set()
         self._probes: dict[int, deque[float]] = {}
+        self._unprobed = 0
+        """Number of steps since the last probe."""
         self._last: Slowness | None = None
 
     def moved(self) -> None:
@@ -194,6 +200,7 @@ class Costs:
         derived from exposed communication, if single transfers do not show it."""
         spread = (_spread(measured) + _FLOOR * max(0, MIN_STEPS - steps)) / steps + _FLOOR
         self._age(steps)
+        self._unprobed += steps
         self.step_factor = self.step_factor.update(math.log(typical(measured) / expected.step_s), spread, steps)
         if not measured.per_rank:
             if not self.by_rank:
@@ -212,15 +219,15 @@ class Costs:
         self._stolen = self._stolen - set(working) | stolen
         if not stolen:
             if exposed is None:
-                self._transfers(measured.links, expected, steps)
+                self._transfers(measured.links, expected, steps, of_plan=True)
             else:
                 self.levels[exposed[0]] = self.levels[exposed[0]].update(exposed[1], _UNLIKE, steps)
 
-    def probed(self, probe: Probe, processes: Sequence[int], expected: Promise, steps: int) -> None:
+    def probed(self, probe: Probe, processes: Sequence[int], expected: Promise) -> None:
         """Update the estimates from a probe: of idle processes, compared with those that run the plan, and of levels
-        the plan does not cross. It counts as much as the ``steps`` since the last one, and only after at least two in a
-        row."""
-        steps = max(steps, MIN_STEPS // 2)
+        the plan does not cross. It counts as much as the steps since the last one, but only two in a row show a
+        change."""
+        steps, self._unprobed = min(max(self._unprobed, MIN_STEPS // 2), MIN_STEPS - 1), 0
         for p, seconds in enumerate(probe.compute_s[: len(self.ranks)]):
             if seconds > 0 and math.isfinite(seconds):
                 self._probes.setdefault(p, deque(maxlen=_PROBES)).append(math.log(seconds))
@@ -232,21 +239,26 @@ class Costs:
             for p, log in shortest.items():
                 if p not in processes:
                     self.ranks[p] = self.ranks[p].update(base + log, 2 * _FLOOR, steps)
-        self._transfers(probe.links, expected, steps)
+        self._transfers(probe.links, expected, steps, of_plan=False)
 
-    def _transfers(self, links: Sequence[Transfer], expected: Promise, steps: int) -> None:
-        by_level: dict[int, list[tuple[float, float]]] = {}
+    def _transfers(self, links: Sequence[Transfer], expected: Promise, steps: int, *, of_plan: bool) -> None:
+        by_level: dict[int, list[Message]] = {}
         for t in links:
-            expected_s = expected.transfer_s(t)
-            if expected_s and t.n > 0 and t.seconds > 0 and math.isfinite(t.seconds):
-                by_level.setdefault(t.level, []).append((t.seconds * t.n, expected_s * t.n))
-        for level, pairs in by_level.items():
+            message = expected.message(t)
+            if message is not None and t.n > 0 and t.seconds > 0 and math.isfinite(t.seconds):
+                by_level.setdefault(t.level, []).append(message)
+        for level, messages in by_level.items():
             # Total time, because lower bandwidth hardly changes small messages.
-            total = sum(took_s for took_s, _ in pairs)
-            value = math.log(total / sum(expected_s for _, expected_s in pairs))
-            scatter = sum(took_s * (math.log(took_s / expected_s) - value) ** 2 for took_s, expected_s in pairs) / total
-            value -= self.biases[level]
-            self.levels[level] = self.levels[level].update(value, _FLOOR + min(scatter / len(pairs), _UNLIKE), steps)
+            total = sum(m.seconds * m.n for m in messages)
+            ratio = math.log(total / sum(m.expected_s * m.n for m in messages))
+            scatter = sum(m.seconds * m.n * (math.log(m.seconds / m.expected_s) - ratio) ** 2 for m in messages) / total
+            if of_plan and ratio > LIKE:
+                self.shapes[level].update(messages)
+            value = self.shapes[level].shape.log_factor(messages) - self.biases[level]
+            variance = _FLOOR + min(scatter / len(messages), _UNLIKE)
+            self.levels[level] = self.levels[level].update(value, variance, steps)
+            if of_plan and self.levels[level].mean <= LIKE:
+                self.shapes[level] = ShapeFit()
 
     def slowness(self) -> Slowness:
         """The estimates to plan with: the fastest ranks define what is common to all; similar ranks count as equal, and
@@ -276,7 +288,7 @@ class Costs:
             levels = [log if f.known else floor for log, f in zip(levels, self.levels, strict=True)]
         return Slowness(
             common=common, ranks=tuple(beyond.get(p, 0.0) for p in range(len(self.ranks))), levels=tuple(levels),
-            stolen=tuple(sorted(self._stolen)),
+            shapes=tuple(fit.shape for fit in self.shapes), stolen=tuple(sorted(self._stolen)),
         )  # fmt: skip
 
     def _stable_common(self, common: float, group: Sequence[tuple[float, int]]) -> float:

@@ -174,7 +174,7 @@ class Decider:
         exposed = self._exposed.level(current, measured, expected, self.costs.slowness(), steps)
         self.costs.observe(measured, expected, current.processes, steps, bad, exposed)
         if probe is not None:
-            self.costs.probed(probe, current.processes, expected, steps)
+            self.costs.probed(probe, current.processes, expected)
         factor = self.costs.step_factor
         self.predicted_s, self._next_s = self._next_s, expected.step_s * factor.ratio if factor.known else self._next_s
         self._groups.window(measured, steps)
@@ -469,9 +469,10 @@ class Decider:
             cost_s=change.cost_s,
         )
 
-    def moved(self, change: Change, took_s: float) -> None:
-        """Record that ``change`` was made in ``took_s`` seconds."""
-        state_s = max(0.0, change.cost_s - self._rebuild_s)
+    def moved(self, change: Change, took_s: float, state_s: float | None = None) -> None:
+        """Record that ``change`` was made in ``took_s`` seconds, ``state_s`` of them (if timed) for state."""
+        if state_s is None:
+            state_s = max(0.0, change.cost_s - self._rebuild_s)
         self._rebuild_s = max(0.0, took_s - state_s)
         self.costs.moved()
         for group in self._groups.established:

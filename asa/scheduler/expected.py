@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from asa.cost.ranks import Ranks
-from asa.cost.traffic.collectives import Links
+from asa.cost.traffic.collectives import Links, carried
 from asa.errors import InvalidInputError
 from asa.interfaces.strategy import Strategies
 from asa.ir.cluster import Cluster
 from asa.ir.measurements import Transfer
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
+from asa.ir.traffic import CollectiveOp
 from asa.planner import verify
+from asa.scheduler.shape import Message
 
 
 class Expected:
@@ -33,8 +35,18 @@ class Expected:
         self._links = Links(cluster, width, width if len(plan.stages) == 1 else plan.gpus)
         self._idle_links = Links(cluster)
 
-    def transfer_s(self, transfer: Transfer) -> float | None:
-        """Expected seconds of ``transfer``; None if the cluster's tables do not contain it."""
+    def message(self, transfer: Transfer) -> Message | None:
+        """``transfer`` with its expected seconds; None if the cluster's tables do not contain it."""
+        expected_s = self._transfer_s(transfer)
+        if expected_s is None:
+            return None
+        op: CollectiveOp = "send_recv" if transfer.op == "send" else transfer.op  # type: ignore[assignment]
+        return Message(
+            carried_bytes=carried(op, transfer.group_size) * transfer.num_bytes, expected_s=expected_s,
+            seconds=transfer.seconds, n=transfer.n,
+        )  # fmt: skip
+
+    def _transfer_s(self, transfer: Transfer) -> float | None:
         level = transfer.level
         if not 0 <= level < len(self._cluster.levels) or not transfer.num_bytes > 0:
             return None

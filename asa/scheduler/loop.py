@@ -38,6 +38,8 @@ class _Loop:
         self.compared = Compared(executor.num_processes) if comparable else None
         self.epoch = self.looks = self.step = 0
         self.total: int | None = None
+        self.levels: set[int] = set()
+        self.trained_s = self.probe_s = 0.0
         self.moved = self.looked = False
         self.changed = False
         self.change: Change | None = None
@@ -68,7 +70,12 @@ class _Loop:
             return None
         current = Placement(plan=executor.plan, processes=executor.processes)
         idle = len(current.processes) < executor.num_processes
-        probe = executor.probe() if self.moved and idle and self._due() else None
+        untimed = not measured.links or not self.levels <= {t.level for t in measured.links}
+        self.levels |= {t.level for t in measured.links}
+        self.trained_s += steps * measured.step_time.median
+        probe = executor.probe(compute=idle) if self.moved and (idle or untimed) and self._due() else None
+        if probe is not None:
+            self.trained_s, self.probe_s = 0.0, probe.took_s
         self.change = None
         if self.decider is not None:
             left = None if self.total is None else max(0, self.total - step)
@@ -85,6 +92,8 @@ class _Loop:
 
     def _due(self) -> bool:
         """Whether a probe is due; the same on all processes."""
+        if self.trained_s < self.probe_s / self.policy.most_probing:
+            return False
         return not self.looked or self.looks % self.policy.probe_every == 0
 
     def move(self, target: Placement) -> bool:
@@ -104,7 +113,7 @@ class _Loop:
         self.looks = 0
         if self.decider is None or change is None:
             return True
-        self.decider.moved(change, took_s)
+        self.decider.moved(change, took_s, self.executor.state_s)
         self.announce(
             {
                 "event": "replan",

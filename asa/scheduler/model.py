@@ -16,7 +16,7 @@ from typing import Protocol
 
 from asa.cost.machine.what_if import slower_profile
 from asa.cost.planned import price_plan
-from asa.cost.traffic.collectives import Links
+from asa.cost.traffic.collectives import Links, carried
 from asa.errors import InfeasibleError
 from asa.interfaces.executor import Placement
 from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
@@ -27,6 +27,7 @@ from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.scheduler.costs import Slowness
 from asa.scheduler.expected import Expected
+from asa.scheduler.shape import Shape
 
 Solve = Callable[[Plan, Measurements, Profile, Cluster, int], Plan]
 """Function that returns the best plan for at most the given number of ranks on a corrected profile and cluster, after a
@@ -107,11 +108,20 @@ class Model:
         # Ranks copy messages in shared memory with their own cores: such a transfer is as slow as its slowest rank.
         copying = [p for p in slowness.stolen if p in working] if self.cluster.shared_memory else []
         least = max((slowness.common + slowness.ranks[p] for p in copying), default=-math.inf)
+        shapes = slowness.shapes or (Shape(),) * len(slowness.levels)
         levels = []
-        for i, (level, log) in enumerate(zip(self.cluster.levels, slowness.levels, strict=True)):
-            factor = math.exp((log if i else max(log, least)) + slowness.residual)
-            tables = tuple(replace(t, points=tuple((b, factor * s) for b, s in t.points)) for t in level.tables)
-            levels.append(replace(level, tables=tables) if factor != 1 else level)
+        for i, (level, log, shape) in enumerate(zip(self.cluster.levels, slowness.levels, shapes, strict=True)):
+            factor, residual = math.exp(log if i else max(log, least)), math.exp(slowness.residual)
+            tables = tuple(
+                replace(
+                    t,
+                    points=tuple(
+                        (b, residual * shape.seconds(s, b * carried(t.op, t.ranks), factor)) for b, s in t.points
+                    ),
+                )
+                for t in level.tables
+            )
+            levels.append(replace(level, tables=tables) if factor != 1 or residual != 1 else level)
         return replace(self.cluster, levels=tuple(levels))
 
     def _devices(self, cluster: Cluster, slowness: Slowness, order: Sequence[int]) -> Cluster:

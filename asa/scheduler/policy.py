@@ -14,7 +14,8 @@ class Policy:
     standard deviation of the ratio of two predictions, in addition to that of the factors. ``rebuild_s``: seconds of a
     change besides moving state, before one was timed. ``probation_steps``: steps after which a change is judged at the
     latest. ``cool_down``: steps without another change after one was undone; doubles each time. ``probe_every``: number
-    of observations between two probes of idle processes. ``patience``: factor on the usual duration for which a
+    of observations between two probes of idle processes, or of links that the plan does not use; ``most_probing``:
+    largest fraction of the time that probes may take. ``patience``: factor on the usual duration for which a
     difference must last before it is believed without other evidence. ``keep_batch_norm``: allow no plan that changes
     BatchNorm's group sizes. ``keep_plan``: report what is slow, but never change the plan."""
 
@@ -26,6 +27,7 @@ class Policy:
     probation_steps: int = 20
     cool_down: int = 200
     probe_every: int = 2
+    most_probing: float = 0.02
     patience: float = 1.0
     keep_batch_norm: bool = False
     keep_plan: bool = False

@@ -9,6 +9,7 @@ from asa.ir.measurements import Measurements, Transfer
 from asa.scheduler.costs import LIKE, STOLEN_SHARE, Costs, own_s
 from asa.scheduler.findings import Finding, impossible_figures
 from asa.scheduler.lasting import Lasting, UsualVariation, disturbed
+from asa.scheduler.shape import Message
 
 
 class _Alike:
@@ -19,8 +20,8 @@ class _Alike:
     def __init__(self, ranks: int) -> None:
         self.own_s: Sequence[float] = (1.0,) * ranks
 
-    def transfer_s(self, transfer: Transfer) -> float | None:
-        """None: transfers are unknown."""
+    def message(self, transfer: Transfer) -> Message | None:
+        """None: times of transfers are unknown."""
         return None
 
 

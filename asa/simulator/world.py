@@ -203,7 +203,7 @@ class World(Executor):
         """Return ``target``: there are no other processes."""
         return target
 
-    def probe(self) -> Probe:
+    def probe(self, *, compute: bool = True) -> Probe:
         """Probe of every process, by the speed of its device, and of every level of links."""
         if not self._observed:
             return Probe()
@@ -218,5 +218,5 @@ class World(Executor):
                 transfers.append(
                     Transfer(op="all_reduce", level=i, group_size=size, num_bytes=_PROBE_BYTES, seconds=seconds, n=5)
                 )
-        compute = tuple(base / cluster.speed(p) * self._off() for p in range(self._count))
-        return Probe(compute_s=compute, links=tuple(transfers))
+        compute_s = tuple(base / cluster.speed(p) * self._off() for p in range(self._count)) if compute else ()
+        return Probe(compute_s=compute_s, links=tuple(transfers))

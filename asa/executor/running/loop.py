@@ -409,7 +409,10 @@ class TrainingExecutor(PlannedExecutor):
         """
         runs = self._continues(plan, processes)
         old_worker, scale = self._worker, self._worker.scale
-        self._worker = self._checkpointer.move(old_worker, lambda: self._worker_of(self._build(plan, runs), scale))
+        self._worker, moved = self._checkpointer.move(
+            old_worker, lambda: self._worker_of(self._build(plan, runs), scale)
+        )
+        self._state_s = moved.seconds
         self._warm, self._steps = 0, None
         self._observer.forget()
         old_worker.model.close()

@@ -25,6 +25,7 @@ class PlannedExecutor(Executor):
     _votes: Votes
     _worker: Worker
     _rebuild_s: float | None = None
+    _state_s: float | None = None
     _has_moved = False
     _agreed_at = 0.0
     _idle_s: float | None = None
@@ -53,6 +54,11 @@ class PlannedExecutor(Executor):
     def rebuild_s(self) -> float | None:
         """Seconds that building another plan's worker takes, by the first one."""
         return self._rebuild_s
+
+    @property
+    def state_s(self) -> float | None:
+        """Seconds in which the last change of plan moved state between processes."""
+        return self._state_s
 
     @property
     def model(self) -> ParallelModel:
@@ -104,7 +110,8 @@ class PlannedExecutor(Executor):
             )
         return runs
 
-    def probe(self) -> Probe:
-        """Current speed of all processes, including idle ones (collective): seconds of a small computation, and of a
-        collective among them. All compute at once, except for idle processes that did since the last vote."""
-        return probe(self._votes, self.model.device, self._idle_s)
+    def probe(self, *, compute: bool = True) -> Probe:
+        """Current speed of all processes, including idle ones (collective): seconds of a small computation (if
+        ``compute``), and of a collective among them. All compute at once, except for idle processes that did since the
+        last vote."""
+        return probe(self._votes, self.model.device, self._idle_s, compute=compute)

@@ -16,7 +16,7 @@ from asa.executor.training import checkpoint
 from asa.executor.training.checkpoint import Manifest
 from asa.executor.training.loadable import check_optimizer_state, check_weights
 from asa.executor.training.logs import Announce
-from asa.executor.training.migration import move, parts_of, target_parts
+from asa.executor.training.migration import Traffic, move, parts_of, target_parts
 from asa.executor.training.precision import LossScale
 from asa.executor.training.settings import TrainSettings
 from asa.executor.training.worker import Worker
@@ -129,8 +129,9 @@ class Checkpointer:
                 worker.conduct.load(checkpoint.read(path, checkpoint.DISCIPLINE))
         worker.scale = LossScale(worker.precision, manifest.loss_scale)
 
-    def move(self, old: Worker, build: Callable[[], Worker]) -> Worker:
-        """Build a worker under another plan, and copy the state of ``old`` into it. ``old`` itself is not changed.
+    def move(self, old: Worker, build: Callable[[], Worker]) -> tuple[Worker, Traffic]:
+        """Build a worker under another plan, and copy the state of ``old`` into it. Returns it, and what was moved.
+        ``old`` itself is not changed.
 
         ``build`` makes the new worker, beginning with its process groups. An optimizer that it takes from ``old`` may
         lose its state there.
@@ -153,13 +154,13 @@ class Checkpointer:
         try:
             self.votes.agree(error)
             assert new is not None
-            move(before, after, new.model, new.optimizer, self.votes)
+            traffic = move(before, after, new.model, new.optimizer, self.votes)
             self.votes.agree(_tried(lambda: faults.reached("replan.swap")))
         except BaseException:
             if new is not None:
                 new.model.close()
             raise
-        return new
+        return new, traffic
 
 
 def _tried(action: Callable[[], object]) -> Exception | None:

@@ -7,6 +7,7 @@ rounds in which each process sends and receives at most one bucket. The old stat
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -49,12 +50,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Traffic of one migration on this process: bytes sent, received and copied locally, and the number of buckets."""
+    """Traffic of one migration on this process: bytes sent, received and copied locally, the number of buckets, and the
+    seconds that all took."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
     copied_bytes: int = 0
     buckets: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -286,7 +289,7 @@ class _Mover:
             WorkersFailedError: a bucket's checksum differs from the sender's. It is raised after all were received, so
                 that no process waits for this one.
         """
-        me = self._votes.rank
+        began, me = time.perf_counter(), self._votes.rank
         copied = sent = received = buckets = 0
         for one in plan:
             if one.source == one.target == me:
@@ -308,7 +311,7 @@ class _Mover:
         self._finish(pending)
         if self._broken:
             raise WorkersFailedError("weights were corrupted on their way to the new plan; the old plan stays")
-        return Traffic(sent, received, copied, buckets)
+        return Traffic(sent, received, copied, buckets, time.perf_counter() - began)
 
     def _finish(self, pending: _PendingRound | None) -> None:
         """Wait for the messages of a round, and unpack what arrived."""

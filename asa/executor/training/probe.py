@@ -25,17 +25,19 @@ _MESSAGE_BYTES = MIB
 _MESSAGES = 5
 
 
-def probe(votes: Votes, device: torch.device, idle_s: float | None = None) -> Probe:
-    """Measure computation and messages of all processes at the same time (collective). ``idle_s``: the result of
-    :func:`measure_idle` on a process that called it, which then does not compute again."""
+def probe(votes: Votes, device: torch.device, idle_s: float | None = None, *, compute: bool = True) -> Probe:
+    """Measure computation (if ``compute``) and messages of all processes at the same time (collective). ``idle_s``: the
+    result of :func:`measure_idle` on a process that called it, which then does not compute again."""
     votes.gather([0.0])
-    computing_s = _computing(device) if idle_s is None else idle_s
+    began = time.perf_counter()
+    computing_s = (_computing(device) if idle_s is None else idle_s) if compute else 0.0
     messages = _messages(device) if votes.num_ranks > 1 else []
-    rows_of_ranks = votes.gather([computing_s, *messages])
+    rows_of_ranks = votes.gather([time.perf_counter() - began, computing_s, *messages])
+    took_s = max(rank[0] for rank in rows_of_ranks)
     links: tuple[Transfer, ...] = ()
     if messages:
         # All wait for the last rank to arrive, which waits for none: the shortest time is that of the transfer itself.
-        seconds = median(min(rank[1 + i] for rank in rows_of_ranks) for i in range(_MESSAGES))
+        seconds = median(min(rank[2 + i] for rank in rows_of_ranks) for i in range(_MESSAGES))
         level = level_of(range(votes.num_ranks))
         links = (
             Transfer(
@@ -43,7 +45,8 @@ def probe(votes: Votes, device: torch.device, idle_s: float | None = None) -> Pr
                 seconds=seconds, n=_MESSAGES,
             ),
         )  # fmt: skip
-    return Probe(compute_s=tuple(rank[0] for rank in rows_of_ranks), links=links)
+    compute_s = tuple(rank[1] for rank in rows_of_ranks) if compute else ()
+    return Probe(compute_s=compute_s, links=links, took_s=took_s)
 
 
 def measure_idle(device: torch.device) -> float:
