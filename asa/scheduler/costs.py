@@ -19,7 +19,7 @@ from typing import Protocol
 from asa.interfaces.executor import Probe
 from asa.ir.codec import noun
 from asa.ir.measurements import Measurements, Transfer
-from asa.scheduler.shape import Message, Shape, ShapeFit
+from asa.scheduler.shape import Message, Shape, ShapeFit, total_ratio
 
 LIKE = math.log(1.1)
 """Difference of logarithms below which ranks count as equally fast, and levels as unchanged. Differences of up to four
@@ -218,8 +218,13 @@ class Costs:
         stolen = {p for p in working if (measured.per_rank[p].stolen_share or 0.0) >= _MOST_STOLEN}
         self._stolen = self._stolen - set(working) | stolen
         if not stolen:
+            for level, messages in _by_level(measured.links, expected).items():
+                if total_ratio(messages) > math.exp(LIKE):
+                    self.shapes[level].update(messages)
+                else:
+                    self.shapes[level] = ShapeFit()
             if exposed is None:
-                self._transfers(measured.links, expected, steps, of_plan=True)
+                self._transfers(measured.links, expected, steps)
             else:
                 self.levels[exposed[0]] = self.levels[exposed[0]].update(exposed[1], _UNLIKE, steps)
 
@@ -239,26 +244,18 @@ class Costs:
             for p, log in shortest.items():
                 if p not in processes:
                     self.ranks[p] = self.ranks[p].update(base + log, 2 * _FLOOR, steps)
-        self._transfers(probe.links, expected, steps, of_plan=False)
+        self._transfers(probe.links, expected, steps)
 
-    def _transfers(self, links: Sequence[Transfer], expected: Promise, steps: int, *, of_plan: bool) -> None:
-        by_level: dict[int, list[Message]] = {}
-        for t in links:
-            message = expected.message(t)
-            if message is not None and t.n > 0 and t.seconds > 0 and math.isfinite(t.seconds):
-                by_level.setdefault(t.level, []).append(message)
-        for level, messages in by_level.items():
-            # Total time, because lower bandwidth hardly changes small messages.
-            total = sum(m.seconds * m.n for m in messages)
-            ratio = math.log(total / sum(m.expected_s * m.n for m in messages))
-            scatter = sum(m.seconds * m.n * (math.log(m.seconds / m.expected_s) - ratio) ** 2 for m in messages) / total
-            if of_plan and ratio > LIKE:
-                self.shapes[level].update(messages)
-            value = self.shapes[level].shape.log_factor(messages) - self.biases[level]
+    def _transfers(self, links: Sequence[Transfer], expected: Promise, steps: int) -> None:
+        for level, messages in _by_level(links, expected).items():
+            shape = self.shapes[level].shape
+            value = shape.log_factor(messages)
+            fitted = [shape.seconds(m.expected_s, m.carried_bytes, math.exp(value)) for m in messages]
+            errors = [m.seconds * m.n * math.log(m.seconds / s) ** 2 for m, s in zip(messages, fitted, strict=True)]
+            scatter = sum(errors) / sum(m.seconds * m.n for m in messages)
+            value -= self.biases[level]
             variance = _FLOOR + min(scatter / len(messages), _UNLIKE)
             self.levels[level] = self.levels[level].update(value, variance, steps)
-            if of_plan and self.levels[level].mean <= LIKE:
-                self.shapes[level] = ShapeFit()
 
     def slowness(self) -> Slowness:
         """The estimates to plan with: the fastest ranks define what is common to all; similar ranks count as equal, and
@@ -314,6 +311,16 @@ class Costs:
     def deviations(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Standard deviations of the logarithms of ranks and of levels."""
         return tuple(math.sqrt(f.variance) for f in self.ranks), tuple(math.sqrt(f.variance) for f in self.levels)
+
+
+def _by_level(links: Iterable[Transfer], expected: Promise) -> dict[int, list[Message]]:
+    """The transfers with known expected times, by level."""
+    by_level: dict[int, list[Message]] = {}
+    for t in links:
+        message = expected.message(t)
+        if message is not None and t.n > 0 and t.seconds > 0 and math.isfinite(t.seconds):
+            by_level.setdefault(t.level, []).append(message)
+    return by_level
 
 
 def _least_difference(variance: float) -> float:

@@ -54,12 +54,17 @@ class Shape:
 
     def log_factor(self, messages: Sequence[Message]) -> float:
         """The logarithm of the factor that explains the total time of ``messages``."""
-        expected_s = sum(m.n * m.expected_s for m in messages)
-        ratio = sum(m.n * m.seconds for m in messages) / expected_s
+        ratio = total_ratio(messages)
         if ratio <= 1:
             return math.log(ratio)
+        expected_s = sum(m.n * m.expected_s for m in messages)
         added_s = sum(m.n * self.added_s(m.expected_s, m.carried_bytes) for m in messages)
         return math.log1p((ratio - 1) * expected_s / added_s)
+
+
+def total_ratio(messages: Sequence[Message]) -> float:
+    """Measured over expected time of ``messages``, in total, because lower bandwidth hardly changes small ones."""
+    return sum(m.n * m.seconds for m in messages) / sum(m.n * m.expected_s for m in messages)
 
 
 class ShapeFit:
@@ -104,4 +109,4 @@ class ShapeFit:
         return best
 
 
-__all__ = ["Message", "Shape", "ShapeFit"]
+__all__ = ["Message", "Shape", "ShapeFit", "total_ratio"]
