@@ -144,7 +144,7 @@ class _Run:
 
     def go(self, placed: Placed) -> None:
         old = self.worker
-        self.worker = self.keeper.move(old, lambda: self.made(placed))
+        self.worker, _ = self.keeper.move(old, lambda: self.made(placed))
         old.model.close()
 
     def state(self) -> tuple[str, str]:
