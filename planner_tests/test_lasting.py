@@ -109,10 +109,10 @@ def test_the_shortest_of_three_probes_counts() -> None:
     for _ in range(4):
         costs.observe(_window(), _Promise(), (0,), STEPS, ())
     for seconds in (2.0, 0.02, 2.0, 0.06, 0.02, 0.06, 0.02):
-        costs.probed(Probe(compute_s=(0.02, seconds)), (0,), _Promise())
+        costs.probed(Probe(compute_s=(0.02, seconds)), (0,), _Promise(), STEPS)
     assert costs.ranks[1].ratio == pytest.approx(1.0, rel=0.1)
     for _ in range(6):
-        costs.probed(Probe(compute_s=(0.02, 0.06)), (0,), _Promise())
+        costs.probed(Probe(compute_s=(0.02, 0.06)), (0,), _Promise(), STEPS)
     assert costs.ranks[1].ratio == pytest.approx(3.0, rel=0.1)
 
 

@@ -172,8 +172,6 @@ class Costs:
         self.by_rank = False
         self._stolen: set[int] = set()
         self._probes: dict[int, deque[float]] = {}
-        self._unprobed = 0
-        """Number of steps since the last probe."""
         self._last: Slowness | None = None
 
     def moved(self) -> None:
@@ -200,7 +198,6 @@ class Costs:
         derived from exposed communication, if single transfers do not show it."""
         spread = (_spread(measured) + _FLOOR * max(0, MIN_STEPS - steps)) / steps + _FLOOR
         self._age(steps)
-        self._unprobed += steps
         self.step_factor = self.step_factor.update(math.log(typical(measured) / expected.step_s), spread, steps)
         if not measured.per_rank:
             if not self.by_rank:
@@ -228,11 +225,11 @@ class Costs:
             else:
                 self.levels[exposed[0]] = self.levels[exposed[0]].update(exposed[1], _UNLIKE, steps)
 
-    def probed(self, probe: Probe, processes: Sequence[int], expected: Promise) -> None:
+    def probed(self, probe: Probe, processes: Sequence[int], expected: Promise, steps: int) -> None:
         """Update the estimates from a probe: of idle processes, compared with those that run the plan, and of levels
-        the plan does not cross. It counts as much as the steps since the last one, but only two in a row show a
-        change."""
-        steps, self._unprobed = min(max(self._unprobed, MIN_STEPS // 2), MIN_STEPS - 1), 0
+        the plan does not cross. It counts as much as the ``steps`` of the last window, and at least half of what shows
+        a change."""
+        steps = max(steps, MIN_STEPS // 2)
         for p, seconds in enumerate(probe.compute_s[: len(self.ranks)]):
             if seconds > 0 and math.isfinite(seconds):
                 self._probes.setdefault(p, deque(maxlen=_PROBES)).append(math.log(seconds))

@@ -174,7 +174,7 @@ class Decider:
         exposed = self._exposed.level(current, measured, expected, self.costs.slowness(), steps)
         self.costs.observe(measured, expected, current.processes, steps, bad, exposed)
         if probe is not None:
-            self.costs.probed(probe, current.processes, expected)
+            self.costs.probed(probe, current.processes, expected, steps)
         factor = self.costs.step_factor
         self.predicted_s, self._next_s = self._next_s, expected.step_s * factor.ratio if factor.known else self._next_s
         self._groups.window(measured, steps)
