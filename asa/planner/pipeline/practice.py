@@ -158,18 +158,11 @@ def _plans(sketch: Sketch, x: _Split, below: float) -> Iterator[tuple[float, Can
         filled = _filled(sketch, x, style, below)
         if filled is not None:
             seconds, uniforms = filled
-            stops = (*x.starts[1:], n)
-            yield (
-                seconds,
-                Candidate(
-                    origin="hybrid+ckpt",
-                    num_microbatches=x.num_microbatches,
-                    widths=(w,) * x.p,
-                    starts=x.starts,
-                    schedule="1f1b" if x.p > 1 else "none",
-                    ways=tuple(way for u, a, b in zip(uniforms, x.starts, stops, strict=True) for way in u.ways[a:b]),
-                ),
-            )
+            stages = zip(uniforms, x.starts, (*x.starts[1:], n), strict=True)
+            yield seconds, Candidate(
+                origin="hybrid+ckpt", num_microbatches=x.num_microbatches, widths=(w,) * x.p, starts=x.starts,
+                schedule="1f1b" if x.p > 1 else "none", ways=tuple(way for u, a, b in stages for way in u.ways[a:b]),
+            )  # fmt: skip
 
 
 def _overfull(sketch: Sketch, x: _Split, style: StageStyle) -> bool:
