@@ -53,8 +53,8 @@ def estimated(args: Arguments, model: str, cluster: Cluster) -> tuple[Profile, s
     path = places.ESTIMATES / f"{places.slug(model)}.{key or 'own'}.{codec.fingerprint(profile)}.json"
     if not path.is_file():
         codec.save(profile, path)
-    inputs, device = "x".join(map(str, graph.input_shape)), cluster.device.name
-    return profile, f"times of {model} (inputs of {inputs}) on {device} are estimated from FLOPs and bytes, uncalibrated"
+    of = f"{model} (inputs of {'x'.join(map(str, graph.input_shape))})"
+    return profile, f"times of {of} on {cluster.device.name} are estimated from FLOPs and bytes, uncalibrated"
 
 
 def _traced(model: str, args: Arguments) -> tuple[LayerGraph, str, bool]:
