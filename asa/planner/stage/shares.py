@@ -37,10 +37,10 @@ def free_bound(prices: Prices, allowed: Allowed, ends: float = INF) -> float:
     some = [w for w in space.single_widths() if len(set(space.cluster.speeds(range(w)) or (1.0,))) > 1]
     stages = [(w, m, _compute(prices, w, m)) for w in some for m in space.microbatches()]
     least_s = [float(compute_s.min(axis=0).sum()) for _, _, compute_s in stages]
-    for k in np.argsort(least_s, kind="stable"):
+    for k in np.argsort(least_s, kind="stable").tolist():
         if least_s[k] >= bound_s:
             break
-        bound_s = min(bound_s, least_s[k] if clock.now() > ends else _bound(prices, *stages[k], allowed))
+        bound_s = min(bound_s, least_s[k] if clock.now() > ends else _bound(prices, allowed, *stages[k]))
     return bound_s * MS
 
 
@@ -56,7 +56,7 @@ def _compute(prices: Prices, width: int, m: int) -> Any:
     return m * compute_s * prices.pricer(width, m).slow
 
 
-def _bound(prices: Prices, width: int, m: int, compute_s: Any, allowed: Allowed) -> float:
+def _bound(prices: Prices, allowed: Allowed, width: int, m: int, compute_s: Any) -> float:
     """Lower bound in seconds on stages of that width: compute, what is paid once, and traffic between layouts."""
     space, some, pricer = prices.space, layouts(width), prices.pricer(width, m)
     step_s = compute_s + _least_once(prices, pricer, allowed, some)
