@@ -80,3 +80,8 @@ def test_batch_norm_is_given_one_sample_where_it_was_seen_to_train_on_one(traced
     assert "needs 2 samples for BatchNorm per rank, gets 1" in why_not("resnet18")
     assert "needs 2 samples for BatchNorm per rank, gets 1" in why_not("resnet18"), "as remembered"
     assert why_not("resnet18", "--input", "3x64x64") == ""
+
+
+def test_an_estimate_names_the_inputs_it_is_for(traced, capsys):
+    assert entry.run([*PLAN, "logistic", "--gpus", "2", "--input", "3x64x64"]) == 0
+    assert "(inputs of 3x64x64)" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from asa.planner import Request
 from asa.planner.answer.canonical import TIE, _Around, canonical, improved
 from asa.planner.budget import USUAL
 from asa.planner.search import search
+from asa.planner.space.baselines import uniform
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Space, anything
 from asa.strategies import offered
@@ -80,3 +81,14 @@ def test_pins_hold(found):
     held = dict(enumerate(best.ways))
     again = canonical(prices, best, lambda i, way: way.layout.width != held[i].layout.width or way == held[i])
     assert all(a == b or a.layout.width != b.layout.width for a, b in zip(again.ways, best.ways, strict=True))
+
+
+def test_one_component_may_run_in_another_layout_than_the_rest():
+    """Of stages with more than eight ranks the styles have no such layout."""
+    cluster = presets.load("v100-2x8-25g-tcp")
+    profile = on_device(known_models.profile(known_models.vgg16(), 2000.0, 64), cluster)
+    prices = Prices(Space(profile, cluster, offered(), Request(gpus=16, global_batch=64)))
+    before = uniform("ddp", prices, 1)
+    after = improved(prices, before, anything)
+    assert len({way.layout for way in after.ways}) > 1
+    assert prices.of(after).cost.total_s < 0.5 * prices.of(before).cost.total_s

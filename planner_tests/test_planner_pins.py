@@ -5,11 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+import known_models
 import nouns
 import pytest
 from test_unequal import few
 
+from asa.cost.machine import presets
+from asa.cost.machine.estimate import on_device
 from asa.planner import Request, parse_pin, plan
+from asa.planner.pipeline.climb import first_plans
+from asa.planner.pipeline.practice import on_fewer, practice
 from asa.planner.pipeline.staged import StagedSpace
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Space
@@ -67,3 +72,16 @@ def test_what_is_kept_out_of_a_stage_fits_none_of_its_width():
         at = chain.names.index(out)
         assert min(c.state for c in chain.configs[at]) > 100 * chain.capacity
     assert StagedSpace(prices, prices.space.pinned, every=True).chain(2, 1) is None
+
+
+@pytest.mark.parametrize("pin", ["encoder.1=zero1", "encoder.1=tensor", "embedding=replicate@2"])
+def test_first_plans_keep_to_pins(pin):
+    """The search has them before it has looked at anything, however little time there is."""
+    cluster = presets.load("v100-2x8-25g-tcp")
+    profile = on_device(known_models.profile(known_models.transformer(4, 256), 2000.0, 64), cluster)
+    prices = Prices(Space(profile, cluster, offered(), Request(gpus=16, global_batch=64, pins=(parse_pin(pin),))))
+    pinned, inf = prices.space.pinned, float("inf")
+    for found in (on_fewer(prices, pinned, inf, inf), practice(prices, pinned), first_plans(prices, pinned, inf, inf)):
+        assert found is not None
+        assert prices.fits(found)
+        assert all(pinned(i, way) for i, way in enumerate(found.ways))

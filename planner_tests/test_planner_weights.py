@@ -72,6 +72,7 @@ def test_no_components_in_layouts_of_their_own_beat_the_bound(profile, cluster) 
     links = replace(links, devices=tuple(RankDevice(name=f"at {s:g}", speed=s) for s in every))
     prices = Prices(Space(profile, links, offered(), Request(gpus=4, global_batch=30)))
     bound, n = free_bound(prices, anything) / MS, len(profile.graph)
+    assert 0 < free_bound(prices, anything, -float("inf")) / MS <= bound, "without time it is one of compute alone"
     best = float("inf")
     for width in (2, 3, 4):
         for _ in range(3):

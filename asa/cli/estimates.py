@@ -53,7 +53,8 @@ def estimated(args: Arguments, model: str, cluster: Cluster) -> tuple[Profile, s
     path = places.ESTIMATES / f"{places.slug(model)}.{key or 'own'}.{codec.fingerprint(profile)}.json"
     if not path.is_file():
         codec.save(profile, path)
-    return profile, f"times of {model} on {cluster.device.name} are estimated from FLOPs and bytes, uncalibrated"
+    of = f"{model} (inputs of {'x'.join(map(str, graph.input_shape))})"
+    return profile, f"times of {of} on {cluster.device.name} are estimated from FLOPs and bytes, uncalibrated"
 
 
 def _traced(model: str, args: Arguments) -> tuple[LayerGraph, str, bool]:

@@ -78,9 +78,9 @@ class Price:
 def _rank_peaks(pricer: Pricer, start: int, ways: Sequence[Way], in_flight: int) -> tuple[Peak, ...]:
     """The peak of every rank of a stage with uneven shards."""
     by_rows: dict[tuple[int, ...], Peak] = {}
-    peaks = []
+    peaks, rows_of = [], [(x, pricer.shards.rows(x)) for x in {w.layout for w in ways}]
     for rank in range(pricer.width):
-        rows = tuple(pricer.shards.rows(w.layout)[w.layout.data_index(rank)] for w in ways)
+        rows = tuple(shards[layout.data_index(rank)] for layout, shards in rows_of)
         if rows not in by_rows:
             view = pricer.holder(rank)
             parts = [view.component(i, way).footprint for i, way in enumerate(ways, start)]

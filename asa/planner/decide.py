@@ -189,26 +189,12 @@ def _whole(
         assert row.candidate is not None
         gap = _below(bound_s, row.seconds)
         certificate = Certificate(
-            solver="enumeration",
-            status="optimal" if gap <= 0 else "feasible",
-            lower_bound_s=bound_s,
-            gap=gap,
-            space=f"the whole strategies {', '.join(sorted(asked_for))}",
-            solve_s=clock.now() - started,
-        )
-        name = row.name if row.name in wanted else asked_for[row.name]
-        plans.append(
-            plan_of(
-                profile,
-                prices,
-                row.candidate,
-                name,
-                certificate,
-                rows,
-                circumstances(prices, row.candidate),
-                [r.candidate for r in among if r.candidate is not None and r.candidate.key != row.candidate.key],
-            )
-        )
+            solver="enumeration", status="optimal" if gap <= 0 else "feasible", lower_bound_s=bound_s, gap=gap,
+            space=f"the whole strategies {', '.join(sorted(asked_for))}", solve_s=clock.now() - started,
+        )  # fmt: skip
+        name, notes = row.name if row.name in wanted else asked_for[row.name], circumstances(prices, row.candidate)
+        rivals = [r.candidate for r in among if r.candidate is not None and r.candidate.key != row.candidate.key]
+        plans.append(plan_of(profile, prices, row.candidate, name, certificate, rows, notes, rivals))
     return plans
 
 

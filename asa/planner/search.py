@@ -94,9 +94,13 @@ def search(
     polish_s = min(budget.polish_s, budget.polish * time_limit_s)
     ends = started + time_limit_s - polish_s
     outcome = _search(prices, solver, ends, allowed, incumbent_s, baselines, start, budget)
-    until = clock.counted() + polish_s
     # Only some batch weights of unequal devices are searched; this bound holds for all of them.
-    outcome = replace(outcome, lower_bound_s=min(outcome.lower_bound_s, free_bound(prices, allowed) / MS))
+    free_s = free_bound(prices, allowed, started + time_limit_s) / MS
+    outcome = replace(outcome, lower_bound_s=min(outcome.lower_bound_s, free_s))
+    best_s = incumbent_s if outcome.best is None else prices.of(outcome.best).cost.total_s
+    if outcome.lower_bound_s < best_s * (1 - budget.enough):  # where the search ended early, time is left
+        polish_s = max(polish_s, (started + time_limit_s - clock.now()) / 2)
+    until = clock.counted() + polish_s
     if outcome.best is None and baselines and outcome.lower_bound_s < incumbent_s * (1 - PROVED):
         improvement = improved(prices, baselines[0], allowed, until)
         if prices.of(improvement).cost.total_s < incumbent_s * (1 - PROVED):

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from itertools import accumulate, chain, combinations, pairwise, permutations
 from math import lcm
 from typing import Any
@@ -35,6 +36,7 @@ from asa.planner.budget import ROUNDING as TIE
 from asa.planner.pipeline.kinds import kinds
 from asa.planner.pipeline.sketch import INF, Sketch
 from asa.planner.space.candidate import Candidate, Prices
+from asa.planner.space.nearest import difference, similar
 from asa.planner.space.space import TOLERANCE_GIB, Allowed
 
 _SAMPLES = (16, 4, 1)
@@ -136,7 +138,8 @@ class _Around:
     def faster(self, x: Candidate, until: float) -> Candidate | None:
         """A neighbour of ``x`` that is faster; its time becomes the limit. None where there is none, or time is up."""
         less_s = self.limit_s / (1 + TIE) * (1 - 2 * TIE)
-        for other in chain(self._coarse(x), self._partly(x), self._private(x), self._exchanged(x), self._fewer(x)):
+        moves = (self._coarse, self._relaid, self._partly, self._private, self._exchanged, self._fewer)
+        for other in chain.from_iterable(move(x) for move in moves):
             if clock.counted() > until:
                 return None
             taken_s = self.seconds(other, less_s)
@@ -162,7 +165,7 @@ class _Around:
             if (x.width, x.num_microbatches) not in self._widths:
                 self._widths.add((x.width, x.num_microbatches))
                 clock.count("pricer")
-            clock.count("component", len(x.ways) * (4 if x.ways[0].layout.weights else 1))
+            clock.count("component", len(x.ways) * (3 if x.ways[0].layout.weights else 1))
             self._stages[x] = price_stage(pricer, x.start, x.ways, self.space.cluster.overlap, x.in_flight)
         return self._stages[x]
 
@@ -335,20 +338,25 @@ class _Around:
         """A way of component ``i`` in a stage of ``w`` ranks: its own, or the one most like its neighbour's."""
         if unchanged.layout.width == w and self._able(i, unchanged, m):
             return unchanged
-
-        def difference(way: Way) -> tuple[bool, ...]:
-            return (
-                way.layout != neighbour.layout, way.data.strategy != neighbour.data.strategy, way.offload !=
-                neighbour.offload, way.checkpoint != neighbour.checkpoint, way.data.strategy != "replicate",
-                way.checkpoint, )  # fmt: skip
-
-        return min(self.space.ways(i, w, m, self.allowed), key=difference, default=None)
+        return similar(self.space, i, neighbour, m, self.allowed)
 
     def _private(self, x: Candidate) -> Iterator[Candidate]:
         """Plans in which one component has another way with the same layout."""
         for i, way in enumerate(x.ways):
             for other in self.space.ways_in(i, way.layout):
                 if other != way and self._able(i, other, x.num_microbatches):
+                    yield x.with_way(i, other)
+
+    def _relaid(self, x: Candidate) -> Iterator[Candidate]:
+        """Plans in which one component has another layout, and the way there that is most like its own: first those
+        with most parameters, in the layouts with fewest copies of them."""
+        m, components = x.num_microbatches, self.space.profile.graph.components
+        for i in sorted(range(self.n), key=lambda i: -components[i].parameter_bytes):
+            way = x.ways[i]
+            for layout in sorted(self.space.layouts(way.layout.width, m), key=lambda y: (y.data, -y.tensor)):
+                some = self.space.ways_in(i, replace(layout, weights=way.layout.weights))
+                other = min((v for v in some if self._able(i, v, m)), key=partial(difference, way), default=None)
+                if other is not None and other.layout != way.layout:
                     yield x.with_way(i, other)
 
     def _exchanged(self, x: Candidate) -> Iterator[Candidate]:

@@ -158,18 +158,11 @@ def _plans(sketch: Sketch, x: _Split, below: float) -> Iterator[tuple[float, Can
         filled = _filled(sketch, x, style, below)
         if filled is not None:
             seconds, uniforms = filled
-            stops = (*x.starts[1:], n)
-            yield (
-                seconds,
-                Candidate(
-                    origin="hybrid+ckpt",
-                    num_microbatches=x.num_microbatches,
-                    widths=(w,) * x.p,
-                    starts=x.starts,
-                    schedule="1f1b" if x.p > 1 else "none",
-                    ways=tuple(way for u, a, b in zip(uniforms, x.starts, stops, strict=True) for way in u.ways[a:b]),
-                ),
-            )
+            stages = zip(uniforms, x.starts, (*x.starts[1:], n), strict=True)
+            yield seconds, Candidate(
+                origin="hybrid+ckpt", num_microbatches=x.num_microbatches, widths=(w,) * x.p, starts=x.starts,
+                schedule="1f1b" if x.p > 1 else "none", ways=tuple(way for u, a, b in stages for way in u.ways[a:b]),
+            )  # fmt: skip
 
 
 def _overfull(sketch: Sketch, x: _Split, style: StageStyle) -> bool:
@@ -181,9 +174,11 @@ def _overfull(sketch: Sketch, x: _Split, style: StageStyle) -> bool:
     several = m > 1
     state = np.array([k.state + several * (k.added + k.kept) for k in costs])
     added = several * np.array([k.added for k in costs])
-    sizes = {t: pricer.times.sizes(pricer.local(ways[0].layout), t)[0] for t in (1, x.t)}
-    saved = np.array([sizes[w.layout.tensor][i] for i, w in enumerate(ways)])
-    outputs = pricer.local(ways[0].layout) * np.array([c.output_bytes_per_sample for c in sketch.graph.components])
+    local = {w.layout: pricer.local(w.layout) for w in ways}
+    sizes = {layout: pricer.times.sizes(samples, layout.tensor)[0] for layout, samples in local.items()}
+    saved = np.array([sizes[w.layout][i] for i, w in enumerate(ways)])
+    each = [c.output_bytes_per_sample for c in sketch.graph.components]
+    outputs = np.array([local[w.layout] * size for w, size in zip(ways, each, strict=True)])
     saved = margin() * np.minimum(saved, outputs)
     state, added, saved = (np.add.reduceat(v, x.starts) for v in (state, added, saved))
     schedule = space.strategies.schedules["1f1b"] if x.p > 1 else None

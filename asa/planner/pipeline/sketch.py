@@ -22,7 +22,8 @@ from asa.ir.plan import DataDegree, DataStrategyName, TensorDegree
 from asa.planner import clock
 from asa.planner.pipeline.uniform import Uniform
 from asa.planner.space.candidate import Prices
-from asa.planner.space.space import Allowed
+from asa.planner.space.nearest import similar
+from asa.planner.space.space import Allowed, anything
 
 INF = float("inf")
 _LEVELS = 8
@@ -88,7 +89,7 @@ class Sketch:
         self._uniforms: dict[tuple[int, int, StageStyle, int], Uniform] = {}
         self._menus: dict[tuple[object, ...], Menu] = {}
         self._ways: dict[tuple[int, int, StageStyle], Way] = {}
-        self._allowed: dict[tuple[int, StageStyle], Any] = {}
+        self._allowed: dict[tuple[int, StageStyle], tuple[Any, list[Layout]]] = {}
 
     def _cuts(self) -> list[int]:
         inside = [i for i in range(1, self.n) if self.graph.cuttable(i)]
@@ -229,10 +230,13 @@ class Sketch:
         return styles
 
     def way(self, i: int, w: int, x: StageStyle) -> Way:
-        """Component ``i`` in that style; where it cannot be split, it is replicated over the tensor ranks."""
-        i = self.prices.like[i]
+        """Component ``i`` in that style, or in the most similar way that is allowed. Where it cannot be split, it is
+        replicated over the tensor ranks."""
+        i = self.prices.like[i] if self.allowed is anything else i
         if (i, w, x) not in self._ways:
-            self._ways[i, w, x] = self._way(i, w, x)
+            way = self._way(i, w, x)
+            other = None if self.allowed(i, way) else similar(self.space, i, way, 1, self.allowed)
+            self._ways[i, w, x] = other or way
         return self._ways[i, w, x]
 
     def _way(self, i: int, w: int, x: StageStyle) -> Way:
@@ -277,8 +281,12 @@ class Sketch:
     def possible(self, w: int, m: int, x: StageStyle) -> Any:
         """Which components may run in that style."""
         if (w, x) not in self._allowed:
-            self._allowed[w, x] = np.array([self.allowed(i, self.way(i, w, x)) for i in range(self.n)])
-        return self._allowed[w, x] & (self.space.samples(self._layout(w, x.data, 1), m) >= self.prices.fewest)
+            ways = [self.way(i, w, x) for i in range(self.n)]
+            allowed = np.array([self.allowed(i, way) for i, way in enumerate(ways)])
+            self._allowed[w, x] = allowed, [way.layout for way in ways]
+        allowed, layouts = self._allowed[w, x]
+        samples = {layout: self.space.samples(layout, m) for layout in set(layouts)}
+        return allowed & (np.array([samples[layout] for layout in layouts]) >= self.prices.fewest)
 
     def _layout(self, w: int, data: int, tensor: int) -> Layout:
         return Layout(width=w, data=data, tensor=tensor, weights=self.space.weights.get(w, ()))

@@ -51,13 +51,9 @@ class Candidate:
             InvalidInputError: the plan and the profile do not belong together.
         """
         return cls(
-            origin=plan.strategy,
-            widths=tuple(len(s.ranks) for s in plan.stages),
-            starts=plan.starts(),
-            schedule=plan.schedule,
-            num_microbatches=plan.num_microbatches,
-            ways=ways_of(plan, profile, strategies),
-        )
+            origin=plan.strategy, widths=tuple(len(s.ranks) for s in plan.stages), starts=plan.starts(),
+            schedule=plan.schedule, num_microbatches=plan.num_microbatches, ways=ways_of(plan, profile, strategies),
+        )  # fmt: skip
 
     @property
     def ranks(self) -> int:
@@ -144,20 +140,11 @@ class Prices:
         key = (width, num_microbatches, working, speeds, spare)
         if key not in self._pricers:
             self._pricers[key] = Pricer(
-                s.profile,
-                self._times,
-                s.cluster,
-                s.strategies,
-                width=width,
-                global_batch=s.request.global_batch,
-                num_microbatches=num_microbatches,
-                optimizer=s.request.optimizer,
-                busy=working,
-                compression=s.request.compression,
-                speeds=speeds,
-                spare=spare,
+                s.profile, self._times, s.cluster, s.strategies, width=width, global_batch=s.request.global_batch,
+                num_microbatches=num_microbatches, optimizer=s.request.optimizer, busy=working,
+                compression=s.request.compression, speeds=speeds, spare=spare,
                 states=self._states.get((width, working)),
-            )
+            )  # fmt: skip
             self._states.setdefault((width, working), self._pricers[key].states)
         return self._pricers[key]
 

@@ -22,12 +22,16 @@ def nearest(space: Space, candidate: Candidate, allowed: Allowed) -> Candidate |
     changed, space = candidate, _cut_alike(space, candidate)
     for i, way in enumerate(candidate.ways):
         if not allowed(i, way):
-            offered = space.ways(i, candidate.width(i), candidate.num_microbatches, allowed)
-            other = min(offered, key=partial(_difference, way), default=None)
+            other = similar(space, i, way, candidate.num_microbatches, allowed)
             if other is None:
                 return None
             changed = changed.with_way(i, other)
     return changed
+
+
+def similar(space: Space, i: int, way: Way, m: int, allowed: Allowed) -> Way | None:
+    """The allowed way of component ``i`` on as many ranks that is most similar to ``way``; None where there is none."""
+    return min(space.ways(i, way.layout.width, m, allowed), key=partial(difference, way), default=None)
 
 
 def start(prices: Prices, known: Iterable[Candidate | None], allowed: Allowed) -> Candidate | None:
@@ -64,7 +68,7 @@ def _cut_alike(space: Space, candidate: Candidate) -> Space:
     return space if space.weights == candidate.weights else space.weighted(candidate.weights)
 
 
-def _difference(a: Way, b: Way) -> int:
+def difference(a: Way, b: Way) -> int:
     """The number of choices in which two ways differ; a layout counts as four."""
     private = (a.data.strategy != b.data.strategy, a.checkpoint != b.checkpoint,
                a.offload != b.offload)  # fmt: skip

@@ -9,7 +9,7 @@ own division. Synchronisation that cannot be hidden, the update, and traffic of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from asa.cost.pricing import Pricer
 from asa.ir.layout import Layout
+from asa.planner import clock
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Allowed, layouts
 from asa.planner.stage.problem import MS
@@ -27,44 +28,48 @@ _POINTS = 192
 _HALVINGS = 40
 
 
-def free_bound(prices: Prices, allowed: Allowed) -> float:
+def free_bound(prices: Prices, allowed: Allowed, ends: float = INF) -> float:
     """Lower bound in ms on every plan of one stage with devices of several speeds, whatever its weights. Infinite if no
-    stage has such devices, or if batches are divided evenly."""
-    space = prices.space
+    stage has such devices, or if batches are divided evenly. After the time ``ends`` it is one of compute alone."""
+    space, bound_s = prices.space, INF
     if not space.cluster.unequal or not space.request.uneven:
         return INF
-    bound_s = INF
-    for width in space.single_widths():
-        if len(set(space.cluster.speeds(range(width)) or (1.0,))) > 1:
-            bound_s = min([bound_s, *_bounds(prices, width, allowed)])
+    some = [w for w in space.single_widths() if len(set(space.cluster.speeds(range(w)) or (1.0,))) > 1]
+    stages = [(w, m, _compute(prices, w, m)) for w in some for m in space.microbatches()]
+    least_s = [float(compute_s.min(axis=0).sum()) for _, _, compute_s in stages]
+    for k in np.argsort(least_s, kind="stable").tolist():
+        if least_s[k] >= bound_s:
+            break
+        bound_s = min(bound_s, least_s[k] if clock.now() > ends else _bound(prices, allowed, *stages[k]))
     return bound_s * MS
 
 
-def _bounds(prices: Prices, width: int, allowed: Allowed) -> Iterator[float]:
-    space, batch = prices.space, prices.space.request.global_batch
-    speeds, some = space.cluster.speeds(range(width)), layouts(width)
-    offered, once_s = None, np.zeros(0)
-    for m in space.microbatches():
-        samples, pricer = batch // m, prices.pricer(width, m)
-        if offered != space.layouts(width, m):  # in wide stages they depend on the samples
-            offered, once_s = space.layouts(width, m), _least_once(prices, pricer, allowed, some)
-        compute_s = np.full(once_s.shape, INF)
-        for k, layout in enumerate(some):
-            if layout.data <= samples:
-                shards = Counter(min(speeds[i : i + layout.inner]) for i in range(0, width, layout.inner))
-                compute_s[k] = _longest(prices, layout.tensor, samples, shards)
-        step_s = m * compute_s * pricer.slow + once_s
-        if space.by_tokens:
-            yield float(step_s.min(axis=0).sum())
-            continue
-        # Uneven shards send more between layouts, because the largest has more than an even one.
-        front = step_s[:, 0]
-        for i in range(1, len(once_s[0])):
-            size, ends = pricer.edges.form(i)
-            between = pricer.states.between(ends, some, some)
-            x = between.priced(pricer.edges.links, [pricer.microbatch * size], pricer.edges.keeping.part)
-            front = (front[:, None] + m * (x.forward + x.backward).reshape(len(some), -1)).min(axis=0) + step_s[:, i]
-        yield float(front.min())
+def _compute(prices: Prices, width: int, m: int) -> Any:
+    """The least seconds of compute of a step with ``m`` microbatches, for each layout and component."""
+    samples, speeds = prices.space.request.global_batch // m, prices.space.cluster.speeds(range(width))
+    some = layouts(width)
+    compute_s = np.full((len(some), len(prices.fewest)), INF)
+    for k, layout in enumerate(some):
+        if layout.data <= samples:
+            shards = Counter(min(speeds[i : i + layout.inner]) for i in range(0, width, layout.inner))
+            compute_s[k] = _longest(prices, layout.tensor, samples, shards)
+    return m * compute_s * prices.pricer(width, m).slow
+
+
+def _bound(prices: Prices, allowed: Allowed, width: int, m: int, compute_s: Any) -> float:
+    """Lower bound in seconds on stages of that width: compute, what is paid once, and traffic between layouts."""
+    space, some, pricer = prices.space, layouts(width), prices.pricer(width, m)
+    step_s = compute_s + _least_once(prices, pricer, allowed, some)
+    if space.by_tokens:
+        return float(step_s.min(axis=0).sum())
+    # Uneven shards send more between layouts, because the largest has more than an even one.
+    front = step_s[:, 0]
+    for i in range(1, len(prices.fewest)):
+        size, ends = pricer.edges.form(i)
+        between = pricer.states.between(ends, some, some)
+        x = between.priced(pricer.edges.links, [pricer.microbatch * size], pricer.edges.keeping.part)
+        front = (front[:, None] + m * (x.forward + x.backward).reshape(len(some), -1)).min(axis=0) + step_s[:, i]
+    return float(front.min())
 
 
 def _longest(prices: Prices, tensor: int, samples: int, shards: Counter[float]) -> Any:
