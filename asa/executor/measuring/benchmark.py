@@ -321,6 +321,18 @@ def _schedule(
     return _Schedule(rounds=rounds, first=first, marks=frozenset(marks), silent=silent, stretch_s=stretch_s)
 
 
+def timed_turn(
+    entrant: Entrant, images: ImageSet, order: GlobalOrder, steps: int, votes: Votes
+) -> list[tuple[float, float]]:
+    """Train ``steps`` steps of a plan; returns and notes (waiting for data, work) of each, in seconds of the slowest
+    rank (collective)."""
+    barrier(votes)
+    times = slowest(votes, entrant.turn(images, order, steps))
+    entrant.cell.data_wait += [t[0] for t in times]
+    entrant.cell.steps += [t[1] for t in times]
+    return times
+
+
 def _train_in_turns(
     entrants: Sequence[Entrant], schedule: _Schedule, train: ImageSet, test: ImageSet, order: GlobalOrder,
     options: BenchOptions, votes: Votes,
@@ -333,11 +345,8 @@ def _train_in_turns(
         paired: dict[int, list[float]] = {}
         for index in turns[shift:] + turns[:shift]:
             entrant = entrants[index]
-            barrier(votes)
             before = entrant.step
-            times = slowest(votes, entrant.turn(train, order, options.steps_per_turn))
-            entrant.cell.data_wait += [t[0] for t in times]
-            entrant.cell.steps += [t[1] for t in times]
+            times = timed_turn(entrant, train, order, options.steps_per_turn, votes)
             paired.setdefault(index, []).append(statistics.mean(t[1] for t in times))
             spent[index] += sum(t[0] + t[1] for t in times)
             if any(before < mark <= entrant.step for mark in schedule.marks):
