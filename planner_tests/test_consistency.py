@@ -16,12 +16,12 @@ import asa
 from asa.api.planned import _widened
 from asa.errors import UsageError
 from asa.executor.consistency import star
+from asa.executor.consistency.diloco import OuterSteps
 from asa.executor.consistency.federated import FederatedAverage
-from asa.executor.consistency.flat import FlatParameters, dequantised, quantised, slices
-from asa.executor.consistency.local import LocalSteps
-from asa.executor.consistency.outer import OuterSteps
+from asa.executor.consistency.flat_parameters import FlatParameters, dequantised, quantised, slices
+from asa.executor.consistency.local_sgd import LocalSteps
+from asa.executor.consistency.parameter_servers import Served, _options
 from asa.executor.consistency.quorum import AveragingRounds
-from asa.executor.consistency.served import Served, _options
 from asa.executor.consistency.server import Server, lower_momentum
 from asa.executor.measuring import equivalence
 from asa.executor.measuring.equivalence import on_one_device

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from asa.cli import options as o
 from asa.cli import places
 from asa.cli.console import Console
-from asa.cli.surroundings import driver
+from asa.cli.system_checks import driver
 from asa.cli.verb import Arguments, Option, Verb
 from asa.errors import TRAINING, UsageError
 from asa.ir import codec

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from asa.ir.plan import Plan
+from asa.report.uniform_choice import Choice
 from asa.report.units import ranks
-from asa.report.whole import Choice
 
 _OWN = ("bert", "cnn", "gru", "logistic", "lstm", "unet")
 _SEGMENTATION = ("deeplabv3_", "fcn_", "lraspp_")
