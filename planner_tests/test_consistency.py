@@ -25,6 +25,7 @@ from asa.executor.consistency.quorum import AveragingRounds
 from asa.executor.consistency.server import Server, lower_momentum
 from asa.executor.measuring import equivalence
 from asa.executor.measuring.equivalence import on_one_device
+from asa.executor.measuring.model_copies import ModelCopies
 from asa.executor.training.optimizer import doubt_about
 from asa.ir import codec
 from asa.ir.consistency import NAMES, PARAMETERS, parse
@@ -50,7 +51,7 @@ def _weights(rank: int, plans: list[Plan]) -> list[dict[str, torch.Tensor]]:
 
     found = [
         equivalence._run(
-            p, make, offered(), rank, torch.device("cpu"), samples=16, dtype=torch.float64, steps=4
+            p, ModelCopies(p, make), offered(), rank, torch.device("cpu"), samples=16, dtype=torch.float64, steps=4
         ).weights
         for p in plans
     ]
