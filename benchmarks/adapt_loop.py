@@ -30,6 +30,7 @@ from typing import Any
 
 import malleus
 import practice
+from simulated_world import Noise, World
 
 from asa.cli.background import solve_again
 from asa.cost.machine import presets
@@ -45,7 +46,6 @@ from asa.planner import Request, plan
 from asa.scheduler import Model, Policy, adapt
 from asa.scheduler.costs import Slowness
 from asa.scheduler.model import same
-from asa.simulator.world import Noise, World
 from asa.strategies import offered
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -29,6 +29,7 @@ from typing import Any
 
 import adapt_loop as known
 from adapt_loop import EPOCHS, MOVE_S, STEPS, Cell, first_plan
+from simulated_world import Noise, World
 
 from asa.cost.machine.what_if import slower_profile
 from asa.interfaces.executor import Placement
@@ -37,7 +38,6 @@ from asa.ir.profile import Profile
 from asa.scheduler import adapt
 from asa.scheduler.costs import Slowness
 from asa.scheduler.model import same
-from asa.simulator.world import Noise, World
 from asa.strategies import offered
 
 ALL = EPOCHS * STEPS

@@ -26,6 +26,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from simulated_world import Noise, World
+
 from asa.errors import InfeasibleError
 from asa.ir import codec
 from asa.ir.cluster import Cluster
@@ -35,7 +37,6 @@ from asa.ir.profile import Profile
 from asa.planner import Request, plan
 from asa.scheduler import Model, adapt
 from asa.scheduler.costs import Slowness
-from asa.simulator.world import Noise, World
 from asa.strategies import offered
 
 ROOT = Path(__file__).resolve().parent.parent

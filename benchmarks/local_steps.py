@@ -32,8 +32,8 @@ import torch
 from namespaces import leave_network, shaped
 from torch import nn
 
-from asa.executor.consistency.local import LocalSteps
-from asa.executor.consistency.outer import OuterSteps
+from asa.executor.consistency.diloco import OuterSteps
+from asa.executor.consistency.local_sgd import LocalSteps
 from asa.executor.running.run import train
 from asa.executor.training.settings import TrainSettings
 from asa.ir import codec

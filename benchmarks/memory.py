@@ -28,7 +28,7 @@ import torch
 from asa.errors import AsaError
 from asa.executor.measuring.benchmark import BenchOptions, Entrant, _memory
 from asa.executor.model.votes import Votes
-from asa.executor.observing.noise import noise
+from asa.executor.observing.random_inputs import random_inputs
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.graph import Component
@@ -110,7 +110,7 @@ def _peaks(rank: int, plans: Sequence[Plan]) -> list[int]:
     votes, found = Votes(60), []
     device = torch.device("cpu")
     for each in plans:
-        images = noise(each, device)
+        images = random_inputs(each, device)
         order = GlobalOrder(len(images), each.global_batch, 0, drop_last=True)
         factory = partial(build, each.model_spec, num_classes=each.num_classes, input_shape=each.input_shape)
         entrant = Entrant(each, factory, offered(), rank, votes, BenchOptions(), device)

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from asa.launch.apart import Surroundings, apart
+from asa.launch.environments import Environment, started_in
 
 _CLONE_NEWNET = 0x40000000
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -76,7 +76,7 @@ def rooms(num_ranks: int) -> Iterator[None]:
             _do("ip", "-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", "eth0")
             _do("ip", "-n", name, "link", "set", "eth0", "up")
             _do("ip", "-n", name, "link", "set", "lo", "up")
-        with apart(Surroundings(host="10.77.0.254", interface="eth0", enter=enter)):
+        with started_in(Environment(host="10.77.0.254", interface="eth0", enter=enter)):
             yield
     finally:
         for rank, name in enumerate(made):  # the link first: with its namespace it would go only some time later

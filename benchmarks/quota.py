@@ -28,7 +28,7 @@ import torch
 
 from asa.cli import entry
 from asa.launch import usable_cores
-from asa.launch.apart import Surroundings, apart
+from asa.launch.environments import Environment, started_in
 
 RANKS, BATCH, SAMPLES = 4, 64, 1437
 MODEL = ("cnn", "--input", "3x32x32", "--classes", "10", "--data", "digits")
@@ -60,7 +60,7 @@ def within(shares: Sequence[float], period_us: int, arguments: list[str]) -> int
         (groups[rank] / "cgroup.procs").write_text(str(os.getpid()))
 
     try:
-        with apart(Surroundings(enter=enter)):
+        with started_in(Environment(enter=enter)):
             return entry.run(arguments)
     finally:
         for made in groups:

@@ -48,6 +48,7 @@ from asa.executor.measuring.equivalence import (
     judge,
     on_one_device,
 )
+from asa.executor.measuring.model_copies import ModelCopies
 from asa.ir.codec import to_data
 from asa.ir.equivalence import Equivalence
 from asa.ir.graph import Component, LayerGraph
@@ -167,7 +168,7 @@ def _reference(path: Path, made: Plan, factory: Any, samples: int) -> dict[str, 
     if path.is_file():
         return {k: Trace(**v) for k, v in torch.load(path, weights_only=True).items()}
     one, cpu = on_one_device(made, samples), torch.device("cpu")
-    run = partial(_run, one, factory, offered(), 0, cpu, samples=samples)
+    run = partial(_run, one, ModelCopies(one, factory), offered(), 0, cpu, samples=samples)
     found = {
         "one64": run(dtype=torch.float64, steps=STEPS),
         "one32": run(dtype=torch.float32, steps=1),
@@ -181,9 +182,9 @@ def _reference(path: Path, made: Plan, factory: Any, samples: int) -> dict[str, 
 
 
 def _on_rank(rank: int, made: Plan, factory: Any, samples: int, path: Path) -> Equivalence | None:
-    cpu = torch.device("cpu")
-    spread64 = _run(made, factory, offered(), rank, cpu, samples=samples, dtype=torch.float64, steps=STEPS)
-    spread32 = _run(made, factory, offered(), rank, cpu, samples=samples, dtype=torch.float32, steps=1)
+    cpu, copies = torch.device("cpu"), ModelCopies(made, factory)
+    spread64 = _run(made, copies, offered(), rank, cpu, samples=samples, dtype=torch.float64, steps=STEPS)
+    spread32 = _run(made, copies, offered(), rank, cpu, samples=samples, dtype=torch.float32, steps=1)
     if rank:
         return None
     return judge(_Outcome(spread64, spread32, OneDevice(**_reference(path, made, factory, samples))), made, samples)

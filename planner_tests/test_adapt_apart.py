@@ -21,8 +21,8 @@ from asa.ir.cluster import Cluster
 from asa.ir.measurements import Measurements
 from asa.scheduler import Model, Policy, adapt
 from asa.scheduler.model import Answer, Question, same
-from asa.simulator.world import World
 from asa.strategies import offered
+from benchmarks.simulated_world import World
 
 _TAKES = 4
 """Looks that a search lasts."""

@@ -25,7 +25,7 @@ from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.report.story import render, story
 from asa.report.tables import plain
-from asa.simulator.world import World
+from benchmarks.simulated_world import World
 
 
 @pytest.fixture

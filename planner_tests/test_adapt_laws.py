@@ -23,8 +23,8 @@ from asa.scheduler import Model, Policy, adapt
 from asa.scheduler.costs import Costs, Factor, Slowness
 from asa.scheduler.model import rung, same
 from asa.scheduler.shape import Message, Shape
-from asa.simulator.world import Noise, World
 from asa.strategies import offered
+from benchmarks.simulated_world import Noise, World
 
 PROFILE = nouns.profile()
 STRATEGIES = dataclasses.replace(offered(), schedules={})

@@ -16,15 +16,16 @@ import asa
 from asa.api.planned import _widened
 from asa.errors import UsageError
 from asa.executor.consistency import star
+from asa.executor.consistency.diloco import OuterSteps
 from asa.executor.consistency.federated import FederatedAverage
-from asa.executor.consistency.flat import FlatParameters, dequantised, quantised, slices
-from asa.executor.consistency.local import LocalSteps
-from asa.executor.consistency.outer import OuterSteps
+from asa.executor.consistency.flat_parameters import FlatParameters, dequantised, quantised, slices
+from asa.executor.consistency.local_sgd import LocalSteps
+from asa.executor.consistency.parameter_servers import Served, _options
 from asa.executor.consistency.quorum import AveragingRounds
-from asa.executor.consistency.served import Served, _options
 from asa.executor.consistency.server import Server, lower_momentum
 from asa.executor.measuring import equivalence
 from asa.executor.measuring.equivalence import on_one_device
+from asa.executor.measuring.model_copies import ModelCopies
 from asa.executor.training.optimizer import doubt_about
 from asa.ir import codec
 from asa.ir.consistency import NAMES, PARAMETERS, parse
@@ -50,7 +51,7 @@ def _weights(rank: int, plans: list[Plan]) -> list[dict[str, torch.Tensor]]:
 
     found = [
         equivalence._run(
-            p, make, offered(), rank, torch.device("cpu"), samples=16, dtype=torch.float64, steps=4
+            p, ModelCopies(p, make), offered(), rank, torch.device("cpu"), samples=16, dtype=torch.float64, steps=4
         ).weights
         for p in plans
     ]

@@ -16,13 +16,14 @@ from test_consistency_runs import of, run
 
 from asa.errors import UsageError
 from asa.executor.measuring import equivalence
+from asa.executor.measuring.model_copies import ModelCopies
 from asa.ir import codec
 from asa.ir.consistency import parse
 from asa.ir.plan import DataDegree, Plan
 from asa.launch import run_ranks
 from asa.report.jobs.job import per_node
 from asa.report.snippets import TOOLS
-from asa.report.whole import choose
+from asa.report.uniform_choice import choose
 from asa.strategies import offered
 from asa.zoo.models import build
 
@@ -59,7 +60,7 @@ def _inside() -> dict[str, Plan]:
 def _weights(rank: int, plans: list[Plan]) -> list[dict[str, torch.Tensor]]:
     return [
         equivalence._run(
-            p, _net, offered(), rank, torch.device("cpu"), samples=24, dtype=torch.float64, steps=3
+            p, ModelCopies(p, _net), offered(), rank, torch.device("cpu"), samples=24, dtype=torch.float64, steps=3
         ).weights
         for p in plans
     ]  # fmt: skip

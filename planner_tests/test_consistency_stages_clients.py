@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from asa.executor.consistency.federated import clients
 from asa.executor.measuring import equivalence
+from asa.executor.measuring.model_copies import ModelCopies
 from asa.executor.running import prepare
 from asa.executor.training.optimizer import build_optimizer
 from asa.ir.consistency import bearable_one_late, parse
@@ -61,7 +62,7 @@ def _late(plan: Plan, delay: int) -> dict[str, torch.Tensor]:
 
 def _weights(rank: int, plan: Plan) -> dict[str, torch.Tensor]:
     found = equivalence._run(
-        plan, lambda: _net(plan.model_spec), offered(), rank, torch.device("cpu"), samples=SAMPLES,
+        plan, ModelCopies(plan, lambda: _net(plan.model_spec)), offered(), rank, torch.device("cpu"), samples=SAMPLES,
         dtype=torch.float64, steps=STEPS,
     )  # fmt: skip
     return found.weights
@@ -113,10 +114,11 @@ def test_one_stage_has_nobody_to_be_late_for():
 def _fed(rank: int, plans: list[Plan]) -> list[dict[str, torch.Tensor]]:
     found = [
         equivalence._run(
-            p, lambda: _net("logistic"), offered(), rank, torch.device("cpu"), samples=16, dtype=torch.float64, steps=4
+            p, ModelCopies(p, lambda: _net("logistic")), offered(), rank, torch.device("cpu"), samples=16,
+            dtype=torch.float64, steps=4,
         ).weights
         for p in plans
-    ]
+    ]  # fmt: skip
     return found if rank == 0 else []
 
 

@@ -18,7 +18,7 @@ from asa.cost.planned import price_plan
 from asa.executor.measuring.benchmark import BenchOptions, Entrant, _memory
 from asa.executor.model.step import _flight_of
 from asa.executor.model.votes import Votes
-from asa.executor.observing.noise import noise
+from asa.executor.observing.random_inputs import random_inputs
 from asa.instruments.allocations import Event, completed, peak
 from asa.interfaces.units import gathered_once, released
 from asa.ir.plan import Plan
@@ -68,7 +68,7 @@ def plan_of(strategy: str, optimizer: str, microbatches: int) -> Plan:
 def _rank(rank: int, plans: list[Plan]) -> list[int]:
     votes, found = Votes(30), []
     for plan in plans:
-        images, device = noise(plan, torch.device("cpu")), torch.device("cpu")
+        images, device = random_inputs(plan, torch.device("cpu")), torch.device("cpu")
         order = GlobalOrder(len(images), plan.global_batch, 0, drop_last=True)
         entrant = Entrant(plan, model, offered(), rank, votes, BenchOptions(), device)
         entrant.turn(images, order, 2)
@@ -104,7 +104,7 @@ def wide() -> nn.Module:
 
 
 def _wide_rank(rank: int, plan: Plan) -> int:
-    images, device = noise(plan, torch.device("cpu")), torch.device("cpu")
+    images, device = random_inputs(plan, torch.device("cpu")), torch.device("cpu")
     order = GlobalOrder(len(images), plan.global_batch, 0, drop_last=True)
     entrant = Entrant(plan, wide, offered(), rank, Votes(30), BenchOptions(), device)
     entrant.turn(images, order, 2)
@@ -148,7 +148,7 @@ def passing() -> nn.Module:
 
 def _passing_rank(rank: int, plan: Plan) -> int:
     segment.every_core_taken = lambda: True
-    images, device = noise(plan, torch.device("cpu")), torch.device("cpu")
+    images, device = random_inputs(plan, torch.device("cpu")), torch.device("cpu")
     order = GlobalOrder(len(images), plan.global_batch, 0, drop_last=True)
     entrant = Entrant(plan, passing, offered(), rank, Votes(30), BenchOptions(), device)
     entrant.turn(images, order, 2)

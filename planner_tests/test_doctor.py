@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from asa.cli import doctor, places, surroundings
+from asa.cli import doctor, places, system_checks
 from asa.cli.console import Console
 from asa.planner.stage import ilp
 from asa.planner.stage.problem import Solution
@@ -103,15 +103,15 @@ def test_a_link_to_a_shipped_file_is_not_another_file(monkeypatch, tmp_path):
 
 def test_what_is_too_small_is_said_with_its_remedy(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=2**26, used=0, free=2**26))
-    shm = surroundings.shared_memory(CONSOLE)
-    assert (shm.ok, surroundings.disk(CONSOLE).ok) == (False, False)
+    shm = system_checks.shared_memory(CONSOLE)
+    assert (shm.ok, system_checks.disk(CONSOLE).ok) == (False, False)
     assert "64.0 MiB" in shm.detail
     assert "--shm-size" in shm.fix
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
-    files = surroundings.open_files(CONSOLE)
+    files = system_checks.open_files(CONSOLE)
     assert (files.ok, files.fix) == (False, "ulimit -n 4096")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert surroundings.open_files(CONSOLE).ok
+    assert system_checks.open_files(CONSOLE).ok
 
 
 @pytest.mark.parametrize(("text", "ok"), [(None, True), ("1", True), ("0", False), ("4,2", False), ("100000", False)])
@@ -119,33 +119,33 @@ def test_threads(monkeypatch, text, ok):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if text is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", text)
-    assert surroundings.threads(CONSOLE).ok is ok
+    assert system_checks.threads(CONSOLE).ok is ok
 
 
 def test_gpus_without_a_driver_are_no_fault(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert surroundings.gpu_modes(CONSOLE).ok
-    assert surroundings.topology(CONSOLE).ok
+    assert system_checks.gpu_modes(CONSOLE).ok
+    assert system_checks.topology(CONSOLE).ok
 
 
 def test_mig_and_memory_errors_are_faults_and_ecc_is_none(monkeypatch):
     made = driver(monkeypatch, [0, None], [1, 0], [0, 0])
-    good = surroundings.gpu_modes(CONSOLE)
+    good = system_checks.gpu_modes(CONSOLE)
     assert (good.ok, good.detail) == (True, "2: MIG off, ECC on for 0")
     assert not made.running
     driver(monkeypatch, [1, 0], [1, 1], [0, 0])
-    assert surroundings.gpu_modes(CONSOLE).detail == "2: MIG on for 0, ECC on"
-    assert not surroundings.gpu_modes(CONSOLE).ok
+    assert system_checks.gpu_modes(CONSOLE).detail == "2: MIG on for 0, ECC on"
+    assert not system_checks.gpu_modes(CONSOLE).ok
     driver(monkeypatch, [0, 0], [1, 1], [0, 3])
-    assert "GPU 1: 3 uncorrected" in surroundings.gpu_modes(CONSOLE).detail
-    assert not surroundings.gpu_modes(CONSOLE).ok
+    assert "GPU 1: 3 uncorrected" in system_checks.gpu_modes(CONSOLE).detail
+    assert not system_checks.gpu_modes(CONSOLE).ok
 
 
 def test_pairs_of_gpus_by_what_joins_them(monkeypatch):
     driver(monkeypatch, [0] * 3, [0] * 3, [0] * 3, {(0, 1): "nvlink", (0, 2): 30, (1, 2): 30})
-    assert surroundings.topology(CONSOLE).detail == "pairs of GPUs: 1 over NVLink, 2 over the host bridge"
-    assert surroundings.topology(CONSOLE).ok
+    assert system_checks.topology(CONSOLE).detail == "pairs of GPUs: 1 over NVLink, 2 over the host bridge"
+    assert system_checks.topology(CONSOLE).ok
     driver(monkeypatch, [0] * 2, [0] * 2, [0] * 2, {(0, 1): 50})
-    assert not surroundings.topology(CONSOLE).ok
+    assert not system_checks.topology(CONSOLE).ok
     driver(monkeypatch, [0], [0], [0])
-    assert "nothing to join" in surroundings.topology(CONSOLE).detail
+    assert "nothing to join" in system_checks.topology(CONSOLE).detail

@@ -14,7 +14,7 @@ from asa.cost.machine.estimate import estimate
 from asa.executor.measuring import emulation
 from asa.executor.measuring.emulation import EmulatedDevice
 from asa.executor.model.votes import Votes
-from asa.executor.observing.noise import noise
+from asa.executor.observing.random_inputs import random_inputs
 from asa.executor.running.emulated import EmulationOptions, borrowed, emulated_worker, measure_emulated
 from asa.executor.training.worker import LossCounter
 from asa.ir.cluster import Device
@@ -49,7 +49,7 @@ def _third_step(rank: int, plan: Plan, name: str) -> tuple[dict[str, int], bool]
     worker = emulated_worker(
         plan, borrowed(model), EmulatedDevice(profile=profile_of(name)), offered(), rank, Votes(), 30.0
     )  # fmt: skip
-    images, tally, recorder = noise(plan, torch.device("cpu")), LossCounter(torch.device("cpu")), Recorder()
+    images, tally, recorder = random_inputs(plan, torch.device("cpu")), LossCounter(torch.device("cpu")), Recorder()
     for step in range(3):
         recorder.seen.clear()
         with recorder:

@@ -14,7 +14,7 @@ from asa.errors import UsageError
 from asa.executor.measuring.equivalence import verify
 from asa.executor.model.loss import hits_of, loss_of
 from asa.strategies import offered
-from asa.zoo.admission import refusal
+from asa.zoo.input_checks import refusal
 from asa.zoo.models import build
 from planner_tests.hand_plans import hand_plan, uniform
 from planner_tests.stage_plans import staged

@@ -19,7 +19,7 @@ _WITHOUT_NCCL = "asa/profiler/interconnect.py: line raise UnavailableError('this
 EXCEPTIONS = {
     "asa/cost/memory/peak.py: device.type == 'cpu'": _THINKS,
     "asa/cost/machine/widen.py: cluster.device.type == 'cpu'": _THINKS,
-    "asa/executor/consistency/shared.py: model.device.type != 'cpu'": "hogwild is refused before a rank starts",
+    "asa/executor/consistency/hogwild.py: model.device.type != 'cpu'": "hogwild is refused before a rank starts",
     "asa/executor/measuring/emulation.py: profile.device.type == 'cuda'": "an emulated GPU sleeps: tests of emulation",
     "asa/executor/model/parallel.py: samples.device.type == 'cpu'": _HOST,
     "asa/executor/running/recovery.py: job.device_type == 'cpu'": "the kernel kills for the host's memory alone",

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from asa.errors import UsageError
 from asa.executor.model.loss import hits_of, loss_of
-from asa.zoo.admission import num_classes_of
 from asa.zoo.data import fetch, open_split
+from asa.zoo.input_checks import num_classes_of
 from asa.zoo.models import build
 from asa.zoo.names import check
 

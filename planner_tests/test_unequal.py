@@ -25,7 +25,7 @@ from asa.planner.space import baselines
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Space
 from asa.report import cluster as shown
-from asa.report import whole
+from asa.report import uniform_choice
 from asa.simulator import simulate
 from asa.strategies import offered
 from benchmarks import certificate
@@ -103,7 +103,7 @@ def test_a_fast_device_gets_more_of_the_batch_and_verify_and_the_simulator_agree
     assert cut is not None
     assert cut[0] == cut[1] > cut[2] == cut[3]
     assert any(note.startswith("unequal devices: of a batch ranks 0 to 1 ") for note in found.notes)
-    assert whole.name_of(found) is None
+    assert uniform_choice.name_of(found) is None
     assert verify(found, nouns.profile(), cluster, strategies) == found.prediction
     seconds = simulate(found, nouns.profile(), cluster, strategies).step_time_s
     assert seconds == pytest.approx(found.prediction.step_time_s, rel=1e-9)

@@ -28,7 +28,7 @@ from asa.api.schedules import FILE, Schedules
 from asa.api.validation import Metric, validated
 from asa.errors import AsaError, PreemptedError, UsageError, WorkersFailedError
 from asa.executor.consistency import conduct_of
-from asa.executor.consistency.served import put_statistics, statistics_of
+from asa.executor.consistency.parameter_servers import put_statistics, statistics_of
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.step import forward_backward, microbatch_rows, microbatches_of

@@ -149,7 +149,7 @@ def measure(
     """
     from asa.executor.measuring.benchmark import BenchOptions, compare, turn_steps
     from asa.executor.measuring.benchmark import measure as run
-    from asa.instruments.others import watching
+    from asa.instruments.other_load import watching
     from asa.profiler.machine import choose_device, free_memory
     from asa.strategies import offered
     from asa.zoo.models import build

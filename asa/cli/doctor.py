@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from asa.cli import options as o
-from asa.cli import places, surroundings
+from asa.cli import places, system_checks
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Verb
 from asa.errors import TRAINING, UnavailableError
@@ -80,7 +80,7 @@ def _torch(_: Console) -> Check:
 def _cores(_: Console) -> Check:
     from asa.report.checks import Check
 
-    cores = surroundings.cores()
+    cores = system_checks.cores()
     return Check(
         name="cores",
         ok=cores > 1,
@@ -207,12 +207,12 @@ LOOKS: tuple[Callable[[Console], Check], ...] = (
     _cores,
     _memory,
     _cuda,
-    surroundings.gpu_modes,
-    surroundings.topology,
-    surroundings.shared_memory,
-    surroundings.open_files,
-    surroundings.threads,
-    surroundings.disk,
+    system_checks.gpu_modes,
+    system_checks.topology,
+    system_checks.shared_memory,
+    system_checks.open_files,
+    system_checks.threads,
+    system_checks.disk,
     _ranks,
     _solver,
     _profiles,

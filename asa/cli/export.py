@@ -64,7 +64,7 @@ def _run_of(args: Arguments) -> tuple[Path, Plan]:
 
 def _snippet(args: Arguments, console: Console) -> dict[str, Any]:
     from asa.report.snippets import TOOLS
-    from asa.report.whole import choose
+    from asa.report.uniform_choice import choose
 
     path, plan = places.newest_plan(args.plan)
     tool = TOOLS[args.to]

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asa.cli import options as o
 from asa.cli import places
 from asa.cli.console import Console
-from asa.cli.surroundings import driver
+from asa.cli.system_checks import driver
 from asa.cli.verb import Arguments, Option, Verb
 from asa.errors import TRAINING, UsageError
 from asa.ir import codec
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from asa.ir.cluster import Cluster
     from asa.ir.plan import Plan
     from asa.ir.profile import Profile
-    from asa.planner import Request
+    from asa.ir.staleness import Staleness
+    from asa.planner import Pin, Request
+    from asa.planner.answer.consistency import Consistency
     from asa.planner.questions.frontier import Frontier
 
 
@@ -27,18 +32,52 @@ def run(args: Arguments, console: Console) -> None:
     """Find profile and cluster, make the plan, store and show it."""
     from rich.text import Text
 
-    from asa.cli import choose, verify_plans
-    from asa.planner import Request, check_request, parse_pin, plan, step_shares, usual_limit
-    from asa.report import frontier as curves
+    from asa.planner import step_shares
     from asa.report import plan as report
     from asa.strategies import offered
 
     path = Path(args.output) if args.output else None
     places.check_writable(path or places.PLANS / "plan.json", "-o")
     places.check_report(args.report)
+    profile, cluster = _profile_and_cluster(args, console)
+    request = _request(args, profile, cluster)
+    plans = _plans(args, console, profile, cluster, request)
+    answer = plans[0]
+    path = path or places.plan_path(answer)
+    places.save_plan(answer, path, console)
+    try:
+        places.keep_origins(profile, cluster)
+    except OSError as error:  # the plan itself may be written elsewhere, with -o
+        why = f"{error.filename}: {error.strerror}"
+        console.say(f"asa: profile and cluster are not kept beside the plan ({why}); do not change their files")
+    data = codec.document(answer)
+    if len(plans) > 1:
+        data["alternatives"] = [codec.document(p) for p in plans[1:]]
+    more = [Text(), report.several(plans)] if len(plans) > 1 else []
+    studies = _studies(args, console, profile, cluster, request, answer)
+    data |= studies.data
+    shares = step_shares(answer, profile, cluster, offered())
+    console.result(data, lambda: [*report.render(answer, verbose=args.verbose, shares=shares), *more, *studies.shown])
+    console.say(f"asa: wrote {path}")
+    if args.report:
+        _write_page(args, console, profile, cluster, answer, studies)
+    if not codec.is_special(path):  # what went to a device cannot be read again
+        console.say(f"asa: next: {' | '.join(_next(cluster, answer, args))}")
+
+
+def _profile_and_cluster(args: Arguments, console: Console) -> tuple[Profile, Cluster]:
+    """The costs to plan with: those of a run, or those that the arguments name, or those of this machine.
+
+    Raises:
+        AsaError: there are none, or the request does not suit them.
+    """
+    from asa.cli import choose, verify_plans
+    from asa.planner import Request, check_request
+    from asa.strategies import offered
+
     named = choose.named_cluster(args.cluster, args.gpus) if args.cluster else None
     cluster = named and choose.wide_enough(named, args.gpus, console)
-    pins = tuple(parse_pin(text) for text in args.pin)
+    pins = _pins(args)
 
     def admit(chosen: Cluster) -> None:
         """Check the request before the model is examined, which takes longer."""
@@ -60,26 +99,42 @@ def run(args: Arguments, console: Console) -> None:
         profile, sentence = choose.profile(args, console, args.model, cluster, admit)
         unnamed = args.model is None and sentence.endswith("(shipped)")
         console.say(f"asa: {sentence}{'; no MODEL was named, and none was profiled here' if unnamed else ''}")
-    device = profile.device
     if cluster is None:
-        cluster = choose.default_cluster(console, device, args.gpus)
+        cluster = choose.default_cluster(console, profile.device, args.gpus)
         count = args.gpus or cluster.num_devices
-        if cluster.device.name != device.name and count > 1:
+        if cluster.device.name != profile.device.name and count > 1:
             measure = f"`asa cluster measure --gpus {count}`"
             console.say(f"asa: links as of {cluster.name}, of {cluster.device.name}; {measure} measures those here")
+    return profile, cluster
+
+
+def _pins(args: Arguments) -> tuple[Pin, ...]:
+    from asa.planner import parse_pin
+
+    return tuple(parse_pin(text) for text in args.pin)
+
+
+def _request(args: Arguments, profile: Profile, cluster: Cluster) -> Request:
+    """The planner's request.
+
+    Raises:
+        UsageError: a model that is compiled as one for several devices.
+    """
+    from asa.planner import Request, usual_limit
+
     gpus = args.gpus or cluster.num_devices
     if profile.compiled == "whole" and gpus > 1:
         raise UsageError(
             f"a model that is compiled as one runs on one device, asked for {gpus}: all gradients would be sent after "
             "backward; take --gpus 1, or profile it with --compile components"
         )
-    request = Request(
+    return Request(
         gpus=gpus,
         global_batch=args.global_batch or profile.global_batch,
         memory_bytes=args.memory,
         microbatches=args.microbatches,
         strategies=args.strategies,
-        pins=pins,
+        pins=_pins(args),
         solver=args.solver,
         optimizer=args.optimizer,
         time_limit_s=args.time_limit or usual_limit(gpus),
@@ -88,53 +143,69 @@ def run(args: Arguments, console: Console) -> None:
         offload=args.offload,
         compression=args.compress,
     )
-    if args.verify:
-        if not args.cluster:
-            verify_plans.check(cluster, gpus, console)
-        plans = verify_plans.verify(
-            profile, cluster, request, args.verify, args.budget or verify_plans.BUDGET_S, console
-        )
-    else:
-        plans = plan(profile, cluster, offered(), request)
-    path = path or places.plan_path(plans[0])
-    places.save_plan(plans[0], path, console)
-    try:
-        places.keep_origins(profile, cluster)
-    except OSError as error:  # the plan itself may be written elsewhere, with -o
-        why = f"{error.filename}: {error.strerror}"
-        console.say(f"asa: profile and cluster are not kept beside the plan ({why}); do not change their files")
-    data = codec.document(plans[0])
-    if len(plans) > 1:
-        data["alternatives"] = [codec.document(p) for p in plans[1:]]
-    more = [Text(), report.several(plans)] if len(plans) > 1 else []
-    curve = compared = known = None
+
+
+def _plans(args: Arguments, console: Console, profile: Profile, cluster: Cluster, request: Request) -> list[Plan]:
+    """The answer, and the best other plans if asked for; with ``--verify`` after measuring the finalists."""
+    from asa.cli import verify_plans
+    from asa.planner import plan
+    from asa.strategies import offered
+
+    if not args.verify:
+        return plan(profile, cluster, offered(), request)
+    if not args.cluster:
+        verify_plans.check(cluster, request.gpus, console)
+    budget_s = args.budget or verify_plans.BUDGET_S
+    return verify_plans.verify(profile, cluster, request, args.verify, budget_s, console)
+
+
+@dataclass(kw_only=True)
+class _Studies:
+    """Answers to questions beyond the plan: fields of the JSON document, what is shown, and what the page draws."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    shown: list[RenderableType] = field(default_factory=list)
+    curve: Frontier | None = None
+    consistency: tuple[Consistency | None, Staleness | None] = (None, None)
+
+
+def _studies(
+    args: Arguments, console: Console, profile: Profile, cluster: Cluster, request: Request, answer: Plan
+) -> _Studies:
+    """The frontiers, and the comparison of disciplines of consistency, as far as asked for."""
+    from asa.report import frontier as curves
+
+    studies = _Studies()
     if args.frontier or args.price:
         console.say("asa: the curve takes several more searches, each about as long as the first")
-        curve = _frontier(args, profile, cluster, request, plans[0])
-        data["frontier"] = codec.to_data(curve)
-        more += curves.render(curve, epochs=args.epochs)
+        studies.curve = _frontier(args, profile, cluster, request, answer)
+        studies.data["frontier"] = codec.to_data(studies.curve)
+        studies.shown += curves.render(studies.curve, epochs=args.epochs)
         if args.epochs:
-            data["epochs"] = args.epochs
+            studies.data["epochs"] = args.epochs
     if args.consistency == "any" or args.target is not None:
         from asa.cli import consistency
 
-        compared, known = consistency.compared(args, console, profile, cluster, request, plans[0])
-        data["consistency"] = codec.to_data(compared)
-        more += consistency.report.render(compared)
-    shares = step_shares(plans[0], profile, cluster, offered())
-    console.result(data, lambda: [*report.render(plans[0], verbose=args.verbose, shares=shares), *more])
-    console.say(f"asa: wrote {path}")
-    if args.report:
-        from asa.planner.questions.explain import explain
-        from asa.report import plan_page, staleness_figures
+        table, known = consistency.compared(args, console, profile, cluster, request, answer)
+        studies.consistency = (table, known)
+        studies.data["consistency"] = codec.to_data(table)
+        studies.shown += consistency.report.render(table)
+    return studies
 
-        explanation = explain(plans[0], profile, cluster, offered(), memory_bytes=args.memory)
-        figures = staleness_figures.charts(compared, known)
-        with places.keeping_page(console, args.report):
-            page = plan_page.write(plans[0], Path(args.report), explanation, curves=curve, more=figures)
-        console.say(f"asa: wrote {page}")
-    if not codec.is_special(path):  # what went to a device cannot be read again
-        console.say(f"asa: next: {' | '.join(_next(cluster, plans[0], args))}")
+
+def _write_page(
+    args: Arguments, console: Console, profile: Profile, cluster: Cluster, answer: Plan, studies: _Studies
+) -> None:
+    """Write the HTML page that ``--report`` asks for."""
+    from asa.planner.questions.explain import explain
+    from asa.report import plan_page, staleness_figures
+    from asa.strategies import offered
+
+    explanation = explain(answer, profile, cluster, offered(), memory_bytes=args.memory)
+    figures = staleness_figures.charts(*studies.consistency)
+    with places.keeping_page(console, args.report):
+        page = plan_page.write(answer, Path(args.report), explanation, curves=studies.curve, more=figures)
+    console.say(f"asa: wrote {page}")
 
 
 def _next(cluster: Cluster, plan: Plan, args: Arguments) -> list[str]:

@@ -16,7 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from asa.cli import idle
+from asa.cli import ineffective_options
 from asa.cli.verb import TRUE, Arguments, Option, Verb
 from asa.cli.verbs import VERBS, verbs
 from asa.errors import InvalidInputError, UsageError
@@ -94,7 +94,7 @@ def arguments(verb: Verb, argv: Sequence[str], environment: Mapping[str, str] | 
     """
     flags = vars(parser(verb).parse_args(list(argv)))
     args = resolve(verb, flags, os.environ if environment is None else environment, words=tuple(argv))
-    idle.check(verb, args)
+    ineffective_options.check(verb, args)
     return args
 
 
@@ -238,7 +238,7 @@ def _text(o: Option, raw: Any, where: str) -> str:
 def _help(verb: Verb, o: Option) -> str:
     shown = ", ".join(map(str, o.default)) if isinstance(o.default, tuple) else o.default
     default = f"default: {shown}" if shown not in (None, "") and not o.switch and "default" not in o.help else ""
-    added = "; ".join(filter(None, (default, idle.condition(verb, o))))
+    added = "; ".join(filter(None, (default, ineffective_options.condition(verb, o))))
     if added:
         added = f"; {added})" if o.help.endswith(")") else f" ({added})"
     return (o.help.removesuffix(")" if added.startswith(";") else "") + added).replace("%", "%%")

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -20,7 +21,7 @@ from asa.ir import codec, units
 from asa.ir.bench import AccuracyPoint, BenchResult
 from asa.ir.cluster import Cluster
 from asa.ir.consistency import DisciplineName
-from asa.ir.measurements import Measurements
+from asa.ir.measurements import EpochRecord, Measurements
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile, Stat
 
@@ -125,7 +126,6 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
     from asa.executor.running.run import train
     from asa.executor.training.logs import LOG
     from asa.executor.training.settings import TrainSettings
-    from asa.ir.measurements import EpochRecord
     from asa.strategies import offered
 
     replan = strategy == REPLANNED
@@ -156,23 +156,29 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
               regroup=partial(regroup, site.console) if replan else None, on_event=on_event)  # fmt: skip
     if replan:
         site.notes.append(f"{site.block.title}: {strategy} changed its plan {changes} times")
-    last = records[-1].measurements
-    elapsed_s, points = 0.0, []
-    for r in records:
-        elapsed_s += r.seconds
-        points.append(
-            AccuracyPoint(
-                epoch=r.epoch + 1.0, seconds=elapsed_s, train_loss=r.train_loss,
-                validation_loss=r.validation_loss or 0.0, validation_accuracy=r.validation_accuracy or 0.0,
-            )
-        )  # fmt: skip
     alone = f"{strategy} trained alone: its times to an accuracy include validation"
     missing = "; utilisation and state memory are not measured there on CPUs" if site.device == "cpu" else ""
     site.notes.append(alone + missing)
+    return _result(site, strategy, plan, records, servers)
+
+
+def _result(
+    site: Site, strategy: str, plan: Plan, records: Sequence[EpochRecord], servers: Sequence[dict[str, Any]]
+) -> BenchResult:
+    """The result of a complete training that began under ``plan``, from its epochs and the counters of its servers."""
+    last = records[-1].measurements
+    points = [
+        AccuracyPoint(
+            epoch=r.epoch + 1.0, seconds=elapsed_s, train_loss=r.train_loss,
+            validation_loss=r.validation_loss or 0.0, validation_accuracy=r.validation_accuracy or 0.0,
+        )
+        for r, elapsed_s in zip(records, accumulate(r.seconds for r in records), strict=True)
+    ]  # fmt: skip
     rate = c.flops_per_sample(site.profile) * last.global_batch
     peak = c.peak_flops(site.cluster, plan.precision)
     per_epoch = -(-len(site.images()[0]) // last.global_batch)
-    steps = Stat.of([_mean_step_s(r.measurements) for r in (records[-1:] if replan else records[1:] or records)])
+    timed = records[-1:] if strategy == REPLANNED else records[1:] or records
+    steps = Stat.of([_mean_step_s(r.measurements) for r in timed])
     return BenchResult(
         model=site.block.model, strategy=strategy, ranks=last.num_ranks, global_batch=last.global_batch,
         step_time_s=steps, predicted_step_time_s=last.predicted_step_time_s,

@@ -27,6 +27,7 @@ from asa.zoo.preload import ModelPreload
 
 if TYPE_CHECKING:
     from asa.executor.training.logs import Work
+    from asa.executor.training.settings import TrainSettings
 
 _NOTABLE = 0.05
 """Fraction of a step spent waiting for data from which on a run reports it."""
@@ -64,7 +65,6 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
     ) as model:
         from asa.cli.replanning import adapting, regroup
         from asa.executor.running.run import train
-        from asa.executor.training.settings import TrainSettings
         from asa.strategies import offered
 
     if args.compress is not None and args.compress != plan.compression:
@@ -73,32 +73,7 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
     if args.optimizer is not None and planned_as(args.optimizer) != plan.optimizer:
         console.say(f"asa: trained with {args.optimizer}; memory and updates are predicted for {plan.optimizer}")
     words = planned_here.words(args, path)
-    settings = TrainSettings(
-        out=str(out),
-        data=args.data,
-        data_root=args.data_root,
-        download=args.download,
-        epochs=args.epochs,
-        steps_per_epoch=args.steps_per_epoch,
-        lr=args.lr,
-        optimizer=args.optimizer,
-        loss=args.loss,
-        metric=args.metric,
-        schedule=args.schedule,
-        seed=args.seed,
-        device="cpu" if pretended else args.device,
-        resume=args.resume,
-        # A new plan could change the discipline, which the user did not ask for.
-        replan=not (args.no_replan or pretended or plan.consistency),
-        tensorboard=args.tensorboard,
-        track=args.track,
-        trace_steps=args.trace or 0,
-        observe=not args.no_observe,
-        save_every_s=args.save_every,
-        timeout_s=args.timeout,
-        target_accuracy=args.target_accuracy,
-        price=args.price,
-    )
+    settings = _settings(args, plan, out, pretended=pretended is not None)
     correct = not (pretended or plan.consistency)
     adapt, relieve = adapting(plan, console, replan=settings.replan, correct=correct, out=out)
     with console.progress(f"training {plan.model_spec}") as progress:
@@ -129,6 +104,38 @@ def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path)
     console.say(f"asa: wrote {out}/result.json")
     if args.trace and console.first_rank:
         console.say(f"asa: {save_timelines(plan, out, console)}")
+
+
+def _settings(args: Arguments, plan: Plan, out: Path, *, pretended: bool) -> TrainSettings:
+    """The settings of a run in folder ``out``; ``pretended``: on emulated devices."""
+    from asa.executor.training.settings import TrainSettings
+
+    return TrainSettings(
+        out=str(out),
+        data=args.data,
+        data_root=args.data_root,
+        download=args.download,
+        epochs=args.epochs,
+        steps_per_epoch=args.steps_per_epoch,
+        lr=args.lr,
+        optimizer=args.optimizer,
+        loss=args.loss,
+        metric=args.metric,
+        schedule=args.schedule,
+        seed=args.seed,
+        device="cpu" if pretended else args.device,
+        resume=args.resume,
+        # A new plan could change the discipline, which the user did not ask for.
+        replan=not (args.no_replan or pretended or plan.consistency),
+        tensorboard=args.tensorboard,
+        track=args.track,
+        trace_steps=args.trace or 0,
+        observe=not args.no_observe,
+        save_every_s=args.save_every,
+        timeout_s=args.timeout,
+        target_accuracy=args.target_accuracy,
+        price=args.price,
+    )
 
 
 def work_of(plan: Plan, console: Console) -> Work | None:

@@ -21,8 +21,8 @@ class Option:
     from the command line, from ``ASA_<NAME>`` or from a configuration file. A ``switch`` takes no value. A ``repeated``
     option collects a tuple. A positional one has no dashes.
 
-    An option may have an effect only under conditions (:mod:`asa.cli.idle`) that name another option by ``field``:
-    ``needs``: it is given (``"verify"``) or has a value (``"to=safetensors"``); ``unless``: it is not given.
+    An option may have an effect only under conditions (:mod:`asa.cli.ineffective_options`) that name another option by
+    ``field``. ``needs``: it is given (``"verify"``) or has a value (``"to=safetensors"``); ``unless``: it is not given.
     An option with ``heeds`` changes the command's work, and only the options listed there have an effect with it.
     ``harmless``: a note is printed instead of an error.
     """

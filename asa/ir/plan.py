@@ -109,11 +109,6 @@ class Stage:
         if self.weights is not None:
             check_weights(self.weights, len(self.ranks))
 
-    def shares(self) -> tuple[float, ...]:
-        """Fraction of a batch, 0 to 1, for each rank in a layout with as many shards as ranks."""
-        weights = self.weights or (1,) * len(self.ranks)
-        return tuple(w / sum(weights) for w in weights)
-
 
 @noun
 class Prediction:

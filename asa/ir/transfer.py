@@ -19,7 +19,7 @@ from functools import lru_cache
 from heapq import heapreplace
 
 from asa.ir.codec import noun
-from asa.ir.layout import Boundary, Layout
+from asa.ir.layout import Layout
 from asa.ir.plan import Plan
 
 UNDER_WAY = 2
@@ -84,10 +84,7 @@ def messages(source: Layout, target: Layout, rows: int) -> Iterator[tuple[int, i
 @noun
 class Hop:
     """The transfer from one stage to the next. ``source`` and ``target`` are the layouts of the components on either
-    side.
-
-    ``exit`` and ``entry`` are the boundaries inside the two stages: one makes the output whole, the other sums a
-    partial gradient of the input. The messages are in between.
+    side, with the ranks of the two stages.
     """
 
     source: Layout
@@ -99,15 +96,6 @@ class Hop:
     def gradient_scale(self) -> float:
         """Factor on gradients in backward."""
         return self.source.data / self.target.data
-
-    def exit(self, exit_partial: bool = False, tokens: int = 0) -> Boundary:
-        """The boundary after the source's last component. ``exit_partial`` is that of the component's split; ``tokens``
-        is the number of tokens of its output, if they are split."""
-        return Boundary(source=self.source, target=whole(self.source), exit_partial=exit_partial, exit_tokens=tokens)
-
-    def entry(self, entry_partial: bool = False, tokens: int = 0) -> Boundary:
-        """The boundary before the target's first component."""
-        return Boundary(source=whole(self.target), target=self.target, entry_partial=entry_partial, entry_tokens=tokens)
 
     def forward(self, rows: int) -> tuple[Message, ...]:
         """Messages with activations."""

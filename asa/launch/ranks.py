@@ -22,9 +22,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from asa.errors import AsaError, UnavailableError, UsageError, WorkersFailedError
 from asa.launch import alive
-from asa.launch.apart import surroundings
 from asa.launch.blame import Outcome, culprit
 from asa.launch.devices import cuda_devices
+from asa.launch.environments import environment
 from asa.launch.forking import fork_beside_threads, ranks_can_fork, safe_threads
 from asa.launch.returns import Return
 from asa.launch.signals import held_while_starting, leave_terminal
@@ -152,7 +152,7 @@ class _Crew:
     def start(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         forking = ranks_can_fork()
         context = multiprocessing.get_context("fork" if forking else "spawn")
-        where = surroundings()
+        where = environment()
         if self.silence_s is not None:
             self.counters = alive.shared_counters(context, self.num_ranks)
             self.steps = alive.shared_counters(context, self.num_ranks)

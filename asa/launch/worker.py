@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from asa.errors import AsaError, WorkersFailedError, place_of
 from asa.launch import alive, faults
-from asa.launch.apart import Surroundings
+from asa.launch.environments import Environment
 from asa.launch.heap import keep_freed_memory
 
 _PR_SET_PDEATHSIG = 1
@@ -67,7 +67,7 @@ class Setting:
     num_ranks: int
     backend: str
     port: int
-    where: Surroundings
+    where: Environment
     threads: int
     timeout_s: float
     parent: int

@@ -284,10 +284,7 @@ def _panels(rows: Sequence[Row], *, height: float) -> tuple[Figure, list[tuple[A
     for i, model in enumerate(models):
         axes = figure.add_subplot(lines, columns, i + 1)
         axes.set_title(model, fontsize=10, loc="left", color=INK)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.25, linewidth=0.6)
-        axes.set_axisbelow(True)
+        _style(axes)
         panels.append((axes, [row for row in rows if row[0] == model]))
     return figure, panels
 
@@ -296,11 +293,15 @@ def single(height: float, *, width: float = 6.4) -> tuple[Figure, Any]:
     """A figure with one panel (sizes in inches), and its axes."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
+    _style(axes)
+    return figure, axes
+
+
+def _style(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
-    return figure, axes
 
 
 def hovering(figure: Figure) -> dict[str, str]:

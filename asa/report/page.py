@@ -168,6 +168,9 @@ def html_table(caption: str, columns: tuple[str, ...], rows: Sequence[tuple[str,
     )
 
 
+_MARGIN_INCHES = 0.1
+
+
 def draw(chart: Chart, folder: Path) -> tuple[list[Path], str]:
     """Write SVG, PDF, PNG and CSV of one figure; returns the paths, and the SVG for inclusion in the page."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -181,13 +184,16 @@ def draw(chart: Chart, folder: Path) -> tuple[list[Path], str]:
     with rc_context(settings):
         figure = chart.draw(chart.rows)
         values = hovering(figure)
+        figure.draw_without_rendering()
+        figure.set_layout_engine(None)  # one layout serves all formats: it takes as long as drawing
+        box = figure.get_tightbbox().padded(_MARGIN_INCHES)
         file = StringIO()
-        figure.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
+        figure.savefig(file, format="svg", bbox_inches=box, metadata={"Date": None})
         svg = titled(file.getvalue(), values)
         paths = [folder / f"{chart.name}.{kind}" for kind in ("svg", "pdf", "png", "csv")]
         codec.write(svg, paths[0])
-        figure.savefig(paths[1], format="pdf", bbox_inches="tight", metadata={"CreationDate": None})
-        figure.savefig(paths[2], format="png", bbox_inches="tight", dpi=150)
+        figure.savefig(paths[1], format="pdf", bbox_inches=box, metadata={"CreationDate": None})
+        figure.savefig(paths[2], format="png", bbox_inches=box, dpi=150)
     words.write_csv(paths[3], chart.columns, chart.rows)
     return paths, inline(svg, chart.name)
 

@@ -129,10 +129,10 @@ def _reasons(study: Study, state: str = "refused") -> dict[str, list[str]]:
     return reasons
 
 
-def _few(cells: Sequence[str], limit: int = 4) -> str:
+def _few(cells: Sequence[str]) -> str:
     cells = list(dict.fromkeys(cells))
-    more = f" and {len(cells) - limit} more" if len(cells) > limit else ""
-    return ", ".join(cells[:limit]) + more
+    more = f" and {len(cells) - 4} more" if len(cells) > 4 else ""
+    return ", ".join(cells[:4]) + more
 
 
 def _costs(study: Study, group: Sequence[Figures]) -> list[RenderableType]:

@@ -8,11 +8,11 @@ from asa.ir.equivalence import Equivalence
 from asa.report.tables import line, table
 
 
-def render(check: Equivalence, *, worst: int = 5) -> list[RenderableType]:
-    """The verdict, its basis, and the ``worst`` tensors by ratio of error to allowance."""
+def render(check: Equivalence) -> list[RenderableType]:
+    """The verdict, its basis, and the five worst tensors by ratio of error to allowance."""
     result = table("Tensors nearest to their limit", ("tensor", "error", "floor", "allowed"))
     batches = "" if check.gradient_batches == 1 else f", {check.gradient_batches} batches compared"
-    for t in sorted(check.tensors, key=lambda t: t.error / t.allowed, reverse=True)[:worst]:
+    for t in sorted(check.tensors, key=lambda t: t.error / t.allowed, reverse=True)[:5]:
         result.add_row(t.name, f"{t.error:.2e}", f"{t.floor:.2e}", f"{t.allowed:.2e}")
     return [
         line(verdict(check), "bold" if check.equivalent or check.within_tolerance else "bold red"),

@@ -34,10 +34,5 @@ class Axis:
         if not 0 <= self.index < self.size:
             raise ValueError(f"index {self.index} is not on an axis of {self.size}")
 
-    @property
-    def rehearsed(self) -> bool:
-        """Whether collectives on this axis are stand-ins."""
-        return self.size > 1 and self.group is None
-
 
 SOLO = Axis(size=1, index=0)

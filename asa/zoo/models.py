@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from asa.errors import UsageError
-from asa.zoo.admission import check_outputs, num_classes_of, refusal
 from asa.zoo.foreign import (
     first_line,
     from_factory,
@@ -22,6 +21,7 @@ from asa.zoo.foreign import (
     takes_classes,
     vocabulary_by_configuration,
 )
+from asa.zoo.input_checks import check_outputs, num_classes_of, refusal
 from asa.zoo.inputs import Shape, of_tokens
 from asa.zoo.language import language_model, shape_of
 from asa.zoo.names import check_kind, unknown

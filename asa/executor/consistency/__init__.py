@@ -6,13 +6,13 @@ from torch.optim import Optimizer
 
 from asa.errors import UsageError
 from asa.executor.consistency.conduct import Conduct, check_plan
+from asa.executor.consistency.diloco import OuterSteps
 from asa.executor.consistency.federated import FederatedAverage
-from asa.executor.consistency.local import LocalSteps
-from asa.executor.consistency.outer import OuterSteps
+from asa.executor.consistency.hogwild import SharedWeights
+from asa.executor.consistency.local_sgd import LocalSteps
+from asa.executor.consistency.parameter_servers import Served
 from asa.executor.consistency.pipedream import UndrainedPipeline
 from asa.executor.consistency.quorum import QuorumSteps
-from asa.executor.consistency.served import Served
-from asa.executor.consistency.shared import SharedWeights
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes

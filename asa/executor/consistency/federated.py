@@ -24,8 +24,8 @@ from torch import Tensor
 
 from asa.errors import UsageError
 from asa.executor.consistency.conduct import average
-from asa.executor.consistency.local import LocalSteps
-from asa.executor.consistency.outer import OuterSteps
+from asa.executor.consistency.diloco import OuterSteps
+from asa.executor.consistency.local_sgd import LocalSteps
 from asa.executor.model.step import microbatch_rows
 from asa.zoo.data import ImageSet
 

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -277,6 +277,89 @@ def _evaluate(entrant: Entrant, test: ImageSet, votes: Votes, seconds: float, ep
     )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Schedule:
+    """How a benchmark spends its time after warm-up. In each round every plan has one turn, and the first plan two.
+
+    Attributes:
+        first: steps that every plan has taken in warm-up.
+        marks: numbers of a plan's own steps after which it is validated. They are the same for all plans, also for the
+            one with two turns per round.
+        silent: steps without communication, for the share of communication.
+        stretch_s: seconds in which the use of the device is observed, for each plan.
+    """
+
+    rounds: int
+    first: int
+    marks: frozenset[int]
+    silent: int
+    stretch_s: float
+
+
+def _schedule(
+    entrants: Sequence[Entrant], step_s: Sequence[float], order: GlobalOrder, options: BenchOptions, votes: Votes,
+    left_s: float,
+) -> _Schedule:  # fmt: skip
+    """The schedule that fits into ``left_s`` seconds, if the plans' steps take ``step_s`` (collective)."""
+    silent = int(votes.tell(min(_SILENT_STEPS, max(
+        _LEAST_SILENT, int(_SILENT_SHARE * options.budget_s / max(2 * sum(step_s), 1e-9))
+    ))))  # fmt: skip
+    per_epoch, per_turn, first = order.steps(0), options.steps_per_turn, entrants[0].step
+    validations = options.evaluations if options.epochs is None else options.epochs
+    validating = validations * 0.5 * options.evaluation_samples / entrants[0].plan.global_batch
+    stretch_s = min(_STRETCH_S, _STRETCH_SHARE * options.budget_s / len(entrants))
+    fixed_s = (validating + 2 * silent + 7) * sum(step_s) + sum(max(stretch_s, 2 * s) for s in step_s)
+    round_s = per_turn * (step_s[0] + sum(step_s))
+    most = _MAX_ROUNDS if options.epochs is None else -(-(options.epochs * per_epoch - first) // per_turn)
+    possible = int((left_s - fixed_s) / max(round_s, 1e-9))
+    rounds = int(votes.tell(max(options.least_rounds, min(most, possible))))
+    last = first + rounds * per_turn
+    if options.epochs is None:
+        marks = {first + per_turn * (rounds * (i + 1) // options.evaluations) for i in range(validations)}
+    else:
+        marks = {last} | {e * per_epoch for e in range(1, options.epochs + 1) if first < e * per_epoch <= last}
+    return _Schedule(rounds=rounds, first=first, marks=frozenset(marks), silent=silent, stretch_s=stretch_s)
+
+
+def timed_turn(
+    entrant: Entrant, images: ImageSet, order: GlobalOrder, steps: int, votes: Votes
+) -> list[tuple[float, float]]:
+    """Train ``steps`` steps of a plan; returns and notes (waiting for data, work) of each, in seconds of the slowest
+    rank (collective)."""
+    barrier(votes)
+    times = slowest(votes, entrant.turn(images, order, steps))
+    entrant.cell.data_wait += [t[0] for t in times]
+    entrant.cell.steps += [t[1] for t in times]
+    return times
+
+
+def _train_in_turns(
+    entrants: Sequence[Entrant], schedule: _Schedule, train: ImageSet, test: ImageSet, order: GlobalOrder,
+    options: BenchOptions, votes: Votes,
+) -> None:  # fmt: skip
+    """Train all plans round by round, and note the times of their steps and their accuracy (collective)."""
+    turns = [0, *range(len(entrants))]
+    spent = [0.0] * len(entrants)
+    for number in range(1, schedule.rounds + 1):
+        shift = number % len(turns)
+        paired: dict[int, list[float]] = {}
+        for index in turns[shift:] + turns[:shift]:
+            entrant = entrants[index]
+            before = entrant.step
+            times = timed_turn(entrant, train, order, options.steps_per_turn, votes)
+            paired.setdefault(index, []).append(statistics.mean(t[1] for t in times))
+            spent[index] += sum(t[0] + t[1] for t in times)
+            if any(before < mark <= entrant.step for mark in schedule.marks):
+                # Steps of the warm-up trained, too.
+                trained_s = spent[index] * entrant.step / (entrant.step - schedule.first)
+                point = _evaluate(entrant, test, votes, trained_s, entrant.step / order.steps(0))
+                entrant.cell.accuracy.append(point)
+        for index, seconds in paired.items():
+            entrants[index].cell.turns.append(seconds)
+        if votes.rank == 0:
+            tell({"round": number, "rounds": schedule.rounds, "cells": [e.cell for e in entrants]})
+
+
 def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], strategies: Strategies,
           data: Callable[[], tuple[ImageSet, ImageSet]], options: BenchOptions) -> list[Cell]:  # fmt: skip
     votes = Votes(options.timeout_s)
@@ -288,67 +371,26 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
     entrants = [Entrant(p, build, strategies, rank, votes, options, device) for p in plans]
     for entrant in entrants:
         entrant.cell.samples_per_epoch = len(train)
-    if options.epochs is not None:
-        for entrant in entrants:
+        if options.epochs is not None:
             entrant.rate = _rates(plans[0], options, options.epochs * order.steps(0))
-    warm = [0.0] * len(entrants)
+    step_s = [0.0] * len(entrants)
 
     def every() -> float:
-        warm[:] = [one_step(e, train, order, votes) for e in entrants]
-        return sum(warm)
+        step_s[:] = [one_step(e, train, order, votes) for e in entrants]
+        return sum(step_s)
 
     warm_up(every, votes)
-    turns = [entrants[0], *entrants]
-    per_round = options.steps_per_turn * sum(warm[entrants.index(e)] for e in turns)
-    silent = int(votes.tell(min(_SILENT_STEPS, max(
-        _LEAST_SILENT, int(_SILENT_SHARE * options.budget_s / max(2 * sum(warm), 1e-9))
-    ))))  # fmt: skip
-    per_epoch = order.steps(0)
-    validations = options.evaluations if options.epochs is None else options.epochs
-    validating = validations * 0.5 * options.evaluation_samples / plans[0].global_batch
-    stretch = min(_STRETCH_S, _STRETCH_SHARE * options.budget_s / len(plans))
-    fixed = (validating + 2 * silent + 7) * sum(warm) + sum(max(stretch, 2 * w) for w in warm)
-    remaining_s = options.budget_s - (time.monotonic() - began) - fixed
-    first = entrants[0].step
-    most = _MAX_ROUNDS if options.epochs is None else -(-(options.epochs * per_epoch - first) // options.steps_per_turn)
-    rounds = int(votes.tell(max(options.least_rounds, min(most, int(remaining_s / max(per_round, 1e-9))))))
-    # Every plan is validated after the same number of its own steps, also the one with two turns per round.
-    last = first + rounds * options.steps_per_turn
-    if options.epochs is None:
-        marks = {first + options.steps_per_turn * (rounds * (i + 1) // options.evaluations) for i in range(validations)}
-    else:
-        marks = {last} | {e * per_epoch for e in range(1, options.epochs + 1) if first < e * per_epoch <= last}
-    spent = dict.fromkeys(range(len(entrants)), 0.0)
-    for number in range(1, rounds + 1):
-        shift = number % len(turns)
-        sequence = turns[shift:] + turns[:shift]
-        paired: dict[int, list[float]] = {}
-        for entrant in sequence:
-            barrier(votes)
-            before = entrant.step
-            times = slowest(votes, entrant.turn(train, order, options.steps_per_turn))
-            entrant.cell.data_wait += [t[0] for t in times]
-            entrant.cell.steps += [t[1] for t in times]
-            index = entrants.index(entrant)
-            paired.setdefault(index, []).append(statistics.mean(t[1] for t in times))
-            spent[index] += sum(t[0] + t[1] for t in times)
-            if any(before < mark <= entrant.step for mark in marks):
-                trained_s = spent[index] * entrant.step / (entrant.step - first)  # steps of the warm-up trained, too
-                point = _evaluate(entrant, test, votes, trained_s, entrant.step / per_epoch)
-                entrant.cell.accuracy.append(point)
-        for index, seconds in paired.items():
-            entrants[index].cell.turns.append(seconds)
-        if rank == 0:
-            tell({"round": number, "rounds": rounds, "cells": [e.cell for e in entrants]})
+    schedule = _schedule(entrants, step_s, order, options, votes, options.budget_s - (time.monotonic() - began))
+    _train_in_turns(entrants, schedule, train, test, order, options, votes)
     for entrant in entrants:
-        _usage(entrant, train, order, votes, stretch)
+        _usage(entrant, train, order, votes, schedule.stretch_s)
     for entrant in entrants:
         memory = votes.gather(_memory_figures(entrant, train, order))[: entrant.plan.num_ranks]
         entrant.cell.peak_memory_bytes = tuple(int(f[0]) for f in memory)
         entrant.cell.state_memory_bytes = tuple(int(f[1]) for f in memory)
         entrant.cell.reserved_memory_bytes = None if memory[0][2] < 0 else tuple(int(f[2]) for f in memory)
     for entrant in entrants:
-        entrant.cell.communication = _communication(entrant, train, order, votes, silent)
+        entrant.cell.communication = _communication(entrant, train, order, votes, schedule.silent)
     for entrant in entrants:
         if entrant.worker is not None and entrant.worker.conduct is not None:
             entrant.worker.conduct.close()
@@ -356,11 +398,9 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
 
 
 def _some(images: ImageSet, count: int) -> ImageSet:
-    from dataclasses import replace
-
-    return (
-        images if len(images) <= count else replace(images, images=images.images[:count], labels=images.labels[:count])
-    )
+    if len(images) <= count:
+        return images
+    return replace(images, images=images.images[:count], labels=images.labels[:count])
 
 
 def measure(

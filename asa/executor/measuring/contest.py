@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from asa.executor.measuring.benchmark import BenchOptions, Cell, Entrant, barrier, one_step, slowest
+from asa.executor.measuring.benchmark import BenchOptions, Cell, Entrant, one_step, timed_turn
 from asa.executor.model.votes import Votes
 from asa.executor.observing.warmup import warm_up
 from asa.instruments.devices import device_of_rank
@@ -68,11 +68,7 @@ def _rank(rank: int, plans: Sequence[Plan], build: Callable[[], nn.Module], stra
         shift = len(rounds) % len(chosen)
         seconds: dict[int, float] = {}
         for index in (*chosen[shift:], *chosen[:shift]):
-            barrier(votes)
-            entrant = entrants[index]
-            times = slowest(votes, entrant.turn(train, order, options.steps_per_turn))
-            entrant.cell.data_wait += [t[0] for t in times]
-            entrant.cell.steps += [t[1] for t in times]
+            times = timed_turn(entrants[index], train, order, options.steps_per_turn, votes)
             seconds[index] = statistics.mean(t[1] for t in times)
         rounds.append(seconds)
         if rank == 0:

@@ -26,6 +26,7 @@ from asa.errors import UsageError
 from asa.executor.consistency import conduct_of
 from asa.executor.consistency.conduct import Conduct
 from asa.executor.measuring import plain_training
+from asa.executor.measuring.model_copies import ModelCopies
 from asa.executor.measuring.tolerance import DRIFT, compressed, distance
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
@@ -53,7 +54,7 @@ _FURTHER_BATCHES = 2
 LEARNING_RATE = {"sgd": 0.01, "adamw": 1e-3}
 STEPS = 5
 
-ModelFactory = Callable[[], nn.Module]
+ModelFactory = Callable[[], nn.Module | TracedModel]
 
 
 @dataclass
@@ -114,14 +115,14 @@ def _convert(traced: TracedModel, dtype: torch.dtype) -> None:
 
 
 def _run(
-    plan: Plan, build: ModelFactory, strategies: Strategies, rank: int, device: torch.device, *,
+    plan: Plan, copies: ModelCopies, strategies: Strategies, rank: int, device: torch.device, *,
     samples: int, dtype: torch.dtype, steps: int, permute: bool = False, first: int = 0,
 ) -> Trace:  # fmt: skip
     """Train ``steps`` steps, beginning with step ``first``; ``permute`` reverses the samples inside every
     microbatch."""
     model = materialize(
-        plan, build(), example(plan.input_shape), rank=rank, strategies=strategies, device=device, batch_norm="exact",
-        prepare=lambda traced: _convert(traced, dtype), runs_discipline=True,
+        plan, copies.traced(), example(plan.input_shape), rank=rank, strategies=strategies, device=device,
+        batch_norm="exact", prepare=lambda traced: _convert(traced, dtype), runs_discipline=True,
     )  # fmt: skip
     optimizer = build_optimizer(
         plan.optimizer, model.updated, lr=LEARNING_RATE[plan.optimizer], offloaded=model.offloaded
@@ -212,11 +213,19 @@ def one_device(
 ) -> OneDevice:
     """The reference for ``plan``: its training on the one device of ``rank``. It is the same for all plans with equal
     :func:`on_one_device`."""
+    return _one_device(rank, plan, ModelCopies(plan, build), strategies, device, samples)
+
+
+def _one_device(
+    rank: int, plan: Plan, copies: ModelCopies, strategies: Strategies, device: str, samples: int
+) -> OneDevice:
     local_device = device_of_rank(device, rank)
     one = on_one_device(plan, samples)
 
     def run(dtype: torch.dtype, steps: int, permute: bool = False) -> Trace:
-        return _run(one, build, strategies, 0, local_device, samples=samples, dtype=dtype, steps=steps, permute=permute)
+        return _run(
+            one, copies, strategies, 0, local_device, samples=samples, dtype=dtype, steps=steps, permute=permute
+        )
 
     return OneDevice(
         run(torch.float64, STEPS),
@@ -230,31 +239,30 @@ def _measure(
     rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: str, samples: int,
     reference: OneDevice | None, trained: bool,
 ) -> Equivalence | None:  # fmt: skip
-    local_device = device_of_rank(device, rank)
+    local_device, copies = device_of_rank(device, rank), ModelCopies(plan, build)
 
     def run(dtype: torch.dtype, steps: int) -> Trace:
-        return _run(plan, build, strategies, rank, local_device, samples=samples, dtype=dtype, steps=steps)
+        return _run(plan, copies, strategies, rank, local_device, samples=samples, dtype=dtype, steps=steps)
 
     plan64, plan32 = run(torch.float64, STEPS), run(torch.float32, 1)
-    training = _training(rank, plan, build, strategies, local_device, samples) if trained else None
+    training = _training(rank, plan, copies, strategies, local_device, samples) if trained else None
     if rank:
         return None
-    one = reference or one_device(rank, plan, build, strategies, device, samples)
+    one = reference or _one_device(rank, plan, copies, strategies, device, samples)
     return judge(_Outcome(plan64, plan32, one, training), plan, samples)
 
 
 def _training(
-    rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: torch.device, samples: int
+    rank: int, plan: Plan, copies: ModelCopies, strategies: Strategies, device: torch.device, samples: int
 ) -> plain_training.Deviation | None:
     """Error of the training code compared with a plain loop. None if inputs are not images, and on all ranks but 0."""
     if len(plan.input_shape) != 3:
         return None
     images = plain_training.images_for(plan, samples, STEPS)
     order, rate = plain_training.order_of(images, samples), LEARNING_RATE[plan.optimizer]
-    example = torch.zeros((2, *plan.input_shape), dtype=torch.float32)
     model = materialize(
-        plan, build(), example, rank=rank, strategies=strategies, device=device, batch_norm="exact",
-        prepare=lambda traced: _convert(traced, torch.float64), runs_discipline=True,
+        plan, copies.traced(), example(plan.input_shape), rank=rank, strategies=strategies, device=device,
+        batch_norm="exact", prepare=lambda traced: _convert(traced, torch.float64), runs_discipline=True,
     )  # fmt: skip
     votes = Votes()
     trained = plain_training.trained_steps(model, images, order, votes, lr=rate)
@@ -269,8 +277,8 @@ def _training(
         microbatches=microbatches_of(plan, samples), lr=rate,
     )  # fmt: skip
     deviation = plain_training.compared(
-        trained, plain(build()), plain(build(), turned=True), floor_factor=FLOOR_FACTOR, tolerance=WEIGHT_TOLERANCE,
-        drift=None if plan.compression == "none" else DRIFT,
+        trained, plain(copies.module()), plain(copies.module(), turned=True), floor_factor=FLOOR_FACTOR,
+        tolerance=WEIGHT_TOLERANCE, drift=None if plan.compression == "none" else DRIFT,
     )  # fmt: skip
     return max((deviation, dropout), key=lambda a: a.error / a.allowed)
 
@@ -337,20 +345,11 @@ def first_gradients(
     rank: int, plan: Plan, build: ModelFactory, strategies: Strategies, device: str, samples: int, first: int
 ) -> tuple[float, float, str]:
     """On one rank: (error, allowed, name) of the worst fp32 gradient of step ``first``; zeros on all ranks but 0."""
-    target = device_of_rank(device, rank)
+    target, copies = device_of_rank(device, rank), ModelCopies(plan, build)
 
     def run(p: Plan, dtype: torch.dtype, permute: bool = False) -> Trace:
         return _run(
-            p,
-            build,
-            strategies,
-            rank,
-            target,
-            samples=samples,
-            dtype=dtype,
-            steps=1,
-            permute=permute,
-            first=first,
+            p, copies, strategies, rank, target, samples=samples, dtype=dtype, steps=1, permute=permute, first=first
         )
 
     spread, one = run(plan, torch.float32), on_one_device(plan, samples)

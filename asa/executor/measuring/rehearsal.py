@@ -22,7 +22,7 @@ from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import Links, ParallelModel
 from asa.executor.model.votes import Votes
 from asa.executor.observing.footprint import active_peak
-from asa.executor.observing.noise import noise
+from asa.executor.observing.random_inputs import random_inputs
 from asa.executor.observing.spans import ComponentTimer
 from asa.executor.training.clock import StepClock
 from asa.executor.training.optimizer import build_optimizer
@@ -182,7 +182,7 @@ def _at_once(_bucket: Bucket) -> Wait:
 
 
 def _trainer(worker: Worker, plan: Plan) -> Callable[[], None]:
-    images, indices = noise(plan, worker.model.device), torch.arange(plan.global_batch)
+    images, indices = random_inputs(plan, worker.model.device), torch.arange(plan.global_batch)
     counter = LossCounter(worker.model.device)
 
     def clean(*_: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from asa.executor.model.modes import Modes
 from asa.tracing import TracedModel
@@ -29,16 +29,18 @@ class TracedTemplate:
 
     def copy(self) -> TracedModel:
         """A new traced model on the CPU whose parameters are uninitialized. Buffers have the values of the template."""
-        return _copied(self.traced, lambda p: torch.empty(p.shape, dtype=p.dtype))
+        return copied(self.traced, lambda p: torch.empty(p.shape, dtype=p.dtype))
 
 
 def without_weights(traced: TracedModel) -> TracedModel:
     """A copy of ``traced`` with parameters on the meta device. Raises whatever the model's modules raise if they cannot
     be copied."""
-    return _copied(traced, lambda p: torch.empty_like(p, device="meta"))
+    return copied(traced, lambda p: torch.empty_like(p, device="meta"))
 
 
-def _copied(traced: TracedModel, make: Callable[[Tensor], Tensor]) -> TracedModel:
+def copied(traced: TracedModel, make: Callable[[nn.Parameter], Tensor]) -> TracedModel:
+    """A copy of ``traced`` with ``make(p)`` in place of each parameter p. Raises whatever the model's modules raise if
+    they cannot be copied."""
     made, new = with_parameters(traced, traced.components, make)
     for before, after in zip(traced.components, made.components, strict=True):
         after.ties = frozenset(id(new[tensor]) for tensor in before.ties)

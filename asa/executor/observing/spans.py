@@ -7,7 +7,6 @@ runs the latest operations first, and accumulates a parameter's gradient as soon
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
+from asa.executor.training.clock import seconds_between, time_mark
 from asa.executor.training.worker import Worker
 from asa.instruments.allocations import Event, record
 from asa.ir.rehearsal import ComponentSpan
@@ -37,11 +37,7 @@ class ComponentTimer:
         self._cuda = worker.model.device.type == "cuda"
 
     def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return time_mark(self._cuda)
 
     @contextmanager
     def _hooked(self, note: Callable[[str, int], None]) -> Iterator[None]:
@@ -99,9 +95,6 @@ class ComponentTimer:
         with self._hooked(lambda what, i: marks.append((what, i, self._now()))):
             yield lambda saved: self._read(marks, saved)
 
-    def _seconds(self, start: Any, stop: Any) -> float:
-        return start.elapsed_time(stop) / 1e3 if self._cuda else stop - start
-
     def _read(
         self, marks: Sequence[tuple[str, int, Any]], saved: Sequence[int]
     ) -> tuple[tuple[ComponentSpan, ...], float]:
@@ -116,10 +109,10 @@ class ComponentTimer:
             if what in ends:
                 start = begun.pop((ends[what], i), None)
                 if start is not None:
-                    sums[ends[what], i] += self._seconds(start, at)
+                    sums[ends[what], i] += seconds_between(start, at)
             elif what == "done":  # a component without a gradient of its input ends with the microbatch
                 for key in [k for k in begun if k[0] == "back"]:
-                    sums[key] += self._seconds(begun.pop(key), at)
+                    sums[key] += seconds_between(begun.pop(key), at)
             else:
                 begun[what, i] = at
             if what == "updated":

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.autograd.profiler import profile, record_function
 
 from asa.executor.observing.spans import ComponentTimer
+from asa.executor.training.clock import seconds_between
 from asa.executor.training.worker import Worker
 from asa.instruments.allocations import quiet
 from asa.ir.streams import Stream, piece, process
@@ -137,7 +138,7 @@ class Recorder(ComponentTimer):
             del link._started
 
     def _at(self, mark: Any) -> float:
-        return self._seconds(self._began, mark)
+        return seconds_between(self._began, mark)
 
     def _read_all(self, recorded: Any) -> None:
         profiled = self._profiled(recorded)

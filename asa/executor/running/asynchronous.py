@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from asa.errors import UsageError, WorkersFailedError
-from asa.executor.consistency.served import put_statistics, statistics_of
+from asa.executor.consistency.parameter_servers import put_statistics, statistics_of
 from asa.executor.consistency.star import AT_NEED, StarVotes
 from asa.executor.running.loop import TrainingExecutor
 from asa.executor.training.stopping import VOTE_EVERY_S

@@ -18,7 +18,7 @@ from asa.executor.model.groups import Groups, groups_of
 from asa.executor.model.materialize import materialize
 from asa.executor.model.parallel import ParallelModel
 from asa.executor.model.votes import Votes
-from asa.executor.observing.noise import noise
+from asa.executor.observing.random_inputs import random_inputs
 from asa.executor.running.loop import TrainingExecutor
 from asa.executor.training.clock import StepClock
 from asa.executor.training.precision import LossScale
@@ -96,7 +96,7 @@ def _steps(
         worker = emulated_worker(
             plan, borrowed(traced), device, strategies, rank, votes, options.timeout_s
         )  # fmt: skip
-        images, indices = noise(plan, worker.model.device), torch.arange(plan.global_batch)
+        images, indices = random_inputs(plan, worker.model.device), torch.arange(plan.global_batch)
         counter = LossCounter(worker.model.device)
     elif plan.num_ranks > 1:
         Groups(rank, groups_of(plan))

@@ -115,38 +115,36 @@ def work(job: Job, material: Material, votes: Votes, local_rank: int, announce: 
         return _work(job, material, votes, device, announce, watch, executors)
 
 
-def _work(
-    job: Job, material: Material, votes: Votes, device: torch.device, announce: Announce, watch: MemoryWatch,
-    executors: list[TrainingExecutor],
-) -> Ending:  # fmt: skip
-    settings = job.settings
-    say: Announce = announce if votes.rank == 0 else lambda _: None
-    sizes: list[int] = []
-    templates: list[TracedTemplate] = []
-    emulations: list[Emulation] = []
+class _ModelBuilder:
+    """Builds what this process holds of the model under a plan. The model itself is needed once, if it can be copied.
 
-    def parallel(plan: Plan, processes: tuple[int, ...]) -> ParallelModel:
-        shape = plan.sample_shape
-        model: nn.Module | TracedTemplate | None = templates[0] if templates else None
-        if model is None and job.model is not None:
-            model = job.model.take()
-        if model is None:
-            tried = job.model is not None or bool(sizes)  # the plan is for such inputs, or the model was built before
-            model = build(
-                plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=settings.seed, tried=tried
-            )
+    Attributes:
+        parameter_bytes: size of all parameters of the model; 0 until it is built.
+        emulation: that of the newest plan, on emulated devices.
+    """
+
+    def __init__(self, job: Job, votes: Votes, device: torch.device) -> None:
+        self._job, self._votes, self._device = job, votes, device
+        self._template: TracedTemplate | None = None
+        self.parameter_bytes = 0
+        self.emulation: Emulation | None = None
+
+    def __call__(self, plan: Plan, processes: tuple[int, ...]) -> ParallelModel:
+        """The parts of the model under ``plan``, whose ranks run on ``processes`` (collective)."""
+        job, settings = self._job, self._job.settings
+        model = self._template or self._model(plan)
         alive.beat()
         if isinstance(model, nn.Module):
-            sizes.append(sum(p.nbytes for p in model.parameters()))
+            self.parameter_bytes = sum(p.nbytes for p in model.parameters())
         if job.emulated is not None:
-            emulations.append(Emulation(job.emulated, job.strategies, plan))
+            self.emulation = Emulation(job.emulated, job.strategies, plan)
         parts = materialize(
             plan,
             model,
-            example(shape),
-            rank=votes.rank,
+            example(plan.sample_shape),
+            rank=self._votes.rank,
             strategies=job.strategies,
-            device=device,
+            device=self._device,
             seed=settings.seed,
             batch_norm=settings.batch_norm,
             timeout_s=settings.timeout_s,
@@ -155,13 +153,35 @@ def _work(
             processes=processes,
             runs_discipline=job.emulated is None,
             isolated=latecomer() is not None,
-            **(emulations[-1].hooks() if emulations else {}),
+            **({} if self.emulation is None else self.emulation.hooks()),
         )
         del model
-        templates[:] = [] if parts.template is None else [parts.template]
+        self._template = parts.template
         alive.beat()
         give_back_freed_memory()  # the whole model was in memory for tracing
         return parts
+
+    def _model(self, plan: Plan) -> nn.Module:
+        model = None if self._job.model is None else self._job.model.take()
+        if model is not None:
+            return model
+        # The plan is for such inputs, or the model was built before.
+        tried = self._job.model is not None or self.parameter_bytes > 0
+        shape, seed = plan.sample_shape, self._job.settings.seed
+        return build(plan.model_spec, num_classes=plan.num_classes, input_shape=shape, seed=seed, tried=tried)
+
+
+def _work(
+    job: Job, material: Material, votes: Votes, device: torch.device, announce: Announce, watch: MemoryWatch,
+    executors: list[TrainingExecutor],
+) -> Ending:  # fmt: skip
+    settings = job.settings
+    say: Announce = announce if votes.rank == 0 else lambda _: None
+    builder = _ModelBuilder(job, votes, device)
+
+    def emulation() -> Emulation:
+        assert builder.emulation is not None
+        return builder.emulation
 
     def resident(images: ImageSet) -> ImageSet:
         return images.to(device) if device.type == "cuda" and images.images.nbytes <= _RESIDENT_BYTES else images
@@ -170,10 +190,10 @@ def _work(
         folder = Path(settings.out) / CHECKPOINTS
         loose = job.plan.consistency is not None and not job.plan.consistency.lockstep
         usual = AsynchronousExecutor if loose else TrainingExecutor
-        kind = usual if job.emulated is None else partial(EmulatedExecutor, emulation=lambda: emulations[-1])
+        kind = usual if job.emulated is None else partial(EmulatedExecutor, emulation=emulation)
         executor = kind(
             job.plan,
-            parallel,
+            builder,
             settings,
             train=resident(material.train),
             test=resident(material.test),
@@ -192,7 +212,7 @@ def _work(
                 return Ending()
             return _to_the_end(job, executor, say, watch)
         words = 1 + OPTIMIZER_WORDS[planned_as(settings.optimizer or job.plan.optimizer)]
-        votes.once(lambda: check_space(folder.parent, words * sizes[0], settings.keep))
+        votes.once(lambda: check_space(folder.parent, words * builder.parameter_bytes, settings.keep))
         snapshot_step = newest(job.snapshots, fingerprint(job.plan))
         if snapshot_step > (0 if material.resume is None else material.resume[1].step):
             executor.recall(read(job.snapshots[votes.rank], snapshot_step))

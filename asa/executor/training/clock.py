@@ -32,16 +32,9 @@ class StepClock:
         self._marks: list[object] = []
         self._steps: list[tuple[object, object, object, Any]] = []
 
-    def _now(self) -> object:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def mark(self) -> None:
         """Record a time. Call this three times per step: at its start, when its data has arrived, and at its end."""
-        self._marks.append(self._now())
+        self._marks.append(time_mark(self._cuda))
         if len(self._marks) == 1:
             waits.take()  # discard waiting between steps
         elif len(self._marks) == 3:
@@ -54,14 +47,27 @@ class StepClock:
         if self._cuda and self._steps:
             torch.cuda.synchronize()
         times = [
-            StepTimes(_between(s, r), _between(r, e), *(waited if isinstance(waited, Held) else held_by(waited)))
+            StepTimes(
+                seconds_between(s, r), seconds_between(r, e), *(waited if isinstance(waited, Held) else held_by(waited))
+            )
             for s, r, e, waited in self._steps
         ]
         self._steps = []
         return times
 
 
-def _between(first: object, second: object) -> float:
+def time_mark(cuda: bool) -> object:
+    """The current time, for :func:`seconds_between`: a recorded event with ``cuda``, otherwise seconds of the host's
+    clock."""
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(first: object, second: object) -> float:
+    """Seconds from one :func:`time_mark` to another. Events must have been reached."""
     if isinstance(first, torch.cuda.Event) and isinstance(second, torch.cuda.Event):
         return float(first.elapsed_time(second)) / 1e3
     assert isinstance(first, float)

@@ -14,7 +14,7 @@ from asa.report.snippets.fabric import fabric
 from asa.report.snippets.megatron import megatron
 from asa.report.snippets.script import torch_script
 from asa.report.snippets.titan import torchtitan
-from asa.report.whole import Choice
+from asa.report.uniform_choice import Choice
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from asa.report.snippets.pieces import (
     model_lines,
     names,
 )
-from asa.report.whole import Choice
+from asa.report.uniform_choice import Choice
 
 _PRECISION = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 

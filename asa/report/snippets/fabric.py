@@ -18,7 +18,7 @@ from asa.report.snippets.pieces import (
     model_lines,
     names,
 )
-from asa.report.whole import Choice
+from asa.report.uniform_choice import Choice
 
 _PRECISION = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 _SHARD = """\

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from asa.ir.plan import Plan
+from asa.report.uniform_choice import Choice
 from asa.report.units import ranks
-from asa.report.whole import Choice
 
 _OWN = ("bert", "cnn", "gru", "logistic", "lstm", "unet")
 _SEGMENTATION = ("deeplabv3_", "fcn_", "lraspp_")
@@ -55,14 +55,14 @@ def split(model, mesh):
 """Code with its imports that splits a model for tensor parallelism. ``SPLIT`` names components."""
 
 
-def header(plan: Plan, choice: Choice, *, comment: str = "# ") -> str:
+def header(plan: Plan, choice: Choice) -> str:
     """Comment lines on what the snippet is, and what it does not express."""
     lines = [
         f"{plan.model_spec} as {choice.name} on {ranks(plan.num_ranks)}, global batch {plan.global_batch}, "
         f"{plan.precision}: a plan of asa.",
         *(f"NOT EXPRESSED: {note}." for note in choice.notes),
     ]
-    return "".join(f"{comment}{line}\n" for line in lines)
+    return "".join(f"# {line}\n" for line in lines)
 
 
 def model_lines(plan: Plan) -> tuple[str, str]:
@@ -112,8 +112,9 @@ def names(plan: Plan, *, tensor: bool = False, checkpoint: bool = False) -> list
     return [c.name for c in plan.components if (not tensor or c.tensor.degree > 1) and (not checkpoint or c.checkpoint)]
 
 
-def listed(items: list[str], indent: str = "    ") -> str:
+def listed(items: list[str]) -> str:
     """Code of a list of names, wrapped over several lines."""
+    indent = "    "
     lines, line = [], indent
     for name in items:
         piece = f'"{name}", '

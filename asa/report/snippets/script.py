@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asa.ir.plan import Plan
-from asa.report.lost import even_batch, parts_of, short
+from asa.report.left_out import even_batch, parts_of, short
 from asa.report.snippets.pieces import (
     CLASSES,
     DTYPES,
@@ -17,7 +17,7 @@ from asa.report.snippets.pieces import (
     model_lines,
     names,
 )
-from asa.report.whole import Choice
+from asa.report.uniform_choice import Choice
 
 _IMPORTS = {
     "ddp": ("from torch.nn.parallel import DistributedDataParallel",),

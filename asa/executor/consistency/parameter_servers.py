@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from asa.errors import UnavailableError, UsageError
 from asa.executor.consistency.channels import HEAD, Exchange, head
 from asa.executor.consistency.conduct import Conduct
-from asa.executor.consistency.flat import FlatParameters, slices
+from asa.executor.consistency.flat_parameters import FlatParameters, slices
 from asa.executor.consistency.server import Server, momentum_changes
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel

@@ -10,7 +10,7 @@ from asa.zoo.data.language import scattered
 from asa.zoo.inputs import of_tokens
 
 
-def noise(plan: Plan, device: torch.device) -> ImageSet:
+def random_inputs(plan: Plan, device: torch.device) -> ImageSet:
     """Random samples, as many as the plan's global batch, in its input shape."""
     draw = torch.Generator().manual_seed(0)
     if of_tokens(plan.sample_shape):

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from asa.executor.consistency.conduct import Conduct, average
-from asa.executor.consistency.flat import FlatParameters, dequantised, quantised
-from asa.executor.consistency.local import LocalSteps
+from asa.executor.consistency.flat_parameters import FlatParameters, dequantised, quantised
+from asa.executor.consistency.local_sgd import LocalSteps
 
 
 class OuterSteps(LocalSteps):

@@ -25,7 +25,7 @@ def short(plan: Plan, name: str) -> bool:
     return staged == "1f1b" and plan.num_microbatches < len(plan.stages)
 
 
-def lost(plan: Plan, name: str, tool: str) -> tuple[str, ...]:
+def left_out(plan: Plan, name: str, tool: str) -> tuple[str, ...]:
     """Sentences on what ``tool`` leaves out of ``plan`` when it runs the whole strategy ``name``."""
     notes = []
     if plan.compression != "none":

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from asa.errors import UnavailableError, UsageError
 from asa.executor.consistency.conduct import Conduct
-from asa.executor.consistency.flat import FlatParameters
-from asa.executor.consistency.served import average_over_star
+from asa.executor.consistency.flat_parameters import FlatParameters
+from asa.executor.consistency.parameter_servers import average_over_star
 from asa.executor.consistency.server import lower_momentum, momentum_changes
 from asa.executor.consistency.star import StarVotes
 from asa.executor.model.parallel import ParallelModel

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class Environment:
     """Environment of ranks. ``enter(rank)`` is called first in a rank's process. ``host``: this process's address as
     ranks see it; ``interface``: network interface of a rank's own address, None for the system's choice."""
 
@@ -18,19 +18,19 @@ class Surroundings:
     enter: Callable[[int], None] | None = None
 
 
-HERE = Surroundings()
+HERE = Environment()
 """The environment of the process that starts the ranks, unchanged."""
 
-_CURRENT: ContextVar[Surroundings] = ContextVar("surroundings", default=HERE)
+_CURRENT: ContextVar[Environment] = ContextVar("environment", default=HERE)
 
 
-def surroundings() -> Surroundings:
+def environment() -> Environment:
     """The environment in which ranks are currently started."""
     return _CURRENT.get()
 
 
 @contextmanager
-def apart(where: Surroundings) -> Iterator[None]:
+def started_in(where: Environment) -> Iterator[None]:
     """Context in which ranks are started in the environment ``where``."""
     token = _CURRENT.set(where)
     try:

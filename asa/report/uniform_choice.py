@@ -10,7 +10,7 @@ from typing import Literal
 from asa.errors import UsageError
 from asa.ir.plan import DataDegree, Plan, Stage, TensorDegree
 from asa.report.grid import STAGED, Grid, grid_of
-from asa.report.lost import lost
+from asa.report.left_out import left_out
 from asa.report.units import percent, seconds
 
 _DATA = {"replicate": "ddp", "zero1": "zero1", "zero2": "zero2", "zero3": "fsdp", "hsdp": "hsdp"}
@@ -105,7 +105,7 @@ def choose(
                 f"{tool} splits linear layers only: convolutions and attention in the {split} components that "
                 "the plan splits stay whole"
             )
-        return Choice(own_name, (*notes, *lost(plan, own_name, tool)))
+        return Choice(own_name, (*notes, *left_out(plan, own_name, tool)))
     usable = [name for name in able if name not in (*STAGED, "tensor")]
     fitting = [b for b in plan.baselines if b.name in usable and b.fits and b.step_time_s is not None]
     best = min(fitting, key=lambda b: b.step_time_s or 0.0, default=None)
@@ -121,7 +121,7 @@ def choose(
         f"{tool} cannot express {_why(plan, own_name)}: this is {best.name}, {loss} "
         f"({percent(best.step_time_s / promised - 1, signed=True)})",
     )
-    return Choice(best.name, (*notes, *lost(_on_used_ranks(plan, best.name), best.name, tool)))
+    return Choice(best.name, (*notes, *left_out(_on_used_ranks(plan, best.name), best.name, tool)))
 
 
 def _why(plan: Plan, own_name: str | None) -> str:
