@@ -46,6 +46,7 @@ from asa.ir.layout import bounds
 from asa.ir.plan import Plan
 from asa.sharding.batchnorm import counted, synchronised
 from asa.tracing.preserve import preserved
+from asa.tracing.records import numbers_in
 from asa.tracing.tracer import reason_of
 
 
@@ -271,6 +272,8 @@ class DistributedModel(ModelInterface):
             say(self.rank_context, "the model draws random numbers in forward, others for other samples: the same "
                 "under every plan, and others than without asa")  # fmt: skip
         self._called(weight, rows)
+        if self.trial is not None and not self._whole and numbers_in(output):
+            self.trial.note_number()
         self.__dict__["output_factor"] = factor
         return pytree.tree_map(
             lambda leaf: self._weighed(leaf, factor, rows) if isinstance(leaf, Tensor) else leaf, output

@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from asa.errors import UsageError, WorkersFailedError
 from asa.executor.model.parallel import ParallelModel
 from asa.launch.worker import others_may_leave
+from asa.sharding.of_rank import operands
 
 _LOOKS = 3
 """Number of batches of an epoch after which weights are compared, too."""
@@ -159,6 +160,7 @@ class InStep:
                 float(self.derived),
                 float(edge),
                 _size_of(self._others),
+                operands.figure(),
             ],
             dtype=torch.float64,
         )
@@ -201,6 +203,13 @@ class InStep:
             self._warn(
                 "weights that all ranks hold alike are no longer the same: the loop changed them by numbers of a "
                 "rank's own (its random numbers, its loss); draw them with one seed on all ranks, or use asa.reduce(x)"
+            )
+        numbers = [e[9] for e in every]
+        if max(numbers) - min(numbers) > 1e-6:
+            self._warn(
+                "the loop computed parameters, gradients or states that ranks hold in parts with numbers that differ "
+                "between ranks (a loss, an answer, what was drawn or kept of a rank's samples): one device has one of "
+                "all; make it one of all ranks, asa.reduce(x)"
             )
         others = [e[8] for e in every]
         if max(others) - min(others) > 1e-6 * max(others):
@@ -311,7 +320,9 @@ def number_of(settings: object) -> int:
 
 
 def _plain(value: Any) -> Any:
-    return tuple(map(_plain, value)) if isinstance(value, tuple | list) else float(value) if value is not None else None
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return 0.0 if value is None else float(value)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from asa.api.batches import GlobalBatches
 from asa.api.calls import Call, guesses, plain, why_not
-from asa.api.coupling import coupled, fewest_rows, keeps_rows, warning_of
+from asa.api.coupling import coupled, fewest_rows, keeps_rows, returns_numbers, warning_of
 from asa.api.distributed_loader import DistributedLoader
 from asa.api.distributed_model import DistributedModel, local_part, local_rows
 from asa.api.in_step import in_step
@@ -47,6 +47,7 @@ from asa.tracing.preserve import mark_written, written
 SEVERAL = 8
 """Number of samples with which a model is tested for dependence between samples."""
 ONLY_WHOLE = "it runs on whole batches of the loader, and not on some samples of one"
+NUMBERS = "there is a Python number in its output, which may be another for other samples"
 KEEPS_ROWS = "it keeps something from call to call with a row for each sample, and each rank has its own"
 
 
@@ -378,7 +379,7 @@ def find_call(
         for i, way in enumerate(candidates):
             reason = why_not(model, way)
             if not reason:
-                return i, KEEPS_ROWS if keeps_rows(model, way) else ""
+                return i, KEEPS_ROWS if keeps_rows(model, way) else NUMBERS if returns_numbers(model, way) else ""
             reasons.append(reason)
         return -1, reasons[0]
 

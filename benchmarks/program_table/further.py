@@ -21,7 +21,17 @@ from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, default_collate
 
 from benchmarks.program_table import Made, made, normal, sgd
-from benchmarks.program_table.common import CE, MSE, Named, add_program, by_loss, classified, one_step, small_net
+from benchmarks.program_table.common import (
+    CE,
+    MSE,
+    Named,
+    add_program,
+    by_loss,
+    by_outputs,
+    classified,
+    one_step,
+    small_net,
+)
 from benchmarks.program_table.scripts import numbers
 
 
@@ -238,7 +248,7 @@ class Stepped(torch.optim.Optimizer):
     """Divides the loss by the norm of gradients (stochastic Polyak steps)."""
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {"most": 0.5})
+        super().__init__(params, {"most": 5.0})
 
     @torch.no_grad()
     def step(self, closure: Any = None, loss: Any = None) -> Any:  # type: ignore[override]
@@ -247,7 +257,7 @@ class Stepped(torch.optim.Optimizer):
                 loss = closure()
         ps = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
         size = sum((p.grad.square().sum() for p in ps), torch.zeros(()).double())
-        rate = (loss.detach() / (size + 1e-6)).clamp(max=self.param_groups[0]["most"])
+        rate = (0.1 * loss.detach() / (size + 1e-6)).clamp(max=self.param_groups[0]["most"])
         for p in ps:
             p.add_(-rate * p.grad)
         return loss
@@ -343,12 +353,15 @@ class Counted(Counts):
         return (CE(self.net(x), y, reduction="none") * keep).sum(), keep.sum()
 
 
-add_program("a model that returns a sum and a count, tensors", _divided_outside_ := (
-    lambda net, opt, batches: [
-        (opt.zero_grad(), (lambda t: (t[0] / t[1].clamp(min=1)).backward())(net(x, y)), opt.step())
-        for x, y in _twice(batches)
-    ] and None
-), lambda: classified(Counted))  # fmt: skip
+def _divided_tensors(net: Any, opt: Any, batches: Any) -> None:
+    for x, y in _twice(batches):
+        opt.zero_grad()
+        total, count = net(x, y)
+        (total / count.clamp(min=1)).backward()
+        opt.step()
+
+
+add_program("a model that returns a sum and a count, tensors", _divided_tensors, lambda: classified(Counted))
 
 
 class Remembers(nn.Module):
@@ -1453,8 +1466,9 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.down, self.up = nn.Parameter(torch.randn(2, base.in_features) / 8), nn.Parameter(
-            torch.zeros(base.out_features, 2)
+        self.down, self.up = (
+            nn.Parameter(torch.randn(2, base.in_features) / 8),
+            nn.Parameter(torch.zeros(base.out_features, 2)),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -1732,9 +1746,9 @@ by_loss(
     lambda net, b: CE(net(b[0]), b[1]) + 0.1 * torch.linalg.svdvals(net.second.weight)[0],
     lambda: classified(Named),
 )
-by_loss(
+by_outputs(
     "a nuclear norm of the batch",
-    lambda net, b: CE(net(b[0]), b[1]) - 0.1 * torch.linalg.matrix_norm(net(b[0]).softmax(1), "nuc") / len(b[0]),
+    lambda o, y: CE(o, y) - 0.1 * torch.linalg.matrix_norm(o.softmax(1), "nuc") / len(y),
 )
 by_loss(
     "hardest negatives by class",
@@ -1749,12 +1763,12 @@ by_loss(
         label_smoothing=0.1,
     ),
 )  # fmt: skip
-by_loss(
+by_outputs(
     "focal loss with weights by the batch's counts",
-    lambda net, b: (
-        (1 - torch.exp(-CE(net(b[0]), b[1], reduction="none"))) ** 2
-        * CE(net(b[0]), b[1], reduction="none")
-        * (len(b[1]) / (3 * torch.bincount(b[1], minlength=3).clamp(min=1).double()))[b[1]]
+    lambda o, y: (
+        (1 - torch.exp(-CE(o, y, reduction="none"))) ** 2
+        * CE(o, y, reduction="none")
+        * (len(y) / (3 * torch.bincount(y, minlength=3).clamp(min=1).double()))[y]
     ).mean(),
 )
 by_loss(
@@ -1765,13 +1779,19 @@ by_loss(
         )(CE(net(b[0]) * s, b[1]))
     )(torch.ones(1, dtype=torch.float64, requires_grad=True)),
 )  # fmt: skip
-by_loss("the mean divided by the global size", lambda net, b: CE(net(b[0]), b[1], reduction="sum").div(b[1].numel()))
-by_loss("median of the losses", lambda net, b: CE(net(b[0]), b[1], reduction="none").median())
-by_loss(
+by_outputs("the mean divided by the global size", lambda o, y: CE(o, y, reduction="sum").div(y.numel()))
+by_outputs("median of the losses", lambda o, y: CE(o, y, reduction="none").median())
+by_outputs(
     "log-sum of losses (tilted)",
-    lambda net, b: torch.logsumexp(2 * CE(net(b[0]), b[1], reduction="none"), 0) / 2 - math.log(len(b[1])) / 2,
+    lambda o, y: torch.logsumexp(2 * CE(o, y, reduction="none"), 0) / 2 - math.log(len(y)) / 2,
 )
-by_loss(
-    "kurtosis of outputs",
-    lambda net, b: CE(net(b[0]), b[1]) + 0.01 * (lambda o: (o - o.mean()).pow(4).mean() / o.var().pow(2))(net(b[0])),
+by_outputs("kurtosis of outputs", lambda o, y: CE(o, y) + 0.01 * (o - o.mean()).pow(4).mean() / o.var().pow(2))
+by_outputs(
+    "labels smoothed, classes weighed, some ignored",
+    lambda o, y: CE(
+        o, torch.where(y == 2, -100, y), weight=torch.tensor([0.2, 1.0, 3.0]).double(), label_smoothing=0.1
+    ),
 )
+by_outputs("a mean over half of the batch", lambda o, y: CE(o[: (len(y) + 1) // 2], y[: (len(y) + 1) // 2]))
+by_outputs("the error of the batch's mean", lambda o, y: MSE(o.mean(0), F.one_hot(y, 3).double().mean(0)))
+by_outputs("a mean over what is right", lambda o, y: CE(o, torch.where(o.argmax(1) == y, y, -100), reduction="mean"))
