@@ -650,9 +650,7 @@ class DistributedModel(ModelInterface):
         # A rank that is ahead checks the counts first, so that it does not enter another collective.
         wait = last or not indexed or not self._computes_alone
         asks = self.trial is not None and self.trial.asks
-        if self.in_step.after_batch(
-            self.parallel if self._independent else None, self.optimizers, number, asks=asks, wait=wait, edge=last
-        ):
+        if self.in_step.after_batch(self.parallel, self.optimizers, number, asks=asks, wait=wait, edge=last):
             for model in distributed_models():
                 if model.trial is not None:
                     model.trial.check_again()

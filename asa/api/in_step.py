@@ -131,7 +131,7 @@ class InStep:
 
     def after_batch(
         self,
-        model: ParallelModel | None,
+        model: ParallelModel,
         optimizers: Sequence[Optimizer],
         number: int,
         *,
@@ -148,7 +148,7 @@ class InStep:
         """
         settings = tuple(_plain(g.get(k)) for o in optimizers for g in o.param_groups for k in _COMPARED_SETTINGS)
         rates = [_plain(g.get("lr")) for o in optimizers for g in o.param_groups[:1]]
-        weights = _size(model) if model is not None and number < _LOOKS else 0.0
+        weights = _size(model) if number < _LOOKS else 0.0
         figures = torch.tensor(
             [
                 self.shared,
@@ -329,7 +329,7 @@ def _plain(value: Any) -> Any:
 def _size(model: ParallelModel) -> float:
     """Sum of magnitudes of some elements of each parameter that all ranks hold and that must be equal."""
     total = 0.0
-    replicated = (c for c, layout in zip(model.components, model.layouts, strict=True) if layout.data == layout.width)
+    replicated = (c for c, layout in zip(model.components, model.layouts, strict=True) if layout.tensor == 1)
     parts = [
         p.detach().reshape(-1)[:_ELEMENTS].abs().sum(dtype=torch.float64)
         for component in replicated

@@ -256,8 +256,8 @@ class Trial:
         model = self._model()
         if model is not None:
             say(model.rank_context, "a number that is taken out of a tensor (loss.item(), answers as an array), or "
-                "that the model returns, is of this rank's samples; asa.reduce(loss) is of the whole batch, by which a loop that branches is to "
-                "decide")  # fmt: skip
+                "that the model returns, is of this rank's samples; asa.reduce(loss) is of the whole batch, by which "
+                "a loop that branches is to decide")  # fmt: skip
 
     def _name_of(self, tensor: Tensor) -> str:
         """The name of the model's tensor in whose memory ``tensor`` is; empty if it is in none."""

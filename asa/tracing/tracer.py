@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 
 from asa.tracing.factories import recorded_factories
 from asa.tracing.preserve import attributes, changed_attributes, mode, restore_attributes
-from asa.tracing.records import understood
 from asa.tracing.program import CONSTANT, Origin, Program, opened
+from asa.tracing.records import understood
 from asa.tracing.shapes import Oracle, ShapeProxy
 
 

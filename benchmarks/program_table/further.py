@@ -1,5 +1,5 @@
-"""Programs of public repositories: values copied out of a batch, numbers that a model keeps or returns, batches of other
-lengths than their indices, updates by hand, and whole methods of their own."""
+"""Programs of public repositories: values copied out of a batch, numbers that a model keeps or returns, batches of
+other lengths than their indices, updates by hand, and whole methods of their own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from benchmarks.program_table.common import (
     one_step,
     small_net,
 )
-from benchmarks.program_table.scripts import numbers
 
 
 def _numbered(net: Any = small_net, count: int = 21, **options: Any) -> Made:
