@@ -103,6 +103,8 @@ class DistributedModel(ModelInterface):
     """Whether the model computes a sample's output from other samples."""
     most: int
     """Largest number of samples in a call of the model."""
+    calls_of_batch: list[int]
+    """Numbers of samples in the calls of the model for the batch so far."""
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class DistributedModel(ModelInterface):
         self.__dict__.update(share=None, calls=0, mean_weight=1.0, mean_rows=0, watch=None, in_step=None, most=0)
         self.__dict__["optimizers"] = ()
         self.__dict__.update(output_factor=1.0, learned=True, warned_of_other_batches=False, coupled=False, least=[1])
-        self.__dict__.update(reader=None, traced={})
+        self.__dict__.update(reader=None, traced={}, calls_of_batch=[])
         self.plan: Plan | None = None
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
@@ -430,6 +432,8 @@ class DistributedModel(ModelInterface):
             self.__dict__.update(mean_weight=weight, mean_rows=rows, most=max(rows, self.most))
         if torch.is_grad_enabled():
             self.__dict__["learned"] = self.training or (self.share is not None and len(self.share.rows) == rows)
+            if self.share is not None:
+                self.calls_of_batch.append(rows)
         record_call(self)
 
     def _weighed(self, tensor: Tensor, weight: float, rows: int) -> Tensor:
@@ -513,6 +517,7 @@ class DistributedModel(ModelInterface):
 
     def yields(self, batch: Any) -> None:
         """Record the batch that the loop receives."""
+        self.__dict__["calls_of_batch"] = []
         self.__dict__["yielded"] = {_where(t) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()}
 
     def _warn_of_parts(self, rows: int, share_rows: int) -> None:
@@ -647,6 +652,8 @@ class DistributedModel(ModelInterface):
         if self.in_step is None or self.parallel is None:
             return
         self._warn_of_attributes()
+        have = 0 if self.share is None else len(self.share.rows)
+        self.in_step.single = len(self.calls_of_batch) == have > 1 and have not in self.calls_of_batch
         # A rank that is ahead checks the counts first, so that it does not enter another collective.
         wait = last or not indexed or not self._computes_alone
         asks = self.trial is not None and self.trial.asks

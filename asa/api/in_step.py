@@ -71,6 +71,9 @@ class InStep:
         self._stopped = False
         self.derived = False
         """Whether an input of the model since the last batch was not a tensor of the loader."""
+        self.single = self.singly = False
+        """Whether the loop called the model once for each sample of this rank in the last batch; whether it does on any
+        rank (equal on all). Ranks then need equal numbers of samples."""
         self._trusted = 0
         self._counted: WeakSet[Optimizer] = WeakSet()
         self._others: WeakSet[Optimizer] = WeakSet()
@@ -161,6 +164,7 @@ class InStep:
                 float(edge),
                 _size_of(self._others),
                 operands.figure(),
+                float(self.single),
             ],
             dtype=torch.float64,
         )
@@ -218,6 +222,7 @@ class InStep:
                 "ranks: each updates its own by its samples; hand the module and its optimizer to a call of "
                 "asa.parallelize of their own"
             )
+        self.singly = self.singly or any(e[10] for e in every)
         self._trusted = 0 if any(e[6] for e in every) else self._trusted + 1
         return any(e[5] for e in every)
 
@@ -248,7 +253,7 @@ class InStep:
     def begin(self) -> None:
         """Reset the counts for another program (on all ranks)."""
         self._warned.clear()
-        self._trusted, self.derived = 0, False
+        self._trusted, self.derived, self.single, self.singly = 0, False, False, False
         if self._stopped:
             self._stopped = False
             self._store.set(f"asa/pass/{self.rank}", "0 ")
