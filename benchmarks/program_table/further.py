@@ -9,6 +9,7 @@ import io
 import itertools
 import math
 import random
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -1794,3 +1795,403 @@ by_outputs(
 by_outputs("a mean over half of the batch", lambda o, y: CE(o[: (len(y) + 1) // 2], y[: (len(y) + 1) // 2]))
 by_outputs("the error of the batch's mean", lambda o, y: MSE(o.mean(0), F.one_hot(y, 3).double().mean(0)))
 by_outputs("a mean over what is right", lambda o, y: CE(o, torch.where(o.argmax(1) == y, y, -100), reduction="mean"))
+
+
+# ---- answers, wrappers, pieces
+
+
+class Acts(nn.Module):
+    """Returns a distribution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = small_net()
+
+    def forward(self, x: Tensor) -> torch.distributions.Categorical:
+        return torch.distributions.Categorical(logits=self.net(x))
+
+
+def _by_likelihood(net: Any, opt: Any, batches: Any) -> None:
+    for x, y in _twice(batches):
+        opt.zero_grad()
+        answer = net(x)
+        (-answer.log_prob(y).mean() - 0.1 * answer.entropy().mean()).backward()
+        opt.step()
+
+
+add_program("a model that returns a distribution", _by_likelihood, lambda: classified(Acts))
+
+
+class Spaces(nn.Module):
+    """Returns a namespace with a list in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = small_net()
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.net(x)
+        return types.SimpleNamespace(logits=out, aux=[out * 2, None], name="answer")
+
+
+def _by_namespace(net: Any, opt: Any, batches: Any) -> None:
+    for x, y in _twice(batches):
+        opt.zero_grad()
+        out = net(x)
+        (CE(out.logits, y) + 0.1 * CE(out.aux[0], y)).backward()
+        opt.step()
+
+
+add_program("a model that returns a namespace", _by_namespace, lambda: classified(Spaces))
+
+
+def _handed_scale(net: Any, opt: Any, batches: Any) -> None:
+    """Backward is handed a number, and two losses at once."""
+    for x, y in _twice(batches):
+        opt.zero_grad()
+        CE(net(x), y).backward(torch.tensor(0.5).double())
+        out = net(x)
+        torch.autograd.backward([CE(out, y), out.square().mean()])
+        opt.step()
+
+
+add_program("a scale handed to backward", _handed_scale)
+
+
+class Variational(nn.Module):
+    """Mean and deviation; noise comes with the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(8, 6), nn.Linear(3, 8)
+
+    def forward(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, log = self.down(x).chunk(2, 1)
+        return self.up(mean + noise * (log / 2).exp()), mean, log
+
+
+def _elbo(net: Any, opt: Any, batches: Any) -> None:
+    """Sums over the batch, divided by the size of the data set (as in tutorials)."""
+    for x, noise in _twice(batches):
+        opt.zero_grad()
+        again, mean, log = net(x, noise)
+        kl = -0.5 * (1 + log - mean.square() - log.exp()).sum()
+        ((F.mse_loss(again, x, reduction="sum") + kl) / len(batches.dataset)).backward()
+        opt.step()
+
+
+def _with_noise() -> Made:
+    net = Variational().double()
+    return net, sgd(net), DataLoader(TensorDataset(normal(21, 8), normal(21, 3)), 6)
+
+
+add_program("sums over the batch, divided by the data set's size", _elbo, _with_noise)
+
+
+class Duel(nn.Module):
+    """Generator and critic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.critic = nn.Linear(3, 8), nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        return self.critic(x), self.critic(self.maker(noise))
+
+
+def _hinge(net: Any, opt: Any, batches: Any) -> None:
+    """Two steps of the critic for one of the generator; parts are frozen in turn."""
+    for k, (x, noise) in enumerate(_twice(batches)):
+        net.maker.requires_grad_(k % 3 == 2)
+        net.critic.requires_grad_(k % 3 != 2)
+        opt.zero_grad()
+        real, fake = net(x, noise)
+        (-fake.mean() if k % 3 == 2 else F.relu(1 - real).mean() + F.relu(1 + fake).mean()).backward()
+        opt.step()
+
+
+def _dueling() -> Made:
+    net = Duel().double()
+    return net, sgd(net), DataLoader(TensorDataset(normal(21, 8), normal(21, 3)), 6)
+
+
+add_program("critic and generator in turn, frozen", _hinge, _dueling)
+
+
+class Steps(nn.Module):
+    """A recurrent net with its state handed on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        h, state = self.cell(x, state)
+        return self.out(h), state
+
+
+def _truncated(net: Any, opt: Any, batches: Any) -> None:
+    """Pieces of two steps each have a backward and an update."""
+    for x, y in _twice(batches):
+        state = None
+        for t in range(0, 6, 2):
+            opt.zero_grad()
+            out, state = net(x[:, t : t + 2], state)
+            CE(out.flatten(0, 1), y[:, t : t + 2].flatten()).backward()
+            opt.step()
+            state = state.detach()
+
+
+def _series() -> Made:
+    net = Steps().double()
+    return net, sgd(net), DataLoader(TensorDataset(normal(21, 6, 4), torch.randint(3, (21, 6))), 6)
+
+
+add_program("truncated in time, an update for each piece", _truncated, _series)
+
+
+class Tied(nn.Module):
+    """Returns features; the loop multiplies by the table of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mix = nn.Embedding(11, 8), nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.tanh(self.mix(self.words(tokens)))
+
+
+def _tied_outside(net: Any, opt: Any, batches: Any) -> None:
+    for tokens, labels in _twice(batches):
+        opt.zero_grad()
+        logits = net(tokens) @ net.words.weight.T
+        CE(logits.flatten(0, 1), labels.flatten(), ignore_index=-100).backward()
+        opt.step()
+
+
+def _tied_tokens() -> Made:
+    net, (_, _, batches) = Tied().double(), _tokens()
+    return net, sgd(net), batches
+
+
+add_program("a table of words tied in the loop", _tied_outside, _tied_tokens)
+
+
+def _until_settled(net: Any, opt: Any, batches: Any) -> None:
+    """Epochs end when their losses settle, by tensors."""
+    before = None
+    for _ in range(6):
+        total = torch.zeros(()).double()
+        for x, y in batches:
+            total = total + one_step(net, opt, x, y).detach() * y.numel()
+        if before is not None and torch.abs(before - total) < 1.5:
+            break
+        before = total
+
+
+add_program("until the loss settles, by tensors", _until_settled)
+
+
+class Task(nn.Module):
+    """A trainer's module around the model, with the loss inside."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return CE(self.net(x), y)
+
+
+def _wrapped_task(net: Any, opt: Any, batches: Any) -> None:
+    task = Task(net)
+    task.train()
+    for x, y in _twice(batches):
+        opt.zero_grad()
+        task(x, y).backward()
+        nn.utils.clip_grad_norm_(task.parameters(), 0.3)
+        opt.step()
+
+
+add_program("a module around the model", _wrapped_task)
+
+
+def _in_sequence(net: Any, opt: Any, batches: Any) -> None:
+    whole = nn.Sequential(net, nn.LogSoftmax(1))
+    for x, y in _twice(batches):
+        opt.zero_grad()
+        F.nll_loss(whole(x), y).backward()
+        opt.step()
+
+
+add_program("the model in a sequence", _in_sequence)
+
+
+def _by_names(net: Any, opt: Any, batches: Any) -> None:
+    """Layers are trained from the epoch on that their name says."""
+    for epoch in range(3):
+        for name, p in net.named_parameters():
+            p.requires_grad_(name.startswith("head") or epoch > 0)
+        for x, y in batches:
+            one_step(net, opt, x, y)
+
+
+add_program("layers trained by name and epoch", _by_names, lambda: classified(Named))
+
+
+def _arrays_flipped(net: Any, opt: Any, batches: Any) -> None:
+    """Images are flipped by numpy, weights of classes looked up in a list."""
+    weights = [0.5, 1.0, 2.0]
+    for x, y in _twice(batches):
+        flipped = torch.from_numpy(x.numpy()[:, ::-1].copy())
+        w = torch.tensor([weights[int(c)] for c in y]).double()
+        opt.zero_grad()
+        (w * CE(net(flipped), y, reduction="none")).mean().backward()
+        opt.step()
+
+
+add_program("flipped by numpy, weighed by a list", _arrays_flipped)
+
+
+def _in_pairs(net: Any, opt: Any, batches: Any) -> None:
+    """Pieces of two samples; their losses are added up and divided by the batch."""
+    for x, y in _twice(batches):
+        opt.zero_grad()
+        for a, b in zip(x.split(2), y.split(2), strict=True):
+            (CE(net(a), b, reduction="sum") / len(x)).backward()
+        opt.step()
+
+
+add_program("pieces of two samples", _in_pairs)
+
+
+def _in_pairs_even(net: Any, opt: Any, batches: Any) -> None:
+    """Four pieces whatever the batch."""
+    for x, y in _twice(batches):
+        opt.zero_grad()
+        for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
+            (CE(net(a), b) / 2).backward()
+        opt.step()
+
+
+add_program("two pieces of each batch", _in_pairs_even, lambda: classified(count=24, batch=8))
+
+
+class Streamed(IterableDataset[Any]):
+    """Yields whole batches as dictionaries."""
+
+    def __iter__(self) -> Iterator[Any]:
+        g = torch.Generator().manual_seed(3)
+        for n in (6, 6, 5, 4):
+            yield {"x": torch.randn(n, 8, generator=g).double(), "y": torch.randint(3, (n,), generator=g)}
+
+
+def _of_dictionaries(net: Any, opt: Any, batches: Any) -> None:
+    for b in _twice(batches):
+        one_step(net, opt, b["x"], b["y"])
+
+
+def _streamed() -> Made:
+    net = small_net().double()
+    return net, sgd(net), DataLoader(Streamed(), batch_size=None)
+
+
+add_program("batches as dictionaries of a stream", _of_dictionaries, _streamed)
+
+
+def _all_similarities(net: Any, opt: Any, batches: Any) -> None:
+    """Similarities of all pairs, by broadcasting, with labels as positives."""
+    for x, y in _twice(batches):
+        opt.zero_grad()
+        z = net(x)
+        near = F.cosine_similarity(z[:, None], z[None], dim=-1)
+        same = (y[:, None] == y[None]).double()
+        F.mse_loss(near, same).backward()
+        opt.step()
+
+
+add_program("similarities of all pairs", _all_similarities)
+
+
+def _largest_so_far(net: Any, opt: Any, batches: Any) -> None:
+    """Inputs are scaled by the largest size so far."""
+    largest = torch.zeros(()).double()
+    for x, y in _twice(batches):
+        largest = torch.maximum(largest, x.abs().max())
+        one_step(net, opt, x / largest, y)
+
+
+add_program("scaled by the largest so far", _largest_so_far)
+
+
+class Masked(nn.Module):
+    """Rebuilds features that a mask of the batch hides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.token = small_net(8), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.net(torch.where(mask, self.token, x))  # type: ignore[no-any-return]
+
+
+def _rebuilt(net: Any, opt: Any, batches: Any) -> None:
+    """Only what was hidden counts, divided by how much that is."""
+    for x, mask in _twice(batches):
+        opt.zero_grad()
+        out = net(x, mask)
+        ((out - x).square() * mask).sum().div(mask.sum()).backward()
+        opt.step()
+
+
+def _hidden() -> Made:
+    net = Masked().double()
+    return net, sgd(net), DataLoader(TensorDataset(normal(21, 8), torch.rand(21, 8) < 0.4), 6)
+
+
+add_program("hidden features rebuilt", _rebuilt, _hidden)
+
+
+def _rebuilt_by_index(net: Any, opt: Any, batches: Any) -> None:
+    """The same by a mask as an index, and a mean."""
+    for x, mask in _twice(batches):
+        opt.zero_grad()
+        MSE(net(x, mask)[mask], x[mask]).backward()
+        opt.step()
+
+
+add_program("hidden features rebuilt, by index", _rebuilt_by_index, _hidden)
+
+
+def _momentum_by_hand(net: Any, _opt: Any, batches: Any) -> None:
+    """An optimizer of the loop's own, in lists of tensors (Adam by hand)."""
+    first = [torch.zeros_like(p) for p in net.parameters()]
+    second = [torch.zeros_like(p) for p in net.parameters()]
+    for t, (x, y) in enumerate(_twice(batches), 1):
+        loss = CE(net(x), y)
+        net.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for p, m, v in zip(net.parameters(), first, second, strict=True):
+                m.mul_(0.9).add_(p.grad, alpha=0.1)
+                v.mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+                p.addcdiv_(m / (1 - 0.9**t), (v / (1 - 0.99**t)).sqrt().add_(1e-8), value=-0.01)
+
+
+add_program("Adam by hand", _momentum_by_hand)
+
+
+def _shared_by_loss(net: Any, opt: Any, batches: Any) -> None:
+    """From the third epoch on momentum goes by the share of right answers."""
+    for epoch in range(4):
+        for x, y in batches:
+            opt.zero_grad()
+            out = net(x)
+            CE(out, y).backward()
+            if epoch > 1:
+                for group in opt.param_groups:
+                    group["momentum"] = 0.5 + 0.4 * (out.argmax(1) == y).double().mean()
+            opt.step()
+
+
+add_program("a momentum by right answers, late", _shared_by_loss)
