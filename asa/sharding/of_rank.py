@@ -48,11 +48,13 @@ class Operands:
         self._tensors: list[Tensor] = []
         self._count = 0
 
-    def note(self, operands: Any) -> None:
-        """Count the numbers and whole tensors among ``operands``."""
-        for leaf in pytree.tree_leaves(operands):
+    def note(self, operands: Iterable[Any]) -> None:
+        """Count the numbers and whole tensors among ``operands``, and in lists and tuples among them."""
+        for leaf in operands:
             if type(leaf) in (int, float):
                 self._add(leaf)
+            elif type(leaf) in (list, tuple):
+                self.note(leaf)
             elif isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) and not hasattr(leaf, "held"):
                 with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                     if leaf.layout is torch.strided and not leaf.is_meta and not leaf.is_complex():
@@ -85,7 +87,8 @@ def followed(name: str, args: Iterable[Any], run: Callable[[], Any], options: An
     """The result of ``run()``, the function ``name`` of ``args``, which tells of such a tensor that is written into
     another and marks what is computed from it."""
     given = list(args)
-    operands.note((given, options))
+    operands.note(given)
+    operands.note((options or {}).values())
     told = next((mark for each in given if (mark := getattr(each, OF_RANK, None)) is not None), None)
     if told is None:
         return run()
