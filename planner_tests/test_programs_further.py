@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -357,6 +358,7 @@ def test_records_are_taken_apart_and_put_together() -> None:
     assert type(doubled["c"]) is Fields
     assert doubled["a"].logits.tolist() == [2, 2]
     assert doubled["c"].x.tolist() == [2]
+    assert pytree.tree_leaves(understood(SimpleNamespace(x=torch.ones(1), y="text")))[1] == "text"
     assert numbers_in((torch.ones(1), 0.5))
     assert not numbers_in({"a": torch.ones(1), "b": None, "c": "text"})
 

@@ -76,7 +76,8 @@ class DistributedLoader:
             if counter is not None and counter.singly and share.total >= fewest * ranks:
                 why = "the loop calls the model for each sample, and ranks would have unlike numbers of them"
             say(self._model.rank_context, f"a batch of {share.total} samples is computed by every rank, and counts "
-                f"once: {why}; numbers that a loop adds up count it on every rank, asa.reduce(x, 'sum') does not")  # fmt: skip
+                f"once: {why}; numbers that a loop adds up count it on every rank, asa.reduce(x, 'sum') does "
+                "not")  # fmt: skip
 
     def _loaded(self, shares: Iterator[tuple[int, Share]] | None) -> tuple[int, Share] | None:
         """The next of ``shares`` and its number, with the wait for it measured; None after the last, and where an epoch

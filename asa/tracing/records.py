@@ -3,6 +3,7 @@ as they find those of a tuple."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from torch import Tensor, fx, nn
@@ -32,7 +33,7 @@ def _holds_tensors(leaf: Any) -> bool:
     kind, of_names = type(leaf), isinstance(leaf, dict)
     if kind in pytree.SUPPORTED_NODES or isinstance(leaf, Tensor | fx.Proxy | nn.Module | type) or callable(leaf):
         return False
-    if kind.__new__ is not (dict if of_names else object).__new__:
+    if kind.__new__ not in (dict.__new__, object.__new__, SimpleNamespace.__new__):
         return False
     attributes = dict(leaf) if of_names else getattr(leaf, "__dict__", None)
     return any(isinstance(v, Tensor | fx.Proxy) or _holds_tensors(v) for v in pytree.tree_leaves(attributes))
@@ -56,6 +57,6 @@ def _names_put_together(values: Any, context: Any) -> Any:
 
 def _put_together(values: Any, context: Any) -> Any:
     kind, names = context
-    record = object.__new__(kind)
+    record = kind.__new__(kind)
     record.__dict__.update(zip(names, values, strict=True))
     return record
