@@ -235,7 +235,21 @@ def _single_calls(net: Any, opt: Any, batches: Any) -> State:
     return dict(net.state_dict())
 
 
-@pytest.mark.parametrize("loop", [_again, _single_calls, _by_layers, _by_norms_with_gradients, _weights_of_no_grad])
+def _probed(net: Any, opt: Any, batches: Any) -> State:
+    """Two samples of the loop's own are looked at behind each step: as many as one rank has of the last batch."""
+    seen = []
+    for x, y in batches:
+        opt.zero_grad()
+        CE(net(x), y).backward()
+        opt.step()
+        with torch.no_grad():
+            seen.append(net(torch.ones(2, 8, dtype=torch.float64)).sum())
+    return {"seen": torch.stack(seen), **net.state_dict()}
+
+
+@pytest.mark.parametrize(
+    "loop", [_again, _probed, _single_calls, _by_layers, _by_norms_with_gradients, _weights_of_no_grad]
+)
 def test_loops_that_copy_and_assign_are_those_of_one_process(loop: Any) -> None:
     assert_as_alone(_program(loop), ["ddp", "fsdp", "tensor", "mixed"])
 

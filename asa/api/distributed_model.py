@@ -460,14 +460,17 @@ class DistributedModel(ModelInterface):
         share, ranks = self.share, self.rank_context.ranks
         from_loader = share is not None and self.learns and len(share.rows) == rows
         from_loader = from_loader and (self.training or not self._whole or self._independent)
-        asks = self.in_step is not None and share is not None and self.training and torch.is_grad_enabled()
+        learning = torch.is_grad_enabled()
+        if self.training and not learning:  # a number of samples that the loop chose may be that of one rank's share
+            from_loader = from_loader and self._from_loader(inputs)
+        asks = self.in_step is not None and share is not None and self.training and learning
         if self.in_step is not None and asks:
             other = share is None or len(share.rows) != rows  # on some ranks only, perhaps
             self.in_step.derived = self.in_step.derived or other or not self._from_loader(inputs)
             asks = self.in_step.exchanging
         if from_loader and not asks:
             return self._total_of(share)
-        if self._independent and not self.training:
+        if self._independent and not (self.training and learning):
             return rows * ranks, 1.0, 0
         counted = 0.0 if share is not None and not self.weight_now() else 1.0
         figures = [rows, counted, float(from_loader), self._end_of(inputs, rows)]
