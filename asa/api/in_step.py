@@ -253,6 +253,7 @@ class InStep:
     def begin(self) -> None:
         """Reset the counts for another program (on all ranks)."""
         self._warned.clear()
+        operands.figure()  # of what another program did last
         self._trusted, self.derived, self.single, self.singly = 0, False, False, False
         if self._stopped:
             self._stopped = False
