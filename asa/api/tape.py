@@ -444,7 +444,7 @@ def _read_by_program() -> bool:
 
 
 _GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
-_DATA: Any = Tensor.data.__get__
+_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 _SIZES: Any = (Tensor.__len__, Tensor.size, Tensor.numel, Tensor.shape.__get__)  # type: ignore[attr-defined]
 
 
