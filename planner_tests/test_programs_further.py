@@ -319,6 +319,20 @@ class Record:
     rest: dict[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    """Outputs in slots."""
+
+    x: Tensor
+
+
+class Linked:
+    """An object that may be in itself: no record."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.other = x, self
+
+
 class Fields(dict[str, Tensor]):
     """Outputs by attribute and by name."""
 
@@ -373,6 +387,11 @@ def test_records_are_taken_apart_and_put_together() -> None:
     assert doubled["a"].logits.tolist() == [2, 2]
     assert doubled["c"].x.tolist() == [2]
     assert pytree.tree_leaves(understood(SimpleNamespace(x=torch.ones(1), y="text")))[1] == "text"
+    slotted = pytree.tree_map(lambda leaf: leaf * 2, understood(Slotted(torch.ones(1))))
+    assert slotted.x.tolist() == [2]
+    cyclic = Linked(torch.ones(1))
+    cyclic.other = cyclic
+    assert pytree.tree_leaves(understood(cyclic)) == [cyclic]
     assert numbers_in((torch.ones(1), 0.5))
     assert not numbers_in({"a": torch.ones(1), "b": None, "c": "text"})
 
