@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
+import asa
+from asa.errors import UsageError
 from asa.launch import run_ranks
 from asa.sharding.of_rank import Operands
 from asa.tracing.records import numbers_in, understood
@@ -377,6 +379,27 @@ def test_records_are_understood(kind: Any) -> None:
 
 def test_records_of_a_model_that_runs_whole_are_understood() -> None:
     assert_as_alone(_program(_of_records_called, lambda: AnswersByName(Record)), ["ddp", "fsdp"])
+
+
+class Odd:
+    """Has more than tensors."""
+
+    def __init__(self, logits: Tensor, rest: Any) -> None:
+        self.logits, self.rest, self.more = logits, rest, object()
+
+
+def _refused(_rank: int, program: Program) -> str:
+    options: Any = {"strategies": ("ddp",), "cache": None, "time_limit_s": 0.5,
+                    "cluster": "profiles/cluster.local-gloo-2.json"}  # fmt: skip
+    example = {"x": program.x[:2], "scale": 0.5}
+    with pytest.raises(UsageError, match="returns a Odd, whose tensors cannot be found") as refused:
+        program.loop(*asa.parallelize(*program.made(), example_input=example, **options))
+    return str(refused.value)
+
+
+def test_objects_whose_tensors_are_not_found_are_refused() -> None:
+    program = _program(_of_records_called, lambda: AnswersByName(Odd))
+    assert all("\n" not in line for line in run_ranks(2, _refused, program, threads=1, timeout_s=60))
 
 
 def test_records_are_taken_apart_and_put_together() -> None:

@@ -46,7 +46,7 @@ from asa.ir.layout import bounds
 from asa.ir.plan import Plan
 from asa.sharding.batchnorm import counted, synchronised
 from asa.tracing.preserve import preserved
-from asa.tracing.records import numbers_in
+from asa.tracing.records import hides_tensors, numbers_in
 from asa.tracing.tracer import reason_of
 
 
@@ -274,6 +274,11 @@ class DistributedModel(ModelInterface):
             say(self.rank_context, "the model draws random numbers in forward, others for other samples: the same "
                 "under every plan, and others than without asa")  # fmt: skip
         self._called(weight, rows)
+        if hidden := hides_tensors(output):
+            raise UsageError(
+                f"the model returns a {hidden}, whose tensors cannot be found, as it has more than tensors, numbers "
+                "and texts: return a tensor, or tensors in a tuple, list, dictionary or dataclass"
+            )
         if self.trial is not None and not self._whole and numbers_in(output):
             self.trial.note_number()
         self.__dict__["output_factor"] = factor

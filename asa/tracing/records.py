@@ -33,6 +33,17 @@ def numbers_in(output: Any) -> bool:
     return any(isinstance(leaf, int | float | complex) for leaf in pytree.tree_leaves(understood(output)))
 
 
+def hides_tensors(output: Any) -> str:
+    """Name of the class of an object in ``output`` that is no record and has tensors with gradients in its attributes;
+    empty if there is none."""
+    for leaf in pytree.tree_leaves(output):
+        if not isinstance(leaf, _SIMPLE) and not isinstance(leaf, type):
+            held = pytree.tree_leaves(_attributes(leaf))
+            if any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in held):
+                return type(leaf).__name__
+    return ""
+
+
 def _attributes(record: Any) -> dict[str, Any]:
     """What a record has, by name."""
     slots = [n for kind in type(record).__mro__ for n in getattr(kind, "__slots__", ()) if hasattr(record, n)]
