@@ -94,6 +94,8 @@ def called_by_all(model: DistributedModelBase, path: str, part: nn.Module, own: 
         return inside(name, kind.__getattr__(view, name))
 
     def assign(view: Any, name: str, value: Any) -> None:
+        if value is not None and value is view_of_whole(part._parameters.get(name)):
+            return  # layer.weight -= x has changed it, and assigns what it is
         if emptied and not isinstance(value, Tensor | nn.Module):
             own.__setattr__(name, value)
         else:

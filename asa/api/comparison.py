@@ -59,7 +59,11 @@ class Comparison:
         tape, votes = self._tape, self._votes
         device = self._loss.device
         reason = tape.why_not(self._loss)
-        if any(leaf._version != v for leaf, v in zip(tape.leaves, tape.versions, strict=True)):
+        used = tape.needed([self._loss, *tape.model_inputs])[1]
+        if any(
+            leaf._version != v and tape.index_of(leaf) in used
+            for leaf, v in zip(tape.leaves, tape.versions, strict=True)
+        ):
             reason = "what it is computed from is changed in place"
         if any(o._version != v for o, v in zip(tape.outputs, tape.changed, strict=True)):
             reason = "an output of the model is changed in place"
@@ -92,13 +96,11 @@ class Comparison:
         whole_tensors: dict[int, Tensor] = {}
         unlike: dict[int, Tensor] = {}
         others_differ = False
-        num_from_batch = len(tape.outputs) + tape.read
         for number, (tensor, split) in enumerate(zip(leaves, batched, strict=True)):
             at = positions[number]
+            beside = number >= len(tape.outputs) and at not in tape.of_batch
             plain = tensor.detach().as_subclass(Tensor)
-            if votes.everyone(
-                number >= num_from_batch and tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] == tape.rows
-            ):
+            if votes.everyone(beside and tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] == tape.rows):
                 square = _extended(gathered(votes, plain.cpu()), sum(rows))
                 if square is not None:
                     whole_tensors[at] = square.to(device)
@@ -113,19 +115,19 @@ class Comparison:
                     p.shape == parts[0].shape and torch.equal(p, parts[0]) for p in parts
                 ):
                     alike[at] = plain
-                elif number >= num_from_batch and min(rows) > 1 and len({p.shape for p in parts}) == 1:
+                elif beside and min(rows) > 1 and len({p.shape for p in parts}) == 1:
                     # Its length may be that of something else than samples (features, classes).
                     unlike[at] = plain
                     if self._differing_value is None:
                         self._differing_value = float(parts[0].double().abs().sum())
-                if number >= num_from_batch and len(parts) > 1:
+                if beside and len(parts) > 1:
                     stepped_tensor = self._by_index(parts, len(whole_tensors[at]), read_out=read_out)
                     whole_tensors[at] = whole_tensors[at] if stepped_tensor is None else stepped_tensor.to(device)
             else:
                 fixed[at] = plain
                 flat = plain.double().reshape(-1) if type(plain) is Tensor and plain.layout is torch.strided else None
                 every = [v[0] for v in votes.gather([0.0 if flat is None else float(flat.abs().sum())])]
-                from_loader = len(tape.outputs) <= number < num_from_batch and bool(tensor.dim())
+                from_loader = at in tape.of_batch and bool(tensor.dim())
                 if (
                     len(set(every)) > 1 and flat is not None and not from_loader
                 ):  # it may be this rank's number of samples

@@ -20,6 +20,7 @@ from asa.api.planning import device_of
 from asa.errors import UsageError
 from asa.ir.plan import Plan
 from asa.tracing.preserve import preserved
+from asa.tracing.records import numbers_in, understood
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 KEEPS, FOLLOWS = -1.0, -2.0
@@ -134,6 +135,16 @@ def keeps_rows(model: nn.Module, call: Call) -> bool:
         return False
 
     return (fails(all_, one) or fails(one, all_)) and not fails(one)
+
+
+def returns_numbers(model: nn.Module, call: Call) -> bool:
+    """Whether there is a Python number in the model's output, which a trace would keep as it was."""
+    samples, device = samples_of(call), device_of(model)
+    try:
+        with preserved(model), torch.no_grad():
+            return numbers_in(_run(model, call, samples, slice(0, samples), device))
+    except Exception:  # whatever a model's own code raises
+        return False
 
 
 def warning_of(change: float, plan: Plan) -> list[str]:
@@ -299,7 +310,8 @@ def _run(model: nn.Module, call: Call, samples: int, rows: slice, device: torch.
 
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     try:
-        return model(*map(selected, call.args), **{name: selected(value) for name, value in call.options.items()})
+        options = {name: selected(value) for name, value in call.options.items()}
+        return understood(model(*map(selected, call.args), **options))
     finally:  # buffers changed by forward must not affect the next run
         for buffer, value in buffers:
             buffer.copy_(value)

@@ -71,9 +71,13 @@ class DistributedLoader:
         """Say once that every rank computes a whole batch."""
         if not self._warned_repeated:
             self._warned_repeated = True
+            fewest, ranks, counter = self._model.least[0], self._model.rank_context.ranks, self._model.in_step
+            why = f"a rank's share of it would be fewer than {fewest}, which the model or the loss needs"
+            if counter is not None and counter.singly and share.total >= fewest * ranks:
+                why = "the loop calls the model for each sample, and ranks would have unlike numbers of them"
             say(self._model.rank_context, f"a batch of {share.total} samples is computed by every rank, and counts "
-                f"once: a rank's share of it would be fewer than {self._model.least[0]}, which the model or the loss "
-                "needs; numbers that a loop adds up count it on every rank, asa.reduce(x, 'sum') does not")  # fmt: skip
+                f"once: {why}; numbers that a loop adds up count it on every rank, asa.reduce(x, 'sum') does "
+                "not")  # fmt: skip
 
     def _loaded(self, shares: Iterator[tuple[int, Share]] | None) -> tuple[int, Share] | None:
         """The next of ``shares`` and its number, with the wait for it measured; None after the last, and where an epoch

@@ -46,6 +46,7 @@ from asa.ir.layout import bounds
 from asa.ir.plan import Plan
 from asa.sharding.batchnorm import counted, synchronised
 from asa.tracing.preserve import preserved
+from asa.tracing.records import hides_tensors, numbers_in
 from asa.tracing.tracer import reason_of
 
 
@@ -102,6 +103,8 @@ class DistributedModel(ModelInterface):
     """Whether the model computes a sample's output from other samples."""
     most: int
     """Largest number of samples in a call of the model."""
+    calls_of_batch: list[int]
+    """Numbers of samples in the calls of the model for the batch so far."""
 
     def __init__(
         self,
@@ -117,7 +120,7 @@ class DistributedModel(ModelInterface):
         self.__dict__.update(share=None, calls=0, mean_weight=1.0, mean_rows=0, watch=None, in_step=None, most=0)
         self.__dict__["optimizers"] = ()
         self.__dict__.update(output_factor=1.0, learned=True, warned_of_other_batches=False, coupled=False, least=[1])
-        self.__dict__.update(reader=None, traced={})
+        self.__dict__.update(reader=None, traced={}, calls_of_batch=[])
         self.plan: Plan | None = None
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
@@ -271,6 +274,13 @@ class DistributedModel(ModelInterface):
             say(self.rank_context, "the model draws random numbers in forward, others for other samples: the same "
                 "under every plan, and others than without asa")  # fmt: skip
         self._called(weight, rows)
+        if hidden := hides_tensors(output):
+            raise UsageError(
+                f"the model returns a {hidden}, whose tensors cannot be found, as it has more than tensors, numbers "
+                "and texts: return a tensor, or tensors in a tuple, list, dictionary or dataclass"
+            )
+        if self.trial is not None and not self._whole and numbers_in(output):
+            self.trial.note_number()
         self.__dict__["output_factor"] = factor
         return pytree.tree_map(
             lambda leaf: self._weighed(leaf, factor, rows) if isinstance(leaf, Tensor) else leaf, output
@@ -427,6 +437,8 @@ class DistributedModel(ModelInterface):
             self.__dict__.update(mean_weight=weight, mean_rows=rows, most=max(rows, self.most))
         if torch.is_grad_enabled():
             self.__dict__["learned"] = self.training or (self.share is not None and len(self.share.rows) == rows)
+            if self.share is not None:
+                self.calls_of_batch.append(rows)
         record_call(self)
 
     def _weighed(self, tensor: Tensor, weight: float, rows: int) -> Tensor:
@@ -453,14 +465,17 @@ class DistributedModel(ModelInterface):
         share, ranks = self.share, self.rank_context.ranks
         from_loader = share is not None and self.learns and len(share.rows) == rows
         from_loader = from_loader and (self.training or not self._whole or self._independent)
-        asks = self.in_step is not None and share is not None and self.training and torch.is_grad_enabled()
+        learning = torch.is_grad_enabled()
+        if self.training and not learning:  # a number of samples that the loop chose may be that of one rank's share
+            from_loader = from_loader and self._from_loader(inputs)
+        asks = self.in_step is not None and share is not None and self.training and learning
         if self.in_step is not None and asks:
             other = share is None or len(share.rows) != rows  # on some ranks only, perhaps
             self.in_step.derived = self.in_step.derived or other or not self._from_loader(inputs)
             asks = self.in_step.exchanging
         if from_loader and not asks:
             return self._total_of(share)
-        if self._independent and not self.training:
+        if self._independent and not (self.training and learning):
             return rows * ranks, 1.0, 0
         counted = 0.0 if share is not None and not self.weight_now() else 1.0
         figures = [rows, counted, float(from_loader), self._end_of(inputs, rows)]
@@ -510,6 +525,7 @@ class DistributedModel(ModelInterface):
 
     def yields(self, batch: Any) -> None:
         """Record the batch that the loop receives."""
+        self.__dict__["calls_of_batch"] = []
         self.__dict__["yielded"] = {_where(t) for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()}
 
     def _warn_of_parts(self, rows: int, share_rows: int) -> None:
@@ -644,12 +660,12 @@ class DistributedModel(ModelInterface):
         if self.in_step is None or self.parallel is None:
             return
         self._warn_of_attributes()
+        have = 0 if self.share is None else len(self.share.rows)
+        self.in_step.single = len(self.calls_of_batch) == have > 1 and have not in self.calls_of_batch
         # A rank that is ahead checks the counts first, so that it does not enter another collective.
         wait = last or not indexed or not self._computes_alone
         asks = self.trial is not None and self.trial.asks
-        if self.in_step.after_batch(
-            self.parallel if self._independent else None, self.optimizers, number, asks=asks, wait=wait, edge=last
-        ):
+        if self.in_step.after_batch(self.parallel, self.optimizers, number, asks=asks, wait=wait, edge=last):
             for model in distributed_models():
                 if model.trial is not None:
                     model.trial.check_again()

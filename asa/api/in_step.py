@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from asa.errors import UsageError, WorkersFailedError
 from asa.executor.model.parallel import ParallelModel
 from asa.launch.worker import others_may_leave
+from asa.sharding.of_rank import operands
 
 _LOOKS = 3
 """Number of batches of an epoch after which weights are compared, too."""
@@ -70,6 +71,9 @@ class InStep:
         self._stopped = False
         self.derived = False
         """Whether an input of the model since the last batch was not a tensor of the loader."""
+        self.single = self.singly = False
+        """Whether the loop called the model once for each sample of this rank in the last batch; whether it does on any
+        rank (equal on all). Ranks then need equal numbers of samples."""
         self._trusted = 0
         self._counted: WeakSet[Optimizer] = WeakSet()
         self._others: WeakSet[Optimizer] = WeakSet()
@@ -130,7 +134,7 @@ class InStep:
 
     def after_batch(
         self,
-        model: ParallelModel | None,
+        model: ParallelModel,
         optimizers: Sequence[Optimizer],
         number: int,
         *,
@@ -147,7 +151,7 @@ class InStep:
         """
         settings = tuple(_plain(g.get(k)) for o in optimizers for g in o.param_groups for k in _COMPARED_SETTINGS)
         rates = [_plain(g.get("lr")) for o in optimizers for g in o.param_groups[:1]]
-        weights = _size(model) if model is not None and number < _LOOKS else 0.0
+        weights = _size(model) if number < _LOOKS else 0.0
         figures = torch.tensor(
             [
                 self.shared,
@@ -159,6 +163,8 @@ class InStep:
                 float(self.derived),
                 float(edge),
                 _size_of(self._others),
+                operands.figure(),
+                float(self.single),
             ],
             dtype=torch.float64,
         )
@@ -202,6 +208,13 @@ class InStep:
                 "weights that all ranks hold alike are no longer the same: the loop changed them by numbers of a "
                 "rank's own (its random numbers, its loss); draw them with one seed on all ranks, or use asa.reduce(x)"
             )
+        numbers = [e[9] for e in every]
+        if max(numbers) - min(numbers) > 1e-6:
+            self._warn(
+                "the loop computed parameters, gradients or states that ranks hold in parts with numbers that differ "
+                "between ranks (a loss, an answer, what was drawn or kept of a rank's samples): one device has one of "
+                "all; make it one of all ranks, asa.reduce(x)"
+            )
         others = [e[8] for e in every]
         if max(others) - min(others) > 1e-6 * max(others):
             self._warn(
@@ -209,6 +222,7 @@ class InStep:
                 "ranks: each updates its own by its samples; hand the module and its optimizer to a call of "
                 "asa.parallelize of their own"
             )
+        self.singly = self.singly or any(e[10] for e in every)
         self._trusted = 0 if any(e[6] for e in every) else self._trusted + 1
         return any(e[5] for e in every)
 
@@ -239,7 +253,8 @@ class InStep:
     def begin(self) -> None:
         """Reset the counts for another program (on all ranks)."""
         self._warned.clear()
-        self._trusted, self.derived = 0, False
+        operands.figure()  # of what another program did last
+        self._trusted, self.derived, self.single, self.singly = 0, False, False, False
         if self._stopped:
             self._stopped = False
             self._store.set(f"asa/pass/{self.rank}", "0 ")
@@ -311,14 +326,16 @@ def number_of(settings: object) -> int:
 
 
 def _plain(value: Any) -> Any:
-    return tuple(map(_plain, value)) if isinstance(value, tuple | list) else float(value) if value is not None else None
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return 0.0 if value is None else float(value)
 
 
 @torch.no_grad()
 def _size(model: ParallelModel) -> float:
     """Sum of magnitudes of some elements of each parameter that all ranks hold and that must be equal."""
     total = 0.0
-    replicated = (c for c, layout in zip(model.components, model.layouts, strict=True) if layout.data == layout.width)
+    replicated = (c for c, layout in zip(model.components, model.layouts, strict=True) if layout.tensor == 1)
     parts = [
         p.detach().reshape(-1)[:_ELEMENTS].abs().sum(dtype=torch.float64)
         for component in replicated

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from asa.api.batches import GlobalBatches
 from asa.api.calls import Call, guesses, plain, why_not
-from asa.api.coupling import coupled, fewest_rows, keeps_rows, warning_of
+from asa.api.coupling import coupled, fewest_rows, keeps_rows, returns_numbers, warning_of
 from asa.api.distributed_loader import DistributedLoader
 from asa.api.distributed_model import DistributedModel, local_part, local_rows
-from asa.api.in_step import in_step
+from asa.api.in_step import InStep, in_step
 from asa.api.messages import say
 from asa.api.names import StateNames
 from asa.api.notes import check_written, differing, renormalised, trained_norms, written_by_samples
@@ -47,6 +47,7 @@ from asa.tracing.preserve import mark_written, written
 SEVERAL = 8
 """Number of samples with which a model is tested for dependence between samples."""
 ONLY_WHOLE = "it runs on whole batches of the loader, and not on some samples of one"
+NUMBERS = "there is a Python number in its output, which may be another for other samples"
 KEEPS_ROWS = "it keeps something from call to call with a row for each sample, and each rank has its own"
 
 
@@ -122,10 +123,11 @@ def parallelize(
     context = join_ranks(device, timeout_s)
     least = [2 if trained_norms(model) and batch_norm == "local" else 1]
     models: list[DistributedModel] = []
+    counters: list[InStep] = []
     only_whole = False
 
     def rows(total: int) -> list[int]:
-        if only_whole:
+        if only_whole or (counters and counters[0].singly and total % context.ranks):
             return list(range(total))
         learning = not models or models[0].training
         return local_rows(total, context.ranks, context.rank, least[0] if learning else 1)
@@ -248,7 +250,7 @@ def parallelize(
         distributed.__dict__["watch"] = StepWatch(
             context, chosen, None if origins is None else cost_model(origins, options)
         )
-    counter = in_step(timeout_s)
+    counters.append(counter := in_step(timeout_s))
     counter.count(optimizers)
     distributed.__dict__.update(in_step=counter, optimizers=optimizers, coupled=samples_meet, least=least)
     outside = [name for rebinding in rebindings for name in rebinding.outside(parallel)]
@@ -378,7 +380,7 @@ def find_call(
         for i, way in enumerate(candidates):
             reason = why_not(model, way)
             if not reason:
-                return i, KEEPS_ROWS if keeps_rows(model, way) else ""
+                return i, KEEPS_ROWS if keeps_rows(model, way) else NUMBERS if returns_numbers(model, way) else ""
             reasons.append(reason)
         return -1, reasons[0]
 

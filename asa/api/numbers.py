@@ -49,6 +49,19 @@ def patch_sharded_tensors(parameters: Iterable[Tensor]) -> None:
     setattr(DTensor, "__format__", _formatted)  # noqa: B010
     DTensor.__torch_function__ = classmethod(_refused_in_a_line)  # type: ignore[assignment]
     setattr(DTensor, "data", property(_DATA.__get__, _replace_data))  # noqa: B010  # torch declares it a tensor
+    torch.utils.swap_tensors = _swapped(torch.utils.swap_tensors)
+
+
+def _swapped(original: Callable[[Tensor, Tensor], None]) -> Callable[[Tensor, Tensor], None]:
+    """``torch.utils.swap_tensors``, by which torch assigns parametrized weights."""
+
+    def swap_tensors(t1: Tensor, t2: Tensor) -> None:
+        if isinstance(t1, DTensor):
+            _replace_data(t1, t2.detach())
+        else:
+            original(t1, t2)
+
+    return swap_tensors
 
 
 def _refused_in_a_line(_cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,10 +76,15 @@ def _refused_in_a_line(_cls: type, func: Any, types: Any, args: Any = (), kwargs
     if func is torch.autograd.grad:
         refuse_by_shards(args, kwargs or {})
     name = getattr(func, "__name__", str(func))
-    return followed(name, args, lambda: _run(func, name, args, kwargs))
+    return followed(name, args, lambda: _run(func, name, args, kwargs), kwargs)
 
 
 def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    if func == _SET_GRAD and isinstance(args[1], Tensor):
+        args = args[0], _sharded_like(args[1], args[0])
+    if name == "set_" and len(args) == 2 and isinstance(args[1], Tensor):
+        _replace_data(args[0], args[1])
+        return args[0]
     if name in _MEANS and not torch.is_grad_enabled():  # of shards of unlike lengths torch takes the mean of means
         args, kwargs = pytree.tree_map(_in_full, (args, kwargs))
     if name in _DRAWING_ALIKE:
@@ -87,12 +105,26 @@ def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
                 ) from error
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*alike[0], **alike[1])
-        if "harding propagation failed" not in str(error):
+        if "harding propagation failed" not in str(error) and not _runs_on_whole(func, args, kwargs or {}):
             raise
         raise UsageError(
             f"{name} needs a whole tensor, and ranks hold shards of this one: use p.full_tensor() or "
             "model.state_dict(), or plan with strategies=('ddp',)"
         ) from error
+
+
+def _runs_on_whole(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether ``func`` runs on tensors of the same shapes that no rank holds in shards."""
+
+    def whole(leaf: Any) -> Any:
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
+
+    try:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            func(*pytree.tree_map(whole, args), **pytree.tree_map(whole, kwargs))
+    except Exception:  # it fails on one device, too
+        return False
+    return True
 
 
 def _in_full(value: Any) -> Any:
@@ -121,12 +153,20 @@ def _of_one_kind(args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 _DATA: Any = Tensor.data
+_SET_GRAD: Any = Tensor.grad.__set__  # type: ignore[union-attr]
+
+
+def _sharded_like(value: Tensor, like: DTensor) -> DTensor:
+    """``value``, the same on all ranks if it is whole, in shards as those of ``like``."""
+    if isinstance(value, DTensor):
+        return value
+    value = value.detach().to(like.device)
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _replace_data(tensor: DTensor, value: Tensor) -> None:
-    """``p.data = value``: torch leaves a DTensor as it was, without a word."""
-    if not isinstance(value, DTensor):
-        value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+    """``p.data = value`` and ``p.set_(value)``: torch leaves what ranks gather as it was, without a word."""
+    value = _sharded_like(value, tensor)
     if value.shape != tensor.shape or value.placements != tensor.placements:
         raise UsageError(f"data of shape {list(value.shape)} cannot take the place of {list(tensor.shape)}")
     place_local(tensor, value.to_local().to(tensor.dtype))

@@ -81,8 +81,9 @@ class Tape:
     """Version counters of the outputs when they left the model."""
     operations: list[tuple[Callable[..., Any], Any, Any, Any]] = field(default_factory=list)
     leaves: list[Tensor] = field(default_factory=list)
-    read: int = 0
-    """Number of leaves that come from the loader."""
+    of_batch: set[int] = field(default_factory=set)
+    """Positions of leaves that come from the loader, or are outputs without gradients: rank by rank they are the whole
+    batch's."""
     model_inputs: list[Tensor] = field(default_factory=list)
     """Tensors made from the batch and passed to the model."""
     positions: dict[int, int] = field(default_factory=dict)
@@ -140,8 +141,18 @@ class Tape:
             return wrapped
 
         wrapped = pytree.tree_map(watched, batch)
-        self.read = len(self.leaves)
+        self.of_batch.update(map(self.index_of, self.leaves))
         return wrapped
+
+    def see(self, output: Tensor) -> Tensor:
+        """``output``, which has no gradients, as a tensor whose operations are recorded from now on."""
+        seen = output.as_subclass(Watched)
+        seen.tape = self
+        self._leaf(seen)
+        if is_batched(seen, self.rows):
+            self.of_batch.add(self.index_of(seen))
+        self.bytes += output.nbytes
+        return seen
 
     def handed(self, inputs: Any) -> Any:
         """``inputs`` of a model as plain tensors. Those that come from the batch are recorded."""
@@ -191,6 +202,8 @@ class Tape:
         """Record one operation."""
         spec = pytree.tree_map(self._reference, (args, options))
         inputs = [leaf for leaf in pytree.tree_leaves((args, options)) if isinstance(leaf, Tensor)]
+        if not torch.is_grad_enabled() and any(leaf.requires_grad for leaf in inputs):
+            function = torch.no_grad()(function)
 
         def watched(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -357,7 +370,8 @@ class Tape:
                 return any(type(n) is int and n == self.rows for n in (leaf.start, leaf.stop))
             return (type(leaf) is int and leaf > 0 and leaf % self.rows == 0) or leaf == 1 / self.rows
 
-        if self.rows and any(is_batched(t, self.rows) for t in self.leaves[self.read :]):
+        beside = (t for t in self.leaves if self.index_of(t) not in self.of_batch)
+        if self.rows and any(is_batched(t, self.rows) for t in beside):
             return True
         return any(
             is_count(leaf)
@@ -430,6 +444,7 @@ def _read_by_program() -> bool:
 
 
 _GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
+_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 _SIZES: Any = (Tensor.__len__, Tensor.size, Tensor.numel, Tensor.shape.__get__)  # type: ignore[attr-defined]
 
 
@@ -481,6 +496,8 @@ class Watched(Tensor):
             tape.problem = "gradients of the model's inputs are those of a rank's mean, not of the batch's"
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
             return result
+        if func == _DATA:
+            func = Tensor.detach
         if getattr(func, "__name__", "") == "__get__" and not _is_computed(result, args):
             return result
         recorded = tape.note(func, args, options, result)
@@ -538,10 +555,14 @@ class Watched(Tensor):
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return self.as_subclass(Tensor).__repr__(**options)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = copied = self.as_subclass(Tensor).__deepcopy__(memo) if self.requires_grad else self.clone()
+        return copied
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """State for copies and files, which contain a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+            return self._read_out(all_values=True).__reduce_ex__(protocol)
 
 
 def _kept(result: Any, args: Any, options: Any) -> Any:

@@ -131,6 +131,9 @@ class Trial:
         """``output``, recorded until its loss is differentiated. Without gradients it is known to be of this rank's
         samples, if its inputs are the loader's."""
         if self._given and self.watching and self._tape is not None and not output.requires_grad:
+            tape = self._tape
+            if type(output) is Tensor and output.is_floating_point() and tape.rows == rows and not tape.problem:
+                return tape.see(output)
             watched: Tensor = of_this_rank(output, self._readings)
             return watched
         if not self.watching or not output.requires_grad or not output.is_floating_point():
@@ -212,6 +215,10 @@ class Trial:
         """Record that a batch of the loader is over."""
         self._close()
 
+    def note_number(self) -> None:
+        """Say once that a number of this rank's samples is known outside of torch."""
+        self._readings.note()
+
     def by_samples(self, share: Share, *, learned: bool) -> None:
         """Say, once per batch, that the program may take another path with this rank's ``share`` of it than on one
         device. ``learned`` says whether the batch had a backward."""
@@ -248,9 +255,9 @@ class Trial:
     def _say_of_values(self) -> None:
         model = self._model()
         if model is not None:
-            say(model.rank_context, "a number that is taken out of a tensor (loss.item(), answers as an array) is of "
-                "this rank's samples; asa.reduce(loss) is of the whole batch, by which a loop that branches is to "
-                "decide")  # fmt: skip
+            say(model.rank_context, "a number that is taken out of a tensor (loss.item(), answers as an array), or "
+                "that the model returns, is of this rank's samples; asa.reduce(loss) is of the whole batch, by which "
+                "a loop that branches is to decide")  # fmt: skip
 
     def _name_of(self, tensor: Tensor) -> str:
         """The name of the model's tensor in whose memory ``tensor`` is; empty if it is in none."""

@@ -61,7 +61,7 @@ class Bucket:
         ):
             view = self.view(i)
             view.copy_(gradient)
-            p.grad = view
+            p.grad = view.data  # no view for autograd: a program may multiply it by what has gradients
 
     def absent(self, i: int) -> None:
         """Fill in negative zeros for parameter ``i``, which no sample of this rank reached. A sum is negative zero only

@@ -11,6 +11,7 @@ from torch import nn
 
 from asa.tracing.chain import Slot, TracedModel
 from asa.tracing.fingerprint import model_fingerprint
+from asa.tracing.records import understood
 from asa.tracing.whole import WholeModel
 
 UNCUT = "asa_uncut"
@@ -29,7 +30,7 @@ class CalledModel(WholeModel):
         """The model's own output."""
         model = self.__dict__["_whole"]
         run: Callable[..., Any] = model if method is None else attrgetter(method)(model)
-        return run(*args, **options)
+        return understood(run(*args, **options))
 
 
 def called(model: nn.Module, *, name: str, reason: str) -> TracedModel:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from asa.tracing.factories import recorded_factories
 from asa.tracing.preserve import attributes, changed_attributes, mode, restore_attributes
 from asa.tracing.program import CONSTANT, Origin, Program, opened
+from asa.tracing.records import understood
 from asa.tracing.shapes import Oracle, ShapeProxy
 
 
@@ -72,7 +73,7 @@ class ModelTracer(fx.Tracer):
         del is_module, concrete_args
 
         def call(*args: Any) -> list[Any]:
-            self.result = root_fn(*args)
+            self.result = understood(root_fn(*args))
             return [leaf for leaf in pytree.tree_leaves(self.result) if isinstance(leaf, fx.Proxy)]
 
         return call, [self.root, self.create_proxy("placeholder", "x", (), {}, name="x")]

@@ -13,6 +13,7 @@ from asa.errors import InvalidInputError, place_of
 from asa.tracing.chain import BatchDims, Slot, differing
 from asa.tracing.component import TracedComponent
 from asa.tracing.preserve import mode, preserved
+from asa.tracing.records import understood
 from asa.tracing.tracer import reason_of
 
 
@@ -57,7 +58,7 @@ def _slots(output: Any, names: Iterator[str]) -> Any:
 def _run(model: nn.Module, example: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
     call = f"{type(model).__name__} on an input of shape {tuple(example.shape[1:])}"
     try:
-        output = model(example.clone())
+        output = understood(model(example.clone()))
     except Exception as error:
         raise InvalidInputError(f"{call} fails: {reason_of(error)}{place_of(error)}") from error
     tensors = tensors_of(output)

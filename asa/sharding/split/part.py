@@ -105,7 +105,7 @@ class TensorPart(Tensor):
             del (kwargs := dict(kwargs))["out"]
         if handler is None or "out" in kwargs:
             refuse(name, parts_in((*args, *kwargs.values()))[0].parted)
-        return followed(name, args, lambda: handler(Call(func, name, tuple(args), kwargs)))
+        return followed(name, args, lambda: handler(Call(func, name, tuple(args), kwargs)), kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
