@@ -167,8 +167,7 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
             )
         )  # fmt: skip
     alone = f"{strategy} trained alone: its times to an accuracy include validation"
-    missing = "; utilisation and state memory are not measured there on CPUs" if site.device == "cpu" else ""
-    site.notes.append(alone + missing)
+    site.notes.append(f"{alone}; state memory is not measured there")
     rate = c.flops_per_sample(site.profile) * last.global_batch
     peak = c.peak_flops(site.cluster, plan.precision)
     per_epoch = -(-len(site.images()[0]) // last.global_batch)
