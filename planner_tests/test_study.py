@@ -492,6 +492,11 @@ def test_a_tiny_study_is_foreseen_run_resumed_and_tabled(place, monkeypatch):
         (("--strategies", "ddpp"), 2, "no strategy 'ddpp'; one of asa,"),
         (("--microbatches", "3"), 2, "a batch of 64 is not cut into 3 microbatches; take a power of two up to it"),
         (("--data", "folder:nowhere"), 3, "--data folder:nowhere: there is no folder nowhere"),
+        (
+            ("--gpus", "1,1000000000"),
+            2,
+            "1000000000 devices are more than any cluster has; the most is 16384",
+        ),
         (("--models", "cnnn"), 2, "no model is called 'cnnn'; did you mean cnn?"),
     ],
 )
