@@ -72,12 +72,12 @@ def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
-    """The content of a regular file of UTF-8 text.
+    """The content of a regular file of UTF-8 text, without the byte-order mark that some editors put before it.
 
     Raises:
         InvalidInputError: as in :func:`read_bytes`, or it is not UTF-8.
     """
     try:
-        return read_bytes(path, most=most).decode("utf-8")
+        return read_bytes(path, most=most).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise InvalidInputError(f"cannot read {path}: not UTF-8 text") from None

@@ -43,8 +43,11 @@ def _by_hand(text: str) -> str:
         (_cut, "is not valid JSON"),
         (lambda _: "", "is not valid JSON"),
         (lambda _: "[1]", "holds a JSON list"),
+        (lambda _: "null", "holds a JSON null"),
+        (lambda _: "[" * 100_000, "it is nested too deeply"),
         (lambda _: '{"resnet50": 1}', "is a file of unknown kind, not a"),
-        (lambda text: text.replace('"schema_version": 1', '"schema_version": 99'), "schema version 99"),
+        (lambda text: text.replace('"schema_version": 1', '"schema_version": 99'), "install the newer asa"),
+        (lambda text: text.replace('"schema_version": 1', '"schema_version": 0'), "this asa reads 1; create it again"),
         (_by_hand, "was changed after it was written"),
         (lambda text: text.replace('"kind"', '"extra": 1,\n "kind"'), ".extra"),
         (lambda text: text.replace('"fp32"', '"fp8"').replace('"gloo"', '"mpi"'), "at $."),
@@ -69,7 +72,7 @@ def test_files_written_by_hand_need_no_fingerprint_and_an_edited_one_is_told_so(
         del data["fingerprint"]
         if "levels" in data:
             data["device"]["memory_bytes"] = 2**34
-        (place / name).write_text(json.dumps(data))
+        (place / name).write_text(json.dumps(data), encoding="utf-8-sig")  # as some editors save
     assert entry.run(["plan", "tiny.json", "--cluster", "cluster.box.json", "--strategies", "ddp"]) == 0
     again = ["--profile", "tiny.json", "--cluster", "cluster.box.json"]
     assert entry.run(["explain", *again]) == 0

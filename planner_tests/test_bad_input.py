@@ -222,6 +222,7 @@ def test_batches_that_no_device_holds_are_refused_before_the_model_is_built(caps
     assert "100000000 samples of 3x32x32 are 1144 GiB before any of the model" in said
     assert "take a --global-batch far below" in said
     assert refused(capsys, 5, "profile", "cnn", "--input", "3x99999x99999").endswith("take a smaller --input")
+    assert refused(capsys, 5, "profile", "gpt2", "--tokens", "1000000000000").endswith("take a smaller --tokens")
 
 
 def test_memory_that_ran_out_is_no_fault_of_the_program(capsys, monkeypatch):

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from io import StringIO
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -374,7 +374,7 @@ def test_a_closed_stdout_is_like_one_nobody_reads():
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
-@pytest.mark.parametrize("words", ["cluster list --json", "cluster list", "schema plan", "--version"])
+@pytest.mark.parametrize("words", ["cluster list --json", "cluster list", "schema plan", "--version", "plan --help"])
 def test_a_result_that_cannot_be_written_is_one_line(words):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -385,6 +385,22 @@ def test_a_result_that_cannot_be_written_is_one_line(words):
     assert "to stdout" in done.stderr
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_terminal_of_another_encoding_shows_what_it_can(own_verb, monkeypatch, encoding):
+    def show(_args: Arguments, console: Console) -> None:
+        console.show(tables.line("✓ ok – a/ü\udcff.json → 5"))
+        console.text("✗ a/ü\udcff.json → 5")
+
+    own_verb(show)
+    stream = TextIOWrapper(BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert entry.run(["probe"]) == 0
+    stream.flush()
+    said = stream.buffer.getvalue().decode(encoding)
+    assert {"ascii": "+ ok - a/\\xfc", "latin-1": "+ ok - a/ü", "utf-8": "✓ ok – a/ü"}[encoding] in said
+    assert "\\udcff.json" in said
+
+
 def test_help_of_a_command_may_be_asked_for_by_its_name(capsys):
     assert entry.run(["help", "cluster", "show"]) == 0
     assert "usage: asa cluster show" in capsys.readouterr().out
@@ -393,6 +409,8 @@ def test_help_of_a_command_may_be_asked_for_by_its_name(capsys):
 def test_a_flag_that_is_not_there_is_answered_with_the_nearest(capsys):
     assert entry.run(["plan", "resnet50", "--gpu", "8"]) == 2
     assert "unrecognized arguments: --gpu 8; did you mean --gpus?; see `asa plan --help`" in capsys.readouterr().err
+    assert entry.run(["plan", "--nonsense"]) == 2
+    assert "unrecognized arguments: --nonsense; see `asa plan --help`" in capsys.readouterr().err
 
 
 def test_only_commands_that_have_the_option_are_told_to_name_a_profile(elsewhere, monkeypatch, capsys):

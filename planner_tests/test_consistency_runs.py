@@ -97,6 +97,7 @@ def test_a_lost_server_is_started_again_from_what_was_saved(tmp_path, monkeypatc
 def test_one_worker_alone_has_nobody_to_wait_for_and_writes_its_log(tmp_path):
     events = run(under("ps_async", 1), tmp_path, epochs=1)
     assert [c["live"] for c in of(events, "consistency")] == [[0]]
+    assert [0 < e["measurements"]["utilisation"] <= 1 for e in of(events, "epoch")] == [True]
     assert not [e for e in of(events, "note") if "momentum" in e["message"]]
     assert (tmp_path / "log.jsonl").read_text().count('"live": [0]') == 1
 

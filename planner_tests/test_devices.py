@@ -75,16 +75,17 @@ def test_without_nvml_nothing_is_known_and_nothing_fails(monkeypatch):
     assert card("GPU-1") is None
 
 
-def test_a_process_that_works_is_busy_and_one_that_sleeps_is_not(monkeypatch):
-    clock = iter([0.0, 1.0, 0.0, 1.0])
-    spent = iter([0.0, 0.9, 0.0, 0.0])
-    monkeypatch.setattr(devices.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(devices.time, "process_time", lambda: next(spent))
+@pytest.mark.parametrize(("threads", "busy"), [(1, 0.9), (2, 0.45)])
+def test_a_process_that_works_is_busy_and_one_that_sleeps_is_not(monkeypatch, threads, busy):
+    clock = {"monotonic": 0.0, "process_time": 0.0}
+    monkeypatch.setattr(devices.time, "monotonic", lambda: clock["monotonic"])
+    monkeypatch.setattr(devices.time, "process_time", lambda: clock["process_time"])
+    monkeypatch.setattr(devices.torch, "get_num_threads", lambda: threads)
     with watched() as works:
-        pass
+        clock = {"monotonic": 1.0, "process_time": 0.9}
     with watched() as sleeps:
-        pass
-    assert (works.busy, sleeps.busy) == (0.9, 0.0)
+        clock = {"monotonic": 2.0, "process_time": 0.9}
+    assert (works.busy, sleeps.busy) == (busy, 0.0)
 
 
 def test_reasons_are_those_that_hold_a_clock_back():

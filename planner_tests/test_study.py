@@ -474,7 +474,8 @@ def test_a_tiny_study_is_foreseen_run_resumed_and_tabled(place, monkeypatch):
     assert ddp.samples_per_epoch == 1437
     assert ddp.result.data_wait_s is not None
     assert ddp.result.samples_per_s == pytest.approx(479 / (ddp.result.step_time_s.median + ddp.result.data_wait_s))
-    assert 0 < ddp.result.utilisation <= 1
+    used = {(r.cell.strategy, r.cell.gpus): r.result.utilisation for r in made.rows if r.state == "measured"}
+    assert all(share is not None and 0 < share <= 1 for share in used.values()), used
     assert 0 < ddp.result.state_memory_bytes <= ddp.result.peak_memory_bytes
     refused = next(r for r in made.rows if r.state == "refused")
     assert "interleaved is not built yet" in refused.why
@@ -491,6 +492,11 @@ def test_a_tiny_study_is_foreseen_run_resumed_and_tabled(place, monkeypatch):
         (("--strategies", "ddpp"), 2, "no strategy 'ddpp'; one of asa,"),
         (("--microbatches", "3"), 2, "a batch of 64 is not cut into 3 microbatches; take a power of two up to it"),
         (("--data", "folder:nowhere"), 3, "--data folder:nowhere: there is no folder nowhere"),
+        (
+            ("--gpus", "1,1000000000"),
+            2,
+            "1000000000 devices are more than any cluster has; the most is 16384",
+        ),
         (("--models", "cnnn"), 2, "no model is called 'cnnn'; did you mean cnn?"),
     ],
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, TextIO
 
 from asa.errors import UnavailableError
@@ -222,6 +224,24 @@ def reaching_stdout() -> Iterator[None]:
     except OSError as error:
         _to_nowhere(1)  # what is left in the buffer would be complained of once more at the end
         raise UnavailableError(f"cannot write to stdout: {error.strerror or error}") from None
+
+
+def legible_stdout() -> None:
+    """Let stdout take every text: what its encoding lacks, as ASCII has no check mark and UTF-8 no half of a character
+    in a file's name, is written in characters that it has."""
+    codecs.register_error(_LEGIBLE, _in_ascii)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors=_LEGIBLE)
+
+
+_LEGIBLE = "asa.legible"
+_ASCII = {"✓": "+", "✗": "x", "–": "-"}
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    mark = _ASCII.get(error.object[error.start])
+    return (mark, error.start + 1) if mark else codecs.backslashreplace_errors(error)
 
 
 def _to_nowhere(descriptor: int) -> None:

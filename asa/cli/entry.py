@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from asa.cli import ending
-from asa.cli.console import Console, reaching_stdout
+from asa.cli.console import Console, legible_stdout, reaching_stdout
 from asa.cli.verbs import VERBS, verbs
 from asa.errors import AsaError, UnavailableError, UsageError, lacking
 
@@ -29,6 +29,7 @@ def run(argv: Sequence[str]) -> int:
     """Run one command; returns the exit code and never raises."""
     from asa.cli.settings import wants_json
 
+    legible_stdout()
     console = Console(as_json=wants_json(argv, os.environ))
     debug = os.environ.get("ASA_DEBUG", "") not in ("", "0")
     try:

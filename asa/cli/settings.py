@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import textwrap
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from asa.cli import ineffective_options
+from asa.cli.console import reaching_stdout
 from asa.cli.verb import TRUE, Arguments, Option, Verb
 from asa.cli.verbs import VERBS, verbs
 from asa.errors import InvalidInputError, UsageError
@@ -43,10 +45,17 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message[:1].lower()}{message[1:]}{self._suggestion(message)}; see `{self.prog} --help`")
 
+    def print_help(self, file: Any = None) -> None:
+        """Print the help text; unlike argparse's own, not in silence if it cannot be written."""
+        with reaching_stdout():
+            sys.stdout.write(self.format_help())
+            sys.stdout.flush()
+
     def _suggestion(self, message: str) -> str:
         """Suggestion of flags that are similar to unknown ones."""
-        unknown = [word for word in message.split() if word.startswith("--")] if "unrecognized" in message else []
-        matches = [match for word in unknown for match in get_close_matches(word, self._option_string_actions, n=1)]
+        unknown = [word[2:] for word in message.split() if word.startswith("--")] if "unrecognized" in message else []
+        names = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
+        matches = [f"--{match}" for word in unknown for match in get_close_matches(word, names, n=1)]
         return f"; did you mean {', '.join(matches)}?" if matches else ""
 
 

@@ -96,13 +96,17 @@ def _check(args: Arguments, study: Definition) -> None:
     """Check all names and files of a study, before minutes of measuring.
 
     Raises:
-        UsageError: no such model or strategy, or microbatches that no batch is cut into.
+        UsageError: no such model or strategy, too many devices, or microbatches that no batch is cut into.
         InvalidInputError, UnavailableError: files of the data are missing, or the package that reads them.
     """
+    from asa.cost.machine.widen import MOST_DEVICES
     from asa.planner.space import baselines
     from asa.strategies import offered
     from asa.zoo import specs
 
+    largest = max((b.gpus for b in study.blocks), default=1)
+    if largest > MOST_DEVICES:
+        raise UsageError(f"--gpus: {largest} devices are more than any cluster has; the most is {MOST_DEVICES}")
     for block in study.blocks:
         o.check_model(args, block.model)
         specs.check_there(block.data)
@@ -114,7 +118,7 @@ def _check(args: Arguments, study: Definition) -> None:
             )
         # Strategies that cannot run somewhere are refused cell by cell; those that do not exist are a mistake.
         plain = [s.removesuffix("+replan") for s in block.strategies if s not in PIPELINES and not is_discipline(s)]
-        baselines.check(tuple(plain), offered(), max(b.gpus for b in study.blocks))
+        baselines.check(tuple(plain), offered(), largest)
 
 
 def _budget_share(remaining_s: float, work: Sequence[tuple[Block, Sequence[str]]]) -> float:

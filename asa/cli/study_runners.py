@@ -157,8 +157,7 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
     if replan:
         site.notes.append(f"{site.block.title}: {strategy} changed its plan {changes} times")
     alone = f"{strategy} trained alone: its times to an accuracy include validation"
-    missing = "; utilisation and state memory are not measured there on CPUs" if site.device == "cpu" else ""
-    site.notes.append(alone + missing)
+    site.notes.append(f"{alone}; state memory is not measured there")
     return _result(site, strategy, plan, records, servers)
 
 

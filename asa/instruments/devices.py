@@ -18,6 +18,19 @@ def device_of_rank(kind: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
 
 
+class ProcessorUse:
+    """Use of the cores by this process since it was made."""
+
+    def __init__(self) -> None:
+        self._began, self._processor = time.monotonic(), time.process_time()
+
+    @property
+    def busy(self) -> float:
+        """Processor time over wall time and over the threads that torch computes with, 0 to 1."""
+        available = (time.monotonic() - self._began) * torch.get_num_threads()
+        return min(1.0, (time.process_time() - self._processor) / max(available, 1e-9))
+
+
 @dataclass
 class Usage:
     """Use of a device inside :func:`watched`.
@@ -39,14 +52,14 @@ def watched(card: Card | None = None) -> Iterator[Usage]:
     """Context that yields a :class:`Usage` and fills it at its end: for the GPU ``card``, or for this process if
     None."""
     usage = Usage()
-    began, processor = time.monotonic(), time.process_time()
+    began, cores = time.monotonic(), ProcessorUse()
     with watching(card) as looks:
         try:
             yield usage
         finally:
             usage.seconds = time.monotonic() - began
             if card is None:
-                usage.busy = min(1.0, (time.process_time() - processor) / max(usage.seconds, 1e-9))
+                usage.busy = cores.busy
     if card is not None:
         clocks = [r.clock_mhz for r in looks.readings if r.clock_mhz is not None]
         usage.busy, usage.energy_j = looks.utilisation, looks.energy_j

@@ -38,8 +38,8 @@ class BenchResult:
         samples_per_s: throughput, including the wait for input.
         data_wait_s: median wait for input per step.
         utilisation: fraction of time, 0 to 1, in which the devices computed while this plan ran alone. On GPUs it is
-            read from NVML; on CPUs it is processor time over wall time; for a prediction it is the part of the step
-            that computes.
+            read from NVML; on CPUs it is processor time over wall time and threads of a rank; for a prediction it is
+            the part of the step that computes.
         flops_per_s: FLOP/s of all ranks, counted from the model's structure, with backward as twice forward.
         mfu: ``flops_per_s`` over the peak of all devices.
         predicted_bubble_s: the part of the predicted step in which stages wait for each other.

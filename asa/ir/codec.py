@@ -268,6 +268,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+_JSON_TYPES = {list: "list", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
+"""What JSON calls the values that are no object."""
+
+
 def parse(text: str, *, source: str) -> dict[str, Any]:
     """Parse JSON text to a dict; refuses NaN, infinities, numbers out of range and duplicate keys.
 
@@ -284,9 +288,10 @@ def parse(text: str, *, source: str) -> dict[str, Any]:
             raise InvalidInputError(
                 f"{source} is not valid JSON: it ends too early, after {size} bytes; copy or write it again"
             ) from None
-        raise InvalidInputError(f"{source} is not valid JSON: {error}") from None
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise InvalidInputError(f"{source} is not valid JSON: {why}") from None
     if not isinstance(data, dict):
-        raise InvalidInputError(f"{source} holds a JSON {type(data).__name__}, not an object")
+        raise InvalidInputError(f"{source} holds a JSON {_JSON_TYPES[type(data)]}, not an object")
     return data
 
 
@@ -327,8 +332,10 @@ def loads(cls: type[T], text: str, *, source: str) -> T:
         raise InvalidInputError(f"{source} is a {actual}, not a {kind}", where="$.kind")
     version = data.pop("schema_version", None)
     if type(version) is not int or version != SCHEMA_VERSION:
+        newer = type(version) is int and version > SCHEMA_VERSION
         raise InvalidInputError(
-            f"{source} has schema version {version!r}, this asa reads {SCHEMA_VERSION}; create it again",
+            f"{source} has schema version {version!r}, this asa reads {SCHEMA_VERSION}; "
+            + ("install the newer asa that wrote it, or create it again" if newer else "create it again"),
             where="$.schema_version",
         )
     del data["kind"]

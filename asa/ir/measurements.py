@@ -61,7 +61,8 @@ class Measurements:
         links: measured transfers; empty if ranks were not observed.
         mean_step_s: mean of what ``step_time`` has the median of; None if not measured.
         energy_j: joules of the plan's GPUs in the epoch; None if they do not count energy.
-        utilisation: mean fraction of the epoch, 0 to 1, in which a kernel ran on the plan's GPUs; None if unknown.
+        utilisation: mean over the plan's devices of the fraction of the epoch, 0 to 1, in which a kernel ran (GPUs), or
+            of processor time over wall time and threads while training (CPUs); None if unknown.
     """
 
     plan_fingerprint: str

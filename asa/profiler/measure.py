@@ -246,8 +246,8 @@ def _check_room(shape: Shape, samples: int, device: torch.device) -> None:
     each = math.prod(shape) * (8 if of_tokens(shape) else 4)
     free = free_memory(device)
     if each * max(samples, _EXAMPLE_SAMPLES) > free:
-        most = free // each
-        remedy = f"take a --global-batch far below {most}" if most >= _EXAMPLE_SAMPLES else "take a smaller --input"
+        most, option = free // each, "--tokens" if of_tokens(shape) else "--input"
+        remedy = f"take a --global-batch far below {most}" if most >= _EXAMPLE_SAMPLES else f"take a smaller {option}"
         raise UnavailableError(
             f"{samples} samples of {'x'.join(map(str, shape))} are {binary(each * samples)} before any of the model, "
             f"{device.type} has {binary(free)} free; {remedy}"

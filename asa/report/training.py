@@ -30,7 +30,7 @@ def epoch_line(record: EpochRecord, *, trained: bool = True, metric: str = "accu
     slowest_text = "" if slowest is None else f"; others waited {percent(slowest[1])} of a step for rank {slowest[0]}"
     joules, rate_of_use = record.measurements.energy_j, record.measurements.utilisation
     energy = "" if joules is None else f", {joules / 1e3:.3g} kJ"
-    energy += "" if rate_of_use is None else f", GPUs busy {percent(rate_of_use)}"
+    energy += "" if rate_of_use is None else f", devices busy {percent(rate_of_use)}"
     head = f"epoch {record.epoch + 1}: {learning}, {seconds(record.seconds)}{energy}, "
     return f"{head}{rate(record.measurements.samples_per_s)}\n" + folded(f"    {record.verdict.reason}{slowest_text}")
 

@@ -26,6 +26,7 @@ from asa.executor.consistency.star import AT_NEED, StarVotes
 from asa.executor.running.loop import TrainingExecutor
 from asa.executor.training.stopping import VOTE_EVERY_S
 from asa.executor.training.worker import LossCounter
+from asa.instruments.devices import ProcessorUse
 from asa.interfaces.executor import EpochOutcome, Look
 from asa.ir.codec import fingerprint
 from asa.ir.layout import bounds
@@ -73,13 +74,13 @@ class AsynchronousExecutor(TrainingExecutor):
         if votes.coordinator is not None:
             votes.coordinator.begin(epoch, start, end, step=self._step, statistics=statistics_of(self.model))
         self.model.train()
-        counter = LossCounter(self.model.device)
+        counter, cores = LossCounter(self.model.device), ProcessorUse()
         steps = self._take(epoch, start, end, counter)
         self._worker.synchronize()
-        seconds = time.perf_counter() - began
+        seconds, busy = time.perf_counter() - began, cores.busy
         loss, hits, rows = counter.take()
         stopping = self._stop.requested
-        rows_of_ranks = votes.gather([loss, hits, rows, float(stopping), float(steps), seconds])
+        rows_of_ranks = votes.gather([loss, hits, rows, float(stopping), float(steps), seconds, busy])
         position = int(votes.tell(votes.coordinator.position if votes.coordinator is not None else None))
         loss, hits, rows = (math.fsum(rank[i] for rank in rows_of_ranks) for i in range(3))
         if not math.isfinite(loss):
@@ -101,7 +102,9 @@ class AsynchronousExecutor(TrainingExecutor):
             validation_accuracy=validated[1],
             learning_rate=self._rate_at(max(start, end - self.plan.global_batch), self.plan.global_batch),
             measurements=self._measured(
-                max(rank[5] for rank in rows_of_ranks), (position - start) / self.plan.global_batch
+                max(rank[5] for rank in rows_of_ranks),
+                (position - start) / self.plan.global_batch,
+                [rows_of_ranks[rank][6] for rank in votes.live if rank in self.processes],
             ),
         )
 
@@ -258,8 +261,9 @@ class AsynchronousExecutor(TrainingExecutor):
         """None: memory is not observed here."""
         return None
 
-    def _measured(self, seconds: float, batches: float) -> Measurements:
-        """Measurements of an epoch, per step of one global batch, whichever workers trained on it."""
+    def _measured(self, seconds: float, batches: float, busy: list[float]) -> Measurements:
+        """Measurements of an epoch, per step of one global batch, whichever workers trained on it. ``busy`` has the
+        utilization of the CPU of every worker that is left."""
         step = seconds / max(batches, 1e-9)
         return Measurements(
             plan_fingerprint=fingerprint(self.plan),
@@ -272,6 +276,7 @@ class AsynchronousExecutor(TrainingExecutor):
             data_wait_s=0.0,
             peak_memory_bytes=None,
             predicted_memory_bytes=self.plan.prediction.memory_bytes_per_rank,
+            utilisation=math.fsum(busy) / len(busy) if busy and self.model.device.type == "cpu" else None,
         )
 
 

@@ -23,6 +23,7 @@ from asa.executor.running.loop import TrainingExecutor
 from asa.executor.training.clock import StepClock
 from asa.executor.training.precision import LossScale
 from asa.executor.training.worker import LossCounter, Worker
+from asa.instruments.nvml import Meter
 from asa.interfaces.strategy import Strategies
 from asa.ir.plan import Plan
 from asa.ir.profile import Stat
@@ -163,6 +164,9 @@ class EmulatedExecutor(TrainingExecutor):
 
     def _peak_memory(self) -> tuple[int, ...] | None:
         return None  # activations are all one block of zeros
+
+    def _use_of_devices(self, energy: Meter, busy_cores: float) -> tuple[float | None, float | None]:
+        return None, None  # this machine's, which are not the emulated ones
 
     def save(self, epoch: int) -> None:
         """Do nothing: nothing was trained."""

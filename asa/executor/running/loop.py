@@ -39,6 +39,7 @@ from asa.executor.training.settings import TrainSettings
 from asa.executor.training.snapshots import Snapshot, SnapshotFile, lacks_memory
 from asa.executor.training.stopping import VOTE_EVERY_S, Patience, StopRequest
 from asa.executor.training.worker import LossCounter, Worker
+from asa.instruments.devices import ProcessorUse
 from asa.instruments.nvml import Meter, card_of
 from asa.interfaces.executor import EpochOutcome, Look
 from asa.ir.codec import fingerprint
@@ -183,7 +184,7 @@ class TrainingExecutor(PlannedExecutor):
             raise UsageError(f"epoch {epoch} cannot run: training stands in epoch {self.next_epoch}")
         began, device = time.perf_counter(), self.model.device
         self._meter = Meter(card_of(device))
-        energy = Meter(card_of(device))
+        energy, cores = Meter(card_of(device)), ProcessorUse()
         if self._votes.anyone(self._stop.requested):
             self._preempt()
         if device.type == "cuda":
@@ -219,8 +220,9 @@ class TrainingExecutor(PlannedExecutor):
         if timer.pending:
             self._exchange(epoch, timer, counter, rate)
         self._position, self._warm = (epoch + 1) * self._order.samples_per_epoch, timer.warm
+        busy_cores = cores.busy
         loss, accuracy = self._validate()
-        joules, busy = self._use_of_gpus(energy)
+        joules, busy = self._use_of_devices(energy, busy_cores)
         return EpochOutcome(
             step=self._step,
             seconds=time.perf_counter() - began,
@@ -346,12 +348,13 @@ class TrainingExecutor(PlannedExecutor):
         peaks = self._votes.gather([float(peak)])
         return tuple(int(peaks[process][0]) for process in self.processes)
 
-    def _use_of_gpus(self, energy: Meter) -> tuple[float | None, float | None]:
-        """Joules of the plan's GPUs since ``energy`` was made, and their mean utilization in this epoch, 0 to 1; None
-        if one of them does not report it."""
+    def _use_of_devices(self, energy: Meter, busy_cores: float) -> tuple[float | None, float | None]:
+        """Joules of the plan's devices since ``energy`` was made, and their mean utilization in this epoch, 0 to 1;
+        None if one of them does not report it. On CPUs the utilization is the mean of ``busy_cores``."""
         if self.model.device.type != "cuda" or self._meter is None:
-            return None, None
-        known = energy.joules(), self._meter.utilisation
+            known: tuple[float | None, float | None] = None, busy_cores
+        else:
+            known = energy.joules(), self._meter.utilisation
         figures = self._votes.gather([math.nan if v is None else v for v in known])
         joules, busy = (math.fsum(figures[process][i] for process in self.processes) for i in range(2))
         return None if math.isnan(joules) else joules, None if math.isnan(busy) else busy / len(self.processes)
