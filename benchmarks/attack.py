@@ -228,11 +228,14 @@ def laws(profile: Profile, cluster: Cluster, request: Request, before: Plan, rng
     """For each law what is broken, empty where it holds: a request that leaves more room has no bound above what was
     found with less."""
     more: dict[str, tuple[Cluster, Request]] = {"links twice as fast": (faster_links(cluster, 2.0), request)}
+    pairs: list[tuple[str, Plan, Plan]] = []
     if request.gpus < cluster.num_devices:
         asked, ordered = replace(request, gpus=request.gpus + 1), cluster.ordered(cluster.fastest_first())
-        space = Annealing(profile, ordered, offered(), asked, rng, before.certificate.space)
-        if request.gpus in space.single_widths:
-            more["one device more"] = (cluster, asked)
+        after = plan(profile, cluster, offered(), asked)[0]
+        space = Annealing(profile, ordered, offered(), asked, rng, after.certificate.space)
+        searched = space.several_widths if len(before.stages) > 1 else space.single_widths
+        if all(len(s.ranks) in searched for s in before.stages):  # else the plan of before is not in the space of after
+            pairs.append(("one device more", before, after))
     if request.memory_bytes is not None:
         more["more memory"] = (cluster, replace(request, memory_bytes=int(1.15 * request.memory_bytes)))
     if cluster.devices is not None:
@@ -242,7 +245,7 @@ def laws(profile: Profile, cluster: Cluster, request: Request, before: Plan, rng
         roomy = tuple(replace(d, memory_bytes=m) for d, m in zip(cluster.devices, memories, strict=True))
         if any(d.memory_bytes is not None for d in cluster.devices):
             more["devices of more memory"] = (replace(cluster, devices=roomy), request)
-    pairs = [(name, before, plan(profile, other, offered(), asked)[0]) for name, (other, asked) in more.items()]
+    pairs += [(name, before, plan(profile, other, offered(), asked)[0]) for name, (other, asked) in more.items()]
     component = rng.choice(before.components)
     pin = Pin(pattern=component.name, strategy=component.data.strategy, degree=component.data.degree)
     less: dict[str, Request] = {}
