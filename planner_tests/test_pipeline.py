@@ -197,7 +197,11 @@ def test_collectives_at_the_edges_of_stages_are_those_declared(name: str, cut: i
                     entry_partial=partial[i + 1][0],
                 )  # fmt: skip
                 edges.append((inner, i))
-        edges.append((hop.exit(partial[cut - 1][1]), cut - 1) if stage == 0 else (hop.entry(partial[cut][0]), cut - 1))
+        if stage == 0:  # the output is made whole before it is sent
+            edge = Boundary(source=hop.source, target=whole(hop.source), exit_partial=partial[cut - 1][1])
+        else:
+            edge = Boundary(source=whole(hop.target), target=hop.target, entry_partial=partial[cut][0])
+        edges.append((edge, cut - 1))
         if stage == 1:
             last = plan.layouts()[-1]
             edges.append((Boundary(source=last, target=whole(last), exit_partial=partial[-1][1]), len(partial) - 1))
