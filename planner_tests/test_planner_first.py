@@ -68,7 +68,7 @@ def whole(prices: Prices) -> Candidate:
 def test_a_first_plan_fits_and_is_close_to_the_best_of_its_kind(model, cluster, share):
     prices = tight(model, cluster, share)
     alone = singles(StageLookup(prices, anything, (4,)), "ilp")
-    value = first_plan(alone, whole(prices), INF)
+    value = first_plan(alone, whole(prices), INF, 64)
     (found,) = [x for x in alone if x.value < INF]
     assert value == found.value
     problem, choice = found.stage.problem, found.solution.choice
@@ -85,7 +85,7 @@ def test_what_a_search_proves_does_not_depend_on_where_it_begins(model):
     for begun in (False, True):
         alone, best = singles(StageLookup(prices, anything), "dp"), joint.Incumbent(None, INF)
         if begun:
-            best.note_other(first_plan(alone, whole(prices), INF))
+            best.note_other(first_plan(alone, whole(prices), INF, 64))
             assert best.limit < INF
         joint.best_first(alone, best, INF, patience=INF)
         found.append((best.limit, best.bound))
@@ -96,12 +96,12 @@ def test_what_a_search_proves_does_not_depend_on_where_it_begins(model):
 def test_nothing_slower_than_what_is_known_is_begun_with_nor_all_ranks_where_memory_is_plenty():
     prices = tight("vgg16", CLUSTERS[1], 1.3)
     known, alone = whole(prices), singles(StageLookup(prices, anything), "ilp")
-    value = first_plan(alone, known, INF)
+    value = first_plan(alone, known, INF, 64)
     assert value < INF
-    assert first_plan(singles(StageLookup(prices, anything), "ilp"), known, 0.5 * value) == INF
-    assert first_plan(singles(StageLookup(prices, anything), "ilp"), None, INF) < INF, "memory binds"
+    assert first_plan(singles(StageLookup(prices, anything), "ilp"), known, 0.5 * value, 64) == INF
+    assert first_plan(singles(StageLookup(prices, anything), "ilp"), None, INF, 64) < INF, "memory binds"
     roomy = Prices(Space(prices.space.profile, prices.space.cluster, offered(), Request(gpus=4, global_batch=64)))
-    assert first_plan(singles(StageLookup(roomy, anything), "ilp"), None, INF) == INF
+    assert first_plan(singles(StageLookup(roomy, anything), "ilp"), None, INF, 64) == INF
 
 
 def test_a_search_without_time_answers_with_it_all_the_same():
@@ -109,6 +109,15 @@ def test_a_search_without_time_answers_with_it_all_the_same():
     space = prices.space
     hurried = plan(space.profile, space.cluster, offered(), replace(space.request, time_limit_s=1e-3))[0]
     alone = singles(StageLookup(prices, anything), "ilp")
-    assert hurried.prediction.step_time_s * MS <= first_plan(alone, whole(prices), INF) * (1 + 1e-9)
+    assert hurried.prediction.step_time_s * MS <= first_plan(alone, whole(prices), INF, 64) * (1 + 1e-9)
     fastest = min(b.step_time_s for b in hurried.baselines if b.fits and b.step_time_s is not None)
     assert hurried.prediction.step_time_s < 0.8 * fastest
+
+
+def test_ranks_that_do_not_divide_the_batch_begin_with_the_most_that_do():
+    where = presets.load(CLUSTERS[0])
+    profile = on_device(PROFILES["vgg16"], where)
+    prices = Prices(Space(profile, where, offered(), Request(gpus=8, global_batch=6)))
+    alone = singles(StageLookup(prices, anything), "ilp")
+    value = first_plan(alone, None, INF, 6)
+    assert [(x.width, x.num_microbatches) for x in alone if x.value == value] == [(6, 1)]

@@ -228,7 +228,7 @@ class _Search:
         if narrow is not None:
             best.note_other(self.prices.of(narrow).cost.total_s * MS * (1 + _SLACK))
         uniform = narrow or next((x for x in self.baselines if len(x.widths) == 1), None)
-        best.note_other(first_plan(self.single_stages, uniform, best.limit))
+        best.note_other(first_plan(self.single_stages, uniform, best.limit, self.prices.space.request.global_batch))
         return narrow
 
     def _sketch(self, exchange: Exchange | None) -> tuple[Candidate | None, float]:

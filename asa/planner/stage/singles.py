@@ -303,11 +303,14 @@ def likely_tight(some: Sequence[Single]) -> bool:
     return bool(some) and max(some, key=lambda x: x.width).likely_tight
 
 
-def first_plan(stages: Sequence[Single], uniform: Candidate | None, best: float) -> float:
+def first_plan(stages: Sequence[Single], uniform: Candidate | None, best: float, batch: int) -> float:
     """Ms of a first plan, which is kept; infinite if none below ``best`` ms was met. Stages of the width of
-    ``uniform``, the best whole strategy, are tried with at most as many microbatches; if memory binds, also stages of
-    all ranks. Prices that a search computes anyway often come close to the best plan of a kind."""
-    kinds: list[tuple[int, tuple[int, ...], float]] = [(max((x.width for x in stages), default=0), (), float("inf"))]
+    ``uniform``, the best whole strategy, are tried with at most as many microbatches; the widest that divide ``batch``,
+    if all ranks do not, with one; if memory binds, also stages of all ranks. A search computes these prices anyway."""
+    widest = max((x.width for x in stages), default=0)
+    kinds: list[tuple[int, tuple[int, ...], float]] = [(widest, (), float("inf"))]
+    if widest and batch % widest:
+        kinds.append((max(x.width for x in stages if batch % x.width == 0), (), 1))
     if uniform is not None:
         kinds.append((uniform.ranks, uniform.ways[0].layout.weights, uniform.num_microbatches))
     value = float("inf")
