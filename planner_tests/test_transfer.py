@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asa.cost.shards import sending
-from asa.ir.layout import Layout, bounds
+from asa.ir.layout import Boundary, Layout, bounds
 from asa.ir.transfer import Hop, transfers, whole
 
 WIDTHS = st.sampled_from([1, 2, 3, 4, 6, 8])
@@ -74,11 +75,13 @@ def test_a_hop_goes_both_ways(before: int, behind: int, scale: float) -> None:
 
 def test_partial_results_stay_inside_their_stages() -> None:
     split = Layout(width=2, data=1, tensor=2)
-    hop = Hop(source=split, source_ranks=(0, 1), target=split, target_ranks=(2, 3))
     assert whole(split) == Layout(width=2, data=1, tensor=1)
-    assert [c.op for c in hop.exit(exit_partial=True).traffic(8)] == ["all_reduce"]
-    assert [(c.op, c.phase) for c in hop.entry(entry_partial=True).traffic(8)] == [("all_reduce", "backward")]
-    assert hop.exit().traffic(8) == hop.entry().traffic(8) == ()
+    ends = Boundary(source=split, target=whole(split), exit_partial=True)
+    begins = Boundary(source=whole(split), target=split, entry_partial=True)
+    assert [c.op for c in ends.traffic(8)] == ["all_reduce"]
+    assert [(c.op, c.phase) for c in begins.traffic(8)] == [("all_reduce", "backward")]
+    for complete in (replace(ends, exit_partial=False), replace(begins, entry_partial=False)):
+        assert complete.traffic(8) == ()
 
 
 @given(ends=sides(), rows=st.integers(0, 60), sizes=st.tuples(st.floats(0, 3), st.floats(0, 3)))
