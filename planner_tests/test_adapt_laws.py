@@ -726,6 +726,17 @@ def test_transfers_of_other_sizes_are_priced_by_how_links_became_slower(
     assert model.move_s(few, one, costs.slowness()) <= seconds(tables[4], state) * 1.15
 
 
+def test_a_transfer_that_sends_nothing_says_nothing_of_links() -> None:
+    model = _model(2)
+    expected, costs, world = model.expected(_first(2), (0, 1)), Costs(2, 1), _world(2, _slowness(2))
+    alone = Transfer(op="all_reduce", level=0, group_size=1, num_bytes=2.0**20, seconds=1e-3, n=5)
+    assert expected.message(alone) is None
+    world.run_epoch(0)
+    for _ in range(4):
+        costs.observe(dataclasses.replace(world._measured(5), links=(alone,)), expected, (0, 1), 5, ())
+    assert costs.slowness().levels == (0.0,)
+
+
 @pytest.mark.parametrize("begins", [80, 81, 83, 84])
 @pytest.mark.parametrize("seed", range(2))
 def test_slow_links_are_found_wherever_in_a_window_they_begin(begins: int, seed: int) -> None:

@@ -36,9 +36,9 @@ class Expected:
         self._idle_links = Links(cluster)
 
     def message(self, transfer: Transfer) -> Message | None:
-        """``transfer`` with its expected seconds; None if the cluster's tables do not contain it."""
+        """``transfer`` with its expected seconds; None if the tables do not contain it, or nothing is sent."""
         expected_s = self._transfer_s(transfer)
-        if expected_s is None:
+        if not expected_s:
             return None
         op: CollectiveOp = "send_recv" if transfer.op == "send" else transfer.op  # type: ignore[assignment]
         return Message(

@@ -39,7 +39,9 @@ class _Loop:
         self.epoch = self.looks = self.step = 0
         self.total: int | None = None
         self.levels: set[int] = set()
+        """Levels of links of which transfers were timed under some plan."""
         self.trained_s = self.probe_s = 0.0
+        """Seconds of training since the last probe, and of that probe."""
         self.moved = self.looked = False
         self.changed = False
         self.change: Change | None = None
@@ -70,8 +72,9 @@ class _Loop:
             return None
         current = Placement(plan=executor.plan, processes=executor.processes)
         idle = len(current.processes) < executor.num_processes
-        untimed = not measured.links or not self.levels <= {t.level for t in measured.links}
-        self.levels |= {t.level for t in measured.links}
+        timed = {t.level for t in measured.links}
+        untimed = not timed or not self.levels <= timed  # no transfer says how fast some links are now
+        self.levels |= timed
         self.trained_s += steps * measured.step_time.median
         probe = executor.probe(compute=idle) if self.moved and (idle or untimed) and self._due() else None
         if probe is not None:
