@@ -8,6 +8,10 @@ Disturbances, none of them a flag of asa:
 
 - *core*: busy loops (``--load`` of them) on the core of rank 1.
 - *quota*: rank 1 in a cgroup that may run half of every 10 ms.
+- *stops*: rank 1 is stopped (SIGSTOP) for half of every 200 ms.
+- *bursts*: as *core*, but for 5 s in every 10 s.
+- *growing*: as *quota*, with less of the core every 5 s.
+- *both*: busy loops on the cores of both ranks; nobody is slower than the other.
 - *shared*: both ranks on one core.
 - *memory*: the memory cgroup of the run is lowered to what it uses just then, and a little.
 - *links*: each rank in a network namespace, planned for the links between those as they are measured there, which are
@@ -29,12 +33,14 @@ import argparse
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -61,7 +67,9 @@ from asa.strategies import offered
 
 SLOW = 1
 """The rank that is disturbed."""
-CASES = ("none", "core", "quota", "shared", "memory", "links")
+CASES = ("none", "core", "quota", "stops", "bursts", "growing", "both", "shared", "memory", "links")
+ONE_SLOW = ("core", "quota", "stops", "bursts", "growing")
+"""Cases in which only rank 1 is slow."""
 EPOCH = 50
 CGROUPS = Path("/sys/fs/cgroup")
 MEMORY_GROUP = CGROUPS / "memory" / f"asa-adapt-{os.getpid()}"
@@ -128,14 +136,88 @@ Disturbance = Callable[[Run, argparse.Namespace], Any]
 def core(run: Run, args: argparse.Namespace) -> Iterator[None]:
     """Others have the core of rank 1, too."""
     (own,) = _cores(run.ranks()[SLOW]) if len(run.ranks()) > SLOW else {max(os.sched_getaffinity(0))}
-    code = f"import os\nos.sched_setaffinity(0, {{{own}}})\nwhile True: pass"
-    loops = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(args.load)]
-    try:
+    with _loops([own], args.load):
         yield
+
+
+@contextmanager
+def both(_run: Run, args: argparse.Namespace) -> Iterator[None]:
+    """Others have the cores of all ranks, too."""
+    with _loops(sorted(os.sched_getaffinity(0))[:2], args.load):
+        yield
+
+
+@contextmanager
+def _loops(cores: Iterable[int], load: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Busy loops, ``load`` on each of ``cores``."""
+    code = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+    loops = [subprocess.Popen([sys.executable, "-c", code, str(core)]) for core in cores for _ in range(load)]
+    try:
+        yield loops
     finally:
         for loop in loops:
             loop.kill()
             loop.wait()
+
+
+@contextmanager
+def _repeated(act: Callable[[int], None], every_s: float) -> Iterator[None]:
+    """Calls ``act`` with 0, 1, 2 and so on, once in every ``every_s`` seconds."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        count = 0
+        while not over.is_set():
+            act(count)
+            count += 1
+            over.wait(every_s)
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _send(pids: Iterable[int], signal_number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal_number)
+
+
+@contextmanager
+def stops(run: Run, _args: argparse.Namespace) -> Iterator[None]:
+    """Rank 1 is stopped for half of the time."""
+    victim = run.ranks()[SLOW : SLOW + 1]
+    try:
+        with _repeated(lambda i: _send(victim, (signal.SIGCONT, signal.SIGSTOP)[i % 2]), 0.1):
+            yield
+    finally:
+        _send(victim, signal.SIGCONT)
+
+
+@contextmanager
+def bursts(run: Run, args: argparse.Namespace) -> Iterator[None]:
+    """Others have the core of rank 1 half of the time, for seconds."""
+    (own,) = _cores(run.ranks()[SLOW]) if len(run.ranks()) > SLOW else {max(os.sched_getaffinity(0))}
+    with _loops([own], args.load) as loops:
+        pids = [loop.pid for loop in loops]
+        with _repeated(lambda i: _send(pids, (signal.SIGCONT, signal.SIGSTOP)[i % 2]), 5.0):
+            yield
+
+
+@contextmanager
+def growing(run: Run, args: argparse.Namespace) -> Iterator[None]:
+    """Rank 1 is throttled more and more, down to ``--share``."""
+    file = (CPU_GROUP if CPU_GROUP.exists() else CPU_GROUP.parent) / "quota" / "cpu.cfs_quota_us"
+
+    def less(count: int) -> None:
+        file.write_text(str(int(10000 * max(args.share, 0.9 - 0.1 * count))))
+
+    with quota(run, args), _repeated(less, 5.0):
+        yield
 
 
 @contextmanager
@@ -234,7 +316,8 @@ def none(_run: Run, _args: argparse.Namespace) -> Iterator[None]:
 
 
 DISTURBANCES: dict[str, Disturbance] = {
-    "none": none, "core": core, "quota": quota, "shared": shared, "memory": memory, "links": links
+    "none": none, "core": core, "quota": quota, "stops": stops, "bursts": bursts, "growing": growing, "both": both,
+    "shared": shared, "memory": memory, "links": links,
 }  # fmt: skip
 
 
@@ -319,9 +402,9 @@ def told(plan: Plan, case: str, factor: float) -> Iterator[tuple[str, Plan]]:
     model = Model(profile=profile, cluster=cluster, strategies=offered(), solve=solve_again)
     log = math.log(max(1.0, factor))
     slow = Slowness(
-        common=0.0, ranks=(0.0, log if case in ("core", "quota") else 0.0),
+        common=0.0, ranks=(0.0, log if case in ONE_SLOW else 0.0),
         levels=tuple(log if case == "links" else 0.0 for _ in cluster.levels),
-        stolen=(SLOW,) if case in ("core", "quota") else (),
+        stolen=(SLOW,) if case in ONE_SLOW else (),
     )  # fmt: skip
     now = Placement(plan=plan, processes=(0, 1))
     try:
