@@ -763,3 +763,28 @@ def test_a_plan_that_is_faster_than_promised_does_not_speak_for_one_on_fewer_ran
     assert {len(target.processes) for _, _, target in world.moves} == ranks
     assert "rollback" not in _kinds(events)
     assert all(world.true_step_s(new, BEGINS) < world.true_step_s(old, BEGINS) for _, old, new in world.moves)
+
+
+def test_what_a_change_was_measured_to_gain_counts_on_the_way_back() -> None:
+    """By their prices alone, two ranks gain 9 % over one, too little for a change; in truth they gain 41 %."""
+
+    class Better(World):
+        """Two ranks take 0.65 of what is promised of them; one takes what is promised."""
+
+        def _truth(self, placement: Placement, step: int) -> tuple[float, tuple[float, ...], tuple[Transfer, ...]]:
+            step_s, own, sent = super()._truth(placement, step)
+            share = 0.65 if len(placement.processes) == 2 else 1.0
+            return share * step_s, tuple(share * s for s in own), sent
+
+    _, cluster = _model(2).corrected(_slowness(2, links=32.0), range(2))
+    model = dataclasses.replace(_model(2), cluster=cluster)
+    first = plan(PROFILE, cluster, STRATEGIES, Request(gpus=2, global_batch=8, time_limit_s=0.5))[0]
+    clean, worse = (PROFILE, cluster), model.corrected(_slowness(2, rank=1, by=3.0), range(2))
+    world = Better(
+        first, lambda step: worse if BEGINS <= step < ENDS else clean, STRATEGIES, processes=2, steps=STEPS,
+        window=WINDOW, move_s=0.2,
+    )  # fmt: skip
+    list(adapt(world, range(12), lambda _event: None, model=model, policy=Policy(rebuild_s=0.2)))
+    assert [len(new.processes) for _, _, new in world.moves] == [1, 2]
+    assert world.moves[-1][0] <= ENDS + 6 * WINDOW
+    assert world.plan.conduct == first.conduct

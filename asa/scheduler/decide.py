@@ -146,6 +146,7 @@ class Decider:
         self._recent = _Recent(policy.probation_steps)
         self._tried: list[Placement] = []
         self._penalties: list[tuple[Placement, float]] = []
+        self._biases: list[tuple[Placement, float]] = []
         self._quiet, self._next_quiet = 0, policy.cool_down
         self._latest = self._failed_under = self._solved
         self._rebuild_s = policy.rebuild_s
@@ -216,8 +217,8 @@ class Decider:
         option = self._option
         if option is None or slowness.distance(self._solved) > _SIMILAR:
             return False
-        ratio = self.model.step_s(option.target, slowness) * math.exp(self._penalty(option.target))
-        ratio /= self._price(current, slowness)
+        ratio = self.model.step_s(option.target, slowness) / self._price(current, slowness)
+        ratio *= math.exp(self._penalty(option.target) + self._bias(option.target) - self._bias(current))
         if 1 - ratio < self.policy.min_gain:
             return False
         option.ratio = ratio
@@ -345,7 +346,11 @@ class Decider:
             allowed = [p for p in options if not self._norms(current, p)]
             left_out = "" if len(allowed) == len(options) else "; plans with other groups for BatchNorm are left out"
             options = allowed
-        times = [self.model.step_s(p, slowness) * math.exp(self._penalty(p)) for p in options]
+        biases = [self._bias(p) - self._bias(current) for p in options]
+        times = [
+            self.model.step_s(p, slowness) * math.exp(self._penalty(p) + bias)
+            for p, bias in zip(options, biases, strict=True)
+        ]
         self._penalties = [(p, log / 2) for p, log in self._penalties]
         best = min(range(len(options)), key=times.__getitem__, default=None)
         if best is None or 1 - times[best] / current_s < self.policy.min_gain:
@@ -452,12 +457,14 @@ class Decider:
         self.events.append(
             {"event": "replan", "kind": "outcome", "predicted_gain": change.gain, "measured_gain": gain}
         )  # fmt: skip
+        error = math.log(now / change.promised_s)
         if gain >= 0:
+            self._learn(change.target, error)
             self._next_quiet = self.policy.cool_down
             self.reason = f"the new plan saves {100 * gain:.1f} % of a step"
             return None
         slower = f"{seconds(now)} a step after the change, {seconds(change.step_s)} before"
-        self._penalties.append((change.target, math.log(now / change.promised_s)))
+        self._penalties.append((change.target, error))
         return Change(
             target=change.before,
             before=change.target,
@@ -501,6 +508,17 @@ class Decider:
 
     def _penalty(self, placement: Placement) -> float:
         return max((log for p, log in self._penalties if same(p, placement)), default=0.0)
+
+    def _bias(self, placement: Placement) -> float:
+        """How much longer a step of ``placement`` takes than its price, compared with other plans; a logarithm."""
+        return next((log for p, log in self._biases if same(p, placement)), 0.0)
+
+    def _learn(self, placement: Placement, error: float) -> None:
+        """Update the bias of a plan by ``error``, the logarithm of measured over promised time after the change to it.
+        Half of it belongs to the plan: the other plan, or the state of the machine, may be priced wrongly as well."""
+        if abs(error) > LIKE:
+            bias = max(-_SIMILAR, min(_SIMILAR, self._bias(placement) + error / 2))
+            self._biases = [(p, b) for p, b in self._biases if not same(p, placement)] + [(placement, bias)]
 
     def _norms(self, old: Placement, new: Placement) -> str:
         return norms.changed(old.plan, new.plan, self.model.profile.graph)
