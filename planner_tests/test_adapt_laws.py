@@ -295,6 +295,27 @@ def test_a_plan_is_gone_back_to_when_a_disturbance_ends_soon_after_a_change_that
     assert world.moves[-1][0] <= min(480 + 6 * WINDOW, rolled_back + Policy().cool_down)
 
 
+def test_a_plan_that_once_failed_is_tried_again_later() -> None:
+    class Lying(World):
+        """One rank alone takes three times as long as its price for a while."""
+
+        def _truth(self, placement: Placement, step: int) -> Any:
+            step_s, own, sent = super()._truth(placement, step)
+            slower = 3.0 if placement.plan.num_ranks == 1 and step < 200 else 1.0
+            return slower * step_s, tuple(slower * s for s in own), sent
+
+        def run_epoch(self, epoch: int, look: Look | None = None) -> EpochOutcome:
+            self._cache.clear()
+            return super().run_epoch(epoch, look)
+
+    world = _world(2, _slowness(2, rank=1, by=3.0), ends=10**9, kind=Lying)
+    _, events = _run(world, 20)
+    assert _kinds(events).count("rollback") == 1
+    (_, rolled_back, again) = (at for at, *_ in world.moves)
+    assert rolled_back + Policy().cool_down < again <= rolled_back + 4 * Policy().cool_down
+    assert world.plan.num_ranks == 1
+
+
 @pytest.mark.parametrize("nonsense", [math.nan, -1.0, 1e6])
 def test_figures_that_cannot_be_are_ignored_and_their_rank_is_named(nonsense: float) -> None:
     class Broken(World):

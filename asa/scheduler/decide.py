@@ -148,7 +148,11 @@ class Decider:
         self._penalties: list[tuple[Placement, float]] = []
         self._biases: list[tuple[Placement, float]] = []
         self._quiet, self._next_quiet = 0, policy.cool_down
-        self._latest = self._failed_under = self._solved
+        self._latest = self._failed_under = self._changed_under = self._solved
+        self._least_lasting = 0
+        """Number of steps that another state must last to end the pause after a change that did not help."""
+        self._retry = False
+        """Whether to search again after the pause, though no factor has changed."""
         self._rebuild_s = policy.rebuild_s
         self._expected: tuple[Placement, Expected] | None = None
         self._last_price: tuple[Placement, Slowness, float] | None = None
@@ -198,14 +202,16 @@ class Decider:
             return self._review(self._trial, previous_state)
         if left == 0 or self.policy.keep_plan:
             return None
-        if self._quiet > 0 and slowness.imbalance(self._failed_under) <= _SIMILAR:
+        lasts = self._recent.num_since >= self._least_lasting
+        if self._quiet > 0 and not (lasts and slowness.imbalance(self._failed_under) > _SIMILAR):
             self._quiet -= steps
             if slowness.distance(self._solved) > LIKE:
                 self.reason = "waiting after a change that did not help"
             return None
         if self._groups.established != self._groups.current:  # the times of ranks are not known yet
             return None
-        outdated = slowness.distance(self._solved) > LIKE and not self._repriced(current, slowness)
+        changed = slowness.distance(self._solved) > LIKE and not self._repriced(current, slowness)
+        outdated = changed or self._retry
         if (outdated or heavy) and not self._search(current, measured, slowness):
             self._uncounted_steps = steps
             return None
@@ -312,7 +318,7 @@ class Decider:
     def _search(self, current: Placement, measured: Measurements, slowness: Slowness) -> bool:
         """Search for a faster plan under ``slowness``. Returns False if the search runs during training and answers
         later."""
-        self._solved = slowness
+        self._solved, self._retry = slowness, False
         solved: list[Placement] = []
         failed = ""
         try:
@@ -351,9 +357,12 @@ class Decider:
             self.model.step_s(p, slowness) * math.exp(self._penalty(p) + bias)
             for p, bias in zip(options, biases, strict=True)
         ]
+        without = min((s * math.exp(-self._penalty(p)) for p, s in zip(options, times, strict=True)), default=math.inf)
         self._penalties = [(p, log / 2) for p, log in self._penalties]
         best = min(range(len(options)), key=times.__getitem__, default=None)
         if best is None or 1 - times[best] / current_s < self.policy.min_gain:
+            if 1 - without / current_s >= self.policy.min_gain:  # it may have failed for a reason that is over
+                self._quiet, self._retry, self._failed_under = self.policy.cool_down, True, slowness
             why = failed or "solved again: this plan stays the best"
             self._announce("keep", f"{why}{left_out}")
             return
@@ -457,14 +466,17 @@ class Decider:
         self.events.append(
             {"event": "replan", "kind": "outcome", "predicted_gain": change.gain, "measured_gain": gain}
         )  # fmt: skip
-        error = math.log(now / change.promised_s)
+        changed = 0.0 if over else self._changed_since(change)
+        error = math.log(now / change.promised_s) - changed
         if gain >= 0:
             self._learn(change.target, error)
             self._next_quiet = self.policy.cool_down
             self.reason = f"the new plan saves {100 * gain:.1f} % of a step"
             return None
         slower = f"{seconds(now)} a step after the change, {seconds(change.step_s)} before"
-        self._penalties.append((change.target, error))
+        self._penalties.append((change.target, max(0.0, error)))
+        if changed > LIKE:
+            self._least_lasting = _LASTS * self.policy.probation_steps
         return Change(
             target=change.before,
             before=change.target,
@@ -475,6 +487,13 @@ class Decider:
             promised_s=change.step_s,
             cost_s=change.cost_s,
         )
+
+    def _changed_since(self, change: Change) -> float:
+        """Logarithm of how much slower the new plan should be than at ``change``, because ranks or links have become
+        slower since then, relative to what is common to all."""
+        now = replace(self._latest, common=self._changed_under.common)
+        prices = [self.model.step_s(change.target, slowness) for slowness in (now, self._changed_under)]
+        return math.log(prices[0] / prices[1])
 
     def moved(self, change: Change, took_s: float, state_s: float | None = None) -> None:
         """Record that ``change`` was made in ``took_s`` seconds, ``state_s`` of them (if timed) for state."""
@@ -494,7 +513,7 @@ class Decider:
             self._pause()
             self.reason = f"rolled back: {change.why}"
         else:
-            self._trial = change
+            self._trial, self._changed_under = change, self._latest
             self.reason = change.why
 
     def failed(self) -> None:
@@ -503,6 +522,8 @@ class Decider:
         self._trial = None
 
     def _pause(self) -> None:
+        """Make no change for a while, the next time for twice as long, and then search again."""
+        self._retry = True
         self._quiet, self._next_quiet = self._next_quiet, 2 * self._next_quiet
         self._failed_under = self._latest
 
@@ -535,6 +556,8 @@ class Decider:
         self.reason = why
 
 
+_LASTS = 3
+"""Multiple of the steps of a trial for which a state must last to end a pause, if the machine changed in a trial."""
 _VISIBLE = 0.01
 """Smallest difference of the logarithms of two step times that can be measured."""
 _SIMILAR = math.log(1.25)
