@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -265,6 +266,20 @@ def test_ranks_lost_by_chance_are_started_again_and_one_lost_for_good_is_not(
     assert seen == [2] * starts + ([1] if ends else [])
 
 
+def test_a_rank_that_is_killed_twice_in_one_step_by_chance_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = iter([5, 8, 8])  # the step of the newest checkpoint at each loss
+    monkeypatch.setattr(checkpoint, "newest_manifest", lambda _folder: Mock(step=next(saved)))
+    plan, settings = training.plan("logistic", ranks=2), training.settings(tmp_path)
+    job = Job(plan=plan, settings=settings, strategies=offered(), adapt=_no_epochs, device_type="cpu")
+    answers, seen, log = RankLosses(_fewer), [], RunLog(tmp_path)
+    for _ in range(3):
+        failure = WorkersFailedError("rank 0 of 2 was killed", rank=0, step=9, signal=9, lost=True)
+        seen.append(answers.next_job(job, job.plan, failure, log).plan.num_ranks)
+    assert seen == [2, 2, 1]
+
+
 def _no_epochs(*_: Any) -> Iterator[Any]:
     return iter(())
 
@@ -292,7 +307,8 @@ def test_what_cannot_be_answered_ends_the_run_as_it_did(
         _run(tmp_path, ranks=ranks, regroup=regroup)
     assert caught.value.exit_code == 6
     again = [n for n in _log(tmp_path, "note") if "started again" in n["message"]]
-    assert len(again) == (0 if regroup is None else 1), "once, not for ever"
+    # Killed ranks are tried once more, because a newer state was saved in between.
+    assert len(again) == (0 if regroup is None else 2 if "kill" in fault else 1), "not for ever"
 
 
 def test_a_loss_that_no_start_mends_is_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

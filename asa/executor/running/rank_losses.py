@@ -42,7 +42,7 @@ class RankLosses:
 
     - After a first loss, all ranks are restarted.
     - If the same rank is lost again in the same step, it will not come back, and the run continues under a plan without
-      it.
+      it. If it was killed and something newer was saved in between, this may be chance, so it is tried once more.
     - A rank that raises an error twice would do so under any plan, so it ends the run.
     - If losses differ in rank or step, all ranks are restarted up to :data:`MOST_STARTS` times before anything new is
       saved.
@@ -57,6 +57,7 @@ class RankLosses:
     _step: int | None = None
     _rank: int | None = None
     _starts: int = 0
+    _repeated: bool = False
 
     def next_job(self, job: Job, plan: Plan, failure: WorkersFailedError, log: RunLog) -> Job:
         """The job to continue with after ``failure`` under ``plan``.
@@ -74,6 +75,9 @@ class RankLosses:
         saved = max(snapshot, -1 if manifest is None else manifest.step) if snapshot or manifest is not None else -1
         same = (failure.step, failure.rank) == (self._step, self._rank)
         chance = failure.step != self._step or (failure.rank != self._rank and not failure.raised)
+        if same and not self._repeated and failure.signal is not None and 0 <= self._saved < saved:
+            chance = True
+        self._repeated = same
         if not self._starts or (saved > self._saved and not same):
             chance, self._starts = True, 0
         self._saved, self._step, self._rank = saved, failure.step, failure.rank
