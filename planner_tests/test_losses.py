@@ -18,7 +18,7 @@ import training
 
 import asa
 from asa.cli.replanning import regroup as planned_again
-from asa.errors import InfeasibleError, UsageError, WorkersFailedError
+from asa.errors import InfeasibleError, UnavailableError, UsageError, WorkersFailedError
 from asa.executor.running import outdir
 from asa.executor.running.member import Job
 from asa.executor.running.rank_losses import RankLosses
@@ -75,6 +75,29 @@ def test_ranks_that_nobody_waits_for_are_noticed(
     assert caught.value.lost
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["exit_code"], result["rank"]) == (6, caught.value.rank)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_disk_that_is_slower_than_the_timeout_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    flush = checkpoint._flush
+
+    def slow_flush(path: Path) -> None:
+        if path.name == checkpoint.MODEL:
+            time.sleep(6.0)
+        flush(path)
+
+    monkeypatch.setattr(checkpoint, "_flush", slow_flush)
+    result = _run(tmp_path, ranks=ranks, epochs=1, timeout_s=2.0)
+    assert result["exit_code"] == 0
+    assert len(_log(tmp_path, "checkpoint")) == 1
+
+
+def test_a_disk_that_never_answers_ends_the_run_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_flush", lambda _path: time.sleep(1000.0))
+    with pytest.raises(UnavailableError, match=r"has not stored the files within \d+ s"):
+        _run(tmp_path, epochs=1, timeout_s=1.0)
 
 
 def test_silence_is_counted_in_the_watchers_own_time_and_against_what_was_slow_before() -> None:

@@ -98,6 +98,10 @@ class Manifest:
             raise InvalidInputError(f"loss_scale is {self.loss_scale}, it must be above 0", where="$.loss_scale")
 
 
+Store = Callable[[], tuple[StoredFile, ...]]
+"""Function that writes the large files of a checkpoint."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckedCheckpoint:
     """A checkpoint of which every byte was checked. ``notes`` are newer checkpoints that were skipped, with the
@@ -114,6 +118,7 @@ def write(
     tensors: Mapping[str, Mapping[str, Tensor]],
     *,
     commit: Callable[[], None],
+    store: Callable[[Store], tuple[StoredFile, ...]] = lambda write_files: write_files(),
     keep: int = 2,
 ) -> Path:
     """Add a checkpoint to ``folder`` and remove all but the ``keep`` newest.
@@ -122,6 +127,7 @@ def write(
         manifest: its ``files`` are filled in here.
         tensors: file name to named tensors, on the CPU.
         commit: called when everything is on the disk and nothing is visible yet; an exception abandons it.
+        store: calls its argument, which writes the large files and may take long, and returns its result.
 
     Raises:
         UnavailableError: the disk is full or cannot be written. What was there before is untouched.
@@ -132,7 +138,7 @@ def write(
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        files = tuple(_store(temporary / name, named) for name, named in tensors.items())
+        files = store(lambda: tuple(_store(temporary / name, named) for name, named in tensors.items()))
         faults.reached("checkpoint.files")
         moments = len(tensors[OPTIMIZER]) if OPTIMIZER in tensors else None
         text = codec.dumps(replace(manifest, files=files, moments=moments))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -9,11 +11,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from asa.errors import InvalidInputError
+from asa.errors import InvalidInputError, UnavailableError
 from asa.executor.model.state import full_optimizer_state, full_state, load_full_optimizer_state, load_full_state
 from asa.executor.model.votes import Votes
 from asa.executor.training import checkpoint
-from asa.executor.training.checkpoint import Manifest
+from asa.executor.training.checkpoint import Manifest, Store, StoredFile
 from asa.executor.training.loadable import check_optimizer_state, check_weights
 from asa.executor.training.logs import Announce
 from asa.executor.training.migration import Traffic, move, parts_of, target_parts
@@ -21,7 +23,12 @@ from asa.executor.training.precision import LossScale
 from asa.executor.training.settings import TrainSettings
 from asa.executor.training.worker import Worker
 from asa.ir.codec import fingerprint
-from asa.launch import faults
+from asa.launch import alive, faults
+
+_MOST_TIMEOUTS = 10
+"""Multiple of the run's timeout after which a disk that is still writing counts as broken."""
+_LOOKS = 4
+"""How often in a timeout ranks hear that another one is still writing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +63,12 @@ class Checkpointer:
         }
         path = self.folder
         error: Exception | None = None
-        prepared = False
+        stored = prepared = False
+
+        def store(write_files: Store) -> tuple[StoredFile, ...]:
+            nonlocal stored
+            stored = True
+            return self._stored(write_files)
 
         def commit() -> None:
             nonlocal prepared
@@ -66,9 +78,13 @@ class Checkpointer:
         if writes:
             manifest = self._manifest(worker, step, position)
             try:
-                path = checkpoint.write(self.folder, manifest, tensors, commit=commit, keep=self.settings.keep)
+                path = checkpoint.write(
+                    self.folder, manifest, tensors, commit=commit, store=store, keep=self.settings.keep
+                )
             except Exception as caught:
                 error = caught
+        if not stored:
+            self._stored(tuple)
         # All ranks vote twice: before the checkpoint is renamed into place, and on whether that succeeded.
         if not prepared:
             self.votes.agree(error)
@@ -80,6 +96,41 @@ class Checkpointer:
             message = f"{path} is saved; {path.parent / checkpoint.LATEST} cannot be written and does not name it"
             self.announce({"event": "note", "message": message})
         return path
+
+    def _stored(self, write_files: Store) -> tuple[StoredFile, ...]:
+        """The result of ``write_files``. All ranks wait for all of them (collective), also if that takes longer than
+        the timeout of the run.
+
+        Raises:
+            UnavailableError: it takes longer than :data:`_MOST_TIMEOUTS` times the timeout.
+            OSError: as ``write_files``.
+        """
+        results: list[tuple[StoredFile, ...]] = []
+        errors: list[BaseException] = []
+
+        def write() -> None:
+            try:
+                results.append(write_files())
+            except BaseException as error:
+                errors.append(error)
+
+        timeout_s, began = self.settings.timeout_s, time.monotonic()
+        thread = threading.Thread(target=write, daemon=True)  # a broken disk must not keep the process from ending
+        thread.start()
+        waiting = True
+        while waiting:
+            thread.join(timeout_s / _LOOKS)
+            late = time.monotonic() - began > _MOST_TIMEOUTS * timeout_s
+            alive.beat()
+            waiting = self.votes.anyone(thread.is_alive() and not late)
+        if errors:
+            raise errors[0]
+        if not results:
+            raise UnavailableError(
+                f"cannot save to {self.folder}: the disk has not stored the files within {time.monotonic() - began:.0f} s; "
+                "earlier checkpoints are intact; take another disk or a longer timeout"
+            )
+        return results[0]
 
     def _manifest(self, worker: Worker, step: int, position: int) -> Manifest:
         plan = worker.model.whole_plan
