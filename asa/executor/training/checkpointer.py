@@ -126,9 +126,10 @@ class Checkpointer:
         if errors:
             raise errors[0]
         if not results:
+            waited_s = time.monotonic() - began
             raise UnavailableError(
-                f"cannot save to {self.folder}: the disk has not stored the files within {time.monotonic() - began:.0f} s; "
-                "earlier checkpoints are intact; take another disk or a longer timeout"
+                f"cannot save to {self.folder}: the disk has not stored the files within {waited_s:.0f} s; earlier "
+                "checkpoints are intact; take another disk or a longer timeout"
             )
         return results[0]
 
