@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from asa.cost.planned import Price
 from asa.cost.step import StepCost
-from asa.errors import AsaError, InfeasibleError, UsageError
+from asa.errors import AsaError, UsageError
 from asa.ir.consistency import CHANGES, WAITS_FOR, Discipline, is_discipline, parse
 from asa.ir.plan import Baseline, Plan
 from asa.planner.pipeline.whole import row
@@ -64,7 +64,7 @@ def _grouped(
     discipline: Discipline, request: Request, solve: Callable[[Request], list[Plan]], prices: Prices
 ) -> list[Plan]:
     """Plans for ``request`` with groups of ranks that synchronise as ``discipline`` says. A group runs what ``solve``
-    finds for its share of devices and batch, among the other strategies."""
+    finds for its share of devices and batch, among the other strategies asked for."""
     count, batch = discipline.workers(request.gpus), request.global_batch
     if batch % count:
         raise UsageError(
@@ -72,11 +72,8 @@ def _grouped(
             f"take --global-batch {max(1, batch // count) * count}"
         )
     inside = tuple(s for s in request.strategies or () if not is_discipline(s)) or None
-    group_request = replace(request, strategies=inside, gpus=request.gpus // count, global_batch=batch // count)
-    try:
-        group_plans = solve(group_request)
-    except InfeasibleError as error:
-        raise InfeasibleError(f"in each of {count} groups of {group_request.gpus} devices: {error}") from error
+    gpus = request.gpus // count
+    group_plans = solve(replace(request, strategies=inside, gpus=gpus, global_batch=batch // count))
     baselines: tuple[Baseline, ...] = ()
     with contextlib.suppress(AsaError):  # plain data parallelism may not fit
         baselines = solve(replace(request, strategies=("ddp",)))[0].baselines
@@ -84,15 +81,17 @@ def _grouped(
     for plan in group_plans:
         cost, more = consistency.grouped(prices, plan, discipline)
         grouped = _plan_under(plan, discipline, request.gpus, cost)
-        note = f"each of the {count} groups of {plan.num_ranks} ranks runs {plan.strategy} on {batch // count} samples"
-        memory = tuple(m + n for m, n in zip(plan.prediction.memory_bytes_per_rank, more, strict=True)) * count
-        samples_per_s = count * grouped.prediction.samples_per_s
-        prediction = replace(grouped.prediction, samples_per_s=samples_per_s, memory_bytes_per_rank=memory)
+        group = f"each of the {count} groups of {plan.num_ranks} ranks runs {plan.strategy} on {batch // count} samples"
+        memory = tuple(m + n for m, n in zip(plan.prediction.memory_bytes_per_rank, more, strict=True))
+        prediction = replace(
+            grouped.prediction, samples_per_s=batch / cost.total_s if cost.total_s else 0.0,
+            memory_bytes_per_rank=memory * count,
+        )  # fmt: skip
         certificate = replace(plan.certificate, space=f"inside a group; {discipline} was asked for by name")
         plans.append(
             replace(
                 grouped, global_batch=batch, prediction=prediction, certificate=certificate, baselines=baselines,
-                confidence=None, notes=(*grouped.notes, note),
+                confidence=None, notes=(*grouped.notes, group),
             )
         )  # fmt: skip
     return plans
