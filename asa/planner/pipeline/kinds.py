@@ -56,6 +56,8 @@ def weights(cluster: Cluster, width: int, batch: int) -> tuple[tuple[int, ...], 
         for rows in sorted({*range(1, most + 1, step), *range(max(1, near), min(most, near + _STEPS // 2) + 1)}):
             pair = {order[0]: rows * second_count, order[1]: batch - rows * first_count}
             choices.append(tuple(pair[s] for s in speeds))
+        if batch > second_count:  # one sample for each rank of the second kind
+            choices.append(tuple(batch - second_count if s == order[0] else first_count for s in speeds))
         if step == 1:
             return _distinct(choices)
     return _distinct([*choices, tuple(max(1, round(FINE * s / max(speeds))) for s in speeds)])
