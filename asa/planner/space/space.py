@@ -18,7 +18,7 @@ from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, DataStrategyName, TensorDegree, TensorStrategyName
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
-from asa.planner.space.request import TENSOR_NAMES, Pin, Request
+from asa.planner.space.request import Pin, Request
 
 _NARROW = 16
 """Most ranks of a stage that may use every layout."""
@@ -50,12 +50,13 @@ def widths(gpus: int) -> tuple[int, ...]:
 @cache
 def layouts(width: int) -> tuple[Layout, ...]:
     """All layouts of a stage: every pair of data and tensor degree whose product divides its width."""
-    some = _divisors(width)
+    some = divisors(width)
     return tuple(Layout(width=width, data=d, tensor=t) for d in some for t in some if width % (d * t) == 0)
 
 
 @cache
-def _divisors(number: int) -> tuple[int, ...]:
+def divisors(number: int) -> tuple[int, ...]:
+    """The divisors of a number, ascending; of a width, the data degrees that a stage may have."""
     return tuple(d for d in range(1, number + 1) if number % d == 0)
 
 
@@ -169,8 +170,8 @@ class Space:
         if key not in self._layouts:
             samples = self.request.global_batch // num_microbatches
             found = []
-            for tensor in (t for t in _divisors(width) if t <= _WIDEST_SPLIT):
-                shards = _divisors(width // tensor)
+            for tensor in (t for t in divisors(width) if t <= _WIDEST_SPLIT):
+                shards = divisors(width // tensor)
                 most = {shards[-1], *(max((d for d in shards if samples // d >= k), default=1) for k in (1, 2))}
                 found += [Layout(width=width, data=d, tensor=tensor) for d in sorted(most)]
             self._layouts[key] = tuple(found)
@@ -366,6 +367,3 @@ def check(strategies: Strategies, pins: Sequence[Pin]) -> None:
     for pin in pins:
         if pin.degree != 1 and pin.strategy not in offered:
             raise UsageError(f"pin {pin}: {pin.strategy} is not built yet; one of {', '.join(offered)}")
-
-
-__all__ = ["TENSOR_NAMES", "Allowed", "Space", "Way", "anything", "check", "layouts", "pinned", "widths"]

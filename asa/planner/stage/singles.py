@@ -306,8 +306,7 @@ def likely_tight(some: Sequence[Single]) -> bool:
 def first_plan(stages: Sequence[Single], uniform: Candidate | None, best: float, batch: int) -> float:
     """Ms of a first plan, which is kept; infinite if none below ``best`` ms was met. Stages of the width of
     ``uniform``, the best whole strategy, are tried with at most as many microbatches; if all ranks do not divide
-    ``batch``, the widest that do, and the widest that it divides, with one; if memory binds, also stages of all ranks.
-    A search computes these prices anyway."""
+    ``batch``, the widest that do, and the widest that it divides, with one; if memory binds, stages of all ranks."""
     widths = {x.width for x in stages}
     kinds: list[tuple[int, tuple[int, ...], float]] = [(max(widths, default=0), (), float("inf"))]
     if widths and batch % max(widths):
