@@ -36,8 +36,8 @@ def weights(cluster: Cluster, width: int, batch: int) -> tuple[tuple[int, ...], 
     """Uneven weights by which a stage of the first ``width`` ranks may divide a batch.
 
     With two speeds: every whole number of samples for a rank of the faster kind (where there are many, those near its
-    share by speed and others at intervals), or one for a rank of the other kind, the rest spread over the other ranks.
-    With many, or with more than two speeds, also weights in proportion to speed.
+    share by speed and others at intervals, else also one for a rank of the other kind), the rest spread over the other ranks.
+    With many samples, or with more than two speeds, also weights in proportion to speed.
 
     >>> from asa.cost.machine import presets
     >>> weights(presets.load("a100-nvlink-8"), 8, 64)
@@ -55,7 +55,7 @@ def weights(cluster: Cluster, width: int, batch: int) -> tuple[tuple[int, ...], 
         near = round(batch * order[0] / sum(speeds)) - _STEPS // 4  # single samples count where the optimum is likely
         rows = {*range(1, most + 1, step), *range(max(1, near), min(most, near + _STEPS // 2) + 1)}
         pairs = [(k * second_count, batch - k * first_count) for k in sorted(rows)]
-        pairs += [(batch - second_count, first_count)] * (batch > second_count)  # one sample for each slower rank
+        pairs += [(batch - second_count, first_count)] * (step == 1 and batch > second_count)
         choices += [tuple(pair[s != order[0]] for s in speeds) for pair in pairs]
         if step == 1:
             return _distinct(choices)
