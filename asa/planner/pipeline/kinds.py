@@ -35,9 +35,9 @@ def kinds(cluster: Cluster, ranks: int) -> tuple[int, ...]:
 def weights(cluster: Cluster, width: int, batch: int) -> tuple[tuple[int, ...], ...]:
     """Uneven weights by which a stage of the first ``width`` ranks may divide a batch.
 
-    With two speeds: every whole number of samples for a rank of the faster kind (where there are many, those near its
-    share by speed and others at intervals, else also one for a rank of the other kind), the rest spread over the other ranks.
-    With many samples, or with more than two speeds, also weights in proportion to speed.
+    With two speeds: every whole number of samples for a rank of the faster kind, and one for a rank of the other kind,
+    the rest spread over the other ranks; where there are many, only those near the share by speed and others at
+    intervals. With many, or with more than two speeds, also weights in proportion to speed.
 
     >>> from asa.cost.machine import presets
     >>> weights(presets.load("a100-nvlink-8"), 8, 64)
