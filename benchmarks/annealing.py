@@ -76,7 +76,8 @@ class Annealing:
         self.single_widths = {
             w for w in range(1, gpus + 1)
             if w <= most or ("multiple of 8" in others and w % 8 == 0) or (f"or of {gpus}" in others and w == gpus)
-            or ("divisor of the batch" in others and batch % w == 0) or ("another kind" in others and w in self.borders)
+            or ("its divisors" in others and batch % w == 0) or ("another kind" in others and w in self.borders)
+            or ("times the batch" in others and w % batch == 0 and (w // batch).bit_count() == 1)
         }  # fmt: skip
         """Widths that the certificate names for a single stage; all where nothing is said."""
         nodes = range(self.cluster.node, 17, self.cluster.node) if "up to 16 in whole nodes" in self.space else ()

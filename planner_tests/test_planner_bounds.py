@@ -23,10 +23,10 @@ from asa.planner.pipeline.staged import StagedSpace
 from asa.planner.pipeline.stages import Explorer
 from asa.planner.pipeline.thinning import Room
 from asa.planner.space.candidate import Prices
-from asa.planner.space.space import Space, anything
+from asa.planner.space.space import Space, anything, divisors
 from asa.planner.stage import exhaustive, labels
 from asa.planner.stage.formulate import formulate
-from asa.planner.stage.lattice import Numbers, divisors
+from asa.planner.stage.lattice import Numbers
 from asa.schedules import schedules
 from asa.strategies import offered
 

@@ -17,8 +17,9 @@ from asa.planner.pipeline.column_generation import ColumnGeneration, game, longe
 from asa.planner.pipeline.open_list import OpenList
 from asa.planner.pipeline.stage_cache import StageCache
 from asa.planner.pipeline.stages import Explorer
+from asa.planner.space.space import divisors
 from asa.planner.stage import pricing_problem
-from asa.planner.stage.lattice import Numbers, divisors
+from asa.planner.stage.lattice import Numbers
 from asa.planner.stage.pricing_problem import PricingProblem
 from asa.schedules import schedules
 

@@ -13,7 +13,8 @@ from random_pipelines import RandomPipelines
 
 from asa.planner.pipeline.stages import Completions, Explorer
 from asa.planner.pipeline.thinning import BWD, FWD, SUM, C, P, Room, Thinning, V
-from asa.planner.stage.lattice import Numbers, divisors
+from asa.planner.space.space import divisors
+from asa.planner.stage.lattice import Numbers
 from asa.planner.stage.problem import Chain
 
 

@@ -144,7 +144,23 @@ def test_stages_of_the_first_devices_of_a_kind_and_of_a_divisor_of_the_batch_are
     for other in (RankDevice(name="slow", speed=0.2), RankDevice(name="small", speed=1.0, memory_bytes=2**30)):
         space = many(26, 19, other, global_batch=66).space
         assert space.single_widths() == (26, 24, 22, 19, 16, 11, *range(8, 0, -1))
-        assert "a divisor of the batch, or of 26, or of the first ranks up to another kind" in space.describe()
+        assert "of its divisors, or of 26, or of the first ranks up to another kind" in space.describe()
+
+
+def test_small_batches_have_every_width_up_to_16_and_their_multiples_by_powers_of_two() -> None:
+    slow = RankDevice(name="slow", speed=0.2)
+    assert many(17, 32, slow, global_batch=8).space.single_widths() == tuple(range(17, 0, -1))
+    assert many(17, 32, slow, global_batch=17).space.single_widths() == (17, 16, *range(8, 0, -1))
+    found = many(32, 32, slow, global_batch=5).space
+    assert found.single_widths() == (32, 24, 20, *range(16, 0, -1))
+    assert "one stage of 1 to 16 ranks, of a multiple of 8 ranks, of a power of two times the batch" in found.describe()
+    assert 22 in many(32, 32, slow, global_batch=22).space.single_widths()
+
+
+def test_one_sample_for_each_slow_device_is_tried() -> None:
+    """Of 27 samples 5 fast devices have 16, which no whole number for each of them leaves to the others."""
+    cluster = listed(*[1.0] * 5, *[0.4] * 11)
+    assert (16,) * 5 + (5,) * 11 in weights(cluster, 16, 27)
 
 
 def test_the_bound_on_all_weights_has_every_layout_of_many_microbatches() -> None:

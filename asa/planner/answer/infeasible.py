@@ -18,8 +18,7 @@ from asa.planner.pipeline.staged import Skeleton, StagedSpace
 from asa.planner.space import baselines
 from asa.planner.space.baselines import even
 from asa.planner.space.candidate import Candidate, Prices
-from asa.planner.space.request import Pin
-from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, Space, anything
+from asa.planner.space.space import MOST_IN_A_PIPELINE, Allowed, Space, anything, divisors
 from asa.planner.stage import memory
 from asa.planner.stage.formulate import formulate
 
@@ -216,14 +215,13 @@ def _more_devices(space: Space) -> int | None:
 
 def _nothing_runs(space: Space, allowed: Allowed, *, proved: bool) -> str:
     """The error message where samples or pins leave a component, or all together, no way to run."""
-    request = space.request
-    graph = space.profile.graph
-    for i, component in enumerate(graph.components):
+    request, pins = space.request, " ".join(map(str, space.request.pins))
+    for i, component in enumerate(space.profile.graph.components):
         if not any(True for w in space.single_widths() for _ in space.ways(i, w, 1, allowed)):
             runs_unpinned = any(True for w in space.single_widths() for _ in space.ways(i, w, 1))
             if runs_unpinned:
                 return (
-                    f"no plan: {component.name} cannot run as pinned ({_in_text(request.pins)}) on up to "
+                    f"no plan: {component.name} cannot run as pinned ({pins}) on up to "
                     f"{request.gpus} devices at global batch {request.global_batch}: a data degree times a tensor "
                     "degree divides the ranks of the stage, and every rank needs a sample; change the pin or --gpus"
                 )
@@ -233,12 +231,8 @@ def _nothing_runs(space: Space, allowed: Allowed, *, proved: bool) -> str:
             )
     return (
         f"{'no plan' if proved else 'no plan was found in time'}: no stage of up to {request.gpus} ranks suits all "
-        f"pins ({_in_text(request.pins)}) at once, and no stages of fewer ranks each their own; change a pin or --gpus"
+        f"pins ({pins}) at once, and no stages of fewer ranks each their own; change a pin or --gpus"
     )
-
-
-def _in_text(pins: tuple[Pin, ...]) -> str:
-    return " ".join(str(p) for p in pins)
 
 
 @noun
@@ -270,8 +264,7 @@ def _leanest_stages(prices: Prices, allowed: Allowed, sizes: Sequence[int]) -> I
     that leave each layout's ranks enough samples, where activations are smallest."""
     for width in sizes:
         counts = prices.space.microbatches()
-        divisors = [d for d in range(1, width + 1) if width % d == 0]
-        most = {max((m for m in counts if prices.space.enough_samples(0, d, m)), default=1) for d in divisors}
+        most = {max((m for m in counts if prices.space.enough_samples(0, d, m)), default=1) for d in divisors(width)}
         fewer = {m // 2 for m in most}  # where a later component needs two samples
         for m in sorted({counts[0], *most, *fewer} & set(counts)):
             formulation = formulate(prices, width, m, allowed, every=True, counted=True)

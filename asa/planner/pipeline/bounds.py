@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from asa.planner.stage.lattice import INF, Table, divisors
+from asa.planner.space.space import divisors
+from asa.planner.stage.lattice import INF, Table
 from asa.planner.stage.pareto import begins
 
 NEVER = -1e30

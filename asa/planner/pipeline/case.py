@@ -20,7 +20,8 @@ from asa.planner import clock
 from asa.planner.pipeline.bounds import Frame, Keys, StageLinks, Tables
 from asa.planner.pipeline.stage_cache import MANY, StageCache
 from asa.planner.pipeline.staged import Skeleton, value_of
-from asa.planner.stage.lattice import INF, Table, divisors
+from asa.planner.space.space import divisors
+from asa.planner.stage.lattice import INF, Table
 from asa.planner.stage.pareto import OutOfTimeError
 from asa.planner.stage.problem import Choice
 

@@ -35,9 +35,9 @@ def kinds(cluster: Cluster, ranks: int) -> tuple[int, ...]:
 def weights(cluster: Cluster, width: int, batch: int) -> tuple[tuple[int, ...], ...]:
     """Uneven weights by which a stage of the first ``width`` ranks may divide a batch.
 
-    With two speeds: every whole number of samples for a rank of the one kind (where there are many, those near its
-    share by speed and others at intervals), the rest spread over the other ranks. With many, or with more than two
-    speeds, also weights in proportion to speed.
+    With two speeds: every whole number of samples for a rank of the faster kind, and one for a rank of the other kind,
+    the rest spread over the other ranks; where there are many, only those near the share by speed and others at
+    intervals. With many, or with more than two speeds, also weights in proportion to speed.
 
     >>> from asa.cost.machine import presets
     >>> weights(presets.load("a100-nvlink-8"), 8, 64)
@@ -53,9 +53,10 @@ def weights(cluster: Cluster, width: int, batch: int) -> tuple[tuple[int, ...], 
         most = (batch - second_count) // first_count
         step = 1 if most <= _STEPS else -(-2 * most // _STEPS)
         near = round(batch * order[0] / sum(speeds)) - _STEPS // 4  # single samples count where the optimum is likely
-        for rows in sorted({*range(1, most + 1, step), *range(max(1, near), min(most, near + _STEPS // 2) + 1)}):
-            pair = {order[0]: rows * second_count, order[1]: batch - rows * first_count}
-            choices.append(tuple(pair[s] for s in speeds))
+        rows = {*range(1, most + 1, step), *range(max(1, near), min(most, near + _STEPS // 2) + 1)}
+        pairs = [(k * second_count, batch - k * first_count) for k in sorted(rows)]
+        pairs += [(batch - second_count, first_count)] * (step == 1 and batch > second_count)
+        choices += [tuple(pair[s != order[0]] for s in speeds) for pair in pairs]
         if step == 1:
             return _distinct(choices)
     return _distinct([*choices, tuple(max(1, round(FINE * s / max(speeds))) for s in speeds)])

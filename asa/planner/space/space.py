@@ -18,7 +18,7 @@ from asa.ir.layout import Layout
 from asa.ir.plan import DataDegree, DataStrategyName, TensorDegree, TensorStrategyName
 from asa.ir.profile import Profile
 from asa.ir.units import GIB
-from asa.planner.space.request import TENSOR_NAMES, Pin, Request
+from asa.planner.space.request import Pin, Request
 
 _NARROW = 16
 """Most ranks of a stage that may use every layout."""
@@ -50,12 +50,13 @@ def widths(gpus: int) -> tuple[int, ...]:
 @cache
 def layouts(width: int) -> tuple[Layout, ...]:
     """All layouts of a stage: every pair of data and tensor degree whose product divides its width."""
-    some = _divisors(width)
+    some = divisors(width)
     return tuple(Layout(width=width, data=d, tensor=t) for d in some for t in some if width % (d * t) == 0)
 
 
 @cache
-def _divisors(number: int) -> tuple[int, ...]:
+def divisors(number: int) -> tuple[int, ...]:
+    """The divisors of a number, ascending; of a width, the data degrees that a stage may have."""
     return tuple(d for d in range(1, number + 1) if number % d == 0)
 
 
@@ -169,8 +170,8 @@ class Space:
         if key not in self._layouts:
             samples = self.request.global_batch // num_microbatches
             found = []
-            for tensor in (t for t in _divisors(width) if t <= _WIDEST_SPLIT):
-                shards = _divisors(width // tensor)
+            for tensor in (t for t in divisors(width) if t <= _WIDEST_SPLIT):
+                shards = divisors(width // tensor)
                 most = {shards[-1], *(max((d for d in shards if samples // d >= k), default=1) for k in (1, 2))}
                 found += [Layout(width=width, data=d, tensor=tensor) for d in sorted(most)]
             self._layouts[key] = tuple(found)
@@ -285,31 +286,37 @@ class Space:
         return f"microbatches in powers of two{most}" + (", in one stage" if piped else "") + " while memory binds"
 
     def single_widths(self) -> tuple[int, ...]:
-        """Widths of single stages, widest first: all of up to 16 devices, otherwise :func:`widths`, the divisors of the
-        batch, and where devices of another kind begin."""
+        """Widths of single stages, widest first: all up to 16 for up to 16 devices or samples, otherwise
+        :func:`widths`, divisors of the batch, the batch times powers of two, and where devices of another kind begin.
+        """
         gpus, batch, kinds = self.request.gpus, self.request.global_batch, self.cluster.kinds(self.request.gpus)
-        some = [w for w in range(1, gpus) if gpus <= _NARROW or batch % w == 0 or kinds[w] != kinds[w - 1]]
+        some = {w for w in range(1, gpus) if w <= self._each or batch % w == 0 or kinds[w] != kinds[w - 1]}
+        some |= {batch << k for k in range(gpus.bit_length()) if batch << k < gpus}
         return tuple(sorted({*widths(gpus), *some}, reverse=True))
+
+    @property
+    def _each(self) -> int:
+        return min(self.request.gpus, _NARROW if min(self.request.gpus, self.request.global_batch) <= _NARROW else 8)
 
     def describe(self) -> str:
         """The space in words, for the certificate."""
         gpus = self.request.gpus
         piped = self.schedules and gpus > 1
-        many = self.request.global_batch > MOST_IN_A_PIPELINE
+        many, wide = self.request.global_batch > MOST_IN_A_PIPELINE, gpus > _NARROW
         checkpoint = " x checkpoint" if self.strategies.checkpoint else ""
         if self.offloading:
             checkpoint += " x offload" if self.request.offload == "auto" else ", optimizer state on the host"
         splits = [n for n in self.strategies.tensor if n != "sequence" or self.by_tokens]
         parts = [
-            f"one stage of 1 to {gpus if gpus <= _NARROW else 8} ranks"
-            + ("" if gpus <= _NARROW else f", of a multiple of 8 ranks, of a divisor of the batch, or of {gpus}")
-            + (", or of the first ranks up to another kind" if gpus > _NARROW and self.cluster.unequal else "")
+            f"one stage of 1 to {self._each} ranks"
+            + (f", of a multiple of 8 ranks, of a power of two times the batch, of its divisors, or of {gpus}" * wide)
+            + (", or of the first ranks up to another kind" if wide and self.cluster.unequal else "")
             + (f", or several of any widths{self._wide()} ({', '.join(self.schedules)})" if piped else ""),
             f"per component data ({', '.join(self.strategies.data)}) x tensor ({', '.join(splits)}) "
             f"of every degree whose product divides the ranks of its stage{checkpoint}",
             self._counts(piped=bool(piped), many=many),
         ]
-        if gpus > _NARROW and not self.request.pins:
+        if wide and not self.request.pins:
             parts.append(f"in stages of more than {_NARROW} ranks none repeats work that has a sample of its own")
         if self.cluster.unequal:
             parts.append(
@@ -360,6 +367,3 @@ def check(strategies: Strategies, pins: Sequence[Pin]) -> None:
     for pin in pins:
         if pin.degree != 1 and pin.strategy not in offered:
             raise UsageError(f"pin {pin}: {pin.strategy} is not built yet; one of {', '.join(offered)}")
-
-
-__all__ = ["TENSOR_NAMES", "Allowed", "Space", "Way", "anything", "check", "layouts", "pinned", "widths"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from asa.planner.space.space import divisors
 from asa.planner.stage.pareto import begins
 from asa.planner.stage.problem import COLUMNS, JOINT, Chain, Joints, Row, Sides, all_ahead
 
@@ -24,11 +25,6 @@ _CONFIG = attrgetter(*COLUMNS)
 _EDGE = attrgetter(*EDGE)
 F, B, BUCKET, ONCE, PROMPT, LATE, WINDOW, STATE, ACT, GRAD, TRANS, ADDED = range(12)
 EF, EB, EONCE, ESTATE, EACT, ETRANS = range(6)
-
-
-def divisors(width: int) -> tuple[int, ...]:
-    """Data degrees that a stage of that width may have."""
-    return tuple(d for d in range(1, width + 1) if width % d == 0)
 
 
 class Numbers:

@@ -305,12 +305,13 @@ def likely_tight(some: Sequence[Single]) -> bool:
 
 def first_plan(stages: Sequence[Single], uniform: Candidate | None, best: float, batch: int) -> float:
     """Ms of a first plan, which is kept; infinite if none below ``best`` ms was met. Stages of the width of
-    ``uniform``, the best whole strategy, are tried with at most as many microbatches; the widest that divide ``batch``,
-    if all ranks do not, with one; if memory binds, also stages of all ranks. A search computes these prices anyway."""
-    widest = max((x.width for x in stages), default=0)
-    kinds: list[tuple[int, tuple[int, ...], float]] = [(widest, (), float("inf"))]
-    if widest and batch % widest:
-        kinds.append((max(x.width for x in stages if batch % x.width == 0), (), 1))
+    ``uniform``, the best whole strategy, are tried with at most as many microbatches; if all ranks do not divide
+    ``batch``, the widest that do, and the widest that it divides, with one; if memory binds, stages of all ranks."""
+    widths = {x.width for x in stages}
+    kinds: list[tuple[int, tuple[int, ...], float]] = [(max(widths, default=0), (), float("inf"))]
+    if widths and batch % max(widths):
+        some = [w for w in widths if batch % w == 0], [w for w in widths if w % batch == 0]
+        kinds += [(max(x), (), 1) for x in some if x]
     if uniform is not None:
         kinds.append((uniform.ranks, uniform.ways[0].layout.weights, uniform.num_microbatches))
     value = float("inf")
