@@ -27,6 +27,7 @@ from asa.api.optimizers import Rebinding, check_shared, check_whole, no_shards_b
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.planned import Origins, PlanOptions, agreed_plan, checked_plan, cost_model, usual_cache
 from asa.api.planning import check_plain, device_of, one_tensor, shaped, spec_of
+from asa.api.process_counts import tell_of_process_counts
 from asa.api.rank_context import RankContext, join_ranks, same_weights
 from asa.api.retired import retire
 from asa.api.watch import StepWatch
@@ -277,6 +278,7 @@ def parallelize(
             stacklevel=2,
         )
     distributed.say_of_draws()
+    tell_of_process_counts(context)
     say_of_hooks(context, model, chosen)
     if taken := taken_names(model, distributed):
         warnings.warn(

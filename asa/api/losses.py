@@ -15,7 +15,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from asa.api.distributed_model_base import DistributedModelBase
@@ -193,19 +193,32 @@ def search_graph(roots: Iterable[Tensor]) -> tuple[LearningModel | None, list[An
     return model, terms, hash(tuple(n for n in names if n != _FOLLOWED)), leaves
 
 
+def _averaged(model: LearningModel) -> list[nn.Parameter]:
+    """The parameters that all ranks have whole, and whose gradients a backward averages over all of them."""
+    parallel = model.parallel
+    if parallel is None:
+        return []
+    if model.__dict__.get("averaged", (None,))[0] is not parallel:
+        model.__dict__["averaged"] = (
+            parallel,
+            [
+                p
+                for component, layout in zip(parallel.components, parallel.layouts, strict=True)
+                if layout.data == model.rank_context.ranks
+                for p in component.parameters()
+                if not isinstance(p, DTensor)
+            ],
+        )
+    found: list[nn.Parameter] = model.__dict__["averaged"][1]
+    return found
+
+
 def _weigh_beside(model: LearningModel, leaves: list[tuple[Any, int]]) -> list[Any]:
     """Weigh gradients of whole parameters that a loss uses beside the outputs of ``model``, if outputs are weighed, by
     this rank's weight. Returns handles to remove afterwards."""
     if not leaves or model.output_factor == 1 or model.parallel is None:
         return []
-    parallel, factor = model.parallel, model.output_factor
-    averaged = {
-        id(p)
-        for component, layout in zip(parallel.components, parallel.layouts, strict=True)
-        if layout.data == model.rank_context.ranks
-        for p in component.parameters()
-        if not isinstance(p, DTensor)
-    }
+    factor, averaged = model.output_factor, set(map(id, _averaged(model)))
 
     def weighed(at: int) -> Callable[[Any, Any], Any]:
         return lambda inputs, _outputs: tuple(
@@ -346,6 +359,8 @@ def follow_backwards() -> None:
                 after()
                 for handle in beside:
                     handle.remove()
+            if called.in_step is not None:
+                called.in_step.graded(_averaged(called))
             if called.watch is not None:
                 called.watch.stepped(full=called.full)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -166,7 +165,7 @@ add_program("a rate by the number of processes", _rate_by_world)
 
 def _accumulated_by_world(net: Any, opt: Any, batches: Any) -> None:
     """The steps of accumulation are shared by the processes (nanoGPT)."""
-    steps = 2 // int(os.environ.get("WORLD_SIZE", "1"))
+    steps = 2 // _world()
     for i, (x, y) in enumerate(_twice(batches)):
         (CE(net(x), y) / steps).backward()
         if (i + 1) % steps == 0:
