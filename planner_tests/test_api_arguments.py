@@ -82,7 +82,7 @@ def test_a_wish_is_checked_where_nothing_is_planned(wish: dict[str, Any], words:
 
 def test_what_is_no_model_or_optimizer_is_named() -> None:
     net, opt, loader = _program()
-    with pytest.raises(UsageError, match="model is a torch.nn.Module"):
+    with pytest.raises(UsageError, match="model is a torch"):
         asa.parallelize(loader, opt, net)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="optimizer is an optimizer"):
         asa.parallelize(net, loader, opt)  # type: ignore[arg-type]
@@ -90,5 +90,5 @@ def test_what_is_no_model_or_optimizer_is_named() -> None:
         asa.Job(net, [opt], loader, nn.CrossEntropyLoss())  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="loss_fn is a function"):
         asa.Job(net, opt, loader, "cross_entropy")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="model is a torch.nn.Module"):
+    with pytest.raises(UsageError, match="model is a torch"):
         asa.plan("resnet18", gpus=2)  # type: ignore[arg-type]
