@@ -154,6 +154,14 @@ class Job:
             NoCheckpointError: nothing to resume.
         """
         faults.arm()
+        if resume and out is None:
+            raise UsageError("resume needs out, the folder of the run to go on with")
+        if save_every is not None and out is None:
+            raise UsageError("save_every needs out, the folder of the run to save to")
+        try:
+            saving = None if save_every is None else time_span(str(save_every))
+        except ValueError as error:
+            raise UsageError(f"save_every: {error}") from None
         check_model(model)
         check_optimizer(optimizer)
         wishes = read(
@@ -163,14 +171,6 @@ class Job:
         read(plan=plan, batch_norm=batch_norm, seed=seed, cache=cache, timeout_s=timeout_s, max_norm=max_norm)
         if not callable(loss_fn):
             raise UsageError(f"loss_fn is a function of outputs and labels; it was of type {type(loss_fn).__name__}")
-        if resume and out is None:
-            raise UsageError("resume needs out, the folder of the run to go on with")
-        if save_every is not None and out is None:
-            raise UsageError("save_every needs out, the folder of the run to save to")
-        try:
-            saving = None if save_every is None else time_span(str(save_every))
-        except ValueError as error:
-            raise UsageError(f"save_every: {error}") from None
         check_plain(model)
         if without_torch_groups(model):
             batch_norm = "exact"
