@@ -108,9 +108,13 @@ def called_by_all(model: DistributedModelBase, path: str, part: nn.Module, own: 
             )
         kind.__delattr__(view, name)
 
+    def named(view: Any, members_of: Any, *args: Any, **options: Any) -> Any:
+        for name, value in kind._named_members(view, members_of, *args, **options):
+            yield name, view_of_whole(value)
+
     members: dict[str, Any] = {
         "__call__": lambda _, *args, **options: _method(model, path, *args, **options),
-        "__getattr__": attribute, "__setattr__": assign, "__delattr__": delete,
+        "__getattr__": attribute, "__setattr__": assign, "__delattr__": delete, "_named_members": named,
         "__reduce_ex__": lambda _, protocol: part.__reduce_ex__(protocol),  # a copy is a plain module
         "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
     }  # fmt: skip

@@ -58,6 +58,26 @@ def samples_in(batch: Any) -> int:
     raise UsageError(f"a batch of type {type(batch).__name__} holds no tensor with a batch dimension")
 
 
+def rows_made(batch: Any, samples: int) -> int:
+    """Number of rows of a batch that a ``collate_fn`` made of some ``samples``: as many if a tensor has that many rows,
+    or fewer, if all tensors have the same number of rows.
+
+    Raises:
+        UsageError: neither.
+    """
+    found = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
+    if samples in found:
+        return samples
+    if len(found) == 1 and 0 < (rows := found.pop()) < samples:
+        return rows
+    shown = ", ".join(map(str, sorted(found))) or "none"
+    raise UsageError(
+        f"the collate_fn made {shown} rows of a batch of {samples} samples, and ranks share a batch by its rows: have "
+        "it give a row for each sample, or for each that it keeps, in every tensor; or hand in the batches themselves "
+        "(a generator or a list of them)"
+    )
+
+
 def rows_of(batch: Any, rows: Sequence[int], total: int | None = None) -> Any:
     """The given rows of every tensor and array in ``batch`` that has one row per sample, and of every list inside it
     that has one entry per sample. ``total``: number of samples, if known; otherwise :func:`samples_in` determines it.
@@ -137,12 +157,7 @@ class _PresetBatches:
         self.next: Callable[[], list[Any] | None] = lambda: None
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self
-
-    def __next__(self) -> list[Any]:
-        if (one := self.next()) is None:
-            raise StopIteration
-        return one
+        return iter(self.next, None)  # an epoch that begins within another one sets others
 
 
 class GlobalBatches:
@@ -342,9 +357,12 @@ class GlobalBatches:
             if together and self._draws and not self.loader.num_workers:
                 as_on_rank_0(self.votes)
             batch = self._read(loaded, one, rows) if rows else None
+            total = len(one)
             if together and rows:
-                batch = rows_of(batch, rows, len(one))
-            yield Share(total=len(one), rows=rows, first=first, batch=batch)
+                if (made := rows_made(batch, total)) != total:  # the collate_fn left samples out, or joined some
+                    total, rows = made, self._rows(made)
+                batch = rows_of(batch, rows, total)
+            yield Share(total=total, rows=rows, first=first, batch=batch)
 
     def pass_ended(self) -> None:
         """Compare samples behind the first pass, which may be the only one (collective)."""

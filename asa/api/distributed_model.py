@@ -90,8 +90,6 @@ class DistributedModel(ModelInterface):
     demands: Demands | None
     rebuild_whole: Callable[[DistributedModel, str], ParallelModel] | None
     """Function that rebuilds the model to run as a whole, given a reason; None if that is impossible."""
-    output_factor: float
-    """Weight of the outputs in the last call."""
     parameter_ids: list[tuple[int | str, ...]] | None
     """Identities of the parameters at the time when the model was distributed."""
     optimizers: Sequence[Optimizer]

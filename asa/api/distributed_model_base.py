@@ -28,6 +28,8 @@ class DistributedModelBase(nn.Module):
     mean_weight: float
     mean_rows: int
     """Weight of this rank's mean loss, and its number of samples, in the last call in training."""
+    output_factor: float
+    """Weight of the outputs in the last call."""
     least: list[int]
     """The fewest samples that a rank is to have of a batch; with fewer, every rank computes the whole batch."""
     watch: StepWatch | None

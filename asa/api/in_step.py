@@ -48,7 +48,8 @@ _STOPPED = "no pass any more"
 _OTHER_ROWS = "a call of the model with other samples than the loader's"
 REMEDY = (
     "a branch of the loop took another way on some ranks, by a number of a rank's own (its loss, its metric): decide "
-    "by one of all ranks, asa.reduce(x)"
+    "by one of all ranks, asa.reduce(x); or some ranks called the model more often (until their samples have ended, "
+    "if rank == 0): call it on all alike"
 )
 
 
@@ -75,6 +76,9 @@ class InStep:
         """Whether the loop called the model once for each sample of this rank in the last batch; whether it does on any
         rank (equal on all). Ranks then need equal numbers of samples."""
         self._trusted = 0
+        self._graded: list[tuple[nn.Parameter, tuple[int, int]]] = []
+        self._written: list[Tensor] = []
+        """Sizes of gradients that the loop wrote since they were compared last."""
         self._counted: WeakSet[Optimizer] = WeakSet()
         self._others: WeakSet[Optimizer] = WeakSet()
         """Optimizers that made steps, and are of no distributed model."""
@@ -86,11 +90,26 @@ class InStep:
         for optimizer in optimizers:
             if optimizer not in self._counted:
                 self._counted.add(optimizer)
+                optimizer.register_step_pre_hook(self._updating)
                 optimizer.register_step_post_hook(self._updated)
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer not in self._counted:
             self._others.add(optimizer)
+
+    def graded(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Remember the gradients of ``parameters``, which a backward made equal on all ranks."""
+        self._graded = [(p, _version(p)) for p in parameters]
+
+    @torch.no_grad()
+    def _updating(self, *_: Any) -> None:
+        """Note gradients that were written since the backward."""
+        changed = [(p, now) for p, before in self._graded if (now := _version(p)) != before and p.grad is not None]
+        gradients = [p.grad.reshape(-1)[:_ELEMENTS] for p, _ in changed if p.grad.layout is torch.strided]  # type: ignore[union-attr]
+        if gradients:
+            self._written.append(torch.stack([g.norm() for g in gradients]).double().nan_to_num(0, 0, 0).sum())
+            known = dict(changed)
+            self._graded = [(p, known.get(p, before)) for p, before in self._graded]
 
     def _updated(self, *_: Any) -> None:
         self.updates += 1
@@ -165,9 +184,11 @@ class InStep:
                 _size_of(self._others),
                 operands.figure(),
                 float(self.single),
+                sum(each.item() for each in self._written),
             ],
             dtype=torch.float64,
         )
+        self._written.clear()
         self.derived = False
         requested = self._check_pending()
         by_rank = [torch.empty_like(figures) for _ in range(self.ranks)]
@@ -215,6 +236,12 @@ class InStep:
                 "between ranks (a loss, an answer, what was drawn or kept of a rank's samples): one device has one of "
                 "all; make it one of all ranks, asa.reduce(x)"
             )
+        written = [e[11] for e in every]
+        if max(written) - min(written) > 1e-6 * max(written):
+            self._warn(
+                "gradients that the loop wrote differ between ranks: they were made of numbers of a rank's own samples "
+                "(its loss, its outputs), and one device has one of all; make them of asa.reduce(x)"
+            )
         others = [e[8] for e in every]
         if max(others) - min(others) > 1e-6 * max(others):
             self._warn(
@@ -255,6 +282,7 @@ class InStep:
         self._warned.clear()
         operands.figure()  # of what another program did last
         self._trusted, self.derived, self.single, self.singly = 0, False, False, False
+        self._graded, self._written = [], []
         if self._stopped:
             self._stopped = False
             self._store.set(f"asa/pass/{self.rank}", "0 ")
@@ -323,6 +351,12 @@ def in_step(timeout_s: float) -> InStep:
 def number_of(settings: object) -> int:
     """A number for plain ``settings`` that is equal in all processes, unlike ``hash`` of None and of text."""
     return zlib.crc32(repr(settings).encode())
+
+
+def _version(p: nn.Parameter) -> tuple[int, int]:
+    """What becomes another number when the gradient of ``p`` is replaced or written."""
+    gradient = p.grad
+    return (0, 0) if gradient is None else (id(gradient), gradient._version)
 
 
 def _plain(value: Any) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from asa.api.arguments import check_model, check_optimizer, read
 from asa.api.batches import GlobalBatches
 from asa.api.calls import Call
 from asa.api.coupling import Scored, coupled, fewest_rows, warning_of
@@ -102,8 +103,8 @@ class Job:
         split: Callable[[Any], tuple[Any, Any]] | None = None,
         example_input: Any = None,
         cluster: Cluster | Path | str | None = None,
-        strategies: tuple[str, ...] | None = None,
-        pins: tuple[str, ...] = (),
+        strategies: Sequence[str] | str | None = None,
+        pins: Sequence[str] | str = (),
         memory_bytes: int | None = None,
         precision: Precision = "fp32",
         batch_norm: Literal["local", "exact"] = "local",
@@ -153,8 +154,6 @@ class Job:
             NoCheckpointError: nothing to resume.
         """
         faults.arm()
-        if max_norm is not None and not max_norm > 0:
-            raise UsageError(f"max_norm is a norm above 0, asked {max_norm}")
         if resume and out is None:
             raise UsageError("resume needs out, the folder of the run to go on with")
         if save_every is not None and out is None:
@@ -163,6 +162,15 @@ class Job:
             saving = None if save_every is None else time_span(str(save_every))
         except ValueError as error:
             raise UsageError(f"save_every: {error}") from None
+        check_model(model)
+        check_optimizer(optimizer)
+        wishes = read(
+            strategies=strategies, pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision,
+            time_limit_s=time_limit_s,
+        )  # fmt: skip
+        read(plan=plan, batch_norm=batch_norm, seed=seed, cache=cache, timeout_s=timeout_s, max_norm=max_norm)
+        if not callable(loss_fn):
+            raise UsageError(f"loss_fn is a function of outputs and labels; it was of type {type(loss_fn).__name__}")
         check_plain(model)
         if without_torch_groups(model):
             batch_norm = "exact"
@@ -179,8 +187,7 @@ class Job:
         same_weights(context, model)
         options = PlanOptions(
             global_batch=batches.batch_size, optimizer=planned_as(type(optimizer).__name__), pipelines=True,
-            strategies=strategies, pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision,
-            time_limit_s=time_limit_s, cache=cache_folder(cache),
+            cache=cache_folder(cache), **wishes,
             no_shards_because=no_shards_because(optimizer, model, elementwise),
             at_once=batch_norm == "exact" and bool(trained_norms(model)),
         )  # fmt: skip

@@ -4,7 +4,7 @@ loop."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from asa.api.arguments import check_model, check_optimizer, read
 from asa.api.batches import GlobalBatches
 from asa.api.calls import Call, guesses, plain, why_not
 from asa.api.coupling import coupled, fewest_rows, keeps_rows, returns_numbers, warning_of
@@ -26,6 +27,7 @@ from asa.api.optimizers import Rebinding, check_shared, check_whole, no_shards_b
 from asa.api.optimizers import elementwise as known_elementwise
 from asa.api.planned import Origins, PlanOptions, agreed_plan, checked_plan, cost_model, usual_cache
 from asa.api.planning import check_plain, device_of, one_tensor, shaped, spec_of
+from asa.api.process_counts import tell_of_process_counts
 from asa.api.rank_context import RankContext, join_ranks, same_weights
 from asa.api.retired import retire
 from asa.api.watch import StepWatch
@@ -39,6 +41,8 @@ from asa.ir.optimizers import planned_as
 from asa.ir.plan import Plan
 from asa.ir.profile import Precision
 from asa.launch import give_back_freed_memory, launched
+from asa.planner import parse_pin
+from asa.planner.space.baselines import check as check_strategies
 from asa.sharding.batchnorm import without_torch_groups
 from asa.strategies import offered
 from asa.tracing import TracedModel, called
@@ -59,8 +63,8 @@ def parallelize(
     plan: Plan | Path | str = "auto",
     example_input: Any = None,
     cluster: Cluster | Path | str | None = None,
-    strategies: tuple[str, ...] | None = None,
-    pins: tuple[str, ...] = (),
+    strategies: Sequence[str] | str | None = None,
+    pins: Sequence[str] | str = (),
     memory_bytes: int | None = None,
     precision: Precision = "fp32",
     batch_norm: Literal["local", "exact"] = "local",
@@ -117,6 +121,13 @@ def parallelize(
         UsageError: a plan for other ranks or with stages, a loader or an optimizer that cannot be used.
         InfeasibleError: no plan fits.
     """
+    check_model(model)
+    check_optimizer(optimizer)
+    wishes = read(
+        strategies=strategies, pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision,
+        time_limit_s=time_limit_s,
+    )  # fmt: skip
+    read(plan=plan, batch_norm=batch_norm, seed=seed, cache=cache, timeout_s=timeout_s)
     check_plain(model)
     if without_torch_groups(model):
         batch_norm = "exact"
@@ -137,6 +148,9 @@ def parallelize(
     optimizers = [optimizer, *others_over(model, optimizer)]
     rebindings = [Rebinding(o, model, elementwise=known_elementwise(o, elementwise)) for o in optimizers]
     if context.ranks == 1 and plan == "auto":
+        check_strategies(wishes["strategies"] or (), offered(), 2)  # names may be wrong where nothing is planned
+        for pin in wishes["pins"]:
+            parse_pin(pin)
         model.to(context.device)
         if not launched():
             warnings.warn(
@@ -151,8 +165,7 @@ def parallelize(
     same_weights(context, model)
     options = PlanOptions(
         global_batch=batches.batch_size, optimizer=planned_as(type(optimizer).__name__), pipelines=False,
-        strategies=strategies, pins=pins, memory_bytes=memory_bytes, cluster=cluster, precision=precision,
-        time_limit_s=time_limit_s, cache=cache_folder(cache),
+        cache=cache_folder(cache), **wishes,
         no_shards_because=next(filter(None, (no_shards_because(o, model, elementwise) for o in optimizers)), ""),
     )  # fmt: skip
     call, why = find_call(context, model, batches, example_input)
@@ -265,6 +278,7 @@ def parallelize(
             stacklevel=2,
         )
     distributed.say_of_draws()
+    tell_of_process_counts(context)
     say_of_hooks(context, model, chosen)
     if taken := taken_names(model, distributed):
         warnings.warn(

@@ -15,7 +15,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from asa.api.distributed_model_base import DistributedModelBase
@@ -148,10 +148,11 @@ def mark_output(output: Tensor, model: LearningModel) -> None:
         node.metadata[_MARK] = (ref(model), not output.dim(), (model.mean_weight, model.mean_rows))
 
 
-def search_graph(roots: Iterable[Tensor]) -> tuple[LearningModel | None, list[Any], int]:
+def search_graph(roots: Iterable[Tensor]) -> tuple[LearningModel | None, list[Any], int, list[tuple[Any, int]]]:
     """The distributed model from which ``roots`` come (None if there is none), with the weight and the rows of the call
     that gave them, if it is a single one; the nodes of mean ``nll_loss`` and ``cross_entropy`` on the way to it, in a
-    fixed order; and a number for the form of the graph."""
+    fixed order; a number for the form of the graph; and where leaves enter it beside the outputs: a node, and which of
+    its inputs."""
     pending: deque[Any] = deque((r.grad_fn, None) for r in roots if isinstance(r, Tensor) and r.grad_fn is not None)
     visited: set[Any] = set()
     calls: set[tuple[float, int]] = set()
@@ -159,6 +160,7 @@ def search_graph(roots: Iterable[Tensor]) -> tuple[LearningModel | None, list[An
     terms: list[Any] = []
     names: list[str] = []
     related: dict[Any, list[Any]] = {}
+    leaves: list[tuple[Any, int]] = []
     while pending and (len(visited) < _MOST_NODES or model is None):
         node, call = pending.popleft()
         if node is None or node in visited:
@@ -176,7 +178,10 @@ def search_graph(roots: Iterable[Tensor]) -> tuple[LearningModel | None, list[An
             node.metadata[_OF_CALL] = call
         elif names[-1] == _SMOOTHED[0] and (of := _smoothed(node)) is not None:
             related.setdefault(of, []).append(node)
-        pending.extend((following, call) for following, _ in node.next_functions)
+        for i, (following, _) in enumerate(node.next_functions):
+            pending.append((following, call))
+            if call is None and hasattr(following, "variable"):
+                leaves.append((node, i))
     for term in terms if related else ():
         term.metadata[_RELATED] = related.get(term.next_functions[0][0], [])
     for term in terms:
@@ -185,7 +190,44 @@ def search_graph(roots: Iterable[Tensor]) -> tuple[LearningModel | None, list[An
             term.metadata[_OF_CALL] = next(iter(found)) if len(found) == 1 else None
     if model is not None and len(calls) == 1:  # the model may have been called for something else since
         model.__dict__.update(zip(("mean_weight", "mean_rows"), *calls, strict=True))
-    return model, terms, hash(tuple(n for n in names if n != _FOLLOWED))
+    return model, terms, hash(tuple(n for n in names if n != _FOLLOWED)), leaves
+
+
+def _averaged(model: LearningModel) -> list[nn.Parameter]:
+    """The parameters that all ranks have whole, and whose gradients a backward averages over all of them."""
+    parallel = model.parallel
+    if parallel is None:
+        return []
+    if model.__dict__.get("averaged", (None,))[0] is not parallel:
+        model.__dict__["averaged"] = (
+            parallel,
+            [
+                p
+                for component, layout in zip(parallel.components, parallel.layouts, strict=True)
+                if layout.data == model.rank_context.ranks
+                for p in component.parameters()
+                if not isinstance(p, DTensor)
+            ],
+        )
+    found: list[nn.Parameter] = model.__dict__["averaged"][1]
+    return found
+
+
+def _weigh_beside(model: LearningModel, leaves: list[tuple[Any, int]]) -> list[Any]:
+    """Weigh gradients of whole parameters that a loss uses beside the outputs of ``model``, if outputs are weighed, by
+    this rank's weight. Returns handles to remove afterwards."""
+    if not leaves or model.output_factor == 1 or model.parallel is None:
+        return []
+    factor, averaged = model.output_factor, set(map(id, _averaged(model)))
+
+    def weighed(at: int) -> Callable[[Any, Any], Any]:
+        return lambda inputs, _outputs: tuple(
+            g * factor if i == at and g is not None else g for i, g in enumerate(inputs)
+        )
+
+    return [
+        node.register_hook(weighed(at)) for node, at in leaves if id(node.next_functions[at][0].variable) in averaged
+    ]
 
 
 def _calls_below(node: Any) -> set[tuple[float, int]]:
@@ -283,7 +325,7 @@ def follow_backwards() -> None:
                     "others to False, or plan with strategies=('ddp',)"
                 )
         with torch._C.DisableTorchFunctionSubclass():
-            called, nodes, graph = search_graph(roots)
+            called, nodes, graph, leaves = search_graph(roots)
         if called is None or called.terms is None:
             if called is None and any(isinstance(r, Watched) for r in roots):
                 _check_no_layers(roots)
@@ -295,6 +337,7 @@ def follow_backwards() -> None:
             return
         with nullcontext() if called.in_step is None else called.in_step.together(BACKWARD):
             after = called.terms.before(nodes, called.mean_weight, called.mean_rows)
+            beside = _weigh_beside(called, leaves)
             try:
                 if called.trial is None:
                     original(tensors, *args, **options)
@@ -314,6 +357,10 @@ def follow_backwards() -> None:
                 raise
             finally:
                 after()
+                for handle in beside:
+                    handle.remove()
+            if called.in_step is not None:
+                called.in_step.graded(_averaged(called))
             if called.watch is not None:
                 called.watch.stepped(full=called.full)
 

@@ -38,6 +38,7 @@ from asa.ir.plan import Assignment, Certificate, DataDegree, OptimizerName, Plan
 from asa.ir.profile import Precision, Profile
 from asa.planner import Request, check_request, parse_pin, usual_limit
 from asa.planner import plan as solve
+from asa.planner.space.baselines import names as strategy_names
 from asa.scheduler import Model
 from asa.strategies import offered
 from asa.tracing import TracedModel, trace
@@ -457,6 +458,8 @@ def checked_plan(context: RankContext, plan: Plan | Path | str) -> Plan:
     error: AsaError | None = None
     local_plan: Plan | None = None
     try:
+        if isinstance(plan, str) and plan in strategy_names(offered(), context.ranks):
+            raise UsageError(f"plan={plan!r} is no file: strategies={plan!r} asks for a plan of this strategy")
         local_plan = plan if isinstance(plan, Plan) else codec.load(Plan, Path(plan))
     except AsaError as caught:
         error = caught

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asa.api.arguments import check_model, read
 from asa.errors import InvalidInputError, UsageError
 from asa.ir import codec, shipped
 from asa.ir.cluster import Cluster
@@ -28,8 +29,8 @@ def plan(
     global_batch: int | None = None,
     num_classes: int | None = None,
     memory_bytes: int | None = None,
-    strategies: Sequence[str] | None = None,
-    pins: Sequence[str] = (),
+    strategies: Sequence[str] | str | None = None,
+    pins: Sequence[str] | str = (),
     optimizer: OptimizerName = "sgd",
     precision: Precision = "fp32",
     time_limit_s: float = 75.0,
@@ -46,7 +47,7 @@ def plan(
         global_batch: samples per step over all devices; by default the profile's, or 64 with a module.
         num_classes: number of outputs of the model; by default determined by running it.
         memory_bytes: memory that may be used on each device, if less than it has.
-        strategies, pins: like ``--strategies`` and ``--pin``.
+        strategies, pins: like ``--strategies`` and ``--pin``: texts with commas, or lists of texts.
         time_limit_s: seconds for measuring.
 
     Raises:
@@ -56,6 +57,11 @@ def plan(
     """
     from asa.strategies import offered
 
+    if not isinstance(model, Profile):
+        check_model(model)
+    wishes = read(strategies=strategies, pins=pins, memory_bytes=memory_bytes, optimizer=optimizer)
+    gpus, time_limit_s = (read(gpus=gpus, time_limit_s=time_limit_s)[k] for k in ("gpus", "time_limit_s"))
+    read(cluster=cluster, global_batch=global_batch, num_classes=num_classes, precision=precision)
     if global_batch is None:
         global_batch = model.global_batch if isinstance(model, Profile) else 64
     from asa.cost.machine import widen
@@ -63,11 +69,8 @@ def plan(
     request = Request(
         gpus=gpus,
         global_batch=global_batch,
-        memory_bytes=memory_bytes,
-        strategies=tuple(strategies) if strategies is not None else None,
-        pins=tuple(parse_pin(text) for text in pins),
-        optimizer=optimizer,
         time_limit_s=usual_limit(gpus),
+        **{**wishes, "pins": tuple(parse_pin(text) for text in wishes["pins"])},
     )
     named = None if cluster is None else named_cluster(cluster, gpus)
     if named is not None and len(named.levels) > 1 and widen.possible(named, gpus):

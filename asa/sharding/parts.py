@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from asa.errors import UsageError
 from asa.sharding.split import TensorPart, held_of
 
 
@@ -106,6 +107,31 @@ class _Parts:
         self.leave()
 
 
+class _OfAnotherRank(dict[str, Any]):
+    """What ``optimizer.state`` has of a parameter that another rank updates: nothing that can be read."""
+
+    def __missing__(self, key: str) -> Any:
+        raise UsageError(
+            f"optimizer.state has {key!r} of a parameter only on the rank that updates it, and another rank updates "
+            "this one: take optimizer.state_dict() on every rank, or parameters for which p in optimizer.state, or "
+            "plan with strategies=('ddp',)"
+        )
+
+
+class _States(defaultdict[Tensor, Any]):
+    """State of an optimizer, some of whose parameters are updated ``elsewhere`` (identities of what is held)."""
+
+    def __init__(self, elsewhere: frozenset[int], states: dict[Tensor, Any]) -> None:
+        super().__init__(dict, states)
+        self._elsewhere = elsewhere
+
+    def __missing__(self, key: Tensor) -> Any:
+        return _OfAnotherRank() if id(held_of(key)) in self._elsewhere else super().__missing__(key)
+
+    def __reduce__(self) -> Any:  # a copy or a file has what this rank has
+        return defaultdict, (dict,), None, None, iter(self.items())
+
+
 def _tensor(value: object) -> bool:
     return isinstance(value, Tensor)
 
@@ -135,7 +161,8 @@ def step_over_parts(optimizer: Optimizer, elsewhere: Iterable[Tensor] = ()) -> C
     and its state is sharded like them. All other hooks around a step see this form, too, also those that are added
     later.
     """
-    parts = _Parts(optimizer, frozenset(map(id, elsewhere)))
+    others = frozenset(map(id, elsewhere))
+    parts = _Parts(optimizer, others)
     enters, leaves = optimizer.register_step_pre_hook(parts.before), optimizer.register_step_post_hook(parts.after)
     before: Any = optimizer._optimizer_step_pre_hooks
     behind: Any = optimizer._optimizer_step_post_hooks
@@ -149,8 +176,17 @@ def step_over_parts(optimizer: Optimizer, elsewhere: Iterable[Tensor] = ()) -> C
 
     optimizer.register_step_pre_hook = register  # type: ignore[method-assign]
 
+    def follow(_optimizer: Optimizer) -> None:
+        if others:
+            optimizer.state = _States(others, optimizer.state)
+
+    follow(optimizer)
+    loads = optimizer.register_load_state_dict_post_hook(follow)
+
     def undo() -> None:
         parts.leave()
+        optimizer.state = defaultdict(dict, optimizer.state)
+        loads.remove()
         optimizer.__dict__.pop("register_step_pre_hook", None)
         enters.remove()
         leaves.remove()

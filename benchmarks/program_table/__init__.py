@@ -103,6 +103,7 @@ def table() -> dict[str, Program]:
         losses,
         methods,
         networks,
+        outside,
         scripts,
         strange,
         trainers,

@@ -1,0 +1,59 @@
+"""Programs that were made for several processes scale numbers by how many there are. Batches of ``asa.parallelize`` are
+those of one device, so that such numbers are others than on one."""
+
+from __future__ import annotations
+
+import re
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from asa.api.messages import say
+from asa.api.rank_context import RankContext
+
+_ASKS = re.compile(r"\bget_world_size\(|['\"]WORLD_SIZE['\"]")
+_MOST_BYTES = 1 << 20
+"""Largest script that is looked through."""
+_to_tell: list[RankContext] = []
+"""The ranks of the last call, until the line was printed."""
+
+
+def tell_of_process_counts(context: RankContext) -> None:
+    """Print once that a program asks for the number of processes: now if its script has such words, or where it calls
+    ``torch.distributed.get_world_size``."""
+    if context.ranks == 1:
+        return
+    _to_tell[:] = [context]
+    if _asks(getattr(sys.modules.get("__main__"), "__file__", None)):
+        _tell()
+    original = dist.get_world_size
+    if hasattr(original, "asa"):
+        return
+
+    def get_world_size(*args: Any, **options: Any) -> int:
+        if _to_tell:
+            asking = sys._getframe(1)
+            library = asking.f_globals.get("__name__", "").partition(".")[0] in ("asa", "torch")
+            if not library and "-packages" not in asking.f_code.co_filename:
+                _tell()
+        return original(*args, **options)
+
+    get_world_size.asa = True  # type: ignore[attr-defined]
+    dist.get_world_size = get_world_size
+
+
+def _asks(script: str | None) -> bool:
+    with suppress(OSError, ValueError):
+        path = Path(script or "")
+        return path.stat().st_size <= _MOST_BYTES and bool(_ASKS.search(path.read_text(errors="ignore")))
+    return False
+
+
+def _tell() -> None:
+    context = _to_tell.pop()
+    say(context, f"the program asks how many processes there are ({context.ranks}): a rate, a batch size or steps of "
+        "accumulation that it sets by that are others than on one device, whose batches the loader yields, shared by "
+        "ranks")  # fmt: skip
