@@ -73,6 +73,12 @@ def _grouped(
         )
     inside = tuple(s for s in request.strategies or () if not is_discipline(s)) or None
     gpus = request.gpus // count
+    if gpus == 1 and inside is not None and not {"asa", "hybrid", "single"} & set(inside):
+        names = ", ".join(inside)
+        raise UsageError(
+            f"{discipline} makes {count} groups of 1 device of {request.gpus}, and {names} needs at least 2 in a group; "
+            f"take --gpus {2 * count}, or leave {names} out"
+        )
     group_plans = solve(replace(request, strategies=inside, gpus=gpus, global_batch=batch // count))
     baselines: tuple[Baseline, ...] = ()
     with contextlib.suppress(AsaError):  # plain data parallelism may not fit
@@ -80,7 +86,8 @@ def _grouped(
     plans = []
     for plan in group_plans:
         cost, more = consistency.grouped(prices, plan, discipline)
-        grouped = _plan_under(plan, discipline, request.gpus, cost)
+        inner = tuple(f"inside a group, {n}" if n.startswith("stay with") else n for n in plan.notes)
+        grouped = _plan_under(replace(plan, notes=inner), discipline, request.gpus, cost)
         group = f"each of the {count} groups of {plan.num_ranks} ranks runs {plan.strategy} on {batch // count} samples"
         memory = tuple(m + n for m, n in zip(plan.prediction.memory_bytes_per_rank, more, strict=True))
         prediction = replace(
