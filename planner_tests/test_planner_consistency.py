@@ -239,9 +239,7 @@ def test_what_no_discipline_runs_with_and_names_that_do_not_exist_are_refused_be
 
 def test_groups_of_one_device_say_so_and_keep_their_own_advice():
     asked = Request(gpus=2, global_batch=16, strategies=("local_sgd:groups=2", "ddp"))
-    with pytest.raises(
-        UsageError, match="2 groups of 1 device of 2, and ddp needs at least 2 .* --gpus 4, or leave ddp"
-    ):
+    with pytest.raises(UsageError, match=r"2 groups of 1 device of 2, ddp needs at least 2 .* --gpus 4, or leave ddp"):
         plan(nouns.profile(), box(), FULL, asked)
     alone = plan(nouns.profile(), box(), FULL, replace(asked, strategies=("local_sgd:groups=2",)))[0]
     advice = [n for n in alone.notes if "stay with" in n]

@@ -76,7 +76,7 @@ def _grouped(
     if gpus == 1 and inside is not None and not {"asa", "hybrid", "single"} & set(inside):
         names = ", ".join(inside)
         raise UsageError(
-            f"{discipline} makes {count} groups of 1 device of {request.gpus}, and {names} needs at least 2 in a group; "
+            f"{discipline} makes {count} groups of 1 device of {request.gpus}, {names} needs at least 2 in a group; "
             f"take --gpus {2 * count}, or leave {names} out"
         )
     group_plans = solve(replace(request, strategies=inside, gpus=gpus, global_batch=batch // count))
