@@ -72,19 +72,12 @@ def _grouped(
             f"take --global-batch {max(1, batch // count) * count}"
         )
     inside = tuple(s for s in request.strategies or () if not is_discipline(s)) or None
-    gpus = request.gpus // count
-    if gpus == 1 and inside is not None and not {"asa", "hybrid", "single"} & set(inside):
-        names = ", ".join(inside)
-        raise UsageError(
-            f"{discipline} makes {count} groups of 1 device of {request.gpus}, {names} needs at least 2 in a group; "
-            f"take --gpus {2 * count}, or leave {names} out"
-        )
-    group_plans = solve(replace(request, strategies=inside, gpus=gpus, global_batch=batch // count))
+    gpus = discipline.group_size(request.gpus, inside)
     baselines: tuple[Baseline, ...] = ()
     with contextlib.suppress(AsaError):  # plain data parallelism may not fit
         baselines = solve(replace(request, strategies=("ddp",)))[0].baselines
     plans = []
-    for plan in group_plans:
+    for plan in solve(replace(request, strategies=inside, gpus=gpus, global_batch=batch // count)):
         cost, more = consistency.grouped(prices, plan, discipline)
         inner = tuple(f"inside a group, {n}" if n.startswith("stay with") else n for n in plan.notes)
         grouped = _plan_under(replace(plan, notes=inner), discipline, request.gpus, cost)
