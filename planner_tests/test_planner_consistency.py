@@ -235,3 +235,13 @@ def test_what_no_discipline_runs_with_and_names_that_do_not_exist_are_refused_be
         plan(nouns.profile(), box(), FULL, request)
     with pytest.raises(UsageError, match=r"no strategy 'ps_bound'; one of asa, .*, ps_bounded"):
         plan(nouns.profile(), box(), FULL, replace(request, strategies=("ps_bound",)))
+
+
+def test_groups_of_one_device_say_so_and_keep_their_own_advice():
+    asked = Request(gpus=2, global_batch=16, strategies=("local_sgd:groups=2", "ddp"))
+    with pytest.raises(UsageError, match=r"2 groups of 1 device of 2, ddp needs at least 2 .* --gpus 4, or leave ddp"):
+        plan(nouns.profile(), box(), FULL, asked)
+    alone = plan(nouns.profile(), box(), FULL, replace(asked, strategies=("local_sgd:groups=2",)))[0]
+    advice = [n for n in alone.notes if "stay with" in n]
+    assert len(advice) == 1
+    assert advice[0].startswith("inside a group, stay with")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import nouns
 import pytest
 import torch
 from refusals import refused, user_folder
 
 import asa
 from asa.api import planned, planning
-from asa.cli import choose
+from asa.cli import choose, train
 from asa.cost.machine import presets
 from asa.errors import AsaError, UnavailableError, UsageError
-from asa.ir import shipped
+from asa.ir import codec, shipped
 from asa.profiler import interconnect, measure
 
 
@@ -121,3 +122,22 @@ def test_data_is_read_before_a_model_is_measured(data, words, tmp_path, monkeypa
     (tmp_path / "broken_data.py").write_text("def data():\n    raise RuntimeError('no')\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert words in refused(capsys, 3, "train", "logistic", "--gpus", "1", "--input", "1x8x8", "--data", data)
+
+
+def test_a_launcher_with_another_number_of_ranks_is_refused_before_they_meet(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "_train", lambda *_: pytest.fail("ranks would have met"))
+    codec.save(nouns.plan(), tmp_path / "plan.json")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "7"}.items():
+        monkeypatch.setenv(name, value)
+    line = refused(capsys, 2, "train", "plan.json", "--data", "synthetic", "--out", "run")
+    assert "the launcher started 7; use --nproc-per-node" in line
+
+
+@pytest.mark.parametrize(
+    "others", [{"LOCAL_WORLD_SIZE": "3"}, {"TORCHELASTIC_RESTART_COUNT": "1"}, {"WORLD_SIZE": "many"}]
+)
+def test_ranks_that_may_continue_a_run_are_counted_when_they_have_met(others, tmp_path, monkeypatch):
+    for name, value in ({"RANK": "0", "WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "7"} | others).items():
+        monkeypatch.setenv(name, value)
+    train._check_launched(nouns.plan(), tmp_path)

@@ -533,3 +533,8 @@ def test_a_figure_of_which_nothing_is_known_is_left_out_and_an_early_end_is_in_t
     assert "Peak memory per device" in text
     first = text[text.index('<p class="first">') :].partition("</p>")[0]
     assert first.endswith("It ended after round 1 of 3.")
+
+
+def test_a_plan_says_for_what_size_of_input_it_is():
+    for shape, words in (((3, 224, 160), "of 224x160, "), ((128,), "of 128 tokens, "), ((1, 1, 4), "of 4 numbers, ")):
+        assert words in str(plan.headline(replace(nouns.plan(), input_shape=shape)))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
+import gzip
 import json
+import lzma
 import os
 import ssl
 import sys
@@ -665,3 +668,10 @@ def test_a_hash_of_samples_tells_other_samples():
     other = replace(one, labels=one.labels.roll(1))
     assert one.digest() == opened("digits", shape=(1, 8, 8)).digest()
     assert one.digest() != other.digest()
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_a_compressed_table_is_called_compressed(tmp_path, pack):
+    (tmp_path / "t.csv").write_bytes(pack(bytes(range(256)) * 4))
+    with pytest.raises(InvalidInputError, match="is compressed; unpack it first"):
+        opened("csv:t.csv", shape=(1, 1, 1))

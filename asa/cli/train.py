@@ -21,7 +21,7 @@ from asa.errors import AsaError, InvalidInputError, NoCheckpointError, Unavailab
 from asa.ir import codec
 from asa.ir.measurements import EpochRecord
 from asa.ir.optimizers import check_optimizer, planned_as
-from asa.ir.plan import Plan
+from asa.ir.plan import Plan, wrong_number
 from asa.zoo import names, specs
 from asa.zoo.preload import ModelPreload
 
@@ -49,9 +49,25 @@ def run(args: Arguments, console: Console) -> None:
         return
     if args.resume:
         recall(args, out, console)
+    else:
+        _check_launched(plan, out)
     traces = sorted((out / "trace").glob("*.json.gz")) if args.trace and console.first_rank else ()
     with left_to_ranks(), places.keeping(console, *traces):
         _train(args, console, path, plan, out)
+
+
+def _check_launched(plan: Plan, out: Path) -> None:
+    """Check the number of ranks of a launcher before torch is imported and the ranks meet. Ranks on several machines
+    are counted once they have met: another number there may continue a run that a machine has joined or left.
+
+    Raises:
+        UsageError: a new run on another number of ranks than planned.
+    """
+    started, here = os.environ.get("WORLD_SIZE", ""), os.environ.get("LOCAL_WORLD_SIZE")
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or (out / "agent").exists()
+    known = "RANK" in os.environ and started.isdecimal() and started == here and not again
+    if known and int(started) != plan.num_processes:
+        raise wrong_number(plan, int(started))
 
 
 def _train(args: Arguments, console: Console, path: Path, plan: Plan, out: Path) -> None:

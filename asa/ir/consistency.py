@@ -244,6 +244,21 @@ class Discipline:
             return momentum
         return max(0.0, momentum - (1 - 1 / workers)) if self.momentum is None else self.momentum
 
+    def group_size(self, ranks: int, inside: tuple[str, ...] | None) -> int:
+        """Number of ranks of a group among ``ranks`` ranks. ``inside``: strategies asked for inside it; None: any.
+
+        Raises:
+            UsageError: a group is one device, and every strategy inside needs several.
+        """
+        count = self.workers(ranks)
+        if ranks == count and inside is not None and not {"asa", "hybrid", "single"} & set(inside):
+            names = ", ".join(inside)
+            raise UsageError(
+                f"{self} makes {count} groups of 1 device of {ranks}, {names} needs at least 2 in a group; "
+                f"take --gpus {2 * count}, or leave {names} out"
+            )
+        return ranks // count
+
     def workers(self, ranks: int) -> int:
         """Number of workers among ``ranks`` ranks: ranks that are not servers, or groups.
 

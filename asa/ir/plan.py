@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from asa.errors import InvalidInputError
+from asa.errors import InvalidInputError, UsageError
 from asa.ir import units
 from asa.ir.codec import hashed, later, noun
 from asa.ir.codec import save as write
@@ -447,3 +447,11 @@ class Plan:
         """Layout of every component, in order."""
         stages = [(len(s.ranks), s.weights or ()) for s in self.stages]
         return tuple(c.layout(*stages[c.stage]) for c in self.components)
+
+
+def wrong_number(plan: Plan, started: int) -> UsageError:
+    """The error of a launcher that has ``started`` another number of ranks than ``plan`` is for."""
+    return UsageError(
+        f"the plan is for {plan.num_processes} ranks, the launcher started {started}; "
+        f"use --nproc-per-node {plan.num_processes}, or plan again"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from math import prod
 
 from rich.console import RenderableType
 
@@ -44,17 +45,26 @@ def notes(plan: Plan) -> tuple[str, ...]:
 
 
 def headline(plan: Plan) -> RenderableType:
-    """Model, devices, batch and settings, in one line."""
+    """Model, devices, batch, size of an input and settings, in one line."""
     devices = f"{plan.gpus} x {plan.device_type}"
     if plan.num_ranks * plan.groups < plan.gpus:
         devices = f"{plan.num_ranks * plan.groups} of {devices}"
     if plan.groups > 1:
         devices += f" in {plan.groups} groups"
     return line(
-        f"{plan.model_spec} on {devices} ({plan.cluster}, {plan.origin}), batch {plan.global_batch}, {plan.precision}, "
-        f"{plan.optimizer}" + (f", gradients as {plan.compression}" if plan.compression != "none" else ""),
+        f"{plan.model_spec} on {devices} ({plan.cluster}, {plan.origin}), batch {plan.global_batch} of {_input(plan)}, "
+        f"{plan.precision}, {plan.optimizer}"
+        + (f", gradients as {plan.compression}" if plan.compression != "none" else ""),
         "bold",
     )
+
+
+def _input(plan: Plan) -> str:
+    """Size of one input: height and width of an image, or the number of tokens or of other values."""
+    shape = plan.input_shape
+    if len(shape) == 3 and shape[1] > 1:
+        return "x".join(map(str, shape[1:]))
+    return f"{prod(shape)} {'tokens' if len(shape) == 1 else 'numbers'}"
 
 
 def standing(plan: Plan) -> list[RenderableType]:

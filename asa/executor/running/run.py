@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from asa.errors import AsaError, InvalidInputError, PreemptedError, UsageError
+from asa.errors import AsaError, InvalidInputError, PreemptedError
 from asa.executor.consistency.star import StarVotes
 from asa.executor.measuring.emulation import EmulatedDevice
 from asa.executor.model.votes import Votes
@@ -37,7 +37,7 @@ from asa.executor.training.snapshots import RowSnapshots
 from asa.interfaces.strategy import Strategies
 from asa.ir import codec
 from asa.ir.codec import fingerprint
-from asa.ir.plan import Plan
+from asa.ir.plan import Plan, wrong_number
 from asa.launch import bind_to_core, faults, join, latecomer, launched, run_ranks, tell
 from asa.launch.forking import ranks_can_fork
 from asa.launch.torchrun import agent
@@ -235,10 +235,7 @@ def _run_as_rank(job: Job, ready: Prepare, relieve: Relieve | None, regroup: Reg
         wrong = None
         # A plan made here for the available ranks may leave some of them idle, if fewer are faster.
         if votes.num_ranks < plan.num_processes or (votes.num_ranks > plan.num_processes and text is None):
-            wrong = UsageError(
-                f"the plan is for {plan.num_processes} ranks, the launcher started {votes.num_ranks}; "
-                f"use --nproc-per-node {plan.num_processes}, or plan again"
-            )
+            wrong = wrong_number(plan, votes.num_ranks)
         votes.agree(wrong)
         owner = votes.once(lambda: ready(plan))
         try:

@@ -72,15 +72,15 @@ def _grouped(
             f"take --global-batch {max(1, batch // count) * count}"
         )
     inside = tuple(s for s in request.strategies or () if not is_discipline(s)) or None
-    gpus = request.gpus // count
-    group_plans = solve(replace(request, strategies=inside, gpus=gpus, global_batch=batch // count))
+    gpus = discipline.group_size(request.gpus, inside)
     baselines: tuple[Baseline, ...] = ()
     with contextlib.suppress(AsaError):  # plain data parallelism may not fit
         baselines = solve(replace(request, strategies=("ddp",)))[0].baselines
     plans = []
-    for plan in group_plans:
+    for plan in solve(replace(request, strategies=inside, gpus=gpus, global_batch=batch // count)):
         cost, more = consistency.grouped(prices, plan, discipline)
-        grouped = _plan_under(plan, discipline, request.gpus, cost)
+        inner = tuple(f"inside a group, {n}" if n.startswith("stay with") else n for n in plan.notes)
+        grouped = _plan_under(replace(plan, notes=inner), discipline, request.gpus, cost)
         group = f"each of the {count} groups of {plan.num_ranks} ranks runs {plan.strategy} on {batch // count} samples"
         memory = tuple(m + n for m, n in zip(plan.prediction.memory_bytes_per_rank, more, strict=True))
         prediction = replace(

@@ -220,6 +220,12 @@ def _pixels(source: Any, name: str, *, grey: bool) -> tuple[Tensor, str]:
         raise InvalidInputError(f"{name} is not a readable image: {reason}") from None
 
 
+def _is_packed(path: str | Path) -> bool:
+    """Whether a file is compressed, by its first bytes: gzip, zip, bzip2, xz or zstd."""
+    with open(path, "rb") as file:
+        return file.read(6).startswith((b"\x1f\x8b", b"PK\x03\x04", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"))
+
+
 def csv_table(path: str, shape: Shape | None) -> Parts:
     """Read a table with a header. Its inputs are numbers, or a column ``text`` (``sentence``, ``review``). The classes
     are in a column ``label`` (``class``, ``target``), otherwise in the last one.
@@ -233,7 +239,8 @@ def csv_table(path: str, shape: Shape | None) -> Parts:
             reader = csv.reader(file)
             lines = [(reader.line_num, row) for row in reader if row]
     except UnicodeDecodeError:
-        raise InvalidInputError(f"--data csv:{path} is not UTF-8 text; save it as UTF-8") from None
+        what = "is compressed; unpack it first" if _is_packed(path) else "is not UTF-8 text; save it as UTF-8"
+        raise InvalidInputError(f"--data csv:{path} {what}") from None
     except (OSError, csv.Error) as error:
         raise InvalidInputError(f"--data csv:{path}: {error}") from None
     if len(lines) < 2:
