@@ -37,8 +37,8 @@ def test_a_module_needs_an_example() -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"gpus": 0}, "at least 1 device"),
-        ({"gpus": 2, "global_batch": 0}, "at least 1 sample"),
+        ({"gpus": 0}, "a whole number of devices, 1 or more"),
+        ({"gpus": 2, "global_batch": 0}, "a whole number of samples, 1 or more"),
         ({"gpus": 2, "cluster": "nowhere"}, "no cluster 'nowhere'"),
         ({"gpus": 16, "cluster": "a100-nvlink-8"}, "asked for 16 devices, cluster a100-nvlink-8 has 8"),
         ({"gpus": 2, "cluster": "a100-nvlink-8", "strategies": ["dpp"]}, "no strategy 'dpp'"),

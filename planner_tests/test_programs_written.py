@@ -64,6 +64,20 @@ def test_a_parameter_beside_outputs_counts_by_samples() -> None:
     assert_as_alone(program, ["mixed", "ddp", "zero1"])
 
 
+def _scaled_by_weights(net: Any, opt: Any, batches: Any) -> State:
+    for x, y in batches:
+        opt.zero_grad()
+        weight = net.head.weight
+        weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+        (CE(net(x) * weight.abs().mean(), y) + 0.01 * weight.square().mean()).backward()
+        opt.step()
+    return dict(net.state_dict())
+
+
+def test_a_sharded_parameter_that_the_loss_takes_whole_has_the_gradient_of_all_samples() -> None:
+    assert_as_alone(_program(_scaled_by_weights), ["fsdp", "zero2", "mixed"])
+
+
 def _assigned_late(net: Any, opt: Any, batches: Any) -> State:
     """In the last batches of the fourth epoch, the head's gradient is a rule of the loop's own."""
     for epoch in range(4):

@@ -62,7 +62,7 @@ def check(step: Callable[..., Tensor], *batch: Any) -> Check:
         raise UsageError(f"step returned {type(loss).__name__}, not a loss of one number")
     if not models:
         return Check(True, "one rank has the whole batch: there is nothing to compare")
-    model, nodes, _, _ = search_graph([loss])
+    model, nodes, *_ = search_graph([loss])
     if model is None or model.terms is None:
         raise UsageError("the loss of step was not computed by a model of asa.parallelize in training mode")
     tape = loss.tape if isinstance(loss, Watched) and hasattr(loss, "tape") else None

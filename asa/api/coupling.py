@@ -223,7 +223,7 @@ def _scalar_change(model: nn.Module, call: Call, samples: int, device: torch.dev
     worst = 0.0
     for name, all_ in full.items():
         a, b = first.get(name), second.get(name)
-        if a is None or b is None or search_graph([all_])[1]:
+        if a is None or b is None or search_graph([all_]).terms:
             continue
         mean = (float(a.detach()) * half + float(b.detach()) * (samples - half)) / samples
         size = max(abs(float(all_.detach())), abs(mean), 1e-12)

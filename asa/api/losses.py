@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from math import isclose
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from asa.api.distributed_model_base import DistributedModelBase
 from asa.api.in_step import BACKWARD
@@ -27,6 +28,7 @@ from asa.api.tape import Watched
 from asa.api.trial import Trial
 from asa.errors import UsageError
 from asa.executor.model.votes import Votes
+from asa.sharding import direct
 from asa.sharding.split import TensorPart
 
 _MARK, _OF_CALL = "asa", "asa_weight"
@@ -123,6 +125,7 @@ def _nothing(inputs: Any, _outputs: Any) -> Any:
 
 _SMOOTHED = ("DivBackward0", "SumBackward0", "MaskedFillBackward0", "NegBackward0", "SumBackward1")
 _RELATED, _FOLLOWED = "asa_beside", "AliasBackward0"
+_GATHERED = "_ToTorchTensorBackward"
 """Key in a node's metadata for related nodes; name of the node that recording a tensor (:mod:`asa.api.tape`) adds."""
 
 
@@ -148,11 +151,23 @@ def mark_output(output: Tensor, model: LearningModel) -> None:
         node.metadata[_MARK] = (ref(model), not output.dim(), (model.mean_weight, model.mean_rows))
 
 
-def search_graph(roots: Iterable[Tensor]) -> tuple[LearningModel | None, list[Any], int, list[tuple[Any, int]]]:
-    """The distributed model from which ``roots`` come (None if there is none), with the weight and the rows of the call
-    that gave them, if it is a single one; the nodes of mean ``nll_loss`` and ``cross_entropy`` on the way to it, in a
-    fixed order; a number for the form of the graph; and where leaves enter it beside the outputs: a node, and which of
-    its inputs."""
+class LossGraph(NamedTuple):
+    """What was found in the graph of a loss."""
+
+    model: LearningModel | None
+    """The distributed model from which it comes, with the weight and the rows of the call, if it is a single one."""
+    terms: list[Any]
+    """Nodes of mean ``nll_loss`` and ``cross_entropy`` on the way to the model, in a fixed order."""
+    form: int
+    """A number for the form of the graph."""
+    leaves: list[tuple[Any, int]]
+    """Where leaves enter beside the outputs: a node, and which of its inputs."""
+    gathered: list[Any]
+    """Nodes at which sharded tensors were made whole (``full_tensor()``) beside the outputs."""
+
+
+def search_graph(roots: Iterable[Tensor]) -> LossGraph:
+    """What the graph of ``roots`` contains outside of models."""
     pending: deque[Any] = deque((r.grad_fn, None) for r in roots if isinstance(r, Tensor) and r.grad_fn is not None)
     visited: set[Any] = set()
     calls: set[tuple[float, int]] = set()
@@ -161,6 +176,7 @@ def search_graph(roots: Iterable[Tensor]) -> tuple[LearningModel | None, list[An
     names: list[str] = []
     related: dict[Any, list[Any]] = {}
     leaves: list[tuple[Any, int]] = []
+    gathered: list[Any] = []
     while pending and (len(visited) < _MOST_NODES or model is None):
         node, call = pending.popleft()
         if node is None or node in visited:
@@ -178,6 +194,8 @@ def search_graph(roots: Iterable[Tensor]) -> tuple[LearningModel | None, list[An
             node.metadata[_OF_CALL] = call
         elif names[-1] == _SMOOTHED[0] and (of := _smoothed(node)) is not None:
             related.setdefault(of, []).append(node)
+        elif call is None and names[-1] == _GATHERED and _is_whole(node.dtensor_spec):
+            gathered.append(node)
         for i, (following, _) in enumerate(node.next_functions):
             pending.append((following, call))
             if call is None and hasattr(following, "variable"):
@@ -190,7 +208,12 @@ def search_graph(roots: Iterable[Tensor]) -> tuple[LearningModel | None, list[An
             term.metadata[_OF_CALL] = next(iter(found)) if len(found) == 1 else None
     if model is not None and len(calls) == 1:  # the model may have been called for something else since
         model.__dict__.update(zip(("mean_weight", "mean_rows"), *calls, strict=True))
-    return model, terms, hash(tuple(n for n in names if n != _FOLLOWED)), leaves
+    return LossGraph(model, terms, hash(tuple(n for n in names if n != _FOLLOWED)), leaves, gathered)
+
+
+def _is_whole(spec: Any) -> bool:
+    """Whether every rank has all of a tensor with this ``DTensorSpec``."""
+    return all(isinstance(placement, Replicate) for placement in spec.placements)
 
 
 def _averaged(model: LearningModel) -> list[nn.Parameter]:
@@ -228,6 +251,25 @@ def _weigh_beside(model: LearningModel, leaves: list[tuple[Any, int]]) -> list[A
     return [
         node.register_hook(weighed(at)) for node, at in leaves if id(node.next_functions[at][0].variable) in averaged
     ]
+
+
+def _average_gathered(model: LearningModel, gathered: list[Any]) -> list[Any]:
+    """Average gradients of sharded tensors that a loss uses whole, weighted like outputs: every rank has the gradient
+    of its own samples, of which torch would keep the part of its shard. Returns handles to remove afterwards."""
+    if model.parallel is None or model.rank_context.ranks == 1:
+        return []
+    factor = model.output_factor / model.rank_context.ranks
+
+    def averaged(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        means = []
+        for g in grads:
+            mean = None if g is None else (g * factor).contiguous()
+            if mean is not None:
+                direct.all_reduce(mean, group=dist.group.WORLD)
+            means.append(mean)
+        return tuple(means)
+
+    return [node.register_prehook(averaged) for node in gathered]
 
 
 def _calls_below(node: Any) -> set[tuple[float, int]]:
@@ -325,7 +367,7 @@ def follow_backwards() -> None:
                     "others to False, or plan with strategies=('ddp',)"
                 )
         with torch._C.DisableTorchFunctionSubclass():
-            called, nodes, graph, leaves = search_graph(roots)
+            called, nodes, graph, leaves, gathered = search_graph(roots)
         if called is None or called.terms is None:
             if called is None and any(isinstance(r, Watched) for r in roots):
                 _check_no_layers(roots)
@@ -337,7 +379,7 @@ def follow_backwards() -> None:
             return
         with nullcontext() if called.in_step is None else called.in_step.together(BACKWARD):
             after = called.terms.before(nodes, called.mean_weight, called.mean_rows)
-            beside = _weigh_beside(called, leaves)
+            beside = [*_weigh_beside(called, leaves), *_average_gathered(called, gathered)]
             try:
                 if called.trial is None:
                     original(tensors, *args, **options)
