@@ -151,8 +151,8 @@ class Decider:
         self._latest = self._failed_under = self._changed_under = self._solved
         self._least_lasting = 0
         """Number of steps that another state must last to end the pause after a change that did not help."""
-        self._retry = False
-        """Whether to search again after the pause, though no factor has changed."""
+        self._retry_in: int | None = None
+        """Number of steps after which to search again, though no factor has changed; None for never."""
         self._rebuild_s = policy.rebuild_s
         self._expected: tuple[Placement, Expected] | None = None
         self._last_price: tuple[Placement, Slowness, float] | None = None
@@ -203,6 +203,7 @@ class Decider:
         if left == 0 or self.policy.keep_plan:
             return None
         lasts = self._recent.num_since >= self._least_lasting
+        self._retry_in = None if self._retry_in is None else self._retry_in - steps
         if self._quiet > 0 and not (lasts and slowness.imbalance(self._failed_under) > _SIMILAR):
             self._quiet -= steps
             if slowness.distance(self._solved) > LIKE:
@@ -211,7 +212,7 @@ class Decider:
         if self._groups.established != self._groups.current:  # the times of ranks are not known yet
             return None
         changed = slowness.distance(self._solved) > LIKE and not self._repriced(current, slowness)
-        outdated = changed or self._retry
+        outdated = changed or (self._retry_in is not None and self._retry_in <= 0)
         if (outdated or heavy) and not self._search(current, measured, slowness):
             self._uncounted_steps = steps
             return None
@@ -318,7 +319,7 @@ class Decider:
     def _search(self, current: Placement, measured: Measurements, slowness: Slowness) -> bool:
         """Search for a faster plan under ``slowness``. Returns False if the search runs during training and answers
         later."""
-        self._solved, self._retry = slowness, False
+        self._solved, self._retry_in = slowness, None
         solved: list[Placement] = []
         failed = ""
         try:
@@ -362,7 +363,7 @@ class Decider:
         best = min(range(len(options)), key=times.__getitem__, default=None)
         if best is None or 1 - times[best] / current_s < self.policy.min_gain:
             if 1 - without / current_s >= self.policy.min_gain:  # it may have failed for a reason that is over
-                self._quiet, self._retry, self._failed_under = self.policy.cool_down, True, slowness
+                self._retry_in = self.policy.cool_down
             why = failed or "solved again: this plan stays the best"
             self._announce("keep", f"{why}{left_out}")
             return
@@ -523,8 +524,8 @@ class Decider:
 
     def _pause(self) -> None:
         """Make no change for a while, the next time for twice as long, and then search again."""
-        self._retry = True
-        self._quiet, self._next_quiet = self._next_quiet, 2 * self._next_quiet
+        self._retry_in = self._quiet = self._next_quiet
+        self._next_quiet *= 2
         self._failed_under = self._latest
 
     def _penalty(self, placement: Placement) -> float:
