@@ -125,8 +125,9 @@ def _nothing(inputs: Any, _outputs: Any) -> Any:
 
 _SMOOTHED = ("DivBackward0", "SumBackward0", "MaskedFillBackward0", "NegBackward0", "SumBackward1")
 _RELATED, _FOLLOWED = "asa_beside", "AliasBackward0"
-_GATHERED = "_ToTorchTensorBackward"
 """Key in a node's metadata for related nodes; name of the node that recording a tensor (:mod:`asa.api.tape`) adds."""
+_GATHERED = "_ToTorchTensorBackward"
+"""Name of the node at which ``full_tensor()`` makes a plain tensor of a sharded one."""
 
 
 def _smoothing(node: Any) -> list[Any]:

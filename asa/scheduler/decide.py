@@ -224,8 +224,7 @@ class Decider:
         option = self._option
         if option is None or slowness.distance(self._solved) > _SIMILAR:
             return False
-        ratio = self.model.step_s(option.target, slowness) / self._price(current, slowness)
-        ratio *= math.exp(self._penalty(option.target) + self._bias(option.target) - self._bias(current))
+        ratio = self._ratio(option.target, current, slowness)
         if 1 - ratio < self.policy.min_gain:
             return False
         option.ratio = ratio
@@ -344,34 +343,29 @@ class Decider:
         earlier = [p for p in self._tried if not same(p, current)]
         if not any(same(p, current) for p in self._tried):
             self._tried.append(current)
-        current_s = self._price(current, slowness)
         if solved:
-            self.bound = max(0.0, 1 - solved[0].plan.certificate.lower_bound_s / current_s)
+            self.bound = max(0.0, 1 - solved[0].plan.certificate.lower_bound_s / self._price(current, slowness))
         options = [p for p in (*earlier, *solved) if not same(p, current)]
         left_out = ""
         if self.policy.keep_batch_norm:
             allowed = [p for p in options if not self._norms(current, p)]
             left_out = "" if len(allowed) == len(options) else "; plans with other groups for BatchNorm are left out"
             options = allowed
-        biases = [self._bias(p) - self._bias(current) for p in options]
-        times = [
-            self.model.step_s(p, slowness) * math.exp(self._penalty(p) + bias)
-            for p, bias in zip(options, biases, strict=True)
-        ]
-        without = min((s * math.exp(-self._penalty(p)) for p, s in zip(options, times, strict=True)), default=math.inf)
+        ratios = [self._ratio(p, current, slowness) for p in options]
+        without = [ratio * math.exp(-self._penalty(p)) for p, ratio in zip(options, ratios, strict=True)]
         self._penalties = [(p, log / 2) for p, log in self._penalties]
-        best = min(range(len(options)), key=times.__getitem__, default=None)
-        if best is None or 1 - times[best] / current_s < self.policy.min_gain:
-            if 1 - without / current_s >= self.policy.min_gain:  # it may have failed for a reason that is over
+        best = min(range(len(options)), key=ratios.__getitem__, default=None)
+        if best is None or 1 - ratios[best] < self.policy.min_gain:
+            if without and 1 - min(without) >= self.policy.min_gain:  # it may have failed for a reason that is over
                 self._retry_in = self.policy.cool_down
             why = failed or "solved again: this plan stays the best"
             self._announce("keep", f"{why}{left_out}")
             return
         # Of equally fast plans, prefer one that ran before.
-        best = next(i for i, s in enumerate(times) if s <= times[best] * (1 + _SAME))
+        best = next(i for i, r in enumerate(ratios) if r <= ratios[best] * (1 + _SAME))
         target = options[best]
         cost_s = self._rebuild_s + self.model.move_s(current, target, slowness)
-        self._option = _Option(target=target, ratio=times[best] / current_s, cost_s=cost_s)
+        self._option = _Option(target=target, ratio=ratios[best], cost_s=cost_s)
         if previous is not None:  # time lost so far also counts for a similar plan
             self._option.lost_s, self._option.steps, self._option.owed = previous.lost_s, previous.steps, previous.owed
 
@@ -530,6 +524,12 @@ class Decider:
 
     def _penalty(self, placement: Placement) -> float:
         return max((log for p, log in self._penalties if same(p, placement)), default=0.0)
+
+    def _ratio(self, target: Placement, current: Placement, slowness: Slowness) -> float:
+        """Step time of ``target`` over that of ``current`` under ``slowness``, by their prices and by what was measured
+        after changes to them."""
+        prices = self.model.step_s(target, slowness) / self._price(current, slowness)
+        return prices * math.exp(self._penalty(target) + self._bias(target) - self._bias(current))
 
     def _bias(self, placement: Placement) -> float:
         """How much longer a step of ``placement`` takes than its price, compared with other plans; a logarithm."""
