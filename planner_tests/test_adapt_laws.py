@@ -316,6 +316,27 @@ def test_a_plan_that_once_failed_is_tried_again_later() -> None:
     assert world.plan.num_ranks == 1
 
 
+def test_what_one_rank_was_measured_to_take_counts_for_another_rank_too() -> None:
+    class Lying(World):
+        """One rank alone takes 1.6 times as long as its price."""
+
+        def _truth(self, placement: Placement, step: int) -> Any:
+            step_s, own, sent = super()._truth(placement, step)
+            slower = 1.6 if placement.plan.num_ranks == 1 else 1.0
+            return slower * step_s, tuple(slower * s for s in own), sent
+
+    model = _model(2)
+    early, late = (model.corrected(_slowness(2, rank=r, by=by), range(2)) for r, by in ((1, 3.0), (0, 2.3)))
+    clean = model.profile, model.cluster
+    world = Lying(
+        _first(2), lambda step: early if 60 <= step < 300 else late if 480 <= step < 900 else clean, STRATEGIES,
+        processes=2, steps=STEPS, window=WINDOW, move_s=0.2,
+    )  # fmt: skip
+    _, events = _run(world, 16)
+    assert [target.processes for _, _, target in world.moves] == [(0,), (0, 1)], "rank 1 alone would be slower, too"
+    assert "rank 0's compute takes 2.3 times as long as predicted" in " ".join(_lines(events))
+
+
 @pytest.mark.parametrize("nonsense", [math.nan, -1.0, 1e6])
 def test_figures_that_cannot_be_are_ignored_and_their_rank_is_named(nonsense: float) -> None:
     class Broken(World):

@@ -18,6 +18,7 @@ from typing import Any
 from asa.errors import AsaError
 from asa.interfaces.executor import Placement, Probe
 from asa.ir.measurements import Measurements
+from asa.ir.plan import Plan
 from asa.ir.units import seconds
 from asa.scheduler import norms
 from asa.scheduler.cores import Cores
@@ -146,7 +147,7 @@ class Decider:
         self._recent = _Recent(policy.probation_steps)
         self._tried: list[Placement] = []
         self._penalties: list[tuple[Placement, float]] = []
-        self._biases: list[tuple[Placement, float]] = []
+        self._biases: list[tuple[Plan, float]] = []
         self._quiet, self._next_quiet = 0, policy.cool_down
         self._latest = self._failed_under = self._changed_under = self._solved
         self._least_lasting = 0
@@ -405,7 +406,8 @@ class Decider:
         confidence = self._confidence(current, option, slowness, step_s, horizon)
         if confidence < self.policy.confidence:
             option.asked_at = option.steps
-            self._announce("keep", f"another plan pays with a probability of {confidence:.2f} only")
+            gain = f"another plan would save {100 * (1 - option.ratio):.1f} % of a step"
+            self._announce("keep", f"{gain}, but it pays with a probability of {confidence:.2f} only")
             return None
         why = "; ".join(self._causes.values()) or "another plan is faster under the costs as measured"
         self._option, self._causes = None, {}
@@ -464,7 +466,7 @@ class Decider:
         changed = 0.0 if over else self._changed_since(change)
         error = math.log(now / change.promised_s) - changed
         if gain >= 0:
-            self._learn(change.target, error)
+            self._learn(change.target.plan, error)
             self._next_quiet = self.policy.cool_down
             self.reason = f"the new plan saves {100 * gain:.1f} % of a step"
             return None
@@ -529,18 +531,21 @@ class Decider:
         """Step time of ``target`` over that of ``current`` under ``slowness``, by their prices and by what was measured
         after changes to them."""
         prices = self.model.step_s(target, slowness) / self._price(current, slowness)
-        return prices * math.exp(self._penalty(target) + self._bias(target) - self._bias(current))
+        bias = self._bias(target.plan) - self._bias(current.plan)
+        return prices * math.exp(self._penalty(target) + bias)
 
-    def _bias(self, placement: Placement) -> float:
-        """How much longer a step of ``placement`` takes than its price, compared with other plans; a logarithm."""
-        return next((log for p, log in self._biases if same(p, placement)), 0.0)
+    def _bias(self, plan: Plan) -> float:
+        """How much longer a step of ``plan`` takes than its price, compared with other plans; a logarithm. It is the
+        same on any ranks, whose speeds are in the price."""
+        return next((log for p, log in self._biases if p.conduct == plan.conduct), 0.0)
 
-    def _learn(self, placement: Placement, error: float) -> None:
-        """Update the bias of a plan by ``error``, the logarithm of measured over promised time after the change to it.
-        Half of it belongs to the plan: the other plan, or the state of the machine, may be priced wrongly as well."""
+    def _learn(self, plan: Plan, error: float) -> None:
+        """Update the bias of ``plan`` by ``error``, the logarithm of measured over promised time after the change to
+        it. Half of it belongs to the plan: the other plan, or the state of the machine, may be priced wrongly as
+        well."""
         if abs(error) > LIKE:
-            bias = max(-_SIMILAR, min(_SIMILAR, self._bias(placement) + error / 2))
-            self._biases = [(p, b) for p, b in self._biases if not same(p, placement)] + [(placement, bias)]
+            bias = max(-_SIMILAR, min(_SIMILAR, self._bias(plan) + error / 2))
+            self._biases = [(p, b) for p, b in self._biases if p.conduct != plan.conduct] + [(plan, bias)]
 
     def _norms(self, old: Placement, new: Placement) -> str:
         return norms.changed(old.plan, new.plan, self.model.profile.graph)
