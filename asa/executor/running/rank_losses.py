@@ -59,6 +59,12 @@ class RankLosses:
     _starts: int = 0
     _repeated: bool = False
 
+    def lost(self, job: Job) -> Job:
+        """``job`` with the mean time between losses, of which one has just happened."""
+        self._ran_s.append(time.monotonic() - self._began)
+        self._began = time.monotonic()
+        return replace(job, between_losses_s=fmean(self._ran_s[-_LATELY:]))
+
     def next_job(self, job: Job, plan: Plan, failure: WorkersFailedError, log: RunLog) -> Job:
         """The job to continue with after ``failure`` under ``plan``.
 
@@ -67,9 +73,7 @@ class RankLosses:
         """
         if self.regroup is None or not (failure.lost or failure.raised):
             raise failure
-        self._ran_s.append(time.monotonic() - self._began)
-        self._began = time.monotonic()
-        job = replace(job, between_losses_s=fmean(self._ran_s[-_LATELY:]))
+        job = self.lost(job)
         manifest = checkpoint.newest_manifest(Path(job.settings.out) / CHECKPOINTS)
         snapshot = snapshots.newest(job.snapshots, fingerprint(plan))
         saved = max(snapshot, -1 if manifest is None else manifest.step) if snapshot or manifest is not None else -1

@@ -48,7 +48,7 @@ Start = Callable[[Job, Material], Ending]
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 MOST_ATTEMPTS = 3
-"""Largest number of successive plans under which no further epoch was completed."""
+"""Largest number of successive plans under which no further epoch was completed, or nothing was saved."""
 
 
 def run_with_recovery(
@@ -64,7 +64,7 @@ def run_with_recovery(
     job = replace(job, watchful=relieve is not None)
     attempt, losses = 0, RankLosses(regroup)
     while True:
-        kills, epochs = kernel_kills(), len(log.epochs)
+        kills, epochs, saved = kernel_kills(), len(log.epochs), _saved_step(job)
         failure: WorkersFailedError | None = None
         try:
             ending = start(job, material)
@@ -78,12 +78,21 @@ def run_with_recovery(
                 job = losses.next_job(job, _current_plan(job, log), error, log)
                 material = _newest(material, log, Path(job.settings.out), newest(job.snapshots, fingerprint(job.plan)))
                 continue
-        attempt = 1 + (0 if len(log.epochs) > epochs else attempt)
+        progress = len(log.epochs) > epochs and _saved_step(job) > saved
+        attempt = 1 if progress else attempt + 1
+        if failure is not None:
+            job = losses.lost(job)
         if shortage is None or relieve is None or attempt > MOST_ATTEMPTS:
             assert failure is not None
             raise failure
         job = _replan(without_snapshots(job), shortage, failure, attempt, log, relieve)
         material = _newest(material, log, Path(job.settings.out))
+
+
+def _saved_step(job: Job) -> int:
+    """Step of the newest checkpoint; -1 if there is none."""
+    manifest = checkpoint.newest_manifest(Path(job.settings.out) / CHECKPOINTS)
+    return -1 if manifest is None else manifest.step
 
 
 def _shortage(error: WorkersFailedError, job: Job, log: RunLog, kernel: bool) -> Shortage | None:
