@@ -18,12 +18,12 @@ from typing import Any
 from asa.errors import AsaError
 from asa.interfaces.executor import Placement, Probe
 from asa.ir.measurements import Measurements
-from asa.ir.plan import Plan
 from asa.ir.units import seconds
 from asa.scheduler import norms
 from asa.scheduler.cores import Cores
 from asa.scheduler.costs import LIKE, MIN_STEPS, Costs, Slowness, sharing_shift, typical
 from asa.scheduler.expected import Expected
+from asa.scheduler.experience import Experience
 from asa.scheduler.exposed import Exposed
 from asa.scheduler.findings import Finding, Findings, impossible_figures
 from asa.scheduler.lasting import Lasting
@@ -145,9 +145,7 @@ class Decider:
         self._option: _Option | None = None
         self._trial: Change | None = None
         self._recent = _Recent(policy.probation_steps)
-        self._tried: list[Placement] = []
-        self._penalties: list[tuple[Placement, float]] = []
-        self._biases: list[tuple[Plan, float]] = []
+        self._experience = Experience()
         self._quiet, self._next_quiet = 0, policy.cool_down
         self._latest = self._failed_under = self._changed_under = self._solved
         self._least_lasting = 0
@@ -325,7 +323,7 @@ class Decider:
         try:
             if self.model.background is not None:
                 question = Question(
-                    current=current, known=tuple(p for p in self._tried if not same(p, current)), measured=measured,
+                    current=current, known=tuple(self._experience.others(current)), measured=measured,
                     slowness=slowness, deviations=self.costs.deviations(), draws=self.policy.draws, seed=self._windows,
                 )  # fmt: skip
                 self._background_search = self.model.background(question), slowness
@@ -341,9 +339,7 @@ class Decider:
     def _choose(self, current: Placement, slowness: Slowness, solved: list[Placement], failed: str) -> None:
         """Choose the fastest plan under ``slowness`` among ``solved`` and those that ran before."""
         previous, self._option = self._option, None
-        earlier = [p for p in self._tried if not same(p, current)]
-        if not any(same(p, current) for p in self._tried):
-            self._tried.append(current)
+        earlier = self._experience.add(current)
         if solved:
             self.bound = max(0.0, 1 - solved[0].plan.certificate.lower_bound_s / self._price(current, slowness))
         options = [p for p in (*earlier, *solved) if not same(p, current)]
@@ -353,8 +349,8 @@ class Decider:
             left_out = "" if len(allowed) == len(options) else "; plans with other groups for BatchNorm are left out"
             options = allowed
         ratios = [self._ratio(p, current, slowness) for p in options]
-        without = [ratio * math.exp(-self._penalty(p)) for p, ratio in zip(options, ratios, strict=True)]
-        self._penalties = [(p, log / 2) for p, log in self._penalties]
+        without = [ratio * math.exp(-self._experience.penalty(p)) for p, ratio in zip(options, ratios, strict=True)]
+        self._experience.searched()
         best = min(range(len(options)), key=ratios.__getitem__, default=None)
         if best is None or 1 - ratios[best] < self.policy.min_gain:
             if without and 1 - min(without) >= self.policy.min_gain:  # it may have failed for a reason that is over
@@ -446,9 +442,8 @@ class Decider:
     def _untried(self, current: Placement, target: Placement, slowness: Slowness) -> float:
         """Uncertainty, as a logarithm, of the price of a plan for other ranks that never ran here. It is above 0 if all
         ranks are faster than predicted: either the machine is faster, or only the current plan."""
-        ran_before = any(same(target, p) for p in self._tried)
         other_ranks = rung(current, target) in ("fewer", "more")
-        return max(0.0, -slowness.common) / 2 if other_ranks and not ran_before else 0.0
+        return max(0.0, -slowness.common) / 2 if other_ranks and not self._experience.has_run(target) else 0.0
 
     def _review(self, change: Change, ended: tuple[int, float] | None) -> Change | None:
         """Judge a change after its first steps; returns its rollback if it did not help. ``ended``: steps under it, and
@@ -466,12 +461,12 @@ class Decider:
         changed = 0.0 if over else self._changed_since(change)
         error = math.log(now / change.promised_s) - changed
         if gain >= 0:
-            self._learn(change.target.plan, error)
+            self._experience.learn(change.target.plan, error)
             self._next_quiet = self.policy.cool_down
             self.reason = f"the new plan saves {100 * gain:.1f} % of a step"
             return None
         slower = f"{seconds(now)} a step after the change, {seconds(change.step_s)} before"
-        self._penalties.append((change.target, max(0.0, error)))
+        self._experience.failed(change.target, error)
         if changed > LIKE:
             self._least_lasting = _LASTS * self.policy.probation_steps
         return Change(
@@ -524,28 +519,12 @@ class Decider:
         self._next_quiet *= 2
         self._failed_under = self._latest
 
-    def _penalty(self, placement: Placement) -> float:
-        return max((log for p, log in self._penalties if same(p, placement)), default=0.0)
-
     def _ratio(self, target: Placement, current: Placement, slowness: Slowness) -> float:
         """Step time of ``target`` over that of ``current`` under ``slowness``, by their prices and by what was measured
         after changes to them."""
+        known = self._experience
         prices = self.model.step_s(target, slowness) / self._price(current, slowness)
-        bias = self._bias(target.plan) - self._bias(current.plan)
-        return prices * math.exp(self._penalty(target) + bias)
-
-    def _bias(self, plan: Plan) -> float:
-        """How much longer a step of ``plan`` takes than its price, compared with other plans; a logarithm. It is the
-        same on any ranks, whose speeds are in the price."""
-        return next((log for p, log in self._biases if p.conduct == plan.conduct), 0.0)
-
-    def _learn(self, plan: Plan, error: float) -> None:
-        """Update the bias of ``plan`` by ``error``, the logarithm of measured over promised time after the change to
-        it. Half of it belongs to the plan: the other plan, or the state of the machine, may be priced wrongly as
-        well."""
-        if abs(error) > LIKE:
-            bias = max(-_SIMILAR, min(_SIMILAR, self._bias(plan) + error / 2))
-            self._biases = [(p, b) for p, b in self._biases if p.conduct != plan.conduct] + [(plan, bias)]
+        return prices * math.exp(known.penalty(target) + known.bias(target.plan) - known.bias(current.plan))
 
     def _norms(self, old: Placement, new: Placement) -> str:
         return norms.changed(old.plan, new.plan, self.model.profile.graph)
