@@ -7,49 +7,25 @@ Optimizations Toward Training Trillion Parameter Models". Stock ``fully_shard``,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
-from asa.interfaces.strategy import OPTIMIZER_WORDS, DataStrategy
-from asa.interfaces.units import gathered_once, remaining_bytes
-from asa.ir.graph import Component
+from asa.interfaces.units import gathered_once
 from asa.ir.traffic import Adjacent, Collective, Memory, Share
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from asa.sharding.axis import Axis
+from asa.strategies.zero3 import FullyShard
 
 
-class ShardedGradients(DataStrategy):
+class ShardedGradients(FullyShard):
     """``fully_shard`` on the data group, weights kept from forward to backward."""
 
     identifier = "zero2"
-    joint = True
-    prefetches = True
-
-    def refusal(self, component: Component, degree: int) -> str:
-        """Empty: any component can be sharded; uneven dimensions are padded."""
-        return ""
+    releases = False
 
     def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
         """Memory with state sharded over ``degree`` ranks, weights gathered until the component's last backward, and
         whole gradients while it computes. Gradients accumulated over several microbatches stay whole until the last one
         scatters them."""
-        size = share.parameter_bytes
-        part = size / degree
-        return Memory(
-            parameters=part,
-            gradients=part,
-            optimizer=OPTIMIZER_WORDS[optimizer] * part,
-            buffers=share.buffer_bytes,
-            accumulated=None if degree == 1 else size,
-            transient=0.0 if degree == 1 else size,
-            kept=0.0 if degree == 1 else size,
-        )
-
-    def remaining_bytes(self, share: Share, degree: int, num_microbatches: int) -> float:
-        """Bytes of the reduce-scatter buffer, which replaces accumulated gradients."""
-        return remaining_bytes(share, degree, num_microbatches)
+        whole = 0.0 if degree == 1 else share.parameter_bytes
+        return replace(super().memory(share, degree, optimizer), transient=whole, kept=whole)
 
     def transient(self, share: Share, degree: int, beside: Adjacent) -> float:
         """Bytes of whole gradients, with those of the component after it (:mod:`asa.interfaces.units`)."""
@@ -64,9 +40,3 @@ class ShardedGradients(DataStrategy):
             Collective(op="reduce_scatter", phase="gradient", bytes=size, ranks=degree, stride=stride),
             Collective(op="all_gather", phase="update", bytes=size, ranks=degree, stride=stride),
         )
-
-    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
-        """Shard every component of the segment as one unit; the segment is their root."""
-        from asa.sharding.sharded import sharded
-
-        return sharded(module, axis, release=False)

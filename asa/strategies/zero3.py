@@ -26,6 +26,8 @@ class FullyShard(DataStrategy):
     identifier = "zero3"
     joint = True
     prefetches = True
+    releases = True
+    """Whether gathered weights are released after a component's forward."""
 
     def refusal(self, component: Component, degree: int) -> str:
         """Empty: any component can be sharded; uneven dimensions are padded."""
@@ -68,4 +70,4 @@ class FullyShard(DataStrategy):
         """Shard every component of the segment as one unit; the segment is their root."""
         from asa.sharding.sharded import sharded
 
-        return sharded(module, axis, release=True)
+        return sharded(module, axis, release=self.releases)
