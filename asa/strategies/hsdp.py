@@ -8,12 +8,19 @@ Near-linear Scaling for Training Gigantic Model on Public Cloud"; Zhao et al. 20
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from asa.interfaces.sharded_state import ShardedState
 from asa.ir.plan import DataDegree
 from asa.ir.traffic import Adjacent, Collective, Memory, Share
-from asa.strategies.zero3 import FullyShard
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from asa.sharding.axis import Axis
 
 
-class HybridShard(FullyShard):
+class HybridShard(ShardedState):
     """``fully_shard`` over ``shards`` neighbours of the data group, at least 2, replicated across such groups; over the
     whole data group if ``shards`` is None."""
 
@@ -51,3 +58,9 @@ class HybridShard(FullyShard):
             return within
         across = Collective(op="all_reduce", phase="gradient", bytes=part, ranks=groups, stride=stride * inside)
         return (*within, across)
+
+    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
+        """Shard every component of the segment as one unit over ``axis.parts``; the segment is their root."""
+        from asa.sharding.sharded import sharded
+
+        return sharded(module, axis, release=True)

@@ -8,17 +8,22 @@ Optimizations Toward Training Trillion Parameter Models". Stock ``fully_shard``,
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from asa.interfaces.sharded_state import ShardedState
 from asa.interfaces.units import gathered_once
 from asa.ir.traffic import Adjacent, Collective, Memory, Share
-from asa.strategies.zero3 import FullyShard
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from asa.sharding.axis import Axis
 
 
-class ShardedGradients(FullyShard):
+class ShardedGradients(ShardedState):
     """``fully_shard`` on the data group, weights kept from forward to backward."""
 
     identifier = "zero2"
-    releases = False
 
     def memory(self, share: Share, degree: int, optimizer: str) -> Memory:
         """Memory with state sharded over ``degree`` ranks, weights gathered until the component's last backward, and
@@ -40,3 +45,9 @@ class ShardedGradients(FullyShard):
             Collective(op="reduce_scatter", phase="gradient", bytes=size, ranks=degree, stride=stride),
             Collective(op="all_gather", phase="update", bytes=size, ranks=degree, stride=stride),
         )
+
+    def apply(self, module: nn.Module, axis: Axis) -> nn.Module:
+        """Shard every component of the segment as one unit; the segment is their root."""
+        from asa.sharding.sharded import sharded
+
+        return sharded(module, axis, release=False)
