@@ -268,7 +268,9 @@ def first_plans(
     for m in likely:
         if clock.counted() > ends:
             break
-        if prices.space.strategies.schedules[sketch.schedule].refusal(2, m) or not _may_win(prices, m, best_s):
+        rows = [w * np.array(prices.compute(w, m, sketch.gpus)) for w in climber.neighbours.widths]
+        least_s = m * float(np.min(rows, axis=0).sum()) / sketch.gpus
+        if prices.space.strategies.schedules[sketch.schedule].refusal(2, m) or least_s >= best_s:
             continue
         outlines = {x: climber.seconds(x) for x in sketch.plans(m)}
         for x in sorted((x for x in outlines if outlines[x] < INF), key=outlines.__getitem__)[:_BEST]:
@@ -281,11 +283,3 @@ def first_plans(
     m = candidate.num_microbatches
     possible = all(w in set(prices.space.ways(i, w.layout.width, m, allowed)) for i, w in enumerate(candidate.ways))
     return candidate if possible and prices.fits(candidate) else None
-
-
-def _may_win(prices: Prices, num_microbatches: int, best_s: float) -> bool:
-    """Whether compute time alone is below ``best_s`` seconds."""
-    gpus = prices.space.request.gpus
-    sizes = [w for w in prices.space.several(gpus) if w < gpus]
-    rows = [w * np.array(prices.compute(w, num_microbatches, gpus)) for w in sizes]
-    return num_microbatches * float(np.min(rows, axis=0).sum()) / gpus < best_s

@@ -205,14 +205,11 @@ class Space:
     def data_degree(self, name: DataStrategyName, layout: Layout) -> DataDegree | None:
         """The data strategy ``name`` with its degree in ``layout``; None where it cannot run there."""
         if (name, layout) not in self._data_degrees:
-            self._data_degrees[name, layout] = self._new_data_degree(name, layout)
+            shards = self.shards(layout) if name == "hsdp" else None
+            able = name != "hsdp" or shards is not None
+            degree = DataDegree(strategy=name, degree=layout.data, shards=shards) if able else None
+            self._data_degrees[name, layout] = degree
         return self._data_degrees[name, layout]
-
-    def _new_data_degree(self, name: DataStrategyName, layout: Layout) -> DataDegree | None:
-        if name != "hsdp":
-            return DataDegree(strategy=name, degree=layout.data)
-        shards = self.shards(layout)
-        return None if shards is None else DataDegree(strategy=name, degree=layout.data, shards=shards)
 
     def several(self, gpus: int) -> tuple[int, ...]:
         """Widths of ``gpus`` ranks that a stage of several may have: :func:`widths` and whole nodes, if they fit in."""
