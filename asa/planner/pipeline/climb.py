@@ -165,7 +165,9 @@ class Neighbours:
         for m in (x.num_microbatches // 2, 2 * x.num_microbatches):
             if m <= MOST_IN_A_PIPELINE and m in self.space.microbatches():
                 yield replace(x, num_microbatches=m)
-        yield from self._otherwise(x)
+        for s, w in enumerate(x.widths):
+            for style in (y for y in self._offered(w, x.num_microbatches) if y != x.styles[s]):
+                yield replace(x, styles=(*x.styles[:s], style, *x.styles[s + 1 :]))
         if p <= _LONG:
             yield from self._other_widths(x)
             yield from self._joined(x)
@@ -183,12 +185,6 @@ class Neighbours:
         if (w, m) not in self._styles:
             self._styles[w, m] = self.sketch.styles(w, m, save_memory=True)
         return self._styles[w, m]
-
-    def _otherwise(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
-        for s, w in enumerate(x.widths):
-            for style in self._offered(w, x.num_microbatches):
-                if style != x.styles[s]:
-                    yield replace(x, styles=(*x.styles[:s], style, *x.styles[s + 1 :]))
 
     def _resized(self, x: PipelineOutline, s: int, w: int) -> PipelineOutline | None:
         """The outline with width ``w`` for stage ``s``, in the style most like its own; None for an impossible
