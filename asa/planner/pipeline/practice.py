@@ -92,12 +92,13 @@ def _fastest(
 
 
 def _widths(space: Space) -> list[int]:
-    """Candidate widths: the first ranks of equal speed, a node, powers of two, small ones, and the fewest ranks that
-    have no more samples each."""
+    """Candidate widths: the first ranks of equal speed, a node, powers of two, small ones, and of the batch divisors and
+    a half, third and quarter, rounded up."""
     gpus, cluster, batch = space.request.gpus, space.cluster, space.request.global_batch
     alike = next((r for r in range(gpus) if cluster.speed(r) != cluster.speed(0)), gpus)
     powers = (2**k for k in range(gpus.bit_length() - 1, 0, -1))
-    small = (w for w in space.single_widths() if w <= _EACH or -(-batch // -(-batch // w)) == w)
+    parts = [-(-batch // k) for k in (2, 3, 4)]
+    small = (w for w in range(gpus - 1, 0, -1) if w <= _EACH or batch % w == 0 or w in parts)
     return [w for w in dict.fromkeys((alike, cluster.node, *powers, *small)) if w < gpus]
 
 
