@@ -92,8 +92,8 @@ def _fastest(
 
 
 def _widths(space: Space) -> list[int]:
-    """Candidate widths: the first ranks of equal speed, a node, powers of two, small ones, and of the batch divisors and
-    a half, third and quarter, rounded up."""
+    """Candidate widths: the first ranks of equal speed, a node, powers of two, small ones, divisors of the batch, and a
+    half, third and quarter of it, rounded up."""
     gpus, cluster, batch = space.request.gpus, space.cluster, space.request.global_batch
     alike = next((r for r in range(gpus) if cluster.speed(r) != cluster.speed(0)), gpus)
     powers = (2**k for k in range(gpus.bit_length() - 1, 0, -1))
