@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from asa.cost.machine import presets
 from asa.cost.machine.estimate import on_device
 from asa.ir import codec
+from asa.ir.cluster import RankDevice
 from asa.ir.profile import Profile
 from asa.planner import Request, clock
 from asa.planner.answer.canonical import improved
@@ -48,6 +50,20 @@ def first_s(model: str, cluster: str, gpus: int, batch: int) -> float:
 def test_more_devices_are_not_worse_to_begin_with(model, cluster, batch, few, many):
     # What is best here is one microbatch through stages of fewer ranks than there are.
     assert first_s(model, cluster, many, batch) <= first_s(model, cluster, few, batch) * 1.002
+
+
+@pytest.mark.parametrize("devices", [8, 32])
+def test_outlines_of_unequal_devices_have_stages_of_one_kind_each(devices):
+    where, fast = presets.load("h100-4x8-ib" if devices > 8 else "a100-nvlink-8"), devices * 3 // 8
+    kinds = [RankDevice(name=f"at {s:g}", speed=s) for s in (1.0, 0.5)]
+    where = replace(where, devices=tuple(kinds[rank >= fast] for rank in range(devices)))
+    profile = on_device(codec.load(Profile, PROFILES / "resnet50.cpu.fp32.json"), where)
+    own = Prices(Space(profile, where, offered(), Request(gpus=devices, global_batch=64)))
+    outlines = [x for m in (1, 4) for x in Sketch(own, anything, INF).plans(m)]
+    assert any(sum(x.widths) > fast for x in outlines)
+    for x in outlines:
+        firsts = (0, *itertools.accumulate(x.widths))
+        assert all(len({where.speed(r) for r in range(a, b)}) == 1 for a, b in itertools.pairwise(firsts))
 
 
 def test_first_plans_do_not_depend_on_how_busy_the_machine_is(monkeypatch):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import known_models
@@ -15,12 +17,15 @@ from asa.ir.cluster import Cluster, RankDevice
 from asa.ir.layout import Layout, lowest_terms
 from asa.ir.plan import Plan
 from asa.planner import Request, explain, plan, verify
-from asa.planner.pipeline.kinds import weights
+from asa.planner.pipeline.kinds import views, weights
+from asa.planner.pipeline.practice import quickest
 from asa.planner.space.baselines import uniform
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Space, anything
+from asa.planner.stage.lookup import StageLookup
 from asa.planner.stage.problem import MS
 from asa.planner.stage.shares import free_bound
+from asa.planner.stage.singles import first_plan, singles
 from asa.strategies import offered
 
 PROFILES = [known_models.profile(g, 300.0, 64) for g in (known_models.transformer(4, 512), known_models.vgg16())]
@@ -143,14 +148,15 @@ def many(gpus: int, fast: int, slow: RankDevice, **asked: int) -> Prices:
 def test_stages_of_the_first_devices_of_a_kind_and_of_a_divisor_of_the_batch_are_searched() -> None:
     for other in (RankDevice(name="slow", speed=0.2), RankDevice(name="small", speed=1.0, memory_bytes=2**30)):
         space = many(26, 19, other, global_batch=66).space
-        assert space.single_widths() == (26, 24, 22, 19, 16, 11, *range(8, 0, -1))
-        assert "of its divisors, or of 26, or of the first ranks up to another kind" in space.describe()
+        assert space.single_widths() == (26, 24, 22, 19, 17, *range(16, 0, -1))
+        assert "of its half, third or quarter rounded up, or of 26, or of the first ranks up to" in space.describe()
 
 
-def test_small_batches_have_every_width_up_to_16_and_their_multiples_by_powers_of_two() -> None:
+def test_every_width_up_to_16_and_small_multiples_and_parts_of_the_batch_are_searched() -> None:
     slow = RankDevice(name="slow", speed=0.2)
-    assert many(17, 32, slow, global_batch=8).space.single_widths() == tuple(range(17, 0, -1))
-    assert many(17, 32, slow, global_batch=17).space.single_widths() == (17, 16, *range(8, 0, -1))
+    for batch in (8, 17, 35, 512):
+        assert many(17, 32, slow, global_batch=batch).space.single_widths() == tuple(range(17, 0, -1))
+    assert many(32, 32, slow, global_batch=57).space.single_widths() == (32, 29, 24, 19, *range(16, 0, -1))
     found = many(32, 32, slow, global_batch=5).space
     assert found.single_widths() == (32, 24, 20, *range(16, 0, -1))
     assert "one stage of 1 to 16 ranks, of a multiple of 8 ranks, of a power of two times the batch" in found.describe()
@@ -161,6 +167,41 @@ def test_one_sample_for_each_slow_device_is_tried() -> None:
     """Of 27 samples 5 fast devices have 16, which no whole number for each of them leaves to the others."""
     cluster = listed(*[1.0] * 5, *[0.4] * 11)
     assert (16,) * 5 + (5,) * 11 in weights(cluster, 16, 27)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "batch"), [((1.0,) * 3 + (0.4,) * 5, 27), ((1.0, 0.7, 0.7, 0.4), 18), ((1.0, 1.0, 0.1), 256)]
+)
+def test_no_whole_numbers_of_samples_are_computed_sooner_than_the_quickest(speeds, batch) -> None:
+    profile, cluster, width = PROFILES[1], listed(*speeds), len(speeds)
+    prices = Prices(Space(profile, cluster, offered(), Request(gpus=width, global_batch=batch)))
+    seconds = [float(prices.compute_on(k, 1).sum()) if k else 0.0 for k in range(batch + 1)]
+
+    def taken(rows: Sequence[int]) -> float:
+        return max(seconds[k] / s for k, s in zip(rows, speeds, strict=True))
+
+    cut = quickest(prices, width)
+    rows = Layout(width=width, data=width, tensor=1, weights=cut).sizes(batch)
+    assert min(rows) >= 1
+    kinds = sorted(set(speeds), reverse=True)
+    for own in itertools.product(range(1, batch), repeat=len(kinds)):
+        if sum(k * speeds.count(s) for k, s in zip(own, kinds, strict=True)) >= batch:
+            assert taken(rows) <= taken([own[kinds.index(s)] for s in speeds]) * (1 + 1e-9)
+    alike = Prices(Space(profile, listed(*[1.0] * 4), offered(), Request(gpus=4, global_batch=batch)))
+    assert quickest(alike, 4) == ()
+    few = Prices(Space(profile, cluster, offered(), Request(gpus=width, global_batch=width - 1)))
+    assert quickest(few, width) == ()
+
+
+def test_unequal_devices_begin_with_the_widths_and_weights_that_compute_soonest() -> None:
+    """Whole strategies do not lead there: they send the gradients of a classifier that is better split."""
+    cluster = listed(*[1.0] * 3, *[0.4] * 5)
+    prices = Prices(Space(PROFILES[1], cluster, offered(), Request(gpus=8, global_batch=14)))
+    stages = [s for view, among in views(prices) for s in singles(StageLookup(view, anything, among), "ilp")]
+    value = first_plan(stages, None, float("inf"), 14)
+    wide = next(s for s in stages if s.width == 8 and s.weights and s.num_microbatches == 1)
+    wide.begin(float("inf"))
+    assert value <= wide.value * (1 + 1e-9) < float("inf")
 
 
 def test_the_bound_on_all_weights_has_every_layout_of_many_microbatches() -> None:

@@ -102,7 +102,8 @@ def plan(
         return _whole(profile, prices, names, rows, eligible, started)
     if not eligible and infeasible.hopeless(prices, prices.space.pinned):
         raise infeasible.explain(prices, prices.space.pinned)
-    simplest, pins = _simplest(eligible), prices.space.pinned
+    fastest_s, pins = min((r.seconds for r in eligible), default=0.0), prices.space.pinned
+    simplest = next((r for r in eligible if r.seconds <= fastest_s * _TIE), None)  # most like training on one device
     uniform = [r.candidate for r in sorted(eligible, key=lambda r: r.seconds)]
     fitting = [r.candidate for r in sorted(rows, key=lambda r: r.seconds) if r.fits]
     begin = start(prices, fitting, pins) if request.pins else None
@@ -196,12 +197,6 @@ def _whole(
         rivals = [r.candidate for r in among if r.candidate is not None and r.candidate.key != row.candidate.key]
         plans.append(plan_of(profile, prices, row.candidate, name, certificate, rows, notes, rivals))
     return plans
-
-
-def _simplest(rows: Sequence[StrategyRow]) -> StrategyRow | None:
-    """The fastest of ``rows``; of equally fast ones the first, which is the most similar to training on one device."""
-    fastest = min((r.seconds for r in rows), default=0.0)
-    return next((r for r in rows if r.seconds <= fastest * _TIE), None)
 
 
 def _choose(prices: Prices, outcome: Outcome, simplest: StrategyRow | None) -> tuple[Candidate | None, tuple[str, ...]]:

@@ -328,17 +328,12 @@ class _Around:
             s, old_stage = cut.stage(i), x.stage(i)
             if s != old_stage:
                 neighbour = x.ways[x.starts[s] if s > old_stage else (*x.starts[1:], self.n)[s] - 1]
-                new_way = self._similar_way(i, x.widths[s], m, neighbour, x.ways[i])
+                kept = ways[i].layout.width == x.widths[s] and self._able(i, ways[i], m)
+                new_way = ways[i] if kept else similar(self.space, i, neighbour, m, self.allowed)
                 if new_way is None:
                     return
                 ways[i] = new_way
         yield replace(cut, ways=tuple(ways))
-
-    def _similar_way(self, i: int, w: int, m: int, neighbour: Way, unchanged: Way) -> Way | None:
-        """A way of component ``i`` in a stage of ``w`` ranks: its own, or the one most like its neighbour's."""
-        if unchanged.layout.width == w and self._able(i, unchanged, m):
-            return unchanged
-        return similar(self.space, i, neighbour, m, self.allowed)
 
     def _private(self, x: Candidate) -> Iterator[Candidate]:
         """Plans in which one component has another way with the same layout."""

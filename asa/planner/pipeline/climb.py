@@ -165,7 +165,9 @@ class Neighbours:
         for m in (x.num_microbatches // 2, 2 * x.num_microbatches):
             if m <= MOST_IN_A_PIPELINE and m in self.space.microbatches():
                 yield replace(x, num_microbatches=m)
-        yield from self._otherwise(x)
+        for s, w in enumerate(x.widths):
+            for style in (y for y in self._offered(w, x.num_microbatches) if y != x.styles[s]):
+                yield replace(x, styles=(*x.styles[:s], style, *x.styles[s + 1 :]))
         if p <= _LONG:
             yield from self._other_widths(x)
             yield from self._joined(x)
@@ -183,12 +185,6 @@ class Neighbours:
         if (w, m) not in self._styles:
             self._styles[w, m] = self.sketch.styles(w, m, save_memory=True)
         return self._styles[w, m]
-
-    def _otherwise(self, x: PipelineOutline) -> Iterator[PipelineOutline]:
-        for s, w in enumerate(x.widths):
-            for style in self._offered(w, x.num_microbatches):
-                if style != x.styles[s]:
-                    yield replace(x, styles=(*x.styles[:s], style, *x.styles[s + 1 :]))
 
     def _resized(self, x: PipelineOutline, s: int, w: int) -> PipelineOutline | None:
         """The outline with width ``w`` for stage ``s``, in the style most like its own; None for an impossible
@@ -268,7 +264,9 @@ def first_plans(
     for m in likely:
         if clock.counted() > ends:
             break
-        if prices.space.strategies.schedules[sketch.schedule].refusal(2, m) or not _may_win(prices, m, best_s):
+        rows = [w * np.array(prices.compute(w, m, sketch.gpus)) for w in climber.neighbours.widths]
+        least_s = m * float(np.min(rows, axis=0).sum()) / sketch.gpus
+        if prices.space.strategies.schedules[sketch.schedule].refusal(2, m) or least_s >= best_s:
             continue
         outlines = {x: climber.seconds(x) for x in sketch.plans(m)}
         for x in sorted((x for x in outlines if outlines[x] < INF), key=outlines.__getitem__)[:_BEST]:
@@ -281,11 +279,3 @@ def first_plans(
     m = candidate.num_microbatches
     possible = all(w in set(prices.space.ways(i, w.layout.width, m, allowed)) for i, w in enumerate(candidate.ways))
     return candidate if possible and prices.fits(candidate) else None
-
-
-def _may_win(prices: Prices, num_microbatches: int, best_s: float) -> bool:
-    """Whether compute time alone is below ``best_s`` seconds."""
-    gpus = prices.space.request.gpus
-    sizes = [w for w in prices.space.several(gpus) if w < gpus]
-    rows = [w * np.array(prices.compute(w, num_microbatches, gpus)) for w in sizes]
-    return num_microbatches * float(np.min(rows, axis=0).sum()) / gpus < best_s

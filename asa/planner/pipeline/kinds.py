@@ -14,7 +14,7 @@ from itertools import accumulate, groupby
 
 from asa.ir.cluster import Cluster
 from asa.ir.layout import Layout, lowest_terms
-from asa.planner.pipeline.practice import FINE
+from asa.planner.pipeline.practice import FINE, quickest
 from asa.planner.pipeline.staged import NEVER_MS, StagedSpace
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import Allowed
@@ -74,8 +74,8 @@ def views(prices: Prices) -> list[tuple[Prices, tuple[int, ...]]]:
     pairs = [(prices, space.single_widths())]
     if not space.cluster.unequal or not space.request.uneven:
         return pairs
-    batch = space.request.global_batch
-    choices = {w: weights(space.cluster, w, batch) for w in space.single_widths()}
+    batch, some = space.request.global_batch, space.single_widths()
+    choices = {w: _distinct([quickest(prices, w), *weights(space.cluster, w, batch)]) for w in some}
     for k in range(max(len(c) for c in choices.values())):
         cut = {w: c[k] for w, c in choices.items() if k < len(c)}
         pairs.append((Prices(space.weighted(cut), prices), tuple(cut)))

@@ -8,6 +8,7 @@ are priced, in order of their compute time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -19,6 +20,7 @@ from asa.cost.pipeline import StageTimes, lower_bound, makespan
 from asa.ir.layout import lowest_terms
 from asa.ir.plan import DataStrategyName
 from asa.planner import clock
+from asa.planner.budget import ROUNDING
 from asa.planner.pipeline.sketch import INF, Sketch, StageStyle
 from asa.planner.pipeline.uniform import Uniform
 from asa.planner.space.candidate import Candidate, Prices
@@ -31,6 +33,8 @@ _EACH = 8
 """Devices up to which every width is tried; beyond, powers of two and widths inside a node."""
 FINE = 1000
 """Weight of the fastest rank, where weights are in proportion to speed."""
+_COUNTED = 200
+"""Samples of a rank up to which each number is tried, and about so many beyond."""
 _ASKED = 3
 """Plans that are priced in full, the fastest first, until one fits."""
 
@@ -88,11 +92,13 @@ def _fastest(
 
 
 def _widths(space: Space) -> list[int]:
-    """Candidate widths: the first ranks of equal speed, a node, powers of two, divisors of the batch, small ones."""
+    """Candidate widths: the first ranks of equal speed, a node, powers of two, small ones, divisors of the batch, and a
+    half, third and quarter of it, rounded up."""
     gpus, cluster, batch = space.request.gpus, space.cluster, space.request.global_batch
     alike = next((r for r in range(gpus) if cluster.speed(r) != cluster.speed(0)), gpus)
     powers = (2**k for k in range(gpus.bit_length() - 1, 0, -1))
-    small = (w for w in range(gpus - 1, 0, -1) if w <= _EACH or batch % w == 0)
+    parts = [-(-batch // k) for k in (2, 3, 4)]
+    small = (w for w in range(gpus - 1, 0, -1) if w <= _EACH or batch % w == 0 or w in parts)
     return [w for w in dict.fromkeys((alike, cluster.node, *powers, *small)) if w < gpus]
 
 
@@ -103,8 +109,8 @@ def _single_stages(prices: Prices, allowed: Allowed, sizes: Sequence[int]) -> It
         speeds = space.cluster.speeds(range(w))
         views = [prices]
         if len(set(speeds)) > 1 and space.request.uneven:
-            cut = lowest_terms(tuple(max(1, round(FINE * s / max(speeds))) for s in speeds))
-            views.append(Prices(space.weighted({w: cut}), prices))
+            cuts = lowest_terms(tuple(max(1, round(FINE * s / max(speeds))) for s in speeds)), quickest(prices, w)
+            views += [Prices(space.weighted({w: cut}), prices) for cut in dict.fromkeys(cuts) if cut]
         for view in views:
             sketch = Sketch(view, allowed, INF, w)
             most = min(w, max(_MOST_SPLIT, space.cluster.node)) if "tensor" in space.strategies.tensor else 1
@@ -112,6 +118,27 @@ def _single_stages(prices: Prices, allowed: Allowed, sizes: Sequence[int]) -> It
                 for m in space.microbatches():
                     if sketch.possible(w, m, StageStyle(w // t, t, "replicate", False)).all():
                         yield sketch, _Split(w // t, t, 1, m, (0,), m * sum(view.compute(w, m, w)))
+
+
+def quickest(prices: Prices, width: int) -> tuple[int, ...]:
+    """Batch weights of the first ``width`` ranks with which the slowest computes its samples soonest, where each has a
+    whole number of them except ranks of the kind with most, which share the rest. Empty where all are alike, or too
+    few samples."""
+    speeds, batch = prices.space.cluster.speeds(range(width)), prices.space.request.global_batch
+    number, fewest = Counter(speeds), int(prices.fewest.max())
+    if len(number) < 2 or batch < width * fewest:
+        return ()
+    grid = np.unique([*range(fewest, min(batch, _COUNTED) + 1), *np.geomspace(fewest, batch, _COUNTED).astype(int)])
+    seconds = np.maximum.accumulate([float(prices.compute_on(int(k), 1).sum()) for k in grid])
+    ends = np.unique(np.concatenate([seconds / s for s in number]))
+    most = {s: grid[np.searchsorted(seconds, ends * s * (1 + ROUNDING), side="right") - 1] for s in number}
+    able = np.sum([number[s] * most[s] for s in number], axis=0) >= batch
+    able &= ends * min(number) * (1 + ROUNDING) >= seconds[0]
+    rows = {s: int(most[s][able.argmax()]) for s in number}
+    spread = max(number, key=lambda s: number[s] * rows[s])
+    rest = batch - sum(number[s] * rows[s] for s in number if s != spread)
+    scaled = {s: rest if s == spread else rows[s] * number[spread] for s in number}
+    return lowest_terms(tuple(scaled[s] for s in speeds)) if rest >= number[spread] * fewest else ()
 
 
 def _splits(prices: Prices) -> Iterator[_Split]:

@@ -85,6 +85,9 @@ class Sketch:
         self.schedule = "1f1b" if "1f1b" in space.schedules else next(iter(space.schedules), "")
         self.tight = False
         """Whether memory was found to bind: styles that save memory are then tried from the start."""
+        speeds = np.array(space.cluster.speeds(range(self.gpus)) or (1.0,))
+        self.slower = speeds[0] / speeds
+        """How many times as long each rank takes as the first; one entry if all are alike."""
         self.most_stages = min(self.gpus, len(self.cuts) - 1, _MOST_STAGES)
         self._uniforms: dict[tuple[int, int, StageStyle, int], Uniform] = {}
         self._menus: dict[tuple[object, ...], Menu] = {}
@@ -115,10 +118,11 @@ class Sketch:
             return
         unit = 1 if self.gpus <= _FREE else next(iter(stages))
         ranks = self.gpus // unit
+        kinds, firsts = self.space.cluster.kinds(self.gpus), range(0, ranks * unit, unit)
         allowed = {
-            w: np.array([self.space.placed(o * unit, w) if o * unit + w <= self.gpus else False for o in range(ranks)])
-            for w in stages
-        }
+            w: np.array([o + w <= self.gpus and len(set(kinds[o : o + w])) == 1 and self.space.placed(o, w)
+                         for o in firsts]) for w in stages
+        }  # fmt: skip
         links = {w: self._links(w, m) for w in stages}
         longest_s = min(float(s.steady[0, 0, -1]) for s in stages.values())
         all_s = np.concatenate([s.steady[0][np.isfinite(s.steady[0])] for s in stages.values()])
@@ -155,12 +159,14 @@ class Sketch:
             best, turn = np.full((count, ranks + 1), INF), np.full((count, ranks + 1, 2), -1)
             for w, s in stages.items():
                 k = w // unit
-                stage_s = np.where(s.steady[r] <= level, s.steady[r] + s.once[r] / m, INF)
+                slower = self.slower[::unit][:ranks]
+                steady = s.steady[r][:, :, None] * slower
+                stage_s = np.where(steady <= level, steady + s.once[r][:, :, None] / m * slower, INF)
                 if r == 0:
-                    stage_s = np.where(np.arange(count)[None, :] == count - 1, stage_s, INF)
+                    stage_s[:, :-1] = INF
                 behind_s = np.full((count, ranks), INF)
                 behind_s[:, : ranks - k + 1] = behind[:, k:] if r == 0 else behind[:, k:] + links[w][:, None]
-                total = stage_s[:, :, None] + np.where(allowed[w], behind_s, INF)[None]
+                total = stage_s + np.where(allowed[w], behind_s, INF)[None]
                 stop = total.argmin(axis=1)
                 value = np.take_along_axis(total, stop[:, None, :], axis=1)[:, 0]
                 better = value < best[:count, :ranks]
@@ -185,8 +191,9 @@ class Sketch:
             starts.append(self.cuts[at])
             sizes.append(w)
             styles.append(s.styles[int(s.style[k, at, stop])])
-            slowest = max(slowest, float(s.steady[k, at, stop]), float(links[w][at]) / 2 if at else 0.0)
-            longest = max(longest, float(s.once[k, at, stop]))
+            slower = self.slower[min(offset * unit, len(self.slower) - 1)]
+            slowest = max(slowest, float(s.steady[k, at, stop] * slower), float(links[w][at]) / 2 if at else 0.0)
+            longest = max(longest, float(s.once[k, at, stop] * slower))
             at, offset = stop, offset + w // unit
         # With slow links, the round trip of a microbatch limits the steady state.
         period = max(slowest, trip / (r + 1))

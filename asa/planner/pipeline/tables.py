@@ -87,16 +87,11 @@ def priced_memory(numbers: Numbers, in_flight: int) -> list[Objective]:
     n, m, flight = numbers.n, numbers.m, float(in_flight)
     steady, whole = rates(numbers, in_flight, _STEADY, per_step=False), rates(numbers, in_flight, _WHOLE, per_step=True)
     rows: list[Objective] = [(0.0, 0.0, 0.0, 1.0, flight, 1.0, OWN_LAST)]
-    for moment in (OWN_LAST, n - 2.0) if m == 1 and _ends_small(numbers) else (OWN_LAST,):
+    held = [float((row[:, at.GRAD] + row[:, at.TRANS]).mean()) for row in numbers.rows[-2:]]
+    for moment in (OWN_LAST, n - 2.0) if m == 1 and held[0] > held[-1] else (OWN_LAST,):
         rows += [(1.0, 0.0, 0.0, p, flight, 1.0, moment) for p in steady]
         rows += [(float(m), 0.0, 1.0, p, flight, h, moment) for p in whole for h in (1.0, *pivots(n, 2))]
     return rows
-
-
-def _ends_small(x: Numbers) -> bool:
-    """Whether, on average over configurations, backward holds more in the second to last component than in the last."""
-    means = [float((row[:, at.GRAD] + row[:, at.TRANS]).mean()) for row in x.rows[-2:]]
-    return means[0] > means[-1]
 
 
 def relaxed(numbers: Numbers) -> Table:

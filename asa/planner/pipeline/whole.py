@@ -117,7 +117,8 @@ def row(name: str, prices: Prices) -> StrategyRow:
     assert chosen is not None
     price, free = prices.of(chosen), prices.capacity(chosen)
     fits = prices.fits(chosen)
-    why = "" if fits else _too_much(price.peak.total, free)
+    rest = f" of {free / GIB:.3g} GiB" if free > 0 else ", and the context of the device leaves nothing of its memory"
+    why = "" if fits else f"{price.peak.total / GIB:.3g} GiB{rest}"
     return StrategyRow(name=name, candidate=chosen, price=price, fits=fits, why_not=why)
 
 
@@ -131,12 +132,6 @@ def _practised(prices: Prices) -> StrategyRow:
             name=baselines.BEST_AGAIN, candidate=None, price=None, fits=False, why_not="no uniform split fits"
         )
     return StrategyRow(name=baselines.BEST_AGAIN, candidate=plan, price=prices.of(plan), fits=True)
-
-
-def _too_much(needed: float, free: float) -> str:
-    if free <= 0:
-        return f"{needed / GIB:.3g} GiB, and the context of the device leaves nothing of its memory"
-    return f"{needed / GIB:.3g} GiB of {free / GIB:.3g} GiB"
 
 
 def _limit(prices: Prices, candidate: Candidate) -> float:

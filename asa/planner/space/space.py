@@ -205,14 +205,11 @@ class Space:
     def data_degree(self, name: DataStrategyName, layout: Layout) -> DataDegree | None:
         """The data strategy ``name`` with its degree in ``layout``; None where it cannot run there."""
         if (name, layout) not in self._data_degrees:
-            self._data_degrees[name, layout] = self._new_data_degree(name, layout)
+            shards = self.shards(layout) if name == "hsdp" else None
+            able = name != "hsdp" or shards is not None
+            degree = DataDegree(strategy=name, degree=layout.data, shards=shards) if able else None
+            self._data_degrees[name, layout] = degree
         return self._data_degrees[name, layout]
-
-    def _new_data_degree(self, name: DataStrategyName, layout: Layout) -> DataDegree | None:
-        if name != "hsdp":
-            return DataDegree(strategy=name, degree=layout.data)
-        shards = self.shards(layout)
-        return None if shards is None else DataDegree(strategy=name, degree=layout.data, shards=shards)
 
     def several(self, gpus: int) -> tuple[int, ...]:
         """Widths of ``gpus`` ranks that a stage of several may have: :func:`widths` and whole nodes, if they fit in."""
@@ -286,30 +283,26 @@ class Space:
         return f"microbatches in powers of two{most}" + (", in one stage" if piped else "") + " while memory binds"
 
     def single_widths(self) -> tuple[int, ...]:
-        """Widths of single stages, widest first: all up to 16 for up to 16 devices or samples, otherwise
-        :func:`widths`, divisors of the batch, the batch times powers of two, and where devices of another kind begin.
-        """
+        """Widths of single stages, widest first: all up to 16, :func:`widths`, divisors of the batch, the fewest ranks
+        with up to 4 samples each, the batch times powers of two, and where devices of another kind begin."""
         gpus, batch, kinds = self.request.gpus, self.request.global_batch, self.cluster.kinds(self.request.gpus)
-        some = {w for w in range(1, gpus) if w <= self._each or batch % w == 0 or kinds[w] != kinds[w - 1]}
-        some |= {batch << k for k in range(gpus.bit_length()) if batch << k < gpus}
-        return tuple(sorted({*widths(gpus), *some}, reverse=True))
-
-    @property
-    def _each(self) -> int:
-        return min(self.request.gpus, _NARROW if min(self.request.gpus, self.request.global_batch) <= _NARROW else 8)
+        some = {w for w in range(1, gpus) if w <= _NARROW or batch % w == 0 or kinds[w] != kinds[w - 1]}
+        some |= {batch << k for k in range(gpus.bit_length())} | {-(-batch // k) for k in (2, 3, 4)}
+        return tuple(sorted({*widths(gpus), *(w for w in some if w < gpus)}, reverse=True))
 
     def describe(self) -> str:
         """The space in words, for the certificate."""
         gpus = self.request.gpus
         piped = self.schedules and gpus > 1
         many, wide = self.request.global_batch > MOST_IN_A_PIPELINE, gpus > _NARROW
+        some = "of its divisors, of its half, third or quarter rounded up"
         checkpoint = " x checkpoint" if self.strategies.checkpoint else ""
         if self.offloading:
             checkpoint += " x offload" if self.request.offload == "auto" else ", optimizer state on the host"
         splits = [n for n in self.strategies.tensor if n != "sequence" or self.by_tokens]
         parts = [
-            f"one stage of 1 to {self._each} ranks"
-            + (f", of a multiple of 8 ranks, of a power of two times the batch, of its divisors, or of {gpus}" * wide)
+            f"one stage of 1 to {min(gpus, _NARROW)} ranks"
+            + (f", of a multiple of 8 ranks, of a power of two times the batch, {some}, or of {gpus}" * wide)
             + (", or of the first ranks up to another kind" if wide and self.cluster.unequal else "")
             + (f", or several of any widths{self._wide()} ({', '.join(self.schedules)})" if piped else ""),
             f"per component data ({', '.join(self.strategies.data)}) x tensor ({', '.join(splits)}) "

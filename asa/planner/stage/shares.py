@@ -25,7 +25,7 @@ from asa.planner.stage.problem import MS
 INF = float("inf")
 _POINTS = 192
 """Largest number of sample counts that are tried; between two of them the smaller one counts."""
-_HALVINGS = 40
+_HALVINGS = 26
 
 
 def free_bound(prices: Prices, allowed: Allowed, ends: float = INF) -> float:

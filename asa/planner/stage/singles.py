@@ -27,6 +27,8 @@ _LONG, _FORMULATED = 10_000, 1.0
 """Ways of all components from which on formulating takes long: this multiple of the time for pricing them."""
 _MORE = 5_000
 """Largest number of ways priced with several microbatches for a first plan; a thousand take a dozen ms."""
+_LEAST = 3
+"""Widths with least compute that have a first plan where no width is sure to be best."""
 _REFUSED = 60
 """Number of searches by the ILP beyond choices that do not fit, although their components' least memory does."""
 _BEYOND_S = 2.0
@@ -306,12 +308,16 @@ def likely_tight(some: Sequence[Single]) -> bool:
 def first_plan(stages: Sequence[Single], uniform: Candidate | None, best: float, batch: int) -> float:
     """Ms of a first plan, which is kept; infinite if none below ``best`` ms was met. Stages of the width of
     ``uniform``, the best whole strategy, are tried with at most as many microbatches; if all ranks do not divide
-    ``batch``, the widest that do, and the widest that it divides, with one; if memory binds, stages of all ranks."""
+    ``batch``, the widest that do, and the widest that it divides, with one, and there and on unequal ranks the widths
+    with least compute; if memory binds, stages of all ranks."""
     widths = {x.width for x in stages}
     kinds: list[tuple[int, tuple[int, ...], float]] = [(max(widths, default=0), (), float("inf"))]
     if widths and batch % max(widths):
         some = [w for w in widths if batch % w == 0], [w for w in widths if w % batch == 0]
         kinds += [(max(x), (), 1) for x in some if x]
+    if widths and (batch % max(widths) or any(x.weights for x in stages)):
+        least = {x.width: x for x in sorted(stages, key=lambda x: -x.bound)}.values()
+        kinds += [(x.width, x.weights, x.num_microbatches) for x in sorted(least, key=lambda x: x.bound)[:_LEAST]]
     if uniform is not None:
         kinds.append((uniform.ranks, uniform.ways[0].layout.weights, uniform.num_microbatches))
     value = float("inf")
