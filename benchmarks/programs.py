@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import asa
+from asa.api import process_counts
 from asa.errors import AsaError, UsageError
 from asa.ir.plan import Plan
 from asa.launch import run_ranks, tell
@@ -102,7 +103,7 @@ class Watched:
         return getattr(self._batches, name)
 
 
-BY_HAND = ("loss", "loop", "model", "data", "strange", "script", "method", "habit", "repository")
+BY_HAND = ("loss", "loop", "model", "data", "strange", "script", "method", "habit", "repository", "public")
 """Kinds of programs for which plans are written by hand where they can be: what is tried is not the planner."""
 _LAYOUTS = {
     "ddp": (uniform(2, 1), "replicate"),
@@ -208,6 +209,7 @@ def judged(program: Program, how: str, wanted: dict[str, Tensor]) -> dict[str, A
 
 def rank_runs(rank: int, tasks: list[Task], wanted: dict[str, dict[str, Tensor]]) -> None:
     """Run ``tasks`` one after another and tell the parent of each, until ranks disagree about how one ended."""
+    process_counts._own_files = list  # files of the table have the words of all its programs
     store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
     for i, (name, how) in enumerate(tasks):
         tell({"begun": [name, how]})
