@@ -25,7 +25,7 @@ from asa.api.attributes import plain_attributes, traced_through
 from asa.api.batches import GlobalBatches, Share, fingerprints, moved
 from asa.api.calls import Call, lengths, plain
 from asa.api.clipping import understood_by_torch
-from asa.api.in_step import FORWARD, UPDATE
+from asa.api.in_step import FORWARD, OTHER_ROWS, UPDATE
 from asa.api.losses import Terms, follow_backwards, mark_output, record_call
 from asa.api.messages import say
 from asa.api.model_interface import ModelInterface
@@ -477,7 +477,7 @@ class DistributedModel(ModelInterface):
             return rows * ranks, 1.0, 0
         counted = 0.0 if share is not None and not self.weight_now() else 1.0
         figures = [rows, counted, float(from_loader), self._end_of(inputs, rows)]
-        by_rank = [figures] if self.in_step is None else self.in_step.rows(figures)
+        by_rank = [figures] if self.in_step is None else self.in_step.figures(OTHER_ROWS, figures)
         if len(by_rank) > 1 and figures[3] and len({f[3] for f in by_rank}) == 1:
             self._say_of_added_samples(rows)
         if from_loader and all(f[2] for f in by_rank):

@@ -6,10 +6,14 @@ part and the whole batch. A program does not declare which kind its loss is, so 
 
 from __future__ import annotations
 
+import ast
+import linecache
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,6 +42,8 @@ class Readings:
     name: Callable[[Tensor], str] = lambda _: ""
     """The name of the model's parameter, gradient or buffer in whose memory a tensor is; empty if it is in none."""
     say_written: Callable[[str], None] = lambda _: None
+    decide: Callable[[bool, bool], bool] = lambda value, _: value
+    """What all ranks come to, from this rank's answer, and whether all or any of the samples are meant."""
     said: bool = False
     written: bool = False
 
@@ -381,6 +387,14 @@ class Tape:
             if type(leaf) in (int, float, slice)
         )
 
+    def over_samples(self, tensor: Tensor) -> str:
+        """``all`` or ``any``, if ``tensor`` is the answer of this method over a whole tensor; otherwise empty."""
+        index = self.positions.get(id(tensor), -1)
+        found = (o for o in reversed(self.operations) if isinstance(o[3], TapeRef) and o[3].index == index)
+        function, args, options, _ = next(found, ("", (), {}, None))
+        name = getattr(function, "__name__", "")
+        return name if name in ("all", "any") and len(args) == 1 and not options else ""
+
     def of_all_ranks(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` was computed from what ``asa.reduce`` or ``asa.gather`` returned."""
         return any(hasattr(operation[0], "across") for operation in self.needed([tensor])[0])
@@ -517,9 +531,18 @@ class Watched(Tensor):
                 tape.readings.note()
         return self.as_subclass(Tensor)
 
+    def _decided(self, frame: Any) -> bool | None:
+        """The answer of all ranks, if a loop goes on or ends by that of this tensor; otherwise None."""
+        tape = getattr(self, "tape", None)
+        over = "" if tape is None or tape.closed or tape.readings is None or self.dim() else tape.over_samples(self)
+        if not over or not ends_a_loop(frame.f_code.co_filename, frame.f_lineno):
+            return None
+        return tape.readings.decide(bool(self.as_subclass(Tensor)), over == "all")  # type: ignore[union-attr]
+
     def item(self) -> Any:
         """The value as a Python number. Operations on it are not recorded."""
-        return self._read_out().item()
+        decided = self._decided(sys._getframe(1))
+        return self._read_out().item() if decided is None else decided
 
     def tolist(self) -> Any:
         """The values as Python numbers."""
@@ -546,8 +569,11 @@ class Watched(Tensor):
         return complex(self._read_out())
 
     def __bool__(self) -> bool:
-        by = sys._getframe(1).f_globals.get("__name__", "")
-        return bool(self.as_subclass(Tensor) if by.partition(".")[0] == "torch" else self._read_out())
+        frame = sys._getframe(1)
+        if frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+            return bool(self.as_subclass(Tensor))
+        decided = self._decided(frame)
+        return bool(self._read_out()) if decided is None else decided
 
     def __format__(self, spec: str) -> str:
         return format(self._read_out(), spec)
@@ -563,6 +589,26 @@ class Watched(Tensor):
         """State for copies and files, which contain a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._read_out(all_values=True).__reduce_ex__(protocol)
+
+
+@cache
+def _loop_tests(file: str) -> frozenset[int]:
+    """The lines of a program's ``file`` that say whether a loop goes on: tests of ``while``, and of an ``if`` behind
+    which it is left."""
+    lines: set[int] = set()
+    with suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse("".join(linecache.getlines(file)))):
+            if isinstance(node, ast.While | ast.For):
+                ifs = (n for n in ast.walk(node) if isinstance(n, ast.If))
+                tests = [n.test for n in ifs if any(isinstance(s, ast.Break | ast.Return) for s in n.body)]
+                tests += [node.test] if isinstance(node, ast.While) else []
+                lines.update(line for t in tests for line in range(t.lineno, (t.end_lineno or t.lineno) + 1))
+    return frozenset(lines)
+
+
+def ends_a_loop(file: str, line: int) -> bool:
+    """Whether a ``line`` of a program decides by a test whether a loop goes on."""
+    return line in _loop_tests(file)
 
 
 def _kept(result: Any, args: Any, options: Any) -> Any:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from asa.api.batches import Share
 from asa.api.comparison import Comparison, Difference
 from asa.api.distributed_model_base import DistributedModelBase
-from asa.api.in_step import REMEDY
+from asa.api.in_step import DECISION, REMEDY
 from asa.api.messages import say
 from asa.api.tape import Readings, Tape, Watched, functions_followed, of_this_rank, watched_in
 from asa.errors import UsageError
@@ -51,7 +51,9 @@ class Trial:
         self._compared = self._unfinished = 0
         self._reported_reasons: set[str] = set()
         self._hooks = self._warned_of_sizes = self._said_of_counts = False
-        self._readings = Readings(self._say_of_values, self._name_of, self._say_of_written)
+        self._readings = Readings(self._say_of_values, self._name_of, self._say_of_written, self._decide)
+        self._decides = False
+        """Whether a loop goes on by an answer of all samples: then batches are recorded for ever."""
         self._given = False
         self._tape: Tape | None = None
         self._graphs: set[int] = set()
@@ -84,7 +86,9 @@ class Trial:
     @property
     def watching(self) -> bool:
         """Whether the next backward is checked."""
-        return (self._remaining > 0 or self._unusual_size) and self._unfinished < _MOST_UNFINISHED
+        return self._decides or (
+            (self._remaining > 0 or self._unusual_size) and self._unfinished < _MOST_UNFINISHED
+        )
 
     def epoch_began(self) -> None:
         """Check again, because a program may have another loss in another epoch."""
@@ -251,6 +255,16 @@ class Trial:
             self._tape.closed = True
             self.sized = self.sized or self._tape.size_read
             self._tape = None
+
+    def _decide(self, value: bool, every: bool) -> bool:
+        """Whether ``value`` is true on every rank, or on any (collective): one device would ask all samples of the
+        batch, and all ranks have to make the same calls."""
+        model = self._model()
+        if model is None or model.in_step is None:
+            return value
+        self._decides = True
+        answers = [answer > 0 for (answer,) in model.in_step.figures(DECISION, [float(value)])]
+        return all(answers) if every else any(answers)
 
     def _say_of_values(self) -> None:
         model = self._model()

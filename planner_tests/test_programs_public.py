@@ -1,0 +1,102 @@
+"""Loops that go on by an answer of all their samples, and whole parameters that a loss uses beside outputs.
+
+More of them are in ``benchmarks/program_table/public.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from asa.api.tape import ends_a_loop
+from planner_tests.programs import Program, State, assert_as_alone, classes, numbers
+
+CE = F.cross_entropy
+
+
+class Words(nn.Module):
+    """Logits of the next word."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix, self.head = nn.Embedding(7, 8), nn.Linear(8, 8), nn.Linear(8, 7)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mix(self.table(tokens)).cumsum(1)))  # type: ignore[no-any-return]
+
+
+def _decoded(net: Any, opt: Any, batches: Any) -> State:
+    """Words are decoded until all of the batch have ended, with gradients."""
+    for _ in range(6):
+        for tokens, _ in batches:
+            opt.zero_grad()
+            seen, loss = tokens[:, :2], torch.zeros(()).double()
+            while seen.size(1) < 9 and (seen != 0).all(1).any():
+                out = net(seen)[:, -1]
+                loss = loss + CE(out, (seen.sum(1) + 1) % 7)
+                seen = torch.cat([seen, out.argmax(-1, keepdim=True)], 1)
+            (loss + CE(net(seen)[:, 0], tokens[:, 1])).backward()
+            opt.step()
+    return dict(net.state_dict())
+
+
+def _rolled_out(net: Any, opt: Any, batches: Any) -> State:
+    """Words are decoded without gradients, in front of each update."""
+    for _ in range(6):
+        for tokens, _ in batches:
+            seen, ended = tokens[:, :2], torch.zeros(len(tokens)).bool()
+            with torch.no_grad():
+                for _ in range(7):
+                    word = net(seen)[:, -1].argmax(-1)
+                    ended = ended | (word == 0)
+                    seen = torch.cat([seen, word[:, None]], 1)
+                    if ended.all().item():
+                        break
+            opt.zero_grad()
+            CE(net(seen[:, :-1]).flatten(0, 1), seen[:, 1:].flatten()).backward()
+            opt.step()
+    return dict(net.state_dict())
+
+
+@pytest.mark.parametrize("loop", [_decoded, _rolled_out])
+def test_a_loop_goes_on_until_all_samples_of_all_ranks_have_ended(loop: Any) -> None:
+    program = Program(model=Words, x=classes(21 * 3, 7).view(21, 3), y=classes(21, 3), loop=loop)
+    assert_as_alone(program, ["ddp", "fsdp", "tensor", "mixed"])
+
+
+def test_tests_that_end_a_loop_are_told_from_others(tmp_path: Any) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "for x in xs:\n    if x.all():\n        break\n    if x.any():\n        y = 1\n"
+        "while (a\n       and x.all()):\n    pass\nif x.all():\n    y = 2\n"
+    )
+    assert [n for n in range(1, 11) if ends_a_loop(str(script), n)] == [2, 6, 7]
+    assert not ends_a_loop("<stdin>", 1)
+
+
+class Normed(nn.Module):
+    """A norm between layers, whose weight is whole on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.mix, self.head = nn.Linear(8, 12), nn.LayerNorm(12), nn.Linear(12, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.mix(self.norm(F.relu(self.first(x))))))  # type: ignore[no-any-return]
+
+
+def _scaled(net: Any, opt: Any, batches: Any) -> State:
+    for x, y in batches:
+        opt.zero_grad()
+        (CE(net(x) * net.norm.weight.abs().mean(), y) + 0.01 * net.head.bias.square().sum()).backward()
+        opt.step()
+    return dict(net.state_dict())
+
+
+def test_a_whole_parameter_beside_outputs_has_the_gradient_of_all_samples() -> None:
+    program = Program(model=Normed, x=numbers(21, 8), y=classes(21, 3), loop=_scaled)
+    assert_as_alone(program, ["ddp", "tensor", "mixed"])
