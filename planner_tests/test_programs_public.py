@@ -5,6 +5,7 @@ More of them are in ``benchmarks/program_table/public.py``.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from asa.api.tape import ends_a_loop
-from planner_tests.programs import Program, State, assert_as_alone, classes, numbers
+from asa.api.program_text import becomes_a_shape, ends_a_loop
+from asa.launch import run_ranks
+from planner_tests.programs import Program, State, assert_as_alone, classes, heard_of, numbers
 
 CE = F.cross_entropy
 
@@ -76,6 +78,55 @@ def test_tests_that_end_a_loop_are_told_from_others(tmp_path: Any) -> None:
     )
     assert [n for n in range(1, 11) if ends_a_loop(str(script), n)] == [2, 6, 7]
     assert not ends_a_loop("<stdin>", 1)
+
+
+class Batch:
+    """Notes, each time that its size is asked for, whether it becomes a shape."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def __len__(self) -> int:
+        self.found.append(becomes_a_shape(sys._getframe(1)))
+        return 3
+
+
+def test_a_size_that_becomes_a_shape_is_told_from_one_that_decides() -> None:
+    x, out = Batch(), torch.zeros(6, 2)
+    torch.zeros(len(x)), out.view(2 * len(x), 1, 2), out[: len(x)]
+    assert x.found == [True] * 3
+    count = len(x)
+    torch.zeros(len(x) if len(x) > count else 1), range(len(x)), torch.ones(max(2, len(x)))
+    assert x.found[3:] == [False] * 4
+
+
+def _focal(net: Any, opt: Any, batches: Any) -> State:
+    """Makes a tensor as long as the batch."""
+    for x, y in batches:
+        opt.zero_grad()
+        (CE(net(x), y, reduction="none") * torch.ones(len(x)).double()).mean().backward()
+        opt.step()
+    return dict(net.state_dict())
+
+
+def _skips_single(net: Any, opt: Any, batches: Any) -> State:
+    """Leaves batches of one sample out."""
+    for x, y in batches:
+        opt.zero_grad()
+        CE(net(x), y).backward()
+        if len(x) > 1:
+            opt.step()
+    return dict(net.state_dict())
+
+
+def test_shapes_by_the_number_of_samples_are_nothing_to_say() -> None:
+    cases = [
+        ((p := Program(model=Normed, x=numbers(20, 8), y=classes(20, 3), loop=loop)), p.plan("ddp"))
+        for loop in (_focal, _skips_single)
+    ]
+    shaped, decided = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    assert not any("asks how many" in line for line in shaped)
+    assert any("is one a rank, and the program asks how many there are" in line for line in decided)
 
 
 class Normed(nn.Module):

@@ -6,14 +6,10 @@ part and the whole batch. A program does not declare which kind its loss is, so 
 
 from __future__ import annotations
 
-import ast
-import linecache
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from asa.api.numbers import refuse_by_shards
+from asa.api.program_text import becomes_a_shape, ends_a_loop
 from asa.errors import AsaError, UsageError, place_of
 from asa.sharding.of_rank import in_parts, mark_of_rank, writes
 from asa.tracing.tracer import reason_of
@@ -110,6 +107,8 @@ class Tape:
     """Whether all numbers of a tensor were."""
     size_read: bool = False
     """Whether the program read sizes of a tensor on the tape."""
+    size_used: bool = False
+    """Whether it did something else with one than to make a shape of it."""
     chained: bool = False
     """Whether a call of the model takes outputs of another call, with gradients."""
     hooked: bool = False
@@ -449,12 +448,13 @@ _SHAPING = ("view", "reshape", "expand", "repeat", "new_zeros", "new_ones", "new
 """Names of operations whose whole numbers may be numbers of samples."""
 
 
-def _read_by_program() -> bool:
-    """Whether a program reads a size, and not torch's code or that of this package."""
+def _reading_frame() -> Any:
+    """Where a program reads a size; None if it is torch's code or that of this package."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in ("torch._tensor", "torch.overrides"):
         frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "asa")
+    own = frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "asa")
+    return frame if own else None
 
 
 _GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
@@ -498,7 +498,8 @@ class Watched(Tensor):
             return result if readings is None else mark_of_rank(result, readings.write)
         for each in tapes:
             each.hooked = each.hooked or func is Tensor.register_hook
-            each.size_read = each.size_read or (func in _SIZES and _read_by_program())
+            if func in _SIZES and not each.size_used and (frame := _reading_frame()) is not None:
+                each.size_read, each.size_used = True, not becomes_a_shape(frame)
         if tape is None:
             return _kept(result, args, options)
         if tape.problem:
@@ -589,26 +590,6 @@ class Watched(Tensor):
         """State for copies and files, which contain a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._read_out(all_values=True).__reduce_ex__(protocol)
-
-
-@cache
-def _loop_tests(file: str) -> frozenset[int]:
-    """The lines of a program's ``file`` that say whether a loop goes on: tests of ``while``, and of an ``if`` behind
-    which it is left."""
-    lines: set[int] = set()
-    with suppress(SyntaxError, ValueError):
-        for node in ast.walk(ast.parse("".join(linecache.getlines(file)))):
-            if isinstance(node, ast.While | ast.For):
-                ifs = (n for n in ast.walk(node) if isinstance(n, ast.If))
-                tests = [n.test for n in ifs if any(isinstance(s, ast.Break | ast.Return) for s in n.body)]
-                tests += [node.test] if isinstance(node, ast.While) else []
-                lines.update(line for t in tests for line in range(t.lineno, (t.end_lineno or t.lineno) + 1))
-    return frozenset(lines)
-
-
-def ends_a_loop(file: str, line: int) -> bool:
-    """Whether a ``line`` of a program decides by a test whether a loop goes on."""
-    return line in _loop_tests(file)
 
 
 def _kept(result: Any, args: Any, options: Any) -> Any:

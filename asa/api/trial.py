@@ -59,7 +59,7 @@ class Trial:
         self._graphs: set[int] = set()
         self._restarts = 0
         self.sized = False
-        """Whether the program read the number of samples."""
+        """Whether the program did something else with the number of samples than to make a shape of it."""
         self.asks = False
         """Whether a loss of a new form has occurred that was not checked."""
         self.trusted = False
@@ -228,7 +228,7 @@ class Trial:
         device. ``learned`` says whether the batch had a backward."""
         num_samples, model = len(share.rows), self._model()
         tape = self._tape
-        sized = self.sized or (tape is not None and tape.size_read)
+        sized = self.sized or (tape is not None and tape.size_used)
         if tape is not None and tape.size_read and not self._said_of_counts and 1 < num_samples < share.total:
             self._said_of_counts = not tape.computes_with_rows()
             if self._said_of_counts and model is not None:
@@ -253,7 +253,7 @@ class Trial:
         """Stop recording. Tensors of the batch behave like any others from here on."""
         if self._tape is not None:
             self._tape.closed = True
-            self.sized = self.sized or self._tape.size_read
+            self.sized = self.sized or self._tape.size_used
             self._tape = None
 
     def _decide(self, value: bool, every: bool) -> bool:
