@@ -134,7 +134,12 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.mix, self.head = nn.Linear(8, 12), nn.LayerNorm(12), nn.Linear(12, 12), nn.Linear(12, 3)
+        self.first, self.norm, self.mix, self.head = (
+            nn.Linear(8, 12),
+            nn.LayerNorm(12),
+            nn.Linear(12, 12),
+            nn.Linear(12, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(F.relu(self.mix(self.norm(F.relu(self.first(x))))))  # type: ignore[no-any-return]

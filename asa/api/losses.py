@@ -255,8 +255,8 @@ def _weigh_beside(model: LearningModel, leaves: list[tuple[Any, int]]) -> list[A
 
 
 def _times_at(factor: float) -> Callable[[int], Callable[[Any, Any], Any]]:
-    return lambda at: lambda inputs, _outputs: tuple(
-        g * factor if i == at and g is not None else g for i, g in enumerate(inputs)
+    return lambda at: (
+        lambda inputs, _outputs: tuple(g * factor if i == at and g is not None else g for i, g in enumerate(inputs))
     )
 
 
@@ -268,8 +268,8 @@ def _averaged_at(model: LearningModel) -> Callable[[int], Callable[[Any, Any], A
         direct.all_reduce(total, group=dist.group.WORLD)
         return total
 
-    return lambda at: lambda inputs, _outputs: tuple(
-        mean(g) if i == at and g is not None else g for i, g in enumerate(inputs)
+    return lambda at: (
+        lambda inputs, _outputs: tuple(mean(g) if i == at and g is not None else g for i, g in enumerate(inputs))
     )
 
 

@@ -1,5 +1,5 @@
-"""What the text of a program says of the place where it reads a value: whether a loop goes on by it, and whether it only
-becomes part of a shape."""
+"""What the text of a program says of a place where it reads a value: whether a loop goes on by it, or whether it only
+makes a shape of it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from types import CodeType
 from typing import Any
 
 _SHAPING = frozenset((
-    "view", "reshape", "expand", "repeat", "repeat_interleave", "unflatten", "split", "chunk", "narrow", "zeros", "ones",
-    "full", "empty", "rand", "randn", "randint", "randperm", "arange", "eye", "linspace", "new_zeros", "new_ones",
-    "new_full", "new_empty", "broadcast_to", "unfold", "mean_over",
+    "view", "reshape", "expand", "repeat", "repeat_interleave", "unflatten", "split", "chunk", "narrow", "zeros",
+    "ones", "full", "empty", "rand", "randn", "randint", "randperm", "arange", "eye", "linspace", "new_zeros",
+    "new_ones", "new_full", "new_empty", "broadcast_to", "unfold", "mean_over",
 ))  # fmt: skip
 """Names of functions and methods whose arguments are shapes and numbers of rows."""
 
@@ -54,13 +54,9 @@ def ends_a_loop(file: str, line: int) -> bool:
 def _at(code: CodeType, instruction: int) -> ast.AST | None:
     """The expression that an instruction of a program computes; None if it is not found."""
     place: Any = next(islice(code.co_positions(), instruction // 2, None), None)
-    if place is None or None in place:
-        return None
-    line, end, column, last = place
     for node in ast.walk(_tree(code.co_filename)):
-        if isinstance(node, ast.expr) and (node.lineno, node.end_lineno) == (line, end):
-            if (node.col_offset, node.end_col_offset) == (column, last):
-                return node
+        if isinstance(node, ast.expr) and place == (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset):
+            return node
     return None
 
 
@@ -72,8 +68,8 @@ def _above(node: ast.AST | None) -> Iterator[ast.AST]:
 
 
 def becomes_a_shape(frame: Any) -> bool:
-    """Whether what a program reads in ``frame`` is an argument of a function that takes shapes, or a bound of a slice, and
-    is neither compared nor kept."""
+    """Whether what a program reads in ``frame`` is an argument of a function that takes shapes, or a bound of a slice,
+    and is neither compared nor kept."""
     node = _at(frame.f_code, frame.f_lasti)
     for each in _above(node):
         if isinstance(each, ast.Compare | ast.BoolOp | ast.IfExp | ast.NamedExpr):

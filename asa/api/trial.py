@@ -86,9 +86,7 @@ class Trial:
     @property
     def watching(self) -> bool:
         """Whether the next backward is checked."""
-        return self._decides or (
-            (self._remaining > 0 or self._unusual_size) and self._unfinished < _MOST_UNFINISHED
-        )
+        return self._decides or ((self._remaining > 0 or self._unusual_size) and self._unfinished < _MOST_UNFINISHED)
 
     def epoch_began(self) -> None:
         """Check again, because a program may have another loss in another epoch."""

@@ -1,5 +1,5 @@
-"""Programs in the way public training scripts are written: whole scripts with several habits at once, trainers, published
-optimizers, counterfactual and fairness losses, scenes, sequences, and self-supervised pairs."""
+"""Programs in the way public training scripts are written: whole scripts with several habits at once, trainers,
+published optimizers, counterfactual and fairness losses, scenes, sequences, and self-supervised pairs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def add(name: str, loop: Any, make: Any = classified, job_loss: Any = None, **op
     program(KIND, name, make, loop, job_loss, **options)
 
 
-def usual(name: str, loss: Callable[[Any, Any], Tensor], make: Any = classified, count: int = 2, **options: Any) -> None:
+def usual(
+    name: str, loss: Callable[[Any, Any], Tensor], make: Any = classified, count: int = 2, **options: Any
+) -> None:
     """A program of the usual loop, with ``loss(net, batch)``."""
 
     def loop(net: Any, opt: Any, batches: Any) -> None:
@@ -262,7 +264,7 @@ class EarlyStopping:
 
 
 def _early(net: Any, opt: Any, batches: Any) -> None:
-    """ReduceLROnPlateau and early stopping by a validation loader of its own; the best weights are loaded at the end."""
+    """ReduceLROnPlateau and early stopping by a validation loader of its own; the best weights are loaded."""
     val = DataLoader(TensorDataset(torch.ones(8, 8).double().cumsum(0) / 8, torch.arange(8) % 3), 4)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0, factor=0.5)
     stopper = EarlyStopping(2)
@@ -578,7 +580,10 @@ add("gradients preconditioned by their squares", _empirical_fisher)
 def _two_optimizers(net: Any, opt: Any, batches: Any) -> None:
     """Matrices by one optimizer, vectors by another, with schedules of their own."""
     vectors = torch.optim.Adam([p for p in net.parameters() if p.dim() == 1], lr=0.01)
-    schedules = [torch.optim.lr_scheduler.ExponentialLR(opt, 0.9), torch.optim.lr_scheduler.OneCycleLR(vectors, 0.02, 8)]
+    schedules = [
+        torch.optim.lr_scheduler.ExponentialLR(opt, 0.9),
+        torch.optim.lr_scheduler.OneCycleLR(vectors, 0.02, 8),
+    ]
     for x, y in itertools.chain(batches, batches):
         opt.zero_grad()
         vectors.zero_grad()
@@ -642,7 +647,7 @@ def _mmd(net: Any, batch: Any) -> Tensor:
     """Kernels between outputs and fixed points."""
     x, y, _ = batch
     z, prior = net(x), torch.linspace(-2, 2, 7, dtype=x.dtype)[:, None]
-    k = lambda a, b: torch.exp(-torch.cdist(a, b) ** 2).mean()  # noqa: E731
+    k = lambda a, b: torch.exp(-(torch.cdist(a, b) ** 2)).mean()  # noqa: E731
     return k(z, z) + k(prior, prior) - 2 * k(z, prior) + BCE(z.squeeze(1), y)
 
 
@@ -662,7 +667,7 @@ def _marginal_likelihood(net: Any, batch: Any) -> Tensor:
     """A Gaussian process over features of the batch."""
     x, y, _ = batch
     f = net(x)
-    k = torch.exp(-torch.cdist(f, f) ** 2) + 0.5 * torch.eye(len(x), dtype=x.dtype)
+    k = torch.exp(-(torch.cdist(f, f) ** 2)) + 0.5 * torch.eye(len(x), dtype=x.dtype)
     return -torch.distributions.MultivariateNormal(torch.zeros_like(y), k).log_prob(y) / len(x)
 
 
@@ -715,7 +720,9 @@ usual("loss: a mean for each treatment", _treatment_means, _treated)
 
 
 def _counts() -> Made:
-    return made(small_net(2), normal(21, 8).abs(), torch.poisson(torch.full((21,), 3.0).double()), normal(21).abs() + 0.5)
+    return made(
+        small_net(2), normal(21, 8).abs(), torch.poisson(torch.full((21,), 3.0).double()), normal(21).abs() + 0.5
+    )
 
 
 def _zinb(net: Any, batch: Any) -> Tensor:
@@ -1013,7 +1020,9 @@ class Scan(nn.Module):
 
 
 usual(
-    "a state space scanned", lambda net, b: MSE(net(b[0]), b[1]), lambda: made(Scan(), normal(21, 9, 2), normal(21, 9, 2))
+    "a state space scanned",
+    lambda net, b: MSE(net(b[0]), b[1]),
+    lambda: made(Scan(), normal(21, 9, 2), normal(21, 9, 2)),
 )
 
 
@@ -1763,7 +1772,7 @@ usual("dense graphs, pooled", lambda net, b: CE(net(b[0], b[1], b[2]), b[3]),
 # ---- reinforcement
 
 
-def _policy(net: Any, opt: Any, batches: Any) -> None:
+def _policy(net: Any, opt: Any, _batches: Any) -> None:
     """Actions are drawn by a generator of one seed in episodes that the loop plays; returns are normalised."""
     draw = torch.Generator().manual_seed(9)
     for episode in range(6):
@@ -1801,6 +1810,10 @@ class ActorCritic(nn.Module):
         return self.pi(h), self.v(h).squeeze(-1)
 
 
+def _rollout() -> Made:
+    return made(ActorCritic(), normal(24, 8), torch.randint(3, (24,)), normal(24) - 1.1, normal(24), normal(24))
+
+
 def _ppo(net: Any, opt: Any, batches: Any) -> None:
     """Minibatches of a rollout through the loader, advantages normalised in each, an entropy bonus, a clipped value,
     and an early stop by the divergence (CleanRL)."""
@@ -1822,8 +1835,7 @@ def _ppo(net: Any, opt: Any, batches: Any) -> None:
             break
 
 
-add("clipped policy, advantages of each minibatch", _ppo,
-    lambda: made(ActorCritic(), normal(24, 8), torch.randint(3, (24,)), normal(24) - 1.1, normal(24), normal(24)))  # fmt: skip
+add("clipped policy, advantages of each minibatch", _ppo, _rollout)
 
 
 def _ppo_normalised_before(net: Any, opt: Any, batches: Any) -> None:
@@ -1837,8 +1849,7 @@ def _ppo_normalised_before(net: Any, opt: Any, batches: Any) -> None:
         opt.step()
 
 
-add("clipped policy, advantages normalised before", _ppo_normalised_before,
-    lambda: made(ActorCritic(), normal(24, 8), torch.randint(3, (24,)), normal(24) - 1.1, normal(24), normal(24)))  # fmt: skip
+add("clipped policy, advantages normalised before", _ppo_normalised_before, _rollout)
 
 
 def _delayed(net: Any, opt: Any, batches: Any) -> None:
@@ -1882,7 +1893,7 @@ class Twins(nn.Module):
 
 add("twin critics, a late actor", _delayed,
     lambda: made(Twins(), normal(21, 8), normal(21, 2), normal(21), normal(21, 8)),
-    example_input=(torch.zeros(2, 8, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64), "values"))  # fmt: skip
+    example_input=(torch.zeros(2, 8).double(), torch.zeros(2, 2).double(), "values"))  # fmt: skip
 
 
 # ---- language models
@@ -2214,15 +2225,13 @@ usual("importance weighted bound", _iwae)
 
 def _annealed(net: Any, opt: Any, batches: Any) -> None:
     """The weight of a term follows the number of steps, cyclically; free bits of each dimension over the batch."""
-    step = 0
-    for x, y in itertools.chain(batches, batches, batches):
+    for step, (x, y) in enumerate(itertools.chain(batches, batches, batches)):
         opt.zero_grad()
         out = net(x)
         beta = min(1.0, (step % 4) / 2)
         kl = (0.5 * out**2).mean(0).clamp(min=0.05).sum()
         (CE(out, y) + beta * kl).backward()
         opt.step()
-        step += 1
 
 
 add("free bits over the batch, annealed", _annealed)
