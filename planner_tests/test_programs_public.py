@@ -80,6 +80,37 @@ def test_tests_that_end_a_loop_are_told_from_others(tmp_path: Any) -> None:
     assert not ends_a_loop("<stdin>", 1)
 
 
+class Forecaster(nn.Module):
+    """A recurrent layer whose state goes in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(2, 8, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, state: Any = None) -> Any:
+        out, state = self.rnn(x, state)
+        return self.head(out[:, -1]), state
+
+
+def _state_handed_on(net: Any, opt: Any, batches: Any) -> State:
+    """The state of the first half of a sequence goes into the second, one backward for both."""
+    for x, y in batches:
+        opt.zero_grad()
+        first, state = net(x[:, :2])
+        second, _ = net(x[:, 2:], state)
+        (CE(first, y) + CE(second, y)).backward()
+        opt.step()
+    return dict(net.state_dict())
+
+
+def test_a_model_that_begins_to_run_whole_between_two_calls_of_a_backward_is_refused() -> None:
+    """The gradients of the first call would be lost."""
+    program = Program(model=Forecaster, x=numbers(24, 4, 2), y=classes(24, 3), loop=_state_handed_on)
+    for said in program.spread(["ddp"])["ddp"]:
+        assert isinstance(said, str)
+        assert "outputs of its call before wait for their backward: say what it takes with example_input" in said
+
+
 class Batch:
     """Notes, each time that its size is asked for, whether it becomes a shape."""
 

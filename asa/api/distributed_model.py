@@ -103,6 +103,8 @@ class DistributedModel(ModelInterface):
     """Largest number of samples in a call of the model."""
     calls_of_batch: list[int]
     """Numbers of samples in the calls of the model for the batch so far."""
+    awaiting: int
+    """Number of backwards before the last call whose outputs have gradients."""
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class DistributedModel(ModelInterface):
         self.__dict__.update(share=None, calls=0, mean_weight=1.0, mean_rows=0, watch=None, in_step=None, most=0)
         self.__dict__["optimizers"] = ()
         self.__dict__.update(output_factor=1.0, learned=True, warned_of_other_batches=False, coupled=False, least=[1])
-        self.__dict__.update(reader=None, traced={}, calls_of_batch=[])
+        self.__dict__.update(reader=None, traced={}, calls_of_batch=[], awaiting=-1)
         self.plan: Plan | None = None
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
@@ -398,7 +400,7 @@ class DistributedModel(ModelInterface):
         """Continue as one component that is called like the model (collective).
 
         Raises:
-            UsageError: that is not possible.
+            UsageError: that is not possible, or outputs of the model as it was wait for their backward.
         """
         if self.rebuild_whole is None:
             raise UsageError(
@@ -410,6 +412,11 @@ class DistributedModel(ModelInterface):
         if self.rank_context.votes.anyone(any(bool(local_part(g).any()) for g in gradients)):
             raise UsageError(
                 f"{why}, so the model is to run whole, and has gradients: call zero_grad() before the model"
+            )
+        if self.calls_of_batch and self.awaiting == self.backwards:
+            raise UsageError(
+                f"{why}, so the model is to run whole, and outputs of its call before wait for their backward: say what "
+                "it takes with example_input (a tuple of inputs, or a dictionary of them by name)"
             )
         training, before = self.training, dict(self.named_parameters())
         self.adopt(self.rebuild_whole(self, why))
@@ -435,6 +442,7 @@ class DistributedModel(ModelInterface):
             self.__dict__.update(mean_weight=weight, mean_rows=rows, most=max(rows, self.most))
         if torch.is_grad_enabled():
             self.__dict__["learned"] = self.training or (self.share is not None and len(self.share.rows) == rows)
+            self.__dict__["awaiting"] = self.backwards
             if self.share is not None:
                 self.calls_of_batch.append(rows)
         record_call(self)

@@ -245,6 +245,7 @@ def _times_batch_size(net: Any, opt: Any, batches: Any) -> None:
 
 
 add("a loss times the number of samples", _times_batch_size)
+add("a loss times the number of samples, even", _times_batch_size, lambda: classified(count=24))
 
 
 class EarlyStopping:
@@ -964,6 +965,10 @@ def _long() -> Made:
 add("windows of sequences, the state goes along", _windows, _long)
 
 
+def _with_state() -> Any:
+    return torch.zeros(2, 1, 2).double(), (torch.zeros(1, 2, 8).double(), torch.zeros(1, 2, 8).double())
+
+
 def _scheduled(net: Any, opt: Any, batches: Any) -> None:
     """The forecast of each step is fed into the next, by a coin of a generator with a fixed seed."""
     coin = random.Random(4)
@@ -980,6 +985,8 @@ def _scheduled(net: Any, opt: Any, batches: Any) -> None:
 
 
 add("forecasts fed back by a coin", _scheduled, _long)
+add("forecasts fed back by a coin, said before", _scheduled, _long, example_input=_with_state())
+add("forecasts fed back by a coin, even", _scheduled, lambda: made(Forecaster(), normal(24, 9, 2), normal(24, 9, 2)))
 
 
 class Reversible(nn.Module):
