@@ -132,7 +132,8 @@ def spread(program: Program, how: str, seconds: dict[str, float]) -> dict[str, T
     """The weights that a rank has in the end."""
     usual = {"cluster": CLUSTER, "cache": None, "time_limit_s": 0.5, "timeout_s": 60, **program.options}
     seeded()
-    plan = by_hand(program, how) if how == "mixed" or (program.kind in BY_HAND and how in _LAYOUTS) else None
+    ours = program.kind in BY_HAND and how in _LAYOUTS and "example_input" not in program.options
+    plan = by_hand(program, how) if how == "mixed" or ours else None
     seeded()
     if plan is not None:
         usual["plan"] = plan
