@@ -6,16 +6,19 @@ More of them are in ``benchmarks/program_table/public.py``.
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
+import asa
 from asa.api.program_text import becomes_a_shape, ends_a_loop
 from asa.launch import run_ranks
-from planner_tests.programs import Program, State, assert_as_alone, classes, heard_of, numbers
+from planner_tests.programs import Program, State, assert_as_alone, classes, distance, heard_of, numbers
 
 CE = F.cross_entropy
 
@@ -109,6 +112,58 @@ def test_a_model_that_begins_to_run_whole_between_two_calls_of_a_backward_is_ref
     for said in program.spread(["ddp"])["ddp"]:
         assert isinstance(said, str)
         assert "outputs of its call before wait for their backward: say what it takes with example_input" in said
+
+
+class KeptIterator(DataLoader[Any]):
+    """Reads its workers' one endless iterator for all epochs, and changes batches."""
+
+    def __init__(self, data: Any, batch: int) -> None:
+        super().__init__(data, batch)
+        object.__setattr__(self, "batch_sampler", Endless(self.batch_sampler))
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)  # type: ignore[union-attr]
+
+    def __iter__(self) -> Any:
+        for _ in range(len(self)):
+            x, y = next(self.iterator)
+            yield x * 0.5, y
+
+
+class Endless:
+    """Begins its sampler again and again."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        while True:
+            yield from self.sampler
+
+
+def _from_kept(net: Any, opt: Any, batches: Any) -> State:
+    if type(batches) is DataLoader:  # on one device
+        batches = KeptIterator(batches.dataset, 6)
+    for _ in range(2):
+        for x, y in batches:
+            opt.zero_grad()
+            CE(net(x), y).backward()
+            opt.step()
+    return dict(net.state_dict())
+
+
+def _kept(_rank: int, program: Program) -> State:
+    warnings.simplefilter("ignore")
+    net, opt, batches = program.made()
+    made = asa.parallelize(net, opt, KeptIterator(batches.dataset, 6), plan=program.plan("ddp"))
+    return _from_kept(*made)
+
+
+def test_a_loader_with_an_iteration_of_its_own_is_read_by_that() -> None:
+    program = Program(model=Normed, x=numbers(21, 8), y=classes(21, 3), loop=_from_kept)
+    for state in run_ranks(2, _kept, program, threads=1, timeout_s=60):
+        assert distance(state, program.alone()) < 1e-11
 
 
 class Batch:

@@ -415,8 +415,8 @@ class DistributedModel(ModelInterface):
             )
         if self.calls_of_batch and self.awaiting == self.backwards:
             raise UsageError(
-                f"{why}, so the model is to run whole, and outputs of its call before wait for their backward: say what "
-                "it takes with example_input (a tuple of inputs, or a dictionary of them by name)"
+                f"{why}, so the model is to run whole, and outputs of its call before wait for their backward: say "
+                "what it takes with example_input (a tuple of inputs, or a dictionary of them by name)"
             )
         training, before = self.training, dict(self.named_parameters())
         self.adopt(self.rebuild_whole(self, why))
