@@ -114,6 +114,35 @@ def test_a_model_that_begins_to_run_whole_between_two_calls_of_a_backward_is_ref
         assert "outputs of its call before wait for their backward: say what it takes with example_input" in said
 
 
+class Score(nn.Module):
+    """A single number for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 12), nn.Linear(12, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.first(x)))  # type: ignore[no-any-return]
+
+
+def _followed_by_target(net: Any, opt: Any, batches: Any) -> State:
+    """A plain copy follows the weights, one of which has a single element."""
+    target = Score().double()
+    target.load_state_dict(net.state_dict())
+    for x, y in batches:
+        opt.zero_grad()
+        F.mse_loss(net(x), target(x).detach() + y[:, None]).backward()
+        opt.step()
+        with torch.no_grad():
+            for p, t in zip(net.parameters(), target.parameters(), strict=True):
+                t.lerp_(p, 0.1)
+    return dict(net.state_dict())
+
+
+def test_a_copy_follows_a_sharded_parameter_of_one_element() -> None:
+    assert_as_alone(Program(model=Score, x=numbers(24, 8), y=classes(24, 3), loop=_followed_by_target), ["fsdp"])
+
+
 class KeptIterator(DataLoader[Any]):
     """Reads its workers' one endless iterator for all epochs, and changes batches."""
 
@@ -164,6 +193,42 @@ def test_a_loader_with_an_iteration_of_its_own_is_read_by_that() -> None:
     program = Program(model=Normed, x=numbers(21, 8), y=classes(21, 3), loop=_from_kept)
     for state in run_ranks(2, _kept, program, threads=1, timeout_s=60):
         assert distance(state, program.alone()) < 1e-11
+
+
+class Players(nn.Module):
+    """Generator and critic, called by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gen, self.critic = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, what: str = "critic") -> Tensor:
+        return self.gen(x) if what == "gen" else self.critic(x)  # type: ignore[no-any-return]
+
+
+def _in_turn(net: Any, opt: Any, batches: Any) -> State:
+    """The generator has an optimizer that is made before the model is called by another name."""
+    second = torch.optim.SGD(net.gen.parameters(), 0.1)
+    for x, _ in batches:
+        opt.zero_grad()
+        second.zero_grad()
+        (net(x, "critic").mean() - net(net(x, "gen").detach(), "critic").mean()).backward()
+        opt.step()
+        second.zero_grad()
+        (-net(net(x, "gen"), "critic").mean()).backward()
+        second.step()
+    return dict(net.state_dict())
+
+
+def _critic_only(net: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.critic.parameters(), 0.1)
+
+
+def test_layers_that_components_lack_are_not_left_behind_in_silence() -> None:
+    program = Program(model=Players, x=numbers(24, 8), y=classes(24, 3), optimizer=_critic_only, loop=_in_turn)
+    for said in program.spread(["ddp"])["ddp"]:
+        assert isinstance(said, str)
+        assert "a parameter that the program listed before" in said
 
 
 class Batch:

@@ -418,7 +418,8 @@ class DistributedModel(ModelInterface):
                 f"{why}, so the model is to run whole, and outputs of its call before wait for their backward: say "
                 "what it takes with example_input (a tuple of inputs, or a dictionary of them by name)"
             )
-        training, before = self.training, dict(self.named_parameters())
+        # Layers that the components lack are still those of the original.
+        training, before = self.training, {**dict(self.origin.named_parameters()), **dict(self.named_parameters())}
         self.adopt(self.rebuild_whole(self, why))
         retire(before, dict(self.named_parameters(remove_duplicate=False)))
         self.__dict__["rebuild_whole"] = None
