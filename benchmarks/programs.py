@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import asa
+from asa.api import process_counts
 from asa.errors import AsaError, UsageError
 from asa.ir.plan import Plan
 from asa.launch import run_ranks, tell
@@ -102,7 +103,7 @@ class Watched:
         return getattr(self._batches, name)
 
 
-BY_HAND = ("loss", "loop", "model", "data", "strange", "script", "method", "habit", "repository")
+BY_HAND = ("loss", "loop", "model", "data", "strange", "script", "method", "habit", "repository", "public")
 """Kinds of programs for which plans are written by hand where they can be: what is tried is not the planner."""
 _LAYOUTS = {
     "ddp": (uniform(2, 1), "replicate"),
@@ -131,7 +132,8 @@ def spread(program: Program, how: str, seconds: dict[str, float]) -> dict[str, T
     """The weights that a rank has in the end."""
     usual = {"cluster": CLUSTER, "cache": None, "time_limit_s": 0.5, "timeout_s": 60, **program.options}
     seeded()
-    plan = by_hand(program, how) if how == "mixed" or (program.kind in BY_HAND and how in _LAYOUTS) else None
+    ours = program.kind in BY_HAND and how in _LAYOUTS and "example_input" not in program.options
+    plan = by_hand(program, how) if how == "mixed" or ours else None
     seeded()
     if plan is not None:
         usual["plan"] = plan
@@ -208,6 +210,7 @@ def judged(program: Program, how: str, wanted: dict[str, Tensor]) -> dict[str, A
 
 def rank_runs(rank: int, tasks: list[Task], wanted: dict[str, dict[str, Tensor]]) -> None:
     """Run ``tasks`` one after another and tell the parent of each, until ranks disagree about how one ended."""
+    process_counts._own_files = list  # files of the table have the words of all its programs
     store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
     for i, (name, how) in enumerate(tasks):
         tell({"begun": [name, how]})

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
 
-from asa.api.process_counts import _asks
+from asa.api.process_counts import _asks, _own_files
 
 
 @pytest.mark.parametrize(
@@ -14,6 +15,7 @@ from asa.api.process_counts import _asks
     [
         ("lr = 0.1 * dist.get_world_size()", True),
         ('steps //= int(os.environ["WORLD_SIZE"])', True),
+        ("def get_world_size() -> int: return 1", False),
         ("rank = os.environ.get('RANK', '0')", False),
         ("world_size = 3  # of the game", False),
     ],
@@ -25,5 +27,12 @@ def test_a_script_that_asks_is_found(text: str, found: bool, tmp_path: Path) -> 
 
 
 def test_no_script_is_none() -> None:
-    assert not _asks(None)
     assert not _asks("<stdin>")
+
+
+def test_modules_of_the_program_are_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "settings_of_mine.py").write_text("import os\nRANKS = int(os.environ.get('WORLD_SIZE', 1))\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("settings_of_mine")
+    assert str(tmp_path / "settings_of_mine.py") in filter(_asks, _own_files())
+    assert not any("torch" in Path(file).parts or "asa" in Path(file).parts for file in _own_files())

@@ -211,7 +211,7 @@ def _left(rank: int) -> str:
             torch.distributed.barrier()
             return ""
         with pytest.raises(UsageError) as stopped:
-            pace.rows([3.0])
+            pace.figures(in_step.OTHER_ROWS, [3.0])
         torch.distributed.barrier()
         torch.distributed.barrier()
         return f"{stopped.value}|{pace._conflict()}"

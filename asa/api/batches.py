@@ -167,25 +167,29 @@ class GlobalBatches:
     loads only its own rows, with the loader's workers and ``collate_fn``. A ``collate_fn`` of the program's own makes
     the whole batch on every rank, as on one device (padding, mixing), if its result can be cut into rows.
 
-    Any other iterable of batches is read by every rank, which keeps its own rows: it must yield the same on all ranks.
+    Any other iterable of batches, and a loader whose class has an ``__iter__`` of its own, is read by every rank, which
+    keeps its own rows: it must yield the same on all ranks.
     """
 
     def __init__(self, loader: Any, votes: Votes, rows: Rows) -> None:
         self.loader, self.votes, self._rows = loader, votes, rows
         self.indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         self.indexed = self.indexed and loader.batch_sampler is not None
+        self._own_reading = isinstance(loader, DataLoader) and type(loader).__iter__ is not DataLoader.__iter__
+        """Whether the loader's class has an ``__iter__`` of its own: it may end a pass, or change batches."""
+        if isinstance(getattr(loader, "sampler", None), DistributedSampler):
+            raise UsageError(
+                "the loader has a DistributedSampler: hand in the loader of one device, with the global batch; asa "
+                "gives each rank its share"
+            )
+        self.indexed = self.indexed and not self._own_reading
         self._unread: list[Any] = []
+        self._begun: Iterator[Any] | None = None
         self._passes = 0
         self._keys: Sequence[Any] = ()
         self._warned_of_samples = False
         self.custom_collate = self._collates_whole = self._draws = False
         if self.indexed:
-            sampler = getattr(loader, "sampler", None)
-            if isinstance(sampler, DistributedSampler):
-                raise UsageError(
-                    "the loader has a DistributedSampler: hand in the loader of one device, with the global batch; asa "
-                    "gives each rank its share"
-                )
             self._preset = _PresetBatches()
             self._orders = Orders(loader, votes)
             self._local_loader = _with_sampler(loader, self._preset, votes.rank)
@@ -260,6 +264,9 @@ class GlobalBatches:
         for batch in batches:
             if batches is self.loader:
                 self._unread.append(batch)
+            elif self._own_reading:  # it may not begin anew
+                self._unread.append(batch)
+                self._begun = batches
             else:
                 put_back(state)
             return batch
@@ -298,7 +305,8 @@ class GlobalBatches:
         if not self.indexed:
             first = 0
             ahead, self._unread = self._unread, []
-            for i, batch in enumerate(chain(ahead, self.loader)):
+            rest, self._begun = self.loader if self._begun is None else self._begun, None
+            for i, batch in enumerate(chain(ahead, rest)):
                 total = samples_in(batch)
                 self._check_alike(total, batch)
                 if i >= skip:

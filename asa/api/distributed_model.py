@@ -25,7 +25,7 @@ from asa.api.attributes import plain_attributes, traced_through
 from asa.api.batches import GlobalBatches, Share, fingerprints, moved
 from asa.api.calls import Call, lengths, plain
 from asa.api.clipping import understood_by_torch
-from asa.api.in_step import FORWARD, UPDATE
+from asa.api.in_step import FORWARD, OTHER_ROWS, UPDATE
 from asa.api.losses import Terms, follow_backwards, mark_output, record_call
 from asa.api.messages import say
 from asa.api.model_interface import ModelInterface
@@ -103,6 +103,8 @@ class DistributedModel(ModelInterface):
     """Largest number of samples in a call of the model."""
     calls_of_batch: list[int]
     """Numbers of samples in the calls of the model for the batch so far."""
+    awaiting: int
+    """Number of backwards before the last call whose outputs have gradients."""
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class DistributedModel(ModelInterface):
         self.__dict__.update(share=None, calls=0, mean_weight=1.0, mean_rows=0, watch=None, in_step=None, most=0)
         self.__dict__["optimizers"] = ()
         self.__dict__.update(output_factor=1.0, learned=True, warned_of_other_batches=False, coupled=False, least=[1])
-        self.__dict__.update(reader=None, traced={}, calls_of_batch=[])
+        self.__dict__.update(reader=None, traced={}, calls_of_batch=[], awaiting=-1)
         self.plan: Plan | None = None
         self.parts = nn.ModuleList([] if parallel is not None else [origin])
         self._independent = True
@@ -398,7 +400,7 @@ class DistributedModel(ModelInterface):
         """Continue as one component that is called like the model (collective).
 
         Raises:
-            UsageError: that is not possible.
+            UsageError: that is not possible, or outputs of the model as it was wait for their backward.
         """
         if self.rebuild_whole is None:
             raise UsageError(
@@ -411,7 +413,13 @@ class DistributedModel(ModelInterface):
             raise UsageError(
                 f"{why}, so the model is to run whole, and has gradients: call zero_grad() before the model"
             )
-        training, before = self.training, dict(self.named_parameters())
+        if self.calls_of_batch and self.awaiting == self.backwards:
+            raise UsageError(
+                f"{why}, so the model is to run whole, and outputs of its call before wait for their backward: say "
+                "what it takes with example_input (a tuple of inputs, or a dictionary of them by name)"
+            )
+        # Layers that the components lack are still those of the original.
+        training, before = self.training, {**dict(self.origin.named_parameters()), **dict(self.named_parameters())}
         self.adopt(self.rebuild_whole(self, why))
         retire(before, dict(self.named_parameters(remove_duplicate=False)))
         self.__dict__["rebuild_whole"] = None
@@ -435,6 +443,7 @@ class DistributedModel(ModelInterface):
             self.__dict__.update(mean_weight=weight, mean_rows=rows, most=max(rows, self.most))
         if torch.is_grad_enabled():
             self.__dict__["learned"] = self.training or (self.share is not None and len(self.share.rows) == rows)
+            self.__dict__["awaiting"] = self.backwards
             if self.share is not None:
                 self.calls_of_batch.append(rows)
         record_call(self)
@@ -477,7 +486,7 @@ class DistributedModel(ModelInterface):
             return rows * ranks, 1.0, 0
         counted = 0.0 if share is not None and not self.weight_now() else 1.0
         figures = [rows, counted, float(from_loader), self._end_of(inputs, rows)]
-        by_rank = [figures] if self.in_step is None else self.in_step.rows(figures)
+        by_rank = [figures] if self.in_step is None else self.in_step.figures(OTHER_ROWS, figures)
         if len(by_rank) > 1 and figures[3] and len({f[3] for f in by_rank}) == 1:
             self._say_of_added_samples(rows)
         if from_loader and all(f[2] for f in by_rank):

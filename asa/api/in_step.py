@@ -44,8 +44,11 @@ _PATIENCE_S = 3.0
 """Seconds in a forward or backward before a rank writes its position to the store, and of waiting before it reads
 others'."""
 FORWARD, BACKWARD, UPDATE = "a call of the model", "a backward", "an update"
+_FIGURES = 4
+"""Largest number of figures in an exchange."""
 _STOPPED = "no pass any more"
-_OTHER_ROWS = "a call of the model with other samples than the loader's"
+OTHER_ROWS = "a call of the model with other samples than the loader's"
+DECISION = "a test by which a loop goes on"
 REMEDY = (
     "a branch of the loop took another way on some ranks, by a number of a rank's own (its loss, its metric): decide "
     "by one of all ranks, asa.reduce(x); or some ranks called the model more often (until their samples have ended, "
@@ -137,19 +140,24 @@ class InStep:
         """Whether ranks exchange the numbers of samples in their calls of the model; equal on all ranks."""
         return self._trusted < _TRUSTED
 
-    def rows(self, figures: Sequence[float]) -> list[list[float]]:
-        """The ``figures`` of every rank about the samples in its call of the model, by rank (collective).
+    def figures(self, kind: str, figures: Sequence[float]) -> list[list[float]]:
+        """The ``figures`` of every rank in an exchange of this ``kind`` (:data:`OTHER_ROWS`, about the samples in its
+        call of the model, or :data:`DECISION`), by rank (collective).
 
         Raises:
             UsageError: another rank does something else. WorkersFailedError: a rank does not arrive in time.
         """
-        wire = torch.tensor(figures, dtype=torch.float64)
+        wire = torch.zeros(1 + _FIGURES, dtype=torch.float64)
+        wire[: 1 + len(figures)] = torch.tensor([len(figures), *figures], dtype=torch.float64)
         by_rank = [torch.empty_like(wire) for _ in range(self.ranks)]
-        with self.together(_OTHER_ROWS):
+        with self.together(kind):
             work: Any = dist.all_gather(by_rank, wire, group=self._sizes, async_op=True)
             self._wait(work)
             work.wait()
-        return [each.tolist() for each in by_rank]
+        if len({float(each[0]) for each in by_rank}) > 1:
+            self.leave()
+            raise UsageError(f"rank {self.rank} is in {kind}, and another is not; {REMEDY}")
+        return [each[1 : 1 + len(figures)].tolist() for each in by_rank]
 
     def after_batch(
         self,
@@ -301,7 +309,7 @@ class InStep:
             else:
                 # No rank leaves an exchange of sizes before all have joined it, so a rank that is ahead was in another
                 # pass.
-                ahead = self._kind == _OTHER_ROWS and int(number) > self.shared
+                ahead = self._kind in (OTHER_ROWS, DECISION) and int(number) > self.shared
                 in_conflict = ahead or (int(number) == self.shared and kind != self._kind)
                 doing = f"is in {self._kind}"
             if in_conflict:

@@ -29,6 +29,7 @@ from asa.api.trial import Trial
 from asa.errors import UsageError
 from asa.executor.model.votes import Votes
 from asa.sharding import direct
+from asa.sharding.modules import shards_of
 from asa.sharding.split import TensorPart
 
 _MARK, _OF_CALL = "asa", "asa_weight"
@@ -217,41 +218,59 @@ def _is_whole(spec: Any) -> bool:
     return all(isinstance(placement, Replicate) for placement in spec.placements)
 
 
-def _averaged(model: LearningModel) -> list[nn.Parameter]:
-    """The parameters that all ranks have whole, and whose gradients a backward averages over all of them."""
+def _whole_parameters(model: LearningModel) -> tuple[list[nn.Parameter], set[int]]:
+    """The parameters that all ranks have whole, and whose gradients a backward averages over all of them; identities of
+    the others that ranks have whole, in components with a layout of their own."""
     parallel = model.parallel
     if parallel is None:
-        return []
-    if model.__dict__.get("averaged", (None,))[0] is not parallel:
-        model.__dict__["averaged"] = (
-            parallel,
-            [
-                p
-                for component, layout in zip(parallel.components, parallel.layouts, strict=True)
-                if layout.data == model.rank_context.ranks
-                for p in component.parameters()
-                if not isinstance(p, DTensor)
-            ],
-        )
-    found: list[nn.Parameter] = model.__dict__["averaged"][1]
-    return found
+        return [], set()
+    if model.__dict__.get("whole_parameters", (None,))[0] is not parallel:
+        averaged: list[nn.Parameter] = []
+        others: set[int] = set()
+        for component, layout in zip(parallel.components, parallel.layouts, strict=True):
+            split = shards_of(component) if layout.tensor > 1 else {}
+            whole = [p for n, p in component.named_parameters() if n not in split and not isinstance(p, DTensor)]
+            if layout.data == model.rank_context.ranks:
+                averaged += whole
+            else:
+                others.update(map(id, whole))
+        model.__dict__["whole_parameters"] = parallel, averaged, others
+    return model.__dict__["whole_parameters"][1:]  # type: ignore[no-any-return]
 
 
 def _weigh_beside(model: LearningModel, leaves: list[tuple[Any, int]]) -> list[Any]:
-    """Weigh gradients of whole parameters that a loss uses beside the outputs of ``model``, if outputs are weighed, by
-    this rank's weight. Returns handles to remove afterwards."""
-    if not leaves or model.output_factor == 1 or model.parallel is None:
+    """Weigh gradients of whole parameters that a loss uses beside the outputs of ``model`` by this rank's weight, if
+    outputs are weighed. Where they are not averaged afterwards, they are here. Returns handles to remove afterwards."""
+    if not leaves or model.parallel is None or model.rank_context.ranks == 1:
         return []
-    factor, averaged = model.output_factor, set(map(id, _averaged(model)))
+    averaged, others = _whole_parameters(model)
+    ids = set(map(id, averaged)) if model.output_factor != 1 else set()
+    weigh, average = _times_at(model.output_factor), _averaged_at(model)
+    handles = []
+    for node, at in leaves:
+        of = id(node.next_functions[at][0].variable)
+        if of in ids or of in others:
+            handles.append(node.register_hook((weigh if of in ids else average)(at)))
+    return handles
 
-    def weighed(at: int) -> Callable[[Any, Any], Any]:
-        return lambda inputs, _outputs: tuple(
-            g * factor if i == at and g is not None else g for i, g in enumerate(inputs)
-        )
 
-    return [
-        node.register_hook(weighed(at)) for node, at in leaves if id(node.next_functions[at][0].variable) in averaged
-    ]
+def _times_at(factor: float) -> Callable[[int], Callable[[Any, Any], Any]]:
+    return lambda at: (
+        lambda inputs, _outputs: tuple(g * factor if i == at and g is not None else g for i, g in enumerate(inputs))
+    )
+
+
+def _averaged_at(model: LearningModel) -> Callable[[int], Callable[[Any, Any], Any]]:
+    factor = model.output_factor / model.rank_context.ranks
+
+    def mean(gradient: Tensor) -> Tensor:
+        total = (gradient * factor).contiguous()
+        direct.all_reduce(total, group=dist.group.WORLD)
+        return total
+
+    return lambda at: (
+        lambda inputs, _outputs: tuple(mean(g) if i == at and g is not None else g for i, g in enumerate(inputs))
+    )
 
 
 def _average_gathered(model: LearningModel, gathered: list[Any]) -> list[Any]:
@@ -259,18 +278,8 @@ def _average_gathered(model: LearningModel, gathered: list[Any]) -> list[Any]:
     of its own samples, of which torch would keep the part of its shard. Returns handles to remove afterwards."""
     if model.parallel is None or model.rank_context.ranks == 1:
         return []
-    factor = model.output_factor / model.rank_context.ranks
-
-    def averaged(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        means = []
-        for g in grads:
-            mean = None if g is None else (g * factor).contiguous()
-            if mean is not None:
-                direct.all_reduce(mean, group=dist.group.WORLD)
-            means.append(mean)
-        return tuple(means)
-
-    return [node.register_prehook(averaged) for node in gathered]
+    average = _averaged_at(model)(0)
+    return [node.register_prehook(lambda grads: average(grads, None)) for node in gathered]
 
 
 def _calls_below(node: Any) -> set[tuple[float, int]]:
@@ -403,7 +412,7 @@ def follow_backwards() -> None:
                 for handle in beside:
                     handle.remove()
             if called.in_step is not None:
-                called.in_step.graded(_averaged(called))
+                called.in_step.graded(_whole_parameters(called)[0])
             if called.watch is not None:
                 called.watch.stepped(full=called.full)
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from asa.errors import UsageError
-from asa.sharding.of_rank import followed
+from asa.sharding.of_rank import followed, writes
 from asa.sharding.sharded import place_local
 
 _DRAWING_ALIKE = ("randn_like", "rand_like", "randint_like")
@@ -92,6 +92,10 @@ def _run(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         with torch.no_grad():
             full = func(torch.empty(like.shape, dtype=like.dtype, device=like.device), *args[1:], **(kwargs or {}))
             return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+    first: Any = args[0] if args else None
+    if type(first) in (Tensor, torch.nn.Parameter) and first.numel() == 1 and writes(name):
+        # Torch takes a whole tensor of one element for a sharded one, and writes a shard into it.
+        args, kwargs = _of_one_kind(args, kwargs or {}) or (args, kwargs)
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

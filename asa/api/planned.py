@@ -350,9 +350,11 @@ def _widened(plan: Plan, ranks: int) -> Plan | None:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredPlan:
-    """A stored plan with its origins; without ``path`` nothing is stored."""
+    """A stored plan with its origins; without ``path`` nothing is stored. ``links``: those that are known now; a plan
+    that was made for others is not used."""
 
     path: Path | None
+    links: Cluster | None = None
 
     @staticmethod
     def of(context: RankContext, model: nn.Module, example: Tensor, options: PlanOptions) -> StoredPlan:
@@ -373,7 +375,11 @@ class StoredPlan:
             return StoredPlan(path=None)
         from asa.profiler.machine import device_record
 
-        cluster = options.cluster
+        device, links, named = device_record(context.device), None, None
+        if context.ranks > 1 and options.cluster is None:
+            links = _read_links(links_file(context, options)) or _measured_cluster(context)
+        elif context.ranks > 1 and options.cluster is not None:  # a file may have another content by now
+            named = codec.fingerprint(named_cluster(options.cluster))
         request = details | {
             "ranks": context.ranks,
             "batch": options.global_batch,
@@ -382,12 +388,12 @@ class StoredPlan:
             "pins": options.pins,
             "memory": options.memory_bytes,
             "precision": options.precision,
-            "cluster": codec.fingerprint(cluster) if isinstance(cluster, Cluster) else str(cluster),
-            "device": device_record(context.device).name,
+            "cluster": named,
+            "device": [device.name, device.memory_bytes],
             "versions": [asa.__version__, torch.__version__],
         }
         key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:24]
-        return StoredPlan(path=options.cache / key)
+        return StoredPlan(path=options.cache / key, links=links)
 
     def read(self) -> tuple[Plan, Origins] | None:
         """The stored plan and its origins, if all of them can be used; otherwise None."""
@@ -395,9 +401,11 @@ class StoredPlan:
             return None
         try:
             profile, cluster = codec.load(Profile, self._file("profile")), codec.load(Cluster, self._file("cluster"))
-            return codec.load(Plan, self._file("plan")), Origins(profile=profile, cluster=cluster)
+            plan = codec.load(Plan, self._file("plan"))
         except InvalidInputError:
             return None
+        stale = plan.profile_fingerprint != codec.fingerprint(profile) or (self.links or cluster) != cluster
+        return None if stale else (plan, Origins(profile=profile, cluster=cluster))
 
     def write(self, plan: Plan, origins: Origins) -> None:
         """Store the plan and its origins. If that fails, the plan is made again next time."""

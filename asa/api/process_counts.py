@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
+import sysconfig
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,22 @@ import torch.distributed as dist
 from asa.api.messages import say
 from asa.api.rank_context import RankContext
 
-_ASKS = re.compile(r"\bget_world_size\(|['\"]WORLD_SIZE['\"]")
+_ASKS = re.compile(r"(?<!def )\bget_world_size\(|['\"]WORLD_SIZE['\"]")
 _MOST_BYTES = 1 << 20
-"""Largest script that is looked through."""
+"""Largest file that is looked through."""
+_OF_OTHERS = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "-packages")
+"""Parts of the paths of files that are not the program's own."""
 _to_tell: list[RankContext] = []
 """The ranks of the last call, until the line was printed."""
 
 
 def tell_of_process_counts(context: RankContext) -> None:
-    """Print once that a program asks for the number of processes: now if its script has such words, or where it calls
-    ``torch.distributed.get_world_size``."""
+    """Print once that a program asks for the number of processes: now if its script or a module of its own has such
+    words, or where it calls ``torch.distributed.get_world_size``."""
     if context.ranks == 1:
         return
     _to_tell[:] = [context]
-    if _asks(getattr(sys.modules.get("__main__"), "__file__", None)):
+    if any(map(_asks, _own_files())):
         _tell()
     original = dist.get_world_size
     if hasattr(original, "asa"):
@@ -45,9 +48,16 @@ def tell_of_process_counts(context: RankContext) -> None:
     dist.get_world_size = get_world_size
 
 
-def _asks(script: str | None) -> bool:
+def _own_files() -> list[str]:
+    """The files of the script and of the modules that the program has imported, without those of packages."""
+    modules = (m for name, m in list(sys.modules.items()) if name.partition(".")[0] != "asa")
+    files = (getattr(module, "__dict__", {}).get("__file__") for module in modules)
+    return [file for file in files if isinstance(file, str) and not any(part in file for part in _OF_OTHERS)]
+
+
+def _asks(file: str) -> bool:
     with suppress(OSError, ValueError):
-        path = Path(script or "")
+        path = Path(file)
         return path.stat().st_size <= _MOST_BYTES and bool(_ASKS.search(path.read_text(errors="ignore")))
     return False
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from asa.api.numbers import refuse_by_shards
+from asa.api.program_text import becomes_a_shape, ends_a_loop
 from asa.errors import AsaError, UsageError, place_of
 from asa.sharding.of_rank import in_parts, mark_of_rank, writes
 from asa.tracing.tracer import reason_of
@@ -38,6 +39,8 @@ class Readings:
     name: Callable[[Tensor], str] = lambda _: ""
     """The name of the model's parameter, gradient or buffer in whose memory a tensor is; empty if it is in none."""
     say_written: Callable[[str], None] = lambda _: None
+    decide: Callable[[bool, bool], bool] = lambda value, _: value
+    """What all ranks come to, from this rank's answer, and whether all or any of the samples are meant."""
     said: bool = False
     written: bool = False
 
@@ -104,6 +107,8 @@ class Tape:
     """Whether all numbers of a tensor were."""
     size_read: bool = False
     """Whether the program read sizes of a tensor on the tape."""
+    size_used: bool = False
+    """Whether it did something else with one than to make a shape of it."""
     chained: bool = False
     """Whether a call of the model takes outputs of another call, with gradients."""
     hooked: bool = False
@@ -381,6 +386,14 @@ class Tape:
             if type(leaf) in (int, float, slice)
         )
 
+    def over_samples(self, tensor: Tensor) -> str:
+        """``all`` or ``any``, if ``tensor`` is the answer of this method over a whole tensor; otherwise empty."""
+        index = self.positions.get(id(tensor), -1)
+        found = (o for o in reversed(self.operations) if isinstance(o[3], TapeRef) and o[3].index == index)
+        function, args, options, _ = next(found, ("", (), {}, None))
+        name = getattr(function, "__name__", "")
+        return name if name in ("all", "any") and len(args) == 1 and not options else ""
+
     def of_all_ranks(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` was computed from what ``asa.reduce`` or ``asa.gather`` returned."""
         return any(hasattr(operation[0], "across") for operation in self.needed([tensor])[0])
@@ -435,12 +448,13 @@ _SHAPING = ("view", "reshape", "expand", "repeat", "new_zeros", "new_ones", "new
 """Names of operations whose whole numbers may be numbers of samples."""
 
 
-def _read_by_program() -> bool:
-    """Whether a program reads a size, and not torch's code or that of this package."""
+def _reading_frame() -> Any:
+    """Where a program reads a size; None if it is torch's code or that of this package."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in ("torch._tensor", "torch.overrides"):
         frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "asa")
+    own = frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "asa")
+    return frame if own else None
 
 
 _GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
@@ -484,7 +498,8 @@ class Watched(Tensor):
             return result if readings is None else mark_of_rank(result, readings.write)
         for each in tapes:
             each.hooked = each.hooked or func is Tensor.register_hook
-            each.size_read = each.size_read or (func in _SIZES and _read_by_program())
+            if func in _SIZES and not each.size_used and (frame := _reading_frame()) is not None:
+                each.size_read, each.size_used = True, not becomes_a_shape(frame)
         if tape is None:
             return _kept(result, args, options)
         if tape.problem:
@@ -517,9 +532,18 @@ class Watched(Tensor):
                 tape.readings.note()
         return self.as_subclass(Tensor)
 
+    def _decided(self, frame: Any) -> bool | None:
+        """The answer of all ranks, if a loop goes on or ends by that of this tensor; otherwise None."""
+        tape = getattr(self, "tape", None)
+        over = "" if tape is None or tape.closed or tape.readings is None or self.dim() else tape.over_samples(self)
+        if not over or not ends_a_loop(frame.f_code.co_filename, frame.f_lineno):
+            return None
+        return tape.readings.decide(bool(self.as_subclass(Tensor)), over == "all")  # type: ignore[union-attr]
+
     def item(self) -> Any:
         """The value as a Python number. Operations on it are not recorded."""
-        return self._read_out().item()
+        decided = self._decided(sys._getframe(1))
+        return self._read_out().item() if decided is None else decided
 
     def tolist(self) -> Any:
         """The values as Python numbers."""
@@ -546,8 +570,11 @@ class Watched(Tensor):
         return complex(self._read_out())
 
     def __bool__(self) -> bool:
-        by = sys._getframe(1).f_globals.get("__name__", "")
-        return bool(self.as_subclass(Tensor) if by.partition(".")[0] == "torch" else self._read_out())
+        frame = sys._getframe(1)
+        if frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+            return bool(self.as_subclass(Tensor))
+        decided = self._decided(frame)
+        return bool(self._read_out()) if decided is None else decided
 
     def __format__(self, spec: str) -> str:
         return format(self._read_out(), spec)

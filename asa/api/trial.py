@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from asa.api.batches import Share
 from asa.api.comparison import Comparison, Difference
 from asa.api.distributed_model_base import DistributedModelBase
-from asa.api.in_step import REMEDY
+from asa.api.in_step import DECISION, REMEDY
 from asa.api.messages import say
 from asa.api.tape import Readings, Tape, Watched, functions_followed, of_this_rank, watched_in
 from asa.errors import UsageError
@@ -51,13 +51,15 @@ class Trial:
         self._compared = self._unfinished = 0
         self._reported_reasons: set[str] = set()
         self._hooks = self._warned_of_sizes = self._said_of_counts = False
-        self._readings = Readings(self._say_of_values, self._name_of, self._say_of_written)
+        self._readings = Readings(self._say_of_values, self._name_of, self._say_of_written, self._decide)
+        self._decides = False
+        """Whether a loop goes on by an answer of all samples: then batches are recorded for ever."""
         self._given = False
         self._tape: Tape | None = None
         self._graphs: set[int] = set()
         self._restarts = 0
         self.sized = False
-        """Whether the program read the number of samples."""
+        """Whether the program did something else with the number of samples than to make a shape of it."""
         self.asks = False
         """Whether a loss of a new form has occurred that was not checked."""
         self.trusted = False
@@ -84,7 +86,7 @@ class Trial:
     @property
     def watching(self) -> bool:
         """Whether the next backward is checked."""
-        return (self._remaining > 0 or self._unusual_size) and self._unfinished < _MOST_UNFINISHED
+        return self._decides or ((self._remaining > 0 or self._unusual_size) and self._unfinished < _MOST_UNFINISHED)
 
     def epoch_began(self) -> None:
         """Check again, because a program may have another loss in another epoch."""
@@ -224,7 +226,7 @@ class Trial:
         device. ``learned`` says whether the batch had a backward."""
         num_samples, model = len(share.rows), self._model()
         tape = self._tape
-        sized = self.sized or (tape is not None and tape.size_read)
+        sized = self.sized or (tape is not None and tape.size_used)
         if tape is not None and tape.size_read and not self._said_of_counts and 1 < num_samples < share.total:
             self._said_of_counts = not tape.computes_with_rows()
             if self._said_of_counts and model is not None:
@@ -249,8 +251,18 @@ class Trial:
         """Stop recording. Tensors of the batch behave like any others from here on."""
         if self._tape is not None:
             self._tape.closed = True
-            self.sized = self.sized or self._tape.size_read
+            self.sized = self.sized or self._tape.size_used
             self._tape = None
+
+    def _decide(self, value: bool, every: bool) -> bool:
+        """Whether ``value`` is true on every rank, or on any (collective): one device would ask all samples of the
+        batch, and all ranks have to make the same calls."""
+        model = self._model()
+        if model is None or model.in_step is None:
+            return value
+        self._decides = True
+        answers = [answer > 0 for (answer,) in model.in_step.figures(DECISION, [float(value)])]
+        return all(answers) if every else any(answers)
 
     def _say_of_values(self) -> None:
         model = self._model()

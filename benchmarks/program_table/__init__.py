@@ -104,6 +104,7 @@ def table() -> dict[str, Program]:
         methods,
         networks,
         outside,
+        public,
         scripts,
         strange,
         trainers,

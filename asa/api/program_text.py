@@ -1,0 +1,83 @@
+"""What the text of a program says of a place where it reads a value: whether a loop goes on by it, or whether it only
+makes a shape of it."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from itertools import islice
+from types import CodeType
+from typing import Any
+
+_SHAPING = frozenset((
+    "view", "reshape", "expand", "repeat", "repeat_interleave", "unflatten", "split", "chunk", "narrow", "zeros",
+    "ones", "full", "empty", "rand", "randn", "randint", "randperm", "arange", "eye", "linspace", "new_zeros",
+    "new_ones", "new_full", "new_empty", "broadcast_to", "unfold", "mean_over",
+))  # fmt: skip
+"""Names of functions and methods whose arguments are shapes and numbers of rows."""
+
+
+@cache
+def _tree(file: str) -> ast.AST:
+    """The program in ``file``, in which each node knows the one above it; empty if it cannot be read."""
+    tree = ast.Module([], [])
+    with suppress(SyntaxError, ValueError):
+        tree = ast.parse("".join(linecache.getlines(file)))
+    for node in ast.walk(tree):
+        for child in ast.iter_child_nodes(node):
+            child.above = node  # type: ignore[attr-defined]
+    return tree
+
+
+@cache
+def _loop_tests(file: str) -> frozenset[int]:
+    """The lines that say whether a loop goes on: tests of ``while``, and of an ``if`` behind which it is left."""
+    lines: set[int] = set()
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, ast.While | ast.For):
+            ifs = (n for n in ast.walk(node) if isinstance(n, ast.If))
+            tests = [n.test for n in ifs if any(isinstance(s, ast.Break | ast.Return) for s in n.body)]
+            tests += [node.test] if isinstance(node, ast.While) else []
+            lines.update(line for t in tests for line in range(t.lineno, (t.end_lineno or t.lineno) + 1))
+    return frozenset(lines)
+
+
+def ends_a_loop(file: str, line: int) -> bool:
+    """Whether ``line`` of a program decides by a test whether a loop goes on."""
+    return line in _loop_tests(file)
+
+
+@cache
+def _at(code: CodeType, instruction: int) -> ast.AST | None:
+    """The expression that an instruction of a program computes; None if it is not found."""
+    place: Any = next(islice(code.co_positions(), instruction // 2, None), None)
+    for node in ast.walk(_tree(code.co_filename)):
+        if isinstance(node, ast.expr) and place == (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset):
+            return node
+    return None
+
+
+def _above(node: ast.AST | None) -> Iterator[ast.AST]:
+    """``node`` and the expressions that it is part of, from within."""
+    while isinstance(node, ast.expr | ast.keyword):
+        yield node
+        node = getattr(node, "above", None)
+
+
+def becomes_a_shape(frame: Any) -> bool:
+    """Whether what a program reads in ``frame`` is an argument of a function that takes shapes, or a bound of a slice,
+    and is neither compared nor kept."""
+    node = _at(frame.f_code, frame.f_lasti)
+    for each in _above(node):
+        if isinstance(each, ast.Compare | ast.BoolOp | ast.IfExp | ast.NamedExpr):
+            return False
+        if isinstance(each, ast.Slice):
+            return True
+        if isinstance(each, ast.Call) and each is not node:
+            name = each.func.attr if isinstance(each.func, ast.Attribute) else getattr(each.func, "id", "")
+            if name in _SHAPING or name in ("max", "min"):
+                return name in _SHAPING
+    return False
