@@ -35,7 +35,7 @@ def _nothing_is_measured(monkeypatch):
 )
 def test_plan_refuses_what_no_profile_would_change(code, words, options, tmp_path, monkeypatch, capsys):
     user_folder(tmp_path, monkeypatch)
-    monkeypatch.setattr(choose, "_has_cuda", lambda: False)
+    monkeypatch.setattr(choose, "cuda_devices", lambda: 0)
     assert words in refused(capsys, code, "plan", "vgg11", *options.split())
 
 

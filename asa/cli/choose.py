@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import DeviceRecord, Profile
+from asa.launch import cuda_devices
 
 PROFILE_LIMIT_S = 75.0
 
@@ -111,7 +111,7 @@ def profile(
     if importlib.util.find_spec("torch") is None:
         known_models = ", ".join(sorted({p.model_spec for _, p in every}))
         raise UnavailableError(f"{lacking('torch', f'to look at {model}')}; there are profiles of {known_models}")
-    if cluster is None or cluster.device.type == "cpu" or _has_cuda():
+    if cluster is None or cluster.device.type == "cpu" or cuda_devices():
         device = _local_device(cluster.device.type if cluster else "auto")
         admit(cluster or default_cluster(console, device, args.gpus))
         return measured(args, console, model, device.type)
@@ -302,13 +302,3 @@ def _for_cluster(p: Profile, cluster: Cluster | None, text: str) -> tuple[Profil
     if cluster is None or p.device.type == cluster.device.type:
         return p, text
     return p, f"{text} was taken on {p.device.name}; times on {cluster.device.name} are estimated from it, uncalibrated"
-
-
-def _has_cuda() -> bool:
-    """Whether there is a CUDA (or ROCm) device; does not import torch if the system shows none."""
-    shown = [*Path("/dev").glob("nvidia*"), *(p for p in (Path("/dev/kfd"), Path("/dev/dxg")) if p.exists())]
-    if sys.platform == "linux" and not shown:
-        return False
-    from asa.launch import cuda_devices
-
-    return cuda_devices() > 0

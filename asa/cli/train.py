@@ -22,6 +22,7 @@ from asa.ir import codec
 from asa.ir.measurements import EpochRecord
 from asa.ir.optimizers import check_optimizer, planned_as
 from asa.ir.plan import Plan, wrong_number
+from asa.launch.devices import check_cuda
 from asa.zoo import names, specs
 from asa.zoo.preload import ModelPreload
 
@@ -47,10 +48,14 @@ def run(args: Arguments, console: Console) -> None:
     if args.rehearse is not None:
         rehearse(args, console, plan)
         return
+    if "RANK" not in os.environ and args.device in ("cuda", "auto") and "cuda" in (args.device, plan.device_type):
+        check_cuda(plan.num_processes, "train with --device cpu")
     if args.resume:
         recall(args, out, console)
     else:
         _check_launched(plan, out)
+    if not isinstance(args.device, emulated.EmulatedName):
+        specs.check_classes(args.data, specs.CLASSES.get(args.data, 0), plan.num_classes)
     traces = sorted((out / "trace").glob("*.json.gz")) if args.trace and console.first_rank else ()
     with left_to_ranks(), places.keeping(console, *traces):
         _train(args, console, path, plan, out)
