@@ -139,8 +139,8 @@ def cluster_here(args: Arguments, console: Console, device: DeviceType, gpus: in
         named = choose.named_cluster(args.cluster)
         if named.device.type != device or named.num_devices < gpus:
             raise UsageError(
-                f"cluster {named.name} has {named.num_devices} {named.device.type} devices, {gpus} of {device} are "
-                f"wanted here; leave out --cluster to measure one, or change --gpus or --device"
+                f"cluster {named.name} has {named.num_devices} {named.device.type} devices, this command runs on "
+                f"{gpus} of {device}; leave out --cluster to measure one, or change --gpus or --device"
             )
         return named
     import torch
