@@ -11,7 +11,7 @@ from refusals import refused, user_folder
 
 import asa
 from asa.api import planned, planning
-from asa.cli import choose, train
+from asa.cli import choose, entry, train
 from asa.cost.machine import presets
 from asa.errors import AsaError, UnavailableError, UsageError
 from asa.ir import codec, shipped
@@ -141,3 +141,11 @@ def test_ranks_that_may_continue_a_run_are_counted_when_they_have_met(others, tm
     for name, value in ({"RANK": "0", "WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "7"} | others).items():
         monkeypatch.setenv(name, value)
     train._check_launched(nouns.plan(), tmp_path)
+
+
+def test_a_model_whose_name_may_be_mistaken_says_what_it_reads(tmp_path, monkeypatch, capsys):
+    folder = user_folder(tmp_path, monkeypatch)
+    codec.save(nouns.profile(model="bert"), folder / "profiles" / "bert.json")
+    assert entry.run(["plan", "bert", "--gpus", "2"]) == 0
+    assert "reads the colours of an image as tokens; for text, take hf:bert-base-uncased" in capsys.readouterr().err
+    assert "take gpt2, llama:8b or hf:NAME" in refused(capsys, 2, "plan", "bert", "--tokens", "64")

@@ -18,6 +18,7 @@ from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import DeviceRecord, Profile
 from asa.launch import cuda_devices
+from asa.zoo.names import REMARKS
 
 PROFILE_LIMIT_S = 75.0
 
@@ -59,6 +60,13 @@ def default_cluster(console: Console, device: DeviceRecord, gpus: int | None) ->
     return nearest([c for _, c in places.clusters(console)], device, gpus)
 
 
+def remark(args: Arguments, console: Console, model: str | None) -> None:
+    """Say what ``model`` is if its name may be mistaken for that of another, unless the input's size shows that the user
+    knows."""
+    if model in REMARKS and not args.input:
+        console.say(f"asa: {REMARKS[model]}")
+
+
 def profile(
     args: Arguments,
     console: Console,
@@ -77,6 +85,7 @@ def profile(
         UsageError: a profile was named together with options that contradict it.
         UnavailableError: a GPU is needed to measure, and there is none.
     """
+    remark(args, console, model)
     if model is not None and places.looks_like_file(model):
         named = codec.load(Profile, Path(model))
         if not fits(named, args, None):
