@@ -61,8 +61,7 @@ def default_cluster(console: Console, device: DeviceRecord, gpus: int | None) ->
 
 
 def remark(args: Arguments, console: Console, model: str | None) -> None:
-    """Say what ``model`` is if its name may be mistaken for that of another, unless the input's size shows that the user
-    knows."""
+    """Say what ``model`` is if its name may be mistaken for that of another, unless the size of the input is given."""
     if model in REMARKS and not args.input:
         console.say(f"asa: {REMARKS[model]}")
 
