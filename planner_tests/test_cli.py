@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import fcntl
 import json
 import os
 import re
@@ -513,6 +514,22 @@ for code, argv, _ in {cases}:
         assert words in one_line(line), argv
         assert outcome == f"{code} False", argv
     assert len(outcomes) == len(cases)
+
+
+def test_a_folder_in_which_another_run_is_at_work_is_refused_at_once(elsewhere, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    codec.save(nouns.plan(), elsewhere / "plan.json")
+    for step in ("", "checkpoints/step_00000003"):
+        (elsewhere / "run" / step).mkdir(parents=True, exist_ok=True)
+        codec.save(nouns.plan(), elsewhere / "run" / "plan.json")
+        with (elsewhere / "run" / "lock").open("w") as other:
+            other.write("4711\n")
+            other.flush()
+            fcntl.flock(other, fcntl.LOCK_EX)
+            for more in ((), ("--resume",)):
+                assert entry.run(["train", "plan.json", "--out", "run", *more]) == 2
+                line = one_line(capsys.readouterr().err)
+                assert line == "asa: run is in use by another run (process 4711); choose another --out\n"
 
 
 def test_a_folder_with_a_run_and_a_tracker_that_is_missing_are_refused_at_once(elsewhere, capsys, monkeypatch):

@@ -245,6 +245,7 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
         if args.out:
             places.check_writable(Path(args.out) / "plan.json", "--out")  # before minutes of profiling
             if "RANK" not in os.environ:  # a launcher's ranks may be a restart of that run
+                places.check_free(Path(args.out))
                 places.check_unused(Path(args.out))
                 if (Path(args.out) / "log.jsonl").is_file():
                     console.say(f"asa: {args.out} has a run that ended before its first epoch; its log is continued")
@@ -259,6 +260,8 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
     if not out.exists():
         raise NoCheckpointError(f"no run in {out} to resume: there is no such folder; leave out --resume to start anew")
     plan_file = out / "plan.json"
+    if "RANK" not in os.environ:  # a launcher's first rank holds the lock while the others start
+        places.check_free(out)
     if not args.plan and not plan_file.is_file():
         raise NoCheckpointError(f"no run in {out} to resume: it has no plan.json; leave out --resume to start anew")
     if has_model:  # continue under a new plan or another discipline
