@@ -468,3 +468,12 @@ def test_a_full_disk_leaves_the_file_that_was_there(argv, place, capsys, monkeyp
     said = refused(capsys, 5, *argv, "-o", "job")
     assert said.endswith("job: No space left on device; free some space, or work in a folder of another disk")
     assert (place / "job").read_text() == "kept"
+
+
+def test_memory_that_ranks_share_and_cannot_have_is_named(place, capsys, monkeypatch):
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "/dev/shm/pym-1")
+
+    monkeypatch.setattr(places, "newest_plan", read_only)
+    said = refused(capsys, 5, "verify", "plan.json")
+    assert said.startswith("asa: /dev/shm/pym-1: Read-only file system; ranks share memory there: mount it")

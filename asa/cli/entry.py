@@ -65,6 +65,8 @@ def run(argv: Sequence[str]) -> int:
         name = error.filename2 or error.filename
         where = f"{name}: " if name else ""
         remedy = _REMEDIES.get(error.errno or 0, "")
+        if str(name).startswith("/dev/shm/"):
+            remedy = "; ranks share memory there: mount it so that it can be written (docker run --shm-size=1g)"
         return _end(console, f"{where}{error.strerror or error}{remedy}", UnavailableError.exit_code, debug)
     except ModuleNotFoundError as error:
         if (error.name or "asa").partition(".")[0] == "asa":
