@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import nouns
@@ -149,3 +150,15 @@ def test_a_model_whose_name_may_be_mistaken_says_what_it_reads(tmp_path, monkeyp
     assert entry.run(["plan", "bert", "--gpus", "2"]) == 0
     assert "reads the colours of an image as tokens; for text, take hf:bert-base-uncased" in capsys.readouterr().err
     assert "take gpt2, llama:8b or hf:NAME" in refused(capsys, 2, "plan", "bert", "--tokens", "64")
+
+
+def test_times_of_another_torch_are_said_to_be_so(tmp_path, monkeypatch, capsys):
+    folder = user_folder(tmp_path, monkeypatch)
+    plain = nouns.profile()
+    for used, warned in (("2.1.3+cpu", True), (torch.__version__, False)):
+        old = replace(plain, provenance=replace(plain.provenance, torch_version=used))
+        codec.save(old, folder / "profiles" / "tiny.json")
+        assert entry.run(["plan", "--gpus", "2"]) == 0
+        said = capsys.readouterr().err
+        assert ("times of tiny are of torch 2.1.3, installed is " in said) == warned
+        assert ("`asa profile tiny` measures them anew" in said) == warned

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from asa.cli import places
@@ -64,6 +65,25 @@ def remark(args: Arguments, console: Console, model: str | None) -> None:
     """Say what ``model`` is if its name may be mistaken for that of another, unless the size of the input is given."""
     if model in REMARKS and not args.input:
         console.say(f"asa: {REMARKS[model]}")
+
+
+def of_another_torch(p: Profile) -> str:
+    """A sentence on a profile that was measured with another version of torch than the installed one; empty if it was
+    not, or if this machine has no such devices."""
+    measured_with = p.provenance.torch_version.partition("+")[0]
+    if p.provenance.origin != "measured" or (p.device.type == "cuda" and not cuda_devices()):
+        return ""
+    try:
+        installed = version("torch").partition("+")[0]
+    except PackageNotFoundError:
+        return ""
+    releases = [text.split(".")[:2] for text in (measured_with, installed)]
+    if releases[0] == releases[1] or len(releases[0]) < 2:
+        return ""
+    return (
+        f"times of {p.model_spec} are of torch {measured_with}, installed is {installed}; `asa profile "
+        f"{p.model_spec}` measures them anew"
+    )
 
 
 def profile(
@@ -150,6 +170,8 @@ def profile_here(
     stored one, or a new measurement."""
     stored = known_here(args, console, model, device)
     if stored is not None:
+        if said := of_another_torch(stored[0]):
+            console.say(f"asa: {said}")
         return stored
     return measured(args, console, model, device, limit_s=limit_s, max_degree=max(8, gpus))
 
