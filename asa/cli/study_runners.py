@@ -29,6 +29,9 @@ from asa.ir.profile import Profile, Stat
 if TYPE_CHECKING:
     from asa.zoo.data import ImageSet
 
+ALONE = "where a strategy trained alone, times to an accuracy include validation, and state memory is not measured"
+"""The note of a block in which strategies trained alone: the same for all, so that a table shows it once."""
+
 REPLANNED = "asa+replan"
 """The plan of ``asa`` in a run that may change its plan."""
 
@@ -157,8 +160,7 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
               regroup=partial(regroup, site.console) if replan else None, on_event=on_event)  # fmt: skip
     if replan:
         site.notes.append(f"{site.block.title}: {strategy} changed its plan {changes} times")
-    alone = f"{strategy} trained alone: its times to an accuracy include validation"
-    site.notes.append(f"{alone}; state memory is not measured there")
+    site.notes.append(ALONE)
     return _result(site, strategy, plan, records, servers)
 
 
