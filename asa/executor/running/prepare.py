@@ -188,9 +188,11 @@ def _check_resumable(manifest: Manifest, plan: Plan, settings: TrainSettings, nu
         UsageError: it has other data, another seed or another optimizer.
     """
     if manifest.model_fingerprint != plan.model_fingerprint:
+        alike = manifest.model_spec == plan.model_spec
         raise InvalidInputError(
             f"the checkpoint is of {manifest.model_spec} ({manifest.model_fingerprint}), the plan of "
             f"{plan.model_spec} ({plan.model_fingerprint})"
+            f"{', with another input, number of classes, or code' if alike else ''}; plan for the model of the run"
         )
     expected = {
         "data": settings.data,
