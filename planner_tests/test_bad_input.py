@@ -111,7 +111,7 @@ BENCH = ("bench", "--device", "cpu", "--gpus", "2", "--models", "cnn", "--cluste
         (("--models", "cnn,resnet5O"), 2, "resnet50"),
         (("--classes", "10"), 2, "cifar100 has 100 classes, the model distinguishes 10; try --classes 100"),
         (("--global-batch", MANY), 2, "larger than the 5000"),
-        (("--cluster", "a100-nvlink-8"), 2, "8 cuda devices, this comparison runs on 2 of cpu"),
+        (("--cluster", "a100-nvlink-8"), 2, "8 cuda devices, this command runs on 2 of cpu"),
         (("--cluster", "box", "--gpus", "3"), 2, "box has 2 cpu devices"),
         (("--data-root", "nowhere"), 3, "nowhere"),
         (("--data-root", "torn"), 3, "torn: train.bin is truncated: 3073 bytes"),
@@ -262,10 +262,11 @@ def test_a_plan_for_devices_that_are_not_there_is_5_and_leaves_nothing(place, ca
     )  # fmt: skip
     codec.save(made, place / "plan.json")
     said = refused(capsys, 5, "train", "plan.json", "--out", "run")
-    assert f"the plan needs {ranks} CUDA devices, this machine has {ranks - 1}" in said
+    needs = f"the plan needs {ranks} CUDA device{'s' * (ranks > 1)}, this machine has {ranks - 1}"
+    assert needs in said
     assert not (place / "run").exists()
     said = refused(capsys, 5, "verify", "plan.json")
-    assert f"{ranks} CUDA devices, this machine has {ranks - 1}; verify with --device cpu" in said
+    assert needs in said
 
 
 def test_the_best_plans_are_told_in_order(place, capsys):
@@ -468,3 +469,12 @@ def test_a_full_disk_leaves_the_file_that_was_there(argv, place, capsys, monkeyp
     said = refused(capsys, 5, *argv, "-o", "job")
     assert said.endswith("job: No space left on device; free some space, or work in a folder of another disk")
     assert (place / "job").read_text() == "kept"
+
+
+def test_memory_that_ranks_share_and_cannot_have_is_named(place, capsys, monkeypatch):
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "/dev/shm/pym-1")
+
+    monkeypatch.setattr(places, "newest_plan", read_only)
+    said = refused(capsys, 5, "verify", "plan.json")
+    assert said.startswith("asa: /dev/shm/pym-1: Read-only file system; ranks share memory there: mount it")

@@ -190,7 +190,6 @@ def test_a_vote_against_it_leaves_no_trace(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _write(tmp_path, 5)
     real = checkpoint.save_file
 
     def full(named: dict[str, torch.Tensor], path: Path) -> None:
@@ -198,9 +197,13 @@ def test_a_full_disk_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.Mo
         if path.name == checkpoint.OPTIMIZER:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(UnavailableError, match=r"cannot save step 10 .*: No space left on device; earlier"):
-        _write(tmp_path, 10)
+    for earlier, said in (([], "no earlier step was saved"), ([5], "step_00000005 is intact")):
+        monkeypatch.setattr(checkpoint, "save_file", real)
+        for step in earlier:
+            _write(tmp_path, step)
+        monkeypatch.setattr(checkpoint, "save_file", full)
+        with pytest.raises(UnavailableError, match=rf"cannot save step 10 .*: No space left on device; {said}"):
+            _write(tmp_path, 10)
     assert _names(tmp_path) == ["latest", "step_00000005"]
     assert checkpoint.find(tmp_path).manifest.step == 5
 

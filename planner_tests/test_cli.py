@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import fcntl
 import json
 import os
 import re
@@ -473,24 +474,62 @@ def test_a_variable_that_nearly_names_an_option_is_told(capsys, monkeypatch):
     assert one_line(capsys.readouterr().err) == "asa: ASA_GPU sets no option; did you mean ASA_GPUS?\n"
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["plan", "gpt2", "--input", "3x32x32", "--gpus", "8", "--cluster", "a100-nvlink-8"], "try --tokens"),
-        (["bench", "--models", "gpt2", "--input", "3x32x32"], "try --tokens"),
-        (["train", "gpt2", "--input", "3x32x32"], "try --tokens"),
-        (["bench", "--study", "grid", "--models", "cnn", "--tokens", "4"], "leave out --tokens"),
-        (["simulate", "--trace", "step.txt"], "end in .json"),
-        (["launch", "slurm", "-o", "-"], "'-' is no file"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_torch_is_imported(argv, words, elsewhere):
-    code = f"import sys\nfrom asa.cli.entry import run\ncode = run({argv})\nprint(code, 'torch' in sys.modules)"
+def test_what_cannot_be_is_refused_before_torch_is_imported(elsewhere):
+    codec.save(replace(nouns.plan(), device_type="cuda", num_classes=10), elsewhere / "gpus.json")
+    codec.save(replace(nouns.plan(), num_classes=10), elsewhere / "plan.json")
+    cases = [
+        (2, "plan gpt2 --input 3x32x32 --gpus 8 --cluster a100-nvlink-8", "try --tokens"),
+        (2, "bench --models gpt2 --input 3x32x32", "try --tokens"),
+        (2, "train gpt2 --input 3x32x32", "try --tokens"),
+        (2, "bench --study grid --models cnn --tokens 4", "leave out --tokens"),
+        (2, "simulate --trace step.txt", "end in .json"),
+        (2, "launch slurm -o -", "'-' is no file"),
+        (5, "train --device cuda", "no CUDA device is usable here"),
+        (5, "bench --study hybrid --device cuda", "no CUDA device is usable here"),
+        (5, "train gpus.json", "the plan needs 2 CUDA devices, this machine has 0; train with --device cpu"),
+        (5, "verify gpus.json", "the plan needs 2 CUDA devices, this machine has 0; verify with --device cpu"),
+        (2, "train plan.json --data nowhere:factory", "no module 'nowhere'"),
+        (2, "train plan.json", "cifar100 has 100 classes, the planned model has 10"),
+        (2, "train cnn --gpus 9999", "the most is"),
+        (2, "train cnn --cluster nowhere", "no cluster 'nowhere'"),
+        (2, "bench --models cnn --strategies nosuch", "no strategy 'nosuch'"),
+        (2, "bench --models cnn --cluster a100-nvlink-8", "a100-nvlink-8 has 8 cuda devices"),
+        (2, "bench --models cnn --data digits --classes 3", "digits has 10 classes"),
+        (3, "bench --models cnn --data csv:nowhere.csv", "there is no file"),
+        (2, "bench --study layers --models nosuch", "no model is called 'nosuch'"),
+        (2, "bench --study layers --cluster nowhere", "no cluster 'nowhere'"),
+    ]
+    code = f"""
+import sys
+from asa.cli.entry import run
+from asa.launch import devices
+devices._shows_devices = lambda: False
+for code, argv, _ in {cases}:
+    print(run(argv.split()), "torch" in sys.modules)
+    print("end", file=sys.stderr)
+"""
     done = subprocess.run([sys.executable, "-c", code], cwd=elsewhere, capture_output=True, text=True, check=True)
-    assert words in one_line(done.stderr)
-    assert done.stdout.split()[0] == "2"
-    if "grid" not in argv:  # a study looks at the device first
-        assert done.stdout.split()[1] == "False"
+    outcomes, said = done.stdout.splitlines(), done.stderr.split("end\n")
+    for (code, argv, words), outcome, line in zip(cases, outcomes, said, strict=False):
+        assert words in one_line(line), argv
+        assert outcome == f"{code} False", argv
+    assert len(outcomes) == len(cases)
+
+
+def test_a_folder_in_which_another_run_is_at_work_is_refused_at_once(elsewhere, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    codec.save(nouns.plan(), elsewhere / "plan.json")
+    for step in ("", "checkpoints/step_00000003"):
+        (elsewhere / "run" / step).mkdir(parents=True, exist_ok=True)
+        codec.save(nouns.plan(), elsewhere / "run" / "plan.json")
+        with (elsewhere / "run" / "lock").open("w") as other:
+            other.write("4711\n")
+            other.flush()
+            fcntl.flock(other, fcntl.LOCK_EX)
+            for more in ((), ("--resume",)):
+                assert entry.run(["train", "plan.json", "--out", "run", *more]) == 2
+                line = one_line(capsys.readouterr().err)
+                assert line == "asa: run is in use by another run (process 4711); choose another --out\n"
 
 
 def test_a_folder_with_a_run_and_a_tracker_that_is_missing_are_refused_at_once(elsewhere, capsys, monkeypatch):

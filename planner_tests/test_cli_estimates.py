@@ -15,7 +15,7 @@ PLAN = ("plan", "--cluster", "a100-nvlink-8", "--time-limit", "0.3s", "--json")
 def traced(tmp_path, monkeypatch) -> list[str]:
     """An empty directory on a machine without GPUs, and the models that are traced in it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(choose, "_has_cuda", lambda: False)
+    monkeypatch.setattr(choose, "cuda_devices", lambda: 0)
     real, seen = estimates._traced, []
 
     def counted(model, args):

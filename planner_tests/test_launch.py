@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from asa.errors import InvalidInputError, PreemptedError, UnavailableError, UsageError, WorkersFailedError
 from asa.launch import TorchrunRank, cuda_devices, devices, forking, join, launched, run_ranks, tell, worker
+from asa.launch import ranks as starting
 from asa.launch.blame import Outcome, culprit
 from asa.launch.signals import take_sigterm
 from asa.launch.torchrun import _meeting
@@ -199,6 +200,26 @@ def test_impossible_requests_are_refused() -> None:
     if cuda_devices() < 64:
         with pytest.raises(UnavailableError, match="64 nccl ranks need 64 CUDA devices"):
             run_ranks(64, _sum, 1, backend="nccl")
+
+
+def test_ranks_may_open_as_many_files_as_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [64, 4096]
+
+    def set_limit(_: int, wanted: tuple[int, int]) -> None:
+        limits[:] = wanted
+
+    monkeypatch.setattr(starting.resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(starting.resource, "setrlimit", set_limit)
+    starting._allow_files(4)
+    assert limits == [256, 4096], "its own limit is raised"
+    starting._allow_files(200)
+    assert limits == [4096, 4096], "up to what the system allows"
+    limits[:] = [24, 24]
+    with pytest.raises(UnavailableError, match="2 ranks need 40 open files a process, the limit is 24"):
+        starting._allow_files(2)
+    limits[:] = [starting.resource.RLIM_INFINITY] * 2
+    starting._allow_files(2)
+    assert limits == [starting.resource.RLIM_INFINITY] * 2
 
 
 def test_threads_that_would_hang_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

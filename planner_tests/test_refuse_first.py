@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import nouns
@@ -11,7 +12,7 @@ from refusals import refused, user_folder
 
 import asa
 from asa.api import planned, planning
-from asa.cli import choose, train
+from asa.cli import choose, entry, train
 from asa.cost.machine import presets
 from asa.errors import AsaError, UnavailableError, UsageError
 from asa.ir import codec, shipped
@@ -35,7 +36,7 @@ def _nothing_is_measured(monkeypatch):
 )
 def test_plan_refuses_what_no_profile_would_change(code, words, options, tmp_path, monkeypatch, capsys):
     user_folder(tmp_path, monkeypatch)
-    monkeypatch.setattr(choose, "_has_cuda", lambda: False)
+    monkeypatch.setattr(choose, "cuda_devices", lambda: 0)
     assert words in refused(capsys, code, "plan", "vgg11", *options.split())
 
 
@@ -141,3 +142,23 @@ def test_ranks_that_may_continue_a_run_are_counted_when_they_have_met(others, tm
     for name, value in ({"RANK": "0", "WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "7"} | others).items():
         monkeypatch.setenv(name, value)
     train._check_launched(nouns.plan(), tmp_path)
+
+
+def test_a_model_whose_name_may_be_mistaken_says_what_it_reads(tmp_path, monkeypatch, capsys):
+    folder = user_folder(tmp_path, monkeypatch)
+    codec.save(nouns.profile(model="bert"), folder / "profiles" / "bert.json")
+    assert entry.run(["plan", "bert", "--gpus", "2"]) == 0
+    assert "reads the colours of an image as tokens; for text, take hf:bert-base-uncased" in capsys.readouterr().err
+    assert "take gpt2, llama:8b or hf:NAME" in refused(capsys, 2, "plan", "bert", "--tokens", "64")
+
+
+def test_times_of_another_torch_are_said_to_be_so(tmp_path, monkeypatch, capsys):
+    folder = user_folder(tmp_path, monkeypatch)
+    plain = nouns.profile()
+    for used, warned in (("2.1.3+cpu", True), (torch.__version__, False)):
+        old = replace(plain, provenance=replace(plain.provenance, torch_version=used))
+        codec.save(old, folder / "profiles" / "tiny.json")
+        assert entry.run(["plan", "--gpus", "2"]) == 0
+        said = capsys.readouterr().err
+        assert ("times of tiny are of torch 2.1.3, installed is " in said) == warned
+        assert ("`asa profile tiny` measures them anew" in said) == warned

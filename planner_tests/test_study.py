@@ -505,6 +505,27 @@ def test_what_no_cell_could_do_is_refused_before_anything_is_measured(tmp_path, 
     assert not list(tmp_path.iterdir())
 
 
+def test_strategies_that_train_alone_have_what_is_left_of_the_budget_one_after_another(monkeypatch, tmp_path):
+    words = args("--study", "grid", "--models", "tiny", "--strategies", "ps_sync,ps_async,ps_bounded", "--gpus", "2")
+    (block,) = study_grid.define(words, most=4, cluster_gpus=None).blocks
+    clock, left = [0.0], []
+    monkeypatch.setattr(study_runners.time, "monotonic", lambda: clock[0])
+
+    def trained(site, strategies):
+        left.append(site.budget_s)
+        clock[0] += 70.0
+        return {}
+
+    for strategy in block.strategies:
+        monkeypatch.setitem(study_runners.RUNNERS, strategy, trained)
+    site = study_runners.Site(
+        block=block, args=words, console=None, device="cpu", profile=nouns.profile(), cluster=nouns.cluster(2),
+        folder=tmp_path, budget_s=100.0,
+    )  # fmt: skip
+    study_runners.run(site, lambda _: None)
+    assert left == [100.0, 30.0, 0.0], "a third each would let none of them run, however often the command is given"
+
+
 def test_a_batch_larger_than_the_data_is_refused_before_the_model_is_profiled(tmp_path):
     words = ("--models", "logistic", "--data", "digits", "--gpus", "1", "--global-batch", "2000", "--strategies",
              "single", "--epochs", "1", "--json", "--out", "out")  # fmt: skip

@@ -134,3 +134,47 @@ def test_a_tracker_that_is_not_installed_is_refused_with_its_extra(
 
 def test_the_command_line_knows_the_trackers() -> None:
     assert TRACKERS == trackers.NAMES
+
+
+class Failing:
+    """A tracker whose methods fail from a time on."""
+
+    def __init__(self, at: str) -> None:
+        self.at, self.heard = at, list[str]()
+
+    def open(self, *_: Any) -> Failing:
+        if self.at == "open":
+            raise RuntimeError("no such\ndatabase " + "x" * 500)
+        return self
+
+    def log(self, *_: Any) -> None:
+        self.heard.append("log")
+        if self.at == "log":
+            raise OSError(28, "No space left on device")
+
+    def close(self, **_: Any) -> None:
+        self.heard.append("close")
+        if self.at == "close":
+            raise TimeoutError
+
+
+@pytest.mark.parametrize("at", ["log", "close"])
+def test_a_tracker_that_fails_ends_and_training_goes_on(at, tmp_path, monkeypatch):
+    bad, good = Failing(at), Failing("never")
+    kinds = {"wandb": bad.open, "mlflow": good.open}
+    monkeypatch.setattr(trackers, "_KINDS", kinds)
+    monkeypatch.setattr(trackers, "_NEEDED", dict.fromkeys(kinds, lambda: None))
+    heard = run(tmp_path, "wandb", "mlflow")
+    assert good.heard == ["log", "log", "close"]
+    assert bad.heard == (["log"] if at == "log" else ["log", "log", "close"])
+    (note,) = (event["message"] for event in heard if event["event"] == "note")
+    reason = "[Errno 28] No space left on device" if at == "log" else "TimeoutError"
+    assert note == f"curves for wandb end here, training goes on without: {reason}"
+    assert '"exit_code": 0' in (tmp_path / "result.json").read_text()
+
+
+def test_a_tracker_that_cannot_be_opened_is_an_error_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "_KINDS", {"mlflow": Failing("open").open})
+    monkeypatch.setattr(trackers, "_NEEDED", {"mlflow": lambda: None})
+    with pytest.raises(UnavailableError, match=r"curves for mlflow cannot be written: no such database x+ \.\.\.; do"):
+        run(tmp_path, "mlflow")

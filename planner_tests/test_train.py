@@ -289,10 +289,16 @@ def test_what_cannot_go_on_is_refused(tmp_path: Path) -> None:
     refusals: list[tuple[Plan, TrainSettings, type[Exception], str]] = [
         (plan, settings, UsageError, "contains a run"),
         (training.plan("cnn"), resumed, InvalidInputError, "the checkpoint is of logistic"),
+        (
+            dataclasses.replace(plan, model_fingerprint="0" * 16),
+            resumed,
+            InvalidInputError,
+            "another input, number of cl",
+        ),
         (plan, dataclasses.replace(resumed, seed=1), UsageError, "made with seed 0, this run has 1"),
         (plan, dataclasses.replace(resumed, optimizer="adamw"), UsageError, "made with optimizer sgd"),
         (dataclasses.replace(plan, num_classes=9), resumed, UsageError, "has 10 classes, the planned model has 9"),
-        (dataclasses.replace(plan, device_type="cuda"), resumed, UnavailableError, "needs 1 CUDA devices"),
+        (dataclasses.replace(plan, device_type="cuda"), resumed, UnavailableError, "needs 1 CUDA device"),
     ]
     if torch.cuda.device_count():
         refusals.pop()

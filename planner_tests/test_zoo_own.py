@@ -567,7 +567,7 @@ def test_what_is_done_to_images_and_what_is_not_read_is_named(tmp_path):
         ({"train/a": 5, "train/b": 5, "val/a": 2, "val/c": 2}, "val has the class c, which here/train has not"),
         ({"train/a": 5, "train/b": 5, "test/": 2}, "test has no folder of a class .a, b.; sort its images"),
         ({"a": 5, "b": 5, "test/a": 2}, "has a folder test and none called train"),
-        ({"a": 5}, "has 1 folders of classes"),
+        ({"a": 5}, ": 1; 2 are needed"),
     ],
 )
 def test_folders_whose_parts_do_not_fit(folders, words):

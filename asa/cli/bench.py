@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from asa.cli import emulated, ending, places, study_grid
 from asa.cli import options as o
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
-from asa.errors import UsageError, WorkersFailedError
+from asa.errors import UnavailableError, UsageError, WorkersFailedError, lacking
 from asa.ir import codec
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ def run(args: Arguments, console: Console) -> None:
     places.check_no_results(folder, "--out")
     for model in args.models:
         o.check_model(args, model)
-    import torch  # noqa: F401  first, so that an installation without it says so
-
+    if importlib.util.find_spec("torch") is None:
+        raise UnavailableError(lacking("torch"))
     from asa.cli import bench_setup
 
     device, gpus = bench_setup.device_of(args)

@@ -17,6 +17,7 @@ from asa.ir import bench as nouns
 from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.consistency import is_discipline, parse
+from asa.launch import cuda_devices, usable_cores
 from asa.zoo import specs
 
 if TYPE_CHECKING:
@@ -34,14 +35,10 @@ def device_of(args: Arguments) -> tuple[DeviceType, int]:
     """Kind and number of devices to compare on.
 
     Raises:
-        UnavailableError: CUDA was requested and there is none, or fewer devices than requested.
+        UnavailableError: there are CUDA devices, but fewer than requested.
         UsageError: more ranks than the cores could ever run.
     """
-    from asa.launch import cuda_devices, usable_cores
-
     cuda = cuda_devices() if args.device in ("auto", "cuda") else 0
-    if args.device == "cuda" and not cuda:
-        raise UnavailableError("no CUDA device is usable here; choose --device cpu (`asa doctor` says more)")
     if cuda and (args.gpus or 1) > cuda:
         raise UnavailableError(f"{args.gpus} ranks need {args.gpus} CUDA devices, this machine has {cuda}")
     if not cuda and (args.gpus or 1) > RANKS_PER_CORE * usable_cores():
@@ -56,14 +53,17 @@ def check(args: Arguments, console: Console, device: DeviceType, gpus: int) -> N
     """Check names and files before minutes of measuring, and settle the number of classes.
 
     Raises:
-        UsageError: no such model or strategy, or data with more classes than requested.
+        UsageError: no such model, strategy or cluster, or data with more classes than requested.
         InvalidInputError: files of the data set that cannot be used.
     """
     from asa.planner.space import baselines
     from asa.strategies import offered
-    from asa.zoo.models import build, default_input, names
 
     specs.check_there(args.data)
+    if args.cluster:
+        cluster_here(args, console, device, gpus)
+    if args.classes is not None:
+        _check_classes(args.data, specs.CLASSES.get(args.data, 0), args.classes)
     baselines.check(args.strategies or STRATEGIES, offered(), gpus)
     for discipline in map(parse, filter(is_discipline, args.strategies or ())):
         if discipline.name == "hogwild" or discipline.quorum is not None:
@@ -71,6 +71,8 @@ def check(args: Arguments, console: Console, device: DeviceType, gpus: int) -> N
                 f"{discipline}: its ranks never take a step together, and a comparison takes turns; time it with "
                 "asa train, or leave it out"
             )
+    from asa.zoo.models import build, default_input, names
+
     model_names, asked = names(), args.classes
     for model in args.models:
         shape, classes = default_input(model, input_shape(args), asked)
@@ -112,15 +114,18 @@ def check_data(args: Arguments, train: ImageSet, num_classes: int, global_batch:
     Raises:
         UsageError: the data have too many classes or too few samples.
     """
-    if train.num_classes > num_classes:
-        raise UsageError(
-            f"{args.data} has {train.num_classes} classes, the model distinguishes {num_classes}; "
-            f"try --classes {train.num_classes}, or other --data"
-        )
+    _check_classes(args.data, train.num_classes, num_classes)
     if global_batch > len(train):
         raise UsageError(
             f"a global batch of {global_batch} is larger than the {len(train)} training samples of {args.data}; "
             f"try --global-batch {len(train)}"
+        )
+
+
+def _check_classes(data: str, has: int, model_has: int) -> None:
+    if has > model_has:
+        raise UsageError(
+            f"{data} has {has} classes, the model distinguishes {model_has}; try --classes {has}, or other --data"
         )
 
 
@@ -134,7 +139,7 @@ def cluster_here(args: Arguments, console: Console, device: DeviceType, gpus: in
         named = choose.named_cluster(args.cluster)
         if named.device.type != device or named.num_devices < gpus:
             raise UsageError(
-                f"cluster {named.name} has {named.num_devices} {named.device.type} devices, this comparison runs on "
+                f"cluster {named.name} has {named.num_devices} {named.device.type} devices, this command runs on "
                 f"{gpus} of {device}; leave out --cluster to measure one, or change --gpus or --device"
             )
         return named
@@ -190,7 +195,6 @@ def machine(device: DeviceType, gpus: int, backend: Literal["gloo", "nccl"]) -> 
     """Description of this machine with ``gpus`` ranks on ``backend``."""
     import torch
 
-    from asa.launch import usable_cores
     from asa.profiler.machine import device_record
 
     return nouns.BenchEnvironment(

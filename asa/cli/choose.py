@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from asa.cli import places
@@ -18,6 +18,8 @@ from asa.ir import codec
 from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import DeviceRecord, Profile
+from asa.launch import cuda_devices
+from asa.zoo.names import REMARKS
 
 PROFILE_LIMIT_S = 75.0
 
@@ -59,6 +61,31 @@ def default_cluster(console: Console, device: DeviceRecord, gpus: int | None) ->
     return nearest([c for _, c in places.clusters(console)], device, gpus)
 
 
+def remark(args: Arguments, console: Console, model: str | None) -> None:
+    """Say what ``model`` is if its name may be mistaken for that of another, unless the size of the input is given."""
+    if model in REMARKS and not args.input:
+        console.say(f"asa: {REMARKS[model]}")
+
+
+def of_another_torch(p: Profile) -> str:
+    """A sentence on a profile that was measured with another version of torch than the installed one; empty if it was
+    not, or if this machine has no such devices."""
+    measured_with = p.provenance.torch_version.partition("+")[0]
+    if p.provenance.origin != "measured" or (p.device.type == "cuda" and not cuda_devices()):
+        return ""
+    try:
+        installed = version("torch").partition("+")[0]
+    except PackageNotFoundError:
+        return ""
+    releases = [text.split(".")[:2] for text in (measured_with, installed)]
+    if releases[0] == releases[1] or len(releases[0]) < 2:
+        return ""
+    return (
+        f"times of {p.model_spec} are of torch {measured_with}, installed is {installed}; `asa profile "
+        f"{p.model_spec}` measures them anew"
+    )
+
+
 def profile(
     args: Arguments,
     console: Console,
@@ -77,6 +104,7 @@ def profile(
         UsageError: a profile was named together with options that contradict it.
         UnavailableError: a GPU is needed to measure, and there is none.
     """
+    remark(args, console, model)
     if model is not None and places.looks_like_file(model):
         named = codec.load(Profile, Path(model))
         if not fits(named, args, None):
@@ -111,7 +139,7 @@ def profile(
     if importlib.util.find_spec("torch") is None:
         known_models = ", ".join(sorted({p.model_spec for _, p in every}))
         raise UnavailableError(f"{lacking('torch', f'to look at {model}')}; there are profiles of {known_models}")
-    if cluster is None or cluster.device.type == "cpu" or _has_cuda():
+    if cluster is None or cluster.device.type == "cpu" or cuda_devices():
         device = _local_device(cluster.device.type if cluster else "auto")
         admit(cluster or default_cluster(console, device, args.gpus))
         return measured(args, console, model, device.type)
@@ -142,6 +170,8 @@ def profile_here(
     stored one, or a new measurement."""
     stored = known_here(args, console, model, device)
     if stored is not None:
+        if said := of_another_torch(stored[0]):
+            console.say(f"asa: {said}")
         return stored
     return measured(args, console, model, device, limit_s=limit_s, max_degree=max(8, gpus))
 
@@ -302,13 +332,3 @@ def _for_cluster(p: Profile, cluster: Cluster | None, text: str) -> tuple[Profil
     if cluster is None or p.device.type == cluster.device.type:
         return p, text
     return p, f"{text} was taken on {p.device.name}; times on {cluster.device.name} are estimated from it, uncalibrated"
-
-
-def _has_cuda() -> bool:
-    """Whether there is a CUDA (or ROCm) device; does not import torch if the system shows none."""
-    shown = [*Path("/dev").glob("nvidia*"), *(p for p in (Path("/dev/kfd"), Path("/dev/dxg")) if p.exists())]
-    if sys.platform == "linux" and not shown:
-        return False
-    from asa.launch import cuda_devices
-
-    return cuda_devices() > 0

@@ -9,11 +9,15 @@ import textwrap
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from asa.cli import ending
 from asa.cli.console import Console, legible_stdout, reaching_stdout
 from asa.cli.verbs import VERBS, verbs
 from asa.errors import AsaError, UnavailableError, UsageError, lacking
+
+if TYPE_CHECKING:
+    from asa.cli.verb import Arguments
 
 _REMEDIES = {
     errno.ENOSPC: "; free some space, or work in a folder of another disk",
@@ -61,6 +65,8 @@ def run(argv: Sequence[str]) -> int:
         name = error.filename2 or error.filename
         where = f"{name}: " if name else ""
         remedy = _REMEDIES.get(error.errno or 0, "")
+        if str(name).startswith("/dev/shm/"):
+            remedy = "; ranks share memory there: mount it so that it can be written (docker run --shm-size=1g)"
         return _end(console, f"{where}{error.strerror or error}{remedy}", UnavailableError.exit_code, debug)
     except ModuleNotFoundError as error:
         if (error.name or "asa").partition(".")[0] == "asa":
@@ -94,12 +100,27 @@ def dispatch(argv: Sequence[str], console: Console) -> int | None:
             args = arguments(verb, words[len(name) :])
             for sentence in misspelt(verb, os.environ):
                 console.say(f"asa: {sentence}")
+            _check_device(args)
             return verb.run(args, console)
     if words[1:2] in (["--help"], ["-h"]):
         console.text(_listing(f"asa {words[0]}", [(v.name, v.help) for v in commands]))
         return 0
     offered = " or ".join(v.name for v in commands)
     raise UsageError(f"`{' '.join(['asa', *words[:2]])}` is no command; there is {offered}")
+
+
+def _check_device(args: Arguments) -> None:
+    """Check, before a command imports torch or reads anything, that there is a GPU if it was asked for.
+
+    Raises:
+        UnavailableError: there is none.
+    """
+    if getattr(args, "device", None) != "cuda":
+        return
+    from asa.launch import cuda_devices
+
+    if not cuda_devices():
+        raise UnavailableError("no CUDA device is usable here; choose --device cpu (`asa doctor` says more)")
 
 
 def overview() -> str:

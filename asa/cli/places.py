@@ -28,6 +28,7 @@ from asa.ir.cluster import Cluster
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile
 from asa.ir.staleness import Staleness
+from asa.reading import open_regular
 
 T = TypeVar("T")
 
@@ -301,6 +302,22 @@ def check_unused(folder: Path) -> None:
     log = folder / "log.jsonl"
     if not log.is_file() or '"event": "epoch"' in log.read_text(errors="replace"):
         check_no_results(folder, "--out")
+
+
+def check_free(folder: Path) -> None:
+    """Check that no run is at work in ``folder``, before the slow import of torch. A run checks it once more.
+
+    Raises:
+        UsageError: one is.
+    """
+    try:
+        with open_regular(folder / "lock") as stream:
+            owner = stream.read(20).decode(errors="replace").strip()
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"{folder} is in use by another run (process {owner}); choose another --out") from None
+    except (OSError, InvalidInputError):
+        pass  # no lock, or a file system without locks
 
 
 def newest_plan(text: str | None) -> tuple[Path, Plan]:

@@ -99,6 +99,8 @@ def _profile_and_cluster(args: Arguments, console: Console) -> tuple[Profile, Cl
         profile, sentence = choose.profile(args, console, args.model, cluster, admit)
         unnamed = args.model is None and sentence.endswith("(shipped)")
         console.say(f"asa: {sentence}{'; no MODEL was named, and none was profiled here' if unnamed else ''}")
+        if said := choose.of_another_torch(profile):
+            console.say(f"asa: {said}")
     if cluster is None:
         cluster = choose.default_cluster(console, profile.device, args.gpus)
         count = args.gpus or cluster.num_devices

@@ -95,6 +95,7 @@ def planned(args: Arguments, console: Console) -> tuple[Path, Plan]:
     """
     model = args.plan
     o.check_model(args, model)
+    choose.remark(args, console, model)
     from asa.planner import Request, check_request, plan, usual_limit
     from asa.strategies import offered
 

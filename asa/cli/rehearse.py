@@ -16,6 +16,7 @@ from asa.ir.cluster import Cluster, Overlap
 from asa.ir.plan import Plan
 from asa.ir.profile import Profile, Stat
 from asa.ir.rehearsal import Rehearsal, RehearsedComponent, Spans
+from asa.launch import cuda_devices
 
 if TYPE_CHECKING:
     from asa.cost.planned import StagePrice
@@ -66,16 +67,16 @@ def rehearse(args: Arguments, console: Console, plan: Plan) -> None:
 
 
 def _run(args: Arguments, console: Console, plan: Plan) -> tuple[Spans, str]:
+    kind = plan.device_type if args.device == "auto" else args.device
+    if kind == "cuda" and not cuda_devices():
+        raise UnavailableError("the plan is for CUDA devices and there is none here; choose --device cpu")
     import torch
 
     from asa.executor.measuring.rehearsal import rehearse as run
-    from asa.launch import cuda_devices
     from asa.strategies import offered
     from asa.zoo.models import build
 
-    device = torch.device(plan.device_type if args.device == "auto" else args.device)
-    if device.type == "cuda" and not cuda_devices():
-        raise UnavailableError("the plan is for CUDA devices and there is none here; choose --device cpu")
+    device = torch.device(kind)
     if device.type == "cpu":
         torch.set_num_threads(1)  # one core per rank, as components were profiled
     model = build(plan.model_spec, num_classes=plan.num_classes, input_shape=plan.sample_shape, seed=args.seed)

@@ -43,8 +43,8 @@ def run(args: Arguments, console: Console) -> None:
     """List the open work, or do it, and write the table."""
     if isinstance(args.device, EmulatedName):
         raise UsageError("a study measures real devices; leave out --device emulated:... (`asa bench` takes it)")
-    device, max_ranks, name = _local_devices(args)
-    predicts_all = _is_other_machine(args, device, name)
+    device, max_ranks = _local_devices(args)
+    predicts_all = _is_other_machine(args, device)
     study = study_grid.define(args, most=0 if predicts_all else max_ranks, cluster_gpus=_cluster_size(args))
     folder = Path(args.out) if args.out else places.COMPARISONS / f"study-{study.name}"
     places.check_writable(folder / FILE, "--out")
@@ -56,6 +56,7 @@ def run(args: Arguments, console: Console) -> None:
         raise UsageError(
             f"{folder} contains the study {stored.name!r}; choose another --out for {study.name!r}, or move it away"
         )
+    name = _device_name(device)
     rows = {row.cell: row for row in stored.rows} if stored else {}
     work = [(block, _open_strategies(block, args, rows, name)) for block in study.blocks]
     if args.dry_run:
@@ -129,27 +130,33 @@ def _budget_share(remaining_s: float, work: Sequence[tuple[Block, Sequence[str]]
     return max(_LEAST_S, remaining_s - predicted_s) / max(1, measured)
 
 
-def _local_devices(args: Arguments) -> tuple[bench_setup.DeviceType, int, str]:
-    """Kind of device, largest number of ranks to measure, and name of the device."""
-    import torch
-
+def _local_devices(args: Arguments) -> tuple[bench_setup.DeviceType, int]:
+    """Kind of device, and largest number of ranks to measure."""
     from asa.launch import cuda_devices, usable_cores
-    from asa.profiler.machine import device_record
 
     device_args = Arguments({**vars(args), "gpus": None}, args.origin)
     device, count = bench_setup.device_of(device_args)
     max_ranks = cuda_devices() if device == "cuda" else max(_OVERSUBSCRIBED, usable_cores(), count)
-    return device, max_ranks, device_record(torch.device(device)).name
+    return device, max_ranks
 
 
-def _is_other_machine(args: Arguments, device: bench_setup.DeviceType, name: str) -> bool:
+def _device_name(device: bench_setup.DeviceType) -> str:
+    """Name of this machine's devices."""
+    import torch
+
+    from asa.profiler.machine import device_record
+
+    return device_record(torch.device(device)).name
+
+
+def _is_other_machine(args: Arguments, device: bench_setup.DeviceType) -> bool:
     """Whether the named cluster has other devices than this machine, so that all cells are predicted for it."""
     if not args.cluster:
         return False
     from asa.cli.choose import named_cluster
 
     named = named_cluster(args.cluster).device
-    return named.type != device or (device == "cuda" and named.name != name)
+    return named.type != device or (device == "cuda" and named.name != _device_name(device))
 
 
 def _cluster_size(args: Arguments) -> int | None:

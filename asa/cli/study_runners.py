@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,9 @@ from asa.ir.profile import Profile, Stat
 
 if TYPE_CHECKING:
     from asa.zoo.data import ImageSet
+
+ALONE = "where a strategy trained alone, times to an accuracy include validation, and state memory is not measured"
+"""The note of a block in which strategies trained alone: the same for all, so that a table shows it once."""
 
 REPLANNED = "asa+replan"
 """The plan of ``asa`` in a run that may change its plan."""
@@ -156,8 +160,7 @@ def _run(site: Site, strategy: str, plan: Plan) -> BenchResult:
               regroup=partial(regroup, site.console) if replan else None, on_event=on_event)  # fmt: skip
     if replan:
         site.notes.append(f"{site.block.title}: {strategy} changed its plan {changes} times")
-    alone = f"{strategy} trained alone: its times to an accuracy include validation"
-    site.notes.append(f"{alone}; state memory is not measured there")
+    site.notes.append(ALONE)
     return _result(site, strategy, plan, records, servers)
 
 
@@ -216,17 +219,21 @@ RUNNERS: dict[str, Runner] = {REPLANNED: train_each, **dict.fromkeys(DISCIPLINES
 
 def run(site: Site, on_results: Callable[[Results], None]) -> None:
     """Run all strategies of a block, and call ``on_results`` with results as soon as they exist: of all that take turns
-    together, and of each that runs alone. Strategies that cannot run are passed with the reason."""
+    together, and of each that runs alone. Strategies that cannot run are passed with the reason. Those that run alone
+    follow one another while the block's budget lasts, so that the same command, given again, measures at least one more
+    if its budget is long enough for one."""
     results: Results
     runners = (
         RUNNERS if not site.block.trains_separately else dict.fromkeys(site.block.strategies, train_each) | RUNNERS
     )
     in_turns = [s for s in site.block.strategies if s not in runners]
+    ends = time.monotonic() + site.budget_s
     groups = [(side_by_side, in_turns)] if in_turns else []
     for runner, strategies in (*groups, *((runners[s], [s]) for s in site.block.strategies if s in runners)):
         share = len(strategies) / len(site.block.strategies)
+        budget_s = site.budget_s * share if runner is side_by_side else max(0.0, ends - time.monotonic())
         try:
-            results = runner(replace(site, budget_s=site.budget_s * share), strategies)
+            results = runner(replace(site, budget_s=budget_s), strategies)
         except AsaError as error:
             results = {s: refusal(site.block, s, str(error)) for s in strategies}
         on_results(results)

@@ -22,6 +22,7 @@ from asa.ir import codec
 from asa.ir.measurements import EpochRecord
 from asa.ir.optimizers import check_optimizer, planned_as
 from asa.ir.plan import Plan, wrong_number
+from asa.launch.devices import check_cuda
 from asa.zoo import names, specs
 from asa.zoo.preload import ModelPreload
 
@@ -47,10 +48,14 @@ def run(args: Arguments, console: Console) -> None:
     if args.rehearse is not None:
         rehearse(args, console, plan)
         return
+    if "RANK" not in os.environ and args.device in ("cuda", "auto") and "cuda" in (args.device, plan.device_type):
+        check_cuda(plan.num_processes, "train with --device cpu")
     if args.resume:
         recall(args, out, console)
     else:
         _check_launched(plan, out)
+    if not isinstance(args.device, emulated.EmulatedName):
+        specs.check_classes(args.data, specs.CLASSES.get(args.data, 0), plan.num_classes)
     traces = sorted((out / "trace").glob("*.json.gz")) if args.trace and console.first_rank else ()
     with left_to_ranks(), places.keeping(console, *traces):
         _train(args, console, path, plan, out)
@@ -240,6 +245,7 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
         if args.out:
             places.check_writable(Path(args.out) / "plan.json", "--out")  # before minutes of profiling
             if "RANK" not in os.environ:  # a launcher's ranks may be a restart of that run
+                places.check_free(Path(args.out))
                 places.check_unused(Path(args.out))
                 if (Path(args.out) / "log.jsonl").is_file():
                     console.say(f"asa: {args.out} has a run that ended before its first epoch; its log is continued")
@@ -254,6 +260,8 @@ def plan_and_folder(args: Arguments, console: Console) -> tuple[Path, Plan, Path
     if not out.exists():
         raise NoCheckpointError(f"no run in {out} to resume: there is no such folder; leave out --resume to start anew")
     plan_file = out / "plan.json"
+    if "RANK" not in os.environ:  # a launcher's first rank holds the lock while the others start
+        places.check_free(out)
     if not args.plan and not plan_file.is_file():
         raise NoCheckpointError(f"no run in {out} to resume: it has no plan.json; leave out --resume to start anew")
     if has_model:  # continue under a new plan or another discipline

@@ -6,8 +6,8 @@ from asa.cli import options as o
 from asa.cli import places
 from asa.cli.console import Console
 from asa.cli.verb import Arguments, Option, Verb
-from asa.errors import UnavailableError
 from asa.ir import codec
+from asa.launch.devices import check_cuda
 
 
 def run(args: Arguments, console: Console) -> int:
@@ -17,21 +17,19 @@ def run(args: Arguments, console: Console) -> int:
         UnavailableError: too few CUDA devices.
     """
     path, plan = places.newest_plan(args.plan)  # before the slow import of torch, so that errors appear at once
+    device = plan.device_type if args.device == "auto" else args.device
+    if device == "cuda":
+        check_cuda(plan.num_processes, "verify with --device cpu")
 
     from functools import partial
 
     from asa.executor.measuring.equivalence import verify
-    from asa.launch import cuda_devices
     from asa.report import verify as report
     from asa.report.units import ranks
     from asa.strategies import offered
     from asa.zoo.models import build
 
     console.say(f"asa: verifying {path} on {ranks(plan.num_processes)}")
-    device = plan.device_type if args.device == "auto" else args.device
-    if device == "cuda" and cuda_devices() < plan.num_processes:
-        has = f"this machine has {cuda_devices()}; verify with --device cpu"
-        raise UnavailableError(f"the plan needs {plan.num_processes} CUDA devices, {has}")
     factory = partial(
         build, plan.model_spec, num_classes=plan.num_classes, input_shape=plan.sample_shape, seed=args.seed
     )

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
+
+from asa.errors import UnavailableError
 
 # Makes torch look for CUDA through NVML, since the CUDA runtime cannot be used after a fork once initialized.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -56,14 +60,36 @@ def cuda_devices() -> int:
     """Number of CUDA devices that ranks may use.
 
     Asks the management library, never the CUDA runtime: a process that has initialized CUDA cannot fork ranks that use
-    it. Torch would ask the runtime for instances of MIG, of which CUDA shows a process only the first.
+    it. Torch would ask the runtime for instances of MIG, of which CUDA shows a process only the first. If the system
+    shows no device, torch is not imported.
     """
+    if not _shows_devices():
+        return 0
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
     if first.startswith("MIG-"):
         return int(_is_known(first))
     import torch
 
     return torch.cuda.device_count()
+
+
+def _shows_devices() -> bool:
+    """Whether there may be a device for CUDA or ROCm; False only on Linux without any of the files of their drivers."""
+    shown = any(next(Path("/dev").glob(pattern), None) for pattern in ("nvidia*", "nvhost*", "kfd", "dxg"))
+    return shown or sys.platform != "linux"
+
+
+def check_cuda(needed: int, remedy: str) -> None:
+    """Check that a plan for ``needed`` CUDA devices can run here. ``remedy``: what to do if there is no device.
+
+    Raises:
+        UnavailableError: there are fewer.
+    """
+    have = cuda_devices()
+    if have < needed:
+        devices = "CUDA device" if needed == 1 else "CUDA devices"
+        remedy = f"plan with --gpus {have}" if have else remedy
+        raise UnavailableError(f"the plan needs {needed} {devices}, this machine has {have}; {remedy}")
 
 
 def _is_known(uuid: str) -> bool:

@@ -8,8 +8,10 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import resource
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +38,8 @@ _log = logging.getLogger("asa")
 _GRACE_S = 1.5
 """Seconds to wait, after a failure in a collective, for a report of the rank that caused it."""
 _LAST_WORDS_S = 0.1
+_FILES, _FEWEST_FILES = (128, 32), (32, 4)
+"""Open files of a process that suffice for any plan, and with which ranks only just come up: of its own, per rank."""
 _LEAVE_S = 10.0
 """Seconds that a rank may take to exit after its result has arrived."""
 
@@ -94,7 +98,7 @@ def run_ranks(
     Raises:
         WorkersFailedError: names the rank that caused the failure; the others were killed.
         AsaError: raised by a rank, and raised here unchanged.
-        UnavailableError: there are more nccl ranks than CUDA devices.
+        UnavailableError: there are more nccl ranks than CUDA devices, or a process may open too few files.
         UsageError: a number below 1, or ``threads > 1`` in a process that has itself computed with several threads.
     """
     if num_ranks < 1 or (threads is not None and threads < 1):
@@ -104,6 +108,7 @@ def run_ranks(
             f"{num_ranks} nccl ranks need {num_ranks} CUDA devices, this machine has {cuda_devices()}; "
             "plan for fewer, or run on the CPU"
         )
+    _allow_files(num_ranks)
     deadline, restarted = None if limit_s is None else time.monotonic() + limit_s, False
     while True:
         limits = (timeout_s, silence_s if silence_s is not None else timeout_s if watched else None)
@@ -125,6 +130,24 @@ def run_ranks(
                 _log.info("ranks lost each other in coming up, and are started again")
             finally:
                 crew.end()
+
+
+def _allow_files(num_ranks: int) -> None:
+    """Raise this process's limit of open files, which its ranks inherit, to what their connections may need. At the
+    limit, connections would be tried again and again until the timeout.
+
+    Raises:
+        UnavailableError: the system does not allow the least number with which ranks come up.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now, allowed = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
+    enough, least = (own + each * num_ranks for own, each in (_FILES, _FEWEST_FILES))
+    if now < min(enough, allowed):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(enough, allowed), hard))
+    if allowed < least:
+        raise UnavailableError(
+            f"{num_ranks} ranks need {least} open files a process, the limit is {allowed}; raise it: ulimit -n 4096"
+        )
 
 
 class _Crew:

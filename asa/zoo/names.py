@@ -18,6 +18,12 @@ from asa.zoo.sources import check_defined
 OWN = ("bert", "cnn", "gru", "logistic", "lstm", "unet")
 """Models of the zoo's own."""
 
+REMARKS = {
+    "bert": "bert is a small encoder that reads the colours of an image as tokens; for text, take hf:bert-base-uncased "
+    "and --tokens"
+}
+"""What the name of a model may be mistaken for."""
+
 PACKAGES = {"timm": "timm", "hf": "transformers"}
 """Package of a model by the prefix of its spec, before the colon."""
 
@@ -110,7 +116,7 @@ def check_kind(spec: str, tokens: bool) -> None:
     if spec in SHAPES and not tokens:
         raise UsageError(f"{spec} reads tokens, not images; try --tokens {SHAPES[spec].tokens}")
     if tokens and spec not in SHAPES and (":" not in spec or spec.startswith("timm:")):
-        raise UsageError(f"{spec} reads images, not tokens; leave out --tokens, or take gpt2 or llama:8b")
+        raise UsageError(f"{spec} reads images, not tokens; leave out --tokens, or take gpt2, llama:8b or hf:NAME")
 
 
 def check_installed(package: str, spec: str) -> None:

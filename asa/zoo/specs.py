@@ -15,12 +15,16 @@ import importlib.util
 from difflib import get_close_matches
 from pathlib import Path
 
-from asa.errors import InvalidInputError, UnavailableError, lacking
+from asa.errors import InvalidInputError, UnavailableError, UsageError, lacking
+from asa.zoo.names import check_module
 
 NAMED = ("cifar100", "cifar10", "mnist", "digits", "synthetic", "shapes", "sentiment")
 FOLDERS = ("folder", "coco")
 PATHS = (*FOLDERS, "csv", "parquet", "arrow")
 FORMS = "folder:DIR, coco:DIR, csv:FILE, parquet:FILE, arrow:FILE, hf:NAME and package.module:factory"
+CLASSES = {"cifar100": 100, "cifar10": 10, "mnist": 10, "digits": 10}
+"""Number of classes of data sets that are known before they are read."""
+
 _NEEDED = {"parquet": "pyarrow", "arrow": "pyarrow", "hf": "datasets"}
 
 
@@ -46,14 +50,18 @@ def check_form(spec: str) -> None:
 
 
 def check_there(spec: str) -> None:
-    """Check that the files of ``spec`` exist, and that the package that reads them is installed.
+    """Check that the files of ``spec`` exist, or the module of its factory, and the package that reads the files.
 
     Raises:
+        UsageError: no such module, or no such function in it.
         InvalidInputError: no such file or folder.
         UnavailableError: no such package.
     """
     origin, colon, rest = spec.partition(":")
     if not colon:
+        return
+    if origin not in (*PATHS, *_NEEDED):
+        check_module(spec, origin, "data")
         return
     path = Path(rest)
     if origin in PATHS and not (path.is_dir() if origin in FOLDERS else path.is_file()):
@@ -61,3 +69,16 @@ def check_there(spec: str) -> None:
         raise InvalidInputError(f"--data {spec}: there is no {kind} {rest}")
     if origin in _NEEDED and importlib.util.find_spec(_NEEDED[origin]) is None:
         raise UnavailableError(lacking(_NEEDED[origin], f"--data {spec}"))
+
+
+def check_classes(spec: str, has: int, model_has: int) -> None:
+    """Check that a planned model with ``model_has`` classes can be trained on ``spec``, which ``has`` so many.
+
+    Raises:
+        UsageError: it has too few.
+    """
+    if has > model_has:
+        raise UsageError(
+            f"{spec} has {has} classes, the planned model has {model_has}; profile it with --classes {has}, or train "
+            "on other --data"
+        )

@@ -26,10 +26,12 @@ from asa.ir import codec
 from asa.ir.codec import fingerprint
 from asa.ir.consistency import bearable_one_late
 from asa.ir.plan import Plan
-from asa.launch import cuda_devices, launched, usable_cores
+from asa.launch import launched, usable_cores
+from asa.launch.devices import check_cuda
 from asa.zoo.data import ImageSet, open_split
 from asa.zoo.inputs import of_tokens
 from asa.zoo.sizes import SHAPES
+from asa.zoo.specs import check_classes
 
 
 def torchrun_line(num_ranks: int, command: Sequence[str]) -> str:
@@ -142,11 +144,7 @@ def open_images(plan: Plan, settings: TrainSettings) -> tuple[ImageSet, ImageSet
             f"{plan.model_spec} predicts the next token, {settings.data} has one class for a whole text; "
             "train a model that gives one answer for a sequence, as package.module:factory or hf:NAME"
         )
-    if train.num_classes > plan.num_classes:
-        raise UsageError(
-            f"{settings.data} has {train.num_classes} classes, the planned model has {plan.num_classes}; "
-            f"profile it with --classes {train.num_classes}, or train on other --data"
-        )
+    check_classes(settings.data, train.num_classes, plan.num_classes)
     return train, test
 
 
@@ -159,12 +157,7 @@ def _check_devices(plan: Plan, device_type: str) -> list[str]:
     if launched():
         return []
     if device_type == "cuda":
-        have = cuda_devices()
-        if have < plan.num_processes:
-            remedy = f"plan with --gpus {have}" if have else "train with --device cpu"
-            raise UnavailableError(
-                f"the plan needs {plan.num_processes} CUDA devices, this machine has {have}; {remedy}"
-            )
+        check_cuda(plan.num_processes, "train with --device cpu")
     elif plan.num_processes > usable_cores():
         return [f"{plan.num_processes} ranks share {usable_cores()} cores: steps will take longer than predicted"]
     return []
@@ -195,9 +188,11 @@ def _check_resumable(manifest: Manifest, plan: Plan, settings: TrainSettings, nu
         UsageError: it has other data, another seed or another optimizer.
     """
     if manifest.model_fingerprint != plan.model_fingerprint:
+        alike = manifest.model_spec == plan.model_spec
         raise InvalidInputError(
             f"the checkpoint is of {manifest.model_spec} ({manifest.model_fingerprint}), the plan of "
             f"{plan.model_spec} ({plan.model_fingerprint})"
+            f"{', with another input, number of classes, or code' if alike else ''}; plan for the model of the run"
         )
     expected = {
         "data": settings.data,

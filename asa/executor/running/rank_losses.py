@@ -96,7 +96,7 @@ class RankLosses:
         try:
             fewer = self.regroup(plan, plan.num_ranks - 1)
         except AsaError as error:
-            log({"event": "note", "message": f"no plan for the {plan.num_ranks - 1} ranks left: {error}"})
+            log({"event": "note", "message": f"no plan without rank {failure.rank}: {error}"})
             raise failure from error
         if job.device_type == "cuda":
             leave_device_out(failure.rank)

@@ -155,9 +155,9 @@ def write(
     except (OSError, SafetensorError) as error:
         sweep(folder)
         reason = getattr(error, "strerror", None) or str(error)
-        raise UnavailableError(
-            f"cannot save step {manifest.step} to {folder}: {reason}; earlier checkpoints are intact"
-        ) from error
+        kept = _steps(folder)[:1]
+        rest = f"{kept[0].name} is intact" if kept else "no earlier step was saved"
+        raise UnavailableError(f"cannot save step {manifest.step} to {folder}: {reason}; {rest}") from error
     except BaseException:
         sweep(folder)
         raise

@@ -30,6 +30,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ class RunLog:
         """Path of the newest checkpoint, from which this run could be continued."""
         self.fingerprint: str | None = None
         self.folder, self._listener = folder, listener
-        self._track, self._trackers = track, list[trackers.Tracker]()
+        self._track, self._trackers = track, dict[str, trackers.Tracker]()
         self._work, self._ranks = work, 0
         self._target, self._price = target, price
         self._facts: Event = {}
@@ -150,11 +151,20 @@ class RunLog:
         curves = trackers.figures(event)
         if not curves:
             return
-        if not self._trackers:  # not earlier, because they start threads, and ranks are forked before the first event
-            name = self.folder.name
-            self._trackers = [trackers.opened(kind, self.folder, name, self._facts) for kind in self._track]
-        for tracker in self._trackers:
-            tracker.log(curves, event["step"])
+        # Not opened earlier, because they start threads, and ranks are forked before the first event.
+        for kind in [k for k in self._track if k not in self._trackers]:
+            self._trackers[kind] = trackers.opened(kind, self.folder, self.folder.name, self._facts)
+        for kind in self._track:
+            self._or_without(kind, partial(self._trackers[kind].log, curves, event["step"]))
+
+    def _or_without(self, kind: str, write: Callable[[], None]) -> None:
+        """Call ``write`` of a tracker. If it fails, training goes on without this tracker, and a note says so."""
+        try:
+            write()
+        except Exception as error:
+            self._track = tuple(k for k in self._track if k != kind)
+            reason = trackers.reason(error)
+            self({"event": "note", "message": f"curves for {kind} end here, training goes on without: {reason}"})
 
     def finish(self, *, exit_code: int, message: str = "", rank: int | None = None) -> Event:
         """Write ``result.json`` (unless that is what failed), announce the end, and return the document."""
@@ -181,9 +191,9 @@ class RunLog:
         except OSError:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-        for tracker in self._trackers:
-            tracker.close(succeeded=exit_code == 0)
         with contextlib.suppress(UnavailableError, InvalidInputError):
+            for kind in [k for k in self._track if k in self._trackers]:
+                self._or_without(kind, partial(self._trackers[kind].close, succeeded=exit_code == 0))
             self({"event": "end", "exit_code": exit_code, "status": status, "message": message})
         return document
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from asa.errors import UnavailableError
+from asa.errors import AsaError, UnavailableError
 
 CURVES: dict[str, dict[str, str]] = {
     "steps": {
@@ -69,6 +69,10 @@ class TensorBoard:
         self._writer.close()
 
 
+_LONGEST = 200
+"""Characters of a package's own message that are shown."""
+
+
 class WeightsAndBiases:
     """Writes a run under ``FOLDER/wandb``. It is offline (``wandb sync`` sends it), unless ``WANDB_MODE`` says
     otherwise."""
@@ -123,8 +127,23 @@ def check(names: tuple[str, ...]) -> None:
 
 
 def opened(name: str, folder: Path, run: str, facts: Mapping[str, Any]) -> Tracker:
-    """Open the tracker ``name`` for ``run``, whose folder is ``folder``. ``facts`` are stored with its curves."""
-    return _KINDS[name](folder, run, facts)
+    """Open the tracker ``name`` for ``run``, whose folder is ``folder``. ``facts`` are stored with its curves.
+
+    Raises:
+        UnavailableError: it cannot be opened: a package that it needs is missing, or its place cannot be written.
+    """
+    try:
+        return _KINDS[name](folder, run, facts)
+    except AsaError:
+        raise
+    except Exception as error:
+        raise UnavailableError(f"curves for {name} cannot be written: {reason(error)}; do without {name}") from error
+
+
+def reason(error: Exception) -> str:
+    """The message of an error of a tracker's package, as the beginning of one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
 def _summary_writer() -> Any:

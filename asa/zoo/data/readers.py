@@ -87,7 +87,7 @@ def folder(path: str, shape: Shape | None) -> Parts:
         )
     classes = _folders(home)
     if len(classes) < 2:
-        raise InvalidInputError(f"--data {spec}: {home} has {len(classes)} folders of classes; 2 are needed")
+        raise InvalidInputError(f"--data {spec}: folders of classes in {home}: {len(classes)}; 2 are needed")
     by_class = [test for test in tests if set(_folders(test)) & set(classes)]
     if tests and not by_class:
         raise InvalidInputError(
