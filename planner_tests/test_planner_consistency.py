@@ -245,3 +245,10 @@ def test_groups_of_one_device_say_so_and_keep_their_own_advice():
     advice = [n for n in alone.notes if "stay with" in n]
     assert len(advice) == 1
     assert advice[0].startswith("inside a group, stay with")
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "pipedream"])
+def test_a_plan_says_that_the_memory_of_servers_is_not_counted(name: str) -> None:
+    request = Request(gpus=4, global_batch=16, strategies=(name,))
+    notes = plan(nouns.profile(), box(), FULL, request)[0].notes
+    assert any("server holds beside its worker" in n for n in notes) == (name.startswith("ps_") or name == "downpour")

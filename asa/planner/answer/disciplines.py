@@ -13,7 +13,7 @@ from dataclasses import replace
 from asa.cost.planned import Price
 from asa.cost.step import StepCost
 from asa.errors import AsaError, UsageError
-from asa.ir.consistency import CHANGES, WAITS_FOR, Discipline, is_discipline, parse
+from asa.ir.consistency import CHANGES, PARAMETERS, WAITS_FOR, Discipline, is_discipline, parse
 from asa.ir.plan import Baseline, Plan
 from asa.planner.pipeline.whole import row
 from asa.planner.space import consistency
@@ -120,6 +120,8 @@ def _plan_under(plan: Plan, discipline: Discipline, gpus: int, cost: StepCost | 
     """``plan`` as a plan under ``discipline`` on ``gpus`` ranks. ``cost`` is its step; None for a single worker."""
     name = discipline.name
     notes: tuple[str, ...] = (f"{name}: {WAITS_FOR[name]}", f"what changes: {CHANGES[name]}")
+    if "servers" in PARAMETERS[name]:
+        notes += ("memory is that of ddp: what a server holds beside its worker is not counted",)
     prediction = plan.prediction
     if cost is None:
         notes = (*notes, "the step time is that of one worker: there are no others")
@@ -140,11 +142,6 @@ def _plan_under(plan: Plan, discipline: Discipline, gpus: int, cost: StepCost | 
         )
     certificate = replace(plan.certificate, space=f"{discipline} alone: it was asked for by name")
     return replace(
-        plan,
-        strategy=str(discipline),
-        gpus=gpus,
-        prediction=prediction,
-        certificate=certificate,
-        notes=(*plan.notes, *notes),
-        consistency=discipline,
-    )
+        plan, strategy=str(discipline), gpus=gpus, prediction=prediction, certificate=certificate,
+        notes=(*plan.notes, *notes), consistency=discipline,
+    )  # fmt: skip
