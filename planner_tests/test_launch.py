@@ -427,3 +427,10 @@ def test_a_rank_is_bound_to_a_core_where_there_is_one_for_each(monkeypatch: pyte
     devices.bind_to_core(1, 2)
     assert bound == [{5}]
     assert devices.usable_cores() == 2, "what is beside it still counts"
+
+
+def test_devices_are_counted_by_torch_once_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_shows_devices", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert cuda_devices() == 3, "a driver may have other files than those that are looked for"

@@ -60,10 +60,10 @@ def cuda_devices() -> int:
     """Number of CUDA devices that ranks may use.
 
     Asks the management library, never the CUDA runtime: a process that has initialized CUDA cannot fork ranks that use
-    it. Torch would ask the runtime for instances of MIG, of which CUDA shows a process only the first. If the system
-    shows no device, torch is not imported.
+    it. Torch would ask the runtime for instances of MIG, of which CUDA shows a process only the first. Torch is not
+    imported for this if the system shows no device.
     """
-    if not _shows_devices():
+    if "torch" not in sys.modules and not _shows_devices():
         return 0
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
     if first.startswith("MIG-"):
