@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import asa
+from asa.api import process_counts
 from asa.errors import AsaError
 from asa.ir.plan import Plan
 from asa.launch import run_ranks, tell
@@ -351,6 +352,7 @@ def spread(draw: Draw, plan: Plan) -> tuple[str, Any]:
 
 def spread_all(rank: int, draws: list[Draw], plans: list[Plan]) -> None:
     """Tell the parent what this rank says of each draw, up to one behind which ranks may be out of step."""
+    process_counts._own_files = list  # files of the harness have such words, the drawn programs have none
     store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
     for draw, plan in zip(draws, plans, strict=True):
         found = spread(draw, plan)
