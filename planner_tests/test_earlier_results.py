@@ -179,7 +179,7 @@ def test_a_run_that_is_resumed_keeps_the_traces_it_had(folder, monkeypatch, caps
     trace = folder / "run" / "trace" / "rank_0.json.gz"
     trace.write_text(MINE)
     monkeypatch.setattr(train, "_train", lambda *_: codec.write("new", trace))
-    monkeypatch.setattr(train, "recall", lambda *_: None)
+    monkeypatch.setattr(train, "recall", lambda args, *_: setattr(args, "data", "synthetic"))
     asa("train", "--resume", "--out", "run", "--trace", "2")
     assert (trace.read_text(), trace.with_name("rank_0.json.gz.~1~").read_text()) == ("new", MINE)
     assert "rank_0.json.gz existed; what it contained is now in" in capsys.readouterr().err

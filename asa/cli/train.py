@@ -54,8 +54,9 @@ def run(args: Arguments, console: Console) -> None:
         recall(args, out, console)
     else:
         _check_launched(plan, out)
-    if not isinstance(args.device, emulated.EmulatedName):
-        specs.check_classes(args.data, specs.CLASSES.get(args.data, 0), plan.num_classes)
+    known_classes = specs.CLASSES.get(args.data, 0)
+    if known_classes and plan.sample_shape and not isinstance(args.device, emulated.EmulatedName):
+        specs.check_classes(args.data, known_classes, plan.num_classes)
     traces = sorted((out / "trace").glob("*.json.gz")) if args.trace and console.first_rank else ()
     with left_to_ranks(), places.keeping(console, *traces):
         _train(args, console, path, plan, out)
