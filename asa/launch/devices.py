@@ -80,7 +80,7 @@ def _shows_devices() -> bool:
 
 
 def check_cuda(needed: int, remedy: str) -> None:
-    """Check that a plan for ``needed`` CUDA devices can run here. ``remedy``: what to do if there is no device.
+    """Check that a plan for ``needed`` CUDA devices can run here. ``remedy``: what to do without a device.
 
     Raises:
         UnavailableError: there are fewer.
@@ -88,7 +88,7 @@ def check_cuda(needed: int, remedy: str) -> None:
     have = cuda_devices()
     if have < needed:
         devices = "CUDA device" if needed == 1 else "CUDA devices"
-        remedy = f"plan with --gpus {have}" if have else remedy
+        remedy = f"plan with --gpus {have}, or {remedy}" if have else remedy
         raise UnavailableError(f"the plan needs {needed} {devices}, this machine has {have}; {remedy}")
 
 
