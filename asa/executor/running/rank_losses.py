@@ -74,9 +74,9 @@ class RankLosses:
         if self.regroup is None or not (failure.lost or failure.raised):
             raise failure
         job = self.lost(job)
-        manifest = checkpoint.newest_manifest(Path(job.settings.out) / CHECKPOINTS)
+        saved = checkpoint.newest_step(Path(job.settings.out) / CHECKPOINTS)
         snapshot = snapshots.newest(job.snapshots, fingerprint(plan))
-        saved = max(snapshot, -1 if manifest is None else manifest.step) if snapshot or manifest is not None else -1
+        saved = max(snapshot, saved) if snapshot else saved
         same = (failure.step, failure.rank) == (self._step, self._rank)
         chance = failure.step != self._step or (failure.rank != self._rank and not failure.raised)
         if same and not self._repeated and failure.signal is not None and 0 <= self._saved < saved:

@@ -62,9 +62,9 @@ def run_with_recovery(
         AsaError: what ``start`` raised.
     """
     job = replace(job, watchful=relieve is not None)
-    attempt, losses = 0, RankLosses(regroup)
+    attempt, losses, folder = 0, RankLosses(regroup), Path(job.settings.out) / CHECKPOINTS
     while True:
-        kills, epochs, saved = kernel_kills(), len(log.epochs), _saved_step(job)
+        kills, epochs, saved = kernel_kills(), len(log.epochs), checkpoint.newest_step(folder)
         failure: WorkersFailedError | None = None
         try:
             ending = start(job, material)
@@ -78,7 +78,7 @@ def run_with_recovery(
                 job = losses.next_job(job, _current_plan(job, log), error, log)
                 material = _newest(material, log, Path(job.settings.out), newest(job.snapshots, fingerprint(job.plan)))
                 continue
-        progress = len(log.epochs) > epochs and _saved_step(job) > saved
+        progress = len(log.epochs) > epochs and checkpoint.newest_step(folder) > saved
         attempt = 1 if progress else attempt + 1
         if failure is not None:
             job = losses.lost(job)
@@ -87,12 +87,6 @@ def run_with_recovery(
             raise failure
         job = _replan(without_snapshots(job), shortage, failure, attempt, log, relieve)
         material = _newest(material, log, Path(job.settings.out))
-
-
-def _saved_step(job: Job) -> int:
-    """Step of the newest checkpoint; -1 if there is none."""
-    manifest = checkpoint.newest_manifest(Path(job.settings.out) / CHECKPOINTS)
-    return -1 if manifest is None else manifest.step
 
 
 def _shortage(error: WorkersFailedError, job: Job, log: RunLog, kernel: bool) -> Shortage | None:

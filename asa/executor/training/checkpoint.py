@@ -196,6 +196,12 @@ def newest_manifest(folder: Path) -> Manifest | None:
     return None
 
 
+def newest_step(folder: Path) -> int:
+    """Step of the newest readable manifest in ``folder``; -1 if there is none."""
+    manifest = newest_manifest(folder)
+    return -1 if manifest is None else manifest.step
+
+
 def names_latest(path: Path) -> bool:
     """Whether ``latest`` names the checkpoint at ``path``."""
     try:
