@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
 
 from asa.planner import clock
 from asa.planner.budget import ROUNDING
 from asa.planner.space.candidate import Candidate
 from asa.planner.space.request import SolverName
 from asa.planner.stage import exhaustive, ilp
+from asa.planner.stage.descent import Descent
 from asa.planner.stage.lookup import FormulatedStage, StageLookup
 from asa.planner.stage.problem import Choice, Solution
 from asa.planner.stage.runs import RunCharge, Runs
@@ -29,6 +33,8 @@ _MORE = 5_000
 """Largest number of ways priced with several microbatches for a first plan; a thousand take a dozen ms."""
 _LEAST = 3
 """Widths with least compute that have a first plan where no width is sure to be best."""
+_LONGEST, _NEAR = 60, 60
+"""Components up to which plans near a refused one are tried, and how many of these, the fastest ones."""
 _REFUSED = 60
 """Number of searches by the ILP beyond choices that do not fit, although their components' least memory does."""
 _BEYOND_S = 2.0
@@ -232,10 +238,9 @@ class Single:
         self._runs = self._runs or self._stages.runs(stage)
         if not self._forbidden:
             assert self.stage is not None
-            rows = [{w: c for c, w in enumerate(row)} for row in stage.formulation.ways]
             for refused in self.refused:
                 ways = self.stage.formulation.picked(0, refused)
-                self._exclude(tuple(row[w] for row, w in zip(rows, ways, strict=True)))
+                self._exclude(tuple(row[w] for row, w in zip(stage.places, ways, strict=True)))
         solution = ilp.solve(
             stage.problem, time_limit_s=max(0.05, until - clock.now()), forbidden=tuple(self._forbidden),
             charges=tuple(self._charges),
@@ -247,6 +252,7 @@ class Single:
                 self.solution, self.origin = replace(solution, value=value, bound=min(solution.bound, value)), stage
         elif choice is not None:
             self._exclude(choice)
+            self._accept_near(choice, stage)
         low = self.bound
         self._accept_bound(solution)
         self.stuck = choice is None and self.bound <= low and self.bound < min(cutoff, self.value) * (1 - ROUNDING)
@@ -281,15 +287,30 @@ class Single:
                 self.solution, self.origin = replace(solution, bound=min(solution.bound, solution.value)), stage
             elif stage is self.stage and solution.choice not in self.refused:
                 self.refused.append(solution.choice)
-                if len(self.refused) == 1 and self._solver != "exhaustive":
-                    self._accept_counted()
+                if self._solver != "exhaustive":
+                    self._accept_near(solution.choice, stage)
 
-    def _accept_counted(self) -> None:
-        """Take a plan with counted memory, from the search for prices, in place of one that does not fit."""
-        safe = self._stages.get(self.width, self.num_microbatches, "counted")
-        if safe is not None and safe.solver is not None:
-            safe.solver.price(float("inf"))
-            self._accept(replace(safe.solver.answer(self.value), bound=0.0), safe)
+    def _accept_near(self, refused: Choice, stage: FormulatedStage) -> None:
+        """Take the fastest plan that fits a small change away from a refused choice of ``stage``: one component in
+        another way, or two that exchange theirs."""
+        x, places, picked = stage.arrays, stage.places, stage.formulation.picked(0, refused)
+        if x.n > _LONGEST:
+            return
+        around, changes = Descent(x, x.picked(refused)), list[tuple[float, dict[int, int]]]()
+        after = [around.alternatives(i) for i in range(x.n)]
+        for i, (ms, fits) in enumerate(after):
+            changes += [(ms[row], {i: int(x.index[i][row])}) for row in np.flatnonzero(fits).tolist()]
+        for i, j in combinations(range(x.n), 2):
+            a, b = places[i].get(picked[j], refused[i]), places[j].get(picked[i], refused[j])
+            if a != refused[i] and b != refused[j]:
+                ms = sum(after[k][0][x.index[k].tolist().index(c)] for k, c in ((i, a), (j, b))) - around.value
+                changes.append((ms, {i: a, j: b}))
+        for _, change in sorted(changes, key=lambda c: c[0])[:_NEAR]:
+            choice = tuple(change.get(i, c) for i, c in enumerate(refused))
+            value = exhaustive.value(stage.problem, choice)
+            if value < self.value and stage.fits_exactly(choice):
+                self._accept(Solution(choice=choice, value=value, bound=0.0, solver="dp"), stage)
+                break
         if self.value <= self.bound:
             self.bound = self.value
             self.solution = replace(self.solution, bound=self.value)
