@@ -86,7 +86,7 @@ MECHANISMS: dict[str, list[Patch]] = {
     "two changes at once in a descent": [(descent.Descent, "by_two", descent.Descent.by_one)],
     "weights against a plan near the best one at once": [(open_list, "_NEAR", 1.0)],
     "parts of a stage in another style": [(canonical._Around, "_partly", lambda *_: iter(()))],
-    "a plan by counted memory in place of one that does not fit": [(singles.Single, "_accept_counted", _nothing)],
+    "plans near one that does not fit": [(singles.Single, "_accept_near", _nothing)],
     "the ILP beyond choices that do not fit": [(singles.Single, "_solve_by_charges", _counted_only)],
     "local search after the search": [
         (search, "improved", lambda _prices, found, *_: found),

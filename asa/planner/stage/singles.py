@@ -63,7 +63,7 @@ class Single:
         self.origin: FormulatedStage | None = None
         self.refused: list[Choice] = []
         self._forbidden, self._charges = list[Choice](), dict[RunCharge, None]()
-        self._refused_steps = self._charged_solves = 0
+        self._charged_solves = 0
         self._runs: Runs | None = None
 
     @property
@@ -192,10 +192,15 @@ class Single:
         assert self.stage.solver is not None
         cutoff, solver = min(best, self.value), self.stage.solver
         self._turns += 1
-        if self.refused and (self._turns % 2 or self._solver == "ilp" or self.bound >= self._relaxed):
-            self._solve_refused(cutoff, slice_s, ends)
-            return
         ilp_too = self._solver == "ilp"
+        beyond = ilp_too and self._charged_solves < _REFUSED and ends - clock.now() > self._stages.budget.ilp_s
+        if self.refused and beyond:
+            self._charged_solves += 1
+            self._solve_by_charges(cutoff, min(ends, clock.now() + max(slice_s, self._charged_solves * _BEYOND_S)))
+            return
+        if self.refused and self.bound >= self._relaxed:
+            self.stuck = True
+            return
         first = 2 if self.stage.is_small else 3
         turn = ilp_too and self._turns >= first and slice_s >= self._stages.budget.ilp_s
         self._labelled = not (turn and self._labelled)
@@ -212,28 +217,10 @@ class Single:
         assert self.stage is not None
         return exhaustive.value(self.stage.active_problem, self.refused[0])
 
-    def _solve_refused(self, cutoff: float, slice_s: float, ends: float) -> None:
-        """Continue if the best choice does not fit: search for a plan with counted memory, then use the ILP with
-        charges for the runs of refused choices."""
-        self._refused_steps += 1
-        safe = self._stages.get(self.width, self.num_microbatches, "counted")
-        assert safe is not None
-        beyond = self._solver == "ilp" and self._charged_solves < _REFUSED
-        beyond = beyond and ends - clock.now() > self._stages.budget.ilp_s
-        if safe.solver is not None and not safe.solver.done and (self._refused_steps % 2 == 0 or not beyond):
-            safe.solver.price(cutoff)
-            safe.solver.run(cutoff, clock.now() + slice_s)
-            self._accept(replace(safe.solver.answer(cutoff), bound=0.0), safe)
-        elif beyond:
-            self._charged_solves += 1
-            self._solve_by_charges(cutoff, min(ends, clock.now() + max(slice_s, self._charged_solves * _BEYOND_S)))
-        else:
-            self.stuck = True
-
     def _solve_by_charges(self, cutoff: float, until: float) -> None:
         """Search for the fastest choice, except for those that were refused and those that hold as much for the same
         reason."""
-        stage = self._stages.get(self.width, self.num_microbatches, "wrapped")
+        stage = self._stages.get(self.width, self.num_microbatches, wrapped=True)
         assert stage is not None
         self._runs = self._runs or self._stages.runs(stage)
         if not self._forbidden:
