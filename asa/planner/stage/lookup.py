@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
 
-from asa.cost.pricing import Way
 from asa.ir.units import GIB
 from asa.planner import clock
 from asa.planner.budget import USUAL, Budget
 from asa.planner.space.candidate import Prices
 from asa.planner.space.space import TOLERANCE_GIB, Allowed, widths
-from asa.planner.stage import dual, exhaustive, labels, memory
+from asa.planner.stage import exhaustive, labels, memory
 from asa.planner.stage.floor import Floor, floor
 from asa.planner.stage.formulate import Formulation, formulate
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
@@ -63,16 +61,6 @@ class FormulatedStage:
         """The formulation, where something fits."""
         assert self._formulation is not None
         return self._formulation
-
-    @cached_property
-    def places(self) -> list[dict[Way, int]]:
-        """For each component the place of every way in its row."""
-        return [{way: c for c, way in enumerate(row)} for row in self.formulation.ways]
-
-    @cached_property
-    def arrays(self) -> dual.Arrays:
-        """The problem as arrays."""
-        return dual.Arrays(self.problem)
 
     @property
     def is_small(self) -> bool:

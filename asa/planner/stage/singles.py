@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from asa.planner import clock
 from asa.planner.budget import ROUNDING
 from asa.planner.space.candidate import Candidate
 from asa.planner.space.request import SolverName
-from asa.planner.stage import exhaustive, ilp
+from asa.planner.stage import dual, exhaustive, ilp
 from asa.planner.stage.descent import Descent
 from asa.planner.stage.lookup import FormulatedStage, StageLookup
 from asa.planner.stage.problem import Choice, Solution
@@ -225,9 +224,10 @@ class Single:
         self._runs = self._runs or self._stages.runs(stage)
         if not self._forbidden:
             assert self.stage is not None
+            rows = [{w: c for c, w in enumerate(row)} for row in stage.formulation.ways]
             for refused in self.refused:
                 ways = self.stage.formulation.picked(0, refused)
-                self._exclude(tuple(row[w] for row, w in zip(stage.places, ways, strict=True)))
+                self._exclude(tuple(row[w] for row, w in zip(rows, ways, strict=True)))
         solution = ilp.solve(
             stage.problem, time_limit_s=max(0.05, until - clock.now()), forbidden=tuple(self._forbidden),
             charges=tuple(self._charges),
@@ -278,25 +278,17 @@ class Single:
                     self._accept_near(solution.choice, stage)
 
     def _accept_near(self, refused: Choice, stage: FormulatedStage) -> None:
-        """Take the fastest plan that fits a small change away from a refused choice of ``stage``: one component in
-        another way, or two that exchange theirs."""
-        x, places, picked = stage.arrays, stage.places, stage.formulation.picked(0, refused)
-        if x.n > _LONGEST:
-            return
-        around, changes = Descent(x, x.picked(refused)), list[tuple[float, dict[int, int]]]()
-        after = [around.alternatives(i) for i in range(x.n)]
-        for i, (ms, fits) in enumerate(after):
-            changes += [(ms[row], {i: int(x.index[i][row])}) for row in np.flatnonzero(fits).tolist()]
-        for i, j in combinations(range(x.n), 2):
-            a, b = places[i].get(picked[j], refused[i]), places[j].get(picked[i], refused[j])
-            if a != refused[i] and b != refused[j]:
-                ms = sum(after[k][0][x.index[k].tolist().index(c)] for k, c in ((i, a), (j, b))) - around.value
-                changes.append((ms, {i: a, j: b}))
-        for _, change in sorted(changes, key=lambda c: c[0])[:_NEAR]:
-            choice = tuple(change.get(i, c) for i, c in enumerate(refused))
-            value = exhaustive.value(stage.problem, choice)
-            if value < self.value and stage.fits_exactly(choice):
-                self._accept(Solution(choice=choice, value=value, bound=0.0, solver="dp"), stage)
+        """Take the fastest plan that fits among those that run one component of a refused choice of ``stage`` in
+        another way."""
+        x, changes = dual.Arrays(stage.problem), list[tuple[float, int, int]]()
+        around = Descent(x, x.picked(refused))
+        for i in range(x.n if x.n <= _LONGEST else 0):
+            ms, fits = around.alternatives(i)
+            changes += [(ms[row], i, int(x.index[i][row])) for row in np.flatnonzero(fits).tolist()]
+        for ms, i, c in sorted(changes)[:_NEAR]:
+            choice = (*refused[:i], c, *refused[i + 1 :])
+            if ms < self.value and stage.fits_exactly(choice):
+                self._accept(Solution(choice=choice, value=float(ms), bound=0.0, solver="dp"), stage)
                 break
         if self.value <= self.bound:
             self.bound = self.value
