@@ -16,6 +16,7 @@ from asa.ir.units import GIB
 from asa.planner import Request, plan
 from asa.planner.pipeline import joint
 from asa.planner.pipeline.whole import table
+from asa.planner.space import baselines
 from asa.planner.space.candidate import Candidate, Prices
 from asa.planner.space.space import Space, anything
 from asa.planner.stage import exhaustive, memory
@@ -121,3 +122,22 @@ def test_ranks_that_do_not_divide_the_batch_begin_with_the_most_that_do():
     alone = singles(StageLookup(prices, anything), "ilp")
     value = first_plan(alone, None, INF, 6)
     assert [(x.width, x.num_microbatches) for x in alone if x.value == value] == [(6, 1)]
+
+
+def test_a_plan_near_the_fastest_one_takes_its_place_where_that_one_does_not_fit():
+    """ResNet-50 on 8 L4 over Ethernet with 30 % of the memory of data parallelism: what components hold at least fits,
+    what neighbours that run alike hold together does not."""
+    where, request = presets.load("l4-8x1-25g-rdma"), Request(gpus=8, global_batch=256)
+    profile = on_device(known_models.profile(known_models.resnet50(), 938.0, 64), where)
+    stock = Prices(Space(profile, where, offered(), request))
+    limit = needed(where.device, 0.3 * stock.of(baselines.uniform("ddp", stock, 1)).peak.total, 8)
+    prices = Prices(Space(profile, where, offered(), replace(request, memory_bytes=limit)))
+    stages = singles(StageLookup(prices, anything), "dp")
+    value = first_plan(stages, None, INF, 256)
+    widest = next(x for x in stages if x.width == 8 and x.num_microbatches == 1)
+    refused = exhaustive.value(widest.stage.problem, widest.refused[0])
+    assert not widest.stage.fits_exactly(widest.refused[0])
+    plan_of_it = widest.origin.formulation.candidate(widest.solution.choice)
+    assert prices.fits(plan_of_it)
+    assert prices.of(plan_of_it).cost.total_s * MS == pytest.approx(value)
+    assert refused <= value < 1.001 * refused

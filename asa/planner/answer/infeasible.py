@@ -267,7 +267,7 @@ def _leanest_stages(prices: Prices, allowed: Allowed, sizes: Sequence[int]) -> I
         most = {max((m for m in counts if prices.space.enough_samples(0, d, m)), default=1) for d in divisors(width)}
         fewer = {m // 2 for m in most}  # where a later component needs two samples
         for m in sorted({counts[0], *most, *fewer} & set(counts)):
-            formulation = formulate(prices, width, m, allowed, every=True, counted=True)
+            formulation = formulate(prices, width, m, allowed, every=True)
             if formulation is None:
                 continue
             solution = memory.least_memory(formulation.problem)

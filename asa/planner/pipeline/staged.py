@@ -65,8 +65,8 @@ class Pipelined:
 class StagedSpace:
     """Stages of every width and number of microbatches in one space. Prices assume that all devices are busy.
 
-    ``every``: configurations that only save memory are offered even where memory cannot bind, and memory is ``counted``
-    as by :func:`asa.planner.stage.formulate.formulate`.
+    ``every``: configurations that only save memory are offered even where memory cannot bind, and memory is counted as
+    :func:`asa.planner.stage.formulate.formulate` says.
     """
 
     def __init__(self, prices: Prices, allowed: Allowed, *, every: bool = False) -> None:
@@ -133,7 +133,7 @@ class StagedSpace:
         if key not in self._formulations:
             made = formulate(
                 self._prices, self.width(width), num_microbatches, self._allowed, busy=self._busy,
-                first=self.example(width), every=self._every, likely_tight=self.likely_tight, counted=self._every,
+                first=self.example(width), every=self._every, likely_tight=self.likely_tight,
             )  # fmt: skip
             if made is not None and made.chain.width != width:
                 made = Formulation(replace(made.chain, width=width), made.ways)

@@ -56,7 +56,7 @@ class Descent:
         ms, below ``least`` or what gains at all; None if there is none."""
         least, change = self._gaining if least is None else least, None
         for i in (i for i in range(self.x.n) if i != but):
-            values, fits = self._alternatives(i)
+            values, fits = self.alternatives(i)
             values = np.where(fits, values, INF)
             row = int(values.argmin())
             if values[row] < least:
@@ -67,7 +67,7 @@ class Descent:
         """A choice with two changes that gain together; None if there is none."""
         least = self._gaining
         for i in range(self.x.n):
-            values, fits = self._alternatives(i)
+            values, fits = self.alternatives(i)
             values = np.where(fits, INF, values)
             for row in np.argsort(values)[:_TRIED].tolist():
                 if values[row] >= least:
@@ -78,7 +78,7 @@ class Descent:
                     return overfull._with(*change)
         return None
 
-    def _alternatives(self, i: int) -> tuple[Any, Any]:
+    def alternatives(self, i: int) -> tuple[Any, Any]:
         """(ms, fits) for each row of component i in place of its own: ms of a step, and whether it fits."""
         x, n = self.x, self.x.n
         layout, k = x.layout[i], np.arange(n)

@@ -108,6 +108,10 @@ class Arrays:
         """The choice of the problem for the rows ``picked``."""
         return tuple(int(self.index[i][k]) for i, k in enumerate(picked))
 
+    def picked(self, choice: Choice) -> list[int]:
+        """The rows of a choice of the problem."""
+        return [int(np.flatnonzero(order == c)[0]) for order, c in zip(self.index, choice, strict=True)]
+
     def evaluate(self, picked: list[int]) -> EvaluatedChoice:
         """Overlap, peaks and time under a choice of rows."""
         n = self.n

@@ -74,7 +74,6 @@ def formulate(
     first: int = 0,
     every: bool = False,
     likely_tight: bool = False,
-    counted: bool = False,
     wrapped: bool = False,
 ) -> Formulation | None:
     """The formulation; None if some component cannot run at all in a stage of that width.
@@ -84,7 +83,7 @@ def formulate(
     not with ``every``: a checkpoint makes backward longer by one forward, and hides no more synchronisation.
 
     ``busy`` is the number of ranks of the whole pipeline; None for a single stage. ``first`` is the stage's first rank,
-    for unequal devices. ``likely_tight`` says that memory is likely to bind. With ``counted``, each component holds
+    for unequal devices. ``likely_tight`` says that memory is likely to bind. With ``every``, each component holds
     what it would hold if all around it ran alike, which is about what a plan holds, or more; otherwise the least that
     it holds, for bounds. With ``wrapped``, the memory of a way may depend on neighbours that run alike, so only such a
     way may replace it."""
@@ -113,14 +112,14 @@ def formulate(
     edges = _edges(pricer, menu.layouts, layouts_of, numbers)
     capacity = space.room(first, width, width if busy is None else busy) / GIB
     time_saving = offered if every else offered & ~menu.saving
-    options = _Options(menu, pricer, np.flatnonzero(offered if likely_tight else time_saving), forced, counted=counted)
+    options = _Options(menu, pricer, np.flatnonzero(offered if likely_tight else time_saving), forced, counted=every)
     options_that_count = options if not likely_tight else options.among(time_saving)
     most = _most(options_that_count, (*edges, *ends[0], *ends[1]), 1 if busy is None else num_microbatches)
     all_fit = not every and most <= capacity and overlap.communication_slowdown >= 1
     if all_fit:
         options = options_that_count
     elif not likely_tight and (time_saving != offered).any():
-        options = _Options(menu, pricer, np.flatnonzero(offered), forced, counted=counted)
+        options = _Options(menu, pricer, np.flatnonzero(offered), forced, counted=every)
     rows = options.rows(options.undominated(hidden, piped=busy is not None, all_fit=all_fit, wrapped=wrapped), numbers)
     for i in kept_out:
         rows[i].values[:, COLUMNS.index("state")] += _NEVER_GIB

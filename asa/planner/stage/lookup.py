@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal
 
 from asa.ir.units import GIB
 from asa.planner import clock
@@ -16,8 +15,6 @@ from asa.planner.stage.formulate import Formulation, formulate
 from asa.planner.stage.problem import MS, Choice, Problem, Solution
 from asa.planner.stage.runs import Runs
 
-Memory = Literal["least", "wrapped", "counted"]
-"""How the memory of a component is counted in a stage (:meth:`StageLookup.get`)."""
 _OPEN = Solution(choice=None, value=float("inf"), bound=0.0, solver="dp")
 
 
@@ -146,13 +143,12 @@ class StageLookup:
             return unsplit.whole
         return max(compute_ms, compute_ms * (1 - 1 / m) + (unsplit.once if unsplit.once < float("inf") else 0.0))
 
-    def get(self, width: int, num_microbatches: int, how: Memory = "least") -> FormulatedStage | None:
-        """The formulated stage; None where some component cannot run in it. ``how``: with the least memory of each
-        component; with that memory and all configurations that may hold less where neighbours run alike; or with the
-        memory as if neighbours ran alike (what fits there usually fits)."""
-        key = (width, num_microbatches, how)
+    def get(self, width: int, num_microbatches: int, *, wrapped: bool = False) -> FormulatedStage | None:
+        """The formulated stage; None where some component cannot run in it. ``wrapped``: with all configurations that
+        may hold less where neighbours run alike."""
+        key = (width, num_microbatches, wrapped)
         if key not in self._stages:
-            self._stages[key] = self._formulate(width, num_microbatches, how)
+            self._stages[key] = self._formulate(*key)
         return self._stages[key]
 
     def runs(self, stage: FormulatedStage) -> Runs:
@@ -178,14 +174,13 @@ class StageLookup:
         """Whether any choice may fit."""
         return floor.memory <= self._prices.space.capacity(width) / GIB + TOLERANCE_GIB
 
-    def _formulate(self, width: int, num_microbatches: int, how: Memory) -> FormulatedStage | None:
+    def _formulate(self, width: int, num_microbatches: int, wrapped: bool) -> FormulatedStage | None:
         floor = self.floor(width, num_microbatches)
         if not self.possible(width, floor):
             return FormulatedStage(None)
         formulation = formulate(
-            self._prices, width, num_microbatches, self._allowed, likely_tight=floor.may_bind,
-            wrapped=how == "wrapped", counted=how == "counted",
-        )  # fmt: skip
+            self._prices, width, num_microbatches, self._allowed, likely_tight=floor.may_bind, wrapped=wrapped
+        )
         if formulation is None:
             return None
         return FormulatedStage(

@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from asa.planner import clock
 from asa.planner.budget import ROUNDING
 from asa.planner.space.candidate import Candidate
 from asa.planner.space.request import SolverName
-from asa.planner.stage import exhaustive, ilp
+from asa.planner.stage import dual, exhaustive, ilp
+from asa.planner.stage.descent import Descent
 from asa.planner.stage.lookup import FormulatedStage, StageLookup
 from asa.planner.stage.problem import Choice, Solution
 from asa.planner.stage.runs import RunCharge, Runs
@@ -29,6 +32,8 @@ _MORE = 5_000
 """Largest number of ways priced with several microbatches for a first plan; a thousand take a dozen ms."""
 _LEAST = 3
 """Widths with least compute that have a first plan where no width is sure to be best."""
+_LONGEST, _NEAR = 60, 60
+"""Components up to which plans near a refused one are tried, and how many of these, the fastest ones."""
 _REFUSED = 60
 """Number of searches by the ILP beyond choices that do not fit, although their components' least memory does."""
 _BEYOND_S = 2.0
@@ -57,7 +62,7 @@ class Single:
         self.origin: FormulatedStage | None = None
         self.refused: list[Choice] = []
         self._forbidden, self._charges = list[Choice](), dict[RunCharge, None]()
-        self._refused_steps = self._charged_solves = 0
+        self._charged_solves = 0
         self._runs: Runs | None = None
 
     @property
@@ -186,10 +191,15 @@ class Single:
         assert self.stage.solver is not None
         cutoff, solver = min(best, self.value), self.stage.solver
         self._turns += 1
-        if self.refused and (self._turns % 2 or self._solver == "ilp" or self.bound >= self._relaxed):
-            self._solve_refused(cutoff, slice_s, ends)
-            return
         ilp_too = self._solver == "ilp"
+        beyond = ilp_too and self._charged_solves < _REFUSED and ends - clock.now() > self._stages.budget.ilp_s
+        if self.refused and beyond:
+            self._charged_solves += 1
+            self._solve_by_charges(cutoff, min(ends, clock.now() + max(slice_s, self._charged_solves * _BEYOND_S)))
+            return
+        if self.refused and self.bound >= self._relaxed:
+            self.stuck = True
+            return
         first = 2 if self.stage.is_small else 3
         turn = ilp_too and self._turns >= first and slice_s >= self._stages.budget.ilp_s
         self._labelled = not (turn and self._labelled)
@@ -206,28 +216,10 @@ class Single:
         assert self.stage is not None
         return exhaustive.value(self.stage.active_problem, self.refused[0])
 
-    def _solve_refused(self, cutoff: float, slice_s: float, ends: float) -> None:
-        """Continue if the best choice does not fit: search for a plan with counted memory, then use the ILP with
-        charges for the runs of refused choices."""
-        self._refused_steps += 1
-        safe = self._stages.get(self.width, self.num_microbatches, "counted")
-        assert safe is not None
-        beyond = self._solver == "ilp" and self._charged_solves < _REFUSED
-        beyond = beyond and ends - clock.now() > self._stages.budget.ilp_s
-        if safe.solver is not None and not safe.solver.done and (self._refused_steps % 2 == 0 or not beyond):
-            safe.solver.price(cutoff)
-            safe.solver.run(cutoff, clock.now() + slice_s)
-            self._accept(replace(safe.solver.answer(cutoff), bound=0.0), safe)
-        elif beyond:
-            self._charged_solves += 1
-            self._solve_by_charges(cutoff, min(ends, clock.now() + max(slice_s, self._charged_solves * _BEYOND_S)))
-        else:
-            self.stuck = True
-
     def _solve_by_charges(self, cutoff: float, until: float) -> None:
         """Search for the fastest choice, except for those that were refused and those that hold as much for the same
         reason."""
-        stage = self._stages.get(self.width, self.num_microbatches, "wrapped")
+        stage = self._stages.get(self.width, self.num_microbatches, wrapped=True)
         assert stage is not None
         self._runs = self._runs or self._stages.runs(stage)
         if not self._forbidden:
@@ -247,6 +239,7 @@ class Single:
                 self.solution, self.origin = replace(solution, value=value, bound=min(solution.bound, value)), stage
         elif choice is not None:
             self._exclude(choice)
+            self._accept_near(choice, stage)
         low = self.bound
         self._accept_bound(solution)
         self.stuck = choice is None and self.bound <= low and self.bound < min(cutoff, self.value) * (1 - ROUNDING)
@@ -281,15 +274,22 @@ class Single:
                 self.solution, self.origin = replace(solution, bound=min(solution.bound, solution.value)), stage
             elif stage is self.stage and solution.choice not in self.refused:
                 self.refused.append(solution.choice)
-                if len(self.refused) == 1 and self._solver != "exhaustive":
-                    self._accept_counted()
+                if self._solver != "exhaustive":
+                    self._accept_near(solution.choice, stage)
 
-    def _accept_counted(self) -> None:
-        """Take a plan with counted memory, from the search for prices, in place of one that does not fit."""
-        safe = self._stages.get(self.width, self.num_microbatches, "counted")
-        if safe is not None and safe.solver is not None:
-            safe.solver.price(float("inf"))
-            self._accept(replace(safe.solver.answer(self.value), bound=0.0), safe)
+    def _accept_near(self, refused: Choice, stage: FormulatedStage) -> None:
+        """Take the fastest plan that fits among those that run one component of a refused choice of ``stage`` in
+        another way."""
+        x, changes = dual.Arrays(stage.problem), list[tuple[float, int, int]]()
+        around = Descent(x, x.picked(refused))
+        for i in range(x.n if x.n <= _LONGEST else 0):
+            ms, fits = around.alternatives(i)
+            changes += [(ms[row], i, int(x.index[i][row])) for row in np.flatnonzero(fits).tolist()]
+        for ms, i, c in sorted(changes)[:_NEAR]:
+            choice = (*refused[:i], c, *refused[i + 1 :])
+            if ms < self.value and stage.fits_exactly(choice):
+                self._accept(Solution(choice=choice, value=float(ms), bound=0.0, solver="dp"), stage)
+                break
         if self.value <= self.bound:
             self.bound = self.value
             self.solution = replace(self.solution, bound=self.value)
