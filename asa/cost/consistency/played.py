@@ -14,15 +14,14 @@ class Worker:
     """One worker. Times are in seconds.
 
     ``step_s``: mean of forward and backward of its ``rows`` samples of a global batch, without waiting. ``push_s``,
-    ``pull_s``: time on its link for all gradients to all servers, and for all weights from them. ``hidden_s``: it may
-    begin to push so long before its backward ends. ``update_s``: an optimizer step on all weights, if workers run it.
+    ``pull_s``: time on its link for all gradients to all servers, and for all weights from them. ``update_s``: an
+    optimizer step on all weights, if workers run it.
     """
 
     step_s: float
     rows: float = 1.0
     push_s: float = 0.0
     pull_s: float = 0.0
-    hidden_s: float = 0.0
     update_s: float = 0.0
 
 

@@ -1,7 +1,7 @@
 """Discrete-event simulation of workers that pull weights from servers and push gradients to them.
 
 In a cycle a worker waits while the age of some worker's gradient has reached the window, then pulls, computes
-``period`` steps and pushes; the push begins ``hidden_s`` before backward ends. A server's link receives the gradients
+``period`` steps and pushes. A server's link receives the gradients
 of one worker at a time, and sends the weights for one worker at a time, in order of arrival. Its processor applies one
 push at a time. A worker pulls again when its push is applied. Under a synchronous discipline the servers add up the
 pushes of all workers and update once.
@@ -145,7 +145,7 @@ class Served:
             compute += self.discipline.period * machine.workers[w].update_s
         me.computing = True
         self._begun.append((w, me.clock, self.applied))
-        self._at(received_s + max(0.0, compute - machine.workers[w].hidden_s), "computed", w)
+        self._at(received_s + compute, "computed", w)
 
     def _held_up(self, lead: int) -> bool:
         """Whether a worker must wait: the age of another's gradient has reached the window, or, with a window of 0,
@@ -168,7 +168,7 @@ class Served:
             self._at(self.now + late, "computed", w)
             return
         me.computing = False
-        sent = self.now + max(worker.push_s, worker.hidden_s)
+        sent = self.now + worker.push_s
         for j, server in enumerate(self.machine.servers):
             start = max(self.now, self._receiving[j])
             self._receiving[j] = start + server.receive_s

@@ -17,7 +17,7 @@ def active_peak(worker: Worker, step: Callable[[], object]) -> int:
     """Peak of active memory in bytes while ``step`` trains ``worker`` for one step, lasting state included.
 
     On CUDA it comes from the allocator's statistics; on a CPU, from the tensors that outlive a step and the recorded
-    allocations.
+    allocations. Those of threads that answer other ranks are not recorded; the most bytes that they held are added.
     """
     model = worker.model
     device = model.device
@@ -33,12 +33,16 @@ def active_peak(worker: Worker, step: Callable[[], object]) -> int:
     lasting += [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
     # Gradients of a wrapped segment are views of buckets that outlive the step; the others are released by it.
     lasting += model.bucket_gradients()
+    conduct = worker.conduct
+    held = [] if conduct is None else conduct.held()
+    lasting += held
     base = bytes_of(map(local, lasting))
     del lasting  # a bucket is not used again while references to its gradients exist
     model.zero_grad()
     events, _ = record(step, device)
-    gradients = (local(p.grad) for p in model.parameters() if p.grad is not None)
-    return base + peak(completed(events, {g.untyped_storage().data_ptr() for g in gradients}))
+    gradients = (local(p.grad) for p in (*model.parameters(), *held) if p.grad is not None)
+    own = peak(completed(events, {g.untyped_storage().data_ptr() for g in gradients}))
+    return base + own + (0 if conduct is None else conduct.answering_bytes())
 
 
 def state_bytes(worker: Worker) -> int:
