@@ -317,7 +317,7 @@ class Discipline:
         """
         workers, outer = self.workers(ranks), float(self.outer_momentum > 0)
         if self.waiting == "pipelined":
-            return Held(lasting=3.0 if ranks > 1 else 0.0)  # two versions of the weights, and gradients of two batches
+            return Held(lasting=2.0 if ranks > 1 else 0.0)  # the versions of two batches in flight (pipedream.py)
         if self.served:
             works, others = rank < workers, workers - (rank < workers)
             lasting = ((self.period > 1) - words) * works

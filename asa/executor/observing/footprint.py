@@ -31,13 +31,13 @@ def active_peak(worker: Worker, step: Callable[[], object]) -> int:
     }  # on the host, even if the device uses the same memory
     states = [s for p, s in worker.optimizer.state.items() if p not in on_host]
     lasting += [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
-    # Gradients of a wrapped segment are views of buckets that outlive the step; the others are released by it.
-    lasting += model.bucket_gradients()
+    # Gradients that are reduced in buckets are views of these, which outlive the step; the others are released by it.
+    lasting += model.buckets()
     conduct = worker.conduct
     held = [] if conduct is None else conduct.held()
     lasting += held
     base = bytes_of(map(local, lasting))
-    del lasting  # a bucket is not used again while references to its gradients exist
+    del lasting  # a bucket is not used again while other references to it exist
     model.zero_grad()
     events, _ = record(step, device)
     gradients = (local(p.grad) for p in (*model.parameters(), *held) if p.grad is not None)
@@ -52,5 +52,5 @@ def state_bytes(worker: Worker) -> int:
     states = [s for p, s in worker.optimizer.state.items() if p not in on_host]
     lasting = [*model.parameters(), *(b for c in model.components for b in c.buffers())]
     lasting += [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
-    lasting += [*model.bucket_gradients(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    lasting += [*model.buckets(), *(p.grad for p in model.parameters() if p.grad is not None)]
     return bytes_of(map(local, lasting))
