@@ -251,10 +251,10 @@ def _read(dataset: Any, spec: str) -> Samples:
         UnavailableError: they do not fit in memory.
     """
     import psutil
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, IterableDataset
 
     samples: Iterable[Any]
-    if isinstance(dataset, DataLoader):
+    if isinstance(dataset, DataLoader | IterableDataset):  # the latter has a __getitem__ that only raises
         samples = dataset
     elif hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         samples = (dataset[i] for i in range(len(dataset)))
