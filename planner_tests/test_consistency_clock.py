@@ -129,7 +129,6 @@ def test_no_discipline_beats_physics_and_none_is_staler_than_its_bound(text, spe
     if d.synchronous or d.waiting == "local":
         assert drawn.max_age == 0
     assert all(0 <= w <= 1 for w in drawn.waited)
-    assert 0 <= drawn.served <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("name", [n for n in CLOCKED if n != "hogwild"])
@@ -147,7 +146,6 @@ def test_a_server_is_a_queue_and_more_servers_make_it_shorter():
     """Four workers whose push takes a second of one server's link cannot apply more than one push a second."""
     one = step_time("ps_async", link=1.0)
     assert one >= 4.0
-    assert play(parse("ps_async"), machine(servers=1, link=1.0), steps=60).served > 0.9
     four = step_time("ps_async:servers=4", link=1.0)
     assert four < 0.8 * one
 

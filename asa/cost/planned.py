@@ -21,7 +21,7 @@ from asa.ir.cluster import Cluster, Overlap
 from asa.ir.codec import noun
 from asa.ir.consistency import Discipline
 from asa.ir.layout import Layout, largest_shard
-from asa.ir.plan import DataDegree, Plan, Stage, TensorDegree
+from asa.ir.plan import Plan, Stage
 from asa.ir.profile import Profile
 
 
@@ -189,15 +189,11 @@ def disciplined(
                 profile, pricer.times, pricer.cluster, pricer.strategies, width=1, optimizer=pricer.optimizer,
                 global_batch=largest_shard(pricer.microbatch, workers) * m, num_microbatches=m,
             )  # fmt: skip
-            single = Way(
-                layout=Layout(width=1, data=1, tensor=1), data=DataDegree(strategy="replicate", degree=1),
-                tensor=TensorDegree(strategy="none", degree=1),
-            )  # fmt: skip
-            peak_alone = price_stage(alone, 0, (single,) * len(some), pricer.cluster.overlap).peak
-            nothing = Peak(total=0, index=0, state=0, activations=0, gradients=0, transient=0)
-            plain = [peak_alone] * workers + [nothing] * (ranks - workers)
+            one = replace(some[0], layout=Layout(width=1, data=1, tensor=1), data=replace(some[0].data, degree=1))
+            peak = price_stage(alone, 0, (one,) * len(some), pricer.cluster.overlap).peak
+            plain = [peak] * workers + [Peak(**dict.fromkeys(vars(peak), 0))] * (ranks - workers)
         words, most = OPTIMIZER_WORDS[pricer.optimizer], largest / (size or 1.0)
-        held = [discipline.held(rank, ranks, words, most) for rank in range(len(plain))]
+        held = (discipline.held(rank, ranks, words, most) for rank in range(len(plain)))
         peaks = [under(p, size, h, size * (m == 1 and p.total > 0)) for p, h in zip(plain, held, strict=True)]
         stages.append(replace(stage, peak=max(peaks, key=lambda p: p.total), peaks=tuple(peaks)))
     return replace(price, stages=tuple(stages), peak=max((s.peak for s in stages), key=lambda p: p.total))

@@ -67,22 +67,18 @@ class Played:
         steps: global batches that were applied.
         step_time_s: seconds per global batch in the second half, when initial leads of workers have gone.
         ages: ``ages[n]`` applied gradients had age n: n whole global batches of other workers since the pull.
-        leads: ``leads[n]`` steps began when their worker was n steps ahead of the slowest.
         mean_age: mean age of applied gradients in global batches, not rounded.
         rejected: share of the gradients that was rejected because of its age.
         waited: for each worker the share of the time that it waited for others.
-        served: share of the time that the busiest server's link or processor was busy.
     """
 
     seconds: float
     steps: float
     step_time_s: float
     ages: tuple[int, ...] = ()
-    leads: tuple[int, ...] = ()
     mean_age: float = 0.0
     rejected: float = 0.0
     waited: tuple[float, ...] = ()
-    served: float = 0.0
 
     @property
     def max_age(self) -> int:
