@@ -482,6 +482,6 @@ VERBS = (
             o.JSON,
         ),
         details="Everything goes to the run's folder: log.jsonl, checkpoints, plan.json, result.json. SIGTERM saves, "
-        "then ends with exit code 75.",
+        "then ends with exit code 75; before the first step there is nothing to save.",
     ),
 )

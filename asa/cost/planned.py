@@ -286,9 +286,8 @@ def price_plan(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strat
     times = times_of(used, strategies)
     pricers = [pricer_of(plan, s, used, times, cluster, strategies, cluster.speeds(s.ranks)) for s in plan.stages]
     found = price(pricers, plan.starts(), ways, cluster.overlap, schedule)
-    if whole.consistency is None:
-        return found
-    return disciplined(whole.consistency, found, pricers, ways, used, whole.num_processes)
+    loose, ranks = whole.consistency, whole.num_processes
+    return found if loose is None else disciplined(loose, found, pricers, ways, used, ranks)
 
 
 def pricer_of(

@@ -133,13 +133,10 @@ class Served:
         window = self.discipline.window
         if not window:
             return window == 0 and lead > 0
-        while self._begun and not self._under_way(*self._begun[0][:2]):
+        while self._begun and not ((w := self._workers[self._begun[0][0]]).computing and w.clock == self._begun[0][1]):
             self._begun.popleft()
         limit = window * self._batch * (1 - 1e-12)
         return bool(self._begun) and self._accepted - self._begun[0][2] >= limit
-
-    def _under_way(self, w: int, clock: int) -> bool:
-        return self._workers[w].computing and self._workers[w].clock == clock
 
     def _push(self, w: int) -> None:
         me, worker = self._workers[w], self.machine.workers[w]
