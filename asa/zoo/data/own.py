@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from asa.errors import InvalidInputError, UnavailableError, UsageError
-from asa.ir.units import GIB
 from asa.zoo.data.draws import key, permutation
 from asa.zoo.data.images import ImageSet, convert
 from asa.zoo.data.language import TokenSet
@@ -26,7 +25,7 @@ from asa.zoo.inputs import Shape, described, of_tokens
 Samples = tuple[Tensor, Tensor]
 """Inputs [N, ...] and classes int64 [N, ...]."""
 
-_MOST_SAMPLES, _MOST_BYTES = 1_000_000, 4 * GIB
+_MOST_SAMPLES, _MOST_BYTES = 1_000_000, 1 << 32
 """Most samples, and bytes of them, that are read of what does not say how many it has: it may never end."""
 _TEST_SHARE = 5
 """Divisor: one of this many samples is for testing, if the data has no test part."""
@@ -272,7 +271,7 @@ def _read(dataset: Any, spec: str) -> Samples:
         needed += pairs[-1][0].nbytes
         if length is None and (count > _MOST_SAMPLES or needed > _MOST_BYTES):
             raise InvalidInputError(
-                f"data {spec!r} has not ended after {count - 1} samples, {needed / GIB:.2g} GiB, and all are read into "
+                f"data {spec!r} has not ended after {count - 1} samples, {needed / (1 << 30):.2g} GiB, and all are read into "
                 f"memory; let it end, as itertools.islice(samples, {min(count - 1, 50_000)}) does, or give it a __len__"
             )
         if length is not None and len(pairs) > length:
