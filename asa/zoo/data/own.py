@@ -271,9 +271,9 @@ def _read(dataset: Any, spec: str) -> Samples:
         needed += pairs[-1][0].nbytes
         if length is None and (count > _MOST_SAMPLES or needed > _MOST_BYTES):
             raise InvalidInputError(
-                f"data {spec!r} has not ended after {count - 1} samples, {needed / (1 << 30):.2g} GiB, and all are read "
-                f"into memory; let it end, as itertools.islice(samples, {min(count - 1, 50_000)}) does, or give it a "
-                "__len__"
+                f"data {spec!r} has not ended after {count - 1} samples, {needed / (1 << 30):.2g} GiB, and all are "
+                f"read into memory; let it end, as itertools.islice(samples, {min(count - 1, 50_000)}) does, or give "
+                "it a __len__"
             )
         if length is not None and len(pairs) > length:
             raise InvalidInputError(f"data {spec!r}: its __len__ is {length}, but it goes on; let it end there")
