@@ -18,11 +18,11 @@ CLOCKED = tuple(n for n in NAMES if n != "pipedream")
 
 def machine(
     speeds=(1.0, 1.0, 1.0, 1.0), *, servers: int = 0, link: float = 0.0, apply: float = 0.0, spread: float = 0.0,
-    hidden: float = 0.0, meeting: float = 0.0, beside: bool = False,
+    meeting: float = 0.0, beside: bool = False,
 ) -> Machine:  # fmt: skip
     """Workers of those speeds whose step takes a second at speed 1; ``link`` seconds for a push and for a pull."""
     return Machine(
-        workers=tuple(Worker(step_s=1 / s, push_s=link, pull_s=link, hidden_s=hidden) for s in speeds),
+        workers=tuple(Worker(step_s=1 / s, push_s=link, pull_s=link) for s in speeds),
         servers=tuple(
             Server(
                 receive_s=link / servers, send_s=link / servers, apply_s=apply / servers, beside=j if beside else None
@@ -53,7 +53,7 @@ def test_where_nobody_is_slow_and_nothing_is_sent_all_take_a_step_a_second(name)
 
 def test_window_zero_with_equal_workers_takes_the_time_of_synchronous_training():
     for link in (0.0, 0.3):
-        kwargs = {"speeds": (1.0,) * 4, "link": link, "hidden": 0.2 if link else 0.0}
+        kwargs = {"speeds": (1.0,) * 4, "link": link}
         together = step_time("ps_sync", **kwargs)
         assert step_time("ps_bounded:window=0:max_age=0", apply=0.1, **kwargs) == pytest.approx(
             step_time("ps_sync", apply=0.1, **kwargs)
@@ -66,7 +66,7 @@ def test_synchronous_time_in_closed_form():
     """One server sends to 4 workers one after the other; the last to be sent to is the last to push."""
     assert step_time("ps_sync", link=0.1, apply=0.05) == pytest.approx(4 * 0.1 + 1 + 0.1 + 0.05)
     assert step_time("ps_sync", speeds=(1.0,), link=0.1, apply=0.05) == pytest.approx(1.25)
-    assert step_time("ps_sync", speeds=(1.0,), link=0.1, hidden=0.1, apply=0.05) == pytest.approx(1.15)
+    assert step_time("ps_sync", speeds=(1.0,), link=0.1, apply=0.05) == pytest.approx(1.25)
 
 
 def test_one_worker_of_four_at_half_speed():
@@ -129,7 +129,6 @@ def test_no_discipline_beats_physics_and_none_is_staler_than_its_bound(text, spe
     if d.synchronous or d.waiting == "local":
         assert drawn.max_age == 0
     assert all(0 <= w <= 1 for w in drawn.waited)
-    assert 0 <= drawn.served <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("name", [n for n in CLOCKED if n != "hogwild"])
@@ -147,7 +146,6 @@ def test_a_server_is_a_queue_and_more_servers_make_it_shorter():
     """Four workers whose push takes a second of one server's link cannot apply more than one push a second."""
     one = step_time("ps_async", link=1.0)
     assert one >= 4.0
-    assert play(parse("ps_async"), machine(servers=1, link=1.0), steps=60).served > 0.9
     four = step_time("ps_async:servers=4", link=1.0)
     assert four < 0.8 * one
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -100,7 +103,7 @@ def test_a_command_whose_ranks_save_leaves_the_signal_to_them_and_prints_one_doc
     handlers: list[object] = []
 
     def waits(console: Console) -> None:
-        with left_to_ranks():
+        with left_to_ranks(launched=True):
             handlers.append(signal.getsignal(signal.SIGTERM))
             _asked()
             console.document({"schema_version": 1, "kind": "result"})
@@ -118,3 +121,62 @@ def test_a_signal_that_is_ignored_stays_so(probe):
         assert entry.run(["probe"]) == 0
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+_HANGS = """
+import os, time
+def factory():
+    open("reading", "w").close()
+    time.sleep(600)
+"""
+
+
+def _stopped_early(folder: Path, *words: str, fault: str, sign: str) -> tuple[int, str, str]:
+    """Exit code, standard output and error of ``asa train`` that gets SIGTERM once the file ``sign`` is there."""
+    environment = {**os.environ, "ASA_FAULT": fault, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "asa", "train", "logistic", "--gpus", "2", "--out", "run", "--json", *words]
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+    try:
+        while not (folder / sign).exists():
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    return process.returncode, output, errors
+
+
+@pytest.mark.parametrize(
+    ("words", "fault", "sign"),
+    [
+        (("--data", "digits"), "hang@point=rendezvous,rank=1,once=met", "met"),  # the ranks are starting
+        (("--data", "slow:factory"), "", "reading"),  # before there are ranks
+    ],
+)
+def test_a_run_that_has_trained_nothing_ends_without_saving(tmp_path: Path, words, fault, sign):
+    (tmp_path / "slow.py").write_text(_HANGS)
+    code, output, errors = _stopped_early(tmp_path, *words, fault=fault, sign=sign)
+    assert code == 75, errors
+    assert json.loads(output)["exit_code"] == 75
+    assert errors.splitlines()[-1].startswith("asa: stopped on request before the first step")
+    assert not list((tmp_path / "run").glob("checkpoints/*"))  # ranks saved nothing
+    events = (
+        [json.loads(line)["event"] for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+        if (tmp_path / "run" / "log.jsonl").exists()
+        else []
+    )
+    assert not {"steps", "epoch", "checkpoint"} & set(events)
+    assert not _processes_in(tmp_path)
+
+
+def _processes_in(folder: Path) -> list[str]:
+    """Command lines of the processes that run in ``folder``."""
+    found = []
+    for entry_ in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (entry_ / "cwd").resolve() == folder.resolve():
+                found.append((entry_ / "cmdline").read_text())
+    return found

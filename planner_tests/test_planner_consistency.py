@@ -8,7 +8,7 @@ import fake_strategies
 import nouns
 import pytest
 
-from asa.errors import UsageError
+from asa.errors import InfeasibleError, UsageError
 from asa.ir.cluster import Cluster, RankDevice
 from asa.ir.consistency import NAMES, parse
 from asa.ir.staleness import PLAIN, Curve, Setting, Staleness, Target, TrainingRun
@@ -247,8 +247,35 @@ def test_groups_of_one_device_say_so_and_keep_their_own_advice():
     assert advice[0].startswith("inside a group, stay with")
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "pipedream"])
-def test_a_plan_says_that_the_memory_of_servers_is_not_counted(name: str) -> None:
-    request = Request(gpus=4, global_batch=16, strategies=(name,))
-    notes = plan(nouns.profile(), box(), FULL, request)[0].notes
-    assert any("server holds beside its worker" in n for n in notes) == (name.startswith("ps_") or name == "downpour")
+@pytest.mark.parametrize(
+    ("name", "lasting", "exchanged"),
+    [
+        ("ps_sync", (1 + 4, -1, -1, -1), 3),  # server: weights, momentum, what four workers send; worker: no momentum
+        ("ps_async:servers=2", (2, 2, -1, -1), 3),
+        ("ps_sync:placement=own", (-1, -1, -1), 3),
+        ("downpour", (1 + 1 + 4, 0, 0, 0), 3),
+        ("hogwild", (0, 0, 0, 0), 1),
+        ("local_sgd", (0, 0, 0, 0), 2),
+        ("fedavg", (1, 1, 1, 1), 4),
+        ("diloco", (2, 2, 2, 2), 4),
+        ("diloco:quorum=2", (1 + 6, 1, 1, 1), 3),
+    ],
+)
+def test_a_plan_counts_what_its_discipline_holds(name: str, lasting: tuple[float, ...], exchanged: float) -> None:
+    """In copies of the weights, beyond one rank that trains alone; while ranks exchange there are also gradients."""
+    profile, count = nouns.profile(), len(lasting)
+    size = sum(c.parameter_bytes for c in profile.graph.components)
+    found = plan(profile, box(), FULL, Request(gpus=4, global_batch=4 * count, strategies=(name,)))[0]
+    alone = plan(profile, box(), FULL, Request(gpus=1, global_batch=4, strategies=("single",)))[0]
+    plain = alone.prediction.memory_bytes_per_rank[0]
+    for memory, held in zip(found.prediction.memory_bytes_per_rank, lasting, strict=True):
+        passes, exchange = plain + held * size, (2 + held + exchanged) * size  # weights and momentum
+        assert memory == pytest.approx(max(passes, exchange), rel=0.02), (name, held)
+        assert memory >= max(passes, exchange) - 2
+
+
+def test_a_discipline_that_needs_more_than_there_is_is_refused_in_a_line() -> None:
+    request = Request(gpus=2, global_batch=16, strategies=("ps_sync",))
+    needed = max(plan(nouns.profile(), box(), FULL, request)[0].prediction.memory_bytes_per_rank)
+    with pytest.raises(InfeasibleError, match=r"ps_sync needs .* GiB on a rank, and .* can be used; take a"):
+        plan(nouns.profile(), box(), FULL, replace(request, memory_bytes=int(needed * 0.9)))

@@ -409,6 +409,11 @@ class Endless(IterableDataset):
             yield torch.zeros(1, 1, 2), 0
 def stream():
     return Endless()
+class Longer(Endless):
+    def __len__(self):
+        return 30
+def longer():
+    return Longer()
 def stream_loaded():
     return DataLoader(Endless(), batch_size=4)
 def loose():
@@ -466,6 +471,18 @@ def test_labels_may_be_maps(module):
 def test_a_function_that_returns_no_data(module, name, words):
     with pytest.raises(AsaError, match=words):
         opened(f"{module}:{name}", shape=(1, 1, 2))
+
+
+@pytest.mark.parametrize("name", ["stream", "stream_loaded"])
+@pytest.mark.parametrize(("bound", "most"), [("_MOST_SAMPLES", 1000), ("_MOST_BYTES", 8000)])
+def test_data_that_may_never_end_are_read_up_to_a_bound(module, monkeypatch, name, bound, most):
+    monkeypatch.setattr(own, bound, most)
+    said = r"has not ended after \d+ samples, .* GiB, .* as itertools.islice\(samples, \d+\) does"
+    with pytest.raises(InvalidInputError, match=said):
+        opened(f"{module}:{name}", shape=(1, 1, 2))
+    assert len(opened(f"{module}:mapped", shape=(1, 1, 2))) == 16
+    with pytest.raises(InvalidInputError, match="its __len__ is 30, but it goes on; let it end there"):
+        opened(f"{module}:longer", shape=(1, 1, 2))
 
 
 def test_what_is_not_there_is_said_before_torch_is_asked(tmp_path, monkeypatch, capsys):

@@ -63,7 +63,7 @@ def check(args: Arguments, console: Console, device: DeviceType, gpus: int) -> N
     if args.cluster:
         cluster_here(args, console, device, gpus)
     if args.classes is not None:
-        _check_classes(args.data, specs.CLASSES.get(args.data, 0), args.classes)
+        specs.check_classes(args.data, specs.CLASSES.get(args.data, 0), args.classes)
     baselines.check(args.strategies or STRATEGIES, offered(), gpus)
     for discipline in map(parse, filter(is_discipline, args.strategies or ())):
         if discipline.name == "hogwild" or discipline.quorum is not None:
@@ -114,18 +114,11 @@ def check_data(args: Arguments, train: ImageSet, num_classes: int, global_batch:
     Raises:
         UsageError: the data have too many classes or too few samples.
     """
-    _check_classes(args.data, train.num_classes, num_classes)
+    specs.check_classes(args.data, train.num_classes, num_classes)
     if global_batch > len(train):
         raise UsageError(
             f"a global batch of {global_batch} is larger than the {len(train)} training samples of {args.data}; "
             f"try --global-batch {len(train)}"
-        )
-
-
-def _check_classes(data: str, has: int, model_has: int) -> None:
-    if has > model_has:
-        raise UsageError(
-            f"{data} has {has} classes, the model distinguishes {model_has}; try --classes {has}, or other --data"
         )
 
 

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from asa.launch import signals
+
 EXIT_CODE = 128 + signal.SIGTERM
 """Exit code of a process ended by SIGTERM, as reported by a shell."""
 
@@ -40,17 +42,29 @@ def terminable() -> Iterator[None]:
 
 
 @contextmanager
-def left_to_ranks() -> Iterator[None]:
-    """Context in which SIGTERM is held back for the ranks, which save first, until they run; a second one ends
-    everything at once, without output."""
-    before = signal.getsignal(signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+def left_to_ranks(launched: bool) -> Iterator[None]:
+    """Context in which SIGTERM is left to the ranks, which save first; a second one ends everything at once, without
+    output. If this process is a rank that a launcher started (``launched``), it is held back until the others run, too.
+    Otherwise it raises :class:`Terminated` before ranks have begun, because there is nothing to save.
+    """
+    before, pending = signal.getsignal(signal.SIGTERM), False
     handled = threading.current_thread() is threading.main_thread() and callable(before)
+
+    def answer(_number: int, _frame: object) -> None:
+        nonlocal pending
+        if not signals.begun:
+            raise Terminated
+        pending = True
+
+    if launched or not handled:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     if handled:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if launched else answer)
     try:
         yield
     finally:
         if handled:
             signal.signal(signal.SIGTERM, before)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        if pending:
+            signal.raise_signal(signal.SIGTERM)

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 from asa.cli import emulated, places, planned_here
 from asa.cli import options as o
 from asa.cli.console import Console, Report
-from asa.cli.ending import left_to_ranks
+from asa.cli.ending import Terminated, left_to_ranks
 from asa.cli.rehearse import OPTIONS as REHEARSAL
 from asa.cli.rehearse import rehearse
 from asa.cli.verb import Arguments, Option, Verb
-from asa.errors import AsaError, InvalidInputError, NoCheckpointError, UnavailableError, UsageError
+from asa.errors import AsaError, InvalidInputError, NoCheckpointError, PreemptedError, UnavailableError, UsageError
 from asa.ir import codec
 from asa.ir.measurements import EpochRecord
 from asa.ir.optimizers import check_optimizer, planned_as
 from asa.ir.plan import Plan, wrong_number
+from asa.launch import signals
 from asa.launch.devices import check_cuda
 from asa.zoo import names, specs
 from asa.zoo.preload import ModelPreload
@@ -35,7 +36,21 @@ _NOTABLE = 0.05
 
 
 def run(args: Arguments, console: Console) -> None:
-    """Find the plan, pass it to the executor with the loop over epochs, and print events."""
+    """Find the plan, pass it to the executor with the loop over epochs, and print events.
+
+    Raises:
+        PreemptedError: SIGTERM; everything is saved, or there is nothing to save.
+    """
+    signals.begun = False
+    try:
+        _run(args, console)
+    except Terminated:
+        if signals.begun or args.rehearse is not None:
+            raise
+        raise PreemptedError(signals.NOTHING_TO_SAVE) from None
+
+
+def _run(args: Arguments, console: Console) -> None:
     # Usually before the slow import of torch, so that errors appear at once.
     path, plan, out = plan_and_folder(args, console)
     if args.origin["gpus"] == "flag" and args.gpus != plan.gpus:  # a settings file applies to all commands and plans
@@ -58,7 +73,7 @@ def run(args: Arguments, console: Console) -> None:
     if known_classes and plan.sample_shape and not isinstance(args.device, emulated.EmulatedName):
         specs.check_classes(args.data, known_classes, plan.num_classes)
     traces = sorted((out / "trace").glob("*.json.gz")) if args.trace and console.first_rank else ()
-    with left_to_ranks(), places.keeping(console, *traces):
+    with left_to_ranks("RANK" in os.environ), places.keeping(console, *traces):
         _train(args, console, path, plan, out)
 
 
@@ -467,6 +482,6 @@ VERBS = (
             o.JSON,
         ),
         details="Everything goes to the run's folder: log.jsonl, checkpoints, plan.json, result.json. SIGTERM saves, "
-        "then ends with exit code 75.",
+        "then ends with exit code 75; before the first step there is nothing to save.",
     ),
 )

@@ -9,16 +9,18 @@ from math import hypot
 
 from asa.cost.machine.estimate import on_device
 from asa.cost.memory import together
-from asa.cost.memory.peak import Peak, peak
+from asa.cost.memory.peak import Peak, peak, under
 from asa.cost.pipeline import StageTimes, makespan
 from asa.cost.pricing import Pricer, Way, times_of
 from asa.cost.step import BoundaryCost, ComponentCost, StepCost, step
 from asa.cost.work.compute import Times
 from asa.errors import InvalidInputError
 from asa.interfaces.schedule import Schedule
-from asa.interfaces.strategy import Strategies
+from asa.interfaces.strategy import OPTIMIZER_WORDS, Strategies
 from asa.ir.cluster import Cluster, Overlap
 from asa.ir.codec import noun
+from asa.ir.consistency import Discipline
+from asa.ir.layout import Layout, largest_shard
 from asa.ir.plan import Plan, Stage
 from asa.ir.profile import Profile
 
@@ -170,6 +172,33 @@ def price(
     )
 
 
+def disciplined(
+    discipline: Discipline, price: Price, pricers: Sequence[Pricer], ways: Sequence[Way], profile: Profile, ranks: int
+) -> Price:
+    """``price`` with the memory that ``discipline`` takes on ``ranks`` ranks. Whole replicas reduce no gradients in
+    buckets: each has the peak of one rank alone. Peaks of a stage end with those of servers on ranks of their own."""
+    stages, replicas = list[StagePrice](), discipline.groups is None and discipline.waiting != "pipelined"
+    largest = max(c.largest_parameter_bytes for c in profile.graph.components)
+    for stage, pricer in zip(price.stages, pricers, strict=True):
+        some, m = ways[stage.start : stage.start + len(stage.components)], pricer.num_microbatches
+        size = sum(pricer.states.state_cost(i, w).memory.parameters for i, w in enumerate(some, stage.start))
+        plain = list(stage.peaks or (stage.peak,) * pricer.width)
+        if replicas:
+            workers = discipline.workers(ranks)
+            alone = Pricer(
+                profile, pricer.times, pricer.cluster, pricer.strategies, width=1, optimizer=pricer.optimizer,
+                global_batch=largest_shard(pricer.microbatch, workers) * m, num_microbatches=m,
+            )  # fmt: skip
+            one = replace(some[0], layout=Layout(width=1, data=1, tensor=1), data=replace(some[0].data, degree=1))
+            peak = price_stage(alone, 0, (one,) * len(some), pricer.cluster.overlap).peak
+            plain = [peak] * workers + [Peak(**dict.fromkeys(vars(peak), 0))] * (ranks - workers)
+        words, most = OPTIMIZER_WORDS[pricer.optimizer], largest / (size or 1.0)
+        held = (discipline.held(rank, ranks, words, most) for rank in range(len(plain)))
+        peaks = [under(p, size, h, size * (m == 1 and p.total > 0)) for p, h in zip(plain, held, strict=True)]
+        stages.append(replace(stage, peak=max(peaks, key=lambda p: p.total), peaks=tuple(peaks)))
+    return replace(price, stages=tuple(stages), peak=max((s.peak for s in stages), key=lambda p: p.total))
+
+
 def _pipelined(
     stages: Sequence[StagePrice], handovers: Sequence[tuple[float, float]], schedule: Schedule, num_microbatches: int
 ) -> StepCost:
@@ -249,13 +278,16 @@ def price_plan(plan: Plan, profile: Profile, cluster: Cluster, strategies: Strat
     Raises:
         InvalidInputError: as for :func:`ways_of`, :func:`schedule_of` and :meth:`asa.ir.cluster.Cluster.check_stages`.
     """
-    cluster, plan = cluster.ordered(plan.devices), plan.of_group() if plan.groups > 1 else plan
+    cluster, whole = cluster.ordered(plan.devices), plan
+    plan = plan.of_group() if plan.groups > 1 else plan
     used = on_device(profile, cluster)
     ways, schedule = ways_of(plan, profile, strategies), schedule_of(plan, strategies)
     cluster.check_stages([s.ranks for s in plan.stages])
     times = times_of(used, strategies)
     pricers = [pricer_of(plan, s, used, times, cluster, strategies, cluster.speeds(s.ranks)) for s in plan.stages]
-    return price(pricers, plan.starts(), ways, cluster.overlap, schedule)
+    found = price(pricers, plan.starts(), ways, cluster.overlap, schedule)
+    loose, ranks = whole.consistency, whole.num_processes
+    return found if loose is None else disciplined(loose, found, pricers, ways, used, ranks)
 
 
 def pricer_of(

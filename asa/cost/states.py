@@ -186,24 +186,13 @@ class States:
         return self._crossings[key]
 
     def between(self, ends: Ends, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Crossings:
-        """All boundaries from ``sources`` to ``targets``; those from the first source come first."""
+        """All boundaries from ``sources`` to ``targets``; those from the first source come first. If one of these is
+        empty, the boundaries between each layout of the other and the world outside of a stage."""
         key = (ends, sources, targets)
         if key not in self._between:
-            self._between[key] = Crossings([self.crossing(ends, a, b) for a in sources for b in targets])
-        return self._between[key]
-
-    def entering(self, ends: Ends, layouts: tuple[Layout, ...]) -> Crossings:
-        """The boundaries into each of these layouts from outside a stage."""
-        key = (ends, (), layouts)
-        if key not in self._between:
-            self._between[key] = Crossings([self.crossing(ends, whole(x), x) for x in layouts])
-        return self._between[key]
-
-    def leaving(self, ends: Ends, layouts: tuple[Layout, ...]) -> Crossings:
-        """The boundaries out of a stage from each of these layouts."""
-        key = (ends, layouts, ())
-        if key not in self._between:
-            self._between[key] = Crossings([self.crossing(ends, x, whole(x)) for x in layouts])
+            pairs = [(a, b) for a in sources for b in targets]
+            pairs = pairs or [*((whole(x), x) for x in targets), *((x, whole(x)) for x in sources)]
+            self._between[key] = Crossings([self.crossing(ends, a, b) for a, b in pairs])
         return self._between[key]
 
     def _overhead_s(self, traffic: Iterable[Collective], phase: Phase, tensors: int) -> float:

@@ -92,6 +92,16 @@ PARAMETERS: Mapping[DisciplineName, Mapping[str, Any]] = {
 
 
 @noun
+class Held:
+    """What a rank holds for a discipline beyond plain training on its own samples, in multiples of the bytes of its
+    weights. ``lasting``: all the time. ``exchanged``: also while ranks exchange, when a rank holds gradients and no
+    activations. Below 0, it holds less."""
+
+    lasting: float = 0.0
+    exchanged: float = 0.0
+
+
+@noun
 class Discipline:
     """A discipline of consistency and its parameters. Parameters that the discipline does not have are at their
     defaults.
@@ -291,6 +301,40 @@ class Discipline:
         workers = self.workers(ranks)
         first = workers if self.placement == "own" else 0
         return tuple(range(first, first + self.servers))
+
+    def held(self, rank: int, ranks: int, words: float, largest: float = 0.0) -> Held:
+        """What ``rank`` of ``ranks`` holds. ``words``: state of the optimizer per weight; ``largest``: share of the
+        largest parameter in all weights. Files are those of ``asa/executor/consistency``.
+
+        A worker of servers has no optimizer state; it exchanges its gradients as one vector, and the new weights
+        (``parameter_servers.py``). A server has its part of the weights and the optimizer's state, and for every other
+        worker a gradient or the weights of a reply, with one sum or reply more (``server.py``). Workers that average
+        have a vector of what they average; with an outer optimizer also the weights at the last average, its momentum,
+        a copy of the weights and their change (``local_sgd.py``, ``diloco.py``); in int8, those of all workers twice.
+
+        >>> parse("ps_sync").held(0, 2, words=1), parse("ps_sync").held(1, 2, words=1)
+        (Held(lasting=3.0, exchanged=2.0), Held(lasting=-1.0, exchanged=2.0))
+        """
+        workers, outer = self.workers(ranks), float(self.outer_momentum > 0)
+        if self.waiting == "pipelined":
+            return Held(lasting=2.0 if ranks > 1 else 0.0)  # the versions of two batches in flight (pipedream.py)
+        if self.served:
+            works, others = rank < workers, workers - (rank < workers)
+            lasting = ((self.period > 1) - words) * works
+            if rank in self.server_ranks(ranks):
+                lasting += (1 + words + others + (others > 0)) / self.servers
+            return Held(lasting=float(lasting), exchanged=2.0 * works)
+        int8 = self.message == "int8"
+        if self.quorum is not None:
+            lasting = 1.0 + (1 + outer + workers if rank == 0 else 0.0)
+            return Held(lasting=lasting, exchanged=3.5 if int8 else 2.0)
+        if self.name == "local_sgd":
+            return Held(exchanged=max(1.0, words))
+        if self.waiting == "local":
+            part = min(1.0, 1 / self.fragments + (largest if self.fragments > 1 else 0.0))
+            copies = 3.25 + 2.25 * workers if int8 else 3.0
+            return Held(lasting=1.0 + outer, exchanged=max(copies * part, words))
+        return Held()
 
     def check(self, compression: str, precision: str) -> None:
         """Check the settings of a plan that no discipline runs with.

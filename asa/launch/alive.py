@@ -19,6 +19,10 @@ _LONGEST = 3.0
 timeout."""
 
 
+NOT_BEGUN = 2**64 - 1
+"""Number of the step of a rank that has not begun one."""
+
+
 class _Own:
     counters: Any = None
     steps: Any = None

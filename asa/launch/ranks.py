@@ -22,14 +22,14 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import TCPStore
 
-from asa.errors import AsaError, UnavailableError, UsageError, WorkersFailedError
-from asa.launch import alive
+from asa.errors import AsaError, PreemptedError, UnavailableError, UsageError, WorkersFailedError
+from asa.launch import alive, signals
 from asa.launch.blame import Outcome, culprit
 from asa.launch.devices import cuda_devices
 from asa.launch.environments import environment
 from asa.launch.forking import fork_beside_threads, ranks_can_fork, safe_threads
 from asa.launch.returns import Return
-from asa.launch.signals import held_while_starting, leave_terminal
+from asa.launch.signals import NOTHING_TO_SAVE, held_while_starting, leave_terminal
 from asa.launch.worker import Failure, Setting, work
 
 T = TypeVar("T")
@@ -63,6 +63,7 @@ def run_ranks(
     watched: bool = False,
     silence_s: float | None = None,
     forward_sigterm: bool = False,
+    idle_until_begun: bool = False,
     on_message: Callable[[int, Any], None] | None = None,
     once_started: Callable[[], None] | None = None,
     spare: Callable[[int], bool] | None = None,
@@ -85,6 +86,8 @@ def run_ranks(
         forward_sigterm: forward SIGTERM to the ranks, which save and return; a second SIGTERM kills them. It is
             delivered after their :func:`~asa.launch.signals.take_sigterm`. If False, the first SIGTERM kills them.
             SIGHUP, unless it is ignored, becomes a SIGTERM to the ranks.
+        idle_until_begun: ranks have nothing to save before one of them begins a step, if they are ``watched``. A signal
+            that comes earlier kills them at once.
         on_message: called here as ``on_message(rank, message)`` for what ranks :func:`~asa.launch.tell`.
         once_started: called here when all ranks run, to free memory that only they need. If None, ranks are started
             once more if gloo loses a connection during start-up.
@@ -98,6 +101,7 @@ def run_ranks(
     Raises:
         WorkersFailedError: names the rank that caused the failure; the others were killed.
         AsaError: raised by a rank, and raised here unchanged.
+        PreemptedError: a signal came while there was nothing to save.
         UnavailableError: there are more nccl ranks than CUDA devices, or a process may open too few files.
         UsageError: a number below 1, or ``threads > 1`` in a process that has itself computed with several threads.
     """
@@ -116,7 +120,7 @@ def run_ranks(
             num_ranks, backend, safe_threads(threads, num_ranks), *limits, together=silence_s is not None, spare=spare,
             returns=returns,
         )  # fmt: skip
-        with _sigterm(crew, forward_sigterm):
+        with _sigterm(crew, forward_sigterm, idle_until_begun):
             try:
                 with held_while_starting(forward_sigterm):  # delivered once ranks have their handlers
                     crew.start(function, args)
@@ -179,6 +183,7 @@ class _Crew:
         if self.silence_s is not None:
             self.counters = alive.shared_counters(context, self.num_ranks)
             self.steps = alive.shared_counters(context, self.num_ranks)
+            self.steps[:] = [alive.NOT_BEGUN] * self.num_ranks
             self.watch = alive.Watch(self.counters, self.silence_s, together=self.together)
         with socket.socket() as listener:
             # The store uses this bound socket, so no other process can take the port in between. Ranks
@@ -341,7 +346,7 @@ class _Crew:
         error: AsaError = failure.error or WorkersFailedError(
             f"rank {rank} of {self.num_ranks} {failure.line}",
             rank=rank,
-            step=None if self.steps is None else int(self.steps[rank]),
+            step=None if self.steps is None else self.steps[rank] if self.steps[rank] != alive.NOT_BEGUN else 0,
             signal=failure.signal,
             lost=failure.lost,
             raised=not failure.lost and failure.error is None,
@@ -349,6 +354,11 @@ class _Crew:
         if failure.trace:
             error.add_note(f"on rank {rank}:\n{failure.trace}")
         raise error
+
+    @property
+    def idle(self) -> bool:
+        """Whether it is known that no rank has begun a step."""
+        return not self.processes or (self.steps is not None and set(self.steps) == {alive.NOT_BEGUN})
 
     @property
     def unmet(self) -> bool:
@@ -386,9 +396,13 @@ class _Crew:
 
 
 @contextlib.contextmanager
-def _sigterm(crew: _Crew, forward: bool) -> Iterator[None]:
+def _sigterm(crew: _Crew, forward: bool, idle_until_begun: bool) -> Iterator[None]:
     """Context that handles SIGTERM, and SIGHUP from a closed terminal, while ranks run. At its end the old handlers are
-    restored, and a signal that was not forwarded takes effect."""
+    restored, and a signal that was not forwarded takes effect.
+
+    Raises:
+        PreemptedError: as for :func:`run_ranks`.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers; ranks still die with this process
         return
@@ -405,6 +419,8 @@ def _sigterm(crew: _Crew, forward: bool) -> Iterator[None]:
             raise _Terminated(number)
         if not forward:
             raise _Terminated(number)
+        if idle_until_begun and crew.idle:
+            raise PreemptedError(NOTHING_TO_SAVE)
         forwarded = forwarded or number == signal.SIGTERM
         crew.signal(signal.SIGTERM)
 
@@ -418,5 +434,6 @@ def _sigterm(crew: _Crew, forward: bool) -> Iterator[None]:
         signal.raise_signal(end.number)
         raise WorkersFailedError(f"terminated: {crew.num_ranks} ranks were killed") from None
     finally:
+        signals.begun = signals.begun or not crew.idle
         for number, handler in before.items():
             signal.signal(number, handler)

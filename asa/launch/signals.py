@@ -9,6 +9,12 @@ import signal
 import threading
 from collections.abc import Iterator
 
+NOTHING_TO_SAVE = (
+    "stopped on request before the first step: nothing was trained since the last checkpoint, so nothing is saved; "
+    "give the same command again"
+)
+begun = False
+"""Whether ranks that this process started have begun a step."""
 _TERM = {signal.SIGTERM, signal.SIGHUP}
 
 

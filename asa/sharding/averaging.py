@@ -65,6 +65,10 @@ class Averaging:
         for each in unreached:
             each.at_the_end(self._ended)
 
+    def buckets(self) -> list[Tensor]:
+        """Memory of the buckets; empty tensors where nothing was averaged yet."""
+        return [bucket.flat for _, bucket in self._buckets]
+
     def refresh(self) -> None:
         """Record which parameters are trained now; call before a forward.
 

@@ -72,13 +72,13 @@ def check_there(spec: str) -> None:
 
 
 def check_classes(spec: str, has: int, model_has: int) -> None:
-    """Check that a planned model with ``model_has`` classes can be trained on ``spec``, which ``has`` so many.
+    """Check that a model with ``model_has`` classes can be trained on ``spec``, which ``has`` so many.
 
     Raises:
         UsageError: it has too few.
     """
     if has > model_has:
         raise UsageError(
-            f"{spec} has {has} classes, the planned model has {model_has}; profile it with --classes {has}, or train "
-            "on other --data"
+            f"{spec} has {has} classes, the model has {model_has}; make a model of {has} with --classes {has}, or take "
+            "other --data"
         )

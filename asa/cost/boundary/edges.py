@@ -109,9 +109,8 @@ class Edges:
         m, components = self.num_microbatches, self.graph.components
         sizes = [components[max(0, i - 1)].output_bytes_per_sample for i in indices]
         ends = [Ends.between(None, components[i]) for i in indices]
-        prices, counts = self._crossed(
-            sizes, ends, partial(self.states.entering, layouts=layouts), self._end_errors(layouts), 0.0
-        )
+        crossings = partial(self.states.between, sources=(), targets=layouts)
+        prices, counts = self._crossed(sizes, ends, crossings, self._end_errors(layouts), 0.0)
         if self.launching is not None:
             prices[:, :2] += np.stack(self.launching.at_inlets(indices, layouts, *counts), axis=1)
         part = self._parts(sizes, layouts)
@@ -129,9 +128,8 @@ class Edges:
         components = self.graph.components
         sizes, ends = zip(*map(self._output, indices), strict=True)
         sent = np.array([[i + 1 < len(components)] for i in indices])
-        prices, counts = self._crossed(
-            sizes, ends, partial(self.states.leaving, layouts=layouts), self._end_errors(layouts), 0.0
-        )
+        crossings = partial(self.states.between, sources=layouts, targets=())
+        prices, counts = self._crossed(sizes, ends, crossings, self._end_errors(layouts), 0.0)
         if self.launching is not None:
             prices[:, :2] += np.stack(self.launching.at_outlets(indices, layouts, *counts, sent=sent), axis=1)
         if self.num_microbatches > 1:

@@ -14,15 +14,14 @@ class Worker:
     """One worker. Times are in seconds.
 
     ``step_s``: mean of forward and backward of its ``rows`` samples of a global batch, without waiting. ``push_s``,
-    ``pull_s``: time on its link for all gradients to all servers, and for all weights from them. ``hidden_s``: it may
-    begin to push so long before its backward ends. ``update_s``: an optimizer step on all weights, if workers run it.
+    ``pull_s``: time on its link for all gradients to all servers, and for all weights from them. ``update_s``: an
+    optimizer step on all weights, if workers run it.
     """
 
     step_s: float
     rows: float = 1.0
     push_s: float = 0.0
     pull_s: float = 0.0
-    hidden_s: float = 0.0
     update_s: float = 0.0
 
 
@@ -68,22 +67,18 @@ class Played:
         steps: global batches that were applied.
         step_time_s: seconds per global batch in the second half, when initial leads of workers have gone.
         ages: ``ages[n]`` applied gradients had age n: n whole global batches of other workers since the pull.
-        leads: ``leads[n]`` steps began when their worker was n steps ahead of the slowest.
         mean_age: mean age of applied gradients in global batches, not rounded.
         rejected: share of the gradients that was rejected because of its age.
         waited: for each worker the share of the time that it waited for others.
-        served: share of the time that the busiest server's link or processor was busy.
     """
 
     seconds: float
     steps: float
     step_time_s: float
     ages: tuple[int, ...] = ()
-    leads: tuple[int, ...] = ()
     mean_age: float = 0.0
     rejected: float = 0.0
     waited: tuple[float, ...] = ()
-    served: float = 0.0
 
     @property
     def max_age(self) -> int:
@@ -110,11 +105,7 @@ class Draws:
 
 
 def counted(values: Iterator[int] | Sequence[int]) -> tuple[int, ...]:
-    """How often each whole number from 0 on occurs.
-
-    >>> counted([0, 2, 2])
-    (1, 0, 2)
-    """
+    """How often each whole number from 0 on occurs."""
     counts: list[int] = []
     for v in values:
         counts.extend([0] * (v + 1 - len(counts)))

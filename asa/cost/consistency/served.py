@@ -1,7 +1,7 @@
 """Discrete-event simulation of workers that pull weights from servers and push gradients to them.
 
 In a cycle a worker waits while the age of some worker's gradient has reached the window, then pulls, computes
-``period`` steps and pushes; the push begins ``hidden_s`` before backward ends. A server's link receives the gradients
+``period`` steps and pushes. A server's link receives the gradients
 of one worker at a time, and sends the weights for one worker at a time, in order of arrival. Its processor applies one
 push at a time. A worker pulls again when its push is applied. Under a synchronous discipline the servers add up the
 pushes of all workers and update once.
@@ -46,7 +46,6 @@ class Served:
         self._count = 0
         servers = machine.servers
         self._sending, self._receiving, self._applying = ([0.0] * len(servers) for _ in range(3))
-        self._busy = [[0.0, 0.0, 0.0] for _ in servers]
         self._arrived: list[tuple[int, float]] = []
         self.applied = 0.0
         """Samples whose update is finished: pulled weights contain them."""
@@ -55,7 +54,6 @@ class Served:
         self.now = 0.0
         self._ages: list[int] = []
         self._exact_ages: list[float] = []
-        self._leads: list[int] = []
         self._at_clock: dict[int, int] = {0: len(machine.workers)}
         self._slowest = 0
         self._blocked: set[int] = set()
@@ -88,25 +86,9 @@ class Served:
             steps=self.applied / batch,
             step_time_s=batch / rate if rate > 0 else float("inf"),
             ages=counted(self._ages),
-            leads=counted(self._leads),
             mean_age=sum(self._exact_ages) / len(self._exact_ages) if self._exact_ages else 0.0,
             rejected=self._rejected / max(1, self._rejected + len(self._ages)),
             waited=tuple(w.waited_s / self.now if self.now else 0.0 for w in self._workers),
-            served=self._served(),
-        )
-
-    def _served(self) -> float:
-        """The share of the time so far in which the busiest link or processor of a server was busy."""
-        if self.now <= 0:
-            return 0.0
-        until = (self._sending, self._receiving, self._applying)
-        return max(
-            (
-                (busy - max(0.0, until[kind][j] - self.now)) / self.now
-                for j, parts in enumerate(self._busy)
-                for kind, busy in enumerate(parts)
-            ),
-            default=0.0,
         )
 
     def _at(self, time: float, kind: str, w: int) -> None:
@@ -132,20 +114,18 @@ class Served:
             me.waited_s += now - me.blocked_since
             me.blocked_since = None
             self._blocked.discard(w)
-        self._leads.append(lead)
         me.pulled = self.applied - me.own_rows
         received_s = now + machine.workers[w].pull_s
         for j, server in enumerate(machine.servers):
             start = max(now, self._sending[j])
             self._sending[j] = start + server.send_s
-            self._busy[j][0] += server.send_s
             received_s = max(received_s, self._sending[j])
         compute = self._draws.steps(w, self.discipline.period)
         if self.discipline.period > 1:
             compute += self.discipline.period * machine.workers[w].update_s
         me.computing = True
         self._begun.append((w, me.clock, self.applied))
-        self._at(received_s + max(0.0, compute - machine.workers[w].hidden_s), "computed", w)
+        self._at(received_s + compute, "computed", w)
 
     def _held_up(self, lead: int) -> bool:
         """Whether a worker must wait: the age of another's gradient has reached the window, or, with a window of 0,
@@ -153,13 +133,10 @@ class Served:
         window = self.discipline.window
         if not window:
             return window == 0 and lead > 0
-        while self._begun and not self._under_way(*self._begun[0][:2]):
+        while self._begun and not ((w := self._workers[self._begun[0][0]]).computing and w.clock == self._begun[0][1]):
             self._begun.popleft()
         limit = window * self._batch * (1 - 1e-12)
         return bool(self._begun) and self._accepted - self._begun[0][2] >= limit
-
-    def _under_way(self, w: int, clock: int) -> bool:
-        return self._workers[w].computing and self._workers[w].clock == clock
 
     def _push(self, w: int) -> None:
         me, worker = self._workers[w], self.machine.workers[w]
@@ -168,11 +145,10 @@ class Served:
             self._at(self.now + late, "computed", w)
             return
         me.computing = False
-        sent = self.now + max(worker.push_s, worker.hidden_s)
+        sent = self.now + worker.push_s
         for j, server in enumerate(self.machine.servers):
             start = max(self.now, self._receiving[j])
             self._receiving[j] = start + server.receive_s
-            self._busy[j][1] += server.receive_s
             sent = max(sent, self._receiving[j])
         self._at(sent, "arrived", w)
 
@@ -208,7 +184,6 @@ class Served:
         for j, server in enumerate(self.machine.servers):
             start = max(now, self._applying[j])
             self._applying[j] = start + server.apply_s
-            self._busy[j][2] += server.apply_s
             done = max(done, self._applying[j])
             if server.beside is not None and self._workers[server.beside].computing:
                 self._workers[server.beside].late_s += server.apply_s

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import numpy as np
 from asa.cost.constants import constant
 from asa.ir.cluster import Device
 from asa.ir.codec import noun
+from asa.ir.consistency import Held
 
 
 @noun
@@ -76,6 +78,16 @@ def peak(components: Sequence[Footprint], boundaries: Sequence[Footprint], in_fl
         gradients=float(gradients[k:].sum()),
         transient=float(transient[k]),
     )
+
+
+def under(plain: Peak, size: float, held: Held, gradients: float) -> Peak:
+    """The peak of a rank that holds ``held`` for a discipline, ``plain`` without. ``size``: bytes of its weights;
+    ``gradients``: those of its gradients that do not count as state."""
+    more, state, moving = held.lasting * size, plain.state + held.lasting * size, held.exchanged * size
+    passes = replace(plain, total=plain.total + more, state=state)
+    total = state + gradients + moving
+    exchange = replace(plain, total=total, state=state, activations=0.0, gradients=gradients, transient=moving)
+    return max(passes, exchange, key=lambda p: p.total)
 
 
 def made_ready(input_shape: Sequence[int]) -> float:

@@ -160,6 +160,7 @@ class Exchange:
         self._returning, self._patience_s = frozenset(returning), patience_s
         self._channels: dict[int, Channel] = {}
         self._threads: list[threading.Thread] = []
+        self._answering = Holding()
         self._connections: list[_Connection] = []
         self._requests: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._handle: Handle | None = None
@@ -179,6 +180,10 @@ class Exchange:
         """The value that :meth:`store_value` has stored."""
         assert self._store is not None
         return json.loads(self._store.get(name))
+
+    def answering_bytes(self) -> int:
+        """The most bytes of requests and replies that the threads of this host held at once since the last call."""
+        return self._answering.most_since()
 
     @property
     def closed(self) -> bool:
@@ -281,7 +286,7 @@ class Exchange:
                 store.set(f"answered/{client}/{self.rank}", name)
                 if connection is not None:
                     connection.end()
-                connection = _Connection(client, channel, handle, on_lost)
+                connection = _Connection(client, channel, handle, on_lost, self._answering)
                 self._connections.append(connection)
                 connection.start()
 
@@ -332,26 +337,61 @@ def _close_all() -> None:
         exchange.end()
 
 
+class Holding:
+    """Counts the bytes that several threads hold, and the most at once."""
+
+    def __init__(self) -> None:
+        self._bytes = self._most = 0
+        self._lock = threading.Lock()
+
+    def add(self, tensor: Tensor | None, sign: int = 1) -> None:
+        """Count the bytes of ``tensor``; with ``sign`` -1 they are no longer held."""
+        with self._lock:
+            self._bytes += 0 if tensor is None else sign * tensor.nbytes
+            self._most = max(self._most, self._bytes)
+
+    def most_since(self) -> int:
+        """The most bytes held at once since the last call."""
+        with self._lock:
+            most, self._most = self._most, self._bytes
+            return most
+
+
 class _Connection(threading.Thread):
     """The host's end of one connection, while it lasts. ``client_left``: the client has announced that it leaves."""
 
-    def __init__(self, client: int, channel: Channel, handle: Handle, on_lost: Callable[[int], None]) -> None:
+    def __init__(
+        self, client: int, channel: Channel, handle: Handle, on_lost: Callable[[int], None], holding: Holding
+    ) -> None:
         super().__init__(daemon=True)
         self._client, self._channel, self._handle, self._on_lost = client, channel, handle, on_lost
+        self._holding = holding
         self._lock = threading.Lock()
         self.client_left = self.ended = False
 
     def run(self) -> None:
         """Answer requests until the connection ends."""
         with contextlib.suppress(RuntimeError):  # the other end is gone
-            while not self.client_left:
-                header, body = self._channel.receive()
-                alive.beat()
-                if header[0] == LEAVING:
-                    self.client_left = True
-                else:
-                    self._channel.send(*self._handle(self._client, header, body))
+            while (reply := self._reply()) is not None:
+                self._channel.send(*reply)
+                self._holding.add(reply[1], -1)
+                del reply
         self.end()
+
+    def _reply(self) -> tuple[Tensor, Tensor | None] | None:
+        """The reply to the next request, whose body is freed by then; None if the client leaves."""
+        header, body = self._channel.receive()
+        alive.beat()
+        if header[0] == LEAVING:
+            self.client_left = True
+            return None
+        self._holding.add(body)
+        try:
+            reply = self._handle(self._client, header, body)
+            self._holding.add(reply[1])
+        finally:
+            self._holding.add(body, -1)
+        return reply
 
     def end(self) -> None:
         """Report the client as lost, once."""

@@ -110,6 +110,14 @@ class Conduct(ABC):
     def load(self, state: dict[str, Tensor]) -> None:  # noqa: B027  (most disciplines have no such state)
         """Restore the result of :meth:`state`; called after :meth:`begin`."""
 
+    def held(self) -> list[Tensor]:
+        """Tensors that this rank keeps between steps for the discipline, beside the model and its optimizer."""
+        return []
+
+    def answering_bytes(self) -> int:
+        """The most bytes that other threads of this rank have held for others at once since the last call."""
+        return 0
+
     def figures(self) -> dict[str, object]:
         """Counters since the last call, for the log (JSON); equal on all workers where that matters."""
         return {}

@@ -107,6 +107,11 @@ class OuterSteps(LocalSteps):
         self.average_buffers()
         average(self._moments(), self.axis)
 
+    def held(self) -> list[Tensor]:
+        """The outer weights and the state of their optimizers."""
+        states = [s for o in self._optimizers for s in o.state.values()]
+        return [*self._outer, *(v for s in states for v in s.values() if isinstance(v, Tensor))]
+
     def state(self) -> dict[str, Tensor]:
         """Momentum of the outer optimizer as one vector over all weights; with groups, one vector per rank of a group
         (collective)."""

@@ -151,6 +151,7 @@ class Served(Conduct):
         ]
         self._load_weights(self._ask(requests))
         self._mean_gradient, self._samples = None, 0
+        self.optimizer.state.clear()  # the servers' own goes on; the first worker had it for a checkpoint
 
     def _accumulate(self, gradient: Tensor, samples: int, rates: list[float]) -> Tensor:
         """Mean of the gradients since the last push. Until the next push, the worker takes local steps of plain SGD."""
@@ -227,6 +228,15 @@ class Served(Conduct):
             f"rank {rank}, a server, is back with its last snapshot; the gradients of {lost_samples} samples since "
             "then are lost for its part of the weights"
         )
+
+    def held(self) -> list[Tensor]:
+        """This server's weights and optimizer state, and the mean gradient since the last push."""
+        served = [] if self._server is None else self._server.held()
+        return served if self._mean_gradient is None else [*served, self._mean_gradient]
+
+    def answering_bytes(self) -> int:
+        """Bytes of other workers' gradients, and of the weights for them."""
+        return self._exchange.answering_bytes()
 
     def figures(self) -> dict[str, object]:
         """Counters of every server since the start: samples applied and rejected, ages of gradients, largest lead of a

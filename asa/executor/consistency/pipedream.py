@@ -151,6 +151,10 @@ class UndrainedPipeline(Conduct):
             stashed.copy_(p)
         self._unfinished_steps.remove(batch.step)
 
+    def held(self) -> list[Tensor]:
+        """The versions of the weights that batches in flight are computed with."""
+        return [stashed for version in self._versions for stashed in version.values()]
+
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of the last batch by name; drains the pipeline (collective)."""
         self._drain()

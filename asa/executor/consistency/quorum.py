@@ -118,7 +118,9 @@ class AveragingRounds:
         samples = sum(count for _, count in contributions)
         if not samples:  # nobody has trained since
             samples, contributions = len(contributions), [(change, 1) for change, _ in contributions]
-        self.weights.grad = torch.stack([change * (count / samples) for change, count in contributions]).sum(dim=0)
+        self.weights.grad = torch.zeros_like(self.weights)
+        for change, count in contributions:
+            self.weights.grad.add_(change, alpha=count / samples)
         self.optimizer.step()
         self.weights.grad = None
         self._contributions, self._quorum_at = {}, None
@@ -208,6 +210,17 @@ class QuorumSteps(Conduct):
             rounds.contribute_last(worker, change, int(header[1]))
             return head(), None
         return head(), rounds.contribute(worker, change, int(header[1]))
+
+    def held(self) -> list[Tensor]:
+        """The outer weights; on the first worker also those that it holds for all, and the state of their optimizer."""
+        if self._rounds is None:
+            return [self._outer]
+        states = self._rounds.optimizer.state.values()
+        return [self._outer, self._rounds.weights, *(v for s in states for v in s.values() if isinstance(v, Tensor))]
+
+    def answering_bytes(self) -> int:
+        """Bytes of other workers' changes, and of the weights for them."""
+        return self._exchange.answering_bytes()
 
     def state(self) -> dict[str, Tensor]:
         """Momentum of the outer optimizer, on the first worker."""

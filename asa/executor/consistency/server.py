@@ -183,6 +183,11 @@ class Server:
             self.members.pop(worker, None)
             self._changed.notify_all()
 
+    def held(self) -> list[Tensor]:
+        """The weights and the optimizer's state."""
+        states = self.optimizer.state.values()
+        return [self.flat, *(v for s in states for v in s.values() if isinstance(v, Tensor))]
+
     def keep_snapshots(self, snapshots: Snapshots) -> None:
         """Write a snapshot now, and from now on whenever one is due."""
         with self._changed:

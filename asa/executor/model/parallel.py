@@ -412,10 +412,10 @@ class ParallelModel:
         """FSDP modules: the units whose weights are gathered and whose gradients are reduce-scattered."""
         return [m for p in self._segments for m in p.module.modules() if isinstance(m, FSDPModule)]
 
-    def bucket_gradients(self) -> list[Tensor]:
-        """Gradients that are views of communication buckets, which outlive the step (known after the first
-        backward)."""
-        return [p.grad for r in self.reduction.replicas for p in r.parameters if p.grad is not None]
+    def buckets(self) -> list[Tensor]:
+        """Memory of communication buckets, which outlives the step and of which gradients are views; empty before the
+        first reduction."""
+        return self.reduction.buckets()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from asa.errors import UsageError
@@ -29,6 +29,10 @@ class Reduction:
         self._reduced = False
         self._batch: tuple[int, int, bool] | None = None
         self.quiet = False
+
+    def buckets(self) -> list[Tensor]:
+        """Memory of the buckets; empty tensors where nothing was reduced yet."""
+        return self._averaging.buckets()
 
     def weighed(self, weight: float, total: int, shared: bool) -> float:
         """Set ``weight`` as the factor with which gradients of the next backward enter the average. Returns the factor

@@ -17,7 +17,7 @@ def active_peak(worker: Worker, step: Callable[[], object]) -> int:
     """Peak of active memory in bytes while ``step`` trains ``worker`` for one step, lasting state included.
 
     On CUDA it comes from the allocator's statistics; on a CPU, from the tensors that outlive a step and the recorded
-    allocations.
+    allocations. Those of threads that answer other ranks are not recorded; the most bytes that they held are added.
     """
     model = worker.model
     device = model.device
@@ -31,14 +31,18 @@ def active_peak(worker: Worker, step: Callable[[], object]) -> int:
     }  # on the host, even if the device uses the same memory
     states = [s for p, s in worker.optimizer.state.items() if p not in on_host]
     lasting += [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
-    # Gradients of a wrapped segment are views of buckets that outlive the step; the others are released by it.
-    lasting += model.bucket_gradients()
+    # Gradients that are reduced in buckets are views of these, which outlive the step; the others are released by it.
+    lasting += model.buckets()
+    conduct = worker.conduct
+    held = [] if conduct is None else conduct.held()
+    lasting += held
     base = bytes_of(map(local, lasting))
-    del lasting  # a bucket is not used again while references to its gradients exist
+    del lasting  # a bucket is not used again while other references to it exist
     model.zero_grad()
     events, _ = record(step, device)
-    gradients = (local(p.grad) for p in model.parameters() if p.grad is not None)
-    return base + peak(completed(events, {g.untyped_storage().data_ptr() for g in gradients}))
+    gradients = (local(p.grad) for p in (*model.parameters(), *held) if p.grad is not None)
+    own = peak(completed(events, {g.untyped_storage().data_ptr() for g in gradients}))
+    return base + own + (0 if conduct is None else conduct.answering_bytes())
 
 
 def state_bytes(worker: Worker) -> int:
@@ -48,5 +52,5 @@ def state_bytes(worker: Worker) -> int:
     states = [s for p, s in worker.optimizer.state.items() if p not in on_host]
     lasting = [*model.parameters(), *(b for c in model.components for b in c.buffers())]
     lasting += [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
-    lasting += [*model.bucket_gradients(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    lasting += [*model.buckets(), *(p.grad for p in model.parameters() if p.grad is not None)]
     return bytes_of(map(local, lasting))

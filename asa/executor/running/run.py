@@ -153,6 +153,7 @@ def _start_ranks_and_run(job: Job, ready: Prepare, relieve: Relieve | None, regr
             timeout_s=job.settings.timeout_s,
             watched=True,
             forward_sigterm=True,
+            idle_until_begun=not job.snapshots,
             on_message=lambda _, event: log(event),
             spare=_expendable_ranks(job.plan),
             returns=partial(_can_be_restarted, job.plan, files),

@@ -10,11 +10,13 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 
-from asa.cost.planned import Price
+from asa.cost.planned import Price, disciplined, price_plan
 from asa.cost.step import StepCost
-from asa.errors import AsaError, UsageError
-from asa.ir.consistency import CHANGES, PARAMETERS, WAITS_FOR, Discipline, is_discipline, parse
+from asa.errors import AsaError, InfeasibleError, UsageError
+from asa.ir.consistency import CHANGES, WAITS_FOR, Discipline, is_discipline, parse
 from asa.ir.plan import Baseline, Plan
+from asa.ir.units import GIB
+from asa.planner.answer.prediction import memory_of
 from asa.planner.pipeline.whole import row
 from asa.planner.space import consistency
 from asa.planner.space.candidate import Prices
@@ -57,7 +59,7 @@ def planned(
         cost = undrained(prices).cost
     elif ranks is not None:
         cost = consistency.disciplined(prices, ranks, discipline).price.cost
-    return [_plan_under(p, discipline, request.gpus, cost) for p in plans]
+    return [_remembering(_plan_under(p, discipline, request.gpus, cost), prices) for p in plans]
 
 
 def _grouped(
@@ -78,28 +80,40 @@ def _grouped(
         baselines = solve(replace(request, strategies=("ddp",)))[0].baselines
     plans = []
     for plan in solve(replace(request, strategies=inside, gpus=gpus, global_batch=batch // count)):
-        cost, more = consistency.grouped(prices, plan, discipline)
+        cost = consistency.grouped(prices, plan, discipline)
         inner = tuple(f"inside a group, {n}" if n.startswith("stay with") else n for n in plan.notes)
         grouped = _plan_under(replace(plan, notes=inner), discipline, request.gpus, cost)
         group = f"each of the {count} groups of {plan.num_ranks} ranks runs {plan.strategy} on {batch // count} samples"
-        memory = tuple(m + n for m, n in zip(plan.prediction.memory_bytes_per_rank, more, strict=True))
-        prediction = replace(
-            grouped.prediction, samples_per_s=batch / cost.total_s if cost.total_s else 0.0,
-            memory_bytes_per_rank=memory * count,
-        )  # fmt: skip
+        prediction = replace(grouped.prediction, samples_per_s=batch / cost.total_s if cost.total_s else 0.0)
         certificate = replace(plan.certificate, space=f"inside a group; {discipline} was asked for by name")
-        plans.append(
-            replace(
-                grouped, global_batch=batch, prediction=prediction, certificate=certificate, baselines=baselines,
-                confidence=None, notes=(*grouped.notes, group),
-            )
+        grouped = replace(
+            grouped, global_batch=batch, prediction=prediction, certificate=certificate, baselines=baselines,
+            confidence=None, notes=(*grouped.notes, group),
         )  # fmt: skip
+        plans.append(_remembering(grouped, prices))
     return plans
 
 
+def _remembering(plan: Plan, prices: Prices) -> Plan:
+    """``plan`` with the memory that its discipline takes.
+
+    Raises:
+        InfeasibleError: a device has less.
+    """
+    space = prices.space
+    price = price_plan(plan, space.profile, space.cluster, space.strategies)
+    free = space.capacity(plan.num_processes)
+    if price.peak.total > free:
+        raise InfeasibleError(
+            f"{plan.consistency} needs {price.peak.total / GIB:.3g} GiB on a rank, and {free / GIB:.3g} GiB can be "
+            "used; take a smaller --global-batch, more devices, or a discipline that holds fewer copies of the weights"
+        )
+    memory = memory_of(price, space.cluster, [len(s.ranks) for s in plan.stages])
+    return replace(plan, prediction=replace(plan.prediction, memory_bytes_per_rank=memory * plan.groups))
+
+
 def undrained(prices: Prices) -> Price:
-    """The price of a ``1f1b`` pipeline that is never drained: a step takes as long as the work of its busiest stage. A
-    stage keeps three copies of its weights: the newest, and those of the two batches in flight.
+    """The price of a ``1f1b`` pipeline that is never drained: a step takes as long as the work of its busiest stage.
 
     Raises:
         UsageError: a pipeline with a stage on every rank cannot run.
@@ -107,21 +121,16 @@ def undrained(prices: Prices) -> Price:
     best = row("1f1b", prices)
     if best.candidate is None or best.price is None:
         raise UsageError(f"pipedream: {best.why_not or 'no pipeline'}")
-    graph, stages = prices.space.profile.graph, []
-    for stage in best.price.stages:
-        size = sum(c.parameter_bytes for c in graph.components[stage.start : stage.start + len(stage.components)])
-        peak = replace(stage.peak, state=stage.peak.state + 2 * size, total=stage.peak.total + 2 * size)
-        stages.append(replace(stage, peak=peak, peaks=()))
-    busiest, highest = max(stages, key=lambda s: s.cost.total_s), max((s.peak for s in stages), key=lambda p: p.total)
-    return replace(best.price, cost=busiest.cost, peak=highest, stages=tuple(stages))
+    candidate, m = best.candidate, best.candidate.num_microbatches
+    pricers = [prices.pricer(w, m, candidate.ranks) for w in candidate.widths]
+    price = disciplined(parse("pipedream"), best.price, pricers, candidate.ways, prices.space.profile, candidate.ranks)
+    return replace(price, cost=max((s.cost for s in price.stages), key=lambda c: c.total_s))
 
 
 def _plan_under(plan: Plan, discipline: Discipline, gpus: int, cost: StepCost | None) -> Plan:
     """``plan`` as a plan under ``discipline`` on ``gpus`` ranks. ``cost`` is its step; None for a single worker."""
     name = discipline.name
     notes: tuple[str, ...] = (f"{name}: {WAITS_FOR[name]}", f"what changes: {CHANGES[name]}")
-    if "servers" in PARAMETERS[name]:
-        notes += ("memory is that of ddp: what a server holds beside its worker is not counted",)
     prediction = plan.prediction
     if cost is None:
         notes = (*notes, "the step time is that of one worker: there are no others")

@@ -54,12 +54,17 @@ def predict(
         hidden_communication_s=price.cost.hidden_s,
         update_s=price.cost.update_s,
         bubble_s=price.cost.bubble_s,
-        memory_bytes_per_rank=tuple(
-            math.ceil(stage.peak_of(place) + _libraries(cluster))
-            for stage, width in zip(price.stages, widths, strict=True)
-            for place in range(width)
-        ),
+        memory_bytes_per_rank=memory_of(price, cluster, widths),
         samples_per_s=global_batch / total if total > 0 else 0.0,
+    )
+
+
+def memory_of(price: Price, cluster: Cluster, widths: Sequence[int]) -> tuple[int, ...]:
+    """Peak bytes of active memory on every rank of stages of ``widths`` ranks."""
+    return tuple(
+        math.ceil(stage.peak_of(place) + _libraries(cluster))
+        for stage, width in zip(price.stages, widths, strict=True)
+        for place in range(width)
     )
 
 

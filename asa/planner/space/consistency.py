@@ -11,17 +11,15 @@ These are prices of time and memory alone. How many more steps stale weights nee
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from asa.cost.consistency import Machine, Played, Server, Worker, play
-from asa.cost.memory.peak import Peak
 from asa.cost.planned import Price
+from asa.cost.planned import disciplined as under
 from asa.cost.step import StepCost
 from asa.cost.traffic.collectives import Links
 from asa.cost.work.spread import expected_maximum, relative_deviation
 from asa.errors import UsageError
-from asa.interfaces.strategy import OPTIMIZER_WORDS
 from asa.ir.codec import noun
 from asa.ir.consistency import Discipline, parse
 from asa.ir.layout import largest_shard
@@ -116,15 +114,16 @@ def disciplined(prices: Prices, replicated: Candidate, discipline: Discipline) -
     computed = min(total, ideal + update)
     moved = min(total - computed, sum(w.push_s + w.pull_s for w in simulated.workers) / count / discipline.period)
     cost = _simulated(total, computed, moved, update)
-    peak = _peak_under(prices, price.peak, discipline)
-    stage = replace(price.stages[0], cost=cost, peak=peak, peaks=())
-    return Disciplined(price=replace(price, cost=cost, peak=peak, stages=(stage,)), played=played, machine=simulated)
+    pricers = (prices.pricer(replicated.ranks, replicated.num_microbatches),)
+    price = under(discipline, price, pricers, replicated.ways, prices.space.profile, replicated.ranks)
+    stage = replace(price.stages[0], cost=cost)
+    return Disciplined(price=replace(price, cost=cost, stages=(stage,)), played=played, machine=simulated)
 
 
-def grouped(prices: Prices, plan: Plan, discipline: Discipline) -> tuple[StepCost, tuple[int, ...]]:
+def grouped(prices: Prices, plan: Plan, discipline: Discipline) -> StepCost:
     """The cost of a step of groups of ranks that each run ``plan`` on their share of the batch and average weights as
-    ``discipline`` says, and the bytes that each rank of a group holds for that beyond ``plan``. A rank averages with
-    those that have the same part of the weights in the other groups, all at the same time."""
+    ``discipline`` says. A rank averages with those that have the same part of the weights in the other groups, all at
+    the same time."""
     assert discipline.groups is not None
     space, count, inside = prices.space, discipline.groups, plan.prediction
     group_size, links = plan.num_ranks, Links(prices.space.cluster, prices.space.request.gpus)
@@ -146,8 +145,7 @@ def grouped(prices: Prices, plan: Plan, discipline: Discipline) -> tuple[StepCos
     total = played.step_time_s
     computed = min(total, inside.compute_s)
     moved = min(total - computed, inside.exposed_communication_s + machine.meeting_s / discipline.period)
-    cost = _simulated(total, computed, moved, inside.update_s)
-    return cost, tuple(math.ceil(_for_meetings(discipline, h)) for h in rank_bytes)
+    return _simulated(total, computed, moved, inside.update_s)
 
 
 def _simulated(total: float, computed: float, moved: float, update: float) -> StepCost:
@@ -156,23 +154,3 @@ def _simulated(total: float, computed: float, moved: float, update: float) -> St
         total_s=total, compute_s=computed, exposed_s=moved, hidden_s=0.0, update_s=min(update, computed), overlap_s=0.0,
         bubble_s=total - computed - moved,
     )  # fmt: skip
-
-
-def _for_meetings(discipline: Discipline, size: float) -> float:
-    """Bytes that averaging ``size`` bytes of weights takes: the message and, for an outer optimizer, the weights at the
-    last average and the momentum."""
-    return size * (1 + (discipline.name == "diloco") * 2)
-
-
-def _peak_under(prices: Prices, peak: Peak, discipline: Discipline) -> Peak:
-    """The peak of the rank that holds most. A server keeps its part of the weights, of the summed gradients and of the
-    optimizer's state, and workers have no such state. Averaging needs memory as in :func:`_for_meetings`."""
-    size = float(sum(c.parameter_bytes for c in prices.space.profile.graph.components))
-    words = OPTIMIZER_WORDS[prices.space.request.optimizer]
-    if discipline.servers:
-        more = -words * size + ((words + 2) * size / discipline.servers if discipline.placement == "beside" else 0.0)
-    elif discipline.waiting == "local":
-        more = _for_meetings(discipline, size)
-    else:
-        more = 0.0
-    return replace(peak, state=peak.state + more, total=peak.total + more)

@@ -25,7 +25,8 @@ from asa.zoo.inputs import Shape, described, of_tokens
 Samples = tuple[Tensor, Tensor]
 """Inputs [N, ...] and classes int64 [N, ...]."""
 
-_MOST_SAMPLES = 10_000_000
+_MOST_SAMPLES, _MOST_BYTES = 1_000_000, 1 << 32
+"""Most samples, and bytes of them, that are read of what does not say how many it has: it may never end."""
 _TEST_SHARE = 5
 """Divisor: one of this many samples is for testing, if the data has no test part."""
 _SALT = 5
@@ -249,10 +250,10 @@ def _read(dataset: Any, spec: str) -> Samples:
         UnavailableError: they do not fit in memory.
     """
     import psutil
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, IterableDataset
 
     samples: Iterable[Any]
-    if isinstance(dataset, DataLoader):
+    if isinstance(dataset, DataLoader | IterableDataset):  # the latter has a __getitem__ that only raises
         samples = dataset
     elif hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         samples = (dataset[i] for i in range(len(dataset)))
@@ -261,14 +262,21 @@ def _read(dataset: Any, spec: str) -> Samples:
     else:
         raise InvalidInputError(f"data {spec!r}: the function returned {str(dataset)[:40]!r}, not a dataset")
     batched, needed, seen = isinstance(dataset, DataLoader), 0, 0
+    length = _length(dataset)
     pairs: list[tuple[Tensor, Tensor]] = []
     count = 0
     for sample in samples:
         pairs.append(_pair(sample, spec))
         count += len(pairs[-1][1]) if batched and pairs[-1][1].dim() else 1
         needed += pairs[-1][0].nbytes
-        if count > _MOST_SAMPLES:
-            raise InvalidInputError(f"data {spec!r}: more than {_MOST_SAMPLES} samples; they are read into memory")
+        if length is None and (count > _MOST_SAMPLES or needed > _MOST_BYTES):
+            raise InvalidInputError(
+                f"data {spec!r} has not ended after {count - 1} samples, {needed / (1 << 30):.2g} GiB, and all are "
+                f"read into memory; let it end, as itertools.islice(samples, {min(count - 1, 50_000)}) does, or give "
+                "it a __len__"
+            )
+        if length is not None and len(pairs) > length:
+            raise InvalidInputError(f"data {spec!r}: its __len__ is {length}, but it goes on; let it end there")
         if needed - seen > _LOOKS:
             seen, free = needed, psutil.virtual_memory().available
             if free < needed:  # they are copied once
@@ -288,6 +296,14 @@ def _read(dataset: Any, spec: str) -> Samples:
     if any(len(x) != len(y) for x, y in pairs):
         raise InvalidInputError(f"data {spec!r}: a batch of the loader has not as many classes as inputs")
     return torch.cat(inputs), _integers(torch.cat(classes), spec)
+
+
+def _length(dataset: Any) -> int | None:
+    """The number of samples, or of batches of a loader; None where it is unknown."""
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
 
 
 def _integers(classes: Tensor, spec: str) -> Tensor:
