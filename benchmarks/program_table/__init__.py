@@ -105,6 +105,7 @@ def table() -> dict[str, Program]:
         networks,
         outside,
         public,
+        published,
         scripts,
         strange,
         trainers,
