@@ -32,6 +32,7 @@ from asa.api.model_interface import ModelInterface
 from asa.api.names import StateNames
 from asa.api.notes import drawing
 from asa.api.numbers import patch_sharded_tensors
+from asa.api.optimizers import hand_over
 from asa.api.outputs import Demands, entering, leaving
 from asa.api.parameter_tools import understood_by_torch as tools_understood_by_torch
 from asa.api.rank_context import RankContext
@@ -419,9 +420,13 @@ class DistributedModel(ModelInterface):
                 "what it takes with example_input (a tuple of inputs, or a dictionary of them by name)"
             )
         # Layers that the components lack are still those of the original.
-        training, before = self.training, {**dict(self.origin.named_parameters()), **dict(self.named_parameters())}
+        training = self.training
+        lists = [list(m.named_parameters(remove_duplicate=False)) for m in (self.origin, self)]
         self.adopt(self.rebuild_whole(self, why))
-        retire(before, dict(self.named_parameters(remove_duplicate=False)))
+        now = dict(self.named_parameters(remove_duplicate=False))
+        for before in map(dict, lists):
+            hand_over(before, now)
+            retire(before, now)
         self.__dict__["rebuild_whole"] = None
         self.remember()
         self.train(training)
