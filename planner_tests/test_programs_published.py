@@ -1,0 +1,144 @@
+"""Habits of published code: samplers that share by rank, one bag a batch, slow copies under plans that split.
+
+More of them are in ``benchmarks/program_table/published.py``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
+
+import asa
+from asa.errors import UsageError
+from asa.launch import run_ranks
+from planner_tests.programs import Program, State, assert_as_alone, classes, distance, epochs, numbers
+
+CE = F.cross_entropy
+
+
+class Net(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.first(x)))  # type: ignore[no-any-return]
+
+
+class Repeated(Sampler[int]):
+    """Every sample twice, those of this process."""
+
+    def __init__(self, data: Any) -> None:
+        self.data, self._world_size, self._rank = data, dist.get_world_size(), dist.get_rank()
+
+    def __iter__(self) -> Any:
+        return iter([i // 2 for i in range(2 * len(self.data))][self._rank :: self._world_size])
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+def _shared(_rank: int, program: Program) -> list[str]:
+    net, opt, batches = program.made()
+    data, said = batches.dataset, []
+    own: Any = Repeated(data)
+    loaders = [DataLoader(data, 6, sampler=own)]
+    loaders += [DataLoader(data, batch_sampler=BatchSampler(s, 6, False)) for s in (own, DistributedSampler(data))]  # type: ignore[arg-type]
+    for loader in loaders:
+        with pytest.raises(UsageError) as error:
+            asa.parallelize(net, opt, loader, plan=program.plan("ddp"))
+        said.append(str(error.value))
+    return said
+
+
+def test_samplers_that_share_by_rank_are_refused() -> None:
+    program = Program(model=Net, x=numbers(24, 8), y=classes(24, 3), loop=epochs)
+    for said in run_ranks(2, _shared, program, threads=1, timeout_s=60):
+        for text, name in zip(said, ("Repeated", "Repeated", "DistributedSampler"), strict=True):
+            assert f"the loader has a {name}, which draws the samples of one rank" in text
+
+
+class Bag(nn.Module):
+    """Attention over the instances of one bag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.attend, self.head = nn.Linear(8, 8), nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, bag: Tensor) -> Tensor:
+        h = torch.tanh(self.embed(bag.squeeze(0)))
+        return self.head((self.attend(h).softmax(0) * h).sum(0, keepdim=True)).squeeze(-1)  # type: ignore[no-any-return]
+
+
+class Bags(Dataset[Any]):
+    """Bags of two to five instances."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, i: int) -> Any:
+        return numbers(2 + i % 4, 8, seed=i), float(i % 2)
+
+
+def _bag_by_bag(net: Any, opt: Any, batches: Any) -> State:
+    for i, (bag, label) in enumerate(batches):
+        (F.binary_cross_entropy_with_logits(net(bag), label) / 4).backward()
+        if i % 4 == 3:
+            opt.step()
+            opt.zero_grad()
+    return dict(net.state_dict())
+
+
+def _bags(_rank: int, program: Program) -> State:
+    warnings.simplefilter("ignore")
+    net, opt, _ = program.made()
+    return _bag_by_bag(*asa.parallelize(net, opt, DataLoader(Bags(), 1), cache=None, strategies=("ddp",)))
+
+
+def test_batches_of_one_sample_may_have_unlike_shapes() -> None:
+    program = Program(model=Bag, x=numbers(2, 8), y=classes(2, 3), loop=_bag_by_bag)
+    net, opt, _ = program.made()
+    wanted = _bag_by_bag(net, opt, DataLoader(Bags(), 1))
+    for state in run_ranks(2, _bags, program, threads=1, timeout_s=60):
+        assert distance(state, wanted) < 1e-11
+
+
+def _taught_by_a_slow_copy(net: Any, opt: Any, batches: Any) -> State:
+    """The copy is a plain model of its own, moved parameter by parameter."""
+    teacher = Net().double()
+    teacher.load_state_dict(net.state_dict())
+    for x, _ in batches:
+        opt.zero_grad()
+        F.mse_loss(net(x), teacher(0.9 * x).detach()).backward()
+        opt.step()
+        with torch.no_grad():
+            for p, t in zip(net.parameters(), teacher.parameters(), strict=True):
+                t.data.mul_(0.9).add_(p.detach().data, alpha=0.1)
+    return {**net.state_dict(), **{f"slow.{k}": v for k, v in teacher.state_dict().items()}}
+
+
+def _averaged(net: Any, opt: Any, batches: Any) -> State:
+    """torch's average, which is made of a plain model."""
+    average = AveragedModel(Net().double())
+    for x, y in batches:
+        opt.zero_grad()
+        CE(net(x), y).backward()
+        opt.step()
+        average.update_parameters(net)
+    return {**net.state_dict(), **{f"mean.{k}": v for k, v in average.module.state_dict().items()}}
+
+
+@pytest.mark.parametrize("loop", [_taught_by_a_slow_copy, _averaged])
+def test_a_plain_copy_follows_parameters_that_ranks_hold_in_parts(loop: Any) -> None:
+    program = Program(model=Net, x=numbers(24, 8), y=classes(24, 3), loop=loop)
+    assert_as_alone(program, ["fsdp", "tensor", "mixed"])
