@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 import asa
 from asa.errors import UsageError
 from asa.launch import run_ranks
-from planner_tests.programs import Program, State, assert_as_alone, classes, distance, epochs, numbers
+from planner_tests.programs import Program, State, assert_as_alone, classes, distance, epochs, heard_of, numbers
 
 CE = F.cross_entropy
 
@@ -142,3 +142,31 @@ def _averaged(net: Any, opt: Any, batches: Any) -> State:
 def test_a_plain_copy_follows_parameters_that_ranks_hold_in_parts(loop: Any) -> None:
     program = Program(model=Net, x=numbers(24, 8), y=classes(24, 3), loop=loop)
     assert_as_alone(program, ["fsdp", "tensor", "mixed"])
+
+
+def _assigned(net: Any, opt: Any, batches: Any, of_all: bool = False) -> State:
+    """Gradients of a plain copy become those of the model; there is no backward."""
+    for x, y in batches:
+        plain = Net().double()
+        plain.load_state_dict(net.state_dict())
+        gradients = torch.autograd.grad(CE(plain(x), y), list(plain.parameters()))
+        for p, g in zip(net.parameters(), gradients, strict=True):
+            p.grad = torch.ones_like(g) if of_all else g
+        opt.step()
+    return dict(net.state_dict())
+
+
+def _assigned_alike(net: Any, opt: Any, batches: Any) -> State:
+    """They do not depend on the samples."""
+    return _assigned(net, opt, batches, of_all=True)
+
+
+def test_gradients_that_a_loop_writes_without_a_backward_are_compared() -> None:
+    cases = [
+        (program := Program(model=Net, x=numbers(24, 8), y=classes(24, 3), loop=loop), program.plan(name))
+        for loop in (_assigned, _assigned_alike)
+        for name in ("ddp", "zero1")
+    ]
+    heard = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    said = [any("gradients that the loop wrote differ between ranks" in line for line in lines) for lines in heard]
+    assert said == [True, True, False, False]

@@ -26,7 +26,7 @@ from asa.api.batches import GlobalBatches, Share, fingerprints, moved
 from asa.api.calls import Call, lengths, plain
 from asa.api.clipping import understood_by_torch
 from asa.api.in_step import FORWARD, OTHER_ROWS, UPDATE
-from asa.api.losses import Terms, follow_backwards, mark_output, record_call
+from asa.api.losses import Terms, follow_backwards, mark_output, record_call, whole_parameters
 from asa.api.messages import say
 from asa.api.model_interface import ModelInterface
 from asa.api.names import StateNames
@@ -602,6 +602,8 @@ class DistributedModel(ModelInterface):
         }
         watch_registrations(self)
         follow_backwards()
+        if self.in_step is not None:  # a loop may write gradients without a backward
+            self.in_step.graded(whole_parameters(self)[0])
 
     def _warn_of_hooks(self) -> None:
         """Warn once of a hook on a layer that was added behind the call: one on gradients sees those of this rank, and

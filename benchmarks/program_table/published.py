@@ -903,23 +903,6 @@ def _tasks() -> Made:
 add("tasks adapted by functional_call, first order", _meta_batches, _tasks)
 
 
-def _compiled(net: Any, opt: Any, batches: Any) -> None:
-    """The loss in a compiled function, with two branches by epoch."""
-
-    def loss_of(out: Tensor, y: Tensor, smooth: float) -> Tensor:
-        return F.cross_entropy(out, y, label_smoothing=smooth) + 1e-3 * out.pow(2).mean()
-
-    compiled = torch.compile(loss_of, backend="eager")
-    for epoch in range(2):
-        for x, y in batches:
-            opt.zero_grad()
-            compiled(net(x), y, 0.1 * epoch).backward()
-            opt.step()
-
-
-add("a loss in a compiled function", _compiled)
-
-
 def _bf16(net: Any, opt: Any, batches: Any) -> None:
     """Half precision by autocast, a scaler that is on, gradients unscaled and clipped."""
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
