@@ -170,3 +170,38 @@ def test_gradients_that_a_loop_writes_without_a_backward_are_compared() -> None:
     heard = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
     said = [any("gradients that the loop wrote differ between ranks" in line for line in lines) for lines in heard]
     assert said == [True, True, False, False]
+
+
+def _by_a_table(net: Any, opt: Any, batches: Any) -> State:
+    """Soft labels of three classes, in batches of which a rank has three samples."""
+    table = torch.full((3, 3), 1 / 3, dtype=torch.float64)
+    for x, y in batches:
+        opt.zero_grad()
+        (-(table[y] * F.log_softmax(net(x), 1)).sum(1).mean()).backward()
+        opt.step()
+    return dict(net.state_dict())
+
+
+def _by_a_table_of_answers(net: Any, opt: Any, batches: Any) -> State:
+    """The table follows answers to this rank's samples."""
+    table = torch.full((3, 3), 1 / 3, dtype=torch.float64)
+    for _ in range(2):
+        sums = torch.zeros(3, 3, dtype=torch.float64)
+        for x, y in batches:
+            opt.zero_grad()
+            out = net(x)
+            (-(table[y] * F.log_softmax(out, 1)).sum(1).mean()).backward()
+            opt.step()
+            sums.index_add_(0, y, out.detach().softmax(1))
+        table = sums / sums.sum(1, keepdim=True)
+    return dict(net.state_dict())
+
+
+def test_a_table_of_as_many_classes_as_samples_is_no_mask_of_pairs() -> None:
+    cases = [
+        (program := Program(model=Net, x=numbers(24, 8), y=classes(24, 3), loop=loop), program.plan("ddp"))
+        for loop in (_by_a_table, _by_a_table_of_answers)
+    ]
+    same, own = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    assert not any("was not checked" in line or "not a mean" in line for line in same)
+    assert any("a number that differs between ranks" in line for line in own)

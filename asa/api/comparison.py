@@ -101,9 +101,12 @@ class Comparison:
             beside = number >= len(tape.outputs) and at not in tape.of_batch
             plain = tensor.detach().as_subclass(Tensor)
             if votes.everyone(beside and tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] == tape.rows):
-                square = _extended(gathered(votes, plain.cpu()), sum(rows))
+                parts = gathered(votes, plain.cpu())
+                square = _extended(parts, sum(rows))
                 if square is not None:
                     whole_tensors[at] = square.to(device)
+                    if all(torch.equal(p, parts[0]) for p in parts):  # or a table of as many classes
+                        alike[at] = plain
                     continue
             if votes.everyone(split):
                 parts = gathered(votes, plain.cpu() if self._weight else plain.cpu()[:0])
