@@ -205,3 +205,36 @@ def test_a_table_of_as_many_classes_as_samples_is_no_mask_of_pairs() -> None:
     same, own = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
     assert not any("was not checked" in line or "not a mean" in line for line in same)
     assert any("a number that differs between ranks" in line for line in own)
+
+
+def _drawn_by_the_loop(net: Any, opt: Any, batches: Any) -> State:
+    """Batches that the loop draws from the data, the same on all ranks."""
+    x, y = batches.dataset.tensors
+    draw = torch.Generator().manual_seed(3)
+    for _ in range(4):
+        some = torch.randperm(len(x), generator=draw)[:6]
+        opt.zero_grad()
+        loss = CE(net(x[some]), y[some], reduction="none")
+        (loss.mean() + loss.max()).backward()
+        opt.step()
+    return dict(net.state_dict())
+
+
+def _drawn_beside(net: Any, opt: Any, batches: Any) -> State:
+    """Labels that the loop draws, the same on all ranks, for the loader's samples."""
+    draw = torch.Generator().manual_seed(3)
+    for x, _ in batches:
+        opt.zero_grad()
+        CE(net(x), torch.randint(3, (len(x),), generator=draw)).backward()
+        opt.step()
+    return dict(net.state_dict())
+
+
+def test_batches_that_the_loop_draws_alike_are_nothing_to_say() -> None:
+    cases = [
+        (program := Program(model=Net, x=numbers(24, 8), y=classes(24, 3), loop=loop), program.plan("ddp"))
+        for loop in (_drawn_by_the_loop, _drawn_beside)
+    ]
+    same, beside = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
+    assert not any("is made beside the batch" in line or "not a mean" in line for line in same)
+    assert any("is made beside the batch" in line for line in beside)
