@@ -56,7 +56,7 @@ NAMING = (
     "the data set is no longer", "ranks have the same others", "shortens rows", "was changed through",
     "updates element by element", "had a gradient before", "is changed in the loop by numbers of",
     "is not the model's own", "updates each parameter by itself",
-    "asks how many processes there are",
+    "asks how many processes there are", "ranks begin at other places",
 )  # fmt: skip
 """Words in warnings and lines that name what differs from one process; that something was not checked is none."""
 

@@ -238,3 +238,64 @@ def test_batches_that_the_loop_draws_alike_are_nothing_to_say() -> None:
     same, beside = run_ranks(2, heard_of, cases, threads=1, timeout_s=60)[0]
     assert not any("is made beside the batch" in line or "not a mean" in line for line in same)
     assert any("is made beside the batch" in line for line in beside)
+
+
+class Means(nn.Module):
+    """Outputs and, if asked for, their mean over the batch, without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x: Tensor, scale: float = 1.0, *, means: bool = False) -> Any:
+        out = self.net(x) * scale
+        return (out, out.detach().mean(0)) if means else out
+
+
+def _to_the_mean(net: Any, opt: Any, batches: Any) -> State:
+    """The loss uses a mean that the model returns, made as long as the batch."""
+    for x, y in batches:
+        opt.zero_grad()
+        out, mean = net(x, 0.5, means=True)
+        (CE(out, y) + F.mse_loss(out, mean.expand(len(x), 3))).backward()
+        opt.step()
+    return dict(net.state_dict())
+
+
+def _slopes(net: Any, opt: Any, batches: Any) -> State:
+    """Slopes of several outputs by the inputs, one after the other."""
+    for x, y in batches:
+        opt.zero_grad()
+        x = x.clone().requires_grad_(True)
+        out = net(x)
+        slopes = [torch.autograd.grad(out[:, j].sum(), x, create_graph=True)[0] for j in range(3)]
+        (CE(out, y) + 0.1 * sum(g.square().sum(1).mean() for g in slopes)).backward()
+        opt.step()
+    return dict(net.state_dict())
+
+
+def _kept_by_place(net: Any, opt: Any, batches: Any) -> State:
+    """A perturbation of the first places of a batch goes on to the next batch."""
+    kept = torch.zeros(6, 8, dtype=torch.float64)
+    for x, y in batches:
+        opt.zero_grad()
+        noise = kept[: len(x)].clone().requires_grad_()
+        CE(net(x + noise), y).backward()
+        opt.step()
+        kept[: len(x)] = noise.detach() + 0.1 * noise.grad.sign()  # type: ignore[union-attr]
+    return dict(net.state_dict())
+
+
+def test_several_slopes_by_inputs_are_those_of_one_device() -> None:
+    assert_as_alone(Program(model=Net, x=numbers(21, 8), y=classes(21, 3), loop=_slopes), ["ddp", "zero1"])
+
+
+def test_rows_by_place_and_means_of_the_model_are_told() -> None:
+    programs = [
+        Program(model=Means, x=numbers(21, 8), y=classes(21, 3), loop=_to_the_mean),
+        Program(model=Net, x=numbers(22, 8), y=classes(22, 3), loop=_kept_by_place),
+        Program(model=Net, x=numbers(24, 8), y=classes(24, 3), loop=_kept_by_place),
+    ]
+    heard = run_ranks(2, heard_of, [(p, p.plan("ddp")) for p in programs], threads=1, timeout_s=60)[0]
+    words = ("was not checked", "ranks begin at other places", "ranks begin at other places")
+    assert [any(w in line for line in lines) for w, lines in zip(words, heard, strict=True)] == [True, True, False]

@@ -174,6 +174,9 @@ class DistributedModel(ModelInterface):
                 "torch.func transforms (grad, vmap, jvp) give a rank what its own samples make of its own part of the "
                 "model; use loss.backward() and p.grad, or compute that in a plain copy: load model.state_dict()"
             )
+        if parallel is not None and parallel.called:
+            return self.call(None, args, options)
+        given = args, options
         args, options = self._handed(args, options)
         args, options = moved(args, device), moved(options, device)
         self._check_recomputing(None)
@@ -181,25 +184,23 @@ class DistributedModel(ModelInterface):
             record_call(self)
             return self.parts[0](*args, **options)
         self._prepared()
-        if parallel.called:
-            return self.call(None, args, options)
         x = args[0] if len(args) == 1 and not options else None
         if not isinstance(x, Tensor):
             call = plain(self.origin, args, options)
             x = call.tensor
             if x is None:
                 self.run_whole(f"it is called with {call}")
-                return self.call(None, args, options)
+                return self.call(None, *given)
         traced = parallel.components[0].input_shape
         if not self._independent and x.dim() != 1 + len(traced):
             # Splits and exchanges were traced for inputs with this number of dimensions.
             self.run_whole(f"it is called with {Call((x,))}, and was planned for {['N', *traced]}")
-            return self.call(None, args, options)
+            return self.call(None, *given)
         try:
             total, weight, first = self._total(len(x), x)
         except Uneven as error:
             self.run_whole(str(error))
-            return self.call(None, args, options)
+            return self.call(None, *given)
         factor = self._weight_of_outputs(weight, total)
         self.__dict__["output_factor"] = factor
         self._count(total, weight)
@@ -247,7 +248,7 @@ class DistributedModel(ModelInterface):
         parallel, share = self.parallel, self.share
         assert parallel is not None
         self._check_recomputing(method)
-        args, options = self._handed(args, options)
+        args, options = moved(self._handed(args, options), self.rank_context.device)
         self._prepared()
         candidates = lengths((args, options))
         share_rows = None if share is None or not self.learns else len(share.rows)
